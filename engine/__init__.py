@@ -1,0 +1,1 @@
+"""The engine: owns one model, from HTTP request to sampled token."""

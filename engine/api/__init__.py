@@ -1,0 +1,1 @@
+"""The HTTP face of the engine: tokenize, hand to the core, detokenize, stream."""

@@ -1,0 +1,1 @@
+"""The public edge: identity, limits, routing and the relay."""

@@ -1,0 +1,214 @@
+"""The error tree.
+
+Every operating error that a client can see is an `ApiError`. It carries two messages: `message`
+for the client, who must learn what to change, and `detail` for the operator, who must learn what
+happened; `detail` goes to the log and never over the wire. Neither ever holds prompt text.
+
+The body is OpenAI's envelope `{"error": {message, type, param, code}}`, so that the SDKs raise the
+exception class that belongs to the status. `retryable` becomes `x-should-retry`, which the SDKs
+obey before they look at the status.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import ClassVar
+
+
+class ApiError(Exception):
+    """Base: one class per (status, code). Subclasses only set the class variables."""
+
+    status: ClassVar[int] = HTTPStatus.INTERNAL_SERVER_ERROR
+    type: ClassVar[str] = "server_error"
+    code: ClassVar[str] = "internal_error"
+    retryable: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        detail: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.detail = detail
+        self.retry_after_s = retry_after_s
+
+
+class InternalError(ApiError):
+    """A bug of ours. The message says nothing; the detail and the log say everything."""
+
+
+# -- the caller's mistakes ------------------------------------------------------------------------
+
+
+class InvalidRequest(ApiError):
+    status = HTTPStatus.BAD_REQUEST
+    type = "invalid_request_error"
+    code = "invalid_value"
+
+
+class InvalidJson(InvalidRequest):
+    code = "invalid_json"
+
+
+class UnsupportedParameter(InvalidRequest):
+    """A known field that asks for something this server cannot do. Never silently ignored."""
+
+    code = "unsupported_parameter"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class NeverFits(InvalidRequest):
+    """The request is within the context length, and still larger than the whole KV pool."""
+
+    code = "kv_capacity_exceeded"
+
+
+class Unauthenticated(ApiError):
+    status = HTTPStatus.UNAUTHORIZED
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+
+class PermissionDenied(ApiError):
+    status = HTTPStatus.FORBIDDEN
+    type = "permission_error"
+    code = "permission_denied"
+
+
+class ModelNotFound(ApiError):
+    """404 as OpenAI answers it: SDKs map it to NotFoundError."""
+
+    status = HTTPStatus.NOT_FOUND
+    type = "invalid_request_error"
+    code = "model_not_found"
+
+
+class RouteNotFound(ApiError):
+    status = HTTPStatus.NOT_FOUND
+    type = "invalid_request_error"
+    code = "unknown_url"
+
+
+class MethodNotAllowed(ApiError):
+    status = HTTPStatus.METHOD_NOT_ALLOWED
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+
+
+class BodyTimeout(ApiError):
+    """The request body did not arrive in time."""
+
+    status = HTTPStatus.REQUEST_TIMEOUT
+    type = "invalid_request_error"
+    code = "request_body_timeout"
+
+
+class BodyTooLarge(ApiError):
+    status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    type = "invalid_request_error"
+    code = "request_too_large"
+
+
+class RateLimited(ApiError):
+    """A quota of the caller's is used up for now."""
+
+    status = HTTPStatus.TOO_MANY_REQUESTS
+    type = "requests"
+    code = "rate_limit_exceeded"
+    retryable = True
+
+
+class TokensRateLimited(RateLimited):
+    type = "tokens"
+
+
+class BudgetExhausted(ApiError):
+    """A token budget that time does not refill: a retry cannot help."""
+
+    status = HTTPStatus.TOO_MANY_REQUESTS
+    type = "insufficient_quota"
+    code = "insufficient_quota"
+
+
+# -- the service's troubles -----------------------------------------------------------------------
+
+
+class Overloaded(ApiError):
+    """The waiting queue is full. Sent at once, with Retry-After."""
+
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    type = "overloaded_error"
+    code = "queue_full"
+    retryable = True
+
+
+class NotReady(ApiError):
+    """Starting, draining, or no healthy replica."""
+
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    code = "not_ready"
+    retryable = True
+
+
+class EngineFailed(ApiError):
+    """The engine's core died or failed while it held this request."""
+
+    status = HTTPStatus.INTERNAL_SERVER_ERROR
+    code = "engine_failed"
+    retryable = True
+
+
+class UpstreamUnreachable(ApiError):
+    """No connection to the engine. Nothing was dispatched, so a retry is safe."""
+
+    status = HTTPStatus.BAD_GATEWAY
+    code = "upstream_unreachable"
+    retryable = True
+
+
+class UpstreamFailed(ApiError):
+    """The engine went away, or broke the protocol, after the request was dispatched."""
+
+    status = HTTPStatus.BAD_GATEWAY
+    code = "upstream_failed"
+
+
+class ConnectTimeout(ApiError):
+    status = HTTPStatus.GATEWAY_TIMEOUT
+    type = "timeout_error"
+    code = "connect_timeout"
+    retryable = True
+
+
+class FirstTokenTimeout(ApiError):
+    status = HTTPStatus.GATEWAY_TIMEOUT
+    type = "timeout_error"
+    code = "first_token_timeout"
+
+
+class InterTokenTimeout(ApiError):
+    status = HTTPStatus.GATEWAY_TIMEOUT
+    type = "timeout_error"
+    code = "inter_token_timeout"
+
+
+class TotalTimeout(ApiError):
+    status = HTTPStatus.GATEWAY_TIMEOUT
+    type = "timeout_error"
+    code = "total_timeout"
+
+
+class SlowClient(ApiError):
+    """The client stopped reading its stream for longer than the slow-client deadline."""
+
+    status = HTTPStatus.REQUEST_TIMEOUT
+    type = "timeout_error"
+    code = "slow_client"

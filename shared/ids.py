@@ -1,0 +1,37 @@
+"""Identifiers, and the headers that carry them over the hop.
+
+A `RequestId` is minted at the edge (or accepted from the caller when it is well formed) and joins
+the logs of both services. It is a name for people and logs: nothing trusts it to be unique.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import Final, NewType
+
+RequestId = NewType("RequestId", str)
+TenantId = NewType("TenantId", str)
+KeyId = NewType("KeyId", str)
+ReplicaId = NewType("ReplicaId", str)
+
+REQUEST_ID_HEADER: Final = "x-request-id"
+TENANT_HEADER: Final = "x-penstock-tenant"
+TOKENIZER_HEADER: Final = "x-penstock-tokenizer"
+"""The engine's answer to every request: the hash of the tokenizer that it serves with."""
+IGNORED_FIELDS_HEADER: Final = "x-penstock-ignored-fields"
+TRACEPARENT_HEADER: Final = "traceparent"
+
+_WELL_FORMED: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+def mint_request_id() -> RequestId:
+    """A new id: `req_` and 128 random bits."""
+    return RequestId(f"req_{secrets.token_hex(16)}")
+
+
+def accept_request_id(value: str | None) -> RequestId:
+    """The caller's id when it is 1 to 64 of `A-Za-z0-9._-`, else a new one."""
+    if value is not None and _WELL_FORMED.fullmatch(value):
+        return RequestId(value)
+    return mint_request_id()

@@ -1,0 +1,341 @@
+"""OpenAI's request, response, chunk and error shapes: the only copy, used by both services.
+
+Policy for fields, as README documents it:
+
+- A field that is honoured is typed and bounded here, and a bad value is a 400 that names it.
+- A field that asks for something we cannot do (`tools`, a JSON `response_format`, audio) is refused
+  by `shared.validation`; it is never silently ignored.
+- Fields that change nothing about the answer (`metadata`, `user`, `store`, ...) are accepted.
+- Unknown fields are accepted too, passed on, and named in the `x-penstock-ignored-fields` answer
+  header, so that a misspelt name can be seen.
+
+Beyond OpenAI, the common extensions of open engines: `top_k`, `min_p`, `repetition_penalty`,
+`stop_token_ids`, `min_tokens`, `ignore_eos`, `return_token_ids`, `cache_salt`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+
+from shared.errors import ApiError
+
+BODY_LEN_MAX: Final = 8 * 1024 * 1024
+MESSAGES_MAX: Final = 2048
+PROMPTS_MAX: Final = 256
+CHOICES_MAX: Final = 64
+"""Bound on `n`, and on `n` times the number of prompts."""
+STOP_MAX: Final = 16
+STOP_LEN_MAX: Final = 256
+STOP_TOKEN_IDS_MAX: Final = 64
+LOGPROBS_MAX: Final = 20
+LOGIT_BIAS_MAX: Final = 1024
+TOKENS_MAX: Final = 2**24
+"""Bound on any count of tokens, far above any context length."""
+
+_SEED_MAX: Final = 2**63 - 1
+
+_Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
+_StopString = Annotated[str, Meta(min_length=1, max_length=STOP_LEN_MAX)]
+_TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+# -- requests -------------------------------------------------------------------------------------
+
+
+class TextPart(Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class ChatMessage(Struct):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Meta(max_length=MESSAGES_MAX)]
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
+class StreamOptions(Struct):
+    include_usage: bool | None = None
+
+
+class ResponseFormat(Struct):
+    type: str
+
+
+class PromptExtension(Struct):
+    """Token ids that the gateway counted and sends along, so that nothing is tokenized twice.
+
+    Trusted only when `tokenizer` is the hash of the engine's own tokenizer.
+    """
+
+    tokenizer: str
+    prompt_ids: list[list[int]]
+    """One list per prompt; a chat has one prompt."""
+
+
+class GenerationRequest(Struct, kw_only=True):
+    """What chat and completions share."""
+
+    model: str
+    n: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=TOKENS_MAX)] | None = None
+    """0 and -1 are off."""
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
+    logit_bias: Annotated[dict[str, _Bias], Meta(max_length=LOGIT_BIAS_MAX)] | None = None
+    seed: Annotated[int, Meta(ge=-_SEED_MAX - 1, le=_SEED_MAX)] | None = None
+
+    stop: _StopString | Annotated[list[_StopString], Meta(max_length=STOP_MAX)] | None = None
+    stop_token_ids: Annotated[list[_TokenId], Meta(max_length=STOP_TOKEN_IDS_MAX)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=TOKENS_MAX)] | None = None
+    ignore_eos: bool | None = None
+
+    return_token_ids: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    """Narrows prefix sharing within the tenant; it never widens it."""
+
+    # accepted, without effect on the answer
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    penstock: PromptExtension | None = None
+    """Set by the gateway; the gateway refuses it from clients."""
+
+    @property
+    def stop_strings(self) -> list[str]:
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MESSAGES_MAX)]
+    max_tokens: Annotated[int, Meta(ge=1, le=TOKENS_MAX)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=TOKENS_MAX)] | None = None
+    """Wins over `max_tokens`, its older name."""
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)] | None = None
+
+    # accepted when they ask for nothing; refused by shared.validation when they do
+    tools: list[Raw] | None = None
+    tool_choice: Raw | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Raw] | None = None
+    function_call: Raw | None = None
+    response_format: ResponseFormat | None = None
+    modalities: list[str] | None = None
+    audio: Raw | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+
+
+Prompt = str | list[str | int | list[int]]
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    prompt: Prompt
+    max_tokens: Annotated[int, Meta(ge=0, le=TOKENS_MAX)] | None = None
+    """OpenAI's default is 16. 0 is allowed with `echo`: it scores the prompt."""
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)] | None = None
+    suffix: str | None = None
+    best_of: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """Either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MESSAGES_MAX)] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    model: str | None = None
+    tokens: Annotated[list[_TokenId], Meta(max_length=TOKENS_MAX)]
+
+
+# -- responses ------------------------------------------------------------------------------------
+
+
+class PromptTokensDetails(Struct):
+    cached_tokens: int = 0
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+FinishReasonName = Literal["stop", "length"]
+
+
+class AssistantMessage(Struct):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(Struct):
+    index: int
+    message: AssistantMessage
+    finish_reason: FinishReasonName
+    logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatDelta(Struct):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct):
+    index: int
+    delta: ChatDelta
+    finish_reason: FinishReasonName | None = None
+    logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    system_fingerprint: str
+    usage: Usage | UnsetType | None = UNSET
+    """With `include_usage`: null on every chunk but the last, which has no choices."""
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionLogprobs(Struct):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(Struct):
+    """Also a chunk's choice: there `finish_reason` is null until the last."""
+
+    index: int
+    text: str
+    finish_reason: FinishReasonName | None
+    logprobs: CompletionLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(Struct, kw_only=True):
+    """Also a chunk: the completions API streams its own response shape."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    system_fingerprint: str
+    usage: Usage | UnsetType | None = UNSET
+
+
+class Model(Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "penstock"
+    max_model_len: int | None = None
+
+
+class ModelList(Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class TokenizeResponse(Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class DetokenizeResponse(Struct):
+    prompt: str
+
+
+class AbortResponse(Struct):
+    id: str
+    aborted: int
+    """How many live requests carried this id. 0 is no error: an abort is idempotent."""
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+class ErrorBody(Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorEnvelope(Struct):
+    error: ErrorBody
+
+
+def error_envelope(error: ApiError) -> bytes:
+    """The JSON body of an error, as OpenAI's SDKs expect it; also the data of an SSE error event."""
+    body = ErrorBody(message=error.message, type=error.type, param=error.param, code=error.code)
+    return msgspec.json.encode(ErrorEnvelope(body))
