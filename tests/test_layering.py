@@ -1,0 +1,151 @@
+"""The walls of the house: who may import whom.
+
+Imports are read from the source with `ast`, lazy ones inside functions too, so that a rule cannot be
+stepped around by importing late.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parent.parent
+FLOORS = ("shared", "gateway", "engine.api", "engine.core", "engine.runtime", "engine.demo", "engine")
+"""Most specific first: the floor of `engine.core.loop` is `engine.core`."""
+
+MAY_IMPORT = {
+    "shared": {"shared"},
+    "gateway": {"gateway", "shared"},
+    "engine.api": {"engine.api", "engine", "shared"},
+    "engine.core": {"engine.core", "shared"},
+    "engine.runtime": {"engine.runtime", "engine.core", "shared"},
+    "engine.demo": {"engine.demo"},
+    "engine": {"engine", "engine.api", "engine.core", "engine.runtime", "engine.demo", "shared"},
+}
+FORBIDDEN_PACKAGES = {
+    "shared": {"torch", "aiohttp", "transformers"},
+    "gateway": {"torch", "numpy", "transformers", "zmq"},
+    "engine.api": {"torch", "numpy", "transformers"},
+    "engine.core": {"torch", "numpy", "transformers", "aiohttp", "httpx"},
+    "engine.runtime": {"transformers", "aiohttp", "httpx", "zmq"},
+    "engine.demo": {"transformers", "aiohttp", "httpx", "zmq"},
+    "engine": {"torch", "transformers"},
+}
+NEVER = {"pickle", "cPickle", "dill", "marshal", "shelve", "multiprocessing"}
+
+SOURCES = sorted(path for top in ("shared", "gateway", "engine") for path in (ROOT / top).rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def floor_of(module: str) -> str | None:
+    return next((floor for floor in FLOORS if module == floor or module.startswith(floor + ".")), None)
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide the floor they reach"
+            assert node.module is not None
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_keep_to_their_floor(path: Path) -> None:
+    floor = floor_of(module_name(path))
+    assert floor is not None
+    for name in imports(path):
+        package = name.split(".")[0]
+        assert package not in FORBIDDEN_PACKAGES[floor], f"{floor} must not import {package}"
+        assert package not in NEVER, f"{package} is never used here"
+        target = floor_of(name)
+        assert target is None or target in MAY_IMPORT[floor], f"{floor} must not import {name}"
+        if floor == "engine.runtime" and target == "engine.core" and name != "engine.core":
+            assert name.startswith("engine.core.messages"), "the runtime knows the core's messages alone"
+
+
+def test_only_the_pipeline_knows_the_order_of_stages() -> None:
+    stages = ("identity", "admission", "routing", "relay")
+    for path in (ROOT / "gateway").rglob("*.py"):
+        stage = path.relative_to(ROOT / "gateway").parts[0]
+        if stage not in stages:
+            continue
+        for name in imports(path):
+            parts = name.split(".")
+            if parts[0] == "gateway" and len(parts) > 1 and parts[1] in stages:
+                assert parts[1] == stage, f"{path.name}: stage {stage} imports stage {parts[1]}"
+
+
+def test_no_unsafe_loading_in_the_source() -> None:
+    unsafe = re.compile(r"torch\.load\(|trust_remote_code|jinja2\.Environment\(|yaml\.load\(|\beval\(|\bexec\(")
+    for path in SOURCES:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            assert not unsafe.search(line), f"{path}:{number}: {line.strip()}"
+
+
+def requirements(name: str, extras: frozenset[str]) -> Iterator[Requirement]:
+    for text in importlib.metadata.requires(name) or []:
+        requirement = Requirement(text)
+        marker = requirement.marker
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras | {""}):
+            yield requirement
+
+
+def closure(name: str, extras: frozenset[str]) -> set[str]:
+    """Every distribution that installing `name[extras]` brings."""
+    seen: set[tuple[str, frozenset[str]]] = set()
+    todo = [(name, extras)]
+    while todo:
+        item = todo.pop()
+        if item in seen:
+            continue
+        seen.add(item)
+        todo += [(req.name.lower(), frozenset(req.extras)) for req in requirements(*item)]
+    return {dist for dist, _ in seen}
+
+
+def test_installing_the_gateway_pulls_no_torch() -> None:
+    gateway = closure("penstock", frozenset({"gateway"}))
+    assert "aiohttp" in gateway, "the walk over the requirements found nothing"
+    assert not gateway & {"torch", "triton", "numpy", "pyzmq", "safetensors", "transformers"}
+    assert "torch" in closure("penstock", frozenset({"engine"}))
+
+
+BLOCKED_IMPORT = """
+import importlib, pkgutil, sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in {blocked!r}:
+            raise ImportError('blocked: ' + name)
+sys.meta_path.insert(0, Block())
+package = importlib.import_module({package!r})
+for module in pkgutil.walk_packages(package.__path__, {package!r} + '.'):
+    if not module.name.endswith('__main__'):
+        importlib.import_module(module.name)
+"""
+
+
+@pytest.mark.parametrize("package", ["gateway", "shared", "engine.api", "engine.core"])
+def test_importing_needs_no_torch(package: str) -> None:
+    blocked = {"torch", "triton", "numpy", "safetensors", "transformers"}
+    if package in ("gateway", "shared"):
+        blocked |= {"zmq", "engine"}
+    if package == "shared":
+        blocked |= {"aiohttp", "gateway"}
+    script = BLOCKED_IMPORT.format(blocked=blocked, package=package)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
