@@ -1,0 +1,39 @@
+"""Time as a parameter.
+
+Code that measures or waits takes a `Clock`; tests hand it one that they move by hand, so that they
+neither sleep nor depend on how fast the machine is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Final, Protocol
+
+
+class Clock(Protocol):
+    def monotonic(self) -> float:
+        """Seconds since an arbitrary start; never goes back. For durations and deadlines."""
+        ...
+
+    def wall(self) -> float:
+        """Seconds since the Unix epoch; may jump. For what people read."""
+        ...
+
+    async def sleep(self, seconds: float) -> None: ...
+
+
+class _SystemClock:
+    __slots__ = ()
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    def wall(self) -> float:
+        return time.time()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+SYSTEM_CLOCK: Final[Clock] = _SystemClock()
