@@ -1,0 +1,263 @@
+"""JSON lines, one per event: ours through structlog, the libraries' through stdlib logging.
+
+Rules:
+
+1. A log call never raises and never waits for whoever reads the stream. Lines pass a bounded queue
+   to one writer thread; when the reader is too slow, lines are dropped and the drop is counted.
+2. No prompt text. Names on the deny list are redacted at any depth, and only plain values (numbers,
+   strings, lists, dicts of those) are written out: anything else is named by its type, so that a
+   request object handed to a log call by mistake shows nothing.
+3. Exceptions are structured tracebacks without local variables.
+
+`request_id` and its like are bound once per request with `structlog.contextvars` and merged into
+every line of that context.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import queue
+import sys
+import threading
+from collections.abc import Callable, Mapping, MutableMapping
+from datetime import UTC, datetime
+from enum import Enum
+from pathlib import PurePath
+from types import TracebackType
+from typing import Any, Final, TextIO
+
+import msgspec
+import structlog
+from structlog.tracebacks import ExceptionDictTransformer
+from structlog.types import Processor
+
+LINES_MAX: Final = 4096
+"""Lines that wait for the writer."""
+TEXT_LEN_MAX: Final = 2048
+"""Characters of one string value."""
+ITEMS_MAX: Final = 100
+DEPTH_MAX: Final = 8
+FRAMES_MAX: Final = 30
+FLUSH_S: Final = 2.0
+"""How long the end of the process waits for the writer."""
+
+REDACTED: Final = "[redacted]"
+DENIED: Final = frozenset(
+    {"prompt", "messages", "content", "text", "input", "output", "completion", "choices", "delta", "body"}
+    | {"token_ids", "prompt_ids", "authorization", "cookie", "api_key", "key", "secret", "password", "token"}
+)
+LEVELS: Final = ("debug", "info", "warning", "error")
+
+_exception_to_dicts: Final = ExceptionDictTransformer(
+    show_locals=False, max_frames=FRAMES_MAX, use_rich=False
+)
+
+
+class _Writer:
+    """Takes lines from any thread, writes them from its own."""
+
+    def __init__(self, stream: TextIO, service: str) -> None:
+        self._stream = stream
+        self._service = service
+        self._lines: queue.Queue[str | None] = queue.Queue(LINES_MAX)
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
+        self._thread.start()
+
+    def msg(self, line: str) -> None:
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self._dropped += 1
+
+    def close(self) -> None:
+        """Write what waits, within `FLUSH_S`."""
+        if not self._thread.is_alive():
+            return
+        try:
+            self._lines.put(None, timeout=FLUSH_S)
+        except queue.Full:
+            return  # the reader is stuck: the process may end without its last lines
+        self._thread.join(FLUSH_S)
+
+    def _run(self) -> None:
+        while (line := self._lines.get()) is not None:
+            self._write(line)
+            if self._lines.empty():
+                self._tell_dropped()
+        self._tell_dropped()
+
+    def _tell_dropped(self) -> None:
+        if self._dropped:
+            dropped, self._dropped = self._dropped, 0
+            self._write(render(self._service, "warning", "logs.dropped", {"lines": dropped}))
+
+    def _write(self, line: str) -> None:
+        try:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+        except (OSError, ValueError):
+            self._dropped += 1  # closed or broken stream: nobody is left to tell
+
+
+class _Sink:
+    """What structlog calls at the end: the writer, and the name of the module that logs."""
+
+    __slots__ = ("msg", "name")
+
+    def __init__(self, name: str, writer: _Writer) -> None:
+        self.name = name
+        self.msg = writer.msg
+
+    def __getattr__(self, level: str) -> Callable[[str], None]:
+        return self.msg
+
+
+class _StdlibHandler(logging.Handler):
+    """The libraries' records (aiohttp, asyncio, warnings), as lines like ours."""
+
+    def __init__(self, service: str, writer: _Writer) -> None:
+        super().__init__()
+        self._service = service
+        self._writer = writer
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            event = record.getMessage()
+        except (TypeError, ValueError):  # arguments that do not fit their format
+            event = str(record.msg)
+        fields: dict[str, object] = {"logger": record.name, **structlog.contextvars.get_contextvars()}
+        if record.exc_info:
+            fields["exc_info"] = record.exc_info
+        self._writer.msg(render(self._service, record.levelname.lower(), event, fields))
+
+
+_writer: _Writer | None = None
+
+
+def configure(service: str, *, level: str = "info", stream: TextIO | None = None) -> None:
+    """Send all logs of this process to `stream` (default: stderr). May be called again."""
+    global _writer
+    assert level in LEVELS
+    close()
+    _writer = writer = _Writer(stream or sys.stderr, service)
+    structlog.configure(
+        processors=[structlog.contextvars.merge_contextvars, _renderer(service)],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=lambda name="": _Sink(name, writer),
+        cache_logger_on_first_use=False,
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [_StdlibHandler(service, writer)]
+    root.setLevel(level.upper())
+    logging.captureWarnings(True)
+    sys.excepthook = _log_uncaught
+
+
+def close() -> None:
+    """Flush, bounded in time. Runs at exit by itself."""
+    global _writer
+    if _writer is not None:
+        _writer.close()
+        _writer = None
+
+
+atexit.register(close)
+
+
+def get(name: str) -> structlog.typing.FilteringBoundLogger:
+    """A logger for one module. The event comes first: `log.info("request.completed", status=200)`."""
+    logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(name)
+    return logger
+
+
+def render(service: str, level: str, event: str, fields: Mapping[str, object]) -> str:
+    """One line, without its newline."""
+    line: dict[str, object] = {
+        "ts": datetime.now(UTC).isoformat(timespec="microseconds"),
+        "level": level,
+        "service": service,
+        "event": event[:TEXT_LEN_MAX],
+    }
+    exception = _exception_of(fields.get("exc_info"))
+    if exception is not None:
+        line["exception"] = plain(_exception_to_dicts(exception))
+    for name, value in fields.items():
+        if name not in line and name != "exc_info":
+            line[name] = REDACTED if _denied(name) else plain(value)
+    try:
+        return msgspec.json.encode(line).decode()
+    except UnicodeEncodeError:  # a lone surrogate somewhere
+        return msgspec.json.encode(_without_surrogates(line)).decode()
+
+
+def plain(value: object, depth: int = 0) -> object:
+    """`value` as JSON-safe data within bounds; what is not plain data is named, not shown."""
+    match value:
+        case Enum():
+            return value.name.lower()
+        case None | bool() | float():
+            return value
+        case int():
+            return value if -(2**63) <= value < 2**64 else "<huge int>"
+        case str():
+            return value if len(value) <= TEXT_LEN_MAX else value[:TEXT_LEN_MAX] + "…"
+        case PurePath():
+            return str(value)
+        case BaseException():
+            return f"{type(value).__name__}: {str(value)[:200]}"
+        case _ if depth >= DEPTH_MAX:
+            return f"<{type(value).__name__}>"
+        case Mapping():
+            return {
+                str(name)[:TEXT_LEN_MAX]: REDACTED if _denied(str(name)) else plain(item, depth + 1)
+                for name, item in list(value.items())[:ITEMS_MAX]
+            }
+        case list() | tuple():
+            return [plain(item, depth + 1) for item in value[:ITEMS_MAX]]
+        case _:
+            return f"<{type(value).__name__}>"
+
+
+def _denied(name: str) -> bool:
+    return name.lower().replace("-", "_") in DENIED
+
+
+def _renderer(service: str) -> Processor:
+    def last(sink: _Sink, level: str, fields: MutableMapping[str, Any]) -> str:
+        event = str(fields.pop("event", ""))
+        return render(service, _LEVEL_OF.get(level, level), event, {"logger": sink.name, **fields})
+
+    return last
+
+
+_LEVEL_OF: Final = {"exception": "error", "warn": "warning"}
+_ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None]
+
+
+def _exception_of(exc_info: object) -> _ExcInfo | None:
+    """What `exc_info=` was given, in any of the forms that logging knows."""
+    error = sys.exc_info()[1] if exc_info is True else exc_info
+    if isinstance(error, tuple):
+        error = error[1]
+    return (type(error), error, error.__traceback__) if isinstance(error, BaseException) else None
+
+
+def _without_surrogates(value: object) -> object:
+    match value:
+        case str():
+            return value.encode("utf-8", "backslashreplace").decode()
+        case dict():
+            return {_without_surrogates(name): _without_surrogates(item) for name, item in value.items()}
+        case list():
+            return [_without_surrogates(item) for item in value]
+        case _:
+            return value
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, traceback)
+    else:
+        get(__name__).error("process.uncaught", exc_info=(kind, error, traceback))

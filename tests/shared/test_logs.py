@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from typing import Any
+
+import pytest
+import structlog
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared import logs
+from shared.openai import ChatMessage
+
+CANARY = "the-secret-of-the-prompt"
+
+
+@pytest.fixture
+def stream() -> Iterator[io.StringIO]:
+    root = logging.getLogger()
+    saved = root.handlers[:], root.level, sys.excepthook, structlog.get_config()
+    stream = io.StringIO()
+    logs.configure("test", stream=stream)
+    yield stream
+    logs.close()
+    logging.captureWarnings(False)
+    root.handlers[:], level, sys.excepthook, config = saved
+    root.setLevel(level)
+    structlog.configure(**config)
+
+
+def lines(stream: io.StringIO) -> list[dict[str, object]]:
+    logs.close()
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_a_line_says_when_what_and_who(stream: io.StringIO) -> None:
+    with structlog.contextvars.bound_contextvars(request_id="req_1"):
+        logs.get("gateway.app").info("request.completed", status=200, queue_ms=1.5)
+    (line,) = lines(stream)
+    assert datetime.fromisoformat(str(line.pop("ts"))).utcoffset() == timedelta(0)
+    assert line == {
+        "level": "info",
+        "service": "test",
+        "event": "request.completed",
+        "logger": "gateway.app",
+        "request_id": "req_1",
+        "status": 200,
+        "queue_ms": 1.5,
+    }
+
+
+def test_levels_below_the_configured_one_are_silent(stream: io.StringIO) -> None:
+    log = logs.get("x")
+    log.debug("quiet")
+    log.warning("loud")
+    assert [line["event"] for line in lines(stream)] == ["loud"]
+
+
+def test_prompt_text_is_redacted_at_any_depth(stream: io.StringIO) -> None:
+    logs.get("x").info(
+        "e",
+        prompt=CANARY,
+        Authorization=CANARY,
+        headers={"x-api-key": "k", "api-key": CANARY},
+        nested=[{"deep": {"messages": [CANARY]}}],
+        message=ChatMessage(role="user", content=CANARY),
+        raw=CANARY.encode(),
+    )
+    (line,) = lines(stream)
+    assert CANARY not in json.dumps(line)
+    assert line["prompt"] == logs.REDACTED
+    assert line["message"] == "<ChatMessage>"
+
+
+def test_exceptions_carry_frames_without_locals(stream: io.StringIO) -> None:
+    def fails(prompt: str) -> None:
+        hidden = prompt + "!"
+        raise RuntimeError(f"{len(hidden)}")
+
+    try:
+        fails(CANARY)
+    except RuntimeError:
+        logs.get("x").exception("boom")
+    (line,) = lines(stream)
+    assert line["level"] == "error"
+    exceptions: Any = line["exception"]
+    assert exceptions[0]["exc_type"] == "RuntimeError"
+    assert exceptions[0]["frames"][-1]["name"] == "fails"
+    assert CANARY not in json.dumps(line)
+
+
+def test_libraries_speak_json_too(stream: io.StringIO) -> None:
+    logging.getLogger("aiohttp.server").error("Error handling %s", "request")
+    ours = logging.getLogger().handlers[0]  # pytest's own handler would raise at this one
+    ours.handle(logging.makeLogRecord({"name": "x", "msg": "bad %d", "args": ("arguments",)}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("old", DeprecationWarning, stacklevel=1)
+    first, second, third = lines(stream)
+    assert (first["logger"], first["event"]) == ("aiohttp.server", "Error handling request")
+    assert second["event"] == "bad %d"
+    assert third["logger"] == "py.warnings"
+
+
+def test_an_uncaught_exception_is_a_line(stream: io.StringIO) -> None:
+    sys.excepthook(ValueError, ValueError("lost"), None)
+    (line,) = lines(stream)
+    assert line["event"] == "process.uncaught"
+
+
+class StuckStream(io.StringIO):
+    """A reader that takes nothing until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered = threading.Event()
+        self.go = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.entered.set()
+        assert self.go.wait(30)
+        return super().write(text)
+
+
+@pytest.mark.usefixtures("stream")
+def test_a_stuck_reader_costs_lines_not_time() -> None:
+    stuck = StuckStream()
+    logs.configure("test", stream=stuck)
+    log = logs.get("x")
+    log.info("first")
+    assert stuck.entered.wait(30)
+    for number in range(logs.LINES_MAX + 7):
+        log.info("line", number=number)
+    stuck.go.set()
+    written = lines(stuck)
+    assert len(written) == 1 + logs.LINES_MAX + 1
+    assert (written[-1]["event"], written[-1]["lines"]) == ("logs.dropped", 7)
+
+
+anything = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters(codec=None), max_size=20)
+    | st.binary(max_size=4)
+    | st.builds(object)
+    | st.builds(ValueError, st.text(max_size=5)),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+@given(
+    st.text(st.characters(codec=None), max_size=20),
+    st.dictionaries(st.text(max_size=8), anything, max_size=4),
+)
+def test_any_value_makes_one_line(event: str, fields: dict[str, object]) -> None:
+    line = logs.render("test", "info", event, fields)
+    assert "\n" not in line
+    assert json.loads(line)["service"] == "test"
+
+
+def test_values_are_bounded() -> None:
+    deep: object = 1
+    for _ in range(10_000):
+        deep = [deep]
+    line = logs.render(
+        "test", "info", "e", {"a": "x" * 10**6, "b": list(range(10**5)), "c": deep, "d": 10**5000}
+    )
+    assert len(line) < 4 * logs.TEXT_LEN_MAX
