@@ -1,0 +1,150 @@
+"""Server-sent events, as both services write and read them. No I/O.
+
+The engine ends every stream with a comment that the gateway keeps for itself:
+
+    data: {...}\\n\\n  data: {...}\\n\\n  data: [DONE]\\n\\n  : penstock {json}\\n\\n
+
+The gateway relays bytes and parses no event. `TailScanner` finds the comment under these rules:
+
+1. A comment counts only as the very last thing on the stream, and only at an event boundary (at the
+   start, or after an empty line). JSON has no raw newline, so no payload can forge a boundary.
+2. Whatever the chunking, the bytes forwarded are the stream's bytes without the comment, in order.
+3. At most `CLOSING_LEN_MAX` bytes are withheld, and only while they may be the comment.
+4. A chunk that cannot hold the start of a comment comes back as the same object: no copy.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from shared.errors import ApiError
+from shared.openai import error_envelope
+
+DONE: Final = b"data: [DONE]\n\n"
+CONTENT_TYPE: Final = "text/event-stream; charset=utf-8"
+CLOSING_HEADER: Final = "x-penstock-closing"
+"""Carries the closing's JSON on answers that are not streams."""
+CLOSING_LEN_MAX: Final = 2048
+
+_BOUNDARY: Final = b"\n\n"
+_COMMENT: Final = b": penstock "
+_TAIL_LEN: Final = len(_BOUNDARY + DONE)
+assert len(_COMMENT) < CLOSING_LEN_MAX
+
+
+class Closing(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine reports at the end of every answer."""
+
+    end_reason: str
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    preempted_ms: float = 0.0
+    preemptions: int = 0
+
+
+_decode_closing = msgspec.json.Decoder(Closing).decode
+
+
+def event(data: bytes) -> bytes:
+    """One event. `data` is JSON, so it holds no newline."""
+    return b"data: " + data + _BOUNDARY
+
+
+def error_event(error: ApiError) -> bytes:
+    """What a stream that fails after its first byte ends with; no `[DONE]` follows it."""
+    return event(error_envelope(error))
+
+
+def encode_closing(closing: Closing) -> bytes:
+    """JSON, for the header of a unary answer."""
+    return msgspec.json.encode(closing)
+
+
+def parse_closing(data: bytes | str) -> Closing | None:
+    """None when it is not one: the answer came from some other engine."""
+    try:
+        return _decode_closing(data)
+    except msgspec.DecodeError:
+        return None
+
+
+def closing_comment(closing: Closing) -> bytes:
+    comment = _COMMENT + encode_closing(closing) + _BOUNDARY
+    assert len(comment) <= CLOSING_LEN_MAX
+    return comment
+
+
+class TailScanner:
+    """Takes a stream's chunks, gives back what to forward, keeps the closing comment."""
+
+    __slots__ = ("_held", "_tail")
+
+    def __init__(self) -> None:
+        self._held = b""
+        """Not forwarded: starts at a boundary, and may be the comment."""
+        self._tail = _BOUNDARY
+        """The last bytes forwarded. The start of a stream is a boundary."""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """What may be forwarded at once: `chunk` itself, less or more than it, or nothing."""
+        data = self._held + chunk if self._held else chunk
+        start = self._comment_start(data)
+        if start is None:
+            self._held, forward = b"", data
+        else:
+            self._held, forward = data[start:], data[:start]
+        if forward:
+            self._tail = (
+                forward[-_TAIL_LEN:] if len(forward) >= _TAIL_LEN else (self._tail + forward)[-_TAIL_LEN:]
+            )
+        return forward
+
+    def finish(self) -> bytes:
+        """At the end of the stream: what was withheld and turned out to be no closing comment."""
+        if self.closing is not None:
+            return b""
+        rest, self._held = self._held, b""
+        self._tail = (self._tail + rest)[-_TAIL_LEN:]
+        return rest
+
+    @property
+    def closing(self) -> Closing | None:
+        """The comment, if the stream ends here."""
+        return parse_closing(self._held[len(_COMMENT) :]) if self._held.endswith(_BOUNDARY) else None
+
+    @property
+    def saw_done(self) -> bool:
+        """Whether `[DONE]` was the last event forwarded."""
+        return self._tail == _BOUNDARY + DONE
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the forwarded bytes end a whole event, so that another may be appended."""
+        return self._tail.endswith(_BOUNDARY)
+
+    def _comment_start(self, data: bytes) -> int | None:
+        """Where in `data` the comment may begin: only behind the last boundary that a colon follows."""
+        at = data.rfind(b"\n\n:")
+        if at >= 0:
+            start = at + 2
+        elif data.startswith(b":") and self._tail.endswith(_BOUNDARY):
+            start = 0
+        elif data.startswith(b"\n:") and self._tail.endswith(b"\n"):
+            start = 1
+        else:
+            return None
+        return start if _may_be_comment(data[start : start + CLOSING_LEN_MAX + 1]) else None
+
+
+def _may_be_comment(data: bytes) -> bool:
+    """Whether `data`, the end of all bytes so far, is the comment or a beginning of it."""
+    if not data.startswith(_COMMENT):
+        return _COMMENT.startswith(data)
+    rest = data.partition(b"\n")[2]
+    return len(data) <= CLOSING_LEN_MAX and rest in (b"", b"\n")

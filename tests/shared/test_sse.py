@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from shared import sse
+from shared.errors import EngineFailed
+from shared.sse import CLOSING_LEN_MAX, DONE, Closing, TailScanner
+
+CLOSING = Closing(
+    end_reason="stop",
+    prompt_tokens=12,
+    completion_tokens=3,
+    cached_tokens=8,
+    queue_ms=0.1,
+    prefill_ms=12.25,
+    decode_ms=80.5,
+    preempted_ms=0.0,
+    preemptions=0,
+)
+COMMENT = sse.closing_comment(CLOSING)
+
+
+def scan(chunks: list[bytes]) -> tuple[bytes, TailScanner]:
+    scanner = TailScanner()
+    forwarded = b"".join(scanner.feed(chunk) for chunk in chunks)
+    return forwarded + scanner.finish(), scanner
+
+
+pieces = st.sampled_from(
+    [
+        sse.event(b'{"a":1}'),
+        sse.event('{"text":"\\n\\n: penstock {} жж"}'.encode()),
+        DONE,
+        COMMENT,
+        b": penstock {}\n\n",
+        b": penstock not json\n\n",
+        b": penstock {}",
+        b": keep-alive\n\n",
+        b": ",
+        b"\n",
+        b"\n\n\n",
+        b"data: half",
+        b": penstock " + b"x" * CLOSING_LEN_MAX,
+    ]
+)
+streams = st.lists(pieces | st.binary(max_size=6), max_size=8).map(b"".join)
+
+
+def expected(stream: bytes) -> tuple[bytes, Closing | None]:
+    """By definition: cut the comment off the whole stream."""
+    if stream.endswith(COMMENT):
+        rest = stream.removesuffix(COMMENT)
+        if not rest or rest.endswith(b"\n\n"):
+            return rest, CLOSING
+    return stream, None
+
+
+@given(streams, st.data())
+@example(DONE + COMMENT, None)
+def test_any_chunking_of_any_stream_forwards_the_same(stream: bytes, data: st.DataObject | None) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(stream)), max_size=12))) if data else [3, 15]
+    chunks = [stream[a:b] for a, b in itertools.pairwise([0, *cuts, len(stream)])]
+    forwarded, scanner = scan(chunks)
+    assert (forwarded, scanner.closing) == expected(stream)
+    assert scanner.saw_done == (b"\n\n" + forwarded).endswith(b"\n\n" + DONE)
+    assert scanner.at_boundary == (b"\n\n" + forwarded).endswith(b"\n\n")
+
+
+def test_every_single_cut_and_every_byte_alone() -> None:
+    stream = sse.event(b'{"x":": penstock {"}') + DONE + COMMENT
+    want = stream.removesuffix(COMMENT)
+    for cut in range(len(stream) + 1):
+        forwarded, scanner = scan([stream[:cut], stream[cut:]])
+        assert (forwarded, scanner.closing, scanner.saw_done) == (want, CLOSING, True)
+    forwarded, scanner = scan([stream[i : i + 1] for i in range(len(stream))])
+    assert (forwarded, scanner.closing, scanner.saw_done) == (want, CLOSING, True)
+
+
+@given(streams, st.integers(1, 700))
+def test_withheld_bytes_are_bounded(stream: bytes, size: int) -> None:
+    scanner = TailScanner()
+    fed = forwarded = 0
+    for start in range(0, len(stream), size):
+        chunk = stream[start : start + size]
+        fed += len(chunk)
+        forwarded += len(scanner.feed(chunk))
+        assert 0 <= fed - forwarded <= CLOSING_LEN_MAX
+
+
+def test_a_chunk_without_a_possible_tail_is_not_copied() -> None:
+    scanner = TailScanner()
+    chunks = [
+        sse.event(b'{"text":"hello"}'),
+        b'data: {"text":": penst',
+        b'ock {}"}\n\n',
+        b": keep-alive\n\n",
+        DONE,
+    ]
+    for chunk in chunks:
+        assert scanner.feed(chunk) is chunk
+
+
+def test_a_comment_that_is_not_last_is_forwarded() -> None:
+    stream = COMMENT + DONE
+    forwarded, scanner = scan([COMMENT, DONE])
+    assert (forwarded, scanner.closing, scanner.saw_done) == (stream, None, True)
+
+
+def test_of_two_comments_only_the_last_is_kept() -> None:
+    forwarded, scanner = scan([COMMENT, COMMENT])
+    assert (forwarded, scanner.closing) == (COMMENT, CLOSING)
+
+
+def test_a_comment_cut_short_is_forwarded_as_it_came() -> None:
+    forwarded, scanner = scan([DONE, COMMENT[:-1]])
+    assert (forwarded, scanner.closing) == (DONE + COMMENT[:-1], None)
+    assert not scanner.saw_done
+
+
+def test_a_stream_cut_inside_an_event_says_so() -> None:
+    _, scanner = scan([b'data: {"a":'])
+    assert not scanner.at_boundary
+    assert not scanner.saw_done
+
+
+def test_errors_are_openai_envelopes() -> None:
+    assert sse.error_event(EngineFailed("The engine failed.")) == (
+        b'data: {"error":{"message":"The engine failed.","type":"server_error","param":null,'
+        b'"code":"engine_failed"}}\n\n'
+    )
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b'{"end_reason":1}', b"\xff", "{"])
+def test_what_is_no_closing_is_none(data: bytes | str) -> None:
+    assert sse.parse_closing(data) is None
+
+
+def test_the_closing_survives_the_header() -> None:
+    assert sse.parse_closing(sse.encode_closing(CLOSING).decode("ascii")) == CLOSING
