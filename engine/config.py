@@ -1,0 +1,199 @@
+"""What an engine can be told: one frozen value, and the command line that makes it.
+
+Every option can also be set in the environment, as `PENSTOCK_ENGINE_` and the option's name in
+capitals (`PENSTOCK_ENGINE_MAX_MODEL_LEN=4096`); the command line wins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Final
+
+ENV_PREFIX: Final = "PENSTOCK_ENGINE_"
+DTYPES: Final = ("auto", "float32", "bfloat16")
+PAGE_SIZES: Final = (16, 32, 64, 128, 256)
+
+_BYTES: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    model: str
+    """A model directory, or a Hugging Face hub id."""
+    served_model_name: str
+    host: str = "127.0.0.1"
+    port: int = 8001
+    """0 takes any free port; the log line `engine.listening` names it."""
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    page_size: int = 64
+    kv_cache_memory: int | None = None
+    """Bytes. None: measured from what is free."""
+    max_num_seqs: int = 64
+    max_step_tokens: int = 2048
+    max_queue_len: int = 256
+    prefix_cache: bool = True
+    threads: int | None = None
+    tokenizer_threads: int = 2
+    startup_timeout_s: float = 900.0
+    body_timeout_s: float = 30.0
+    keepalive_timeout_s: float = 75.0
+    drain_timeout_s: float = 30.0
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        assert self.model and self.served_model_name
+        assert self.max_step_tokens >= self.max_num_seqs, "each running sequence needs a token in every step"
+
+
+@dataclass(frozen=True, slots=True)
+class CoreStart:
+    """The first line on the core process's standard input; the pipe then stays open as its leash."""
+
+    config: EngineConfig
+    inbox: str
+    """ZeroMQ endpoint the core reads `CoreInput` from."""
+    outbox: str
+    """ZeroMQ endpoint the core writes `CoreOutput` to."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The engine's options, for `python -m engine serve` and for `penstock engine` alike."""
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", required=True, metavar="DIR|ID",
+                       help="model directory in Hugging Face layout, or a hub id to download")
+    model.add_argument("--served-model-name", metavar="NAME",
+                       help="the name clients use (default: the last part of --model)")
+    model.add_argument("--dtype", choices=DTYPES, default="auto",
+                       help="type of weights and activations (default: auto, the checkpoint's own)")
+    model.add_argument("--max-model-len", type=_count(2), metavar="TOKENS",
+                       help="longest prompt plus answer (default: what the model was made for)")
+
+    memory = parser.add_argument_group("memory and scheduling")
+    memory.add_argument("--page-size", type=int, choices=PAGE_SIZES, default=64,
+                        help="tokens in a page of the KV cache (default: 64)")
+    memory.add_argument("--kv-cache-memory", type=_byte_count, metavar="BYTES",
+                        help="memory for the KV cache, as 512MiB or 2GiB (default: from what is free)")
+    memory.add_argument("--max-num-seqs", type=_count(1), default=64, metavar="N",
+                        help="sequences that run at once (default: 64)")
+    memory.add_argument("--max-step-tokens", type=_count(1), default=2048, metavar="TOKENS",
+                        help="token budget of one step; at least --max-num-seqs (default: 2048)")
+    memory.add_argument("--max-queue-len", type=_count(1), default=256, metavar="N",
+                        help="sequences that may wait; beyond it requests get 503 at once (default: 256)")
+    memory.add_argument("--no-prefix-cache", dest="prefix_cache", action="store_false",
+                        help="compute every prompt from its first token")
+    memory.add_argument("--threads", type=_count(1), metavar="N",
+                        help="compute threads on CPU (default: one per core)")
+    memory.add_argument("--tokenizer-threads", type=_count(1), default=2, metavar="N",
+                        help="threads that tokenize (default: 2)")
+
+    http = parser.add_argument_group("network")
+    http.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    http.add_argument("--port", type=_port, default=8001, help="port, 0 for any free one (default: 8001)")
+    http.add_argument("--startup-timeout-s", type=_seconds, default=900.0, metavar="S",
+                      help="loading and warming up may take this long (default: 900)")
+    http.add_argument("--body-timeout-s", type=_seconds, default=30.0, metavar="S",
+                      help="a request body must have arrived after so many seconds (default: 30)")
+    http.add_argument("--keepalive-timeout-s", type=_seconds, default=75.0, metavar="S",
+                      help="an idle connection is closed after so many seconds (default: 75)")
+    http.add_argument("--drain-timeout-s", type=_seconds, default=30.0, metavar="S",
+                      help="after SIGTERM open answers may finish for so long (default: 30)")
+    http.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info",
+                      help="lowest level that is logged (default: info)")
+
+
+def build_parser(prog: str = "engine serve") -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog, description="Serve one model over OpenAI's HTTP API.",
+        epilog=f"Every option can be set in the environment: --max-model-len as {ENV_PREFIX}MAX_MODEL_LEN.",
+    )  # fmt: skip
+    add_arguments(parser)
+    return parser
+
+
+def from_args(
+    argv: Sequence[str], env: Mapping[str, str], parser: argparse.ArgumentParser | None = None
+) -> EngineConfig:
+    """Parse; on a wrong value print what is right and leave with status 2, as argparse does."""
+    parser = parser or build_parser()
+    _apply_environment(parser, env)
+    return from_namespace(parser, parser.parse_args(argv))
+
+
+def from_namespace(parser: argparse.ArgumentParser, args: argparse.Namespace) -> EngineConfig:
+    if args.max_step_tokens < args.max_num_seqs:
+        parser.error(
+            f"--max-step-tokens ({args.max_step_tokens}) must be at least --max-num-seqs "
+            f"({args.max_num_seqs}): each running sequence takes one token of every step"
+        )
+    args.served_model_name = args.served_model_name or Path(args.model).name
+    return EngineConfig(**{field.name: getattr(args, field.name) for field in fields(EngineConfig)})
+
+
+def _apply_environment(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> None:
+    """argparse converts and checks string defaults as it does arguments, so the messages are the same."""
+    for action in parser._actions:
+        value = env.get(ENV_PREFIX + action.dest.upper())
+        if value is None:
+            continue
+        if action.nargs == 0:  # a switch
+            if value.lower() not in ("true", "false", "1", "0"):
+                parser.error(f"{ENV_PREFIX}{action.dest.upper()} must be true or false, got {value!r}")
+            action.default = value.lower() in ("true", "1")
+            continue
+        if action.choices is not None and value not in map(str, action.choices):
+            parser.error(
+                f"{ENV_PREFIX}{action.dest.upper()} must be one of "
+                f"{', '.join(map(str, action.choices))}, got {value!r}"
+            )
+        action.default, action.required = value, False
+
+
+class _count:  # noqa: N801  argparse prints a type by its name
+    """An integer of at least `least`."""
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+
+    def __call__(self, text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = self._least - 1
+        if value < self._least:
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {self._least}, got {text!r}")
+        return value
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"must be a port from 0 to 65535, got {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
+    return value
+
+
+def _byte_count(text: str) -> int:
+    """`512MiB`, `2GB`, `1.5g`: with an `i`, or without a `b`, units are powers of 1024, else of 1000."""
+    match = _BYTES.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"must be a size such as 512MiB, 2GiB or 4GB, got {text!r}")
+    number, unit, binary = match.groups()
+    decimal = unit and not binary and text.strip().lower().endswith("b")
+    size = int(float(number) * (1000 if decimal else 1024) ** _POWERS[unit.lower()])
+    if size < 1 << 20:
+        raise argparse.ArgumentTypeError(f"must be at least 1MiB, got {text!r}")
+    return size
