@@ -1,0 +1,205 @@
+"""A load client: HTTP/1.1 on a bare asyncio protocol, some microseconds an event.
+
+It understands what an OpenAI-compatible server sends (fixed length or chunked bodies, SSE) and keeps
+nothing but times and the last events. It is no general client: errors end the exchange with a reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from dataclasses import dataclass, field
+from typing import Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from shared.openai import Usage
+
+HEADERS_LEN_MAX: Final = 64 * 1024
+EXCHANGE_DEADLINE_S: Final = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """An OpenAI-compatible base URL, such as `http://127.0.0.1:8000/v1`."""
+
+    url: str
+    key: str | None = None
+
+    def request(self, path: str, body: bytes) -> bytes:
+        parts = urlsplit(self.url)
+        lines = [
+            f"POST {parts.path.rstrip('/')}{path} HTTP/1.1",
+            f"host: {parts.netloc}",
+            "content-type: application/json",
+            f"content-length: {len(body)}",
+        ]
+        if self.key is not None:
+            lines.append(f"authorization: Bearer {self.key}")
+        return "\r\n".join([*lines, "", ""]).encode() + body
+
+    async def connect(self) -> Connection:
+        parts = urlsplit(self.url)
+        if parts.hostname is None:
+            raise ValueError(f"not a URL with a host: {self.url!r}")
+        tls = ssl.create_default_context() if parts.scheme == "https" else None
+        port = parts.port or (443 if tls else 80)
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(Connection, parts.hostname, port, ssl=tls)
+        return connection
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One request and its answer. Times are seconds on `time.perf_counter`."""
+
+    sent_at: float
+    status: int = 0
+    event_times: list[float] = field(default_factory=list)
+    """One per SSE data event, `[DONE]` not counted."""
+    ended_at: float = 0.0
+    last_event: bytes = b""
+    saw_done: bool = False
+    body: bytes = b""
+    """Of an answer that is no event stream."""
+    error: str | None = None
+
+    @property
+    def usage(self) -> Usage | None:
+        raw = self.last_event.removeprefix(b"data: ") if self.event_times else self.body
+        try:
+            return msgspec.json.decode(raw, type=_WithUsage).usage
+        except msgspec.DecodeError:
+            return None
+
+
+class _WithUsage(msgspec.Struct):
+    usage: Usage | None = None
+
+
+class Connection(asyncio.Protocol):
+    """A kept-alive connection; one exchange at a time."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._exchange: Exchange | None = None
+        self._done: asyncio.Future[None] | None = None
+        self._buffer = b""
+        self._body_left: int | None = None  # None: chunked
+        self._chunk_left = 0
+        self._in_body = False
+        self._is_sse = False
+        self._event = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    async def exchange(self, request: bytes, deadline_s: float = EXCHANGE_DEADLINE_S) -> Exchange:
+        assert self._transport is not None, "not connected"
+        assert self._exchange is None, "one exchange at a time"
+        self._buffer = self._event = b""
+        self._in_body = False
+        self._exchange = exchange = Exchange(sent_at=time.perf_counter())
+        self._done = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._done
+        except TimeoutError:
+            exchange.error = "deadline"
+        finally:
+            self._exchange = None
+        return exchange
+
+    def pause_reading(self) -> None:
+        assert self._transport is not None
+        self._transport.pause_reading()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(error=f"connection lost: {exc}" if exc else "connection closed")
+
+    def data_received(self, data: bytes) -> None:
+        if self._exchange is None or self._exchange.ended_at:
+            return
+        self._buffer += data
+        if not self._in_body and not self._read_headers():
+            return
+        now = time.perf_counter()
+        if self._body_left is None:
+            self._read_chunks(now)
+        else:
+            self._take(self._buffer, now)
+            self._body_left -= len(self._buffer)
+            self._buffer = b""
+            if self._body_left <= 0:
+                self._end()
+
+    def _read_headers(self) -> bool:
+        head, separator, rest = self._buffer.partition(b"\r\n\r\n")
+        if not separator:
+            if len(head) > HEADERS_LEN_MAX:
+                self._end(error="headers too long")
+            return False
+        assert self._exchange is not None
+        lines = head.lower().lstrip().split(b"\r\n")  # the CRLF after a last chunk may come late
+        self._exchange.status = int(lines[0].split()[1])
+        headers = dict(line.split(b":", 1) for line in lines[1:])
+        chunked = b"chunked" in headers.get(b"transfer-encoding", b"")
+        self._body_left = None if chunked else int(headers.get(b"content-length", b"0"))
+        self._is_sse = b"text/event-stream" in headers.get(b"content-type", b"")
+        self._buffer, self._in_body, self._chunk_left = rest, True, 0
+        return True
+
+    def _read_chunks(self, now: float) -> None:
+        buffer, at = self._buffer, 0
+        while True:
+            if self._chunk_left == 0:
+                line_end = buffer.find(b"\r\n", at)
+                if line_end < 0:
+                    break
+                size = int(buffer[at:line_end].split(b";")[0] or b"0", 16)
+                if size == 0:
+                    self._end()
+                    return
+                self._chunk_left, at = size + 2, line_end + 2
+            taken = min(self._chunk_left, len(buffer) - at)
+            if taken == 0:
+                break
+            payload_len = min(taken, self._chunk_left - 2)
+            if payload_len > 0:
+                self._take(buffer[at : at + payload_len], now)
+            self._chunk_left -= taken
+            at += taken
+        self._buffer = buffer[at:]
+
+    def _take(self, payload: bytes, now: float) -> None:
+        assert self._exchange is not None
+        if not self._is_sse:
+            self._exchange.body += payload
+            return
+        *events, self._event = (self._event + payload).split(b"\n\n")
+        for event in events:
+            if event == b"data: [DONE]":
+                self._exchange.saw_done = True
+            elif event.startswith(b"data: "):
+                self._exchange.event_times.append(now)
+                self._exchange.last_event = event
+
+    def _end(self, error: str | None = None) -> None:
+        if self._exchange is None or self._done is None or self._done.done():
+            return
+        exchange = self._exchange
+        exchange.ended_at = time.perf_counter()
+        if error is None and exchange.status != 200:
+            error = f"HTTP {exchange.status}: {exchange.body[:200]!r}"
+        if error is None and self._is_sse and not exchange.saw_done:
+            error = f"the stream ended without [DONE]: {exchange.last_event[:200]!r}"
+        exchange.error = error
+        self._done.set_result(None)

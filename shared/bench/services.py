@@ -1,0 +1,69 @@
+"""Starting the services that a bench measures, each a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import tempfile
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import httpx
+
+START_DEADLINE_S: Final = 120.0
+STOP_DEADLINE_S: Final = 10.0
+_POLL_S: Final = 0.05
+_LOG_TAIL_LEN: Final = 2000
+
+
+class ServiceFailed(Exception):
+    """A service did not start; the message holds the end of its log."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextlib.asynccontextmanager
+async def service(argv: Sequence[str], ready_url: str) -> AsyncIterator[Process]:
+    """Start `argv`, wait until `ready_url` answers 200, and stop it on the way out."""
+    with tempfile.NamedTemporaryFile(suffix=".log") as log:
+        process = await asyncio.create_subprocess_exec(*argv, stdout=log, stderr=log)
+        try:
+            async with asyncio.timeout(START_DEADLINE_S):
+                while not await _is_ready(ready_url):
+                    if process.returncode is not None:
+                        raise ServiceFailed(f"{argv} exited with {process.returncode}:\n{_tail(log.name)}")
+                    await asyncio.sleep(_POLL_S)
+            yield process
+        finally:
+            await _stop(process)
+
+
+async def _is_ready(url: str) -> bool:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        with contextlib.suppress(httpx.TransportError):
+            return (await client.get(url)).status_code == 200
+    return False
+
+
+async def _stop(process: Process) -> None:
+    if process.returncode is not None:
+        return
+    process.terminate()
+    try:
+        async with asyncio.timeout(STOP_DEADLINE_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+def _tail(path: str) -> str:
+    return Path(path).read_text(errors="replace")[-_LOG_TAIL_LEN:]

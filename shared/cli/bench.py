@@ -1,0 +1,54 @@
+"""`penstock bench NAME`: run a bench, print its figures, and with `--check` judge them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Final
+
+from shared.bench import figures
+from shared.bench.services import ServiceFailed
+
+BENCHES: Final = {
+    "engine": "tokens/s, time to first token and gap between tokens of an engine",
+    "gateway": "CPU time per event and per request, and the latency that the gateway adds",
+}
+"""Each is a module of `shared.bench` with `add_arguments(parser)` and `async run(options)`."""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `bench` to the command line."""
+    bench = commands.add_parser("bench", help="measure what README claims")
+    names = bench.add_subparsers(dest="bench", required=True, metavar="NAME")
+    for name, summary in BENCHES.items():
+        parser = names.add_parser(name, help=summary, description=_module(name).__doc__)
+        _module(name).add_arguments(parser)
+        parser.add_argument(
+            "--check", action="store_true", help="exit 1 when a figure falls short of its target"
+        )
+        parser.add_argument("--json", action="store_true", help="JSON lines, also on a terminal")
+        parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON lines to FILE as well")
+        parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the bench that was asked for; the process's exit code."""
+    module = _module(options.bench)
+    try:
+        measured = asyncio.run(module.run(options))
+    except (ServiceFailed, module.BenchFailed, OSError) as error:
+        print(f"penstock bench {options.bench}: {error}", file=sys.stderr)
+        return 2
+    figures.write(measured, as_json=True if options.json else None)
+    if options.out is not None:
+        with options.out.open("w") as out:
+            figures.write(measured, out, as_json=True)
+    return figures.exit_code(measured, check=options.check)
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"shared.bench.{name}")

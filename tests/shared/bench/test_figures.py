@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import io
+import json
+import math
+
+import pytest
+
+from shared.bench.figures import at_least, at_most, exit_code, figure, quantile, write
+
+
+@pytest.mark.parametrize(
+    ("target", "value", "ok"),
+    [
+        (at_most(15), 15, True),
+        (at_most(15), 15.01, False),
+        (at_least(2), 2, True),
+        (at_least(2), 1.99, False),
+    ],
+)
+def test_a_target_is_met_at_its_bound(target, value, ok):
+    assert figure("f", value, "us", target).ok is ok
+
+
+def test_only_a_figure_that_falls_short_fails_the_check():
+    good, told, short = (
+        figure("a", 1, "ms", at_most(2)),
+        figure("b", 9, "ms"),
+        figure("c", 3, "ms", at_most(2)),
+    )
+    assert exit_code([good, told], check=True) == 0
+    assert exit_code([good, short], check=False) == 0
+    assert exit_code([good, short], check=True) == 1
+
+
+def test_nan_meets_no_target():
+    assert figure("f", math.nan, "ms", at_most(1)).ok is False
+
+
+def test_json_lines_hold_the_five_fields():
+    out = io.StringIO()
+    write([figure("cpu", 12.3456789, "us/event", at_most(15)), figure("rate", 3, "1/s")], out)
+    first, second = map(json.loads, out.getvalue().splitlines())
+    assert first == {"name": "cpu", "value": 12.35, "unit": "us/event", "target": "<= 15", "ok": True}
+    assert second == {"name": "rate", "value": 3.0, "unit": "1/s", "target": None, "ok": None}
+
+
+def test_the_table_names_what_falls_short():
+    out = io.StringIO()
+    write([figure("cpu", 20, "us/event", at_most(15)), figure("rate", 3, "1/s")], out, as_json=False)
+    header, cpu, rate = out.getvalue().splitlines()
+    assert header.startswith("figure")
+    assert cpu.endswith("<= 15   FALLS SHORT")
+    assert rate == "rate        3  1/s"
+
+
+def test_quantile_by_nearest_rank():
+    assert quantile([3, 1, 2], 0.5) == 2
+    assert quantile(range(100), 0.99) == 99
+    assert math.isnan(quantile([], 0.5))
