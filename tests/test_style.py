@@ -1,0 +1,50 @@
+"""The house rules that a machine can hold: ruff, mypy strict, and nothing too long to read."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FUNCTION_LINES_MAX = 80
+MODULE_LINES_MAX = 600
+
+SOURCES = sorted(path for top in ("shared", "gateway", "engine") for path in (ROOT / top).rglob("*.py"))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",)],
+    ids=["ruff check", "ruff format", "mypy"],
+)
+def test_the_tools_find_nothing(argv: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", *argv]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_functions_and_modules_can_be_read(path: Path) -> None:
+    source = path.read_text()
+    assert source.count("\n") <= MODULE_LINES_MAX
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            assert node.end_lineno - node.lineno <= FUNCTION_LINES_MAX, f"{path.name}: {node.name}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_says_what_it_is(path: Path) -> None:
+    if path.read_text().strip():
+        assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
+
+
+def test_nothing_is_left_for_later() -> None:
+    marks = ("TO" + "DO", "FIX" + "ME", "XX" + "X", "NotImplemented" + "Error")
+    for path in SOURCES:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            assert not any(mark in line for mark in marks), f"{path}:{number}: {line.strip()}"
