@@ -1,0 +1,206 @@
+"""The pages of the KV cache: who holds which, and which prefix each still remembers.
+
+A page holds the keys and values of `page_size` consecutive tokens of one sequence. The runner owns
+the tensors; here a page is only its number. Each page is, at any moment, exactly one of
+
+    free      nobody refers to it, and it remembers nothing
+    cached    nobody refers to it, but it holds a prefix that may be asked for again
+    owned     in the page tables of one or more living sequences (its references)
+
+              allocate                       release, without identity
+      free ------------> owned  (refs >= 1) ---------------------------> free
+                         |   ^
+    release, with identity   | acquire (a prefix hit)
+                         v   |
+                         cached (LRU) ----------> owned, by somebody new
+                                       allocate, when no page is free: the oldest loses its identity
+
+Picture of two sequences with a common prompt of two pages, and of one that has finished:
+
+    table of A   [ 7 | 3 | 9 ]          page   0 1 2 3 4 5 6 7 8 9
+    table of B   [ 7 | 3 | 4 ]          refs   0 0 0 2 1 0 0 2 0 1
+    C is gone      5   8                       . . . o o c . o c o     . free  c cached  o owned
+                   ^---^-- cached as parent and child: 8, the tail, is evicted before 5
+
+Rules
+
+1. `free + cached + owned == total`, and a page's reference count is the number of tables it is in
+   (`check` asserts both).
+2. Only a *full* page whose tokens are all computed gets an identity; such a page is never written
+   again, so it may be shared. The page that a sequence is filling belongs to that sequence alone.
+3. An identity is SHA-256 over (the parent page's identity, the page's tokens); the first page's
+   parent is derived from the salt. So equal identities mean equal prefixes from position 0 under
+   equal salts, and nobody can forge a collision to read another's prefix.
+4. Pages are released tail first, and evicted in the order of their release: a prefix loses its end
+   before its beginning, because a page is of use only when all its ancestors are.
+5. Two sequences may compute the same page at the same time. The first to finish it gives it its
+   identity; the second's page stays anonymous, serves its owner, and is free when released.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Final, NewType
+
+PageIdentity = NewType("PageIdentity", bytes)
+
+TOKENS: Final = "I"
+"""Type code of the arrays that keep token ids: packed unsigned 32-bit integers, hashed as they lie."""
+assert array(TOKENS).itemsize == 4
+
+
+def pages_for(tokens_len: int, page_size: int) -> int:
+    """Pages that so many tokens take."""
+    return -(-tokens_len // page_size)
+
+
+class PageChain:
+    """The identities of one sequence's full pages, each computed once, in order, when first needed."""
+
+    __slots__ = ("_page_size", "_root", "identities")
+
+    def __init__(self, salt: bytes, page_size: int) -> None:
+        self._root = hashlib.sha256(b"penstock prefix\0" + salt).digest()
+        self._page_size = page_size
+        self.identities: list[PageIdentity] = []
+
+    def extend(self, tokens: array[int], pages_len: int) -> list[PageIdentity]:
+        """Identities of at least the first `pages_len` pages of `tokens`, which must be full.
+
+        The tokens of pages that were hashed before must not have changed since.
+        """
+        identities, size = self.identities, self._page_size
+        assert pages_len * size <= len(tokens)
+        for page in range(len(identities), pages_len):
+            parent = identities[-1] if identities else self._root
+            packed = tokens[page * size : (page + 1) * size].tobytes()
+            identities.append(PageIdentity(hashlib.sha256(parent + packed).digest()))
+        return identities
+
+
+class BlockManager:
+    """Hands out pages, takes them back, and finds prefixes again. Every call is O(pages it names)."""
+
+    def __init__(self, pages: int, page_size: int) -> None:
+        assert pages >= 1
+        assert page_size >= 1
+        self.total: Final = pages
+        self.page_size: Final = page_size
+        self._free = list(reversed(range(pages)))  # a stack: the page released last is still warm
+        self._cached: OrderedDict[int, None] = OrderedDict()  # evicted from the front
+        self._refs = [0] * pages
+        self._identity: list[PageIdentity | None] = [None] * pages
+        self._by_identity: dict[PageIdentity, int] = {}
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def owned(self) -> int:
+        return self.total - self.available
+
+    @property
+    def available(self) -> int:
+        """Pages that `allocate` could hand out now."""
+        return len(self._free) + len(self._cached)
+
+    def match(self, identities: Sequence[PageIdentity]) -> list[int]:
+        """Pages that hold the longest known prefix of the chain. Takes no reference: `acquire` them
+        before the next `allocate`, which may evict them."""
+        pages = []
+        for identity in identities:
+            page = self._by_identity.get(identity)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def unreferenced(self, pages: Iterable[int]) -> int:
+        """How many of these `acquire` would take out of `available`."""
+        return sum(self._refs[page] == 0 for page in pages)
+
+    def unshared(self, pages: Iterable[int]) -> int:
+        """How many of these `release` would make available."""
+        return sum(self._refs[page] == 1 for page in pages)
+
+    def acquire(self, pages: Iterable[int]) -> None:
+        """Add a reference to pages that `match` found."""
+        for page in pages:
+            assert self._identity[page] is not None, "only a page with an identity can be shared"
+            if self._refs[page] == 0:
+                del self._cached[page]
+            self._refs[page] += 1
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` pages with one reference each, evicting cached ones when none is free.
+
+        The caller has made sure that so many are available.
+        """
+        assert 0 <= count <= self.available
+        pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        for page in pages:
+            self._refs[page] = 1
+        return pages
+
+    def _evict(self) -> int:
+        page, _ = self._cached.popitem(last=False)
+        self._forget(page)
+        return page
+
+    def register(self, page: int, identity: PageIdentity) -> None:
+        """A page is full and computed: it may be found from now on (see rule 5)."""
+        assert self._refs[page] >= 1
+        assert self._identity[page] is None
+        if identity not in self._by_identity:
+            self._by_identity[identity] = page
+            self._identity[page] = identity
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Drop one reference to each page of a table, the tail first (see rule 4)."""
+        for page in reversed(pages):
+            self._refs[page] -= 1
+            assert self._refs[page] >= 0, "a page was released twice"
+            if self._refs[page] > 0:
+                continue
+            if self._identity[page] is None:
+                self._free.append(page)
+            else:
+                self._cached[page] = None
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """What these pages hold is not to be trusted: no new sequence finds them. References stay."""
+        for page in pages:
+            assert self._refs[page] >= 1
+            self._forget(page)
+
+    def _forget(self, page: int) -> None:
+        identity = self._identity[page]
+        if identity is not None:
+            del self._by_identity[identity]
+            self._identity[page] = None
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Assert law 1, given the page tables of all living sequences."""
+        held: Counter[int] = Counter()
+        for table in tables:
+            assert len(set(table)) == len(table), "a page twice in one table"
+            held.update(table)
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free), "a page is free twice"
+        assert len(free) + len(cached) + len(held) == self.total, "a page is lost, or in two states"
+        assert free | cached | set(held) == set(range(self.total))
+        for page in range(self.total):
+            assert self._refs[page] == held[page], f"page {page}: {self._refs[page]} != {held[page]} tables"
+            identity = self._identity[page]
+            assert (page in cached) <= (identity is not None), f"page {page} is cached as nothing"
+            assert identity is None or self._by_identity[identity] == page
+            assert identity is None or page not in free, f"page {page} is free and still remembers"
+        assert len(self._by_identity) == sum(identity is not None for identity in self._identity)

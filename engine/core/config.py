@@ -1,0 +1,34 @@
+"""The scheduler's limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.core.messages import RunnerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    step_tokens_max: int = 2048
+    """The token budget of one step: what all its rows may compute together."""
+    queue_len_max: int = 256
+    """Sequences that may wait. One more is rejected at once."""
+    watermark: float = 0.01
+    """Share of the pages that an admission leaves available, so that those who run can grow a while
+    before somebody must be preempted. Rounded up to whole pages."""
+    preemptions_max: int = 3
+    """A sequence preempted so often is admitted again only when nobody can be preempted after it."""
+    prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        assert self.step_tokens_max >= 1
+        assert self.queue_len_max >= 1
+        assert 0.0 <= self.watermark < 1.0
+        assert self.preemptions_max >= 1
+
+    def check_against(self, runner: RunnerInfo) -> None:
+        """The relations between our limits and the runner's."""
+        assert runner.pages >= 1
+        assert runner.page_size >= 1
+        assert runner.slots >= 1
+        assert self.step_tokens_max >= runner.slots, "each running sequence needs a token in every step"

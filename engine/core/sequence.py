@@ -1,0 +1,174 @@
+"""One sequence: its tokens, what it holds, and the life it may lead.
+
+                  admit                  finish
+      WAITING ------------> RUNNING ----------------> FINISHED
+         |                  |     ^                      ^
+         |          preempt |     | admit                |
+         |                  v     |        finish        |
+         |                PREEMPTED ---------------------+
+         |                  finish                       |
+         +-----------------------------------------------+
+
+`MOVES` below is that drawing, and `_move` obeys it. Status and holdings change together, in the
+same method: a sequence has a slot and pages if and only if it runs. (A status for a paused sequence
+will keep both, one for a swapped sequence neither; each is a new row of the table and a new pair of
+methods.)
+
+Two lengths say where a sequence stands. `tokens` are all that are known, prompt and output;
+`computed_len` counts those whose keys and values lie in its pages. The difference, `pending_len`, is
+what the next rows compute: a whole prompt after admission, one token in decode, and prompt plus
+output after a preemption. So prefill, decode and recomputation are one thing to the scheduler, and
+at least one token is always pending, because the newest token is sampled before it is computed.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+from engine.core.block_manager import PageChain
+from engine.core.messages import Finished, FinishReason, SamplingParams
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    """In the queue, and never admitted yet."""
+    RUNNING = "running"
+    """Holds a slot and pages, and is in every plan that has budget for it."""
+    PREEMPTED = "preempted"
+    """Gave slot and pages back; in the queue again, ahead of newcomers."""
+    FINISHED = "finished"
+
+
+MOVES: Final[Mapping[Status, frozenset[Status]]] = {
+    Status.WAITING: frozenset({Status.RUNNING, Status.FINISHED}),
+    Status.RUNNING: frozenset({Status.PREEMPTED, Status.FINISHED}),
+    Status.PREEMPTED: frozenset({Status.RUNNING, Status.FINISHED}),
+    Status.FINISHED: frozenset(),
+}
+
+
+class IllegalMove(RuntimeError):
+    """A sequence was told to make a move that its table does not have. Always a bug."""
+
+
+class Phase(Enum):
+    """Where a sequence's time goes. At every moment it is in one, so the four add up to its life."""
+
+    QUEUE = "queue"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PREEMPTED = "preempted"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    handle: int
+    sampling: SamplingParams
+    prompt_len: int
+    tokens: array[int]
+    """Prompt, then output."""
+    chain: PageChain
+    arrived_at: float
+    status: Status = Status.WAITING
+    slot: int | None = None
+    pages: list[int] = field(default_factory=list)
+    computed_len: int = 0
+    preemptions: int = 0
+    prompt_logprobs_sent: int = 0
+    """Prompt positions whose followers' log-probabilities have left the core already."""
+    spent_s: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(Phase, 0.0))
+    _phase_since: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.prompt_len == len(self.tokens)
+        assert self.sampling.max_tokens >= 1
+        self._phase_since = self.arrived_at
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def pending_len(self) -> int:
+        """Known tokens that are not computed; at least one while the sequence lives."""
+        return len(self.tokens) - self.computed_len
+
+    @property
+    def kv_len_max(self) -> int:
+        """Tokens whose keys and values it may ever hold: the last token it samples needs none."""
+        return self.prompt_len + self.sampling.max_tokens - 1
+
+    @property
+    def reusable_len(self) -> int:
+        """How many leading tokens may come from the prefix cache instead of being computed.
+
+        Never the last known token, whose logits are needed. Positions whose prompt log-probabilities
+        are asked for and not sent yet must be computed too.
+        """
+        wants_prompt_logprobs = self.sampling.prompt_logprobs is not None
+        if wants_prompt_logprobs and self.prompt_logprobs_sent < self.prompt_len - 1:
+            return self.prompt_logprobs_sent
+        return len(self.tokens) - 1
+
+    @property
+    def phase(self) -> Phase:
+        if self.status is Status.WAITING:
+            return Phase.QUEUE
+        if self.status is Status.PREEMPTED:
+            return Phase.PREEMPTED
+        return Phase.DECODE if self.output_len else Phase.PREFILL
+
+    def admit(self, slot: int, pages: list[int], cached_len: int, now: float) -> None:
+        """Take a slot, and pages for all known tokens; the first `cached_len` are computed already."""
+        assert 0 <= cached_len <= self.reusable_len
+        self._move(Status.RUNNING, now)
+        self.slot, self.pages, self.computed_len = slot, pages, cached_len
+
+    def preempt(self, now: float) -> None:
+        """Give everything back but the tokens. The caller has taken the pages to the block manager."""
+        self._move(Status.PREEMPTED, now)
+        self._vacate()
+        self.preemptions += 1
+
+    def finish(self, now: float) -> None:
+        """Whatever it was doing, it is over. The caller has taken the pages to the block manager."""
+        self._move(Status.FINISHED, now)
+        self._vacate()
+
+    def append(self, token: int, now: float) -> None:
+        """A sampled token becomes known."""
+        assert self.status is Status.RUNNING
+        assert self.pending_len == 0
+        if not self.output_len:
+            self._charge(now)
+        self.tokens.append(token)
+
+    def finished(self, reason: FinishReason) -> Finished:
+        """Its last report."""
+        return Finished(
+            handle=self.handle,
+            reason=reason,
+            queue_s=self.spent_s[Phase.QUEUE],
+            prefill_s=self.spent_s[Phase.PREFILL],
+            decode_s=self.spent_s[Phase.DECODE],
+            preempted_s=self.spent_s[Phase.PREEMPTED],
+            preemptions=self.preemptions,
+        )
+
+    def _vacate(self) -> None:
+        self.slot, self.pages, self.computed_len = None, [], 0
+
+    def _move(self, status: Status, now: float) -> None:
+        if status not in MOVES[self.status]:
+            raise IllegalMove(f"sequence {self.handle}: {self.status.value} -> {status.value}")
+        self._charge(now)
+        self.status = status
+
+    def _charge(self, now: float) -> None:
+        """Book the time since the last change of phase."""
+        self.spent_s[self.phase] += now - self._phase_since
+        self._phase_since = now
