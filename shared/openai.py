@@ -25,8 +25,9 @@ from shared.errors import ApiError
 BODY_LEN_MAX: Final = 8 * 1024 * 1024
 MESSAGES_MAX: Final = 2048
 PROMPTS_MAX: Final = 256
+"""Bound on the number of prompts, and on `n` times it: on the sequences of one request."""
 CHOICES_MAX: Final = 64
-"""Bound on `n`, and on `n` times the number of prompts."""
+"""Bound on `n`."""
 STOP_MAX: Final = 16
 STOP_LEN_MAX: Final = 256
 STOP_TOKEN_IDS_MAX: Final = 64
@@ -34,6 +35,9 @@ LOGPROBS_MAX: Final = 20
 LOGIT_BIAS_MAX: Final = 1024
 TOKENS_MAX: Final = 2**24
 """Bound on any count of tokens, far above any context length."""
+
+COMPLETION_TOKENS_DEFAULT: Final = 16
+"""What completions (never chat) take for `max_tokens` when it is absent, as OpenAI does."""
 
 _SEED_MAX: Final = 2**63 - 1
 
@@ -125,8 +129,16 @@ class GenerationRequest(Struct, kw_only=True):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
+    def output_tokens_max(self) -> int | None:
+        """The caller's own bound on each choice's length; None leaves it to the context length."""
+        raise NotImplementedError
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+_NULL: Final = Raw(b"null")
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -139,15 +151,19 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     # accepted when they ask for nothing; refused by shared.validation when they do
     tools: list[Raw] | None = None
-    tool_choice: Raw | None = None
+    tool_choice: Raw = _NULL
     parallel_tool_calls: bool | None = None
     functions: list[Raw] | None = None
-    function_call: Raw | None = None
+    function_call: Raw = _NULL
     response_format: ResponseFormat | None = None
     modalities: list[str] | None = None
-    audio: Raw | None = None
+    audio: Raw = _NULL
     reasoning_effort: str | None = None
     verbosity: str | None = None
+
+    @property
+    def output_tokens_max(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 Prompt = str | list[str | int | list[int]]
@@ -156,11 +172,15 @@ Prompt = str | list[str | int | list[int]]
 class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: Prompt
     max_tokens: Annotated[int, Meta(ge=0, le=TOKENS_MAX)] | None = None
-    """OpenAI's default is 16. 0 is allowed with `echo`: it scores the prompt."""
+    """0 is allowed with `echo`: it scores the prompt."""
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)] | None = None
     suffix: str | None = None
     best_of: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
+
+    @property
+    def output_tokens_max(self) -> int:
+        return COMPLETION_TOKENS_DEFAULT if self.max_tokens is None else self.max_tokens
 
 
 class TokenizeRequest(Struct, kw_only=True):

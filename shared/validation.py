@@ -1,0 +1,321 @@
+"""From bytes to a request that may be trusted, or to a 400 that says what to change.
+
+Two passes over the body, both in C: one into a map of the top-level fields as they were sent, one
+into the typed request. The map is what the gateway sends on (`with_fields`), with repeated and
+misread names gone, so that both services read the same request.
+
+Rules:
+
+1. Whatever the bytes, the outcome is a `Parsed` or an `InvalidRequest`; nothing else escapes.
+2. The error names the field (`param`), and never shows a value: values may be prompt text.
+3. A field that asks for something we cannot do is refused, and never silently ignored.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final, Generic, TypeVar
+
+import msgspec
+from msgspec import Raw, Struct
+
+from shared.errors import InvalidJson, InvalidRequest, UnsupportedParameter
+from shared.openai import PROMPTS_MAX, ChatRequest, CompletionRequest, GenerationRequest, Prompt
+
+T = TypeVar("T", bound=Struct)
+
+IGNORED_NAMED_MAX: Final = 32
+"""Names of ignored fields that the answer's header lists."""
+_HEADER_SAFE: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed(Generic[T]):
+    request: T
+    fields: dict[str, Raw]
+    """The body's top level, as it was sent."""
+    ignored: tuple[str, ...]
+    """Names in `fields` that mean nothing here."""
+
+    @property
+    def ignored_header(self) -> str:
+        """`ignored` as a header's value: what is no plain name, or too many, is left out."""
+        named = [name for name in self.ignored if _HEADER_SAFE.fullmatch(name)]
+        return ", ".join(named[:IGNORED_NAMED_MAX])
+
+
+def parse(body: bytes, type_: type[T]) -> Parsed[T]:
+    """Decode and check one request. Raises InvalidJson, InvalidRequest or UnsupportedParameter."""
+    try:
+        body.decode()  # msgspec leaves strings that it skips unchecked
+        fields = _top_level(body)
+        request = _decoder(type_).decode(body)
+    except UnicodeDecodeError:
+        raise InvalidJson("The body is not valid UTF-8.") from None
+    except RecursionError:
+        raise InvalidJson("The body is nested too deeply.") from None
+    except msgspec.ValidationError as error:
+        raise _invalid_value(str(error), type_) from None
+    except msgspec.DecodeError as error:
+        raise _invalid_json(body, str(error)) from None
+    if isinstance(request, GenerationRequest):
+        check(request)
+    ignored = tuple(name for name in fields if name not in _names(type_))
+    return Parsed(request, fields, ignored)
+
+
+def with_fields(fields: dict[str, Raw], **overrides: object) -> bytes:
+    """A body of `fields` with some of them replaced or added."""
+    return msgspec.json.encode({**fields, **overrides})
+
+
+# -- shape ----------------------------------------------------------------------------------------
+
+
+class _Key:
+    """A top-level name, equal only to itself, so that a repeated name does not hide the first."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+_decode_top_level: Final = msgspec.json.Decoder(dict[_Key, Raw], dec_hook=lambda _, name: _Key(name)).decode
+
+
+def _top_level(body: bytes) -> dict[str, Raw]:
+    pairs = _decode_top_level(body)
+    fields: dict[str, Raw] = {}
+    for key, value in pairs.items():
+        if key.name in fields:
+            raise InvalidJson("A field is given twice.", param=_param(key.name))
+        fields[key.name] = value
+    return fields
+
+
+@cache
+def _decoder(type_: type[T]) -> msgspec.json.Decoder[T]:
+    return msgspec.json.Decoder(type_)
+
+
+@cache
+def _names(type_: type[Struct]) -> frozenset[str]:
+    return frozenset(field.encode_name for field in msgspec.structs.fields(type_))
+
+
+def _param(name: str) -> str | None:
+    """A name that came from the caller, if it is fit to be repeated."""
+    return name if _HEADER_SAFE.fullmatch(name) else None
+
+
+_LONE_MAX: Final = 64
+"""Lone surrogates to look past when naming the field; a body with more gets a message without it."""
+_UP_TO_LONE: Final = re.compile(
+    rb"(?:[^\\]++|\\[^u]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u(?![dD][89a-fA-F]))*+"
+)
+
+
+def _invalid_json(body: bytes, problem: str) -> InvalidJson:
+    """Also finds lone surrogates, which msgspec reports as truncation or without naming the field."""
+    if not body.strip():
+        return InvalidJson("The body is empty; it must be a JSON object.")
+    marker = secrets.token_hex(8).encode()
+    marked = _mark_lone_surrogates(body, marker)
+    if marker not in marked:
+        problem = problem.removeprefix("JSON is malformed: ").replace(
+            "Input data was truncated", "it ends too early"
+        )
+        return InvalidJson(f"The body is not valid JSON: {problem}.")
+    try:
+        names = [key.name for key, value in _decode_top_level(marked).items() if marker in bytes(value)]
+    except (msgspec.DecodeError, RecursionError):
+        names = []
+    message = "Text holds half of a surrogate pair, which stands for no character."
+    return InvalidJson(message, param=_param(names[0]) if names else None)
+
+
+def _mark_lone_surrogates(body: bytes, marker: bytes) -> bytes:
+    """`body` with `marker` in the place of its first `_LONE_MAX` escapes of half a pair."""
+    parts: list[bytes] = []
+    start = 0
+    while len(parts) < 2 * _LONE_MAX:
+        match = _UP_TO_LONE.match(body, start)
+        assert match is not None  # it matches the empty string
+        end = match.end()
+        if body[end : end + 2] != b"\\u":
+            break
+        parts += body[start:end], marker
+        start = end + len(rb"\ud800")
+    return b"".join([*parts, body[start:]])
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+_NOUNS: Final = {
+    "str": "a string",
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "array": "an array",
+    "object": "an object",
+    "null": "null",
+}
+
+
+def _noun(type_name: str) -> str:
+    return _NOUNS.get(type_name, type_name)
+
+
+_RELATIONS: Final = {">=": "at least", "<=": "at most", ">": "greater than", "<": "less than"}
+
+_PATTERNS: Final[tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...]] = (
+    (
+        re.compile(r"Expected `(str|array|object)` of length (>=|<=) (\d+)"),
+        lambda m: f"must have {_RELATIONS[m[2]]} {m[3]} {'characters' if m[1] == 'str' else 'items'}",
+    ),
+    (
+        re.compile(r"Expected `\w+` (>=|<=|>|<) (\S+)"),
+        lambda m: f"must be {_RELATIONS[m[1]]} {m[2]}",
+    ),
+    (
+        re.compile(r"Expected `([\w |]+)`, got `(\w+)`"),
+        lambda m: f"must be {' or '.join(map(_noun, m[1].split(' | ')))}, not {_noun(m[2])}",
+    ),
+    (re.compile(r"(Integer value|Number) out of range"), lambda _: "is out of range"),
+)
+
+
+def _invalid_value(problem: str, type_: type[Struct]) -> InvalidRequest:
+    """msgspec's `problem - at `$.path`` in words for people, without the value."""
+    text, _, path = problem.partition(" - at `$")
+    param = path.rstrip("`").removeprefix(".").replace("[...]", "")
+    missing = re.fullmatch(r"Object missing required field `(\w+)`", text)
+    if missing:
+        param = f"{param}.{missing[1]}" if param else missing[1]
+        return InvalidRequest(f"{param} is required.", param=param)
+    subject = param or "The body"
+    for pattern, words in _PATTERNS:
+        if match := pattern.fullmatch(text):
+            return InvalidRequest(f"{subject} {words(match)}.", param=param or None)
+    choices = _choices_at(type_, param)
+    if choices:
+        return InvalidRequest(f"{subject} must be one of {', '.join(choices)}.", param=param)
+    return InvalidRequest(f"{subject} has a value that is not allowed.", param=param or None)
+
+
+def _choices_at(type_: type[Struct], param: str) -> list[str]:
+    """The allowed values of an enumerated field, found by its path."""
+    types: list[Any] = [msgspec.inspect.type_info(type_)]
+    for name in re.findall(r"\w+(?=[.\[]|$)|\[\d+\]", param):
+        types = [inner for outer in types for inner in _step(outer, name)]
+    return [
+        str(choice)
+        for found in types
+        for choice in (found.values if isinstance(found, msgspec.inspect.LiteralType) else ())
+    ]
+
+
+def _step(outer: Any, name: str) -> Iterator[Any]:
+    """The types that `name` leads to from `outer`, unions spread out."""
+    match outer:
+        case msgspec.inspect.StructType(tag_field=tag_field, tag=tag) if tag_field == name:
+            yield msgspec.inspect.LiteralType((tag,))
+        case msgspec.inspect.StructType(fields=fields):
+            for field in fields:
+                if field.encode_name == name:
+                    yield from _spread(field.type)
+        case msgspec.inspect.ListType(item_type=item) if name.startswith("["):
+            yield from _spread(item)
+
+
+def _spread(type_: Any) -> Iterator[Any]:
+    if isinstance(type_, msgspec.inspect.UnionType):
+        yield from type_.types
+    else:
+        yield type_
+
+
+# -- meaning --------------------------------------------------------------------------------------
+
+
+def check(request: GenerationRequest) -> None:
+    """What no single field's type can say."""
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
+    if request.logit_bias is not None:
+        _check_logit_bias(request.logit_bias)
+    if isinstance(request, ChatRequest):
+        _check_chat(request)
+    if isinstance(request, CompletionRequest):
+        _check_completion(request)
+    limit = request.output_tokens_max
+    if request.min_tokens is not None and limit is not None and request.min_tokens > limit:
+        raise InvalidRequest(f"min_tokens must be at most max_tokens, which is {limit}.", param="min_tokens")
+
+
+def _check_logit_bias(bias: dict[str, float]) -> None:
+    for key in bias:
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < 2**31):
+            raise InvalidRequest("The keys of logit_bias must be token ids.", param="logit_bias")
+
+
+def _check_chat(request: ChatRequest) -> None:
+    if request.top_logprobs and not request.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
+    response_format = request.response_format
+    asks = {
+        "tools": bool(request.tools),
+        "tool_choice": _asks(request.tool_choice, b'"none"', b'"auto"'),
+        "functions": bool(request.functions),
+        "function_call": _asks(request.function_call, b'"none"', b'"auto"'),
+        "response_format": response_format is not None and response_format.type != "text",
+        "modalities": request.modalities not in (None, [], ["text"]),
+        "audio": _asks(request.audio),
+        "reasoning_effort": request.reasoning_effort not in (None, "none"),
+        "verbosity": request.verbosity not in (None, "medium"),
+    }
+    _refuse(asks)
+
+
+def _check_completion(request: CompletionRequest) -> None:
+    choices = request.n or 1
+    _refuse(
+        {
+            "suffix": bool(request.suffix),
+            "best_of": request.best_of is not None and request.best_of != choices,
+        }
+    )
+    if request.max_tokens == 0 and not request.echo:
+        raise InvalidRequest("max_tokens must be at least 1, unless echo is true.", param="max_tokens")
+    prompts = prompt_count(request.prompt)
+    if prompts > PROMPTS_MAX:
+        raise InvalidRequest(f"prompt must have at most {PROMPTS_MAX} items.", param="prompt")
+    if choices * prompts > PROMPTS_MAX:
+        raise InvalidRequest(f"n times the number of prompts must be at most {PROMPTS_MAX}.", param="n")
+
+
+def prompt_count(prompt: Prompt) -> int:
+    """How many prompts it is. Raises InvalidRequest when it is empty or mixes kinds."""
+    if isinstance(prompt, str):
+        return 1
+    kinds = {type(item) for item in prompt}
+    if not kinds:
+        raise InvalidRequest("prompt must not be empty.", param="prompt")
+    if len(kinds) > 1:
+        raise InvalidRequest("prompt must not mix strings, token ids and lists of token ids.", param="prompt")
+    return 1 if kinds == {int} else len(prompt)
+
+
+def _asks(value: Raw, *nothing: bytes) -> bool:
+    return bytes(value) not in (b"null", *nothing)
+
+
+def _refuse(asks: dict[str, bool]) -> None:
+    for param, asked in asks.items():
+        if asked:
+            raise UnsupportedParameter(f"{param}: this server cannot do what it asks for.", param=param)

@@ -1,0 +1,424 @@
+from __future__ import annotations
+
+import json
+import math
+import time
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import inspect
+
+from shared.errors import InvalidJson, InvalidRequest, UnsupportedParameter
+from shared.openai import (
+    BODY_LEN_MAX,
+    PROMPTS_MAX,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+)
+from shared.validation import IGNORED_NAMED_MAX, parse, with_fields
+
+REQUESTS: list[type[GenerationRequest]] = [ChatRequest, CompletionRequest]
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hi"}
+MINIMAL: dict[type, dict[str, Any]] = {ChatRequest: CHAT, CompletionRequest: COMPLETION}
+
+
+def chat(**fields: Any) -> bytes:
+    return json.dumps({**CHAT, **fields}).encode()
+
+
+def completion(**fields: Any) -> bytes:
+    return json.dumps({**COMPLETION, **fields}).encode()
+
+
+def refused(body: bytes, type_: type[msgspec.Struct] = ChatRequest) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(body, type_)
+    assert caught.value.status == 400
+    return caught.value
+
+
+# -- every numeric field at its bounds, read from the types themselves ----------------------------
+
+
+class NumericField:
+    def __init__(
+        self,
+        type_: type[GenerationRequest],
+        name: str,
+        number: inspect.IntType | inspect.FloatType,
+        optional: bool,
+    ):
+        self.type, self.name, self.number, self.optional = type_, name, number, optional
+        self.integral = isinstance(number, inspect.IntType)
+
+    def __repr__(self) -> str:
+        return f"{self.type.__name__}.{self.name}"
+
+    def outside(self) -> list[float]:
+        """Just below the lowest and just above the highest value allowed."""
+        number, values = self.number, []
+        step = 1 if self.integral else 1e-9
+        if number.ge is not None:
+            values.append(number.ge - step)
+        if number.gt is not None:
+            values.append(number.gt)
+        if number.le is not None:
+            values.append(number.le + step)
+        return values
+
+    def inside(self) -> list[float]:
+        number, values = self.number, []
+        if number.ge is not None:
+            values.append(number.ge)
+        if number.gt is not None:
+            values.append(1 if self.integral else math.nextafter(number.gt, math.inf))
+        if number.le is not None:
+            values.append(number.le)
+        return values
+
+
+def numeric_fields() -> list[NumericField]:
+    found = []
+    for type_ in REQUESTS:
+        info = inspect.type_info(type_)
+        assert isinstance(info, inspect.StructType)
+        for field in info.fields:
+            options = field.type.types if isinstance(field.type, inspect.UnionType) else (field.type,)
+            for option in options:
+                if isinstance(option, inspect.IntType | inspect.FloatType):
+                    optional = any(isinstance(other, inspect.NoneType) for other in options)
+                    found.append(NumericField(type_, field.encode_name, option, optional))
+    return found
+
+
+FIELDS = numeric_fields()
+
+
+def companions(field: NumericField, value: Any) -> dict[str, Any]:
+    """What a field needs beside it to be legal at its own extremes."""
+    match field.name:
+        case "top_logprobs":
+            return {"logprobs": True}
+        case "best_of" if value in range(1, 65) and type(value) is int:
+            return {"n": value}
+        case "max_tokens" if field.type is CompletionRequest:
+            return {"echo": True}
+        case "min_tokens":
+            return {"max_tokens": 2**24}
+    return {}
+
+
+def body_with(field: NumericField, value: Any) -> bytes:
+    return json.dumps({**MINIMAL[field.type], **companions(field, value), field.name: value}).encode()
+
+
+def test_the_numeric_fields_are_found() -> None:
+    names = {repr(field) for field in FIELDS}
+    assert {
+        "ChatRequest.temperature",
+        "CompletionRequest.logprobs",
+        "ChatRequest.seed",
+        "CompletionRequest.n",
+    } <= names
+    assert len(FIELDS) >= 26
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=repr)
+def test_every_number_is_bounded_on_both_sides(field: NumericField) -> None:
+    assert len(field.inside()) == len(field.outside()) == 2
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=repr)
+def test_the_bounds_themselves_are_allowed(field: NumericField) -> None:
+    for value in field.inside():
+        assert getattr(parse(body_with(field, value), field.type).request, field.name) == value
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=repr)
+def test_past_the_bounds_is_refused_by_name(field: NumericField) -> None:
+    for value in [*field.outside(), 10**30, -(10**30)]:
+        error = refused(body_with(field, value), field.type)
+        assert error.param == field.name
+        assert error.message.startswith(f"{field.name} must be ")
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=repr)
+@pytest.mark.parametrize("value", ["1", True, False, [], {}, [1]], ids=repr)
+def test_a_wrong_type_is_refused_by_name(field: NumericField, value: Any) -> None:
+    assert refused(body_with(field, value), field.type).param == field.name
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=repr)
+def test_null_is_the_same_as_absent(field: NumericField) -> None:
+    assert field.optional
+    assert getattr(parse(body_with(field, None), field.type).request, field.name) is None
+
+
+@given(st.sampled_from(FIELDS), st.integers() | st.floats() | st.text() | st.none() | st.booleans())
+def test_any_value_is_taken_or_refused_by_name(field: NumericField, value: Any) -> None:
+    body = body_with(field, value)
+    if isinstance(value, float) and not math.isfinite(value):
+        assert refused(body, field.type).param is None  # no JSON at all
+        return
+    try:
+        taken = getattr(parse(body, field.type).request, field.name)
+    except InvalidRequest as error:
+        param, taken = error.param, value
+    else:
+        param = field.name
+    assert (param, taken) == (field.name, value)
+
+
+# -- hostile bodies -------------------------------------------------------------------------------
+
+DEEP = 100_000
+HOSTILE: dict[str, tuple[bytes, str | None]] = {
+    "empty": (b"", None),
+    "blank": (b" \n", None),
+    "truncated": (b'{"model":"m"', None),
+    "array": (b"[]", None),
+    "number": (b"1", None),
+    "string": (b'"x"', None),
+    "null": (b"null", None),
+    "trailing": (b"{} {}", None),
+    "byte order mark": (b"\xef\xbb\xbf{}", None),
+    "control character": (b'{"model":"\x00"}', None),
+    "deep array": (b"[" * DEEP, None),
+    "deep object": (b'{"a":' * DEEP, None),
+    "deep known field": (b'{"model":"m","tools":' + b"[" * DEEP + b"]" * DEEP + b"}", None),
+    "deep unknown field": (chat(zzz=0).replace(b'"zzz": 0', b'"zzz":' + b"[" * DEEP + b"]" * DEEP), None),
+    "10k digits": (chat(n=7).replace(b"7", b"9" * 10_000), "n"),
+    "10k digits of a float": (chat(temperature=7).replace(b"7", b"9" * 10_000), "temperature"),
+    "huge exponent": (chat(temperature=7).replace(b"7", b"1e999999999"), "temperature"),
+    "NaN": (chat(temperature=math.nan), None),
+    "Infinity": (chat(temperature=math.inf), None),
+    "leading zero": (chat(n=7).replace(b"7", b"007"), None),
+    "invalid UTF-8": (chat(user="x").replace(b'"x"', b'"\xff"'), None),
+    "invalid UTF-8 in an unknown field": (chat(zzz="x").replace(b'"x"', b'"\xff"'), None),
+    "invalid UTF-8 in a name": (chat(zzz=1).replace(b"zzz", b"\xff"), None),
+    "surrogates in UTF-8": (chat(zzz="x").replace(b'"x"', b'"\xed\xa0\x80"'), None),
+    "lone high surrogate": (chat(user="\ud800"), "user"),
+    "lone low surrogate": (chat(user="\udfff x"), "user"),
+    "lone surrogate, deep": (chat(messages=[{"role": "user", "content": "\\\ud83d"}]), "messages"),
+    "lone surrogate in an unknown field": (chat(zzz=["\ud800"]), "zzz"),
+    "lone surrogate in a name": (chat(**{"\ud800": 1}), None),
+    "many lone surrogates": (chat(user="\ud800" * 100_000), None),
+    "high, then a pair": (chat(user="\ud800\U00010000"), "user"),
+    "repeated field": (b'{"model":"m",' + chat()[1:], "model"),
+    "repeated field, spelt otherwise": (b'{"\\u006dodel":"m",' + chat()[1:], "model"),
+    "repeated unknown field": (b'{"zzz":1,"zzz":1,' + chat()[1:], "zzz"),
+}
+
+
+@pytest.mark.parametrize(("body", "param"), HOSTILE.values(), ids=HOSTILE)
+def test_hostile_bodies_are_refused(body: bytes, param: str | None) -> None:
+    error = refused(body)
+    assert error.param == param
+    assert len(error.message) < 200
+
+
+def test_pairs_of_surrogates_are_characters() -> None:
+    assert parse(chat(user="\U0001f600 \\ud800"), ChatRequest).request.user == "\U0001f600 \\ud800"
+
+
+@given(
+    st.binary(max_size=64)
+    | st.text(st.characters(codec=None)).map(lambda text: json.dumps({"model": text}).encode())
+)
+def test_any_bytes_are_refused_properly(body: bytes) -> None:
+    refused(body)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec=None), max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+known_names = st.sampled_from([*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__, "zzz"])
+
+
+@given(st.sampled_from(REQUESTS), st.dictionaries(known_names, json_values, max_size=6))
+def test_any_fields_are_taken_or_refused(type_: type[GenerationRequest], fields: dict[str, Any]) -> None:
+    body = json.dumps({**MINIMAL[type_], **fields}).encode()
+    try:
+        parsed = parse(body, type_)
+    except InvalidRequest:
+        return
+    assert msgspec.json.decode(with_fields(parsed.fields)) == json.loads(body)
+
+
+@pytest.mark.parametrize("unit", [b"\\ud800", b"\\n", b"\\ud83d\\ude00", b'\\"', b"x"])
+def test_explaining_a_broken_body_is_linear(unit: bytes) -> None:
+    body = b'{"user":"\\udfff' + unit * (BODY_LEN_MAX // len(unit)) + b'","model":'
+    before = time.process_time()
+    refused(body)
+    assert time.process_time() - before < 5.0  # a quadratic scan of 8 MiB takes hours
+
+
+# -- messages for people --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"temperature": 3}, "temperature", "temperature must be at most 2.0."),
+        ({"repetition_penalty": 0}, "repetition_penalty", "repetition_penalty must be greater than 0.0."),
+        ({"n": "x"}, "n", "n must be an integer or null, not a string."),
+        ({"stop": [""]}, "stop[0]", "stop[0] must have at least 1 characters."),
+        ({"messages": []}, "messages", "messages must have at least 1 items."),
+        ({"messages": "hi"}, "messages", "messages must be an array, not a string."),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "messages[0].content is required."),
+        (
+            {"messages": [{"role": "root", "content": "x"}]},
+            "messages[0].role",
+            "messages[0].role must be one of assistant, developer, system, user.",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+            "messages[0].content[0].type must be one of text.",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{}]}]},
+            "messages[0].content[0].text",
+            "messages[0].content[0].text is required.",
+        ),
+        ({"logit_bias": {"1": 101}}, "logit_bias", "logit_bias must be at most 100.0."),
+        (
+            {"service_tier": "gold"},
+            "service_tier",
+            "service_tier must be one of auto, default, flex, priority, scale.",
+        ),
+    ],
+)
+def test_messages_say_what_is_right(fields: dict[str, Any], param: str, message: str) -> None:
+    error = refused(chat(**fields))
+    assert (error.param, error.message) == (param, message)
+
+
+@pytest.mark.parametrize("name", ["model", "messages"])
+def test_a_missing_field_is_named(name: str) -> None:
+    body = {key: value for key, value in CHAT.items() if key != name}
+    error = refused(json.dumps(body).encode())
+    assert (error.param, error.message) == (name, f"{name} is required.")
+
+
+@given(st.text(min_size=8, max_size=20))
+def test_no_message_repeats_a_value(canary: str) -> None:
+    for fields in ({"messages": [{"role": canary, "content": "x"}]}, {"service_tier": canary}, {"n": canary}):
+        assert canary not in refused(chat(**fields)).message
+
+
+# -- meaning --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "type_", "param"),
+    [
+        (chat(stream_options={}), ChatRequest, "stream_options"),
+        (chat(stream_options={}, stream=False), ChatRequest, "stream_options"),
+        (chat(top_logprobs=1), ChatRequest, "top_logprobs"),
+        (chat(top_logprobs=1, logprobs=False), ChatRequest, "top_logprobs"),
+        (chat(min_tokens=3, max_tokens=2), ChatRequest, "min_tokens"),
+        (chat(min_tokens=3, max_tokens=9, max_completion_tokens=2), ChatRequest, "min_tokens"),
+        (completion(min_tokens=17), CompletionRequest, "min_tokens"),
+        (completion(max_tokens=0), CompletionRequest, "max_tokens"),
+        (completion(prompt=[]), CompletionRequest, "prompt"),
+        (completion(prompt=["a", 1]), CompletionRequest, "prompt"),
+        (completion(prompt=["a"] * (PROMPTS_MAX + 1)), CompletionRequest, "prompt"),
+        (completion(prompt=["a"] * 5, n=64), CompletionRequest, "n"),
+        *(
+            (chat(logit_bias={key: 1}), ChatRequest, "logit_bias")
+            for key in ("x", "-1", "1.0", "", " 1", "٣", "9" * 10, "1" * 5000)
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_refused(body: bytes, type_: type[msgspec.Struct], param: str) -> None:
+    assert refused(body, type_).param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "type_", "param"),
+    [
+        (chat(tools=[{"type": "function"}]), ChatRequest, "tools"),
+        (chat(tool_choice="required"), ChatRequest, "tool_choice"),
+        (chat(tool_choice={"type": "function"}), ChatRequest, "tool_choice"),
+        (chat(functions=[{}]), ChatRequest, "functions"),
+        (chat(function_call={"name": "f"}), ChatRequest, "function_call"),
+        (chat(response_format={"type": "json_object"}), ChatRequest, "response_format"),
+        (chat(modalities=["text", "audio"]), ChatRequest, "modalities"),
+        (chat(audio={"voice": "alloy"}), ChatRequest, "audio"),
+        (chat(reasoning_effort="high"), ChatRequest, "reasoning_effort"),
+        (chat(verbosity="low"), ChatRequest, "verbosity"),
+        (completion(suffix="x"), CompletionRequest, "suffix"),
+        (completion(best_of=2), CompletionRequest, "best_of"),
+        (completion(best_of=2, n=3), CompletionRequest, "best_of"),
+    ],
+)
+def test_what_we_cannot_do_is_refused(body: bytes, type_: type[msgspec.Struct], param: str) -> None:
+    error = refused(body, type_)
+    assert isinstance(error, UnsupportedParameter)
+    assert error.param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "type_"),
+    [
+        (chat(stream_options={"include_usage": True}, stream=True), ChatRequest),
+        (chat(top_logprobs=0), ChatRequest),
+        (chat(top_logprobs=5, logprobs=True), ChatRequest),
+        (chat(tools=[], tool_choice="none", functions=[], function_call=None, audio=None), ChatRequest),
+        (chat(response_format={"type": "text"}, modalities=["text"], verbosity="medium"), ChatRequest),
+        (chat(logit_bias={"0": -100, "2147483647": 100}), ChatRequest),
+        (chat(metadata={"a": "b"}, store=True, user="u", service_tier="auto"), ChatRequest),
+        (
+            chat(messages=[{"role": "developer", "content": [{"type": "text", "text": "x"}], "name": "n"}]),
+            ChatRequest,
+        ),
+        (completion(prompt=[1, 2, 3]), CompletionRequest),
+        (completion(prompt=[[1], [2]], n=2, best_of=2), CompletionRequest),
+        (completion(max_tokens=0, echo=True, suffix=""), CompletionRequest),
+    ],
+)
+def test_what_asks_for_nothing_special_is_taken(body: bytes, type_: type[GenerationRequest]) -> None:
+    parse(body, type_)
+
+
+# -- what goes on ---------------------------------------------------------------------------------
+
+
+def test_unknown_fields_are_named_and_kept() -> None:
+    parsed = parse(chat(temprature=0.5, **{"bad name\r\n": 1, "x" * 65: 2}), ChatRequest)
+    assert parsed.ignored == ("temprature", "bad name\r\n", "x" * 65)
+    assert parsed.ignored_header == "temprature"
+    assert bytes(parsed.fields["temprature"]) == b"0.5"
+
+
+def test_the_header_of_ignored_fields_is_bounded() -> None:
+    parsed = parse(chat(**{f"zzz{number}": 1 for number in range(1000)}), ChatRequest)
+    assert len(parsed.ignored) == 1000
+    assert parsed.ignored_header.count(",") == IGNORED_NAMED_MAX - 1
+
+
+def test_fields_are_replaced_and_added() -> None:
+    parsed = parse(chat(temperature=0.50, zzz={"a": [1]}), ChatRequest)
+    body = with_fields(parsed.fields, model="served", penstock={"x": 1})
+    assert json.loads(body) == {
+        **CHAT,
+        "model": "served",
+        "temperature": 0.5,
+        "zzz": {"a": [1]},
+        "penstock": {"x": 1},
+    }
+
+
+def test_other_shapes_parse_too() -> None:
+    assert parse(b'{"tokens":[1,2]}', DetokenizeRequest).request.tokens == [1, 2]
+    assert refused(b'{"tokens":[-1]}', DetokenizeRequest).param == "tokens[0]"
+    assert isinstance(refused(b"{", DetokenizeRequest), InvalidJson)
