@@ -27,6 +27,10 @@ from shared.clock import SYSTEM_CLOCK, Clock
 LAST_WORDS_LEN_MAX: Final = 500
 
 
+class Disconnected(Exception):
+    """The API process is gone: there is nobody to work for, and nobody to tell."""
+
+
 class Inbox(Protocol):
     def receive(self, *, wait: bool) -> list[CoreInput]:
         """All messages that lie here, in the order they were sent, up to a limit. With `wait`, at
@@ -56,11 +60,13 @@ class CoreLoop:
         self._scheduler = Scheduler(config, runner.info)
 
     def run(self) -> None:
-        """Serve until `StopCore`. Whatever goes wrong is sent as `CoreFailed`, then raised."""
+        """Serve until `StopCore` or `Disconnected`. Another failure is sent as `CoreFailed`, then raised."""
         try:
             self._outbox.send(_ready(self._runner))
             while self._take_in():
                 self._step()
+        except Disconnected:
+            return
         except Exception as error:
             self._outbox.send(CoreFailed(last_words(error)))
             raise

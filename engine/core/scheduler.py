@@ -117,7 +117,8 @@ class Scheduler:
         self._watermark_pages = math.ceil(config.watermark * runner.pages)
         self._slots_free = list(reversed(range(runner.slots)))
         self._sequences: dict[int, Sequence] = {}  # by handle: all that live
-        self._waiting: dict[int, Sequence] = {}  # by handle: the waiting and the preempted
+        self._waiting: dict[int, Sequence] = {}  # by handle: never admitted yet
+        self._preempted: dict[int, Sequence] = {}  # by handle
         self._running: dict[int, Sequence] = {}  # by slot, in the order of admission
         self._left: list[int] = []  # slots vacated since the last plan
         self._in_flight: dict[int, _InFlight] = {}  # by step
@@ -222,7 +223,7 @@ class Scheduler:
             assert victim.preemptions < self._config.preemptions_max, "rule C is broken"
             batch.grown.pop(self._vacate(victim), None)
             victim.preempt(now)
-            self._waiting[victim.handle] = victim
+            self._preempted[victim.handle] = victim
             self._preemptions += 1
 
     def _plan_running(self, batch: _Batch) -> None:
@@ -237,9 +238,9 @@ class Scheduler:
                 batch.add(slot, sequence, length)
 
     def _admit(self, batch: _Batch, now: float) -> None:
-        if not (self._waiting and self._slots_free and batch.budget_left):
+        if not (self._slots_free and batch.budget_left):
             return
-        for sequence in policy.by_rank(self._waiting.values(), now):
+        for sequence in policy.by_rank([*self._preempted.values(), *self._waiting.values()], now):
             hits = self._match(sequence)
             if self._is_coming(sequence, len(hits), batch):
                 continue
@@ -287,8 +288,8 @@ class Scheduler:
         pages = hits + self._pages.allocate(pages_for(len(sequence.tokens), size) - len(hits))
         slot = self._slots_free.pop()
         is_first = sequence.status is Status.WAITING
+        del self._queue_of(sequence)[sequence.handle]
         sequence.admit(slot, pages, len(hits) * size, now)
-        del self._waiting[sequence.handle]
         self._running[slot] = sequence
         if is_first:
             self._prefix_query_tokens += sequence.prompt_len
@@ -366,10 +367,13 @@ class Scheduler:
         if sequence.status is Status.RUNNING:
             self._vacate(sequence)
         else:
-            del self._waiting[sequence.handle]
+            del self._queue_of(sequence)[sequence.handle]
         del self._sequences[sequence.handle]
         sequence.finish(now)
         self._news.finished.append(sequence.finished(reason))
+
+    def _queue_of(self, sequence: Sequence) -> dict[int, Sequence]:
+        return self._preempted if sequence.status is Status.PREEMPTED else self._waiting
 
     def _vacate(self, sequence: Sequence) -> int:
         """Take back a running sequence's pages and slot. Returns the slot."""
@@ -403,7 +407,7 @@ class Scheduler:
 
     def stats(self) -> CoreStats:
         return CoreStats(
-            waiting=len(self._waiting),
+            waiting=len(self._waiting) + len(self._preempted),
             running=len(self._running),
             pages_free=self._pages.free,
             pages_cached=self._pages.cached,
@@ -420,10 +424,12 @@ class Scheduler:
         self._pages.check([sequence.pages for sequence in self._running.values()])
         slots = [*self._slots_free, *self._running]
         assert sorted(slots) == list(range(self._runner.slots)), "a slot is lost, or owned twice"
-        assert {s.handle: s for s in [*self._waiting.values(), *self._running.values()]} == self._sequences
-        for handle, sequence in self._waiting.items():
-            assert sequence.handle == handle
-            assert sequence.status in (Status.WAITING, Status.PREEMPTED)
+        everybody = [*self._waiting.values(), *self._preempted.values(), *self._running.values()]
+        assert {sequence.handle: sequence for sequence in everybody} == self._sequences
+        assert len(everybody) == len(self._sequences), "a sequence is in two places"
+        assert all(sequence.status is Status.WAITING for sequence in self._waiting.values())
+        assert all(sequence.status is Status.PREEMPTED for sequence in self._preempted.values())
+        for sequence in [*self._waiting.values(), *self._preempted.values()]:
             assert sequence.slot is None
             assert not sequence.pages
             assert sequence.computed_len == 0

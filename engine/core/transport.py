@@ -1,0 +1,105 @@
+"""The core's two ends of the wire to the API process: ZeroMQ PULL and PUSH, msgpack inside.
+
+The API process binds both endpoints, `ipc://` in a private directory; the core connects. ZeroMQ
+keeps messages whole and in order, and moves bytes in a thread of its own. Never pickle.
+
+Bounds. Inward, the sockets hold at most a high-water mark of messages on either side, then the API
+process must wait; one step takes at most `RECEIVE_MAX` of them. Outward, there is one message per
+step with at most one row per slot. When the API process is `HIGH_WATER_MARK` steps behind, `send`
+waits for it: nothing is dropped, nothing piles up, and no token is computed that nobody takes. That
+wait cannot be a deadlock as long as the API process keeps reading while it waits to write, which it
+must; and it ends when that process dies, as every wait here does, because each looks up once a
+second who the parent is. (ZeroMQ itself would wait for a peer's return for ever.)
+"""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import Final, Self
+
+import msgspec
+import zmq
+
+from engine.core.loop import Disconnected
+from engine.core.messages import CoreInput, CoreOutput
+
+HIGH_WATER_MARK: Final = 128
+"""Messages that each socket queues."""
+RECEIVE_MAX: Final = 1024
+"""Messages that one step takes in."""
+PARENT_CHECK_MS: Final = 1000
+LINGER_MS: Final = 2000
+"""How long the last words may take to leave after `close`."""
+assert HIGH_WATER_MARK <= RECEIVE_MAX
+
+
+class _Parent:
+    """The process that started this one, and whether it is still there."""
+
+    def __init__(self) -> None:
+        self._pid = os.getppid()
+
+    def check(self) -> None:
+        if os.getppid() != self._pid:
+            raise Disconnected("the API process is gone")
+
+
+class ZmqInbox:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+        self._parent = _Parent()
+        self._decoder = msgspec.msgpack.Decoder(CoreInput)
+        self._socket = context.socket(zmq.PULL)
+        self._socket.set_hwm(HIGH_WATER_MARK)
+        self._socket.connect(endpoint)
+
+    def receive(self, *, wait: bool) -> list[CoreInput]:
+        """As `loop.Inbox` says. Raises `Disconnected` when the API process is gone."""
+        self._parent.check()
+        while wait and not self._socket.poll(PARENT_CHECK_MS):
+            self._parent.check()
+        messages: list[CoreInput] = []
+        while len(messages) < RECEIVE_MAX and self._socket.poll(0):
+            messages.append(self._decoder.decode(self._socket.recv()))
+        return messages
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+class ZmqOutbox:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+        self._parent = _Parent()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.set_hwm(HIGH_WATER_MARK)
+        self._socket.connect(endpoint)
+
+    def send(self, message: CoreOutput) -> None:
+        """As `loop.Outbox` says. Raises `Disconnected` when the API process is gone."""
+        frame = self._encoder.encode(message)
+        while not self._socket.poll(PARENT_CHECK_MS, zmq.POLLOUT):
+            self._parent.check()
+        self._socket.send(frame, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._socket.close(linger=LINGER_MS)
+
+
+class CoreTransport:
+    """Both ends, opened and closed together."""
+
+    def __init__(self, inbox_endpoint: str, outbox_endpoint: str) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.inbox = ZmqInbox(self._context, inbox_endpoint)
+        self.outbox = ZmqOutbox(self._context, outbox_endpoint)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.inbox.close()
+        self.outbox.close()
+        self._context.term()
