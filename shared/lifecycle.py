@@ -1,0 +1,119 @@
+"""Where a service is in its life, and what it therefore answers to probes.
+
+        STARTING ──> READY ──> DRAINING ──> STOPPED
+            │          │           │
+            └──────────┴───────────┴──────> FAILED
+
+`/startupz` asks whether starting is over, `/readyz` whether new work is welcome, `/livez` whether
+a restart would help. A service that drains is alive and not ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+from enum import Enum
+from typing import Final
+
+
+class Phase(Enum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+MOVES: Final[dict[Phase, frozenset[Phase]]] = {
+    Phase.STARTING: frozenset({Phase.READY, Phase.DRAINING, Phase.FAILED}),
+    Phase.READY: frozenset({Phase.DRAINING, Phase.FAILED}),
+    Phase.DRAINING: frozenset({Phase.STOPPED, Phase.FAILED}),
+    Phase.STOPPED: frozenset(),
+    Phase.FAILED: frozenset(),
+}
+
+
+class IllegalMove(AssertionError):
+    """A bug: the table has no such move."""
+
+
+class Lifecycle:
+    def __init__(self) -> None:
+        self._phase = Phase.STARTING
+        self._reason = ""
+        self._waiters: list[tuple[Phase, asyncio.Future[None]]] = []
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    @property
+    def reason(self) -> str:
+        """Why the last move was made, for the operator."""
+        return self._reason
+
+    @property
+    def is_started(self) -> bool:
+        return self._phase is not Phase.STARTING
+
+    @property
+    def is_ready(self) -> bool:
+        return self._phase is Phase.READY
+
+    @property
+    def is_live(self) -> bool:
+        return self._phase is not Phase.FAILED
+
+    def to(self, phase: Phase, reason: str = "") -> None:
+        """Move. Raises IllegalMove when the table has no such move."""
+        if phase not in MOVES[self._phase]:
+            raise IllegalMove(f"{self._phase.name} -> {phase.name}")
+        self._phase = phase
+        self._reason = reason
+        waiters, self._waiters = self._waiters, []
+        for wanted, future in waiters:
+            if future.done():
+                continue
+            if wanted is phase or not _reachable(phase, wanted):
+                future.set_result(None)
+            else:
+                self._waiters.append((wanted, future))
+
+    async def wait(self, phase: Phase) -> bool:
+        """Until `phase` is reached (True), or can no longer be (False)."""
+        if self._phase is not phase and _reachable(self._phase, phase):
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append((phase, future))
+            await future
+        return self._phase is phase
+
+
+def _reachable(start: Phase, goal: Phase) -> bool:
+    return any(step is goal or _reachable(step, goal) for step in MOVES[start])
+
+
+def on_stop_signals(callback: Callable[[str], None]) -> None:
+    """Call `callback(name)` in the running loop on SIGTERM and on SIGINT, every time one comes."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, callback, number.name)
+
+
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Be sent SIGTERM when the parent is gone, however it ends. Call it first thing in a child.
+
+    `parent_pid` is the parent's own idea of its pid: should it be gone already, this process exits.
+    Linux only; elsewhere it does nothing, and an orphan lives on until it is stopped.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        sys.exit("the parent process is gone")
