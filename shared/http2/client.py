@@ -1,0 +1,309 @@
+"""`Http2Transport`: the gateway's end of the hop, as a transport of httpx.
+
+    async with httpx.AsyncClient(transport=Http2Transport()) as client:
+        async with client.stream("POST", url, json=body) as response:
+            stream = response.extensions["penstock_stream"]
+            while (data := await stream.read()) is not None: ...
+
+`stream.read()` hands over everything that is queued, and is cheaper than `response.aiter_raw()`, which works
+as well.
+
+Promises.
+
+- A response that is left before its end, and a call that is cancelled before its headers, reset their stream:
+  the server knows at once.
+- A request that the server did not process (GOAWAY, REFUSED_STREAM) is sent again, on another connection if
+  need be, when its body can be sent again; else RequestUnprocessed says that repeating it is safe. No other
+  request is ever repeated.
+- `http://` is HTTP/2 with prior knowledge; `https://` must agree on `h2` by ALPN. There is no fall-back: a
+  server that does not speak HTTP/2 is a ConnectError which says so.
+- Of httpx's timeouts, `connect` bounds making the connection, `pool` waiting for a free stream, `read` each
+  wait for headers or data, `write` each piece of the request's body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterable, AsyncIterator, Mapping
+from types import TracebackType
+from typing import Final
+
+import httpx
+
+from shared.clock import SYSTEM_CLOCK, Clock
+from shared.http2.connection import ConnectionConfig, Phase
+from shared.http2.endpoint import Endpoint, WatchConfig
+from shared.http2.errors import ConnectionLost, Http2Error, StreamEnded, StreamRefused
+from shared.http2.headers import BadHeader, fields
+from shared.http2.pool import OriginPool
+from shared.http2.stream import HeaderList, Stream
+
+ATTEMPTS_MAX: Final = 3
+CONNECTIONS_MAX: Final = 16
+ORIGINS_MAX: Final = 1024
+CLIENT_WATCH: Final = WatchConfig(idle_timeout_s=60.0)
+STREAM_EXTENSION: Final = "penstock_stream"
+
+Timeouts = Mapping[str, float | None]
+
+
+class RequestUnprocessed(httpx.RemoteProtocolError):
+    """The server did nothing for this request; its body was used up, so the caller must repeat it."""
+
+
+def _mapped(error: Http2Error) -> httpx.TransportError:
+    if isinstance(error, StreamRefused):
+        return RequestUnprocessed(str(error))
+    if isinstance(error, ConnectionLost):
+        return httpx.ReadError(str(error))
+    return httpx.RemoteProtocolError(str(error))
+
+
+class ClientEndpoint(Endpoint):
+    """A connection of a pool's. Ready once the server's SETTINGS came."""
+
+    def __init__(
+        self, pool: OriginPool, *, config: ConnectionConfig, watch: WatchConfig, clock: Clock
+    ) -> None:
+        super().__init__(client=True, config=config, watch=watch, clock=clock)
+        self._pool = pool
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+
+    async def wait_ready(self) -> None:
+        await self._ready
+        if self.connection.phase is not Phase.OPEN:
+            why = self.connection.error or "it is shutting down"
+            raise httpx.ConnectError(f"the server does not serve HTTP/2: {why}")
+
+    def stream_closed(self, stream: Stream) -> None:
+        super().stream_closed(stream)
+        self._loop.call_soon(self._pool.changed)
+
+    def peer_changed(self) -> None:
+        super().peer_changed()
+        if not self._ready.done():
+            self._ready.set_result(None)
+        self._loop.call_soon(self._pool.changed)
+
+
+class ResponseStream(httpx.AsyncByteStream):
+    """The body of a response, and the upload of its request while that runs."""
+
+    def __init__(self, stream: Stream, upload: _Upload, read_timeout_s: float | None) -> None:
+        self._stream = stream
+        self._upload = upload
+        self._read_timeout_s = read_timeout_s
+
+    async def read(self) -> bytes | None:
+        """All bytes that are queued, at least one; None at the end. Raises httpx's errors."""
+        try:
+            if self._read_timeout_s is None:
+                return await self._stream.read()
+            async with asyncio.timeout(self._read_timeout_s):
+                return await self._stream.read()
+        except StreamEnded as error:
+            raise self._upload.error or _mapped(error) from error
+        except TimeoutError:
+            raise httpx.ReadTimeout(f"no data within {self._read_timeout_s:g} s") from None
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while (data := await self.read()) is not None:
+            yield data
+
+    async def aclose(self) -> None:
+        self._upload.cancel()
+        self._stream.reset()
+
+
+class Http2Transport(httpx.AsyncBaseTransport):
+    def __init__(
+        self,
+        *,
+        ssl_context: ssl.SSLContext | None = None,
+        config: ConnectionConfig | None = None,
+        watch: WatchConfig = CLIENT_WATCH,
+        clock: Clock = SYSTEM_CLOCK,
+        connections_max: int = CONNECTIONS_MAX,
+    ) -> None:
+        self._ssl = ssl_context
+        self._config = config or ConnectionConfig()
+        self._watch = watch
+        self._clock = clock
+        self._connections_max = connections_max
+        self._pools: dict[tuple[str, str, int], OriginPool] = {}
+
+    async def __aenter__(self) -> Http2Transport:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None = None,
+        exc_value: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        pools = list(self._pools.values())
+        self._pools.clear()
+        for pool in pools:
+            await pool.close()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        assert isinstance(request.stream, httpx.AsyncByteStream)
+        timeouts: Timeouts = request.extensions.get("timeout", {})
+        upload = _Upload(request.stream, timeouts.get("write"))
+        try:
+            head = _request_head(request)
+        except BadHeader as error:
+            raise httpx.LocalProtocolError(str(error)) from error
+        for attempts_left in reversed(range(ATTEMPTS_MAX)):
+            try:
+                return await self._attempt(request.url, head, upload, timeouts)
+            except StreamRefused as error:
+                if not attempts_left or not upload.whole:
+                    raise _mapped(error) from error
+            except StreamEnded as error:
+                raise upload.error or _mapped(error) from error
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _attempt(
+        self, url: httpx.URL, head: HeaderList, upload: _Upload, timeouts: Timeouts
+    ) -> httpx.Response:
+        stream = await self._pool(url).open(
+            head,
+            end=upload.empty,
+            connect_timeout_s=timeouts.get("connect"),
+            pool_timeout_s=timeouts.get("pool"),
+        )
+        read_timeout_s = timeouts.get("read")
+        try:
+            if not upload.empty:
+                upload.start(stream)
+            async with asyncio.timeout(read_timeout_s):
+                received = await stream.wait_head()
+        except BaseException as error:
+            upload.cancel()
+            stream.reset()
+            if isinstance(error, TimeoutError):
+                raise httpx.ReadTimeout(f"no response within {read_timeout_s or 0:g} s") from None
+            raise
+        content = ResponseStream(stream, upload, read_timeout_s)
+        return httpx.Response(
+            status_code=int(received[0][1]),
+            headers=received[1:],
+            stream=content,
+            extensions={"http_version": b"HTTP/2", STREAM_EXTENSION: content},
+        )
+
+    # -- connections --------------------------------------------------------------------------
+
+    def _pool(self, url: httpx.URL) -> OriginPool:
+        if url.scheme not in ("http", "https"):
+            raise httpx.UnsupportedProtocol(f"{url.scheme!r} is neither http nor https")
+        origin = (url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80))
+        pool = self._pools.get(origin)
+        if pool is None:
+            if len(self._pools) >= ORIGINS_MAX:
+                raise httpx.PoolTimeout("too many origins")
+
+            async def connect(pool: OriginPool) -> Endpoint:
+                return await self._connect(origin, pool)
+
+            pool = self._pools[origin] = OriginPool(connect, self._connections_max)
+        return pool
+
+    async def _connect(self, origin: tuple[str, str, int], pool: OriginPool) -> Endpoint:
+        """Raises ConnectError, ConnectTimeout."""
+        scheme, host, port = origin
+
+        def protocol() -> ClientEndpoint:
+            return ClientEndpoint(pool, config=self._config, watch=self._watch, clock=self._clock)
+
+        try:
+            async with asyncio.timeout(self._watch.greeting_timeout_s):
+                transport, endpoint = await asyncio.get_running_loop().create_connection(
+                    protocol, host, port, ssl=self._tls() if scheme == "https" else None
+                )
+                try:
+                    _check_alpn(transport)
+                    await endpoint.wait_ready()
+                except BaseException:
+                    transport.abort()
+                    raise
+                return endpoint
+        except TimeoutError:
+            raise httpx.ConnectTimeout(f"no HTTP/2 connection to {host}:{port} in time") from None
+        except (OSError, UnicodeError) as error:  # TLS's and the resolver's are among them
+            raise httpx.ConnectError(f"{host}:{port}: {error}") from error
+
+    def _tls(self) -> ssl.SSLContext:
+        if self._ssl is None:
+            self._ssl = ssl.create_default_context()
+        self._ssl.set_alpn_protocols(["h2"])
+        return self._ssl
+
+
+def _check_alpn(transport: asyncio.BaseTransport) -> None:
+    tls: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
+    if tls is not None and (chosen := tls.selected_alpn_protocol()) != "h2":
+        raise httpx.ConnectError(f"the server chose {chosen or 'no protocol'} by ALPN, and not h2")
+
+
+def _request_head(request: httpx.Request) -> HeaderList:
+    url = request.url
+    authority = request.headers.get("host") or url.netloc.decode("ascii")
+    return [
+        (b":method", request.method.encode("ascii")),
+        (b":scheme", url.raw_scheme),
+        (b":authority", authority.encode("ascii")),
+        (b":path", url.raw_path),
+        *fields(request.headers.raw),
+    ]
+
+
+class _Upload:
+    """A request's body on its way. `whole` while nothing of it is lost, so that it can be sent (again)."""
+
+    def __init__(self, content: httpx.AsyncByteStream, timeout_s: float | None) -> None:
+        self._content = content
+        self._timeout_s = timeout_s
+        self._data = b"".join(content) if isinstance(content, httpx.ByteStream) else None
+        self._task: asyncio.Task[None] | None = None
+        self.empty = self._data == b""
+        self.whole = True
+        self.error: Exception | None = None  # why we reset the stream
+
+    def start(self, stream: Stream) -> None:
+        """What fits the windows goes at once; the rest is a task's."""
+        if self._data is None:
+            self.whole = False
+            self._task = asyncio.create_task(self._run(stream, self._content))
+        elif (rest := stream.offer(self._data)) is not None:
+            self._task = asyncio.create_task(self._run(stream, _one(rest)))
+        else:
+            stream.finish()
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self, stream: Stream, content: AsyncIterable[bytes | memoryview]) -> None:
+        try:
+            async for piece in content:
+                async with asyncio.timeout(self._timeout_s):
+                    await stream.write(piece)
+            stream.finish()
+        except StreamEnded:
+            return  # the response tells: it may be complete without the rest of the request
+        except TimeoutError:
+            self.error = httpx.WriteTimeout("the server did not take the request's body in time")
+            stream.reset()
+        except Exception as error:
+            self.error = error  # raised to whoever waits for the response
+            stream.reset()
+
+
+async def _one(piece: memoryview) -> AsyncIterator[memoryview]:
+    yield piece

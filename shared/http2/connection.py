@@ -1,0 +1,483 @@
+"""One HTTP/2 connection: the core that client and server share. No I/O.
+
+Theory. `h2` keeps the protocol's state; this module decides when to let bytes through. Bytes come in by
+`receive`, go out by `take_output`; in between are streams. The owner (an end of ours, or a test) moves the
+bytes, is told by `Owner` what happened, and calls `pump` when there is room again.
+
+Rules.
+
+1. The connection window is credited on arrival, a stream's window on consumption. An unread stream closes
+   its own window and nobody else's. `h2.acknowledge_received_data` ties the two and is never used.
+2. A write is framed as far as min(stream window, connection window) and the output buffer allow. What
+   waits for the connection waits in `_backlog`, one frame per turn, so that no stream is passed over; what
+   waits for its own window is in no queue. After every call from outside: backlog non-empty means
+   that nothing can be sent.
+3. A change of SETTINGS can open every window, so it looks at every stream.
+4. After a reset, from either side, frames of that stream may still be on their way. They are dropped, their
+   bytes credited to the connection, and HEADERS still go through HPACK, whose state belongs to all.
+5. GOAWAY never reaches `h2`, in either direction: `h2` would close the connection with it, while its point
+   is that streams which run may finish. After the peer's GOAWAY no stream is opened; those above its last id
+   were never processed, and fail with StreamRefused.
+6. Whatever a peer can make us hold or do is bounded (limits.py). A breach raises ProtocolViolation out of
+   `receive`, with GOAWAY in the output; the owner sends that and closes.
+
+Laws (tests/shared/http2): bytes written = bytes read; no window is negative;
+window + in flight + unread + uncredited = its size, for the connection and each stream;
+a stream's unread bytes never exceed its window.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, Protocol
+
+import h2.events as events
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.exceptions import ProtocolError
+from h2.settings import SettingCodes, Settings
+
+from shared.http2 import frames, limits
+from shared.http2.errors import (
+    ConnectionLost,
+    ErrorCode,
+    ProtocolViolation,
+    StreamEnded,
+    StreamRefused,
+    StreamReset,
+)
+from shared.http2.fastpath import FastPath
+from shared.http2.plainpath import PlainPath
+from shared.http2.stream import HeaderList, Stream
+
+DRAIN_PING: Final = b"draining"
+ENDS: Final = frames.END_STREAM | frames.END_HEADERS
+
+
+class Phase(Enum):
+    OPEN = "open"
+    RETIRING = "retiring"  # one side sent GOAWAY: what runs may finish, nothing new begins
+    CLOSED = "closed"
+
+
+PHASES: Final = {
+    Phase.OPEN: {Phase.RETIRING, Phase.CLOSED},
+    Phase.RETIRING: {Phase.CLOSED},
+    Phase.CLOSED: set[Phase](),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionConfig:
+    fast: bool = True  # DATA and WINDOW_UPDATE beside h2 (fastpath.py) or through it (plainpath.py)
+    stream_window_len: int = limits.STREAM_WINDOW_LEN
+    connection_window_len: int = limits.CONNECTION_WINDOW_LEN
+    streams_max: int = limits.STREAMS_MAX  # that the peer may open
+
+    def __post_init__(self) -> None:
+        assert limits.INITIAL_WINDOW_LEN <= self.connection_window_len <= limits.WINDOW_LEN_MAX
+        assert 0 < self.stream_window_len <= limits.WINDOW_LEN_MAX
+
+
+class Owner(Protocol):
+    """Who is told. Called from within `receive` and the streams' methods; must not await or call back."""
+
+    def output_ready(self) -> None:
+        """The output was empty and is not any more."""
+
+    def stream_opened(self, stream: Stream) -> None:
+        """A server's: a request's header list came."""
+
+    def stream_closed(self, stream: Stream) -> None:
+        """Both sides are done with it, or `stream.error` says why it ended early."""
+
+    def peer_changed(self) -> None:
+        """By SETTINGS or GOAWAY: how many streams may be opened is another number now."""
+
+
+class Connection:
+    def __init__(
+        self, owner: Owner, *, client: bool, config: ConnectionConfig, now: Callable[[], float]
+    ) -> None:
+        self.client = client
+        self.config = config
+        self.phase = Phase.OPEN
+        self.streams: dict[int, Stream] = {}
+        self.paused = False  # the transport is full
+        self.greeted = False  # the peer's SETTINGS came
+        self.receives = 0  # a sign of life
+        self.error: ConnectionLost | None = None  # why it closed
+        self.credit_at = max(1, config.stream_window_len // 2)
+        self._owner = owner
+        self._out = bytearray()
+        self._backlog: deque[Stream] = deque()
+        self._abandoned: dict[int, None] = {}  # ids closed by a reset, oldest first
+        self._announcing = False  # our first GOAWAY is on its way
+        self._accept_max = frames.STREAM_ID_MAX  # streams above are refused
+        self._splitter = frames.Splitter(b"" if client else frames.PREFACE)
+        self._budgets = {
+            frames.RST_STREAM: limits.Budget("resets", limits.RESETS, now),
+            frames.PING: limits.Budget("PINGs", limits.PINGS, now),
+            frames.SETTINGS: limits.Budget("SETTINGS", limits.SETTINGS_FRAMES, now),
+            frames.PRIORITY: limits.Budget("PRIORITYs", limits.PRIORITIES, now),
+        }
+        self._empty_frames = limits.Budget("empty frames", limits.EMPTY_FRAMES, now)
+        self.h2 = self._greet()
+        self._path = FastPath(self) if config.fast else PlainPath(self)
+
+    def _greet(self) -> H2Connection:
+        """`h2` is told twice our streams_max, so that it lets us refuse the surplus stream by stream, where
+        it would end the connection."""
+        config = self.config
+        told = {
+            SettingCodes.ENABLE_PUSH: 0,
+            SettingCodes.INITIAL_WINDOW_SIZE: config.stream_window_len,
+            SettingCodes.MAX_FRAME_SIZE: limits.FRAME_LEN_MAX,
+            SettingCodes.MAX_CONCURRENT_STREAMS: config.streams_max,
+            SettingCodes.MAX_HEADER_LIST_SIZE: limits.HEADER_LIST_LEN_MAX,
+        }
+        core = H2Connection(
+            H2Configuration(client_side=self.client, header_encoding=None, validate_outbound_headers=False)
+        )
+        kept = {**told, SettingCodes.MAX_CONCURRENT_STREAMS: 2 * config.streams_max}
+        core.local_settings = Settings(client=self.client, initial_values=kept)
+        core.decoder.max_header_list_size = limits.HEADER_LIST_LEN_MAX
+        core.initiate_connection()
+        core.clear_outbound_data_buffer()
+        if self.client:
+            self._out += frames.PREFACE
+        else:
+            core.receive_data(frames.PREFACE)  # the splitter checks the real one
+        self._out += frames.settings({int(code): value for code, value in told.items()})
+        if surplus := config.connection_window_len - limits.INITIAL_WINDOW_LEN:
+            core.increment_flow_control_window(surplus)
+            self._out += core.data_to_send()
+        return core
+
+    # -- what the owner asks ------------------------------------------------------------------
+
+    @property
+    def streams_room(self) -> int:
+        """How many more streams the peer lets us open."""
+        if self.phase is not Phase.OPEN or not self.greeted:
+            return 0
+        if self.h2.highest_outbound_stream_id >= frames.STREAM_ID_MAX - 2:
+            return 0
+        return self.h2.remote_settings.max_concurrent_streams - len(self.streams)
+
+    @property
+    def may_close(self) -> bool:
+        """It retires, nothing runs, and nothing that we promised to serve is on its way."""
+        return self.phase is Phase.RETIRING and not self.streams and not self._announcing
+
+    @property
+    def unfinished(self) -> bool:
+        """The peer has begun a frame or a header block and not ended it."""
+        return self._splitter.unfinished
+
+    @property
+    def frames_whole(self) -> int:
+        return self._splitter.whole
+
+    @property
+    def out_len(self) -> int:
+        return len(self._out)
+
+    def take_output(self) -> bytes:
+        data = bytes(self._out)
+        self._out.clear()
+        return data
+
+    def pump(self) -> None:
+        """Frames what waits in the backlog, a frame for each stream in turn, as far as may be sent."""
+        backlog, path = self._backlog, self._path
+        while backlog and not self.full:
+            stream = backlog.popleft()
+            rest = stream.pending
+            if rest is None or stream.error is not None:
+                stream.queued = False
+                continue
+            length = min(len(rest), path.send_room(stream), limits.FRAME_LEN_MAX)
+            if length <= 0 and path.stream_room(stream) > 0:
+                backlog.appendleft(stream)  # the connection's window is closed, for all
+                return
+            if length > 0:
+                path.send(stream, rest[:length])
+                stream.pending = rest = rest[length:]
+            if not rest:
+                stream.queued = False
+                stream.written()
+            elif path.stream_room(stream) > 0:
+                backlog.append(stream)
+            else:
+                stream.queued = False
+
+    @property
+    def full(self) -> bool:
+        return self.paused or len(self._out) >= limits.OUT_LEN_SOFT
+
+    def open(self, head: HeaderList, *, end: bool) -> Stream:
+        """A client's: sends a request's header list. Asserts that there is room for a stream."""
+        assert self.client
+        assert self.streams_room > 0
+        stream = Stream(self.h2.get_next_available_stream_id(), self)
+        self.h2.send_headers(stream.id, head, end_stream=end)
+        self._path.opened(stream)
+        self.streams[stream.id] = stream
+        stream.sent_all = end
+        self.collect()
+        return stream
+
+    def respond(self, stream: Stream, head: HeaderList, *, end: bool) -> None:
+        """A server's: sends a response's header list."""
+        if stream.error is not None:
+            raise stream.error
+        self.h2.send_headers(stream.id, head, end_stream=end)
+        self.collect()
+        if end:
+            stream.sent_all = True
+            self._close_if_done(stream)
+
+    def ping(self, data: bytes) -> None:
+        self.h2.ping(data)
+        self.collect()
+
+    def retire(self) -> None:
+        """The first of two GOAWAYs: announces the end, and accepts what is on its way.
+
+        The PING tells when the peer has heard of it; `_on_pong` then sends the second, which names the last
+        stream that is served.
+        """
+        if self.phase is Phase.OPEN:
+            self._move(Phase.RETIRING)
+            self._announcing = True
+            self.put(frames.goaway(frames.STREAM_ID_MAX, ErrorCode.NO_ERROR))
+            self.ping(DRAIN_PING)
+
+    def close(self, error: ConnectionLost, code: ErrorCode = ErrorCode.NO_ERROR) -> None:
+        """GOAWAY, and every stream fails."""
+        if self.phase is Phase.CLOSED:
+            return
+        self.put(frames.goaway(self.h2.highest_inbound_stream_id, code))
+        self.lost(error)
+
+    def lost(self, error: ConnectionLost) -> None:
+        """The bytes stop here."""
+        if self.phase is Phase.CLOSED:
+            return
+        self._move(Phase.CLOSED)
+        self.error = error
+        self._backlog.clear()
+        streams = list(self.streams.values())
+        self.streams.clear()
+        for stream in streams:
+            stream.fail(error)
+            self._owner.stream_closed(stream)
+        self._owner.peer_changed()
+
+    def _move(self, phase: Phase) -> None:
+        assert phase in PHASES[self.phase], f"{self.phase} -> {phase}"
+        self.phase = phase
+
+    # -- what streams ask ---------------------------------------------------------------------
+
+    def send(self, stream: Stream, data: bytes | memoryview) -> memoryview | None:
+        """Frames as much of `data` as may go now; returns the rest, if any."""
+        path = self._path
+        length = len(data)
+        if length <= limits.FRAME_LEN_MAX and not self.full and length <= path.send_room(stream):
+            if length:
+                path.send(stream, data)
+            return None
+        rest = memoryview(data)
+        while rest and not self.full:
+            length = min(len(rest), path.send_room(stream), limits.FRAME_LEN_MAX)
+            if length <= 0:
+                break
+            path.send(stream, rest[:length])
+            rest = rest[length:]
+        return rest or None
+
+    def enqueue(self, stream: Stream) -> None:
+        """Its turn comes once its own window is open."""
+        if stream.pending is not None and not stream.queued and self._path.stream_room(stream) > 0:
+            stream.queued = True
+            self._backlog.append(stream)
+
+    def end(self, stream: Stream) -> None:
+        self.h2.end_stream(stream.id)
+        self.collect()
+        stream.sent_all = True
+        self._close_if_done(stream)
+
+    def reset(self, stream: Stream, error: StreamEnded, code: ErrorCode) -> None:
+        self.h2.reset_stream(stream.id, code)
+        self.collect()
+        self._abandon(stream, error)
+
+    def credit_stream(self, stream: Stream, length: int) -> None:
+        self._path.credit_stream(stream, length)
+
+    # -- what the paths need ------------------------------------------------------------------
+
+    def put(self, data: bytes | memoryview) -> None:
+        if not self._out:
+            self._owner.output_ready()
+        self._out += data
+
+    def collect(self) -> None:
+        """Moves what h2 wrote behind what is there already, so that the order of calls is kept."""
+        if data := self.h2.data_to_send():
+            self.put(data)
+
+    # -- what the peer sent -------------------------------------------------------------------
+
+    def receive(self, data: bytes) -> None:
+        """Raises ProtocolViolation; GOAWAY is then in the output, and every stream has failed."""
+        if self.phase is Phase.CLOSED:
+            return
+        self.receives += 1
+        try:
+            self._receive(data)
+            self._path.credit_connection()
+            self.pump()
+            if len(self._out) > limits.OUT_LEN_MAX:
+                raise ProtocolViolation(ErrorCode.ENHANCE_YOUR_CALM, "the peer does not read our answers")
+        except ProtocolViolation as error:
+            self.h2.clear_outbound_data_buffer()
+            self.close(ConnectionLost(str(error)), error.code)
+            raise
+
+    def _receive(self, data: bytes) -> None:
+        """`h2` is fed runs of frames that are as long as possible; a frame that we take ends a run."""
+        budgets, abandoned, takes = self._budgets, self._abandoned, self._path.takes
+        data, whole = self._splitter.feed(data)
+        fed = done = 0
+        for kind, flags, stream_id, start, stop in whole:
+            if kind in budgets:
+                budgets[kind].spend()
+            elif kind > frames.CONTINUATION or (stop - start == frames.HEADER_LEN and not flags & ENDS):
+                self._empty_frames.spend()
+            if kind in takes or stream_id in abandoned:
+                self.feed(data[fed:start])
+                fed = start
+                payload = data[start + frames.HEADER_LEN : stop]
+                if self._take(kind, stream_id, payload) or self._path.take(kind, flags, stream_id, payload):
+                    fed = stop
+            done = stop
+        self.feed(data[fed:done])
+
+    def _take(self, kind: int, stream_id: int, payload: bytes) -> bool:
+        if kind == frames.GOAWAY:
+            self._on_goaway(*frames.parse_goaway(payload))
+            return True
+        if stream_id in self._abandoned:
+            if kind == frames.DATA:
+                self._path.drop(len(payload))
+            return kind in (frames.DATA, frames.WINDOW_UPDATE, frames.RST_STREAM)
+        return False
+
+    def feed(self, data: bytes) -> None:
+        if not data:
+            return
+        try:
+            happened = self.h2.receive_data(data)
+        except ProtocolError as error:
+            raise ProtocolViolation(ErrorCode(error.error_code), str(error)) from error
+        self.collect()
+        for event in happened:
+            if (handle := _HANDLERS.get(type(event))) is not None:
+                handle(self, event)
+
+    def _on_head(self, event: events.RequestReceived | events.ResponseReceived) -> None:
+        if self.client:
+            if (known := self.streams.get(event.stream_id)) is not None:
+                known.deliver_head(list(event.headers))
+            return
+        stream = Stream(event.stream_id, self)
+        self._path.opened(stream)
+        refuse = event.stream_id > self._accept_max or len(self.streams) >= self.config.streams_max
+        self.streams[stream.id] = stream
+        if refuse:
+            self._budgets[frames.RST_STREAM].spend()
+            self.reset(stream, StreamRefused("draining or full"), ErrorCode.REFUSED_STREAM)
+            return
+        stream.deliver_head(list(event.headers))
+        self._owner.stream_opened(stream)
+
+    def _on_data(self, event: events.DataReceived) -> None:
+        self._path.arrived(self.streams.get(event.stream_id), event)
+
+    def _on_end(self, event: events.StreamEnded) -> None:
+        if (stream := self.streams.get(event.stream_id)) is not None:
+            stream.deliver_end()
+            self._close_if_done(stream)
+
+    def _on_reset(self, event: events.StreamReset) -> None:
+        """`h2` resets by itself when a frame breaks a rule of its stream: the peer pays for those too."""
+        if not event.remote_reset:
+            self._budgets[frames.RST_STREAM].spend()
+        if (stream := self.streams.get(event.stream_id)) is None:
+            return
+        code = int(event.error_code or 0)
+        if code == ErrorCode.REFUSED_STREAM and event.remote_reset:
+            self._abandon(stream, StreamRefused("refused by peer"))
+        else:
+            self._abandon(stream, StreamReset(code, by_peer=event.remote_reset))
+
+    def _on_window(self, event: events.WindowUpdated) -> None:
+        if event.stream_id and (stream := self.streams.get(event.stream_id)) is not None:
+            self.enqueue(stream)
+
+    def _on_settings(self, event: events.RemoteSettingsChanged) -> None:
+        self.greeted = True
+        if self.h2.encoder.header_table_size > limits.HEADER_TABLE_LEN_MAX:
+            self.h2.encoder.header_table_size = limits.HEADER_TABLE_LEN_MAX
+        self._path.settings_changed()
+        for stream in self.streams.values():
+            self.enqueue(stream)
+        self._owner.peer_changed()
+
+    def _on_pong(self, event: events.PingAckReceived) -> None:
+        if event.ping_data == DRAIN_PING and self._announcing and self.phase is Phase.RETIRING:
+            self._announcing = False
+            self._accept_max = self.h2.highest_inbound_stream_id
+            self.put(frames.goaway(self._accept_max, ErrorCode.NO_ERROR))
+            self._owner.peer_changed()
+
+    def _on_goaway(self, last_stream_id: int, code: int) -> None:
+        if self.phase is Phase.OPEN:
+            self._move(Phase.RETIRING)
+        if self.client:
+            for stream in [stream for stream in self.streams.values() if stream.id > last_stream_id]:
+                self.reset(stream, StreamRefused(f"GOAWAY {code}: not processed"), ErrorCode.CANCEL)
+        self._owner.peer_changed()
+
+    # -- the end of a stream ------------------------------------------------------------------
+
+    def _close_if_done(self, stream: Stream) -> None:
+        if stream.received_all and stream.sent_all and self.streams.pop(stream.id, None) is not None:
+            self._owner.stream_closed(stream)
+
+    def _abandon(self, stream: Stream, error: StreamEnded) -> None:
+        self._abandoned[stream.id] = None
+        if len(self._abandoned) > limits.ABANDONED_MAX:
+            del self._abandoned[next(iter(self._abandoned))]
+        del self.streams[stream.id]
+        stream.fail(error)
+        self._owner.stream_closed(stream)
+
+
+_HANDLERS: Final[dict[type[events.Event], Callable[[Connection, Any], None]]] = {
+    events.RequestReceived: Connection._on_head,
+    events.ResponseReceived: Connection._on_head,
+    events.DataReceived: Connection._on_data,
+    events.StreamEnded: Connection._on_end,
+    events.StreamReset: Connection._on_reset,
+    events.WindowUpdated: Connection._on_window,
+    events.RemoteSettingsChanged: Connection._on_settings,
+    events.PingAckReceived: Connection._on_pong,
+}

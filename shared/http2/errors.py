@@ -1,0 +1,69 @@
+"""What can go wrong on an HTTP/2 connection, before either end maps it to its own errors."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ErrorCode(IntEnum):
+    """RFC 9113, section 7."""
+
+    NO_ERROR = 0x0
+    PROTOCOL_ERROR = 0x1
+    INTERNAL_ERROR = 0x2
+    FLOW_CONTROL_ERROR = 0x3
+    SETTINGS_TIMEOUT = 0x4
+    STREAM_CLOSED = 0x5
+    FRAME_SIZE_ERROR = 0x6
+    REFUSED_STREAM = 0x7
+    CANCEL = 0x8
+    COMPRESSION_ERROR = 0x9
+    CONNECT_ERROR = 0xA
+    ENHANCE_YOUR_CALM = 0xB
+    INADEQUATE_SECURITY = 0xC
+    HTTP_1_1_REQUIRED = 0xD
+
+
+def code_name(code: int) -> str:
+    """`CANCEL`, or `0x2a` for one that the RFC does not know."""
+    try:
+        return ErrorCode(code).name
+    except ValueError:
+        return hex(code)
+
+
+class Http2Error(Exception):
+    """Base of everything below."""
+
+
+class ProtocolViolation(Http2Error):
+    """The peer broke a rule or a limit of ours. It is told so by GOAWAY, and the connection ends."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(f"{code.name}: {message}")
+        self.code = code
+
+
+class StreamEnded(Http2Error):
+    """Base: this stream carries nothing more, though its message was not complete."""
+
+
+class StreamReset(StreamEnded):
+    """RST_STREAM, from the peer or from us."""
+
+    def __init__(self, code: int, *, by_peer: bool) -> None:
+        super().__init__(f"stream reset by {'peer' if by_peer else 'us'}: {code_name(code)}")
+        self.code = code
+        self.by_peer = by_peer
+
+
+class StreamRefused(StreamEnded):
+    """The peer says that it did nothing for this stream: it may be repeated elsewhere."""
+
+
+class ConnectionLost(StreamEnded):
+    """The connection under the stream is gone. What the peer did with the request is unknown."""
+
+
+class ClientGone(Exception):
+    """A server's write found nobody to read it."""

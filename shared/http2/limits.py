@@ -1,0 +1,79 @@
+"""Every limit of the hop, and how they relate.
+
+Buffered bytes: a stream holds at most STREAM_WINDOW_LEN unread bytes, because its window is credited
+only when its bytes are consumed; a connection therefore holds at most STREAMS_MAX x STREAM_WINDOW_LEN.
+The connection window is credited on arrival and bounds only what is on its way.
+
+Floods: frames that make us work though they carry no message are paid for from token buckets. Each
+bucket is far above what an honest peer needs and far below what hurts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from shared.http2.errors import ErrorCode, ProtocolViolation
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+
+FRAME_LEN_MAX: Final = 16 * KIB
+HEADER_LIST_LEN_MAX: Final = 64 * KIB
+CONTINUATION_COUNT_MAX: Final = 16
+STREAM_WINDOW_LEN: Final = 64 * KIB
+CONNECTION_WINDOW_LEN: Final = 16 * MIB
+STREAMS_MAX: Final = 1024
+INITIAL_WINDOW_LEN: Final = 65_535  # RFC 9113, 6.9.2: what either end assumes before SETTINGS arrive
+WINDOW_LEN_MAX: Final = 2**31 - 1
+HEADER_TABLE_LEN_MAX: Final = 4 * KIB  # of our encoder, whatever the peer would allow us to keep
+
+OUT_LEN_SOFT: Final = 64 * KIB  # DATA waits above this many bytes that are not yet with the transport
+OUT_LEN_MAX: Final = 1 * MIB  # a peer that makes us answer and does not read is cut off above this
+ABANDONED_MAX: Final = 4 * STREAMS_MAX  # closed by a reset; frames for them may still be on their way
+
+assert FRAME_LEN_MAX <= STREAM_WINDOW_LEN <= CONNECTION_WINDOW_LEN <= WINDOW_LEN_MAX
+assert STREAM_WINDOW_LEN >= INITIAL_WINDOW_LEN, "a peer may use the initial window before it knows ours"
+assert (CONTINUATION_COUNT_MAX + 1) * FRAME_LEN_MAX >= HEADER_LIST_LEN_MAX
+assert OUT_LEN_SOFT + FRAME_LEN_MAX < OUT_LEN_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """A token bucket: `burst` at once, `rate_s` per second for ever."""
+
+    burst: int
+    rate_s: float
+
+
+RESETS: Final = Allowance(4 * STREAMS_MAX, STREAMS_MAX)  # every client of a full gateway may leave at once
+PINGS: Final = Allowance(256, 32)
+SETTINGS_FRAMES: Final = Allowance(32, 2)
+PRIORITIES: Final = Allowance(2 * STREAMS_MAX, STREAMS_MAX)
+EMPTY_FRAMES: Final = Allowance(2 * STREAMS_MAX, STREAMS_MAX)
+
+assert RESETS.burst >= 2 * STREAMS_MAX, "a full connection that loses every client twice is no attack"
+
+
+class Budget:
+    """How much of an allowance is left. Raises ProtocolViolation when it is overdrawn."""
+
+    __slots__ = ("_allowance", "_at_s", "_left", "_name", "_now")
+
+    def __init__(self, name: str, allowance: Allowance, now: Callable[[], float]) -> None:
+        self._name = name
+        self._allowance = allowance
+        self._now = now
+        self._left = float(allowance.burst)
+        self._at_s = now()
+
+    def spend(self) -> None:
+        if self._left < 1:
+            now_s = self._now()
+            earned = (now_s - self._at_s) * self._allowance.rate_s
+            self._left = min(self._allowance.burst, self._left + earned)
+            self._at_s = now_s
+            if self._left < 1:
+                raise ProtocolViolation(ErrorCode.ENHANCE_YOUR_CALM, f"too many {self._name}")
+        self._left -= 1

@@ -1,0 +1,244 @@
+"""A small HTTP/2 server: one task for each request, cancelled when nobody waits for its answer.
+
+Rules.
+
+1. A handler runs as long as its stream. The peer resets the stream, or the connection ends: the handler's
+   task is cancelled at once, whether it writes, waits or has not answered yet.
+2. Handlers are counted, not streams: a peer that resets streams as fast as it opens them is refused
+   (REFUSED_STREAM) while the handlers of the old ones still unwind.
+3. `write` waits for the peer's windows and for the socket; nothing is buffered beyond them.
+4. `drain` announces the end with GOAWAY, lets every handler finish, and closes each connection after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final, Protocol
+from urllib.parse import unquote
+
+from shared.clock import SYSTEM_CLOCK, Clock
+from shared.errors import BodyTimeout, BodyTooLarge, InvalidRequest
+from shared.http2.connection import ConnectionConfig, Phase
+from shared.http2.endpoint import WATCH, Endpoint, WatchConfig
+from shared.http2.errors import ClientGone, ErrorCode, StreamEnded
+from shared.http2.headers import Headers, fields
+from shared.http2.stream import HeaderList, Stream
+
+log = logging.getLogger(__name__)
+
+NO_BODY_STATUSES: Final = frozenset([204, 304])
+
+
+class ServerRequest:
+    """A request whose header list came; its body may still be on its way."""
+
+    __slots__ = ("_stream", "authority", "headers", "method", "path", "query", "scheme")
+
+    def __init__(self, stream: Stream) -> None:
+        assert stream.head is not None
+        pseudo = {name: value.decode("latin-1") for name, value in stream.head if name[:1] == b":"}
+        path, _, self.query = pseudo.get(b":path", "").partition("?")
+        self.method = pseudo[b":method"]
+        self.scheme = pseudo.get(b":scheme", "")
+        self.authority = pseudo.get(b":authority", "")
+        self.path = unquote(path)
+        self.headers: Mapping[str, str] = Headers(stream.head)
+        self._stream = stream
+
+    async def body(self, *, len_max: int, deadline_s: float) -> bytes:
+        """All of it. Raises BodyTooLarge, BodyTimeout, InvalidRequest."""
+        if self.headers.get("content-encoding", "identity") != "identity":
+            raise InvalidRequest("Compressed request bodies are not accepted.", param=None)
+        if int(self.headers.get("content-length", "0")) > len_max:
+            raise BodyTooLarge(f"The request body is larger than {len_max} bytes.")
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await self._read(len_max)
+        except TimeoutError:
+            raise BodyTimeout(f"The request body did not arrive within {deadline_s:g} s.") from None
+        except StreamEnded as error:
+            raise InvalidRequest("The request body was cut off.", detail=str(error)) from None
+
+    async def _read(self, len_max: int) -> bytes:
+        received = bytearray()
+        while (chunk := await self._stream.read()) is not None:
+            received += chunk
+            if len(received) > len_max:
+                raise BodyTooLarge(f"The request body is larger than {len_max} bytes.")
+        return bytes(received)
+
+
+class ServerResponder:
+    """One answer: `send`, or `start_stream`, `write`..., `finish`. ClientGone when nobody will read it."""
+
+    __slots__ = ("_endpoint", "_head_only", "_stream", "started")
+
+    def __init__(self, endpoint: Endpoint, stream: Stream, *, head_only: bool) -> None:
+        self.started = False
+        self._endpoint = endpoint
+        self._stream = stream
+        self._head_only = head_only
+
+    async def send(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        head = _response_head(status, headers)
+        if status not in NO_BODY_STATUSES and not any(name == b"content-length" for name, _ in head):
+            head.append((b"content-length", str(len(body)).encode()))
+        self._respond(head, end=self._head_only or not body)
+        if not self._stream.sent_all:
+            await self.write(body)
+            await self.finish()
+
+    async def start_stream(self, status: int, headers: Mapping[str, str]) -> None:
+        self._respond(_response_head(status, headers), end=self._head_only)
+
+    async def write(self, data: bytes) -> None:
+        """Returns when the bytes are framed: the peer's windows had room, and so had the socket."""
+        assert self.started
+        if self._head_only:
+            return
+        try:
+            await self._stream.write(data)
+        except StreamEnded as error:
+            raise ClientGone from error
+
+    async def finish(self) -> None:
+        """The last byte was written. A request body that is still coming is declined."""
+        assert self.started
+        self._stream.finish()
+        if self._stream.error is not None:
+            raise ClientGone from self._stream.error
+
+    def _respond(self, head: HeaderList, *, end: bool) -> None:
+        assert not self.started, "one answer for one request"
+        try:
+            self._endpoint.connection.respond(self._stream, head, end=end)
+        except StreamEnded as error:
+            raise ClientGone from error
+        self.started = True
+
+
+def _response_head(status: int, headers: Mapping[str, str]) -> HeaderList:
+    assert 200 <= status <= 599
+    pairs = ((name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items())
+    return [(b":status", b"%d" % status), *fields(pairs)]
+
+
+class Handler(Protocol):
+    async def __call__(self, request: ServerRequest, responder: ServerResponder, /) -> None: ...
+
+
+class ServerEndpoint(Endpoint):
+    def __init__(self, server: Http2Server) -> None:
+        super().__init__(client=False, config=server.config, watch=server.watch, clock=server.clock)
+        self._server = server
+        self._handlers: dict[Stream, asyncio.Task[None]] = {}
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._server.endpoints.add(self)
+        if self._server.draining:
+            self.connection.retire()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._server.forget(self)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._handlers or self.connection.streams)
+
+    def stream_opened(self, stream: Stream) -> None:
+        if len(self._handlers) >= self.connection.config.streams_max:
+            self._loop.call_soon(stream.reset, ErrorCode.REFUSED_STREAM)
+            return
+        task = self._loop.create_task(self._handle(stream))
+        self._handlers[stream] = task
+        task.add_done_callback(lambda _: self._handled(stream))
+
+    def stream_closed(self, stream: Stream) -> None:
+        super().stream_closed(stream)
+        if stream.error is not None and (task := self._handlers.get(stream)) is not None:
+            task.cancel()
+
+    def peer_changed(self) -> None:
+        super().peer_changed()
+        if self.connection.phase is Phase.CLOSED:
+            self._server.forget(self)
+
+    def _handled(self, stream: Stream) -> None:
+        del self._handlers[stream]
+        self.close_if_done()
+        self._server.forget(self)
+
+    async def _handle(self, stream: Stream) -> None:
+        """Runs the handler, and leaves the stream ended, whatever the handler did."""
+        request = ServerRequest(stream)
+        responder = ServerResponder(self, stream, head_only=request.method == "HEAD")
+        code = ErrorCode.INTERNAL_ERROR
+        try:
+            await self._server.handler(request, responder)
+            if stream.sent_all:
+                code = ErrorCode.NO_ERROR  # the rest of the request's body is not needed
+            else:
+                log.error("http2.unfinished method=%s path=%s", request.method, request.path)
+        except ClientGone:
+            pass  # reset already: there is nobody to tell
+        except Exception:
+            log.exception("http2.handler_failed method=%s path=%s", request.method, request.path)
+        finally:
+            stream.reset(code)
+
+
+class Http2Server:
+    """Serves every connection that `protocol` is put on.
+
+    `handler` gets each request. `wait_closed` returns when the last connection and handler are gone.
+    """
+
+    def __init__(
+        self,
+        handler: Callable[[ServerRequest, ServerResponder], Awaitable[None]],
+        *,
+        config: ConnectionConfig | None = None,
+        watch: WatchConfig = WATCH,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self.handler = handler
+        self.config = config or ConnectionConfig()
+        self.watch = watch
+        self.clock = clock
+        self.draining = False
+        self.endpoints: set[ServerEndpoint] = set()
+        self._all_gone = asyncio.Event()
+        self._all_gone.set()
+
+    def protocol(self) -> ServerEndpoint:
+        return ServerEndpoint(self)
+
+    async def drain(self) -> None:
+        """Finishes what runs and accepts nothing new. The caller bounds it, and calls `close` after."""
+        self.draining = True
+        for endpoint in list(self.endpoints):
+            endpoint.connection.retire()
+        await self.wait_closed()
+
+    async def close(self) -> None:
+        """Ends every connection now; handlers are cancelled and waited for."""
+        self.draining = True
+        for endpoint in list(self.endpoints):
+            endpoint.close("the server closes")
+        await self.wait_closed()
+
+    async def wait_closed(self) -> None:
+        while self.endpoints:
+            self._all_gone.clear()
+            await self._all_gone.wait()
+
+    def forget(self, endpoint: ServerEndpoint) -> None:
+        """Once its connection is closed and its last handler is done."""
+        if endpoint.connection.phase is Phase.CLOSED and not endpoint.busy:
+            self.endpoints.discard(endpoint)
+            if not self.endpoints:
+                self._all_gone.set()

@@ -1,0 +1,72 @@
+"""One port, two protocols: the first bytes of a connection say which.
+
+The HTTP/2 preface begins with `PRI * HTTP/2.0`, which is no HTTP/1.1 request that anybody sends, and was
+chosen for that. On TLS, ALPN has decided before the first byte. A peer that says nothing is hung up on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable
+
+from shared.clock import SYSTEM_CLOCK, Clock
+from shared.http2.frames import PREFACE
+
+
+class SniffingProtocol(asyncio.Protocol):
+    """Hands the transport to one of two protocols, with the bytes it has read."""
+
+    def __init__(
+        self,
+        http2: Callable[[], asyncio.Protocol],
+        http1: Callable[[], asyncio.Protocol],
+        *,
+        silence_timeout_s: float = 10.0,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._http2 = http2
+        self._http1 = http1
+        self._silence_timeout_s = silence_timeout_s
+        self._clock = clock
+        self._transport: asyncio.Transport | None = None
+        self._heard = b""
+        self._watching: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        tls: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
+        if tls is not None and tls.selected_alpn_protocol() is not None:
+            self._hand_over(self._http2 if tls.selected_alpn_protocol() == "h2" else self._http1)
+        else:
+            self._watching = asyncio.get_running_loop().create_task(self._watch())
+
+    def data_received(self, data: bytes) -> None:
+        self._heard += data
+        if self._heard.startswith(PREFACE):
+            self._hand_over(self._http2)
+        elif not PREFACE.startswith(self._heard):
+            self._hand_over(self._http1)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if self._watching is not None:
+            self._watching.cancel()
+
+    def _hand_over(self, factory: Callable[[], asyncio.Protocol]) -> None:
+        transport = self._transport
+        assert transport is not None
+        if self._watching is not None:
+            self._watching.cancel()
+        self._transport = None
+        protocol = factory()
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+        if self._heard:
+            protocol.data_received(self._heard)
+
+    async def _watch(self) -> None:
+        await self._clock.sleep(self._silence_timeout_s)
+        if self._transport is not None:
+            self._transport.abort()

@@ -1,0 +1,189 @@
+"""One stream, as its reader and its writer see it.
+
+Reading. DATA is queued as it comes; `read` hands over everything queued as one piece, and only then
+is the peer allowed to send that much more. So a stream that nobody reads holds one window of bytes
+and no more, and costs nobody else anything.
+
+Writing. `write` returns when its last byte has been framed. Until the windows allow that, the bytes
+stay the caller's own (a view, no copy); the connection takes them as they fit, in turns with the
+other streams (`Connection.pump`).
+
+One reader and one writer at a time. A message that came to its end is readable to its end, whatever
+happens to the stream or the connection after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING
+
+from shared.http2.errors import ErrorCode, StreamEnded, StreamReset
+
+if TYPE_CHECKING:
+    from shared.http2.connection import Connection
+
+HeaderList = list[tuple[bytes, bytes]]
+
+
+class Stream:
+    __slots__ = (
+        "_chunks",
+        "_connection",
+        "_reader",
+        "_writer",
+        "buffered",
+        "error",
+        "head",
+        "id",
+        "pending",
+        "queued",
+        "receive_window",
+        "received_all",
+        "send_window",
+        "sent_all",
+        "sized",
+        "uncredited",
+    )
+
+    def __init__(self, stream_id: int, connection: Connection) -> None:
+        self.id = stream_id
+        self.head: HeaderList | None = None  # the peer's header list, once it came
+        self.error: StreamEnded | None = None
+        self.received_all = False
+        self.sent_all = False
+        self.buffered = 0  # bytes received and not yet read
+        self.uncredited = 0  # bytes read and not yet given back to the peer's window
+        self.pending: memoryview | None = None  # what `write` could not yet send
+        self.queued = False  # in the connection's backlog
+        self.sized = False  # the peer declared a content-length
+        self.send_window = 0  # kept by the fast path alone, like the next
+        self.receive_window = 0
+        self._connection = connection
+        self._chunks: deque[bytes] = deque()
+        self._reader: asyncio.Future[None] | None = None
+        self._writer: asyncio.Future[None] | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"<Stream {self.id} buffered={self.buffered} received_all={self.received_all} "
+            f"sent_all={self.sent_all} pending={len(self.pending or b'')} error={self.error}>"
+        )
+
+    @property
+    def open(self) -> bool:
+        return self.error is None and not (self.received_all and self.sent_all)
+
+    # -- for the reader -----------------------------------------------------------------------
+
+    async def wait_head(self) -> HeaderList:
+        """The peer's header list. Raises StreamEnded if none will come."""
+        while self.head is None:
+            if self.error is not None:
+                raise self.error
+            await self._wait_to_read()
+        return self.head
+
+    async def read(self) -> bytes | None:
+        """All bytes that are queued, at least one; None at the end. Raises StreamEnded when cut off."""
+        while not self._chunks:
+            if self.received_all:
+                return None
+            if self.error is not None:
+                raise self.error
+            await self._wait_to_read()
+        return self.take()
+
+    def take(self) -> bytes:
+        """What is queued, perhaps nothing; the peer may send that much more."""
+        chunks = self._chunks
+        data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        chunks.clear()
+        self.buffered = 0
+        self._consumed(len(data))
+        return data
+
+    async def _wait_to_read(self) -> None:
+        assert self._reader is None, "one reader at a time"
+        self._reader = asyncio.get_running_loop().create_future()
+        try:
+            await self._reader
+        finally:
+            self._reader = None
+
+    def _consumed(self, length: int) -> None:
+        self.uncredited += length
+        connection = self._connection
+        if self.uncredited >= connection.credit_at and not self.received_all and self.error is None:
+            credit, self.uncredited = self.uncredited, 0
+            connection.credit_stream(self, credit)
+
+    # -- for the writer -----------------------------------------------------------------------
+
+    def offer(self, data: bytes | memoryview) -> memoryview | None:
+        """Frames what fits now; returns the rest, if any. Raises StreamEnded if the peer will not read it."""
+        if self.error is not None:
+            raise self.error
+        assert not self.sent_all, "write after finish"
+        assert self.pending is None, "one writer at a time"
+        return self._connection.send(self, data)
+
+    async def write(self, data: bytes | memoryview) -> None:
+        """Returns when all of `data` is framed. Raises StreamEnded when the peer will not read it."""
+        rest = self.offer(data)
+        if rest is None:
+            return
+        self.pending = rest
+        self._connection.enqueue(self)
+        self._writer = asyncio.get_running_loop().create_future()
+        try:
+            await self._writer
+        finally:
+            self._writer = self.pending = None
+
+    def finish(self) -> None:
+        """END_STREAM. A stream that the peer has ended already needs none."""
+        assert self.pending is None, "finish during a write"
+        if self.error is None and not self.sent_all:
+            self._connection.end(self)
+
+    def reset(self, code: ErrorCode = ErrorCode.CANCEL) -> None:
+        """RST_STREAM if the stream is open; never fails."""
+        if self.open:
+            self._connection.reset(self, StreamReset(code, by_peer=False), code)
+
+    # -- for the connection -------------------------------------------------------------------
+
+    def deliver_head(self, head: HeaderList) -> None:
+        self.head = head
+        self.sized = any(name == b"content-length" for name, _ in head)
+        _wake(self._reader)
+
+    def deliver(self, data: bytes, flow_len: int) -> None:
+        """`flow_len` counts padding too, which is consumed by arriving."""
+        if data:
+            self._chunks.append(data)
+            self.buffered += len(data)
+            _wake(self._reader)
+        if flow_len != len(data):
+            self._consumed(flow_len - len(data))
+
+    def deliver_end(self) -> None:
+        self.received_all = True
+        _wake(self._reader)
+
+    def written(self) -> None:
+        """The last of `pending` was framed."""
+        self.pending = None
+        _wake(self._writer)
+
+    def fail(self, error: StreamEnded) -> None:
+        self.error = error
+        _wake(self._reader)
+        if self._writer is not None and not self._writer.done():
+            self._writer.set_exception(error)
+
+
+def _wake(waiter: asyncio.Future[None] | None) -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)
