@@ -1,0 +1,128 @@
+"""A scheduler and a fake runner, stepped by hand."""
+
+from __future__ import annotations
+
+from engine.core.config import SchedulerConfig
+from engine.core.messages import (
+    AddSequence,
+    Finished,
+    FinishReason,
+    Plan,
+    SamplingParams,
+    Started,
+    StepOutput,
+    TokenLogprobs,
+)
+from engine.core.scheduler import Scheduler
+from tests.fake_runner import FakeRunner, Solo, runner_info, solo
+
+STEP_S = 0.01
+
+
+def greedy(max_tokens: int, **fields: object) -> SamplingParams:
+    """Parameters whose seed never fails numerically."""
+    return SamplingParams(**{"seed": 1, "max_tokens": max_tokens, **fields})  # type: ignore[arg-type]
+
+
+class Harness:
+    def __init__(
+        self,
+        *,
+        pages: int = 64,
+        page_size: int = 4,
+        slots: int = 8,
+        max_model_len: int = 256,
+        step_tokens_max: int = 64,
+        queue_len_max: int = 100,
+        watermark: float = 0.0,
+        preemptions_max: int = 3,
+        prefix_cache: bool = True,
+    ) -> None:
+        config = SchedulerConfig(step_tokens_max, queue_len_max, watermark, preemptions_max, prefix_cache)
+        info = runner_info(pages=pages, page_size=page_size, slots=slots, max_model_len=max_model_len)
+        self.now = 100.0
+        self.scheduler = Scheduler(config, info)
+        self.runner = FakeRunner(info, step_tokens_max)
+        self.messages: dict[int, AddSequence] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        self.started: dict[int, Started] = {}
+        self.finished: dict[int, Finished] = {}
+        self.plans: list[Plan] = []
+
+    def add(
+        self, handle: int, prompt_ids: list[int], sampling: SamplingParams, cache_salt: bytes = b""
+    ) -> None:
+        message = AddSequence(handle, f"req_{handle}", prompt_ids, sampling, cache_salt)
+        self.messages[handle] = message
+        self.tokens[handle] = []
+        self.prompt_logprobs[handle] = []
+        self.scheduler.add(message, self.now)
+
+    def abort(self, *handles: int) -> None:
+        self.scheduler.abort(handles, self.now)
+        self.scheduler.check()
+
+    def plan(self) -> Plan | None:
+        plan = self.scheduler.plan(self.now)
+        self.scheduler.check()
+        if plan is not None:
+            self.plans.append(plan)
+        return plan
+
+    def finish_step(self, plan: Plan) -> None:
+        """Run and commit a plan."""
+        result = self.runner.run(plan)
+        self.now += STEP_S
+        self.scheduler.commit(plan, result, self.now)
+        self.scheduler.check()
+
+    def step(self) -> Plan | None:
+        """One whole step; what it reports is recorded."""
+        plan = self.plan()
+        if plan is not None:
+            self.finish_step(plan)
+        self.read()
+        return plan
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+    def run(self) -> None:
+        """Until nobody is left."""
+        while self.scheduler.has_work:
+            self.step()
+        self.read()
+
+    def read(self) -> StepOutput | None:
+        output = self.scheduler.report()
+        if output is None:
+            return None
+        for handle, token in zip(output.handles, output.tokens, strict=True):
+            assert handle not in self.finished
+            self.tokens[handle].append(token)
+        for handle, entries in output.prompt_logprobs:
+            self.prompt_logprobs[handle] += entries
+        for started in output.started:
+            assert started.handle not in self.started
+            self.started[started.handle] = started
+        for finished in output.finished:
+            assert finished.handle not in self.finished, "finished twice"
+            self.finished[finished.handle] = finished
+        return output
+
+    def reason(self, handle: int) -> FinishReason:
+        return self.finished[handle].reason
+
+    def solo(self, handle: int) -> Solo:
+        message = self.messages[handle]
+        return solo(message.prompt_ids, message.sampling, self.runner.info.vocab_size)
+
+    def assert_all_as_solo(self) -> None:
+        """Law 3, and all pages back."""
+        for handle in self.messages:
+            alone = self.solo(handle)
+            assert (self.tokens[handle], self.reason(handle)) == (alone.tokens, alone.reason)
+            assert self.prompt_logprobs[handle] == alone.prompt_logprobs
+        assert self.scheduler.stats().pages_owned == 0

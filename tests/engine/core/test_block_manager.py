@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine.core.block_manager import BlockManager, PageChain, PageIdentity, pages_for
+
+SIZE = 4
+
+
+def chain_of(tokens: list[int], salt: bytes = b"") -> list[PageIdentity]:
+    return PageChain(salt, SIZE).extend(array("I", tokens), len(tokens) // SIZE)
+
+
+def filled(manager: BlockManager, tokens: list[int], salt: bytes = b"") -> list[int]:
+    """Pages of a sequence that has computed these tokens."""
+    pages = manager.allocate(pages_for(len(tokens), SIZE))
+    for page, identity in zip(pages, chain_of(tokens, salt), strict=False):
+        manager.register(page, identity)
+    return pages
+
+
+@pytest.mark.parametrize(("tokens_len", "pages"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
+def test_pages_for(tokens_len: int, pages: int) -> None:
+    assert pages_for(tokens_len, 4) == pages
+
+
+# -- identities -----------------------------------------------------------------------------------
+
+
+def test_identity_depends_on_every_token_before() -> None:
+    base = chain_of(list(range(12)))
+    changed = chain_of([99, *range(1, 12)])
+    assert all(a != b for a, b in zip(base, changed, strict=True))
+    assert chain_of([*range(8), 99, 9, 10, 11])[:2] == base[:2]
+
+
+def test_same_page_elsewhere_has_another_identity() -> None:
+    first, second = chain_of([1, 2, 3, 4, 1, 2, 3, 4])
+    assert first != second
+
+
+def test_token_ids_do_not_run_into_each_other() -> None:
+    assert chain_of([1, 0, 0, 0]) != chain_of([256, 0, 0, 0]) != chain_of([0, 1, 0, 0])
+
+
+def test_salts_separate_equal_prompts() -> None:
+    tokens = list(range(8))
+    assert not set(chain_of(tokens, b"tenant a")) & set(chain_of(tokens, b"tenant b"))
+    manager = BlockManager(4, SIZE)
+    manager.release(filled(manager, tokens, b"tenant a"))
+    assert manager.match(chain_of(tokens, b"tenant b")) == []
+    assert len(manager.match(chain_of(tokens, b"tenant a"))) == 2
+
+
+def test_chain_hashes_each_page_once_and_grows_with_its_tokens() -> None:
+    tokens = array("I", range(8))
+    chain = PageChain(b"", SIZE)
+    first = chain.extend(tokens, 1)[0]
+    tokens.extend(range(8, 13))
+    grown = chain.extend(tokens, 3)
+    assert grown[0] is first
+    assert grown == chain_of(list(range(12)))
+    with pytest.raises(AssertionError):
+        chain.extend(tokens, 4)
+
+
+# -- pages ----------------------------------------------------------------------------------------
+
+
+def test_match_finds_the_longest_prefix_and_no_more() -> None:
+    manager = BlockManager(8, SIZE)
+    pages = filled(manager, list(range(12)))
+    assert manager.match(chain_of([*range(8), 99, 99, 99, 99])) == pages[:2]
+    assert manager.match(chain_of([99, *range(1, 12)])) == []
+
+
+def test_tail_is_evicted_before_its_parents() -> None:
+    manager = BlockManager(3, SIZE)
+    pages = filled(manager, list(range(12)))
+    manager.release(pages)
+    assert manager.allocate(1) == [pages[2]]
+    assert manager.match(chain_of(list(range(12)))) == pages[:2]
+
+
+def test_least_recently_used_prefix_is_evicted_first() -> None:
+    manager = BlockManager(2, SIZE)
+    old, young = filled(manager, [1] * 4), filled(manager, [2] * 4)
+    manager.release(old)
+    manager.release(young)
+    manager.acquire(old)
+    manager.release(old)  # used again
+    assert manager.allocate(1) == young
+
+
+def test_free_pages_go_before_cached_ones() -> None:
+    manager = BlockManager(3, SIZE)
+    manager.release(filled(manager, [1] * 4))
+    manager.allocate(2)
+    assert manager.cached == 1
+    assert len(manager.match(chain_of([1] * 4))) == 1
+
+
+def test_second_page_of_the_same_content_stays_anonymous() -> None:
+    manager = BlockManager(4, SIZE)
+    first, second = filled(manager, [1] * 4), filled(manager, [1] * 4)
+    assert manager.match(chain_of([1] * 4)) == first
+    manager.release(second)
+    assert (manager.free, manager.cached) == (3, 0)
+    manager.release(first)
+    assert (manager.free, manager.cached) == (3, 1)
+    manager.check([])
+
+
+def test_counts_of_what_taking_and_giving_would_do() -> None:
+    manager = BlockManager(4, SIZE)
+    pages = filled(manager, list(range(8)))
+    assert (manager.unshared(pages), manager.unreferenced(pages)) == (2, 0)
+    manager.acquire(pages[:1])
+    assert manager.unshared(pages) == 1
+    manager.release(pages)
+    assert manager.unreferenced(pages) == 1
+    manager.check([pages[:1]])
+
+
+def test_forgotten_pages_are_found_by_nobody_and_become_free() -> None:
+    manager = BlockManager(4, SIZE)
+    pages = filled(manager, list(range(8)))
+    manager.forget(pages)
+    assert manager.match(chain_of(list(range(8)))) == []
+    manager.release(pages)
+    assert (manager.free, manager.cached) == (4, 0)
+    manager.check([])
+
+
+def test_programmer_errors_assert() -> None:
+    manager = BlockManager(2, SIZE)
+    pages = manager.allocate(2)
+    with pytest.raises(AssertionError):
+        manager.allocate(1)
+    with pytest.raises(AssertionError):
+        manager.acquire(pages)  # without identity, not shareable
+    manager.release(pages)
+    with pytest.raises(AssertionError, match="released twice"):
+        manager.release(pages[:1])
+
+
+@pytest.mark.parametrize("tables", [[], [[0], [0]], [[1]], [[0, 0]]])
+def test_check_sees_wrong_tables(tables: list[list[int]]) -> None:
+    manager = BlockManager(2, SIZE)
+    assert manager.allocate(1) == [0]
+    manager.check([[0]])
+    with pytest.raises(AssertionError):
+        manager.check(tables)
+
+
+class Pool(RuleBasedStateMachine):
+    """Sequences come, fill pages, grow, are forgotten and go, in any order; law 1 holds throughout,
+    and a prefix that is found is the one that was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manager = BlockManager(6, SIZE)
+        self.tables: list[list[int]] = []
+        self.holds: dict[int, list[int]] = {}
+        """page -> all tokens up to its end, as last written."""
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=16))
+    def come(self, tokens: list[int]) -> None:
+        hits = self.manager.match(chain_of(tokens))
+        for index, page in enumerate(hits):
+            assert self.holds[page] == tokens[: (index + 1) * SIZE]
+        fresh = pages_for(len(tokens), SIZE) - len(hits)
+        if fresh + self.manager.unreferenced(hits) > self.manager.available:
+            return
+        before = self.manager.available
+        takes = fresh + self.manager.unreferenced(hits)
+        self.manager.acquire(hits)
+        table = hits + self.manager.allocate(fresh)
+        assert self.manager.available == before - takes
+        for index, identity in enumerate(chain_of(tokens)):
+            if index >= len(hits):
+                self.holds[table[index]] = tokens[: (index + 1) * SIZE]
+                self.manager.register(table[index], identity)
+        self.tables.append(table)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def go(self, data: st.DataObject) -> None:
+        table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
+        before, freed = self.manager.available, self.manager.unshared(table)
+        self.manager.release(table)
+        assert self.manager.available == before + freed
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        self.manager.forget(self.tables[data.draw(st.integers(0, len(self.tables) - 1))])
+
+    @invariant()
+    def law_1(self) -> None:
+        self.manager.check(self.tables)
+        assert self.manager.free + self.manager.cached + self.manager.owned == self.manager.total
+
+
+Pool.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPool = Pool.TestCase

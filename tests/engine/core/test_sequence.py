@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from array import array
+from itertools import product
+
+import pytest
+
+from engine.core.block_manager import PageChain
+from engine.core.messages import FinishReason
+from engine.core.sequence import MOVES, IllegalMove, Sequence, Status
+from tests.engine.core.harness import greedy
+
+
+def sequence(prompt_len: int = 5, **sampling: object) -> Sequence:
+    return Sequence(
+        handle=1,
+        sampling=greedy(8, **sampling),
+        prompt_len=prompt_len,
+        tokens=array("I", range(prompt_len)),
+        chain=PageChain(b"", 4),
+        arrived_at=10.0,
+    )
+
+
+def move(seq: Sequence, status: Status) -> None:
+    match status:
+        case Status.WAITING:
+            seq._move(Status.WAITING, 10.0)  # nothing leads back into the queue
+        case Status.RUNNING:
+            seq.admit(0, [1, 2], 0, 10.0)
+        case Status.PREEMPTED:
+            seq.preempt(10.0)
+        case Status.FINISHED:
+            seq.finish(10.0)
+
+
+PATHS = {
+    Status.WAITING: [],
+    Status.RUNNING: [Status.RUNNING],
+    Status.PREEMPTED: [Status.RUNNING, Status.PREEMPTED],
+    Status.FINISHED: [Status.FINISHED],
+}
+
+
+@pytest.mark.parametrize(("source", "target"), list(product(Status, Status)), ids=lambda s: s.value)
+def test_moves_are_the_tables_and_no_others(source: Status, target: Status) -> None:
+    seq = sequence()
+    for status in PATHS[source]:
+        move(seq, status)
+    assert seq.status is source
+    if target in MOVES[source]:
+        move(seq, target)
+        assert seq.status is target
+        assert (seq.slot is not None) == bool(seq.pages) == (target is Status.RUNNING)
+    else:
+        with pytest.raises(IllegalMove):
+            move(seq, target)
+        assert seq.status is source
+
+
+def test_every_status_can_be_reached_and_all_but_one_left() -> None:
+    assert set().union(*MOVES.values()) | {Status.WAITING} == set(Status)
+    assert [status for status in Status if not MOVES[status]] == [Status.FINISHED]
+
+
+def test_lengths_are_derived() -> None:
+    seq = sequence(prompt_len=5)
+    assert (seq.output_len, seq.pending_len, seq.reusable_len, seq.kv_len_max) == (0, 5, 4, 12)
+    seq.admit(0, [1, 2], 4, 11.0)
+    assert seq.pending_len == 1
+    seq.computed_len = 5
+    seq.append(7, 12.0)
+    assert (seq.output_len, seq.pending_len, seq.reusable_len) == (1, 1, 5)
+
+
+def test_a_hit_never_covers_the_last_token() -> None:
+    with pytest.raises(AssertionError):
+        sequence(prompt_len=5).admit(0, [1, 2], 5, 11.0)
+
+
+def test_prompt_logprobs_forbid_reuse_until_they_are_sent() -> None:
+    seq = sequence(prompt_len=5, prompt_logprobs=0)
+    assert seq.reusable_len == 0
+    seq.prompt_logprobs_sent = 3
+    assert seq.reusable_len == 3
+    seq.prompt_logprobs_sent = 4  # all: the last prompt position has no follower
+    assert seq.reusable_len == 4
+
+
+def test_time_is_booked_to_the_phase_it_was_spent_in() -> None:
+    seq = sequence()
+    seq.admit(0, [1, 2], 0, 11.0)  # queue 1
+    seq.preempt(13.0)  # prefill 2
+    seq.admit(0, [1, 2], 0, 17.0)  # preempted 4
+    seq.computed_len = 5
+    seq.append(7, 25.0)  # prefill 8
+    seq.preempt(41.0)  # decode 16
+    seq.finish(73.0)  # preempted 32
+    report = seq.finished(FinishReason.ABORTED)
+    assert (report.queue_s, report.prefill_s, report.decode_s, report.preempted_s) == (1, 10, 16, 36)
+    assert report.preemptions == 2

@@ -1,0 +1,88 @@
+"""Thousands of random lives. What is asserted after every step is listed in `tests.simulator`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engine.core.config import SchedulerConfig
+from engine.core.messages import FinishReason
+from tests.simulator import Report, SimConfig, simulate
+
+UNBOUNDED = 1_000_000
+WORLDS = {
+    "roomy": SimConfig(pages=200, slots=12, scheduler=SchedulerConfig(64, UNBOUNDED)),
+    "usual": SimConfig(),
+    "tight": SimConfig(pages=18, arrival_gap_s=0.005),
+    "one page a token": SimConfig(page_size=1, pages=72, slots=4),
+    "large pages": SimConfig(page_size=16, pages=7, slots=5),
+    "budget of the slots": SimConfig(slots=8, scheduler=SchedulerConfig(8, UNBOUNDED)),
+    "one slot": SimConfig(slots=1, requests=30),
+    "no prefix cache": SimConfig(pages=20, scheduler=SchedulerConfig(16, UNBOUNDED, prefix_cache=False)),
+    "short queue": SimConfig(arrival_gap_s=0.004, scheduler=SchedulerConfig(16, 5)),
+    "protected at once": SimConfig(pages=18, scheduler=SchedulerConfig(16, UNBOUNDED, preemptions_max=1)),
+    "high watermark": SimConfig(pages=24, scheduler=SchedulerConfig(16, UNBOUNDED, watermark=0.3)),
+    "everybody leaves": SimConfig(abort_share=0.9, in_flight_abort_share=0.3),
+    "everybody asks prompt logprobs": SimConfig(pages=18, prompt_logprobs_share=1.0),
+    "one prompt, many children": SimConfig(prefixes=1, n_max=8, requests=25, salts=1),
+}
+SEEDS = 12
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_laws_hold_in_every_world(world: str) -> None:
+    reports = [simulate(seed, WORLDS[world]) for seed in range(SEEDS)]
+    assert sum(len(report.lives) for report in reports) >= 300
+
+
+def test_the_worlds_are_as_wild_as_they_claim() -> None:
+    """A simulation that never preempts, hits, aborts or rejects would prove nothing."""
+    usual = [simulate(seed, WORLDS["usual"]) for seed in range(SEEDS)]
+    seen = {reason for report in usual for reason in report.reasons}
+    assert seen == set(FinishReason)
+    assert all(report.hit_tokens for report in usual)
+    assert sum(report.preemptions for report in usual) > 50
+    tight = [simulate(seed, WORLDS["tight"]) for seed in range(SEEDS)]
+    assert max(report.preemptions_most for report in tight) == SchedulerConfig().preemptions_max
+    in_flight = [simulate(seed, WORLDS["everybody leaves"]) for seed in range(SEEDS)]
+    assert any(
+        life.finished is not None and life.finished.reason is FinishReason.ABORTED and life.tokens
+        for report in in_flight
+        for life in report.lives
+    )
+    assert all(
+        report.reasons[FinishReason.REJECTED] > 10
+        for report in (simulate(seed, WORLDS["short queue"]) for seed in range(3))
+    )
+
+
+def test_a_simulation_can_be_replayed() -> None:
+    first, again = simulate(7, SimConfig()), simulate(7, SimConfig())
+    assert first == again
+    assert simulate(8, SimConfig()) != first
+
+
+PRESSED = SimConfig(
+    requests=150, n_max=1, page_size=4, slots=16, prompt_len_max=24, max_tokens_max=32, abort_share=0.0,
+    in_flight_abort_share=0.0, prefixes=1, arrival_gap_s=0.001, prompt_logprobs_share=0.0,
+    scheduler=SchedulerConfig(48, UNBOUNDED),
+)  # fmt: skip
+
+
+def need_of(report: Report, config: SimConfig) -> int:
+    """Pages that as many average sequences as there are slots hold at their ends."""
+    lens = [len(life.message.prompt_ids) + len(life.tokens) for life in report.lives]
+    return round(config.slots * sum(lens) / len(lens) / config.page_size)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_over_admission_does_not_thrash(seed: int) -> None:
+    """The pool holds 1 / 1.2 of what the slots would like: work is redone, but little of it."""
+    roomy = simulate(seed, replace(PRESSED, pages=400))
+    pages = round(need_of(roomy, PRESSED) / 1.2)
+    pressed = simulate(seed, replace(PRESSED, pages=pages))
+    assert roomy.preemptions == 0
+    assert pressed.preemptions_most <= PRESSED.scheduler.preemptions_max
+    assert pressed.computed_tokens <= 1.15 * roomy.computed_tokens
+    assert pressed.elapsed_s <= 1.35 * roomy.elapsed_s

@@ -1,0 +1,226 @@
+"""A runner without tensors, whose output tells whether it was driven right.
+
+Its KV store holds, for each position of each page, a number that depends on all tokens up to that
+position, as keys and values do. To compute a position it reads the one before *through the slot's
+page table*; to sample, it reads all of them. So a wrong page, a stale page, a page that somebody
+overwrote, a skipped or repeated position: each changes the tokens from there on, and they no longer
+equal `solo`, which knows nothing of pages. On top of that every plan is checked against what the
+contract in `engine.core.messages` promises.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.core.messages import (
+    NUMERIC_FAILURE,
+    FinishReason,
+    Plan,
+    RunnerInfo,
+    RunResult,
+    SamplingParams,
+    SlotStart,
+    TokenLogprobs,
+)
+
+START = 17
+"""What position 0 finds before itself."""
+NUMERIC_SEEDS = 16
+"""One seed in so many makes the model fail at some token, sooner or later."""
+
+
+def runner_info(
+    *, pages: int = 64, page_size: int = 4, slots: int = 8, max_model_len: int = 256, vocab_size: int = 50
+) -> RunnerInfo:
+    return RunnerInfo(pages, page_size, slots, max_model_len, vocab_size, "fake", 0.0, 0.0)
+
+
+# -- the model ------------------------------------------------------------------------------------
+
+
+def kv_of(before: int, token: int, position: int) -> int:
+    return hash((before, token, position))
+
+
+def logits_of(kv: array[int]) -> int:
+    """What the last position of a sequence knows: every position's KV has been read."""
+    return zlib.crc32(kv.tobytes())
+
+
+def sample(sampling: SamplingParams, logits: int, output_len: int, vocab_size: int) -> int:
+    mixed = hash((sampling.seed, logits, output_len))
+    if sampling.seed % NUMERIC_SEEDS == 0 and mixed % 8 == 0:
+        return NUMERIC_FAILURE
+    token = mixed % vocab_size
+    if output_len < sampling.min_tokens:
+        while token in sampling.stop_token_ids:
+            token = (token + 1) % vocab_size
+    return token
+
+
+def logprobs_of(knowledge: int, token: int, tops: int) -> TokenLogprobs:
+    mixed = hash((knowledge, token))
+    return TokenLogprobs(-(mixed % 1000) / 100, list(range(tops)), [-float(i) for i in range(tops)])
+
+
+@dataclass(frozen=True, slots=True)
+class Solo:
+    """What a sequence brings when it has the model to itself."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+    prompt_logprobs: list[TokenLogprobs]
+    reason: FinishReason
+
+
+def solo(prompt_ids: Sequence[int], sampling: SamplingParams, vocab_size: int) -> Solo:
+    kv = array("q")
+    for position, token in enumerate(prompt_ids):
+        kv.append(kv_of(kv[-1] if kv else START, token, position))
+    answer = Solo([], [], [], FinishReason.LENGTH)
+    if sampling.prompt_logprobs is not None:
+        for position, follower in enumerate(prompt_ids[1:]):
+            answer.prompt_logprobs.append(logprobs_of(kv[position], follower, sampling.prompt_logprobs))
+    while len(answer.tokens) < sampling.max_tokens:
+        logits = logits_of(kv)
+        token = sample(sampling, logits, len(answer.tokens), vocab_size)
+        if token == NUMERIC_FAILURE:
+            return Solo(answer.tokens, answer.logprobs, answer.prompt_logprobs, FinishReason.NUMERIC)
+        answer.tokens.append(token)
+        if sampling.logprobs is not None:
+            answer.logprobs.append(logprobs_of(logits, token, sampling.logprobs))
+        if token in sampling.stop_token_ids:
+            return Solo(answer.tokens, answer.logprobs, answer.prompt_logprobs, FinishReason.STOP)
+        kv.append(kv_of(kv[-1], token, len(kv)))
+    return answer
+
+
+# -- the runner -----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Seat:
+    """What a real runner keeps for a slot."""
+
+    start: SlotStart
+    tokens: list[int]
+    table: list[int] = field(default_factory=list)
+    computed_len: int | None = None
+    """None until the first row says how much the prefix cache covers."""
+
+
+class FakeRunner:
+    def __init__(self, info: RunnerInfo, step_tokens_max: int) -> None:
+        self.info = info
+        self.seats: dict[int, Seat] = {}
+        self._step_tokens_max = step_tokens_max
+        self._steps = 0
+        self._store = array("q", bytes(8 * info.pages * info.page_size))
+
+    def run(self, plan: Plan) -> RunResult:
+        self._change_seats(plan)
+        self._check(plan)
+        result = RunResult([], [], [])
+        wants_logprobs = False
+        for slot, position, length, samples in zip(
+            plan.slots, plan.positions, plan.lengths, plan.samples, strict=True
+        ):
+            seat = self.seats[slot]
+            sampling = seat.start.sampling
+            self._compute(seat, position, length)
+            if sampling.prompt_logprobs is not None:
+                entries = self._prompt_logprobs(seat, position, length)
+                if entries:
+                    result.prompt_logprobs.append((slot, entries))
+            if samples:
+                token, logprobs = self._sample(seat)
+                wants_logprobs |= logprobs is not None
+                result.tokens.append(token)
+                result.logprobs.append(logprobs)
+        return result if wants_logprobs else RunResult(result.tokens, [], result.prompt_logprobs)
+
+    def _change_seats(self, plan: Plan) -> None:
+        self._steps += 1
+        assert plan.step == self._steps
+        for slot in plan.left:
+            del self.seats[slot]
+        for start in plan.seated:
+            assert start.slot not in self.seats, "a seat is taken twice"
+            assert 0 <= start.slot < self.info.slots
+            self.seats[start.slot] = Seat(start, list(start.token_ids))
+        for slot, pages in plan.grown:
+            assert pages
+            assert all(0 <= page < self.info.pages for page in pages)
+            self.seats[slot].table += pages
+
+    def _check(self, plan: Plan) -> None:
+        assert plan.slots
+        assert len(set(plan.slots)) == len(plan.slots), "two rows for one slot"
+        assert sum(plan.lengths) <= self._step_tokens_max, "over budget"
+        fresh = {start.slot for start in plan.seated}
+        assert fresh <= set(plan.slots), "seated, and given nothing to do"
+        decodes = {s for s, seat in self.seats.items() if s not in fresh and len(seat.tokens) == _next(seat)}
+        assert decodes == set(plan.slots[: len(decodes)]), "every decode runs in every step, and first"
+        tables = Counter(page for seat in self.seats.values() for page in seat.table)
+        for slot, position, length, samples in zip(
+            plan.slots, plan.positions, plan.lengths, plan.samples, strict=True
+        ):
+            self._check_row(self.seats[slot], position, length, samples, tables)
+
+    def _check_row(self, seat: Seat, position: int, length: int, samples: bool, tables: Counter[int]) -> None:
+        size, end = self.info.page_size, position + length
+        if seat.computed_len is None:
+            assert position % size == 0, "a prefix hit is whole pages"
+        else:
+            assert position == seat.computed_len, "a row continues where its slot stands"
+        assert length >= 1
+        assert end <= len(seat.tokens), "only known tokens can be computed"
+        assert samples == (end == len(seat.tokens))
+        assert len(seat.tokens) <= self.info.max_model_len
+        assert len(set(seat.table)) == len(seat.table)
+        assert end <= len(seat.table) * size, "a row needs pages for all it computes"
+        for page in seat.table[position // size : (end - 1) // size + 1]:
+            assert tables[page] == 1, "a page that others read is written"
+
+    def _compute(self, seat: Seat, position: int, length: int) -> None:
+        for p in range(position, position + length):
+            before = self._store[self._at(seat, p - 1)] if p else START
+            self._store[self._at(seat, p)] = kv_of(before, seat.tokens[p], p)
+        seat.computed_len = position + length
+
+    def _at(self, seat: Seat, position: int) -> int:
+        page, offset = divmod(position, self.info.page_size)
+        return seat.table[page] * self.info.page_size + offset
+
+    def _read(self, seat: Seat) -> array[int]:
+        """All KV of a sequence, gathered through its page table."""
+        size, kv = self.info.page_size, array("q")
+        for page in seat.table:
+            kv += self._store[page * size : (page + 1) * size]
+        return kv[: seat.computed_len]
+
+    def _sample(self, seat: Seat) -> tuple[int, TokenLogprobs | None]:
+        sampling, logits = seat.start.sampling, logits_of(self._read(seat))
+        token = sample(sampling, logits, len(seat.tokens) - seat.start.prompt_len, self.info.vocab_size)
+        if token != NUMERIC_FAILURE:
+            seat.tokens.append(token)
+        return token, None if sampling.logprobs is None else logprobs_of(logits, token, sampling.logprobs)
+
+    def _prompt_logprobs(self, seat: Seat, position: int, length: int) -> list[TokenLogprobs]:
+        tops = seat.start.sampling.prompt_logprobs
+        assert tops is not None
+        last = min(position + length, seat.start.prompt_len - 1)
+        return [
+            logprobs_of(self._store[self._at(seat, p)], seat.tokens[p + 1], tops)
+            for p in range(position, last)
+        ]
+
+
+def _next(seat: Seat) -> int:
+    """Where the slot's next row would end if it computed one token."""
+    assert seat.computed_len is not None
+    return seat.computed_len + 1

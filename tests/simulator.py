@@ -1,0 +1,301 @@
+"""Runs the real scheduler on a fake runner in virtual time: seeded, so every failure can be replayed.
+
+    report = simulate(seed, SimConfig(...))
+
+Requests arrive at random, share prefixes, come as several children of one prompt, and are aborted at
+random moments: while they wait, run, are preempted, are in flight, after they ended, or never having
+been. After every step laws 1 and 2 are checked (`Scheduler.check`), and every plan (`FakeRunner`);
+at the end, that every sequence ended exactly once, that its tokens are those of its solo run (law 3),
+that its times add up, and that all pages came back. A broken law is an AssertionError.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from engine.core.config import SchedulerConfig
+from engine.core.messages import (
+    AbortSequences,
+    AddSequence,
+    Finished,
+    FinishReason,
+    SamplingParams,
+    Started,
+    StepOutput,
+    TokenLogprobs,
+)
+from engine.core.scheduler import Scheduler
+from tests.fake_runner import FakeRunner, runner_info, solo
+
+UNBOUNDED_QUEUE = SchedulerConfig(step_tokens_max=16, queue_len_max=1_000_000)
+
+
+@dataclass(frozen=True, slots=True)
+class SimConfig:
+    requests: int = 60
+    """Each brings 1 to `n_max` sequences."""
+    n_max: int = 3
+    pages: int = 40
+    page_size: int = 4
+    slots: int = 6
+    vocab_size: int = 50
+    prompt_len_max: int = 40
+    max_tokens_max: int = 24
+    max_model_len: int = 56
+    """Prompts are as long as `prompt_len_max` all the same, so some are rejected."""
+    prefixes: int = 4
+    """Distinct beginnings that prompts share; lengths are random, some end on a page."""
+    salts: int = 2
+    arrival_gap_s: float = 0.02
+    abort_share: float = 0.2
+    """Sequences that are aborted at a random moment."""
+    in_flight_abort_share: float = 0.02
+    """Steps during which some handle is aborted, known or not."""
+    prompt_logprobs_share: float = 0.15
+    logprobs_share: float = 0.3
+    step_base_s: float = 0.005
+    token_s: float = 0.0005
+    scheduler: SchedulerConfig = UNBOUNDED_QUEUE
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.pages * self.page_size
+
+
+@dataclass(slots=True)
+class Life:
+    """What the API process saw of one sequence."""
+
+    message: AddSequence
+    arrived_at: float
+    aborted_at: float | None = None
+    """When first, if before its end."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    started: Started | None = None
+    finished: Finished | None = None
+    finished_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    lives: list[Life]
+    steps: int
+    computed_tokens: int
+    preemptions: int
+    hit_tokens: int
+    elapsed_s: float
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(len(life.tokens) for life in self.lives)
+
+    @property
+    def preemptions_most(self) -> int:
+        """Of any one sequence."""
+        return max(life.finished.preemptions for life in self.lives if life.finished)
+
+    @property
+    def reasons(self) -> Counter[FinishReason]:
+        return Counter(life.finished.reason for life in self.lives if life.finished)
+
+
+def simulate(seed: int, config: SimConfig) -> Report:
+    """One run to the end. Raises AssertionError when a law is broken."""
+    return _Simulation(random.Random(seed), config).run()
+
+
+class _Simulation:
+    def __init__(self, rng: random.Random, config: SimConfig) -> None:
+        self._rng = rng
+        self._config = config
+        info = runner_info(
+            pages=config.pages,
+            page_size=config.page_size,
+            slots=config.slots,
+            max_model_len=config.max_model_len,
+            vocab_size=config.vocab_size,
+        )
+        self._runner = FakeRunner(info, config.scheduler.step_tokens_max)
+        self._scheduler = Scheduler(config.scheduler, info)
+        self._now = 0.0
+        self._lives: dict[int, Life] = {}
+        self._steps = 0
+        self._computed_tokens = 0
+
+    def run(self) -> Report:
+        events = self._events()
+        at = 0
+        while at < len(events) or self._scheduler.has_work:
+            if not self._scheduler.has_work:
+                self._now = max(self._now, events[at][0])
+            while at < len(events) and events[at][0] <= self._now:
+                self._deliver(events[at][1])
+                at += 1
+            self._step()
+        self._check_end()
+        stats = self._scheduler.stats()
+        return Report(
+            lives=list(self._lives.values()),
+            steps=self._steps,
+            computed_tokens=self._computed_tokens,
+            preemptions=stats.preemptions,
+            hit_tokens=stats.prefix_hit_tokens,
+            elapsed_s=self._now,
+        )
+
+    # -- the workload -----------------------------------------------------------------------------
+
+    def _events(self) -> list[tuple[float, AddSequence | AbortSequences]]:
+        """Arrivals and aborts, in the order of their times."""
+        rng, config = self._rng, self._config
+        events: list[tuple[float, AddSequence | AbortSequences]] = []
+        prefixes = [self._random_ids(rng.randint(1, config.prompt_len_max)) for _ in range(config.prefixes)]
+        now, handle = 0.0, 0
+        for _ in range(config.requests):
+            now += rng.expovariate(1 / config.arrival_gap_s)
+            prompt_ids = self._prompt(prefixes)
+            salt = bytes([rng.randrange(config.salts)])
+            for _ in range(rng.randint(1, config.n_max)):
+                handle += 1
+                events.append((now, AddSequence(handle, f"req_{handle}", prompt_ids, self._sampling(), salt)))
+                if rng.random() < config.abort_share:
+                    later = now + rng.expovariate(1 / 0.3)
+                    events += [(later, AbortSequences([handle]))] * rng.randint(1, 2)
+        return sorted(events, key=lambda event: event[0])
+
+    def _random_ids(self, length: int) -> list[int]:
+        return [self._rng.randrange(self._config.vocab_size) for _ in range(length)]
+
+    def _prompt(self, prefixes: list[list[int]]) -> list[int]:
+        rng = self._rng
+        prefix = rng.choice(prefixes) if rng.random() < 0.6 else []
+        if prefix and rng.random() < 0.3:
+            return prefix  # the same prompt again, maybe ending on a page
+        return prefix + self._random_ids(rng.randint(1, max(1, self._config.prompt_len_max - len(prefix))))
+
+    def _sampling(self) -> SamplingParams:
+        rng, config = self._rng, self._config
+        max_tokens = rng.randint(1, config.max_tokens_max)
+        return SamplingParams(
+            seed=rng.randrange(2**64),
+            max_tokens=max_tokens,
+            stop_token_ids=tuple(range(rng.randrange(4))),
+            min_tokens=rng.choice([0, 0, rng.randint(0, max_tokens)]),
+            logprobs=rng.randrange(3) if rng.random() < config.logprobs_share else None,
+            prompt_logprobs=rng.randrange(3) if rng.random() < config.prompt_logprobs_share else None,
+        )
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    def _deliver(self, message: AddSequence | AbortSequences) -> None:
+        if isinstance(message, AddSequence):
+            self._lives[message.handle] = Life(message, self._now)
+            self._scheduler.add(message, self._now)
+        else:
+            self._abort(message.handles)
+
+    def _abort(self, handles: list[int]) -> None:
+        for handle in handles:
+            life = self._lives.get(handle)
+            if life is not None and life.finished is None and life.aborted_at is None:
+                life.aborted_at = self._now
+        self._scheduler.abort(handles, self._now)
+        self._scheduler.check()
+
+    def _step(self) -> None:
+        plan = self._scheduler.plan(self._now)
+        self._scheduler.check()
+        if plan is not None:
+            self._maybe_abort_in_flight()
+            result = self._runner.run(plan)
+            self._now += self._config.step_base_s + self._config.token_s * sum(plan.lengths)
+            self._steps += 1
+            self._computed_tokens += sum(plan.lengths)
+            self._maybe_abort_in_flight()
+            self._scheduler.commit(plan, result, self._now)
+            self._scheduler.check()
+        output = self._scheduler.report()
+        assert plan is None or output is not None, "a step without a report"
+        if output is not None:
+            self._record(output)
+
+    def _maybe_abort_in_flight(self) -> None:
+        if self._rng.random() < self._config.in_flight_abort_share:
+            self._abort([self._rng.randint(0, len(self._lives) + 1), self._rng.randint(0, len(self._lives))])
+
+    def _record(self, output: StepOutput) -> None:
+        assert len(output.handles) == len(output.tokens) == len(set(output.handles))
+        assert len(output.logprobs) in (0, len(output.tokens))
+        for started in output.started:
+            life = self._open(started.handle)
+            assert life.started is None, "started twice"
+            assert 0 <= started.cached_len < len(life.message.prompt_ids)
+            life.started = started
+        for handle, entries in output.prompt_logprobs:
+            self._open(handle).prompt_logprobs += entries
+        for row, (handle, token) in enumerate(zip(output.handles, output.tokens, strict=True)):
+            life = self._open(handle)
+            assert life.started is not None
+            life.tokens.append(token)
+            if output.logprobs and (logprobs := output.logprobs[row]) is not None:
+                life.logprobs.append(logprobs)
+        for finished in output.finished:
+            life = self._open(finished.handle)
+            life.finished, life.finished_at = finished, self._now
+
+    def _open(self, handle: int) -> Life:
+        life = self._lives[handle]
+        assert life.finished is None, "something came after the end"
+        return life
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def _check_end(self) -> None:
+        stats = self._scheduler.stats()
+        assert (stats.waiting, stats.running, stats.pages_owned) == (0, 0, 0)
+        assert stats.pages_free + stats.pages_cached == self._config.pages, "not all pages came back"
+        for life in self._lives.values():
+            self._check_life(life)
+
+    def _check_life(self, life: Life) -> None:
+        message, finished = life.message, life.finished
+        assert finished is not None, "a sequence never ended"
+        spent_s = finished.queue_s + finished.prefill_s + finished.decode_s + finished.preempted_s
+        assert math.isclose(spent_s, _ended_at(life) - life.arrived_at, abs_tol=1e-9), "times do not add up"
+        if finished.reason is FinishReason.REJECTED:
+            queue_may_be_full = self._config.scheduler.queue_len_max < len(self._lives)
+            assert queue_may_be_full or not _fits(message, self._config)
+            assert not life.tokens
+            return
+        assert _fits(message, self._config)
+        alone = solo(message.prompt_ids, message.sampling, self._config.vocab_size)
+        if finished.reason is FinishReason.ABORTED:
+            assert life.tokens == alone.tokens[: len(life.tokens)]
+            assert life.logprobs == alone.logprobs[: len(life.logprobs)]
+            assert life.prompt_logprobs == alone.prompt_logprobs[: len(life.prompt_logprobs)]
+            return
+        assert finished.reason is alone.reason
+        assert life.tokens == alone.tokens
+        assert life.logprobs == alone.logprobs
+        assert life.prompt_logprobs == alone.prompt_logprobs
+
+
+def _fits(message: AddSequence, config: SimConfig) -> bool:
+    total_len = len(message.prompt_ids) + message.sampling.max_tokens
+    return total_len <= config.max_model_len and total_len - 1 <= config.kv_tokens
+
+
+def _ended_at(life: Life) -> float:
+    """Aborts and rejections take place between two reports."""
+    assert life.finished is not None
+    if life.finished.reason is FinishReason.REJECTED:
+        return life.arrived_at
+    if life.finished.reason is FinishReason.ABORTED:
+        assert life.aborted_at is not None, "aborted by nobody"
+        return life.aborted_at
+    return life.finished_at
