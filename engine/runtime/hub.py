@@ -1,0 +1,45 @@
+"""From what the operator typed to a directory on disk. No torch here, and the hub client only when needed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+from engine.runtime.errors import ModelUnavailable
+
+FILES_WANTED: Final = ("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model", "*.jinja")
+FILES_REFUSED: Final = ("*/*",)
+"""Subfolders hold other formats of the same weights."""
+_HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+
+
+def resolve_model(model: str) -> Path:
+    """The directory itself, or a hub id's snapshot, downloaded on first use. Raises ModelUnavailable."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if not _HUB_ID.fullmatch(model):
+        raise ModelUnavailable(f"{model!r} is neither a directory nor a hub id like 'Qwen/Qwen3-0.6B'")
+    return _snapshot(model)
+
+
+def _snapshot(hub_id: str) -> Path:
+    from huggingface_hub import errors as hub
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(hub_id, allow_patterns=list(FILES_WANTED), ignore_patterns=list(FILES_REFUSED))
+        )
+    except hub.GatedRepoError as error:
+        raise ModelUnavailable(
+            f"{hub_id} is gated: accept its terms on the hub and set HF_TOKEN to a token of that account"
+        ) from error
+    except hub.RepositoryNotFoundError as error:
+        raise ModelUnavailable(f"the hub has no model {hub_id}, or it is private: set HF_TOKEN") from error
+    except (OSError, ValueError, RuntimeError) as error:  # what the hub client raises without a network
+        raise ModelUnavailable(
+            f"{hub_id} is not in the local cache, and the hub cannot be reached ({type(error).__name__}); "
+            "download it where there is a network and pass its directory as the model"
+        ) from error

@@ -1,0 +1,126 @@
+"""From a model directory to a runner that is warm."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+
+from engine.core.messages import Plan, RunnerInfo, SamplingParams, SlotStart
+from engine.runtime.attention import AttentionSpec
+from engine.runtime.attention.torch_paged import TorchDecode, TorchPrefill
+from engine.runtime.config import RunnerConfig
+from engine.runtime.errors import BadRunnerConfig
+from engine.runtime.hardware import available_memory_bytes, multiplies_bf16, usable_cores
+from engine.runtime.kv_cache import KVCache, KVGeometry, page_count
+from engine.runtime.model_runner import ModelRunner
+from engine.runtime.models.config import ModelConfig, read_model_config
+from engine.runtime.models.decoder import LM_HEAD, Decoder
+from engine.runtime.models.registry import DECODERS
+from engine.runtime.slots import Slots
+from engine.runtime.weights import Checkpoint, Inspection, checkpoint_files
+
+Progress = Callable[[str], None]
+WARMUP_PREFILL_TOKENS: Final = 64
+
+
+@torch.inference_mode()
+def load_runner(config: RunnerConfig, progress: Progress) -> ModelRunner:
+    """Load, size, warm up. `progress` hears of each stage. Raises ModelError with a message for the operator.
+
+    Sets torch's thread counts, which belong to the process: one runner per process.
+    """
+    started_s = time.monotonic()
+    _set_threads(config.threads or usable_cores())
+    model_dir = Path(config.model_dir)
+    model = read_model_config(model_dir)
+    dtype = _dtype(config.dtype)
+    max_model_len = _max_model_len(config, model)
+    progress(f"loading {model.architecture} in {_dtype_name(dtype)}")
+    decoder = _load_decoder(model, model_dir, dtype)
+    geometry = KVGeometry(model.layers, model.kv_heads, config.page_size, model.head_dim, dtype)
+    pages = page_count(config, model, geometry, max_model_len, available_memory_bytes())
+    progress(f"allocating {pages} KV pages of {config.page_size} tokens")
+    loaded_s = time.monotonic()
+    info = RunnerInfo(
+        pages=pages,
+        page_size=config.page_size,
+        slots=config.max_num_seqs,
+        max_model_len=max_model_len,
+        vocab_size=model.vocab_size,
+        dtype=_dtype_name(dtype),
+        load_s=loaded_s - started_s,
+        warmup_s=0.0,
+    )
+    runner = _runner(info, model, decoder, KVCache(geometry, pages))
+    progress("warming up")
+    warm_up(runner)
+    runner.info = msgspec.structs.replace(info, warmup_s=time.monotonic() - loaded_s)
+    return runner
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """Run each family of shapes once: a prefill, a chunk over cached context, a decode, greedy and random."""
+    info = runner.info
+    room = min(WARMUP_PREFILL_TOKENS, info.max_model_len - 2, info.pages * info.page_size - 2)
+    if room < 2:
+        return
+    half = room // 2
+    pages = list(range(-(-(room + 2) // info.page_size)))
+    sampling = SamplingParams(seed=0, max_tokens=2, top_p=0.9, logprobs=1)
+    start = SlotStart(0, [0] * room, room, sampling)
+    runner.run(Plan(0, [], [start], [(0, pages)], [0], [0], [half], [False]))
+    runner.run(Plan(1, [], [], [], [0], [half], [room - half], [True]))
+    runner.run(Plan(2, [], [], [], [0], [room], [1], [True]))
+    runner.run(Plan(3, [0], [], [], [], [], [], []))
+
+
+def _load_decoder(model: ModelConfig, model_dir: Path, dtype: torch.dtype) -> Decoder:
+    """Checked against the files' headers first: nothing is read of a checkpoint that does not match."""
+    files = checkpoint_files(model_dir)
+    decoder = DECODERS[model.architecture]
+    inspection = Inspection(files, dtype)
+    decoder(model, inspection)
+    inspection.verify(unused=[LM_HEAD] if model.tied_embeddings else [])
+    return decoder(model, Checkpoint(files, dtype))
+
+
+def _runner(info: RunnerInfo, model: ModelConfig, decoder: Decoder, cache: KVCache) -> ModelRunner:
+    spec = AttentionSpec(model.heads, model.kv_heads, model.head_dim, model.windows)
+    return ModelRunner(
+        info=info,
+        decoder=decoder,
+        cache=cache,
+        slots=Slots(info.slots, info.max_model_len, info.page_size, info.vocab_size),
+        decode=TorchDecode(cache, spec),
+        prefill=TorchPrefill(cache, spec),
+    )
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if multiplies_bf16() else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _max_model_len(config: RunnerConfig, model: ModelConfig) -> int:
+    if config.max_model_len is not None and config.max_model_len > model.context_len:
+        raise BadRunnerConfig(
+            f"max_model_len {config.max_model_len} is beyond the {model.context_len} positions of this model"
+        )
+    return config.max_model_len or model.context_len
+
+
+def _set_threads(threads: int) -> None:
+    torch.set_num_threads(threads)
+    with contextlib.suppress(RuntimeError):  # fixed once anything ran in parallel; it is a hint, nothing more
+        torch.set_num_interop_threads(1)

@@ -1,0 +1,41 @@
+"""Log-probabilities for those who ask: of the model's own distribution, before anything edits it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.core.messages import TokenLogprobs
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
+    """logits [n, vocab] as the model gave them, tokens [n] int64 -> an entry per row, with `tops[i]` best."""
+    logprobs = logits.log_softmax(dim=-1)
+    chosen = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+    values, ids = stable_topk(logprobs, min(max(tops), logits.shape[1]))
+    best_ids, best_values = ids.tolist(), values.tolist()
+    return [
+        TokenLogprobs(logprob, row_ids[:top], row_values[:top])
+        for logprob, row_ids, row_values, top in zip(chosen, best_ids, best_values, tops, strict=True)
+    ]
+
+
+def stable_topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row, best first, the lower index first among equals: (values, ids), [n, k].
+
+    torch.topk leaves the order of equals open, and which of them make the cut. The order is mended
+    by sorting what it found; a row whose cut goes through equals is sorted whole.
+    """
+    if k == 0:
+        return values[:, :0], torch.empty(len(values), 0, dtype=torch.int64)
+    ids = values.topk(k, dim=-1).indices.sort(dim=-1).values
+    best, order = values.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(1, order)
+    cut = best[:, -1:]
+    split = ((values >= cut).sum(dim=-1) > k) & cut[:, 0].isfinite()
+    if split.any():
+        whole, whole_ids = values[split].sort(dim=-1, descending=True, stable=True)
+        best[split], ids[split] = whole[:, :k], whole_ids[:, :k]
+    return best, ids

@@ -1,0 +1,1 @@
+"""Architectures: how config.json is read, and the decoders that it names."""

@@ -1,0 +1,186 @@
+"""From logits to tokens.
+
+The reference distribution, in this order:
+
+  1. repetition penalty over prompt and output (positive logits divided, negative multiplied), then
+     frequency and presence penalties over the output
+  2. `logit_bias` added
+  3. until `min_tokens` are out, stop tokens cannot be had
+  4. temperature 0: the largest logit, lowest id among equals, and done; else logits / temperature
+  5. top-k: the k likeliest stay, lower ids first among equals
+  6. top-p: of those, renormalised, the fewest that reach p together; the best one always
+  7. min-p: of those, whoever has at least min_p of the best one's probability
+  8. renormalised, the token at u in the cumulative distribution, u being philox(seed, position)
+
+Every row is worked out from that row alone, with sums in float64 and a fixed order, so that a token
+never depends on who shares the batch. Rows that need no edit are not copied, rows that truncate
+nothing are not sorted, and a batch that is all greedy is one argmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.core.messages import NUMERIC_FAILURE, SamplingParams
+from engine.runtime.logprobs import stable_topk
+from engine.runtime.philox import uniforms
+from engine.runtime.slots import SamplingColumns, Seat
+
+TOP_P_CANDIDATES: Final = 256
+"""How many of the likeliest tokens are tried before a whole vocabulary is sorted for top-p."""
+CDF_BLOCK: Final = 512
+
+
+def sample(logits: Tensor, slots: Sequence[int], seats: Sequence[Seat], columns: SamplingColumns) -> Tensor:
+    """logits [S, vocab] float32, left as they are -> tokens [S] int64, NUMERIC_FAILURE where not finite."""
+    # One pass: a sum is finite only when every term is.
+    sound = logits.sum(dim=-1).isfinite()
+    edited = _edited(logits, seats)
+    tokens = edited.argmax(dim=-1)
+    for truncated in (False, True):
+        rows = [i for i, seat in enumerate(seats) if _is_random(seat) and _truncates(seat) == truncated]
+        if rows:
+            tokens[rows] = _draw_rows(edited, rows, slots, seats, columns, truncated)
+    return tokens.where(sound, NUMERIC_FAILURE)
+
+
+def _is_random(seat: Seat) -> bool:
+    return seat.sampling.temperature > 0.0
+
+
+def _truncates(seat: Seat) -> bool:
+    """Whether the choice needs the tokens in order. min-p alone does not."""
+    return seat.sampling.top_k > 0 or seat.sampling.top_p < 1.0
+
+
+def _draw_rows(
+    logits: Tensor,
+    rows: Sequence[int],
+    slots: Sequence[int],
+    seats: Sequence[Seat],
+    columns: SamplingColumns,
+    truncated: bool,
+) -> Tensor:
+    """Tokens [r] for the random rows `rows`, which all truncate or all do not."""
+    own = logits if len(rows) == len(logits) else logits[rows]
+    own_slots = torch.tensor([slots[i] for i in rows])
+    own = torch.nan_to_num(own, nan=0.0)  # a failed row must not trip over itself; its token is dropped
+    scaled = (own - own.amax(dim=-1, keepdim=True)) / columns.temperature[own_slots, None]
+    seeds = [seats[i].sampling.seed for i in rows]
+    u = torch.from_numpy(uniforms(seeds, [seats[i].known_len for i in rows]))
+    min_p = columns.min_p[own_slots]
+    if not truncated:
+        return inverse_cdf(_min_p(scaled.exp(), min_p), u)
+    top_k, top_p = columns.top_k[own_slots], columns.top_p[own_slots]
+    weights, ids = _truncate(scaled, top_k, top_p, max(seats[i].sampling.top_k for i in rows))
+    return ids.gather(1, inverse_cdf(_min_p(weights, min_p), u)[:, None])[:, 0]
+
+
+def _min_p(weights: Tensor, min_p: Tensor) -> Tensor:
+    """weights [r, n], the best being 1; min_p [r]."""
+    return weights.masked_fill(weights < min_p[:, None], 0.0)
+
+
+def _truncate(scaled: Tensor, top_k: Tensor, top_p: Tensor, top_k_max: int) -> tuple[Tensor, Tensor]:
+    """scaled [r, vocab], best 0; top_k, top_p [r] -> (weights, ids) [r, n], best first, zero where cut.
+
+    Candidates are the likeliest few; rows whose top-p reaches beyond them are sorted whole. What is
+    kept is the same either way, since it is a prefix of the same order.
+    """
+    vocab = scaled.shape[1]
+    few = min(max(top_k_max, TOP_P_CANDIDATES), vocab)
+    # The mass that top-p is a share of: the whole vocabulary's, unless top-k leaves less.
+    mass = _blocks(scaled.exp())[1][:, -1].where(top_k == vocab, 0.0)
+    values, ids = stable_topk(scaled, few)
+    weights = _keep(values.exp(), mass, top_k, top_p)
+    short = (top_k > few) & (weights[:, -1] > 0.0)
+    if not short.any():
+        return weights, ids
+    whole, whole_ids = scaled[short].sort(dim=-1, descending=True, stable=True)
+    weights, ids = (F.pad(found, (0, vocab - few)) for found in (weights, ids))
+    weights[short] = _keep(whole.exp(), mass[short], top_k[short], top_p[short])
+    ids[short] = whole_ids
+    return weights, ids
+
+
+def _keep(weights: Tensor, mass: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """weights [r, n] best first, zero where top-k or top-p cut. `mass` [r], 0: what top-k leaves."""
+    column = torch.arange(weights.shape[1])
+    weights = weights.masked_fill(column >= top_k[:, None], 0.0)
+    sums = weights.cumsum(dim=-1, dtype=torch.float64)
+    reach = top_p * torch.where(mass > 0.0, mass, sums[:, -1])
+    # Off means off: rounding must not let a top_p of 1 cut the last of the tail.
+    cut = (sums - weights >= reach[:, None]) & (top_p < 1.0)[:, None] & (column > 0)
+    return weights.masked_fill(cut, 0.0)
+
+
+def inverse_cdf(weights: Tensor, u: Tensor) -> Tensor:
+    """weights [r, n], at least one above zero per row; u [r] float64 in [0, 1) -> indices [r] int64.
+
+    The first index whose cumulative weight exceeds u times the total. In two levels, so that float64
+    is spent on the sums of blocks and on one block: first the block, then the place within it.
+    """
+    blocks, ends = _blocks(weights)
+    target = u * ends[:, -1]
+    block = _first_above(ends, target)
+    start = F.pad(ends, (1, 0)).gather(1, block[:, None])[:, 0]
+    inside = blocks[torch.arange(len(blocks)), block].cumsum(dim=-1, dtype=torch.float64)
+    return block * CDF_BLOCK + _first_above(inside, target - start)
+
+
+def _blocks(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """[r, n] -> the same in blocks [r, n', CDF_BLOCK], and the cumulative weights at their ends [r, n']."""
+    blocks = F.pad(weights, (0, -weights.shape[1] % CDF_BLOCK)).view(len(weights), -1, CDF_BLOCK)
+    return blocks, blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+
+
+def _first_above(cdf: Tensor, target: Tensor) -> Tensor:
+    """cdf [r, n] ascending, target [r] -> where it first exceeds the target, [r].
+
+    Rounding may not lift the target to the total: there is always such a place, and weight there.
+    """
+    reachable = torch.minimum(target, torch.nextafter(cdf[:, -1], torch.zeros_like(target)))
+    return torch.searchsorted(cdf, reachable[:, None], right=True)[:, 0]
+
+
+def _edited(logits: Tensor, seats: Sequence[Seat]) -> Tensor:
+    """Steps 1 to 3: the logits themselves when nobody edits, else a copy."""
+    editors = [i for i, seat in enumerate(seats) if _edits(seat)]
+    if not editors:
+        return logits
+    edited = logits.clone()
+    for i in editors:
+        _edit(edited[i], seats[i])
+    return edited
+
+
+def _edits(seat: Seat) -> bool:
+    params = seat.sampling
+    return params.needs_history or bool(params.logit_bias) or seat.output_len < params.min_tokens
+
+
+def _edit(row: Tensor, seat: Seat) -> None:
+    """row [vocab], in place."""
+    params = seat.sampling
+    if seat.history is not None:
+        _penalise(row, seat.history, params)
+    if params.logit_bias:
+        ids, values = zip(*params.logit_bias, strict=True)
+        row[list(ids)] += torch.tensor(values)
+    if seat.output_len < params.min_tokens:
+        row[[token for token in params.stop_token_ids if token < len(row)]] = -torch.inf
+
+
+def _penalise(row: Tensor, history: Tensor, params: SamplingParams) -> None:
+    """row [vocab], in place; history [2, vocab] counts of output and prompt."""
+    output, prompt = history
+    if params.repetition_penalty != 1.0:
+        punished = torch.where(row > 0, row / params.repetition_penalty, row * params.repetition_penalty)
+        row.copy_(torch.where((output > 0) | (prompt > 0), punished, row))
+    row -= params.frequency_penalty * output
+    row -= params.presence_penalty * (output > 0)

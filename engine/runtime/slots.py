@@ -1,0 +1,136 @@
+"""What the runner remembers between steps, by slot.
+
+Device state is columns with one row per slot, so that a step's inputs are gathered and never built
+token by token: `tokens`, `page_table`, and the sampling parameters. Host state is one `Seat` per
+occupied slot: lengths, which the host can always predict, and the request's parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from engine.core.messages import Plan, SamplingParams, SlotStart
+
+
+@dataclass(slots=True)
+class Seat:
+    """A slot's occupant, as the host sees it."""
+
+    sampling: SamplingParams
+    prompt_len: int
+    known_len: int
+    """Tokens in the buffer: the prompt, and what was sampled."""
+    pages: int = 0
+    history: Tensor | None = None
+    """[2, vocab] int32, only for sequences whose sampling looks back: how often each token was put
+    out, and how often it was in the prompt."""
+
+    @property
+    def output_len(self) -> int:
+        return self.known_len - self.prompt_len
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingColumns:
+    """[slots] each. Host code decides what a step needs; these feed the arithmetic."""
+
+    temperature: Tensor
+    top_k: Tensor
+    """The vocabulary's size when off."""
+    top_p: Tensor
+    min_p: Tensor
+
+    @staticmethod
+    def empty(slots: int) -> SamplingColumns:
+        return SamplingColumns(
+            temperature=torch.zeros(slots, dtype=torch.float32),
+            top_k=torch.zeros(slots, dtype=torch.int64),
+            top_p=torch.zeros(slots, dtype=torch.float64),
+            min_p=torch.zeros(slots, dtype=torch.float32),
+        )
+
+    def seat(self, slot: int, params: SamplingParams, vocab_size: int) -> None:
+        self.temperature[slot] = params.temperature
+        self.top_k[slot] = min(params.top_k, vocab_size) or vocab_size
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
+
+
+@dataclass(slots=True)
+class Slots:
+    slots: int
+    max_model_len: int
+    page_size: int
+    vocab_size: int
+    tokens: Tensor = field(init=False)
+    """[slots, max_model_len] int32"""
+    page_table: Tensor = field(init=False)
+    """[slots, pages per sequence] int32"""
+    columns: SamplingColumns = field(init=False)
+    _seats: list[Seat | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        pages_per_sequence = -(-self.max_model_len // self.page_size)
+        self.tokens = torch.zeros(self.slots, self.max_model_len, dtype=torch.int32)
+        self.page_table = torch.zeros(self.slots, pages_per_sequence, dtype=torch.int32)
+        self.columns = SamplingColumns.empty(self.slots)
+        self._seats = [None] * self.slots
+
+    def seat(self, slot: int) -> Seat:
+        """The occupant; an empty slot is the caller's mistake."""
+        seat = self._seats[slot]
+        assert seat is not None, f"slot {slot} is empty"
+        return seat
+
+    def apply(self, plan: Plan) -> None:
+        """Leave, seat, grow: the first three of a plan's five acts."""
+        for slot in plan.left:
+            assert self._seats[slot] is not None, f"slot {slot} left twice"
+            self._seats[slot] = None
+        for start in plan.seated:
+            self._take(start)
+        for slot, pages in plan.grown:
+            self._grow(slot, pages)
+
+    def append(self, slots: Sequence[int], tokens: Tensor) -> None:
+        """One sampled token each, int64 [S]. A failed row's -1 is stored as 0: its sequence ends anyway."""
+        seats = [self.seat(slot) for slot in slots]
+        ends = torch.tensor([seat.known_len for seat in seats])
+        kept = tokens.clamp_min(0)
+        self.tokens[torch.tensor(slots), ends] = kept.int()
+        for row, seat in enumerate(seats):
+            seat.known_len += 1
+            if seat.history is not None:
+                seat.history[0].index_add_(0, kept[row : row + 1], _ONE)
+
+    def _take(self, start: SlotStart) -> None:
+        assert self._seats[start.slot] is None, f"slot {start.slot} is taken"
+        known_len = len(start.token_ids)
+        assert 1 <= start.prompt_len <= known_len <= self.max_model_len
+        ids = torch.tensor(start.token_ids, dtype=torch.int32)
+        self.tokens[start.slot, :known_len] = ids
+        self.columns.seat(start.slot, start.sampling, self.vocab_size)
+        seat = Seat(start.sampling, start.prompt_len, known_len)
+        if start.sampling.needs_history:
+            seat.history = torch.stack(
+                [
+                    torch.bincount(part, minlength=self.vocab_size).int()
+                    for part in (ids[start.prompt_len :], ids[: start.prompt_len])
+                ]
+            )
+        self._seats[start.slot] = seat
+
+    def _grow(self, slot: int, pages: Sequence[int]) -> None:
+        seat = self.seat(slot)
+        end = seat.pages + len(pages)
+        assert end <= self.page_table.shape[1], f"slot {slot} outgrows the context"
+        self.page_table[slot, seat.pages : end] = torch.tensor(pages, dtype=torch.int32)
+        seat.pages = end
+
+
+_ONE: Final = torch.ones(1, dtype=torch.int32)

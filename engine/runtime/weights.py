@@ -1,0 +1,161 @@
+"""Weights, from safetensors on disk to tensors of ours.
+
+A decoder is built by asking a `WeightSource` for one parameter after another, by the checkpoint's
+names and with the shape it expects. It is built twice: first from an `Inspection`, which looks at
+file headers alone and collects everything that does not match, then from a `Checkpoint`, which
+copies. So a wrong checkpoint is refused in milliseconds, with every name, before memory is taken.
+
+Each tensor is copied once, from the mapped file into memory of ours, converted on the way; what
+the model fuses (QKV, gate and up) is stacked by copying the parts into place. The mapping is
+dropped file by file, so the peak is the model and one parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.runtime.errors import ModelUnavailable, WeightsMismatch
+
+INDEX_FILE: Final = "model.safetensors.index.json"
+SINGLE_FILE: Final = "model.safetensors"
+NAMES_SHOWN_MAX: Final = 20
+_FLOATS: Final = frozenset({"F32", "F16", "BF16"})
+_IGNORED_SUFFIXES: Final = (".rotary_emb.inv_freq",)
+"""Tables that old checkpoints carry along and that follow from config.json."""
+
+
+class WeightSource(Protocol):
+    """Where a decoder gets its parameters from."""
+
+    def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
+        """The named tensors, [rows[i], *columns] each, one above the other."""
+        ...
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+def checkpoint_files(model_dir: Path) -> Mapping[str, Path]:
+    """For each tensor the file that holds it. Raises ModelUnavailable, WeightsMismatch."""
+    index = model_dir / INDEX_FILE
+    try:
+        if index.is_file():
+            named = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+            files = {name: model_dir / file for name, file in named.items()}
+        else:
+            with _open(model_dir / SINGLE_FILE) as handle:
+                return dict.fromkeys(handle.keys(), model_dir / SINGLE_FILE)
+    except (OSError, msgspec.DecodeError, SafetensorError) as error:
+        raise ModelUnavailable(
+            f"{model_dir} has no readable {SINGLE_FILE} or {INDEX_FILE}, and nothing else is loaded ({error})"
+        ) from error
+    absent = sorted({path.name for path in files.values() if not path.is_file()})
+    if absent:
+        raise WeightsMismatch(f"{INDEX_FILE} names files that are not there: {_listed(absent)}")
+    if any(path.parent != model_dir for path in files.values()):
+        raise WeightsMismatch(f"{INDEX_FILE} names files outside {model_dir}")
+    return files
+
+
+class Inspection:
+    """A WeightSource that reads headers only, hands out shapes, and remembers what is wrong."""
+
+    def __init__(self, files: Mapping[str, Path], dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._asked: set[str] = set()
+        self._missing: list[str] = []
+        self._misfits: list[str] = []
+        self._shapes = _headers(files)
+
+    def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
+        for name, count in zip(names, rows, strict=True):
+            self._inspect(name, (count, *columns))
+        return torch.empty(sum(rows), *columns, dtype=self._dtype, device="meta")
+
+    def _inspect(self, name: str, expected: tuple[int, ...]) -> None:
+        self._asked.add(name)
+        if name not in self._shapes:
+            self._missing.append(name)
+            return
+        kind, shape = self._shapes[name]
+        if kind not in _FLOATS:
+            self._misfits.append(f"{name} is {kind}, not a float of 16 or 32 bits")
+        elif shape != expected:
+            self._misfits.append(f"{name} is {list(shape)}, not {list(expected)}")
+
+    def verify(self, unused: Sequence[str] = ()) -> None:
+        """Raises WeightsMismatch unless all that was asked for is there, and nothing else but `unused`."""
+        strangers = sorted(
+            name
+            for name in self._shapes.keys() - self._asked - set(unused)
+            if not name.endswith(_IGNORED_SUFFIXES)
+        )
+        parts = [
+            f"{what}: {_listed(names)}"
+            for what, names in (
+                ("missing tensors", self._missing),
+                ("tensors of the wrong kind", self._misfits),
+                ("unexpected tensors", strangers),
+            )
+            if names
+        ]
+        if parts:
+            raise WeightsMismatch("the weights do not match config.json; " + "; ".join(parts))
+
+
+class Checkpoint:
+    """A WeightSource that copies from the files. Use after an Inspection: it asserts what that reports."""
+
+    def __init__(self, files: Mapping[str, Path], dtype: torch.dtype) -> None:
+        self._files = files
+        self._dtype = dtype
+        self._open_path: Path | None = None
+        self._open_handle: Any = None  # safetensors has no stub for its handle
+
+    def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
+        whole = torch.empty(sum(rows), *columns, dtype=self._dtype)
+        start = 0
+        for name, count in zip(names, rows, strict=True):
+            source = self._handle(self._files[name]).get_tensor(name)
+            assert source.shape == (count, *columns), name
+            whole[start : start + count] = source
+            start += count
+        return whole
+
+    def _handle(self, path: Path) -> Any:
+        """One file is open at a time; layers lie together, so files are seldom reopened."""
+        if path != self._open_path:
+            self._open_handle = _open(path)
+            self._open_path = path
+        return self._open_handle
+
+
+def _open(path: Path) -> Any:
+    return safe_open(str(path), framework="pt", device="cpu")
+
+
+def _headers(files: Mapping[str, Path]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """(dtype, shape) of every tensor that the files really hold."""
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for path in sorted(set(files.values())):
+        try:
+            with _open(path) as handle:
+                for name in handle.keys():  # noqa: SIM118  the handle is no mapping
+                    view = handle.get_slice(name)
+                    found[name] = (view.get_dtype(), tuple(view.get_shape()))
+        except (OSError, SafetensorError) as error:
+            raise WeightsMismatch(f"{path.name} is not readable as safetensors: {error}") from error
+    return found
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - NAMES_SHOWN_MAX
+    return ", ".join(names[:NAMES_SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")
