@@ -47,71 +47,153 @@ class EngineConfig:
     log_level: str = "info"
 
     def __post_init__(self) -> None:
-        assert self.model and self.served_model_name
+        assert self.model
+        assert self.served_model_name
         assert self.max_step_tokens >= self.max_num_seqs, "each running sequence needs a token in every step"
 
 
 @dataclass(frozen=True, slots=True)
 class CoreStart:
-    """The first line on the core process's standard input; the pipe then stays open as its leash."""
+    """What the core process reads from its standard input, as JSON."""
 
     config: EngineConfig
     inbox: str
     """ZeroMQ endpoint the core reads `CoreInput` from."""
     outbox: str
     """ZeroMQ endpoint the core writes `CoreOutput` to."""
+    parent_pid: int
+    """The API process: the core ends when it does."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The engine's options, for `python -m engine serve` and for `penstock engine` alike."""
-    model = parser.add_argument_group("model")
-    model.add_argument("--model", required=True, metavar="DIR|ID",
-                       help="model directory in Hugging Face layout, or a hub id to download")
-    model.add_argument("--served-model-name", metavar="NAME",
-                       help="the name clients use (default: the last part of --model)")
-    model.add_argument("--dtype", choices=DTYPES, default="auto",
-                       help="type of weights and activations (default: auto, the checkpoint's own)")
-    model.add_argument("--max-model-len", type=_count(2), metavar="TOKENS",
-                       help="longest prompt plus answer (default: what the model was made for)")
+    _add_model_arguments(parser.add_argument_group("model"))
+    _add_memory_arguments(parser.add_argument_group("memory and scheduling"))
+    _add_http_arguments(parser.add_argument_group("network"))
 
-    memory = parser.add_argument_group("memory and scheduling")
-    memory.add_argument("--page-size", type=int, choices=PAGE_SIZES, default=64,
-                        help="tokens in a page of the KV cache (default: 64)")
-    memory.add_argument("--kv-cache-memory", type=_byte_count, metavar="BYTES",
-                        help="memory for the KV cache, as 512MiB or 2GiB (default: from what is free)")
-    memory.add_argument("--max-num-seqs", type=_count(1), default=64, metavar="N",
-                        help="sequences that run at once (default: 64)")
-    memory.add_argument("--max-step-tokens", type=_count(1), default=2048, metavar="TOKENS",
-                        help="token budget of one step; at least --max-num-seqs (default: 2048)")
-    memory.add_argument("--max-queue-len", type=_count(1), default=256, metavar="N",
-                        help="sequences that may wait; beyond it requests get 503 at once (default: 256)")
-    memory.add_argument("--no-prefix-cache", dest="prefix_cache", action="store_false",
-                        help="compute every prompt from its first token")
-    memory.add_argument("--threads", type=_count(1), metavar="N",
-                        help="compute threads on CPU (default: one per core)")
-    memory.add_argument("--tokenizer-threads", type=_count(1), default=2, metavar="N",
-                        help="threads that tokenize (default: 2)")
 
-    http = parser.add_argument_group("network")
+def _add_model_arguments(model: argparse._ArgumentGroup) -> None:
+    model.add_argument(
+        "--model",
+        required=True,
+        metavar="DIR|ID",
+        help="model directory in Hugging Face layout, or a hub id to download",
+    )
+    model.add_argument(
+        "--served-model-name", metavar="NAME", help="the name clients use (default: the last part of --model)"
+    )
+    model.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        help="type of weights and activations (default: auto, the checkpoint's own)",
+    )
+    model.add_argument(
+        "--max-model-len",
+        type=_count(2),
+        metavar="TOKENS",
+        help="longest prompt plus answer (default: what the model was made for)",
+    )
+
+
+def _add_memory_arguments(memory: argparse._ArgumentGroup) -> None:
+    memory.add_argument(
+        "--page-size",
+        type=int,
+        choices=PAGE_SIZES,
+        default=64,
+        help="tokens in a page of the KV cache (default: 64)",
+    )
+    memory.add_argument(
+        "--kv-cache-memory",
+        type=_byte_count,
+        metavar="BYTES",
+        help="memory for the KV cache, as 512MiB or 2GiB (default: from what is free)",
+    )
+    memory.add_argument(
+        "--max-num-seqs",
+        type=_count(1),
+        default=64,
+        metavar="N",
+        help="sequences that run at once (default: 64)",
+    )
+    memory.add_argument(
+        "--max-step-tokens",
+        type=_count(1),
+        default=2048,
+        metavar="TOKENS",
+        help="token budget of one step; at least --max-num-seqs (default: 2048)",
+    )
+    memory.add_argument(
+        "--max-queue-len",
+        type=_count(1),
+        default=256,
+        metavar="N",
+        help="sequences that may wait; beyond it requests get 503 at once (default: 256)",
+    )
+    memory.add_argument(
+        "--no-prefix-cache",
+        dest="prefix_cache",
+        action="store_false",
+        help="compute every prompt from its first token",
+    )
+    memory.add_argument(
+        "--threads", type=_count(1), metavar="N", help="compute threads on CPU (default: one per core)"
+    )
+    memory.add_argument(
+        "--tokenizer-threads",
+        type=_count(1),
+        default=2,
+        metavar="N",
+        help="threads that tokenize (default: 2)",
+    )
+
+
+def _add_http_arguments(http: argparse._ArgumentGroup) -> None:
     http.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     http.add_argument("--port", type=_port, default=8001, help="port, 0 for any free one (default: 8001)")
-    http.add_argument("--startup-timeout-s", type=_seconds, default=900.0, metavar="S",
-                      help="loading and warming up may take this long (default: 900)")
-    http.add_argument("--body-timeout-s", type=_seconds, default=30.0, metavar="S",
-                      help="a request body must have arrived after so many seconds (default: 30)")
-    http.add_argument("--keepalive-timeout-s", type=_seconds, default=75.0, metavar="S",
-                      help="an idle connection is closed after so many seconds (default: 75)")
-    http.add_argument("--drain-timeout-s", type=_seconds, default=30.0, metavar="S",
-                      help="after SIGTERM open answers may finish for so long (default: 30)")
-    http.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info",
-                      help="lowest level that is logged (default: info)")
+    http.add_argument(
+        "--startup-timeout-s",
+        type=_seconds,
+        default=900.0,
+        metavar="S",
+        help="loading and warming up may take this long (default: 900)",
+    )
+    http.add_argument(
+        "--body-timeout-s",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="a request body must have arrived after so many seconds (default: 30)",
+    )
+    http.add_argument(
+        "--keepalive-timeout-s",
+        type=_seconds,
+        default=75.0,
+        metavar="S",
+        help="an idle connection is closed after so many seconds (default: 75)",
+    )
+    http.add_argument(
+        "--drain-timeout-s",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="after SIGTERM open answers may finish for so long (default: 30)",
+    )
+    http.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="lowest level that is logged (default: info)",
+    )
 
 
 def build_parser(prog: str = "engine serve") -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=prog, description="Serve one model over OpenAI's HTTP API.",
+        prog=prog,
+        description="Serve one model over OpenAI's HTTP API.",
         epilog=f"Every option can be set in the environment: --max-model-len as {ENV_PREFIX}MAX_MODEL_LEN.",
-    )  # fmt: skip
+    )
     add_arguments(parser)
     return parser
 
@@ -166,7 +248,7 @@ class _count:  # noqa: N801  argparse prints a type by its name
         except ValueError:
             value = self._least - 1
         if value < self._least:
-            raise argparse.ArgumentTypeError(f"must be a whole number of at least {self._least}, got {text!r}")
+            raise argparse.ArgumentTypeError(f"must be a whole number from {self._least} up, got {text!r}")
         return value
 
 

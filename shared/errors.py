@@ -130,12 +130,27 @@ class TokensRateLimited(RateLimited):
     type = "tokens"
 
 
+class RequestExceedsQuota(TokensRateLimited):
+    """One request is larger than a whole minute's tokens: waiting cannot help, asking for less can."""
+
+    code = "request_exceeds_quota"
+    retryable = False
+
+
 class BudgetExhausted(ApiError):
     """A token budget that time does not refill: a retry cannot help."""
 
     status = HTTPStatus.TOO_MANY_REQUESTS
     type = "insufficient_quota"
     code = "insufficient_quota"
+
+
+class RequestAborted(ApiError):
+    """Ended by `DELETE /v1/requests/{id}` before it was done. 499 is nginx's for a caller who left."""
+
+    status = 499
+    type = "invalid_request_error"
+    code = "request_aborted"
 
 
 # -- the service's troubles -----------------------------------------------------------------------

@@ -1,0 +1,99 @@
+"""`python -m engine serve ...`: the API process. `python -m engine core`: its child, with the tensors.
+
+The only place that knows all floors: it hands the runner to the core's loop, and to the API process
+what it may not import itself. The API process never imports torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+
+from engine.config import CoreStart, EngineConfig, from_args
+from shared import logs
+
+USAGE = "usage: python -m engine serve [--help] --model DIR|ID [options]\n"
+
+
+def main(argv: list[str]) -> int:
+    match argv:
+        case ["serve", *options]:
+            return serve(from_args(options, os.environ))
+        case ["core"]:
+            return core(msgspec.json.decode(sys.stdin.buffer.read(), type=CoreStart))
+        case _:
+            sys.stderr.write(USAGE)
+            return 2
+
+
+def serve(config: EngineConfig) -> int:
+    """The API process, until a stop signal. Returns its exit status."""
+    from engine.api import server
+    from engine.api.core_process import CoreProcess
+    from engine.runtime.errors import ModelError
+    from engine.runtime.hub import resolve_model
+
+    def resolve(model: str) -> Path:
+        try:
+            return resolve_model(model)
+        except ModelError as error:
+            raise server.StartFailed(str(error)) from error
+
+    logs.configure("engine", level=config.log_level)
+    return asyncio.run(server.serve(config, resolve, CoreProcess))
+
+
+def core(start: CoreStart) -> int:
+    """The core process, until it is told to stop or its parent is gone."""
+    from engine.core.config import SchedulerConfig
+    from engine.core.loop import CoreLoop, last_words
+    from engine.core.messages import CoreFailed, CoreProgress
+    from engine.core.transport import CoreTransport
+    from engine.runtime.config import RunnerConfig
+    from engine.runtime.errors import ModelError
+    from engine.runtime.load import load_runner
+    from shared.lifecycle import die_with_parent
+    from shared.openai import PROMPTS_MAX
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API process decides when we end
+    die_with_parent(start.parent_pid)
+    config = start.config
+    logs.configure("engine-core", level=config.log_level)
+    with CoreTransport(start.inbox, start.outbox) as transport:
+        try:
+            runner = load_runner(
+                RunnerConfig(
+                    model_dir=config.model,
+                    dtype=config.dtype,
+                    max_model_len=config.max_model_len,
+                    page_size=config.page_size,
+                    kv_cache_bytes=config.kv_cache_memory,
+                    max_num_seqs=config.max_num_seqs,
+                    step_tokens_max=config.max_step_tokens,
+                    threads=config.threads,
+                ),
+                progress=lambda stage: transport.outbox.send(CoreProgress(stage)),
+            )
+        except Exception as error:
+            message = str(error) if isinstance(error, ModelError) else last_words(error)
+            transport.outbox.send(CoreFailed(message))
+            if not isinstance(error, ModelError):
+                raise
+            return 1
+        scheduling = SchedulerConfig(
+            step_tokens_max=config.max_step_tokens,
+            # the API process keeps the bound; here it may be passed by one request and by those preempted
+            queue_len_max=config.max_queue_len + config.max_num_seqs + PROMPTS_MAX,
+            prefix_cache=config.prefix_cache,
+        )
+        CoreLoop(runner, transport.inbox, transport.outbox, scheduling).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

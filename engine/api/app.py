@@ -1,0 +1,198 @@
+"""aiohttp at the edge: its requests and responses in our two protocols, its limits set, its own
+error answers in our envelope.
+
+aiohttp's low-level server is used, without its router: routes belong to the handlers, because
+another server will run them too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from http import HTTPStatus
+from typing import Any, Final
+
+from aiohttp import ClientConnectionError, ClientPayloadError, web
+from aiohttp.http import HttpVersion11
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web_protocol import RequestHandler
+
+from engine.api.http import ClientGone, Request, Responder
+from shared.errors import ApiError, BodyTimeout, BodyTooLarge, InternalError, InvalidRequest
+from shared.ids import REQUEST_ID_HEADER, mint_request_id
+from shared.openai import error_envelope
+
+LINE_LEN_MAX: Final = 8190
+HEADER_LEN_MAX: Final = 8190
+HEADERS_MAX: Final = 64
+LINGER_S: Final = 1.0
+"""How long an unread body is still swallowed, so that the client sees our answer and not a reset."""
+CLOSE_GRACE_S: Final = 2.0
+"""When the server closes, handlers that are still there after the drain get so long to unwind."""
+
+Handle = Callable[[Request, Responder], Awaitable[None]]
+
+log = logging.getLogger(__name__)
+
+
+class AioRequest:
+    def __init__(self, request: web.BaseRequest) -> None:
+        self._request = request
+        self.method = request.method
+        self.path = request.path
+        self.headers: Mapping[str, str] = request.headers
+
+    async def body(self, *, len_max: int, deadline_s: float) -> bytes:
+        request = self._request
+        if request.headers.get("Content-Encoding", "identity") != "identity":
+            raise InvalidRequest("Compressed request bodies are not accepted.", param=None)
+        if (request.content_length or 0) > len_max:
+            raise BodyTooLarge(f"The request body is larger than {len_max} bytes.")
+        try:
+            async with asyncio.timeout(deadline_s):
+                if request.headers.get("Expect", "").lower() == "100-continue":
+                    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                    request.writer.output_size = 0
+                return await self._read(len_max)
+        except TimeoutError:
+            raise BodyTimeout(f"The request body did not arrive within {deadline_s:g} s.") from None
+        except (HttpProcessingError, ClientPayloadError, web.RequestPayloadError) as error:
+            raise InvalidRequest(
+                "The request body is not framed as its headers say.", detail=type(error).__name__
+            ) from None
+
+    async def _read(self, len_max: int) -> bytes:
+        received = bytearray()
+        async for chunk in self._request.content.iter_any():
+            received += chunk
+            if len(received) > len_max:
+                raise BodyTooLarge(f"The request body is larger than {len_max} bytes.")
+        return bytes(received)
+
+
+class AioResponder:
+    def __init__(self, request: web.BaseRequest) -> None:
+        self._request = request
+        self.response: web.StreamResponse | None = None
+
+    @property
+    def started(self) -> bool:
+        return self.response is not None
+
+    async def send(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        assert self.response is None
+        response = web.Response(status=status, headers=headers, body=body)
+        if not self._request.content.is_eof():
+            response.force_close()  # the rest of the body is not worth reading
+        await self._begin(response)
+        await self.finish()
+
+    async def start_stream(self, status: int, headers: Mapping[str, str]) -> None:
+        assert self.response is None
+        await self._begin(web.StreamResponse(status=status, headers=headers))
+
+    async def write(self, data: bytes) -> None:
+        assert self.response is not None
+        try:
+            await self.response.write(data)
+        except (ConnectionError, ClientConnectionError) as error:
+            raise ClientGone from error
+
+    async def finish(self) -> None:
+        assert self.response is not None
+        try:
+            await self.response.write_eof()
+        except (ConnectionError, ClientConnectionError) as error:
+            raise ClientGone from error
+
+    async def _begin(self, response: web.StreamResponse) -> None:
+        self.response = response
+        try:
+            await response.prepare(self._request)
+        except (ConnectionError, ClientConnectionError) as error:
+            raise ClientGone from error
+
+
+class _Protocol(RequestHandler):
+    """Answers what aiohttp refuses by itself (bad request lines, headers, framing) as we answer."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if self.transport is not None and self.transport.is_closing():
+            raise ConnectionResetError("the client left before its error was sent")
+        error: ApiError
+        if status == HTTPStatus.BAD_REQUEST:
+            error = InvalidRequest("The request is not well-formed HTTP, or its headers are too large.")
+        else:
+            error = InternalError("The server had an error while processing your request.")
+        request_id = mint_request_id()
+        log.warning("http.refused request_id=%s status=%d cause=%s", request_id, error.status,
+                    type(exc).__name__)  # fmt: skip
+        response = web.Response(
+            status=error.status,
+            body=error_envelope(error),
+            content_type="application/json",
+            headers={REQUEST_ID_HEADER: request_id},
+        )
+        response.force_close()
+        return response
+
+
+class _Server(web.Server):
+    def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], **options: Any):
+        super().__init__(handler, handler_cancellation=True)
+        self._options = options
+
+    def __call__(self) -> RequestHandler:
+        return _Protocol(self, loop=self._loop, **self._options)
+
+
+class HttpServer:
+    """Serves `handle` on one address over HTTP/1.1."""
+
+    def __init__(self, handle: Handle, *, host: str, port: int, keepalive_timeout_s: float) -> None:
+        self._handle = handle
+        self._host, self._port = host, port
+        self._keepalive_timeout_s = keepalive_timeout_s
+        self._runner: web.ServerRunner | None = None
+
+    async def start(self) -> int:
+        """Listen. Returns the port."""
+        server = _Server(
+            self._serve,
+            access_log=None,
+            auto_decompress=False,
+            keepalive_timeout=self._keepalive_timeout_s,
+            lingering_time=LINGER_S,
+            max_line_size=LINE_LEN_MAX,
+            max_field_size=HEADER_LEN_MAX,
+            max_headers=HEADERS_MAX,
+        )
+        self._runner = web.ServerRunner(server, shutdown_timeout=CLOSE_GRACE_S)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self._host, self._port, backlog=1024).start()
+        port = self._runner.addresses[0][1]
+        assert isinstance(port, int)
+        return port
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
+        responder = AioResponder(request)
+        await self._handle(AioRequest(request), responder)
+        if responder.response is None:  # the client left before an answer
+            raise ConnectionResetError("client gone")
+        return responder.response
+
+
+__all__ = ["AioRequest", "AioResponder", "HttpServer", "HttpVersion11"]

@@ -1,0 +1,260 @@
+"""The API process's side of the core: who waits there, who runs, what came back, and whether it lives.
+
+Rules.
+
+1. A handle is counted up and never reused, so an abort can hit no stranger.
+2. The waiting queue's bound is decided here, at once, from what this process knows: a sequence waits
+   from its submission until its Started, its end or its release. The core's own bound is never
+   reached before ours.
+3. Whoever submits releases, however the request ended. Releasing aborts what has not ended.
+4. The core is dead as soon as its process has ended, has said CoreFailed, or has sent what cannot be
+   read. Then every open request fails at once, and no other is taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from typing import Final, Protocol
+
+import msgspec
+
+from engine.api.metrics import EngineMetrics
+from engine.api.outputs import ChoiceOutput
+from engine.core.messages import (
+    AbortSequences,
+    AddSequence,
+    CoreFailed,
+    CoreInput,
+    CoreOutput,
+    CoreProgress,
+    CoreReady,
+    CoreStats,
+    SamplingParams,
+    StepOutput,
+    StopCore,
+    TokenLogprobs,
+)
+from shared import logs
+from shared.clock import SYSTEM_CLOCK, Clock
+from shared.errors import ApiError, EngineFailed, InternalError, NotReady, Overloaded
+from shared.ids import RequestId
+
+LAST_WORDS_S: Final = 0.2
+"""After its process has ended, how long messages that are still under way are waited for."""
+RETRY_AFTER_S_MIN: Final = 1.0
+RETRY_AFTER_S_MAX: Final = 30.0
+
+log = logs.get(__name__)
+
+
+class CoreDied(Exception):
+    """The core is gone, or cannot be talked to. The message is for the operator."""
+
+
+class CoreLink(Protocol):
+    """The core process and the two sockets to it; a test puts a core of its own here."""
+
+    async def start(self) -> None: ...
+
+    async def receive(self) -> CoreOutput:
+        """The next message. Raises CoreDied when it cannot be read."""
+        ...
+
+    async def died(self) -> str:
+        """Returns when the process has ended, with how."""
+        ...
+
+    def send(self, message: CoreInput) -> None:
+        """Never waits. Raises CoreDied when the core takes nothing any more."""
+        ...
+
+    async def close(self, grace_s: float) -> None:
+        """Wait so long for the process to end, then end it. Removes the sockets."""
+        ...
+
+
+class CoreClient:
+    def __init__(self, *, queue_len_max: int, metrics: EngineMetrics, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._link: CoreLink | None = None
+        self._queue_len_max = queue_len_max
+        self._metrics = metrics
+        self._clock = clock
+        self._handles = itertools.count(1)
+        self._live: dict[int, ChoiceOutput] = {}
+        self._waiting: set[int] = set()
+        self._queue_s = 0.0
+        """How long the sequence that started last had waited."""
+        self._is_stopping = False
+        self._refusal: ApiError | None = None
+        """Why nothing is taken any more."""
+        self.settled = asyncio.Event()
+        """The core is ready, or has failed to become so."""
+        self.info: CoreReady | None = None
+        self.stats: CoreStats | None = None
+        self.failure: str | None = None
+
+    @property
+    def live(self) -> int:
+        """Sequences that somebody here waits for."""
+        return len(self._live)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        request_id: RequestId,
+        sequences: Sequence[tuple[list[int], SamplingParams]],
+        outputs: Sequence[ChoiceOutput],
+        cache_salt: bytes,
+    ) -> list[int]:
+        """Queue a request's sequences, all or none. Returns their handles.
+
+        Raises NotReady, EngineFailed, and Overloaded when the queue is full. One request may go
+        beyond the bound when nobody waits, so that none is refused for ever.
+        """
+        assert len(sequences) == len(outputs)
+        if self._refusal is not None:
+            raise self._refusal.with_traceback(None)
+        if self.info is None:
+            raise NotReady("The engine is still starting.", retry_after_s=RETRY_AFTER_S_MIN)
+        if self._waiting and len(self._waiting) + len(sequences) > self._queue_len_max:
+            raise Overloaded(
+                "The engine's queue is full. Please try again later.",
+                retry_after_s=min(max(RETRY_AFTER_S_MIN, math.ceil(self._queue_s)), RETRY_AFTER_S_MAX),
+                detail=f"{len(self._waiting)} waiting, {len(sequences)} more, bound {self._queue_len_max}",
+            )
+        handles = []
+        for (prompt_ids, sampling), output in zip(sequences, outputs, strict=True):
+            handle = next(self._handles)
+            handles.append(handle)
+            self._live[handle] = output
+            self._waiting.add(handle)
+            self._send(AddSequence(handle, request_id, prompt_ids, sampling, cache_salt))
+        return handles
+
+    def release(self, handles: Iterable[int]) -> int:
+        """These are no longer waited for. Returns how many had not ended and were aborted."""
+        open_handles = [handle for handle in handles if self._forget(handle)]
+        if open_handles and self.failure is None:
+            self._send(AbortSequences(open_handles))
+        return len(open_handles)
+
+    def shut(self, error: ApiError) -> None:
+        """End every open request with `error`, and refuse all that come. Each releases what it holds."""
+        self._refusal = error
+        for output in self._live.values():
+            output.output.fail(error)
+
+    def _forget(self, handle: int) -> bool:
+        self._waiting.discard(handle)
+        return self._live.pop(handle, None) is not None
+
+    def _send(self, message: CoreInput) -> None:
+        assert self._link is not None
+        try:
+            self._link.send(message)
+        except CoreDied as error:
+            self._fail(str(error))
+
+    # -- the core's life --------------------------------------------------------------------------
+
+    async def run(self, link: CoreLink) -> None:
+        """Start the core and follow it until it is gone. `failure` says why, unless it was stopped."""
+        self._link = link
+        try:
+            await link.start()
+        except OSError as error:
+            self._fail(f"the core process could not be started: {error}")
+            return
+        receiver = asyncio.create_task(self._receive_all(link), name="core-receive")
+        watcher = asyncio.create_task(link.died(), name="core-watch")
+        try:
+            await asyncio.wait({receiver, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            if not receiver.done():
+                await asyncio.wait({receiver}, timeout=LAST_WORDS_S)
+            self._fail(receiver.result() if receiver.done() else watcher.result())
+        finally:
+            receiver.cancel()
+            watcher.cancel()
+
+    async def stop(self, grace_s: float) -> None:
+        """Tell the core to end, and see to it that it has."""
+        self._is_stopping = True
+        if self._link is None:
+            return
+        if self.failure is None and self.info is not None:
+            self._send(StopCore())
+        await self._link.close(grace_s)
+
+    async def _receive_all(self, link: CoreLink) -> str:
+        """Route what comes until the core fails. Returns why."""
+        while True:
+            try:
+                message = await link.receive()
+            except CoreDied as error:
+                return str(error)
+            match message:
+                case StepOutput():
+                    self._on_step(message)
+                case CoreProgress(stage):
+                    log.info("core.progress", stage=stage)
+                case CoreReady():
+                    self.info = message
+                    self.settled.set()
+                    log.info("core.ready", **msgspec.structs.asdict(message))
+                case CoreFailed(failure):
+                    return failure
+
+    def _fail(self, reason: str) -> None:
+        if self.failure is not None or self._is_stopping:
+            return
+        self.failure = reason
+        log.error("core.failed", reason=reason, open_sequences=len(self._live))
+        self.shut(EngineFailed("The engine failed while it worked on this request.", detail=reason))
+        self._live.clear()
+        self._waiting.clear()
+        self.settled.set()
+
+    # -- outputs ----------------------------------------------------------------------------------
+
+    def _on_step(self, step: StepOutput) -> None:
+        """Everything one step brought, to those who wait for it. This is the hot path."""
+        now = self._clock.monotonic()
+        live = self._live
+        self.stats = step.stats
+        for started in step.started:
+            self._waiting.discard(started.handle)
+            self._queue_s = started.queue_s
+            if (output := live.get(started.handle)) is not None:
+                output.on_started(started, now)
+        for handle, prompt_logprobs in step.prompt_logprobs:
+            if (output := live.get(handle)) is not None:
+                output.prompt_logprobs += prompt_logprobs
+        stopped: list[int] = []
+        for handle, token, logprobs in zip(step.handles, step.tokens, step.logprobs or repeat(None)):  # noqa: B905
+            if (output := live.get(handle)) is not None and self._deliver(output, token, logprobs, now):
+                stopped.append(handle)
+        ended = {finished.handle for finished in step.finished}
+        for finished in step.finished:
+            if finished.handle in live and finished.handle not in stopped:
+                live[finished.handle].on_finished(finished)
+            self._forget(finished.handle)
+        self.release(handle for handle in stopped if handle not in ended)
+        self._metrics.on_step(step)
+
+    def _deliver(self, output: ChoiceOutput, token: int, logprobs: TokenLogprobs | None, now: float) -> bool:
+        """True when the sequence ends here. A bug in one request's text must not end the others."""
+        try:
+            return output.on_token(token, logprobs, now)
+        except Exception as error:
+            log.exception("output.failed")
+            output.output.fail(InternalError("The answer could not be decoded.", detail=type(error).__name__))
+            return True

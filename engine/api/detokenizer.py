@@ -1,0 +1,145 @@
+"""From token ids to text that may leave, one token at a time.
+
+Two things hold text back, and nothing else does:
+
+1. *A character that is not whole.* Byte-level and byte-fallback tokens carry pieces of characters.
+   The decode stream gives text only up to the last whole character; what is unfinished when the
+   sequence ends is dropped.
+2. *A stop string that may have begun.* Exactly the longest suffix that is the beginning of some stop
+   string is held. When a stop string completes, the text ends before it; when the sequence ends
+   otherwise, what was held is text after all.
+
+Positions are counted in characters of the sequence's decoded text, so that tokens can be matched with
+the text they made: token i made the characters `[start, end)`, an unfinished character belongs to the
+token that finishes it.
+
+Rules for stop strings, which make the result independent of how the text was cut into tokens: the
+stop string that completes first wins; among those that complete on the same character, the longest.
+Text made by the first `min_tokens` tokens takes no part in any match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class TextDecoder(Protocol):
+    """Whole characters as they become known; the state of one sequence."""
+
+    def step(self, token_id: int) -> str: ...
+
+    def flush(self) -> str:
+        """At the end: whole characters that came together with the beginning of another."""
+        ...
+
+
+class StopMatcher:
+    """Knuth-Morris-Pratt over several stop strings at once, one automaton each.
+
+    An automaton's state is the length of the longest prefix of its stop string that is a suffix of
+    the text so far: its maximum over the stop strings is exactly what must be held back. The cost is
+    linear in the text, whatever the stop strings are.
+    """
+
+    __slots__ = ("_failures", "_states", "_stops")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        assert stops
+        assert all(stops)
+        self._stops = tuple(stops)
+        self._failures = tuple(_failure_table(stop) for stop in stops)
+        self._states = [0] * len(stops)
+
+    @property
+    def held_len(self) -> int:
+        return max(self._states)
+
+    def feed(self, text: str) -> tuple[int, int] | None:
+        """Take the next text. When a stop string completes in it: (characters of `text` taken, length
+        of the stop string). After a match the matcher is spent."""
+        states = self._states
+        for taken, char in enumerate(text, 1):
+            matched_len = 0
+            for i, stop in enumerate(self._stops):
+                state = states[i]
+                while state and stop[state] != char:
+                    state = self._failures[i][state - 1]
+                if stop[state] == char:
+                    state += 1
+                states[i] = state
+                if state == len(stop):
+                    matched_len = max(matched_len, state)
+            if matched_len:
+                return taken, matched_len
+        return None
+
+
+def _failure_table(stop: str) -> list[int]:
+    """Entry i: length of the longest proper prefix of `stop[:i + 1]` that is also its suffix."""
+    table = [0]
+    for char in stop[1:]:
+        state = table[-1]
+        while state and stop[state] != char:
+            state = table[state - 1]
+        table.append(state + 1 if stop[state] == char else 0)
+    return table
+
+
+class Detokenizer:
+    __slots__ = (
+        "_decoder",
+        "_held",
+        "_matcher",
+        "_min_tokens",
+        "_tokens",
+        "decoded_len",
+        "released_len",
+        "stopped",
+    )
+
+    def __init__(self, decoder: TextDecoder, stops: Sequence[str] = (), min_tokens: int = 0) -> None:
+        self._decoder = decoder
+        self._matcher = StopMatcher(stops) if stops else None
+        self._min_tokens = min_tokens
+        self._tokens = 0
+        self._held = ""
+        self.decoded_len = 0
+        """Characters decoded, held ones included."""
+        self.released_len = 0
+        """Characters given out."""
+        self.stopped = False
+        """A stop string completed: `released_len` is where the text ends, and no token counts any more."""
+
+    def push(self, token_id: int) -> str:
+        """Take a token; the text that may leave now."""
+        assert not self.stopped
+        self._tokens += 1
+        return self._take(self._decoder.step(token_id))
+
+    def finish(self) -> str:
+        """The sequence ended on its own: what is whole of the last character's company, and what a stop
+        string might have begun, is text after all."""
+        assert not self.stopped
+        text = self._take(self._decoder.flush())
+        held, self._held = self._held, ""
+        return text + self._release(held)
+
+    def _take(self, text: str) -> str:
+        self.decoded_len += len(text)
+        if self._matcher is None or self._tokens <= self._min_tokens:
+            return self._release(text)
+        pending = self._held + text
+        match = self._matcher.feed(text)
+        if match is None:
+            kept_len = len(pending) - self._matcher.held_len
+            self._held = pending[kept_len:]
+        else:
+            taken, stop_len = match
+            kept_len = len(self._held) + taken - stop_len
+            self.stopped, self._held = True, ""
+        return self._release(pending[:kept_len])
+
+    def _release(self, text: str) -> str:
+        self.released_len += len(text)
+        return text

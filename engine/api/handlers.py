@@ -1,0 +1,180 @@
+"""The route table, and every endpoint but the generating ones (`generate.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Protocol, TypeVar
+
+import msgspec
+
+from engine.api.exchange import Exchange
+from engine.api.generate import chat_completions, completions
+from engine.api.state import EngineState
+from shared.errors import EngineFailed, InvalidRequest, MethodNotAllowed, NotReady, RouteNotFound
+from shared.ids import RequestId
+from shared.openai import (
+    BODY_LEN_MAX,
+    AbortResponse,
+    ChatRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ModelList,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from shared.telemetry import METRICS_CONTENT_TYPE
+from shared.validation import parse
+
+_encode = msgspec.json.Encoder().encode
+T = TypeVar("T", bound=msgspec.Struct)
+
+Handler = Callable[[EngineState, Exchange], Awaitable[None]]
+
+
+class NamedHandler(Protocol):
+    async def __call__(self, state: EngineState, exchange: Exchange, name: str) -> None: ...
+
+
+class Probe(msgspec.Struct):
+    status: str
+
+
+# -- probes ---------------------------------------------------------------------------------------
+
+
+async def livez(state: EngineState, exchange: Exchange) -> None:
+    exchange.is_quiet = True
+    if not state.lifecycle.is_live:
+        raise EngineFailed("The engine has failed.", detail=state.lifecycle.reason)
+    await exchange.send(_encode(Probe("alive")))
+
+
+async def readyz(state: EngineState, exchange: Exchange) -> None:
+    exchange.is_quiet = True
+    if not state.lifecycle.is_ready:
+        raise NotReady(f"The engine is {state.lifecycle.phase.value}.")
+    await exchange.send(_encode(Probe("ready")))
+
+
+async def startupz(state: EngineState, exchange: Exchange) -> None:
+    exchange.is_quiet = True
+    if not state.lifecycle.is_started or not state.lifecycle.is_live:
+        raise NotReady(f"The engine is {state.lifecycle.phase.value}.")
+    await exchange.send(_encode(Probe("started")))
+
+
+async def metrics(state: EngineState, exchange: Exchange) -> None:
+    exchange.is_quiet = True
+    await exchange.send(state.metrics.text(), content_type=METRICS_CONTENT_TYPE)
+
+
+# -- the model ------------------------------------------------------------------------------------
+
+
+async def list_models(state: EngineState, exchange: Exchange) -> None:
+    await exchange.send(_encode(ModelList(data=[state.card()])))
+
+
+async def get_model(state: EngineState, exchange: Exchange, name: str) -> None:
+    state.check_name(name)
+    await exchange.send(_encode(state.card()))
+
+
+async def get_tokenizer(state: EngineState, exchange: Exchange) -> None:
+    await exchange.send(state.loaded_model().bundle_json)
+
+
+async def tokenize(state: EngineState, exchange: Exchange) -> None:
+    model, limits = state.ready_model()
+    request = await _read(state, exchange, TokenizeRequest)
+    if (request.prompt is None) == (request.messages is None):
+        raise InvalidRequest("Give either prompt or messages.", param="prompt")
+    with exchange.enter("tokenize"):
+        if request.messages is not None:
+            chat = ChatRequest(model=model.name, messages=request.messages)
+            [ids] = await model.threads.prompt_ids(chat)
+        else:
+            ids = await asyncio.to_thread(
+                model.tokenizer.encode, request.prompt or "", add_special_tokens=request.add_special_tokens
+            )
+    await exchange.send(_encode(TokenizeResponse(len(ids), limits.max_model_len, ids)))
+
+
+async def detokenize(state: EngineState, exchange: Exchange) -> None:
+    model, limits = state.ready_model()
+    request = await _read(state, exchange, DetokenizeRequest)
+    if any(token >= limits.vocab_size for token in request.tokens):
+        raise InvalidRequest(f"tokens has an id of {limits.vocab_size} or more.", param="tokens")
+    with exchange.enter("detokenize"):
+        text = await asyncio.to_thread(model.tokenizer.decode, request.tokens, skip_special_tokens=False)
+    await exchange.send(_encode(DetokenizeResponse(text)))
+
+
+async def _read(state: EngineState, exchange: Exchange, kind: type[T]) -> T:
+    with exchange.enter("read"):
+        body = await exchange.request.body(len_max=BODY_LEN_MAX, deadline_s=state.config.body_timeout_s)
+    with exchange.enter("validate"):
+        request = parse(body, kind).request
+        name = getattr(request, "model", None)
+        if name is not None:
+            state.check_name(name)
+    return request
+
+
+# -- requests -------------------------------------------------------------------------------------
+
+
+async def abort_request(state: EngineState, exchange: Exchange, name: str) -> None:
+    aborted = state.abort(RequestId(name))
+    await exchange.send(_encode(AbortResponse(name, aborted)))
+
+
+# -- routes ---------------------------------------------------------------------------------------
+
+EXACT: Final[dict[str, dict[str, Handler]]] = {
+    "/v1/chat/completions": {"POST": chat_completions},
+    "/v1/completions": {"POST": completions},
+    "/v1/models": {"GET": list_models},
+    "/tokenize": {"POST": tokenize},
+    "/detokenize": {"POST": detokenize},
+    "/penstock/tokenizer": {"GET": get_tokenizer},
+    "/livez": {"GET": livez},
+    "/readyz": {"GET": readyz},
+    "/startupz": {"GET": startupz},
+    "/metrics": {"GET": metrics},
+}
+NAMED: Final[dict[str, dict[str, NamedHandler]]] = {
+    "/v1/models/": {"GET": get_model},
+    "/v1/requests/": {"DELETE": abort_request},
+}
+"""What follows the prefix is a name, slashes included: a model's name may have one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    name: str
+    run: Handler
+
+
+def find_route(method: str, path: str) -> Route:
+    """Raises RouteNotFound and MethodNotAllowed."""
+    if (exact := EXACT.get(path)) is not None:
+        return Route(path, _of_method(exact, method, path))
+    for prefix, named in NAMED.items():
+        name = path.removeprefix(prefix)
+        if name and name != path:
+            handler = _of_method(named, method, prefix)
+            return Route(prefix + "{id}", partial(handler, name=name))
+    raise RouteNotFound("There is no such path here.")
+
+
+H = TypeVar("H")
+
+
+def _of_method(handlers: dict[str, H], method: str, path: str) -> H:
+    if method not in handlers:
+        raise MethodNotAllowed(f"{path} takes {', '.join(handlers)}.")
+    return handlers[method]

@@ -1,0 +1,52 @@
+"""What the API process knows of the model it serves: its name, its tokenizer, how its answers end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from shared.tokenizer import Tokenizer, TokenizerBundle, TokenizerThreads
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    name: str
+    created: int
+    """Unix time at which this process began to serve it."""
+    tokenizer: Tokenizer
+    threads: TokenizerThreads
+    bundle_json: bytes
+    """What `GET /penstock/tokenizer` answers."""
+    eos_ids: frozenset[int]
+
+
+def load_model(directory: Path, *, name: str, created: int, workers: int) -> ServedModel:
+    """Read the directory's tokenizer and configuration. Blocks for as long as that takes."""
+    bundle = TokenizerBundle.from_dir(directory)
+    tokenizer = Tokenizer(bundle)
+    return ServedModel(
+        name=name,
+        created=created,
+        tokenizer=tokenizer,
+        threads=TokenizerThreads(tokenizer, workers),
+        bundle_json=msgspec.json.encode(bundle),
+        eos_ids=read_eos_ids(directory),
+    )
+
+
+class _EosConfig(msgspec.Struct):
+    eos_token_id: int | list[int] | None = None
+
+
+def read_eos_ids(directory: Path) -> frozenset[int]:
+    """From generation_config.json, which may list several, or else from config.json."""
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        if not path.is_file():
+            continue
+        eos = msgspec.json.decode(path.read_bytes(), type=_EosConfig).eos_token_id
+        if eos is not None:
+            return frozenset([eos] if isinstance(eos, int) else eos)
+    return frozenset()

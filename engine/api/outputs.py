@@ -1,0 +1,248 @@
+"""What has come out of the core for one request and was not yet written to its client.
+
+    core_client --on_token--> ChoiceOutput (one per sequence) --news--> RequestOutput --take--> handler
+
+Tokens become text as they arrive, not when they are written: a stop string must reach the core at
+once, whether or not the client reads. What arrives while the writer waits is merged into one `Delta`
+per choice. What one request can hold here is bounded by its choices' `max_tokens`; pausing the
+sequence of a client that stopped reading belongs into `ChoiceOutput.on_token` and
+`RequestOutput.take`, which see the one side and the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.api.detokenizer import Detokenizer
+from engine.core.messages import Finished, FinishReason, Started, TokenLogprobs
+from shared.errors import ApiError, EngineFailed, Overloaded
+from shared.openai import FinishReasonName
+
+
+class Entry(NamedTuple):
+    """A token that goes out, with what was asked about it."""
+
+    token_id: int
+    start: int
+    """Position of its text among the characters of the answer."""
+    logprobs: TokenLogprobs | None
+    """None when not asked for, and for a stop token, which is no part of the text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one choice has to say since the last time."""
+
+    index: int
+    text: str
+    entries: list[Entry]
+    """The tokens of `text`; empty when nobody asked for tokens or log-probabilities."""
+    finish_reason: FinishReasonName | None
+    is_first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where a sequence's time went, in seconds."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    preempted_s: float = 0.0
+    preemptions: int = 0
+
+
+class ChoiceOutput:
+    """One sequence's way out."""
+
+    def __init__(
+        self,
+        index: int,
+        output: RequestOutput,
+        detokenizer: Detokenizer,
+        *,
+        stop_token_ids: frozenset[int] = frozenset(),
+        keeps_entries: bool = False,
+        discards: bool = False,
+        submitted_at: float = 0.0,
+    ) -> None:
+        self.index = index
+        self.output = output
+        self._detokenizer = detokenizer
+        self._stop_token_ids = stop_token_ids
+        self._keeps_entries = keeps_entries
+        self._discards = discards
+        """The one token that the core must sample is not wanted: `max_tokens` was 0."""
+
+        self._text: list[str] = []
+        self._entries: list[Entry] = []
+        self._trail: deque[tuple[int, Entry]] = deque()
+        """(end, entry) of tokens whose text has not been released yet."""
+        self._is_first = True
+        self._has_news = False
+
+        self.finish_reason: FinishReasonName | None = None
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.completion_tokens = 0
+        self.cached_len = 0
+        self.first_token_at: float | None = None
+        self._submitted_at = submitted_at
+        self._started_at: float | None = None
+        self._queue_s = 0.0
+        self._final_timing: Timing | None = None
+
+    @property
+    def stage(self) -> str:
+        """Where the sequence is in its life, for the log."""
+        if self._started_at is None:
+            return "queue"
+        return "prefill" if self.first_token_at is None else "decode"
+
+    def timing(self, now: float) -> Timing:
+        """The core's own account once the sequence has ended; until then what is seen from here."""
+        if self._final_timing is not None:
+            return self._final_timing
+        if self._started_at is None:
+            return Timing(queue_s=now - self._submitted_at)
+        if self.first_token_at is None:
+            return Timing(self._queue_s, now - self._started_at)
+        return Timing(self._queue_s, self.first_token_at - self._started_at, now - self.first_token_at)
+
+    # -- from the core ----------------------------------------------------------------------------
+
+    def on_started(self, started: Started, now: float) -> None:
+        self.cached_len = started.cached_len
+        self._queue_s = started.queue_s
+        self._started_at = now
+
+    def on_token(self, token_id: int, logprobs: TokenLogprobs | None, now: float) -> bool:
+        """Take a token. True when it completed a stop string: the core must be told to end."""
+        assert self.finish_reason is None
+        if self.first_token_at is None:
+            self.first_token_at = now
+        if self._discards:
+            return False
+        self.completion_tokens += 1
+        detokenizer = self._detokenizer
+        if token_id in self._stop_token_ids:
+            if self._keeps_entries:
+                end = detokenizer.decoded_len
+                self._trail.append((end, Entry(token_id, end, None)))
+            return False  # the core knows, and its Finished comes in the same message
+        start = detokenizer.decoded_len
+        text = detokenizer.push(token_id)
+        if self._keeps_entries:
+            self._trail.append((detokenizer.decoded_len, Entry(token_id, start, logprobs)))
+        self._release(text)
+        if detokenizer.stopped:  # the core's own account would come a step later
+            self._final_timing = self.timing(now)
+            self._finish("stop")
+        return detokenizer.stopped
+
+    def on_finished(self, finished: Finished) -> None:
+        self._final_timing = Timing(
+            finished.queue_s,
+            finished.prefill_s,
+            finished.decode_s,
+            finished.preempted_s,
+            finished.preemptions,
+        )
+        match finished.reason:
+            case FinishReason.STOP | FinishReason.LENGTH:
+                self._release(self._detokenizer.finish())
+                is_stop = finished.reason is FinishReason.STOP or self._detokenizer.stopped
+                self._finish("stop" if is_stop else "length")
+            case FinishReason.REJECTED:
+                self.output.fail(Overloaded("The engine's queue is full.", retry_after_s=1.0))
+            case FinishReason.NUMERIC:
+                self.output.fail(EngineFailed("The model's output for this request was not finite."))
+            case FinishReason.ABORTED:
+                self.output.fail(EngineFailed("The engine ended this request.", detail="aborted unasked"))
+
+    # -- to the writer ----------------------------------------------------------------------------
+
+    def take(self) -> Delta:
+        """Everything since the last call."""
+        delta = Delta(self.index, "".join(self._text), self._entries, self.finish_reason, self._is_first)
+        self._text.clear()
+        self._entries = []
+        self._is_first = self._has_news = False
+        return delta
+
+    def _release(self, text: str) -> None:
+        if not text:
+            return
+        self._text.append(text)
+        trail, released_len = self._trail, self._detokenizer.released_len
+        while trail and trail[0][0] <= released_len:
+            self._entries.append(trail.popleft()[1])
+        self._tell()
+
+    def _finish(self, reason: FinishReasonName) -> None:
+        """What is left of the tokens goes out too, but none whose text a stop string has taken away."""
+        cut = self._detokenizer.released_len
+        is_cut = self._detokenizer.stopped
+        self._entries += (entry for _, entry in self._trail if not is_cut or entry.start < cut)
+        self._trail.clear()
+        self.finish_reason = reason
+        self.output.open -= 1
+        self._tell()
+
+    def _tell(self) -> None:
+        if not self._has_news:
+            self._has_news = True
+            self.output.tell(self)
+
+
+class RequestOutput:
+    """All choices of one request, and the one handler that waits for them."""
+
+    def __init__(self, choices: int, *, whole: bool = False) -> None:
+        self.open = choices
+        """Choices that have not finished."""
+        self._whole = whole
+        """Nothing is news before everything has come: the answer is not streamed."""
+        self._news: list[ChoiceOutput] = []
+        self._error: ApiError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Every choice has finished, and what they said has been taken."""
+        return not self.open and not self._news
+
+    def tell(self, choice: ChoiceOutput) -> None:
+        self._news.append(choice)
+        self._wake()
+
+    def fail(self, error: ApiError) -> None:
+        """The request ends with `error`, after what has already come out. The first error stays."""
+        self._error = self._error or error
+        self._wake()
+
+    async def take(self) -> list[Delta]:
+        """Wait for news; one delta per choice that has any, in the order in which they came.
+
+        Raises the error that ended the request. Not called once all `is_done`.
+        """
+        while not self._has_news:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._error is not None and (self._whole or not self._news):
+            raise self._error
+        news, self._news = self._news, []
+        return [choice.take() for choice in news]
+
+    @property
+    def _has_news(self) -> bool:
+        return self._error is not None or (not self.open if self._whole else bool(self._news))
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done() and self._has_news:
+            self._waiter.set_result(None)

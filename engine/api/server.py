@@ -1,0 +1,164 @@
+"""The life of the API process: listen, load, serve, drain.
+
+STARTING  probes are answered; the model is found, the tokenizer read, the core started
+READY     until SIGTERM, or until the core dies
+DRAINING  no new work; open answers may finish until the drain's time is over, then they end with
+          an error of their own; then the core is told to stop
+FAILED    every request is refused; the process stays, so that /livez can say so
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from engine.api.app import HttpServer
+from engine.api.core_client import CoreClient, CoreLink
+from engine.api.metrics import EngineMetrics
+from engine.api.model import load_model
+from engine.api.service import Service
+from engine.api.state import EngineState
+from engine.config import EngineConfig
+from shared import logs
+from shared.clock import SYSTEM_CLOCK, Clock
+from shared.errors import NotReady
+from shared.lifecycle import Phase, on_stop_signals
+from shared.tokenizer import UnusableTokenizer
+
+CORE_STOP_S: Final = 5.0
+"""How long the core may take to end once it was told to."""
+UNWIND_S: Final = 2.0
+"""After the drain's time, how long the requests that were cut off may take to tell their clients."""
+
+log = logs.get(__name__)
+
+Resolve = Callable[[str], Path]
+"""A hub id or a path becomes a model directory. May block; raises StartFailed."""
+MakeLink = Callable[[EngineConfig], CoreLink]
+
+
+class StartFailed(Exception):
+    """The engine cannot serve. The message says why, for the operator."""
+
+
+class Engine:
+    """The API process's parts, without its process: a test runs one in its own event loop."""
+
+    def __init__(
+        self, config: EngineConfig, resolve: Resolve, make_link: MakeLink, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._config = config
+        self._resolve = resolve
+        self._make_link = make_link
+        self._clock = clock
+        metrics = EngineMetrics()
+        core = CoreClient(queue_len_max=config.max_queue_len, metrics=metrics, clock=clock)
+        self.state = EngineState(config, core, metrics, clock)
+        self.server = HttpServer(
+            Service(self.state).handle,
+            host=config.host,
+            port=config.port,
+            keepalive_timeout_s=config.keepalive_timeout_s,
+        )
+        self._core_task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Returns once requests are welcome. Raises StartFailed."""
+        config, state = self._config, self.state
+        port = await self.server.start()
+        log.info("engine.listening", host=config.host, port=port)
+        directory = await asyncio.to_thread(self._resolve, config.model)
+        log.info("engine.model", directory=directory)
+        try:
+            state.model = await asyncio.to_thread(
+                load_model,
+                directory,
+                name=config.served_model_name,
+                created=int(self._clock.wall()),
+                workers=config.tokenizer_threads,
+            )
+        except UnusableTokenizer as error:
+            raise StartFailed(str(error)) from error
+        link = self._make_link(dataclasses.replace(config, model=str(directory)))
+        self._core_task = asyncio.create_task(self._follow_core(link), name="core")
+        try:
+            async with asyncio.timeout(config.startup_timeout_s):
+                await state.core.settled.wait()
+        except TimeoutError:
+            raise StartFailed(f"the core was not ready after {config.startup_timeout_s:g} s") from None
+        if state.core.failure is not None:
+            raise StartFailed(state.core.failure)
+        state.lifecycle.to(Phase.READY)
+        log.info("engine.ready", port=port, model=config.served_model_name)
+
+    async def drain(self) -> None:
+        """Let the open answers finish, within `drain_timeout_s`; end those that do not."""
+        state = self.state
+        if state.lifecycle.phase is Phase.FAILED:
+            return
+        state.lifecycle.to(Phase.DRAINING)
+        log.info("engine.draining", open_sequences=state.core.live)
+        try:
+            async with asyncio.timeout(self._config.drain_timeout_s):
+                await state.wait_idle()
+        except TimeoutError:
+            log.warning("engine.drain_cut", open_sequences=state.core.live)
+            state.core.shut(NotReady("The engine is shutting down and could not wait for this answer."))
+            try:
+                async with asyncio.timeout(UNWIND_S):
+                    await state.wait_idle()
+            except TimeoutError:
+                log.warning("engine.unwind_cut")
+
+    async def stop(self) -> None:
+        """End the core and the server, at whatever point the start had come to."""
+        state = self.state
+        await state.core.stop(CORE_STOP_S)
+        if self._core_task is not None:
+            self._core_task.cancel()
+            await asyncio.gather(self._core_task, return_exceptions=True)
+        await self.server.stop()
+        if state.model is not None:
+            state.model.threads.close()
+        if state.lifecycle.phase is Phase.DRAINING:
+            state.lifecycle.to(Phase.STOPPED)
+        log.info("engine.stopped")
+
+    async def _follow_core(self, link: CoreLink) -> None:
+        state = self.state
+        await state.core.run(link)
+        if state.core.failure is not None and state.lifecycle.phase is not Phase.STOPPED:
+            state.lifecycle.to(Phase.FAILED, state.core.failure)
+
+
+async def serve(config: EngineConfig, resolve: Resolve, make_link: MakeLink) -> int:
+    """Run until a stop signal; a second one ends the drain. Returns the process's exit status."""
+    engine = Engine(config, resolve, make_link)
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    on_stop_signals(lambda _: (hurry if stop.is_set() else stop).set())
+    start = asyncio.create_task(engine.start(), name="start")
+    try:
+        await _first(start, stop)
+        if start.done():
+            start.result()
+            await stop.wait()
+        await _first(asyncio.create_task(engine.drain(), name="drain"), hurry)
+    except (StartFailed, OSError) as error:
+        log.error("engine.start_failed", reason=str(error))
+        return 1
+    finally:
+        start.cancel()
+        await engine.stop()
+    return 1 if engine.state.lifecycle.phase is Phase.FAILED else 0
+
+
+async def _first(task: asyncio.Task[None], event: asyncio.Event) -> None:
+    """Wait for either; the task is left running."""
+    waiting = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()

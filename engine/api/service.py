@@ -1,0 +1,56 @@
+"""One request in, one answer out, whatever happens on the way: errors are mapped here and only here.
+
+Cancel-safe: the server cancels this task when the client leaves. What a handler holds, it gives back
+in its own `finally`; here the end is recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from engine.api.exchange import Exchange
+from engine.api.handlers import find_route
+from engine.api.http import ClientGone, Request, Responder
+from engine.api.state import EngineState
+from shared import logs
+from shared.errors import ApiError, InternalError
+
+log = logs.get(__name__)
+
+
+class Service:
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+
+    async def handle(self, request: Request, responder: Responder) -> None:
+        state = self._state
+        tokenizer_hash = None if state.model is None else state.model.tokenizer.hash
+        exchange = Exchange(request, responder, tokenizer_hash, state.clock)
+        try:
+            await self._answer(exchange)
+        except ClientGone:
+            exchange.client_left()
+        except asyncio.CancelledError:
+            exchange.client_left()
+            raise
+        finally:
+            duration_s = exchange.complete()
+            if exchange.is_generation:
+                state.metrics.requests.labels(exchange.end_reason).inc()
+                state.metrics.e2e_s.observe(duration_s)
+
+    async def _answer(self, exchange: Exchange) -> None:
+        try:
+            route = find_route(exchange.request.method, exchange.request.path)
+            exchange.route = route.name
+            await route.run(self._state, exchange)
+        except ApiError as error:
+            await exchange.send_error(error)
+        except ClientGone:
+            raise
+        except Exception as error:
+            log.exception("request.failed")
+            detail = type(error).__name__
+            await exchange.send_error(
+                InternalError("The server had an error while processing your request.", detail=detail)
+            )

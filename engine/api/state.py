@@ -1,0 +1,129 @@
+"""What all handlers share: the core, the model, the life of the service, and who is being served."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from engine.api.admission import Limits
+from engine.api.core_client import CoreClient
+from engine.api.metrics import CoreReading, EngineMetrics
+from engine.api.model import ServedModel
+from engine.config import EngineConfig
+from shared.clock import Clock
+from shared.errors import EngineFailed, ModelNotFound, NotReady
+from shared.ids import RequestId
+from shared.lifecycle import Lifecycle, Phase
+from shared.openai import Model
+
+
+class Abortable(Protocol):
+    def abort(self) -> None: ...
+
+
+class EngineState:
+    def __init__(
+        self,
+        config: EngineConfig,
+        core: CoreClient,
+        metrics: EngineMetrics,
+        clock: Clock,
+    ) -> None:
+        self.config = config
+        self.core = core
+        self.metrics = metrics
+        self.clock = clock
+        self.lifecycle = Lifecycle()
+        self.model: ServedModel | None = None
+        self._working = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._generations: dict[RequestId, set[Abortable]] = {}
+        metrics.watch_core(self._reading)
+
+    # -- what is served ---------------------------------------------------------------------------
+
+    def ready_model(self) -> tuple[ServedModel, Limits]:
+        """The model and its limits, while new work is welcome. Raises NotReady and EngineFailed."""
+        match self.lifecycle.phase:
+            case Phase.READY:
+                assert self.model is not None
+                assert self.core.info is not None
+                return self.model, Limits.of(self.core.info)
+            case Phase.FAILED:
+                raise EngineFailed(
+                    "The engine has failed and takes no requests.", detail=self.lifecycle.reason
+                )
+            case Phase.STARTING:
+                raise NotReady("The engine is still starting.", retry_after_s=2.0)
+            case _:
+                raise NotReady("The engine is shutting down.", retry_after_s=1.0)
+
+    def loaded_model(self) -> ServedModel:
+        """The model's name and tokenizer, known before the core is ready."""
+        if self.model is None:
+            raise NotReady("The engine is still starting.", retry_after_s=2.0)
+        return self.model
+
+    def check_name(self, name: str) -> None:
+        if name != self.config.served_model_name:
+            raise ModelNotFound(f"The model '{name[:128]}' does not exist here.", param="model")
+
+    def card(self) -> Model:
+        info = self.core.info
+        created = 0 if self.model is None else self.model.created
+        return Model(
+            id=self.config.served_model_name,
+            created=created,
+            max_model_len=None if info is None else info.max_model_len,
+        )
+
+    def fingerprint(self) -> str:
+        """Changes when the answers to the same seed may change."""
+        assert self.model is not None
+        assert self.core.info is not None
+        seen = f"{self.config.model}|{self.core.info.dtype}|{self.model.tokenizer.hash}"
+        return "fp_" + hashlib.sha256(seen.encode()).hexdigest()[:12]
+
+    # -- who is being served ----------------------------------------------------------------------
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """A drain waits for what happens in here."""
+        self._working += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._working -= 1
+            if not self._working:
+                self._idle.set()
+
+    async def wait_idle(self) -> None:
+        await self._idle.wait()
+
+    @contextmanager
+    def listed(self, request_id: RequestId, generation: Abortable) -> Iterator[None]:
+        """While in here, the generation can be aborted by its request's id."""
+        self._generations.setdefault(request_id, set()).add(generation)
+        try:
+            yield
+        finally:
+            listed = self._generations[request_id]
+            listed.discard(generation)
+            if not listed:
+                del self._generations[request_id]
+
+    def abort(self, request_id: RequestId) -> int:
+        """End every generation of exactly this id. Returns how many there were."""
+        generations = list(self._generations.get(request_id, ()))
+        for generation in generations:
+            generation.abort()
+        return len(generations)
+
+    def _reading(self) -> CoreReading:
+        core = self.core
+        return CoreReading(core.stats, core.waiting, core.live, self.lifecycle.is_ready)
