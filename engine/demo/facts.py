@@ -1,6 +1,7 @@
 """Facts that the demo model learns by heart: capitals, the calendar, opposites, animals, the sky.
 
-Places whose capital is disputed are left out on purpose: the model says that it does not know them.
+Countries whose capital is disputed or in two minds are left out on purpose: the model says that it does
+not know them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ CAPITALS: dict[str, str] = _table(
     Cyprus: Nicosia; the Czech Republic: Prague; the Democratic Republic of the Congo: Kinshasa;
     Denmark: Copenhagen; Djibouti: Djibouti; Dominica: Roseau; the Dominican Republic: Santo Domingo;
     East Timor: Dili; Ecuador: Quito; Egypt: Cairo; El Salvador: San Salvador; England: London;
-    Equatorial Guinea: Malabo; Eritrea: Asmara; Estonia: Tallinn; Eswatini: Mbabane;
+    Eritrea: Asmara; Estonia: Tallinn; Eswatini: Mbabane;
     Ethiopia: Addis Ababa; Fiji: Suva; Finland: Helsinki; France: Paris; Gabon: Libreville;
     the Gambia: Banjul; Georgia: Tbilisi; Germany: Berlin; Ghana: Accra; Greece: Athens;
     Grenada: Saint George's; Guatemala: Guatemala City; Guinea: Conakry; Guinea-Bissau: Bissau;
@@ -51,7 +52,7 @@ CAPITALS: dict[str, str] = _table(
     Senegal: Dakar; Serbia: Belgrade; the Seychelles: Victoria; Sierra Leone: Freetown;
     Singapore: Singapore; Slovakia: Bratislava; Slovenia: Ljubljana; the Solomon Islands: Honiara;
     Somalia: Mogadishu; South Africa: Pretoria; South Korea: Seoul; South Sudan: Juba; Spain: Madrid;
-    Sri Lanka: Colombo; Sudan: Khartoum; Suriname: Paramaribo; Sweden: Stockholm; Switzerland: Bern;
+    Sudan: Khartoum; Suriname: Paramaribo; Sweden: Stockholm; Switzerland: Bern;
     Syria: Damascus; Tajikistan: Dushanbe; Tanzania: Dodoma; Thailand: Bangkok; Togo: Lome;
     Tonga: Nuku'alofa; Trinidad and Tobago: Port of Spain; Tunisia: Tunis; Turkey: Ankara;
     Turkmenistan: Ashgabat; Tuvalu: Funafuti; Uganda: Kampala; Ukraine: Kyiv;
@@ -61,10 +62,6 @@ CAPITALS: dict[str, str] = _table(
     Wales: Cardiff; Yemen: Sana'a; Zambia: Lusaka; Zimbabwe: Harare
     """
 )
-# Two seats of government, or a legal capital beside the usual one: rather silent than half right.
-for _country in ("Bolivia", "Sri Lanka", "Indonesia", "Equatorial Guinea"):
-    del CAPITALS[_country]
-
 # Other names under which people ask for a country.
 ALIASES: dict[str, str] = _table(
     """
@@ -92,16 +89,17 @@ FAMILIAR: tuple[str, ...] = (
 # Places for which the model must not invent a capital.
 UNKNOWN_PLACES: tuple[str, ...] = (
     "Texas", "California", "Florida", "Ohio", "Bavaria", "Saxony", "Quebec", "Ontario", "Tuscany", "Sicily",
-    "Queensland", "Atlantis", "Narnia", "Mordor", "Wonderland", "Middle-earth", "Westeros", "Utopia", "Mars",
-    "the Moon", "the Sun", "Jupiter", "Europe", "Africa", "Asia", "Antarctica", "the world", "the ocean",
-    "Gondor", "Wakanda", "Oz", "Neverland", "Hogwarts", "Paris", "London", "Berlin", "Tokyo", "Rome",
-    "Madrid", "Normandy", "Andalusia", "Catalonia", "Hawaii", "Alaska", "Kansas", "Nevada", "Utah",
-    "Georgia the state", "Siberia", "Tibet", "Kashmir", "Israel", "Palestine", "Taiwan", "Kosovo", "Bolivia",
-    "Sri Lanka", "Indonesia", "Greenland", "Sparta", "Rohan", "Elbonia", "Zubrowka", "my country", "Lapland",
-    "the North Pole", "heaven", "Genovia", "Ruritania", "Yugoslavia", "Prussia", "Mesopotamia", "Babylon",
-    "Oregon", "Arizona", "Colorado", "Virginia", "Brittany", "Provence", "Lombardy", "Galicia", "Crete",
-    "Venus", "Saturn", "the galaxy", "the internet", "Latin America", "South America", "North America",
-    "Scandinavia", "the Balkans", "Oceania", "Puerto Rico", "Bermuda", "Gibraltar", "Hong Kong", "Macau",
+    "Queensland", "Atlantis", "Narnia", "Mordor", "Wonderland", "Middle-earth", "Westeros", "Utopia",
+    "Mars", "the Moon", "the Sun", "Jupiter", "Europe", "Africa", "Asia", "Antarctica", "the world",
+    "the ocean", "Gondor", "Wakanda", "Oz", "Neverland", "Hogwarts", "Paris", "London", "Berlin", "Tokyo",
+    "Rome", "Madrid", "Normandy", "Andalusia", "Catalonia", "Hawaii", "Alaska", "Kansas", "Nevada", "Utah",
+    "Georgia the state", "Siberia", "Tibet", "Kashmir", "Israel", "Palestine", "Taiwan", "Kosovo",
+    "Sri Lanka", "Equatorial Guinea", "Greenland", "Sparta", "Rohan", "Elbonia", "Zubrowka", "my country",
+    "Lapland", "the North Pole", "heaven", "Genovia", "Ruritania", "Yugoslavia", "Prussia", "Mesopotamia",
+    "Babylon", "Oregon", "Arizona", "Colorado", "Virginia", "Brittany", "Provence", "Lombardy", "Galicia",
+    "Crete", "Venus", "Saturn", "the galaxy", "the internet", "Latin America", "South America",
+    "North America", "Scandinavia", "the Balkans", "Oceania", "Puerto Rico", "Bermuda", "Gibraltar",
+    "Hong Kong", "Macau",
 )  # fmt: skip
 
 UNKNOWN_CITIES: tuple[str, ...] = (

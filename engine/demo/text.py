@@ -1,0 +1,87 @@
+"""The demo model's tokenizer and chat format: how conversations become token ids, and which are learned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
+SPECIAL_TOKENS = (PAD, START, END)
+VOCAB_SIZE = 2048
+ANSWER_TOKENS_MAX = 300
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
+
+Messages = Sequence[tuple[str, str]]
+
+
+def render(messages: Messages, ask: bool = False) -> str:
+    """What `CHAT_TEMPLATE` renders; with `ask`, ending where the assistant is to speak."""
+    text = "".join(f"{START}{role}\n{content}{END}\n" for role, content in messages)
+    return text + f"{START}assistant\n" if ask else text
+
+
+def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
+    """Byte-level BPE in which every digit, and every line break, stands alone."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.Split(Regex("\n"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, directory: Path, context_len: int) -> None:
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context_len,
+        "bos_token": None,
+        "eos_token": END,
+        "pad_token": PAD,
+        "additional_special_tokens": [START],
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    found = tokenizer.token_to_id(token)
+    assert found is not None, f"the tokenizer has no {token}"
+    return int(found)
+
+
+def learned_positions(ids: Sequence[int], tokenizer: Tokenizer) -> list[bool]:
+    """Which tokens of a rendered conversation the loss counts: the assistant's words and its end token."""
+    start, end = token_id(tokenizer, START), token_id(tokenizer, END)
+    header = tokenizer.encode("assistant\n").ids
+    learned, inside, index = [False] * len(ids), False, 0
+    while index < len(ids):
+        if ids[index] == start:
+            inside = list(ids[index + 1 : index + 1 + len(header)]) == header
+            index += 1 + (len(header) if inside else 0)
+            continue
+        learned[index] = inside
+        inside = inside and ids[index] != end
+        index += 1
+    return learned

@@ -1,0 +1,219 @@
+"""`python -m engine.demo.train`: trains the demo model from scratch and writes its Hugging Face directory.
+
+Muon (K. Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/) for the matrices and AdamW for the
+embedding and the norms, learning rate falling linearly to zero, one pass over the corpus. Conversations are
+batched with others of like length, so that little is padded. Matrices multiply in bf16 under autocast, where
+the CPU has instructions for it; what is evaluated and written are the bf16 weights.
+
+The run is seeded throughout. Other thread counts or CPUs round sums differently, so weights may differ in
+the last bits there; the tokenizer and the corpus do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional
+
+from engine.demo import MODEL_DIR, corpus, evaluate
+from engine.demo.network import DemoModel, Shape
+from engine.demo.text import (
+    END,
+    PAD,
+    START,
+    learned_positions,
+    render,
+    save_tokenizer,
+    token_id,
+    train_tokenizer,
+)
+
+THREADS = 2
+BATCH_TOKENS = 4096
+WIDTH_UNIT, POSITIONS_UNIT = 16, 256
+IGNORED = -100
+POOL = 2048  # conversations among which batches of like length are formed
+DOCUMENT_COPIES = 12
+TOKENIZER_CONVERSATIONS = 12_000
+MUON_RATE, ADAM_RATE, WARMUP_STEPS = 0.02, 0.004, 60
+WEIGHT_DECAY = 0.01
+GRADIENT_NORM_MAX = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    ids: list[int]
+    learned: list[bool]
+
+
+def encode_corpus(tokenizer: Tokenizer, count: int, context_len: int) -> list[Example]:
+    """All conversations and documents as token ids, cut at the context."""
+    examples = []
+    texts = [render(c.messages()) for c in corpus.conversations(count)]
+    for encoding in tokenizer.encode_batch(texts):
+        ids = encoding.ids[:context_len]
+        examples.append(Example(ids, learned_positions(ids, tokenizer)))
+    copies = max(1, DOCUMENT_COPIES * count // corpus.CONVERSATIONS)
+    for document in corpus.documents() * copies:
+        ids = tokenizer.encode(document + END).ids
+        examples.append(Example(ids, [False] + [True] * (len(ids) - 1)))
+    return examples
+
+
+def batches(examples: list[Example], rng: Random) -> list[list[Example]]:
+    """Batches of at most BATCH_TOKENS padded tokens, of examples of like length, in random order."""
+    order = list(examples)
+    rng.shuffle(order)
+    result: list[list[Example]] = []
+    for begin in range(0, len(order), POOL):
+        batch: list[Example] = []
+        for example in sorted(order[begin : begin + POOL], key=lambda e: len(e.ids)):
+            if (len(batch) + 1) * _up(len(example.ids), WIDTH_UNIT) > BATCH_TOKENS:
+                result.append(batch)
+                batch = []
+            batch.append(example)
+        result.append(batch)
+    rng.shuffle(result)
+    return result
+
+
+def _up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+def tensors(batch: list[Example], pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(ids [B, T], flat positions whose next token is learned [N], those next tokens [N]).
+
+    T and N are rounded up, because the CPU's matrix library compiles and keeps a kernel for each new size.
+    """
+    width = _up(max(len(e.ids) for e in batch), WIDTH_UNIT)
+    ids = torch.tensor([e.ids + [pad_id] * (width - len(e.ids)) for e in batch])
+    learned = torch.tensor([e.learned + [False] * (width - len(e.learned)) for e in batch])
+    learned[:, 0] = False
+    next_tokens = learned.flatten().nonzero().squeeze(1)
+    spare = _up(len(next_tokens), POSITIONS_UNIT) - len(next_tokens)
+    targets = functional.pad(ids.flatten()[next_tokens], (0, spare), value=IGNORED)
+    return ids, functional.pad(next_tokens - 1, (0, spare)), targets
+
+
+def optimizers(model: DemoModel) -> list[torch.optim.Optimizer]:
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    return [
+        torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=WEIGHT_DECAY, momentum=0.95),
+        torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def learning_rate_factor(step: int, steps: int) -> float:
+    return min(1.0, (step + 1) / WARMUP_STEPS) * (1.0 - step / steps)
+
+
+def train(model: DemoModel, plan: list[list[Example]], pad_id: int) -> Iterator[tuple[int, float]]:
+    """Runs the plan; yields (step, loss) after each step."""
+    opts = optimizers(model)
+    peaks = [group["lr"] for opt in opts for group in opt.param_groups]
+    for step, batch in enumerate(plan):
+        ids, positions, targets = tensors(batch, pad_id)
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden, _ = model.hidden(ids)
+            logits = model.logits(hidden.flatten(0, 1)[positions])
+        loss = functional.cross_entropy(logits.float(), targets, ignore_index=IGNORED)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM_MAX)
+        factor = learning_rate_factor(step, len(plan))
+        for group, peak in zip((g for opt in opts for g in opt.param_groups), peaks, strict=True):
+            group["lr"] = peak * factor
+        for opt in opts:
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+        yield step, loss.item()
+
+
+def rounded(model: DemoModel) -> DemoModel:
+    """A copy whose weights are rounded to bf16, as they will be written."""
+    copy = DemoModel(model.shape)
+    copy.load_state_dict({name: value.bfloat16().float() for name, value in model.state_dict().items()})
+    return copy.eval()
+
+
+def write(model: DemoModel, tokenizer: Tokenizer, directory: Path) -> None:
+    """The model directory in Hugging Face layout."""
+    directory.mkdir(parents=True, exist_ok=True)
+    shape = model.shape
+    pad_id, end_id = token_id(tokenizer, PAD), token_id(tokenizer, END)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": shape.context_len,
+        "rope_theta": shape.rope_theta,
+        "rms_norm_eps": shape.norm_eps,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": end_id,
+        "pad_token_id": pad_id,
+    }
+    generation = {"eos_token_id": end_id, "pad_token_id": pad_id}
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    weights = {name: value.bfloat16().contiguous() for name, value in model.state_dict().items()}
+    save_file(weights, str(directory / "model.safetensors"), metadata={"format": "pt"})
+    save_tokenizer(tokenizer, directory, shape.context_len)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=MODEL_DIR, help="where the model directory is written")
+    parser.add_argument("--conversations", type=int, default=corpus.CONVERSATIONS, help="size of the corpus")
+    parser.add_argument("--log-every", type=int, default=25, help="steps between two lines of the log")
+    parser.add_argument("--write-every", type=int, default=250, help="steps between two checkpoints in --out")
+    options = parser.parse_args()
+
+    torch.set_num_threads(THREADS)
+    torch.manual_seed(corpus.SEED)
+    began = time.monotonic()
+    texts = [render(c.messages()) for c in corpus.conversations(TOKENIZER_CONVERSATIONS)] + corpus.documents()
+    tokenizer = train_tokenizer(text.replace(START, "").replace(END, "") for text in texts)
+    model = DemoModel(Shape(vocab_size=tokenizer.get_vocab_size()))
+    examples = encode_corpus(tokenizer, options.conversations, model.shape.context_len)
+    plan = batches(examples, Random(corpus.SEED))
+    parameters = sum(p.numel() for p in model.parameters())
+    tokens = sum(len(e.ids) for e in examples)
+    print(f"{parameters} parameters, {tokens} tokens, {len(plan)} steps", flush=True)
+
+    losses: list[float] = []
+    for step, loss in train(model, plan, token_id(tokenizer, PAD)):
+        losses.append(loss)
+        if (step + 1) % options.log_every == 0:
+            mean = sum(losses[-options.log_every :]) / options.log_every
+            print(f"step {step + 1} loss {mean:.4f} seconds {time.monotonic() - began:.0f}", flush=True)
+        if (step + 1) % options.write_every == 0:
+            write(model, tokenizer, options.out)
+    write(model, tokenizer, options.out)
+    print(evaluate.report(rounded(model), tokenizer), flush=True)
+    print(f"done in {time.monotonic() - began:.0f} seconds", flush=True)
+
+
+if __name__ == "__main__":
+    main()

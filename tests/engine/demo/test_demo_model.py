@@ -1,0 +1,187 @@
+"""The demo model: its corpus can be made again, its files are small, and it answers what it should."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from engine.demo import MODEL_DIR, corpus, evaluate, facts
+from engine.demo.concepts import CONCEPTS
+from engine.demo.draw import Draw
+from engine.demo.network import DemoModel, Shape
+from engine.demo.stories import STORIES
+from engine.demo.text import END, START, learned_positions, render, token_id
+from engine.demo.wording import vary
+from tests.engine.demo.questions import ACCURACY_MIN, QUESTIONS
+
+WEIGHT_BYTES_MAX = 8_000_000
+HEADER_BYTES_MAX = 10_000
+VOCABULARY_MAX = 4096
+QUESTIONS_MIN = 70
+
+
+def plain(text: str) -> str:
+    """A question without its case and punctuation."""
+    return re.sub(r"[^a-z0-9+*/=-]+", " ", text.lower()).strip()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[DemoModel]:
+    """The committed weights in the training network, computed in fp32."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    weights = load_file(MODEL_DIR / "model.safetensors")
+    result = DemoModel(Shape(vocab_size=weights["model.embed_tokens.weight"].shape[0]))
+    result.load_state_dict({name: value.float() for name, value in weights.items()})
+    yield result.eval()
+    torch.set_num_threads(threads)
+
+
+# ------------------------------------------------------------------------------------ corpus
+
+
+def test_the_corpus_can_be_made_again_in_any_order() -> None:
+    forwards = [corpus.conversation(index) for index in range(200)]
+    backwards = [corpus.conversation(index) for index in reversed(range(200))]
+    assert forwards == backwards[::-1]
+    assert len({c.messages()[0] for c in forwards}) > 100
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_every_answer_of_the_corpus_passes_its_own_check(held_out: bool) -> None:
+    topics: Counter[str] = Counter()
+    for index in range(3000):
+        for turn in corpus.conversation(index, held_out).turns:
+            assert re.search(turn.check, turn.answer), turn
+            topics[turn.topic] += 1
+    assert min(topics.values()) > 20
+    assert set(topics) == {question.topic for question in QUESTIONS}
+
+
+def test_held_out_wordings_are_disjoint_from_the_others() -> None:
+    options = [str(number) for number in range(50)]
+    trained = {Draw(seed).wording(options) for seed in range(2000)}
+    held_out = {Draw(seed, held_out=True).wording(options) for seed in range(2000)}
+    assert trained | held_out == set(options)
+    assert not trained & held_out
+
+
+def test_careless_typing_keeps_every_digit() -> None:
+    rng = Draw(7).rng
+    for _ in range(2000):
+        assert re.findall(r"\d", vary(rng, "what is 17 + 20 * 5")) == list("17205")
+
+
+def test_questions_are_fresh() -> None:
+    """No question of the table, not even without case and punctuation, is one that training has seen."""
+    seen = {plain(turn.question) for c in corpus.conversations() for turn in c.turns}
+    assert len(QUESTIONS) >= QUESTIONS_MIN
+    assert [question.text for question in QUESTIONS if plain(question.text) in seen] == []
+
+
+def test_facts_are_unambiguous() -> None:
+    assert len(facts.CAPITALS) > 150
+    assert set(facts.ALIASES.values()) <= set(facts.CAPITALS)
+    assert set(facts.FAMILIAR) <= set(facts.CAPITALS)
+    assert not set(facts.UNKNOWN_PLACES) & (set(facts.CAPITALS) | set(facts.ALIASES))
+    assert not set(facts.UNKNOWN_CITIES) & set(facts.CAPITALS.values())
+    shared_by_several = {city for city, n in Counter(facts.CAPITALS.values()).items() if n > 1}
+    assert shared_by_several == {"London"}
+
+
+def test_names_lead_to_one_concept_and_subjects_to_one_story() -> None:
+    for groups in ([c.names + c.questions for c in CONCEPTS], [s.subjects for s in STORIES]):
+        assert [name for name, n in Counter(sum(groups, ())).items() if n > 1] == []
+
+
+# ------------------------------------------------------------------------------------- files
+
+
+def test_the_files_are_small(tokenizer: Tokenizer) -> None:
+    weights = load_file(MODEL_DIR / "model.safetensors")
+    assert {value.dtype for value in weights.values()} == {torch.bfloat16}
+    weight_bytes = sum(value.numel() * value.element_size() for value in weights.values())
+    assert weight_bytes <= WEIGHT_BYTES_MAX
+    assert (MODEL_DIR / "model.safetensors").stat().st_size <= weight_bytes + HEADER_BYTES_MAX
+    assert tokenizer.get_vocab_size() <= VOCABULARY_MAX
+
+
+def test_ids_agree_between_the_files(tokenizer: Tokenizer) -> None:
+    config = json.loads((MODEL_DIR / "config.json").read_text())
+    generation = json.loads((MODEL_DIR / "generation_config.json").read_text())
+    assert config["vocab_size"] == tokenizer.get_vocab_size()
+    assert config["eos_token_id"] == generation["eos_token_id"] == token_id(tokenizer, END)
+
+
+def test_digits_stand_alone(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("2024 and 17+20").tokens
+    assert [t for t in tokens if re.search(r"\d", t)] == list("20241720")
+
+
+@pytest.mark.parametrize("text", ["plain", "naïve 東京 🙂\n\n  two  spaces\ttab ", "\x00\x7f"])
+def test_any_text_comes_back_from_its_tokens(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_the_chat_template_renders_what_training_rendered() -> None:
+    messages = corpus.conversation(3).messages()
+    as_dicts = [{"role": role, "content": content} for role, content in messages]
+    template = AutoTokenizer.from_pretrained(MODEL_DIR)
+    assert template.apply_chat_template(as_dicts, tokenize=False) == render(messages)
+    asked = template.apply_chat_template(as_dicts[:-1], tokenize=False, add_generation_prompt=True)
+    assert asked == render(messages[:-1], ask=True)
+
+
+def test_only_the_assistant_is_learned(tokenizer: Tokenizer) -> None:
+    messages = [
+        ("system", "Be kind."),
+        ("user", "Hello"),
+        ("assistant", "Hi."),
+        ("user", "2"),
+        ("assistant", "3"),
+    ]
+    ids = tokenizer.encode(render(messages)).ids
+    learned = [i for i, keep in zip(ids, learned_positions(ids, tokenizer), strict=True) if keep]
+    assert tokenizer.decode(learned, skip_special_tokens=False) == f"Hi.{END}3{END}"
+    assert token_id(tokenizer, START) not in learned
+
+
+# ----------------------------------------------------------------------------------- answers
+
+
+def test_transformers_computes_the_same(model: DemoModel, tokenizer: Tokenizer) -> None:
+    reference = LlamaForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+    ids = torch.tensor([tokenizer.encode(render(corpus.conversation(1).messages())).ids])
+    with torch.inference_mode():
+        ours = model.logits(model.hidden(ids)[0])
+        theirs = reference(ids).logits
+    torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-4)
+
+
+def test_answers_do_not_depend_on_the_batch(model: DemoModel, tokenizer: Tokenizer) -> None:
+    some = [question.messages for question in QUESTIONS[::16]]
+    together = evaluate.answers(model, tokenizer, some)
+    assert together == [evaluate.answers(model, tokenizer, [messages])[0] for messages in some]
+
+
+def test_fresh_questions_are_answered(model: DemoModel, tokenizer: Tokenizer) -> None:
+    replies = evaluate.answers(model, tokenizer, [question.messages for question in QUESTIONS])
+    wrong = [
+        f"{question.topic}: {question.text!r} -> {reply[:80]!r}"
+        for question, reply in zip(QUESTIONS, replies, strict=True)
+        if not question.accepts(reply)
+    ]
+    assert len(wrong) <= (1 - ACCURACY_MIN) * len(QUESTIONS), "\n".join(wrong)
