@@ -27,7 +27,7 @@ WORLDS = {
     "everybody asks prompt logprobs": SimConfig(pages=18, prompt_logprobs_share=1.0),
     "one prompt, many children": SimConfig(prefixes=1, n_max=8, requests=25, salts=1),
 }
-SEEDS = 12
+SEEDS = 10
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -84,5 +84,5 @@ def test_over_admission_does_not_thrash(seed: int) -> None:
     pressed = simulate(seed, replace(PRESSED, pages=pages))
     assert roomy.preemptions == 0
     assert pressed.preemptions_most <= PRESSED.scheduler.preemptions_max
-    assert pressed.computed_tokens <= 1.15 * roomy.computed_tokens
-    assert pressed.elapsed_s <= 1.35 * roomy.elapsed_s
+    assert pressed.computed_tokens <= 1.1 * roomy.computed_tokens
+    assert pressed.elapsed_s <= 1.2 * roomy.elapsed_s

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import pytest
+
+from engine.core.config import SchedulerConfig
+from engine.core.loop import CoreLoop, Disconnected, last_words
+from engine.core.messages import (
+    AbortSequences,
+    AddSequence,
+    CoreFailed,
+    CoreInput,
+    CoreOutput,
+    CoreReady,
+    FinishReason,
+    Plan,
+    RunResult,
+    StepOutput,
+    StopCore,
+)
+from tests.engine.core.harness import STEP_S, greedy
+from tests.fake_runner import FakeRunner, runner_info, solo
+from tests.fakes import VirtualClock
+
+BUDGET = 64
+PROMPT = [1, 2, 3, 4, 5]
+
+
+class ScriptedInbox:
+    """Hands over one batch a call. With nothing left it stops the core, so no test can hang."""
+
+    def __init__(self, *batches: list[CoreInput]) -> None:
+        self._batches = list(batches)
+        self.waits: list[bool] = []
+
+    def receive(self, *, wait: bool) -> list[CoreInput]:
+        self.waits.append(wait)
+        while self._batches:
+            batch = self._batches.pop(0)
+            if batch or not wait:
+                return batch
+        return [StopCore()] if wait else []
+
+
+class ListOutbox:
+    def __init__(self) -> None:
+        self.messages: list[CoreOutput] = []
+
+    def send(self, message: CoreOutput) -> None:
+        self.messages.append(message)
+
+    @property
+    def steps(self) -> list[StepOutput]:
+        return [message for message in self.messages if isinstance(message, StepOutput)]
+
+
+class TickingRunner(FakeRunner):
+    def __init__(self, clock: VirtualClock, fails_at: int | None = None) -> None:
+        super().__init__(runner_info(), BUDGET)
+        self.clock = clock
+        self.fails_at = fails_at
+
+    def run(self, plan: Plan) -> RunResult:
+        if plan.step == self.fails_at:
+            raise RuntimeError("the device\nis lost")
+        self.clock.advance(STEP_S)
+        return super().run(plan)
+
+
+class World:
+    def __init__(self, *batches: list[CoreInput], fails_at: int | None = None) -> None:
+        clock = VirtualClock()
+        self.inbox, self.outbox = ScriptedInbox(*batches), ListOutbox()
+        runner = TickingRunner(clock, fails_at)
+        self.loop = CoreLoop(runner, self.inbox, self.outbox, SchedulerConfig(BUDGET), clock)
+
+    def tokens(self, handle: int) -> list[int]:
+        return [
+            token
+            for step in self.outbox.steps
+            for row, token in zip(step.handles, step.tokens, strict=True)
+            if row == handle
+        ]
+
+    @property
+    def ends(self) -> list[tuple[int, FinishReason]]:
+        return [(end.handle, end.reason) for step in self.outbox.steps for end in step.finished]
+
+
+def add(handle: int, max_tokens: int = 4) -> AddSequence:
+    return AddSequence(handle, f"req_{handle}", [*PROMPT, handle], greedy(max_tokens))
+
+
+def test_says_ready_first_then_one_message_per_step() -> None:
+    world = World([add(1)], [], [add(2)])
+    world.loop.run()
+    ready, *steps = world.outbox.messages
+    assert isinstance(ready, CoreReady)
+    assert (ready.pages, ready.page_size, ready.slots) == (64, 4, 8)
+    assert [step.step for step in world.outbox.steps] == list(range(1, len(steps) + 1))
+    for handle in (1, 2):
+        assert world.tokens(handle) == solo([*PROMPT, handle], greedy(4), 50).tokens
+    assert world.outbox.steps[0].stats.step_s == pytest.approx(STEP_S)
+
+
+def test_waits_only_when_it_has_nothing_to_do() -> None:
+    world = World([add(1, max_tokens=2)], [], [], [add(2, max_tokens=1)])
+    world.loop.run()
+    # idle; decode of 1 is due; idle: an empty batch is not handed to one that waits; idle
+    assert world.inbox.waits == [True, False, True, True]
+    assert [step.step for step in world.outbox.steps] == [1, 2, 3]
+
+
+def test_news_without_a_step_is_told_at_once() -> None:
+    world = World([add(1), AbortSequences([1, 99])], [AddSequence(2, "req_2", [], greedy(1))])
+    world.loop.run()
+    assert world.ends == [(1, FinishReason.ABORTED), (2, FinishReason.REJECTED)]
+    assert [(step.step, step.tokens) for step in world.outbox.steps] == [(0, []), (0, [])]
+
+
+def test_an_abort_takes_effect_before_the_next_plan() -> None:
+    world = World([add(1, max_tokens=9), add(2)], [AbortSequences([1])])
+    world.loop.run()
+    assert len(world.tokens(1)) == 1
+    assert world.ends == [(1, FinishReason.ABORTED), (2, FinishReason.LENGTH)]
+    assert world.outbox.steps[-1].stats.pages_owned == 0
+
+
+def test_stop_ends_it_with_work_on_its_hands() -> None:
+    world = World([add(1)], [StopCore(), add(2)])
+    world.loop.run()
+    assert len(world.outbox.steps) == 1
+
+
+def test_a_runner_that_fails_is_reported_and_raised() -> None:
+    world = World([add(1)], fails_at=3)
+    with pytest.raises(RuntimeError, match="is lost"):
+        world.loop.run()
+    failed = world.outbox.messages[-1]
+    assert isinstance(failed, CoreFailed)
+    assert failed.message.startswith("RuntimeError at ")
+    assert "test_loop.py" in failed.message
+    assert failed.message.endswith("the device is lost")
+    assert len(world.outbox.steps) == 2
+
+
+def test_last_words_are_one_line_of_bounded_length() -> None:
+    words = last_words(ValueError("a\nb" * 10_000))
+    assert words.startswith("ValueError: a ba b")
+    assert len(words) == 500
+    assert "\n" not in words
+
+
+def test_without_anybody_to_tell_it_just_ends() -> None:
+    class Gone:
+        def receive(self, *, wait: bool) -> list[CoreInput]:
+            raise Disconnected("gone")
+
+    world = World()
+    loop = CoreLoop(TickingRunner(VirtualClock()), Gone(), world.outbox, SchedulerConfig(BUDGET))
+    loop.run()
+    assert [type(message) for message in world.outbox.messages] == [CoreReady]

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from engine.core import transport
+from engine.core.loop import Disconnected
+from engine.core.messages import (
+    AbortSequences,
+    AddSequence,
+    CoreInput,
+    CoreOutput,
+    CoreProgress,
+    Finished,
+    FinishReason,
+    SamplingParams,
+    StepOutput,
+    StopCore,
+)
+from engine.core.transport import HIGH_WATER_MARK, RECEIVE_MAX, CoreTransport
+from tests.engine.core.harness import Harness, greedy
+
+ADD = AddSequence(
+    7,
+    "req_7",
+    [1, 2, 2**31],
+    SamplingParams(2**64 - 1, 5, logit_bias=((3, -1.5),), stop_token_ids=(2,), logprobs=3),
+    b"\x00salt",
+)
+
+
+class ApiSide:
+    """The other two ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.to_core, self.from_core = f"ipc://{folder}/in", f"ipc://{folder}/out"
+        self.push, self.pull = self.context.socket(zmq.PUSH), self.context.socket(zmq.PULL)
+        self.push.bind(self.to_core)
+        self.pull.bind(self.from_core)
+        self._decoder = msgspec.msgpack.Decoder(CoreOutput)
+
+    def send(self, *messages: CoreInput) -> None:
+        for message in messages:
+            self.push.send(msgspec.msgpack.encode(message))
+
+    def receive(self) -> CoreOutput:
+        assert self.pull.poll(10_000), "nothing came"
+        return self._decoder.decode(self.pull.recv())
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def api(tmp_path: Path) -> Iterator[ApiSide]:
+    side = ApiSide(tmp_path)
+    yield side
+    side.close()
+
+
+@pytest.fixture
+def core(api: ApiSide) -> Iterator[CoreTransport]:
+    with CoreTransport(api.to_core, api.from_core) as core:
+        yield core
+
+
+def test_messages_arrive_whole_and_in_order(api: ApiSide, core: CoreTransport) -> None:
+    sent = [ADD, AbortSequences([7, 8]), StopCore()]
+    api.send(*sent)
+    got: list[CoreInput] = []
+    while len(got) < len(sent):
+        got += core.inbox.receive(wait=True)
+    assert got == sent
+    assert core.inbox.receive(wait=False) == []
+
+
+def test_a_step_survives_the_wire(api: ApiSide, core: CoreTransport) -> None:
+    h = Harness()
+    h.add(1, [1, 2, 3], greedy(1, logprobs=2, prompt_logprobs=1))
+    plan = h.plan()
+    assert plan is not None
+    h.finish_step(plan)
+    output = h.scheduler.report()
+    assert output is not None
+    assert output.prompt_logprobs
+    core.outbox.send(CoreProgress("loading"))
+    core.outbox.send(output)
+    assert api.receive() == CoreProgress("loading")
+    assert api.receive() == output
+
+
+def test_one_step_takes_in_a_bounded_number(
+    api: ApiSide, core: CoreTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert HIGH_WATER_MARK <= RECEIVE_MAX
+    monkeypatch.setattr(transport, "RECEIVE_MAX", 2)
+    api.send(*[AbortSequences([handle]) for handle in range(5)])
+    got: list[CoreInput] = []
+    while len(got) < 5:
+        batch = core.inbox.receive(wait=True)
+        assert 1 <= len(batch) <= 2
+        got += batch
+    assert got == [AbortSequences([handle]) for handle in range(5)]
+
+
+def test_what_it_cannot_read_is_an_error(api: ApiSide, core: CoreTransport) -> None:
+    api.push.send(b"\x92\xa3add\x01")
+    with pytest.raises(msgspec.ValidationError):
+        core.inbox.receive(wait=True)
+
+
+def test_a_reader_that_falls_behind_is_waited_for_and_misses_nothing(
+    api: ApiSide, core: CoreTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody reads: `send` takes a bounded number and then waits, until it hears the parent is gone."""
+    monkeypatch.setattr(transport, "PARENT_CHECK_MS", 20)
+    monkeypatch.setattr(os, "getppid", lambda: -1)
+    sent = 0
+    with contextlib.suppress(Disconnected):
+        while sent < 100_000:
+            core.outbox.send(CoreProgress(f"{sent} " + "x" * 2000))
+            sent += 1
+    assert HIGH_WATER_MARK <= sent < 3_000
+    for number in range(sent):
+        message = api.receive()
+        assert isinstance(message, CoreProgress)
+        assert message.stage.split()[0] == str(number)
+
+
+def test_waiting_ends_when_the_parent_is_gone(core: CoreTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "PARENT_CHECK_MS", 20)
+    answers = iter([os.getppid(), os.getppid(), -1])
+    monkeypatch.setattr(os, "getppid", lambda: next(answers))
+    with pytest.raises(Disconnected):
+        core.inbox.receive(wait=True)
+
+
+def test_busy_or_not_it_notices_that_the_parent_is_gone(
+    core: CoreTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getppid", lambda: -1)
+    with pytest.raises(Disconnected):
+        core.inbox.receive(wait=False)
+
+
+CORE = """
+    import sys
+    from engine.core.config import SchedulerConfig
+    from engine.core.loop import CoreLoop
+    from engine.core.transport import CoreTransport
+    from tests.fake_runner import FakeRunner, runner_info
+    with CoreTransport(*sys.argv[1:3]) as core:
+        CoreLoop(FakeRunner(runner_info(), 64), core.inbox, core.outbox, SchedulerConfig(64)).run()
+"""
+PARENT = """
+    import subprocess, sys
+    subprocess.Popen([sys.executable, "-c", *sys.argv[1:]]).wait()
+"""
+
+
+def test_a_core_in_its_own_process_dies_with_its_parent(api: ApiSide) -> None:
+    argv = [sys.executable, "-c", textwrap.dedent(PARENT), textwrap.dedent(CORE), api.to_core, api.from_core]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as parent:
+        try:
+            api.receive()  # ready
+            api.send(AddSequence(1, "req_1", [1, 2, 3], greedy(3)))
+            ends: list[Finished] = []
+            while not ends:
+                step = api.receive()
+                assert isinstance(step, StepOutput)
+                ends = step.finished
+            assert ends[0].reason is FinishReason.LENGTH
+        finally:
+            parent.kill()
+        assert parent.stdout is not None
+        assert parent.stdout.read() == b""  # the end of the pipe: the core, which inherited it, is gone
