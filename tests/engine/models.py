@@ -19,7 +19,8 @@ BOS_ID, EOS_ID = 0, 1
 CONTEXT_LEN = 512
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}\n{% endfor %}"
+    "{{ bos_token }}{% for message in messages %}"
+    "[{{ message['role'] }}] {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 
@@ -104,7 +105,7 @@ def reference_greedy(path: Path, prompts: Sequence[Sequence[int]], n: int) -> li
 
 
 def _enliven(model: Any) -> None:
-    """Fresh models are too tame to test with: zero biases, unit norms, and logits so flat that rounding decides."""
+    """Fresh models are too tame: zero biases, unit norms, and logits so flat that rounding decides."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -129,7 +130,7 @@ def _write_tokenizer(path: Path) -> None:
         show_progress=False,
     )
     text = (
-        "the water in the pipe turns the wheel, and the gate lets the water through when the wheel is to turn; "
+        "the water in the pipe turns the wheel, and the gate lets water through when the wheel is to turn "
         "nobody stands below who would rather have dry feet, because a river never asks before it comes "
     )
     tokenizer.train_from_iterator([text] * 4, trainer)

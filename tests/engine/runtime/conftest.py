@@ -1,0 +1,43 @@
+"""Models are made once per session; one thread, so that neighbours on the machine do not matter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.runtime.config import RunnerConfig
+from engine.runtime.load import load_runner
+from engine.runtime.model_runner import ModelRunner
+from tests.engine.models import make_tiny_model
+
+MakeModel = Callable[..., Path]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
+    """make_tiny_model, remembering what it made."""
+    made: dict[str, Path] = {}
+
+    def make(family: str, **overrides: Any) -> Path:
+        key = f"{family} {json.dumps(overrides, sort_keys=True)}"
+        if key not in made:
+            made[key] = make_tiny_model(family, tmp_path_factory.mktemp(family), **overrides)
+        return made[key]
+
+    return make
+
+
+def load(path: Path, **overrides: Any) -> ModelRunner:
+    """A small fp32 runner."""
+    settings = {"dtype": "float32", "page_size": 16, "max_num_seqs": 8, "threads": 1} | overrides
+    return load_runner(RunnerConfig(str(path), **settings), lambda stage: None)

@@ -1,0 +1,112 @@
+"""Writes plans by hand: a scheduler's bookkeeping without its decisions."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.core.messages import Plan, RunResult, SamplingParams, SlotStart, TokenLogprobs
+from engine.runtime.model_runner import ModelRunner
+
+
+@dataclass
+class Life:
+    """One sequence, as the driver follows it."""
+
+    tokens: list[int]
+    prompt_len: int
+    sampling: SamplingParams
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+
+class Driver:
+    """Hands out pages in shuffled order, so that they never lie side by side. With `poison`, every page
+    that nobody owns holds NaN."""
+
+    def __init__(self, runner: ModelRunner, *, seed: int = 0, poison: bool = True) -> None:
+        self.runner = runner
+        self.lives: dict[int, Life] = {}
+        self._free = list(range(runner.info.pages))
+        random.Random(seed).shuffle(self._free)
+        self._poison = poison
+        self._left: list[int] = []
+        self._seated: list[SlotStart] = []
+        if poison:
+            self._spoil(self._free)
+
+    def seat(
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        prompt_len: int | None = None,
+    ) -> Life:
+        life = Life(list(tokens), prompt_len or len(tokens), sampling)
+        self.lives[slot] = life
+        self._seated.append(SlotStart(slot, list(tokens), life.prompt_len, sampling))
+        return life
+
+    def leave(self, slot: int) -> None:
+        life = self.lives.pop(slot)
+        self._left.append(slot)
+        self._free = life.pages + self._free
+        if self._poison:
+            self._spoil(life.pages)
+
+    def step(self, rows: Sequence[tuple[int, int]]) -> RunResult:
+        """Compute so many further tokens of each slot; a row that reaches what is known samples."""
+        size = self.runner.info.page_size
+        grown, positions, samples = [], [], []
+        for slot, length in rows:
+            life = self.lives[slot]
+            end = life.computed + length
+            needed = -(-end // size) - len(life.pages)
+            if needed > 0:
+                pages, self._free = self._free[:needed], self._free[needed:]
+                life.pages += pages
+                grown.append((slot, pages))
+            positions.append(life.computed)
+            samples.append(end == len(life.tokens))
+            life.computed = end
+        slots, lengths = [slot for slot, _ in rows], [length for _, length in rows]
+        plan = Plan(0, self._left, self._seated, grown, slots, positions, lengths, samples)
+        self._left, self._seated = [], []
+        result = self.runner.run(plan)
+        self._commit([slot for slot, sampled in zip(slots, samples, strict=True) if sampled], result)
+        return result
+
+    def finish(self, slots: Sequence[int], outputs: int, chunk: int = 1 << 20) -> None:
+        """Run until each slot has so many output tokens: decodes first, then one chunk of one prompt."""
+        while True:
+            waiting = [s for s in slots if len(self.lives[s].output) < outputs]
+            if not waiting:
+                return
+            rest = {s: len(self.lives[s].tokens) - self.lives[s].computed for s in waiting}
+            decodes = [(s, 1) for s in waiting if rest[s] == 1]
+            prefills = [(s, min(chunk, rest[s])) for s in waiting if rest[s] > 1]
+            self.step(decodes + (prefills[:1] if chunk < 1 << 20 else prefills))
+
+    def _commit(self, sampled: Sequence[int], result: RunResult) -> None:
+        assert len(result.tokens) == len(sampled)
+        for i, slot in enumerate(sampled):
+            self.lives[slot].tokens.append(result.tokens[i])
+            entry = result.logprobs[i] if result.logprobs else None
+            if entry is not None:
+                self.lives[slot].logprobs.append(entry)
+        for slot, entries in result.prompt_logprobs:
+            self.lives[slot].prompt_logprobs += entries
+
+    @torch.inference_mode()
+    def _spoil(self, pages: Sequence[int]) -> None:
+        for cache in (*self.runner.cache.keys, *self.runner.cache.values):
+            cache[list(pages)] = torch.nan
