@@ -1,0 +1,137 @@
+"""A model's chat template, rendered in a sandbox, to the letter as transformers renders it.
+
+Templates come from the model directory alone, never from a client. Still they are somebody else's
+code, so they run in Jinja's immutable sandbox, they see nothing but plain data, and what they can
+build is bounded: the rendered chat, and any string or list made by multiplication.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any, Final
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from shared.clock import SYSTEM_CLOCK, Clock
+from shared.errors import InvalidRequest
+from shared.openai import BODY_LEN_MAX, ChatMessage
+
+RENDERED_LEN_MAX: Final = 2 * BODY_LEN_MAX
+"""Characters. A chat at the body's limit, and as much again for what the template adds."""
+MESSAGE_LEN_MAX: Final = 200
+"""Characters of a template's own error message that reach the client."""
+
+_FAILURES: Final = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What a template's code can raise, beside Jinja's own errors, on messages it was not made for."""
+
+
+class ChatTemplate:
+    """A compiled template. Raises ValueError when it is not valid Jinja."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str], clock: Clock = SYSTEM_CLOCK) -> None:
+        """`special_tokens`: names as templates know them (`bos_token`) to their text."""
+        try:
+            self._template = _environment(clock).from_string(source)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template does not compile: {error}") from error
+        self._special_tokens = special_tokens
+        self._knows_developer = "developer" in source
+
+    def render(self, messages: list[ChatMessage]) -> str:
+        """The prompt, ready for the assistant's turn. Raises InvalidRequest where the template refuses."""
+        blocks: list[str] = []
+        room = RENDERED_LEN_MAX
+        try:
+            for block in self._template.generate(
+                messages=[self._plain(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._special_tokens,
+            ):
+                blocks.append(block)
+                room -= len(block)
+                if room < 0:
+                    raise InvalidRequest("The chat is too long.", param="messages")
+        except _Refused as error:
+            message = f"The model's chat template refuses these messages: {error}"
+            raise InvalidRequest(message[:MESSAGE_LEN_MAX], param="messages") from None
+        except (jinja2.TemplateError, *_FAILURES) as error:
+            raise InvalidRequest(
+                "The model's chat template cannot render these messages.",
+                param="messages",
+                detail=f"the chat template raised {type(error).__name__}",
+            ) from None
+        return "".join(blocks)
+
+    def _plain(self, message: ChatMessage) -> dict[str, str]:
+        """As templates know messages. To those that never heard of developers, they are the system."""
+        role = "system" if message.role == "developer" and not self._knows_developer else message.role
+        plain = {"role": role, "content": message.text}
+        if message.name is not None:
+            plain["name"] = message.name
+        return plain
+
+
+class _Refused(jinja2.TemplateError):
+    """The template called `raise_exception`."""
+
+
+def _raise_exception(message: object) -> None:
+    raise _Refused(str(message))
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            raise jinja2.exceptions.SecurityError("powers are not for chat templates")
+        for sequence, times in ((left, right), (right, left)):
+            if isinstance(sequence, str | list | tuple) and len(sequence) * times > RENDERED_LEN_MAX:
+                raise OverflowError("a product that is larger than any chat")
+        return super().call_binop(context, operator, left, right)
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's text for training; for serving it is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012  Jinja's own declaration
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment(clock: Clock) -> _Environment:
+    environment = _Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now(clock)
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML, which no model has seen in training."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _strftime_now(clock: Clock) -> Callable[[str], str]:
+    """Local time, as transformers has it."""
+    return lambda format_: datetime.fromtimestamp(clock.wall()).strftime(format_)

@@ -1,0 +1,517 @@
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from shared import tokenizer as tokenizer_module
+from shared.errors import InvalidRequest, Overloaded
+from shared.openai import ChatMessage, ChatRequest, CompletionRequest, TextPart
+from shared.tokenizer import PENDING_MAX, Tokenizer, TokenizerBundle, TokenizerThreads, UnusableTokenizer
+
+CORPUS = [
+    "The valve opens and the water flows through the penstock to the turbine. " * 20,
+    "Größe, façade, naïve — 水力発電 🌊 ночь. " * 20,
+    "0123456789 () {} [] <> : ; , . ! ? ' \" \n\n\t" * 20,
+]
+SPECIALS = ["<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>"]
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    """GPT-2's kind: every byte is a character of the vocabulary."""
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=SPECIALS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(CORPUS, trainer)
+    return made
+
+
+def sentencepiece() -> tokenizers.Tokenizer:
+    """Llama 2's kind: spaces are written as U+2581, what is unknown falls back to bytes."""
+    learned = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
+    learned.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=380, special_tokens=[*SPECIALS, *bytes_], show_progress=False, limit_alphabet=60
+    )
+    learned.train_from_iterator(CORPUS[:1], trainer)
+    model = json.loads(learned.to_str())["model"]
+    merges = [tuple(merge) for merge in model["merges"]]
+    made = tokenizers.Tokenizer(
+        models.BPE(vocab=model["vocab"], merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    made.add_special_tokens([AddedToken(special, special=True, normalized=False) for special in SPECIALS])
+    made.normalizer = learned.normalizer
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return made
+
+
+def with_bos(made: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return made
+
+
+def bundle_of(made: tokenizers.Tokenizer, template: str | None = None) -> TokenizerBundle:
+    return TokenizerBundle(
+        tokenizer_json=made.to_str(),
+        chat_template=template,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+    )
+
+
+BYTE_LEVEL = Tokenizer(bundle_of(with_bos(byte_level())))
+SENTENCEPIECE = Tokenizer(bundle_of(with_bos(sentencepiece())))
+BOTH = pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE], ids=["byte-level", "sentencepiece"])
+
+# -- chat templates, against transformers ---------------------------------------------------------
+
+CHATML = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+LLAMA_3 = """\
+{{- bos_token }}
+{%- if custom_tools is defined %}{% set tools = custom_tools %}{% endif %}
+{%- if not date_string is defined %}
+    {%- set date_string = strftime_now("%d %b %Y") if strftime_now is defined else "26 Jul 2024" %}
+{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|im_start|>system\\n\\nToday: " + date_string + "\\n\\n" + system_message + "<|im_end|>" }}
+{%- for message in messages %}
+    {%- if tools is none or not tools %}
+    {{- '<|im_start|>' + message['role'] + '\\n\\n'+ message['content'] | trim + '<|im_end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n\\n' }}
+{%- endif %}
+"""
+MISTRAL = """\
+{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{%- set ns = namespace(index=0) %}
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if (message["role"] == "user") != (ns.index % 2 == 0) %}
+        {{- raise_exception("After the optional system message, roles must alternate user and assistant") }}
+    {%- endif %}
+    {%- if message["role"] == "user" %}
+        {%- if loop.last and system_message is defined %}
+            {{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
+        {%- else %}
+            {{- "[INST] " + message["content"] + "[/INST]" }}
+        {%- endif %}
+    {%- else %}
+        {{- " " + message["content"] + eos_token}}
+    {%- endif %}
+    {%- set ns.index = ns.index + 1 %}
+{%- endfor %}
+"""
+ODDS = """\
+{% for message in messages %}
+    {% if message.role == 'system' %}{% continue %}{% endif %}
+{{ message | tojson }}
+{{ {'b': ['<é>', 1.5, none], 'a': true} | tojson(indent=2) }}
+    {% generation %}{{ message.content | trim }}{% endgeneration %}
+
+    {# a comment #}
+{% if loop.index > 2 %}{% break %}{% endif %}
+{% endfor %}
+{{ messages | length }} {{ (messages | map(attribute='role') | list) | tojson }}
+{% macro twice(text) %}{{ text * 2 }}{% endmacro %}
+{{ twice('ab') }}{{ dict(x=1).x }}
+"""
+TEMPLATES = {"ChatML": CHATML, "Llama 3": LLAMA_3, "Mistral": MISTRAL, "odds": ODDS}
+
+
+def says(*turns: str) -> list[ChatMessage]:
+    """`says("s:Be brief.", "u:Hi")`."""
+    roles: dict[str, Any] = {"s": "system", "d": "developer", "u": "user", "a": "assistant"}
+    return [ChatMessage(role=roles[turn[0]], content=turn[2:]) for turn in turns]
+
+
+CHATS = [
+    says("u:Hi"),
+    says("s:Be brief.", "u:What is 2 + 2? "),
+    says("u:  Größe 🌊\n", "a:水", "u:<b>&amp;</b> '\"{{ 1 }} {% if %}"),
+    says("s: Be <kind>. ", "u:a", "a:b", "u:c", "a:d", "u:e"),
+]
+
+
+@pytest.mark.parametrize("messages", CHATS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_chats_render_and_encode_as_transformers_does(name: str, messages: list[ChatMessage]) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    bundle = bundle_of(with_bos(byte_level()), TEMPLATES[name])
+    oracle: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizers.Tokenizer.from_str(bundle.tokenizer_json),
+        chat_template=bundle.chat_template,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+    )
+    ours = Tokenizer(bundle)
+    plain = [{"role": message.role, "content": message.text} for message in messages]
+    text = oracle.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+    assert ours.render_chat(messages) == text
+    ids = oracle.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
+    assert ours.prompt_ids(ChatRequest(model="m", messages=messages)) == [ids]
+
+
+def test_a_template_that_writes_bos_gets_it_once() -> None:
+    ours = Tokenizer(bundle_of(with_bos(byte_level()), "{{ bos_token }}{{ messages[0].content }}"))
+    (ids,) = ours.prompt_ids(ChatRequest(model="m", messages=says("u:Hi")))
+    assert ids == ours.encode("Hi") == [0, *ours.encode("Hi", add_special_tokens=False)]
+
+
+def test_parts_names_and_developers_reach_the_template() -> None:
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }}:{{ m.name }};{% endfor %}"
+    messages = [
+        ChatMessage(role="developer", content="x"),
+        ChatMessage(role="user", content=[TextPart("a"), TextPart("b")], name="ann"),
+    ]
+    ours = Tokenizer(bundle_of(byte_level(), template))
+    assert ours.render_chat(messages) == "system:x:;user:ab:ann;"
+    knowing = Tokenizer(bundle_of(byte_level(), template + "{# developer #}"))
+    assert knowing.render_chat(messages) == "developer:x:;user:ab:ann;"
+
+
+def refusal(template: str | None, *turns: str) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        Tokenizer(bundle_of(byte_level(), template)).render_chat(says(*(turns or ("u:secret",))))
+    assert caught.value.param == "messages"
+    assert "secret" not in caught.value.message + str(caught.value.detail)
+    return caught.value
+
+
+def test_a_template_may_refuse() -> None:
+    assert "roles must alternate" in refusal(MISTRAL, "u:a", "u:b").message
+
+
+def test_no_template_is_said_clearly() -> None:
+    assert "no chat template" in refusal(None).message
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.x.y }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ messages[0]['content'].nope() }}",
+        "{{ messages[0].__class__ }}{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='x') }}",
+        "{{ 'x' * 10**9 }}",
+        "{{ 'x' * 1000000000 }}",
+        "{{ 1000000000 * ['x'] }}",
+        "{% for i in range(1000000) %}x{% endfor %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% include 'etc/passwd' %}",
+        "{% for i in range(20) %}{{ 'x' * 1000000 }}{% endfor %}",
+    ],
+)
+def test_templates_that_fail_or_reach_out_are_refused(template: str) -> None:
+    refusal(template)
+
+
+# -- bundles --------------------------------------------------------------------------------------
+
+
+def write_model(path: Path, config: dict[str, Any] | None = None, **files: str) -> Path:
+    (path / "tokenizer.json").write_text(byte_level().to_str())
+    if config is not None:
+        (path / "tokenizer_config.json").write_text(json.dumps(config))
+    for name, text in files.items():
+        (path / name.replace("__", ".")).write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "template"),
+    [
+        (None, {}, None),
+        ({"chat_template": "one"}, {}, "one"),
+        (
+            {"chat_template": [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]},
+            {},
+            "d",
+        ),
+        ({"chat_template": [{"name": "rag", "template": "r"}]}, {}, None),
+        ({"chat_template": "one"}, {"chat_template__jinja": "file"}, "file"),
+        ({"chat_template": "one"}, {"chat_template__json": '{"chat_template": "json"}'}, "json"),
+    ],
+)
+def test_the_template_is_found(
+    tmp_path: Path, config: dict[str, Any] | None, files: dict[str, str], template: str | None
+) -> None:
+    assert TokenizerBundle.from_dir(write_model(tmp_path, config, **files)).chat_template == template
+
+
+def test_special_tokens_are_text_or_objects(tmp_path: Path) -> None:
+    config = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>", "pad_token": None}
+    extra = {"special_tokens_map__json": '{"unk_token": "<unk>", "eos_token": "other"}'}
+    bundle = TokenizerBundle.from_dir(write_model(tmp_path, config, **extra))
+    assert (bundle.bos_token, bundle.eos_token, bundle.pad_token, bundle.unk_token) == (
+        "<s>",
+        "</s>",
+        None,
+        "<unk>",
+    )
+
+
+def test_an_unusable_directory_says_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(UnusableTokenizer, match=r"no tokenizer\.json"):
+        TokenizerBundle.from_dir(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UnusableTokenizer, match="cannot be loaded"):
+        Tokenizer(TokenizerBundle.from_dir(tmp_path))
+    for text in ("{", "[]", "[" * 100_000):
+        (tmp_path / "tokenizer_config.json").write_text(text)
+        with pytest.raises(UnusableTokenizer, match="tokenizer_config"):
+            TokenizerBundle.from_dir(tmp_path)
+
+
+def test_a_broken_template_is_found_when_loading() -> None:
+    with pytest.raises(UnusableTokenizer, match="does not compile"):
+        Tokenizer(bundle_of(byte_level(), "{% for %}"))
+
+
+def test_the_hash_survives_the_hop_and_tells_bundles_apart() -> None:
+    bundle = bundle_of(byte_level(), CHATML)
+    there = msgspec.json.decode(msgspec.json.encode(bundle), type=TokenizerBundle)
+    assert there == bundle
+    assert there.hash == bundle.hash == Tokenizer(bundle).hash
+    assert bundle.hash.startswith("sha256:")
+    assert (
+        len({bundle.hash, bundle_of(byte_level(), None).hash, bundle_of(sentencepiece(), CHATML).hash}) == 3
+    )
+
+
+def test_truncation_and_padding_of_the_file_are_off() -> None:
+    made = byte_level()
+    made.enable_truncation(2)
+    made.enable_padding(length=64)
+    assert len(Tokenizer(bundle_of(made)).encode("one two three four")) in range(3, 20)
+
+
+# -- prompts --------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_every_kind_of_prompt_is_encoded(tokenizer: Tokenizer) -> None:
+    def ids(prompt: Any) -> list[list[int]]:
+        return tokenizer.prompt_ids(CompletionRequest(model="m", prompt=prompt))
+
+    one, two = tokenizer.encode("one"), tokenizer.encode("two")
+    assert one[0] == 0
+    assert ids("one") == [one]
+    assert ids(["one", "two"]) == [one, two]
+    assert ids([3, 1, 2]) == [[3, 1, 2]]
+    assert ids([[3], [1, 2]]) == [[3], [1, 2]]
+
+
+@BOTH
+@pytest.mark.parametrize("prompt", ["", [], [""], ["a", ""], [[]], [[1], []], ["a", 1], [1, [1]]])
+def test_empty_and_mixed_prompts_are_refused(tokenizer: Tokenizer, prompt: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        tokenizer.prompt_ids(CompletionRequest(model="m", prompt=prompt))
+    assert caught.value.param == "prompt"
+
+
+@BOTH
+def test_token_ids_are_checked(tokenizer: Tokenizer) -> None:
+    last = tokenizer.vocab_size - 1
+    tokenizer.prompt_ids(CompletionRequest(model="m", prompt=[0, last]))
+    for bad in (-1, last + 1, 2**40):
+        with pytest.raises(InvalidRequest) as caught:
+            tokenizer.prompt_ids(CompletionRequest(model="m", prompt=[[1], [0, bad]]))
+        assert (caught.value.param, f"between 0 and {last}" in caught.value.message) == ("prompt", True)
+
+
+# -- tokens and their bytes -----------------------------------------------------------------------
+
+
+@BOTH
+@given(text=st.text(max_size=30))
+def test_token_bytes_join_to_the_text(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    joined = b"".join(tokenizer.token_bytes(token_id) for token_id in ids).decode()
+    spaced = (
+        " " if tokenizer is SENTENCEPIECE and ids and not any(special in text for special in SPECIALS) else ""
+    )
+    assert joined.lstrip(" ") == (spaced + text).replace("▁", " " if spaced else "▁").lstrip(" ")
+
+
+@BOTH
+def test_special_and_absent_tokens_have_bytes(tokenizer: Tokenizer) -> None:
+    assert tokenizer.token_bytes(0) == b"<s>"
+    assert tokenizer.token_text(3) == "<|im_start|>"
+    assert tokenizer.token_bytes(tokenizer.vocab_size) == b""
+
+
+def test_pieces_of_characters_are_told_apart() -> None:
+    for tokenizer in (BYTE_LEVEL, SENTENCEPIECE):
+        pieces = [tokenizer.token_bytes(i) for i in tokenizer.encode("✔", add_special_tokens=False)]
+        assert b"".join(pieces).strip() == "✔".encode()
+        assert len(pieces) >= 3
+        assert tokenizer.token_text(tokenizer.encode("✔")[-1]) == "\N{REPLACEMENT CHARACTER}"
+
+
+# -- streams --------------------------------------------------------------------------------------
+
+HARD = "a✔ é水🌊👩‍👩‍👧 ночь  end"
+
+
+def streamed(tokenizer: Tokenizer, prompt_ids: list[int], ids: list[int], **options: bool) -> list[str]:
+    stream = tokenizer.decode_stream(prompt_ids, **options)
+    return [*(stream.step(token_id) for token_id in ids), stream.flush()]
+
+
+@BOTH
+@given(text=st.text(max_size=30) | st.just(HARD))
+def test_the_parts_join_to_the_whole(tokenizer: Tokenizer, text: str) -> None:
+    prompt, ids = tokenizer.encode("Say:"), tokenizer.encode(text, add_special_tokens=False)
+    whole = tokenizer.decode([*prompt, *ids])[len(tokenizer.decode(prompt)) :]
+    parts = streamed(tokenizer, prompt, ids)
+    assert "".join(parts).rstrip("\N{REPLACEMENT CHARACTER}") == whole.rstrip("\N{REPLACEMENT CHARACTER}")
+
+
+@BOTH
+def test_no_part_breaks_a_character(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(HARD, add_special_tokens=False)
+    for end in range(len(ids) + 1):
+        text = "".join(streamed(tokenizer, tokenizer.encode("Say:"), ids[:end]))
+        assert HARD.startswith(text.strip(" ") if end < len(ids) else text.lstrip(" "))
+        assert "\N{REPLACEMENT CHARACTER}" not in text
+
+
+@BOTH
+def test_prompts_that_end_within_a_character_leak_nothing(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("The secret: " + HARD, add_special_tokens=False)
+    whole = tokenizer.decode(ids)
+    assert whole.endswith(HARD)
+    for cut in range(len(ids) + 1):
+        prompt = b"".join(map(tokenizer.token_bytes, ids[:cut])).decode(errors="ignore")
+        text = "".join(streamed(tokenizer, ids[:cut], ids[cut:]))
+        rest = whole.removeprefix(prompt.removeprefix("" if whole.startswith(prompt) else " "))
+        assert text in (rest, rest.lstrip(" "))
+
+
+def test_a_token_that_ends_one_character_and_begins_another_gives_the_first() -> None:
+    spec = json.loads(byte_level().to_str())
+    next_id = len(spec["model"]["vocab"])
+    spec["model"]["vocab"] |= {"xâ": next_id, "ľĶ": next_id + 1}
+    tokenizer = Tokenizer(bundle_of(tokenizers.Tokenizer.from_str(json.dumps(spec))))
+    first, second = tokenizer.vocab_size - 2, tokenizer.vocab_size - 1
+    assert (tokenizer.token_bytes(first), tokenizer.token_bytes(second)) == (b"x\xe2", b"\x9c\x94")
+    assert streamed(tokenizer, [], [first]) == ["", "x"]
+    assert streamed(tokenizer, [], [first, second]) == ["", "x✔", ""]
+    assert streamed(tokenizer, [*tokenizer.encode("secret "), first], [second]) == ["✔", ""]
+
+
+@BOTH
+def test_bytes_that_are_no_character_do_not_hold_up_the_rest(tokenizer: Tokenizer) -> None:
+    start = tokenizer.encode("✔", add_special_tokens=False)[-3]
+    assert tokenizer.token_bytes(start) == b"\xe2"
+    text = streamed(tokenizer, [], [start] * 20)
+    assert [bool(part) for part in text].count(True) == 20 // PENDING_MAX
+    then = tokenizer.encode("The water", add_special_tokens=False)
+    assert "".join(streamed(tokenizer, [], [start] * 20 + then)).endswith("The water")
+    assert "".join(streamed(tokenizer, [start] * 20, then)).strip() == "The water"
+
+
+@BOTH
+def test_special_tokens_in_the_output_are_passed_over(tokenizer: Tokenizer) -> None:
+    pieces = tokenizer.encode("✔", add_special_tokens=False)[-3:]
+    ids = list(itertools.chain.from_iterable((piece, *[4] * 10, 10**6) for piece in pieces))
+    assert "".join(streamed(tokenizer, tokenizer.encode("a"), ids)) == "✔"
+    shown = "".join(streamed(tokenizer, tokenizer.encode("a"), [4], skip_special_tokens=False))
+    assert shown == "<|im_end|>"
+
+
+def test_a_byte_that_spoils_those_before_it_fails_no_stream() -> None:
+    """Byte fallback decodes a run of byte tokens as one: é, which has left already, is undone by E2."""
+    e_acute = SENTENCEPIECE.encode("é", add_special_tokens=False)[-2:]
+    (e2, *_) = SENTENCEPIECE.encode("✔", add_special_tokens=False)[-3:]
+    then = SENTENCEPIECE.encode("The end", add_special_tokens=False)
+    assert SENTENCEPIECE.decode([*e_acute, e2, *then]).startswith("\N{REPLACEMENT CHARACTER}" * 3)
+    assert "".join(streamed(SENTENCEPIECE, [], [*e_acute, e2, *then])) == "é The end"
+
+
+# -- threads --------------------------------------------------------------------------------------
+
+
+async def test_threads_encode_as_the_tokenizer_does() -> None:
+    threads = TokenizerThreads(BYTE_LEVEL, 2)
+    requests = [CompletionRequest(model="m", prompt=f"number {i}") for i in range(20)]
+    got = await asyncio.gather(*(threads.prompt_ids(request) for request in requests))
+    assert got == [BYTE_LEVEL.prompt_ids(request) for request in requests]
+    assert threads.hash == BYTE_LEVEL.hash
+    with pytest.raises(InvalidRequest):
+        await threads.prompt_ids(CompletionRequest(model="m", prompt=""))
+    threads.close()
+
+
+class Gated:
+    """A tokenizer whose thread stands still until it is let go."""
+
+    hash = "sha256:0"
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def prompt_ids(self, request: Any) -> list[list[int]]:
+        assert self.go.wait(30)
+        return [[1]]
+
+
+async def test_the_line_before_the_threads_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_module, "WAITING_MAX", 3)
+    gated = Gated()
+    threads = TokenizerThreads(gated, 1)  # type: ignore[arg-type]
+    request = CompletionRequest(model="m", prompt="x")
+    waiting = [asyncio.create_task(threads.prompt_ids(request)) for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await threads.prompt_ids(request)
+    waiting[2].cancel()
+    await asyncio.gather(waiting[2], return_exceptions=True)
+    another = asyncio.create_task(threads.prompt_ids(request))
+    gated.go.set()
+    assert await asyncio.gather(*waiting[:2], another) == [[[1]]] * 3
+    threads.close()
