@@ -1,0 +1,48 @@
+"""`python -m gateway --config FILE.toml`"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from gateway.app import serve
+from gateway.config import load
+from shared import logs
+from shared.config import ConfigError
+from shared.lifecycle import die_with_parent
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m gateway", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE.toml")
+    parser.add_argument("--log-level", choices=logs.LEVELS, default="info")
+    parser.add_argument("--parent-pid", type=int, help="stop when this process, the parent, is gone")
+    args = parser.parse_args(argv)
+    if args.parent_pid is not None:
+        die_with_parent(args.parent_pid)
+    try:
+        config = load(args.config, os.environ)
+    except ConfigError as error:
+        sys.stderr.write(f"{args.config} is not a usable configuration:\n{error}\n")
+        return 2
+    logs.configure("gateway", level=args.log_level)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(serve(config, args.config))
+    return 0
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    """uvloop where it is installed: a fifth less CPU for every event that is passed on."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop
+    return uvloop.new_event_loop
+
+
+if __name__ == "__main__":
+    sys.exit(main())

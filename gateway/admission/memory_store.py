@@ -1,0 +1,139 @@
+"""Quotas in this process's memory: the embedded default.
+
+One event loop, no await inside a call: every call is atomic. Usage lives as long as the process, so
+a restart forgives it, budgets too. The number of accounts is bounded by the keys and tenants that
+the configuration knows.
+
+Leases all have the same time to live, so the reservations stay in the order of their expiry when a
+renewal moves to the end.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from gateway.admission import quota
+from gateway.admission.quota import (
+    Decision,
+    Holding,
+    ReservationId,
+    Scope,
+    Settlement,
+    Subject,
+    Usage,
+    Windows,
+)
+from shared.clock import SYSTEM_CLOCK, Clock
+
+LEASE_TTL_MS: Final = 60_000
+_EMPTY: Final = Usage()
+
+
+@dataclass(slots=True)
+class _Reservation:
+    subjects: tuple[Subject, ...]
+    tokens: int
+    expires_ms: int
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Tokens since the start. Law: `reserved + overdrawn == settled + released + outstanding`."""
+
+    reserved: int = 0
+    overdrawn: int = 0
+    settled: int = 0
+    released: int = 0
+    outstanding: int = 0
+
+    @property
+    def balanced(self) -> bool:
+        return self.reserved + self.overdrawn == self.settled + self.released + self.outstanding
+
+
+class MemoryStore:
+    """A `QuotaStore`."""
+
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
+        self._usage: dict[tuple[Scope, str], Usage] = {}
+        self._reservations: OrderedDict[ReservationId, _Reservation] = OrderedDict()
+        self.ledger = Ledger()
+
+    async def reserve(self, reservation: ReservationId, subjects: Sequence[Subject], tokens: int) -> Decision:
+        assert reservation not in self._reservations
+        assert tokens >= 0
+        now_ms = self._now_ms()
+        self._expire(now_ms)
+        refusal = quota.decide(self._holdings(subjects), tokens, now_ms)
+        if refusal is None:
+            for subject in subjects:
+                self._put(subject, quota.charge(subject.limits, self._of(subject), tokens, now_ms))
+            entry = _Reservation(tuple(subjects), tokens, now_ms + LEASE_TTL_MS)
+            self._reservations[reservation] = entry
+            self.ledger.reserved += tokens
+            self.ledger.outstanding += tokens
+        return Decision(refusal, quota.windows_of(self._holdings(subjects), now_ms))
+
+    async def settle(self, reservation: ReservationId, tokens: int) -> Settlement | None:
+        assert tokens >= 0
+        now_ms = self._now_ms()
+        self._expire(now_ms)
+        entry = self._reservations.pop(reservation, None)
+        if entry is None:
+            return None
+        settlement = Settlement(entry.tokens, tokens)
+        for subject in entry.subjects:
+            self._put(subject, quota.settle(subject.limits, self._of(subject), settlement, now_ms))
+        self._book(settlement)
+        return settlement
+
+    async def renew(self, reservations: Sequence[ReservationId]) -> None:
+        now_ms = self._now_ms()
+        self._expire(now_ms)
+        for reservation in reservations:
+            if (entry := self._reservations.get(reservation)) is not None:
+                entry.expires_ms = now_ms + LEASE_TTL_MS
+                self._reservations.move_to_end(reservation)
+
+    async def windows(self, subjects: Sequence[Subject]) -> Windows:
+        return quota.windows_of(self._holdings(subjects), self._now_ms())
+
+    @property
+    def live(self) -> int:
+        """Reservations held."""
+        return len(self._reservations)
+
+    def _expire(self, now_ms: int) -> None:
+        """Whoever held these is gone without settling: they count as used in full."""
+        while self._reservations:
+            reservation, entry = next(iter(self._reservations.items()))
+            if entry.expires_ms > now_ms:
+                return
+            del self._reservations[reservation]
+            for subject in entry.subjects:
+                self._put(subject, quota.expire(self._of(subject)))
+            self._book(Settlement(entry.tokens, entry.tokens))
+
+    def _book(self, settlement: Settlement) -> None:
+        ledger = self.ledger
+        ledger.outstanding -= settlement.reserved
+        ledger.settled += settlement.settled
+        ledger.released += settlement.released
+        ledger.overdrawn += settlement.overdrawn
+        assert ledger.balanced, ledger
+
+    def _holdings(self, subjects: Sequence[Subject]) -> list[Holding]:
+        return [(subject, self._of(subject)) for subject in subjects]
+
+    def _of(self, subject: Subject) -> Usage:
+        return self._usage.get((subject.scope, subject.id), _EMPTY)
+
+    def _put(self, subject: Subject, usage: Usage) -> None:
+        self._usage[subject.scope, subject.id] = usage
+
+    def _now_ms(self) -> int:
+        return int(self._clock.monotonic() * 1000)

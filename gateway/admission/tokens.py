@@ -1,0 +1,217 @@
+"""How many tokens a request weighs: counted exactly, with the model's own tokenizer.
+
+The tokenizer is fetched from the engine, so that there is one copy of it, and its hash says when it
+has changed. Until it is there, and for engines that have none to give, prompts are estimated.
+
+Rules:
+
+1. Counting never holds up the event loop, and fetching never holds up a request.
+2. Ids that were counted are sent along; the engine trusts them only under its own tokenizer's hash.
+3. An estimate errs on the high side for most text: one token for `ESTIMATE_BYTES` bytes of UTF-8
+   (English has about four, Chinese and Japanese about three) and a few for each message's frame.
+   What it overstates comes back when the request settles.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from gateway.config import ModelConfig
+from shared import logs
+from shared.clock import SYSTEM_CLOCK, Clock
+from shared.errors import ApiError, ContextLengthExceeded
+from shared.openai import ChatRequest, CompletionRequest, PromptExtension
+from shared.tokenizer import Tokenizer, TokenizerBundle, TokenizerThreads, UnusableTokenizer
+
+ESTIMATE_BYTES: Final = 3
+ESTIMATE_MESSAGE_TOKENS: Final = 8
+RETRY_S_MIN: Final = 0.5
+RETRY_S_MAX: Final = 15.0
+QUOTA_SHARE_MAX: Final = 4
+"""A request that states no maximum reserves at most this fraction (one quarter) of the tightest
+tokens-per-minute limit for its completion, so that small limits still let it through."""
+
+log = logs.get(__name__)
+
+PromptRequest = ChatRequest | CompletionRequest
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProfile:
+    """What an engine says about a model."""
+
+    bundle: TokenizerBundle | None
+    max_model_len: int | None
+    created: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    prompt_tokens: int
+    """Of all prompts together."""
+    longest: int
+    """Of the longest of them."""
+    prompts: int
+    extension: PromptExtension | None
+    """The ids, when they were counted and not estimated."""
+
+    @property
+    def is_exact(self) -> bool:
+        return self.extension is not None
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known about one model, and whether to ask again."""
+
+    profile: EngineProfile | None = None
+    threads: TokenizerThreads | None = None
+    stale: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def hash(self) -> str | None:
+        return self.threads.hash if self.threads else None
+
+
+class TokenCounter:
+    def __init__(
+        self,
+        models: Iterable[ModelConfig],
+        fetch: Callable[[ModelConfig], Awaitable[EngineProfile]],
+        threads: int,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._models: Final = {model.name: model for model in models}
+        self._known: Final = {name: _Known() for name in self._models}
+        self._fetch = fetch
+        self._threads = threads
+        self._clock = clock
+
+    def profile(self, model: ModelConfig) -> EngineProfile | None:
+        return self._known[model.name].profile
+
+    async def count(self, model: ModelConfig, request: PromptRequest) -> Count:
+        """Raises InvalidRequest for a prompt that is empty or that the chat template refuses."""
+        threads = self._known[model.name].threads
+        if threads is None:
+            return estimate(request)
+        prompt_ids = await threads.prompt_ids(request)
+        lengths = [len(ids) for ids in prompt_ids]
+        return Count(sum(lengths), max(lengths), len(lengths), PromptExtension(threads.hash, prompt_ids))
+
+    def check_fits(self, model: ModelConfig, request: PromptRequest, count: Count) -> None:
+        """Raises ContextLengthExceeded, when the count is exact and the engine told its length."""
+        profile = self._known[model.name].profile
+        if profile is None or profile.max_model_len is None or not count.is_exact:
+            return
+        limit, named = profile.max_model_len, _named_maximum(request)
+        if count.longest + max(1, named or 0) <= limit:
+            return
+        message = f"This model's context holds {limit} tokens, and the prompt has {count.longest}"
+        if named is None or count.longest >= limit:
+            param = "messages" if isinstance(request, ChatRequest) else "prompt"
+            raise ContextLengthExceeded(f"{message}.", param=param)
+        newer = isinstance(request, ChatRequest) and request.max_completion_tokens is not None
+        param = "max_completion_tokens" if newer else "max_tokens"
+        raise ContextLengthExceeded(f"{message}: there is no room for {named} more.", param=param)
+
+    def reservation(
+        self,
+        model: ModelConfig,
+        request: PromptRequest,
+        count: Count,
+        estimate_max: int,
+        tokens_per_min: int | None,
+    ) -> int:
+        """The tokens to reserve: all prompts, and for every choice the most it may generate.
+
+        A request that states no maximum reserves `estimate_max` for each choice instead, or what the
+        context leaves, and in all no more than a share of the tightest limit.
+        """
+        choices = (request.n or 1) * count.prompts
+        if request.output_tokens_max is not None:
+            return count.prompt_tokens + choices * request.output_tokens_max
+        profile = self._known[model.name].profile
+        if profile is not None and profile.max_model_len is not None:
+            estimate_max = min(estimate_max, max(1, profile.max_model_len - count.longest))
+        completion = choices * estimate_max
+        if tokens_per_min is not None:
+            completion = min(completion, max(1, tokens_per_min // QUOTA_SHARE_MAX))
+        return count.prompt_tokens + completion
+
+    def observe(self, model: ModelConfig, tokenizer_hash: str | None) -> None:
+        """Every answer names its engine's tokenizer: fetch it when it is not the one in use."""
+        known = self._known[model.name]
+        if tokenizer_hash is not None and tokenizer_hash != known.hash:
+            known.stale.set()
+
+    async def run(self) -> None:
+        """Fetch, and keep fresh, what is known about every model. Runs until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for name in self._models:
+                group.create_task(self._keep(name))
+
+    def close(self) -> None:
+        for known in self._known.values():
+            if known.threads is not None:
+                known.threads.close()
+
+    async def _keep(self, name: str) -> None:
+        known = self._known[name]
+        retry_s = RETRY_S_MIN
+        while True:
+            known.stale.clear()
+            try:
+                await self._adopt(name, await self._fetch(self._models[name]))
+            except ApiError as error:
+                log.warning("tokenizer.unavailable", model=name, error=error.code, detail=error.detail)
+                await self._clock.sleep(retry_s)
+                retry_s = min(RETRY_S_MAX, 2 * retry_s)
+                continue
+            retry_s = RETRY_S_MIN
+            await known.stale.wait()
+            await self._clock.sleep(RETRY_S_MIN)  # replicas that differ must not make this spin
+
+    async def _adopt(self, name: str, profile: EngineProfile) -> None:
+        known = self._known[name]
+        known.profile = profile
+        if profile.bundle is None:
+            known.threads = None
+            log.info("tokenizer.none", model=name, consequence="prompts are estimated")
+            return
+        try:
+            tokenizer = await asyncio.to_thread(Tokenizer, profile.bundle)  # a large one takes a second
+        except UnusableTokenizer as error:
+            log.error("tokenizer.unusable", model=name, error=str(error))
+            return
+        if tokenizer.hash != known.hash:
+            # the old one's threads end by themselves, when its last requests are counted
+            known.threads = TokenizerThreads(tokenizer, self._threads)
+            log.info("tokenizer.loaded", model=name, hash=tokenizer.hash)
+
+
+def _named_maximum(request: PromptRequest) -> int | None:
+    """The maximum that the caller named. The default of completions gives way to the context."""
+    return request.output_tokens_max if isinstance(request, ChatRequest) else request.max_tokens
+
+
+def estimate(request: PromptRequest) -> Count:
+    """Without a tokenizer: from the size of the text; token ids count as they are."""
+    if isinstance(request, ChatRequest):
+        tokens = sum(_estimate_text(message.text) + ESTIMATE_MESSAGE_TOKENS for message in request.messages)
+        return Count(tokens, tokens, 1, None)
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        lengths = [_estimate_text(prompt)]
+    elif all(isinstance(item, int) for item in prompt):
+        lengths = [len(prompt)]
+    else:
+        lengths = [_estimate_text(item) if isinstance(item, str) else len(item) for item in prompt]  # type: ignore[arg-type]
+    return Count(sum(lengths), max(lengths), len(lengths), None)
+
+
+def _estimate_text(text: str) -> int:
+    return -(-len(text.encode()) // ESTIMATE_BYTES)

@@ -1,0 +1,26 @@
+"""From a body to a request: the shared checks, and this gateway's own policy on top."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeVar
+
+from msgspec import Struct
+
+from shared.errors import InvalidRequest
+from shared.openai import GenerationRequest
+from shared.validation import Parsed, parse
+
+T = TypeVar("T", bound=Struct)
+
+
+def validate(body: bytes, type_: type[T], unknown_fields: Literal["ignore", "refuse"]) -> Parsed[T]:
+    """Raises InvalidJson, InvalidRequest or UnsupportedParameter, which name the field."""
+    parsed = parse(body, type_)
+    if isinstance(parsed.request, GenerationRequest) and parsed.request.penstock is not None:
+        raise InvalidRequest("penstock is set by the gateway alone.", param="penstock")
+    if parsed.ignored and unknown_fields == "refuse":
+        raise InvalidRequest(
+            f"Unknown fields: {parsed.ignored_header or 'with names not fit to be shown'}.",
+            param=parsed.ignored_header.partition(",")[0] or None,
+        )
+    return parsed

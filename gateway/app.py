@@ -1,0 +1,237 @@
+"""The gateway as a process: listeners, background work, drain.
+
+SIGTERM or SIGINT: not ready at once, new requests refused, open ones finish within `drain_s` (what is
+left then ends with an error of its own), exit. SIGHUP: keys and tenants are read again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import ssl
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+
+from gateway.admission.memory_store import LEASE_TTL_MS, MemoryStore
+from gateway.admission.quota import QuotaStore
+from gateway.admission.tokens import TokenCounter
+from gateway.config import GatewayConfig, TlsConfig
+from gateway.directory import DirectoryReader
+from gateway.edge import Edge, error_response, probe_answer
+from gateway.engines import fetch_profile
+from gateway.live import LiveRequests
+from gateway.pipeline import Pipeline
+from gateway.record import DrainCut
+from gateway.relay.upstream import Upstream, http1_transport
+from gateway.routing.replicas import Replicas
+from shared import logs
+from shared.clock import SYSTEM_CLOCK, Clock
+from shared.errors import RouteNotFound
+from shared.ids import REQUEST_ID_HEADER, mint_request_id
+from shared.lifecycle import Lifecycle, Phase, on_stop_signals
+from shared.telemetry import METRICS_CONTENT_TYPE, metrics_text
+
+LINE_LEN_MAX: Final = 8190
+HEADER_LEN_MAX: Final = 8190
+HEADERS_MAX: Final = 64
+BACKLOG_LEN: Final = 1024
+LINGER_S: Final = 1.0
+"""How long an unread body is still swallowed, so that the client sees our answer and not a reset."""
+CLOSE_GRACE_S: Final = 2.0
+"""How long the last bytes of the last answers may take after the drain."""
+RENEW_S: Final = LEASE_TTL_MS / 1000 / 3
+assert RENEW_S * 2 < LEASE_TTL_MS / 1000, "one renewal may fail before a lease expires"
+
+log = logs.get(__name__)
+
+
+class Gateway:
+    """`async with Gateway(config) as gateway:` serves until the block is left."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        *,
+        path: Path | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+        quotas: QuotaStore | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        """`path`: the file to read keys and tenants from again."""
+        self.config = config
+        self.lifecycle = Lifecycle()
+        self.quotas = quotas or MemoryStore(clock)
+        self.live = LiveRequests(config.limits.live_max)
+        self.directory = DirectoryReader(config, path, clock)
+        self.replicas = Replicas(config.models)
+        self._upstream = Upstream(transport or http1_transport(), config.timeouts.connect_s)
+        self.tokens = TokenCounter(
+            config.models,
+            lambda model: fetch_profile(self._upstream, model),
+            config.limits.tokenizer_threads,
+            clock,
+        )
+        pipeline = Pipeline(config, self.tokens, self.quotas, self.replicas, self._upstream)
+        self._edge = Edge(
+            config, self.directory, pipeline, self.live, self.tokens, self.quotas, self.lifecycle, clock
+        )
+        self._clock = clock
+        self._stack = AsyncExitStack()
+        self.port = 0
+        self.admin_port: int | None = None
+
+    async def __aenter__(self) -> Gateway:
+        listen, admin = self.config.listen, self.config.admin
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._upstream.aclose)
+            stack.callback(self.tokens.close)
+            for work in (self.tokens.run(), self.directory.watch(), self._renew_leases()):
+                task = asyncio.create_task(work)
+                stack.push_async_callback(_stop, task)
+            tls = _tls_context(listen.tls) if listen.tls else None
+            public = _Server(self._edge, self.config)
+            self.port = await self._listen(stack, public, listen.host, listen.port, tls)
+            if admin.port is not None:
+                private = web.Server(self._admin, access_log=None)
+                self.admin_port = await self._listen(stack, private, admin.host, admin.port, None)
+            self._stack = stack.pop_all()
+        self.lifecycle.to(Phase.READY)
+        log.info("gateway.listening", host=listen.host, port=self.port, admin_port=self.admin_port)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.drain()
+        await self._stack.aclose()
+        self.lifecycle.to(Phase.STOPPED)
+
+    async def drain(self) -> None:
+        """Idempotent."""
+        if self.lifecycle.phase is not Phase.READY:
+            return
+        self.lifecycle.to(Phase.DRAINING)
+        log.info("gateway.draining", live=len(self.live))
+        clean = await self.live.drain(
+            self.config.timeouts.drain_s, lambda: DrainCut("The gateway was stopped before the answer's end.")
+        )
+        log.info("gateway.drained", clean=clean)
+
+    async def _listen(
+        self, stack: AsyncExitStack, server: web.Server, host: str, port: int, tls: ssl.SSLContext | None
+    ) -> int:
+        runner = web.ServerRunner(server, shutdown_timeout=CLOSE_GRACE_S)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        sock = _bound_socket(host, port, self.config.limits.send_buffer_len)
+        await web.SockSite(runner, sock, ssl_context=tls, backlog=BACKLOG_LEN).start()
+        bound: int = sock.getsockname()[1]
+        return bound
+
+    async def _admin(self, request: web.BaseRequest) -> web.StreamResponse:
+        if (probe := probe_answer(self.lifecycle, request)) is not None:
+            return probe
+        if request.path == "/metrics":
+            return web.Response(body=metrics_text(), headers={"content-type": METRICS_CONTENT_TYPE})
+        return error_response(RouteNotFound("There is /metrics."), {REQUEST_ID_HEADER: mint_request_id()})
+
+    async def _renew_leases(self) -> None:
+        while True:
+            await self._clock.sleep(RENEW_S)
+            await self.quotas.renew(self.live.reservations())
+
+
+class _Server(web.Server):
+    """aiohttp's low-level server: no router, no middleware, our limits and error answers."""
+
+    def __init__(self, edge: Edge, config: GatewayConfig) -> None:
+        super().__init__(edge.handle, handler_cancellation=True)
+        self._edge = edge
+        self._write_buffer_len = config.limits.write_buffer_len
+        self._options: dict[str, Any] = {
+            "access_log": None,
+            "auto_decompress": False,
+            "keepalive_timeout": config.timeouts.idle_s,
+            "lingering_time": LINGER_S,
+            "max_line_size": LINE_LEN_MAX,
+            "max_field_size": HEADER_LEN_MAX,
+            "max_headers": HEADERS_MAX,
+        }
+
+    def __call__(self) -> RequestHandler:
+        return _Protocol(self, self._edge, self._write_buffer_len, loop=self._loop, **self._options)
+
+
+class _Protocol(RequestHandler):
+    __slots__ = ("_edge", "_write_buffer_len")
+
+    def __init__(self, server: web.Server, edge: Edge, write_buffer_len: int, **options: Any) -> None:
+        super().__init__(server, **options)
+        self._edge = edge
+        self._write_buffer_len = write_buffer_len
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        assert isinstance(transport, asyncio.WriteTransport)
+        transport.set_write_buffer_limits(high=self._write_buffer_len)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What aiohttp refuses by itself: bad request lines, headers, framing. The edge lets no other
+        error through."""
+        if request.writer.output_size > 0 or self.transport is None:
+            raise ConnectionResetError("an answer has begun, or nobody is there to have one")
+        return self._edge.refuse_unparsed(type(exc).__name__)
+
+
+def _bound_socket(host: str, port: int, send_buffer_len: int) -> socket.socket:
+    """Connections inherit the bound of the kernel's send buffer; without it a client that stopped
+    reading would be noticed megabytes later."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    sock = socket.socket(family, kind, protocol)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_len)
+    sock.bind(address)
+    return sock
+
+
+def _tls_context(tls: TlsConfig) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    context.load_cert_chain(tls.cert, tls.key)
+    return context
+
+
+async def _stop(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("gateway.background_failed", exc_info=error)
+
+
+async def serve(config: GatewayConfig, path: Path) -> None:
+    """Until a stop signal; a second one ends the drain."""
+    stop, now = asyncio.Event(), asyncio.Event()
+    on_stop_signals(lambda _: now.set() if stop.is_set() else stop.set())
+    async with Gateway(config, path=path) as gateway:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.directory.reload)
+        await stop.wait()
+        draining = asyncio.create_task(gateway.drain())
+        impatient = asyncio.create_task(now.wait())
+        await asyncio.wait((draining, impatient), return_when=asyncio.FIRST_COMPLETED)
+        impatient.cancel()
+        if not draining.done():
+            gateway.live.end_all(lambda: DrainCut("The gateway was stopped before the answer's end."))
+        await draining

@@ -1,0 +1,44 @@
+"""A request's body, bounded in size and time."""
+
+from __future__ import annotations
+
+from aiohttp import ClientPayloadError, web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from gateway.relay.stream import ClientGone
+from gateway.relay.watch import Watch
+from shared.errors import BodyTimeout, BodyTooLarge, InvalidRequest
+
+
+async def read_body(request: web.BaseRequest, watch: Watch, len_max: int, within_s: float) -> bytes:
+    """All of it, within `within_s` however slowly it drips.
+
+    Raises:
+        BodyTooLarge: at once when the headers say so, else as soon as the bound is passed.
+        BodyTimeout: by the watch.
+        InvalidRequest: compressed, or not framed as the headers say.
+    """
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise InvalidRequest("Compressed request bodies are not accepted.")
+    too_large = f"The request body is larger than {len_max} bytes."
+    if (request.content_length or 0) > len_max:
+        raise BodyTooLarge(too_large)
+    watch.expect(within_s, BodyTimeout, f"The request body did not arrive within {within_s:g} s.")
+    body = bytearray()
+    try:
+        if request.headers.get("expect", "").lower() == "100-continue":
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0
+        async for chunk in request.content.iter_any():
+            body += chunk
+            if len(body) > len_max:
+                raise BodyTooLarge(too_large)
+    except ConnectionError:
+        raise ClientGone from None
+    except (HttpProcessingError, ClientPayloadError, web.RequestPayloadError) as error:
+        if request.transport is None or request.transport.is_closing():
+            raise ClientGone from None
+        detail = type(error).__name__
+        raise InvalidRequest("The request body is not framed as its headers say.", detail=detail) from None
+    watch.relax()
+    return bytes(body)

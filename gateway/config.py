@@ -1,0 +1,223 @@
+"""The gateway's configuration: TOML (and environment) to frozen values, read by `shared.config`.
+
+    [listen]            host, port; [listen.tls] cert, key
+    [admin]             host, port: metrics, for the operator's network only
+    [limits]            sizes and counts
+    [timeouts]          seconds
+    [admission]         unknown_fields, completion_estimate
+    [[models]]          name, aliases, replicas, upstream_model
+    [[tenants]]         id, models, limits
+    [[keys]]            id, hash, tenant, models, limits, expires, disabled
+
+Keys and tenants are read again when the file changes; everything else takes a restart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from msgspec import Meta
+
+from shared import config
+from shared.config import ConfigError
+from shared.ids import KeyId, TenantId
+from shared.openai import BODY_LEN_MAX, TOKENS_MAX
+
+ENV_PREFIX: Final = "PENSTOCK_GATEWAY_"
+QUOTA_MAX: Final = 10**9
+ENTRIES_MAX: Final = 10_000
+"""Keys, tenants: they are held in memory, each with its usage."""
+REPLICAS_MAX: Final = 256
+_S_MAX: Final = 86_400.0
+_BASE_URL: Final = re.compile(r"https?://[^/?#@\s]+(/[^?#\s]*)?")
+
+Port = Annotated[int, Meta(ge=0, le=65_535)]
+Seconds = Annotated[float, Meta(gt=0.0, le=_S_MAX)]
+Quota = Annotated[int, Meta(ge=0, le=QUOTA_MAX)]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+"""Ends up in logs, metrics and a header of the hop."""
+
+KeyHash = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
+
+HASH_PREFIX: Final = "sha256:"
+ANY: Final = "*"
+ALL_MODELS: Final = (ANY,)
+
+
+@dataclass(frozen=True, slots=True)
+class TlsConfig:
+    cert: str
+    """Path of the certificate chain, PEM."""
+    key: str
+    """Path of its private key, PEM."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListenConfig:
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    """0: any free port, named in the `gateway.listening` log line."""
+    tls: TlsConfig | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdminConfig:
+    """A second listener without authentication, for `/metrics` and the probes. Off without a port.
+
+    It is not on the public port because label values name tenants and models.
+    """
+
+    host: str = "127.0.0.1"
+    port: Port | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsConfig:
+    body_len_max: Annotated[int, Meta(ge=1024, le=BODY_LEN_MAX)] = BODY_LEN_MAX
+    live_max: Annotated[int, Meta(ge=1, le=100_000)] = 4096
+    """Requests in progress; above it a 503, at once."""
+    send_buffer_len: Annotated[int, Meta(ge=4096, le=16 * 1024 * 1024)] = 64 * 1024
+    """The kernel's send buffer of a client connection (SO_SNDBUF)."""
+    write_buffer_len: Annotated[int, Meta(ge=1024, le=16 * 1024 * 1024)] = 16 * 1024
+    """Our own: with more than this unsent, the relay stops reading from the engine."""
+    tokenizer_threads: Annotated[int, Meta(ge=1, le=64)] = 2
+
+
+@dataclass(frozen=True, slots=True)
+class TimeoutsConfig:
+    body_s: Seconds = 30.0
+    """The request body, from its headers to its last byte."""
+    connect_s: Seconds = 5.0
+    first_token_s: Seconds = 120.0
+    """A stream: from dispatch to the first event. A unary answer has no first token on the wire, so
+    only `total_s` bounds its wait."""
+    inter_token_s: Seconds = 60.0
+    """Between any two reads from the engine after the first byte."""
+    total_s: Seconds = 1800.0
+    """From the request's arrival to the last byte of its answer."""
+    slow_client_s: Seconds = 30.0
+    """How long a client may leave its connection's buffers full."""
+    idle_s: Seconds = 75.0
+    """A connection on which no request is in progress, one that is still sending headers too."""
+    drain_s: Seconds = 60.0
+    """After SIGTERM: how long open requests may take to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionConfig:
+    unknown_fields: Literal["ignore", "refuse"] = "ignore"
+    completion_estimate: Annotated[int, Meta(ge=1, le=TOKENS_MAX)] = 1024
+    """Completion tokens reserved for a request that states no maximum."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaLimits:
+    """None is no limit; 0 lets nothing through."""
+
+    requests_per_min: Quota | None = None
+    tokens_per_min: Quota | None = None
+    concurrent: Quota | None = None
+    token_budget: Quota | None = None
+    """Tokens in total. Time does not refill it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    name: Name
+    replicas: Annotated[tuple[str, ...], Meta(min_length=1, max_length=REPLICAS_MAX)]
+    """Base URLs, as `http://engine-0:8000`."""
+    aliases: tuple[Name, ...] = ()
+    """Further names it answers to; `*` is any name that no other model has."""
+    upstream_model: Name | None = None
+    """What the engine calls it, when that is not `name`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantConfig:
+    id: Id
+    models: tuple[Name, ...] = ALL_MODELS
+    """Names of models (not aliases) that it may use; `*` is all."""
+    limits: QuotaLimits = QuotaLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class KeyConfig:
+    id: Id
+    """The `keyid` of a minted key; any name for a development key."""
+    hash: KeyHash = field(repr=False)
+    """`sha256:<hex>` of the whole key."""
+    tenant: Id
+    models: tuple[Name, ...] = ALL_MODELS
+    """Of the tenant's models, those that this key may use."""
+    limits: QuotaLimits = QuotaLimits()
+    expires: datetime | None = None
+    disabled: bool = False
+
+    @property
+    def key_id(self) -> KeyId:
+        return KeyId(self.id)
+
+    @property
+    def tenant_id(self) -> TenantId:
+        return TenantId(self.tenant)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    models: Annotated[tuple[ModelConfig, ...], Meta(min_length=1, max_length=ENTRIES_MAX)]
+    tenants: Annotated[tuple[TenantConfig, ...], Meta(max_length=ENTRIES_MAX)] = ()
+    keys: Annotated[tuple[KeyConfig, ...], Meta(max_length=ENTRIES_MAX)] = ()
+    listen: ListenConfig = ListenConfig()
+    admin: AdminConfig = AdminConfig()
+    limits: LimitsConfig = LimitsConfig()
+    timeouts: TimeoutsConfig = TimeoutsConfig()
+    admission: AdmissionConfig = AdmissionConfig()
+
+
+def load(source: Path | Mapping[str, Any], env: Mapping[str, str]) -> GatewayConfig:
+    """From a TOML file, or what one would hold. Raises ConfigError, which lists all that is wrong."""
+    loaded = config.load(GatewayConfig, source, env, ENV_PREFIX)
+    if problems := list(_contradictions(loaded)):
+        raise ConfigError(problems)
+    return loaded
+
+
+def _contradictions(config: GatewayConfig) -> Iterator[str]:
+    """What no single value shows."""
+    model_names = {model.name for model in config.models}
+    tenant_ids = {tenant.id for tenant in config.tenants}
+    yield from _repeated("models", (name for model in config.models for name in (model.name, *model.aliases)))
+    yield from _repeated("tenants", (tenant.id for tenant in config.tenants))
+    yield from _repeated("keys", (key.id for key in config.keys))
+    yield from _repeated("keys", (key.hash for key in config.keys))
+    for model in config.models:
+        for url in model.replicas:
+            if not _BASE_URL.fullmatch(url):
+                yield f"models.{model.name}: {url!r} is no base URL like http://host:port"
+    for tenant in config.tenants:
+        yield from _unknown(f"tenants.{tenant.id}", tenant.models, model_names)
+    for key in config.keys:
+        yield from _unknown(f"keys.{key.id}", key.models, model_names)
+        if key.tenant not in tenant_ids:
+            yield f"keys.{key.id}: there is no tenant {key.tenant!r}"
+        if key.expires is not None and key.expires.tzinfo is None:
+            yield f"keys.{key.id}: expires must say its offset, as 2030-01-31T00:00:00Z does"
+
+
+def _repeated(section: str, names: Iterable[str]) -> Iterator[str]:
+    for name, count in Counter(names).items():
+        if count > 1:
+            yield f"{section}: {name!r} is given {count} times"
+
+
+def _unknown(where: str, names: Iterable[str], known: set[str]) -> Iterator[str]:
+    for name in names:
+        if name != ANY and name not in known:
+            yield f"{where}: there is no model {name!r}"

@@ -1,0 +1,275 @@
+"""Every request, from its headers to its one completed line.
+
+Rules:
+
+1. Default deny, by the path that routes: without a valid key there is no answer but 401, except from
+   the three probes.
+2. Every answer carries the request's id, and every error OpenAI's envelope, those too that aiohttp
+   finds by itself before there is a request.
+3. Whatever happens, one completed line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Final
+
+import msgspec
+import structlog
+from aiohttp import web
+
+from gateway.admission.quota import QuotaStore, ReservationId
+from gateway.admission.tokens import TokenCounter
+from gateway.config import GatewayConfig, ModelConfig
+from gateway.directory import DirectoryReader
+from gateway.exchange import Exchange
+from gateway.live import LiveRequests
+from gateway.pipeline import Pipeline, ProxiedRequest, subjects_of
+from gateway.record import Reporter, RequestRecord
+from gateway.relay.stream import Client, ClientGone
+from gateway.relay.watch import Watch
+from shared import logs
+from shared.clock import SYSTEM_CLOCK, Clock
+from shared.errors import (
+    ApiError,
+    InternalError,
+    InvalidRequest,
+    MethodNotAllowed,
+    ModelNotFound,
+    RequestAborted,
+    RouteNotFound,
+    Unauthenticated,
+)
+from shared.ids import REQUEST_ID_HEADER, TRACEPARENT_HEADER, RequestId, accept_request_id, mint_request_id
+from shared.lifecycle import Lifecycle
+from shared.openai import (
+    AbortResponse,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Model,
+    ModelList,
+    TokenizeRequest,
+    error_envelope,
+)
+from shared.telemetry import Stages
+
+PIPELINE: Final[Mapping[str, type[ProxiedRequest]]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+MODELS: Final = "/v1/models"
+REQUESTS: Final = "/v1/requests/"
+JSON: Final = "application/json"
+_NO_SHAPE: Final = DetokenizeRequest
+"""For routes without a body."""
+
+log = logs.get(__name__)
+
+
+class Edge:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        directory: DirectoryReader,
+        pipeline: Pipeline,
+        live: LiveRequests,
+        tokens: TokenCounter,
+        quotas: QuotaStore,
+        lifecycle: Lifecycle,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._config = config
+        self._directory = directory
+        self._pipeline = pipeline
+        self._live = live
+        self._tokens = tokens
+        self._quotas = quotas
+        self._lifecycle = lifecycle
+        self._clock = clock
+        self._started_s = int(clock.wall())
+        self._reporter = Reporter()
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        if (probe := probe_answer(self._lifecycle, request)) is not None:
+            return probe
+        exchange = self._open(request)
+        structlog.contextvars.bind_contextvars(request_id=exchange.record.request_id)
+        try:
+            return await self._answer(exchange)
+        except (ClientGone, asyncio.CancelledError) as error:
+            exchange.record.client_left()
+            if isinstance(error, ClientGone):
+                raise ConnectionResetError("the client left") from None
+            raise
+        finally:
+            self._complete(exchange)
+
+    async def _answer(self, exchange: Exchange) -> web.StreamResponse:
+        try:
+            with self._live.entered(exchange), exchange.watch:
+                return await self._serve(exchange)
+        except ApiError as error:
+            return await self._fail(exchange, error)
+        except ClientGone:
+            raise
+        except Exception:
+            log.exception("request.crashed")
+            return await self._fail(exchange, InternalError("The gateway failed. It is not your fault."))
+
+    async def _serve(self, exchange: Exchange) -> web.StreamResponse:
+        """By the path; who calls is asked before what for."""
+        method, path = exchange.request.method, exchange.request.path
+        if path in PIPELINE and method == "POST":
+            await self._pipeline.run(exchange)
+            assert exchange.client.response is not None
+            exchange.record.status = exchange.client.response.status
+            return exchange.client.response
+        principal = self._pipeline.authenticate(exchange)
+        if path in PIPELINE:
+            raise MethodNotAllowed(f"{path} takes POST, not {method[:16]}.")
+        if path == MODELS or path.startswith(f"{MODELS}/"):
+            _allow(exchange, "GET")
+            visible = dict(exchange.directory.tenants.visible(principal))
+            return await self._send(exchange, self._models(visible, path.removeprefix(MODELS)[1:]))
+        if path.startswith(REQUESTS):
+            _allow(exchange, "DELETE")
+            request_id = RequestId(path.removeprefix(REQUESTS))
+            ended = self._live.end(principal.tenant, request_id, lambda: RequestAborted("It was aborted."))
+            return await self._send(exchange, AbortResponse(request_id, ended))
+        raise RouteNotFound(f"There is nothing at {path[:100]!r}.")
+
+    def _models(self, visible: dict[str, ModelConfig], name: str) -> ModelList | Model:
+        if not name:
+            return ModelList(data=[self._model(name, config) for name, config in visible.items()])
+        if name not in visible:
+            raise ModelNotFound(f"The model {name[:100]!r} does not exist or you do not have access to it.")
+        return self._model(name, visible[name])
+
+    def _model(self, name: str, config: ModelConfig) -> Model:
+        profile = self._tokens.profile(config)
+        created = profile.created if profile else None
+        return Model(
+            id=name,
+            created=self._started_s if created is None else created,
+            max_model_len=profile.max_model_len if profile else None,
+        )
+
+    # -- answers ----------------------------------------------------------------------------------
+
+    async def _send(self, exchange: Exchange, body: msgspec.Struct) -> web.Response:
+        exchange.record.status = HTTPStatus.OK
+        await self._look_up_windows(exchange)
+        return _response(HTTPStatus.OK, msgspec.json.encode(body), exchange.headers())
+
+    async def _fail(self, exchange: Exchange, error: ApiError) -> web.StreamResponse:
+        """As an answer of its own, or at the end of one that has begun."""
+        begun = exchange.client.response
+        exchange.record.failed(error, begun.status if begun else None)
+        if begun is not None:
+            await exchange.client.fail(error, exchange.progress)
+            return begun
+        await self._look_up_windows(exchange)
+        response = error_response(error, exchange.headers())
+        if not exchange.request.content.is_eof():
+            response.force_close()  # the rest of the body is not worth reading
+        return response
+
+    async def _look_up_windows(self, exchange: Exchange) -> None:
+        """For the `x-ratelimit-*` headers of answers that came to no reservation."""
+        if exchange.principal is not None and exchange.record.decision is None:
+            subjects = subjects_of(exchange.directory, exchange.principal)
+            exchange.windows = await self._quotas.windows(subjects)
+
+    # -- the life of a request --------------------------------------------------------------------
+
+    def _open(self, request: web.BaseRequest) -> Exchange:
+        headers, now_s = request.headers, self._clock.monotonic()
+        watch = Watch(self._config.timeouts.total_s)
+        request_id = accept_request_id(headers.get(REQUEST_ID_HEADER))
+        return Exchange(
+            request=request,
+            shape=PIPELINE.get(request.path, _NO_SHAPE),
+            record=RequestRecord(request_id, request.method[:16], _endpoint(request.path)),
+            stages=Stages("gateway", self._clock, traceparent=headers.get(TRACEPARENT_HEADER)),
+            watch=watch,
+            client=Client(request, watch, self._config.timeouts.slow_client_s),
+            directory=self._directory.now,
+            clock=self._clock,
+            reservation=ReservationId(mint_request_id()),
+            arrived_s=now_s,
+            entered_s=now_s,
+        )
+
+    def _complete(self, exchange: Exchange) -> None:
+        exchange.leave()
+        record, progress = exchange.record, exchange.progress
+        record.stage = record.stage or exchange.stage
+        record.take(progress)
+        self._reporter.completed(record, exchange.stages, exchange.entered_s - exchange.arrived_s)
+
+    def refuse_unparsed(self, cause: str) -> web.Response:
+        """The answer to what is not HTTP, or too much of it."""
+        message = "The request is not well-formed HTTP, or its headers are too large."
+        error = InvalidRequest(message, detail=cause)
+        record = RequestRecord(mint_request_id(), "", "unparsed", stage="parse")
+        record.failed(error, None)
+        self._reporter.completed(record, Stages("gateway", self._clock), 0.0)
+        response = error_response(error, {REQUEST_ID_HEADER: record.request_id})
+        response.force_close()
+        return response
+
+
+def _endpoint(path: str) -> str:
+    """A label of bounded variety."""
+    if path in PIPELINE or path == MODELS:
+        return path
+    if path.startswith(f"{MODELS}/"):
+        return f"{MODELS}/{{id}}"
+    return f"{REQUESTS}{{id}}" if path.startswith(REQUESTS) else "unknown"
+
+
+def _allow(exchange: Exchange, method: str) -> None:
+    if exchange.request.method != method:
+        raise MethodNotAllowed(f"This takes {method}, not {exchange.request.method[:16]}.")
+
+
+def _response(status: int, body: bytes, headers: Mapping[str, str]) -> web.Response:
+    return web.Response(status=status, body=body, content_type=JSON, headers=headers)
+
+
+def error_response(error: ApiError, headers: Mapping[str, str]) -> web.Response:
+    extra = {"x-should-retry": "true" if error.retryable else "false"}
+    if error.retry_after_s is not None:
+        extra["retry-after"] = str(max(1, -int(-error.retry_after_s // 1)))
+        extra["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1000)))
+    if isinstance(error, Unauthenticated):
+        extra["www-authenticate"] = "Bearer"
+    return _response(error.status, error_envelope(error), {**headers, **extra})
+
+
+class Probe(msgspec.Struct):
+    phase: str
+    ok: bool
+
+
+def probe_answer(lifecycle: Lifecycle, request: web.BaseRequest) -> web.Response | None:
+    """`/livez`, `/readyz` and `/startupz`, the only open doors; None for every other path."""
+    match request.path:
+        case "/livez":
+            ok = lifecycle.is_live
+        case "/readyz":
+            ok = lifecycle.is_ready
+        case "/startupz":
+            ok = lifecycle.is_started
+        case _:
+            return None
+    headers = {REQUEST_ID_HEADER: accept_request_id(request.headers.get(REQUEST_ID_HEADER))}
+    if request.method not in ("GET", "HEAD"):
+        return error_response(MethodNotAllowed(f"{request.path} takes GET."), headers)
+    status = HTTPStatus.OK if ok else HTTPStatus.SERVICE_UNAVAILABLE
+    return _response(status, msgspec.json.encode(Probe(lifecycle.phase.value, ok)), headers)

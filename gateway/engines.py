@@ -1,0 +1,72 @@
+"""What the gateway asks the engines for itself: which models, and their tokenizers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+import msgspec
+
+from gateway.admission.tokens import EngineProfile
+from gateway.config import ModelConfig
+from gateway.relay.upstream import Upstream
+from shared.errors import ApiError, ConnectTimeout, UpstreamFailed, UpstreamUnreachable
+from shared.ids import TOKENIZER_HEADER
+from shared.tokenizer import TokenizerBundle
+
+FETCH_S: Final = 30.0
+
+
+class _Model(msgspec.Struct):
+    """Read leniently: other engines say less, and more."""
+
+    id: str
+    max_model_len: int | None = None
+    created: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+async def fetch_profile(upstream: Upstream, model: ModelConfig) -> EngineProfile:
+    """Ask one replica after the other. Raises the last one's ApiError when none answers."""
+    failure: ApiError | None = None
+    for url in model.replicas:
+        try:
+            async with asyncio.timeout(FETCH_S):
+                return await _fetch(upstream, url.rstrip("/"), model.upstream_model or model.name)
+        except ApiError as error:
+            failure = error
+        except TimeoutError:
+            failure = UpstreamFailed("The engine did not answer in time.", detail=f"{url}: {FETCH_S:g} s")
+    assert failure is not None
+    raise failure
+
+
+async def _fetch(upstream: Upstream, url: str, name: str) -> EngineProfile:
+    try:
+        models = msgspec.json.decode((await upstream.fetch(url, "/v1/models"))[1], type=_Models)
+    except msgspec.DecodeError as error:
+        raise UpstreamFailed("The engine's list of models cannot be read.", detail=str(error)) from error
+    served = next((model for model in models.data if model.id == name), None)
+    if served is None:
+        raise UpstreamFailed("The engine does not serve this model.", detail=f"{url} does not list {name!r}")
+    return EngineProfile(await _fetch_bundle(upstream, url), served.max_model_len, served.created)
+
+
+async def _fetch_bundle(upstream: Upstream, url: str) -> TokenizerBundle | None:
+    """None for an engine that has none to give: it is not one of ours."""
+    try:
+        headers, body = await upstream.fetch(url, "/penstock/tokenizer")
+    except (ConnectTimeout, UpstreamUnreachable):
+        raise
+    except ApiError:
+        return None
+    try:
+        bundle = await asyncio.to_thread(msgspec.json.decode, body, type=TokenizerBundle)
+    except msgspec.DecodeError as error:
+        raise UpstreamFailed("The engine's tokenizer cannot be read.", detail=str(error)) from error
+    if bundle.hash != headers.get(TOKENIZER_HEADER, bundle.hash):
+        raise UpstreamFailed("The engine's tokenizer is damaged.", detail="its hash is not the one announced")
+    return bundle

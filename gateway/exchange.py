@@ -1,0 +1,96 @@
+"""One request in progress."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from aiohttp import web
+from msgspec import Struct
+
+from gateway.admission.quota import ReservationId, Window, Windows
+from gateway.directory import Directory
+from gateway.identity.keys import Principal
+from gateway.record import RequestRecord
+from gateway.relay.stream import Client, Progress
+from gateway.relay.watch import Watch
+from shared.clock import Clock
+from shared.ids import IGNORED_FIELDS_HEADER, REQUEST_ID_HEADER
+from shared.telemetry import Stages
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """What the stages of one request share. At every moment it is in exactly one stage, so that the
+    stage times add up to the request's."""
+
+    request: web.BaseRequest
+    shape: type[Struct]
+    record: RequestRecord
+    stages: Stages
+    watch: Watch
+    client: Client
+    directory: Directory
+    """Keys and tenants as they were when the request came: a reload does not change it midway."""
+    clock: Clock
+    reservation: ReservationId
+    arrived_s: float
+    entered_s: float
+    progress: Progress = field(default_factory=Progress)
+    stage: str = "edge"
+    principal: Principal | None = None
+    windows: Windows = field(default_factory=Windows)
+    ignored_fields: str = ""
+    engine_timing: str = ""
+
+    def enter(self, stage: str) -> None:
+        """The previous stage is over, this one begins."""
+        self.leave()
+        self.stage = stage
+
+    def leave(self) -> None:
+        now_s = self.clock.monotonic()
+        self.stages.record(self.stage, now_s - self.entered_s)
+        self.entered_s = now_s
+
+    def settling(self) -> None:
+        """The request has come to its end, in the stage that it is in."""
+        self.record.stage = self.stage
+        self.enter("settle")
+
+    def headers(self) -> dict[str, str]:
+        """What every answer carries beside its content."""
+        timing = self.stages.server_timing()
+        headers = {
+            REQUEST_ID_HEADER: self.record.request_id,
+            "server-timing": f"{timing}, {self.engine_timing}" if self.engine_timing else timing,
+        }
+        if self.ignored_fields:
+            headers[IGNORED_FIELDS_HEADER] = self.ignored_fields
+        for name, window in (("requests", self.windows.requests), ("tokens", self.windows.tokens)):
+            if window is not None:
+                headers.update(_rate_limit(name, window))
+        return headers
+
+    def begin_answer(self) -> dict[str, str]:
+        """The first bytes of the answer are here: its headers."""
+        self.enter("relay")
+        self.record.first_byte_s = self.entered_s - self.arrived_s
+        return self.headers()
+
+
+def _rate_limit(name: str, window: Window) -> dict[str, str]:
+    return {
+        f"x-ratelimit-limit-{name}": str(window.limit),
+        f"x-ratelimit-remaining-{name}": str(window.remaining),
+        f"x-ratelimit-reset-{name}": duration(window.reset_ms),
+    }
+
+
+def duration(ms: int) -> str:
+    """As OpenAI writes them: `12ms`, `1.5s`, `6m0s`."""
+    if ms < 1000:
+        return f"{ms}ms"
+    if ms < 60_000:
+        return f"{ms / 1000:g}s"
+    minutes, rest_ms = divmod(ms, 60_000)
+    return f"{minutes}m{rest_ms // 1000}s"

@@ -1,0 +1,59 @@
+"""What a tenant may use.
+
+A model that a caller may not use answers 404 like one that does not exist: which models are served
+to others is nobody's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from gateway.config import ANY, ModelConfig, TenantConfig
+from gateway.identity.keys import Principal
+from shared.errors import InvalidRequest, ModelNotFound
+from shared.ids import TenantId
+
+NAME_SHOWN_LEN: Final = 100
+
+
+class TenantPolicy:
+    """Models and tenants at one moment. Immutable: a reload builds another."""
+
+    __slots__ = ("_fallback", "_models", "_names", "_tenants")
+
+    def __init__(self, models: Iterable[ModelConfig], tenants: Iterable[TenantConfig]) -> None:
+        self._models: Final = tuple(models)
+        self._names: Final = {name: model for model in self._models for name in (model.name, *model.aliases)}
+        self._fallback: Final = self._names.pop(ANY, None)
+        self._tenants: Final = {TenantId(tenant.id): tenant for tenant in tenants}
+
+    def tenant(self, principal: Principal) -> TenantConfig:
+        return self._tenants[principal.tenant]
+
+    def resolve(self, principal: Principal, name: str | None) -> ModelConfig:
+        """The model behind a name or alias; without a name, the only one there is.
+
+        Raises:
+            ModelNotFound: there is none of that name for this caller.
+            InvalidRequest: no name, and several models.
+        """
+        if name is None:
+            if len(self._models) > 1:
+                raise InvalidRequest("model is required, because several are served.", param="model")
+            name = self._models[0].name
+        model = self._names.get(name, self._fallback)
+        if model is None or not self._allows(principal, model):
+            shown = name[:NAME_SHOWN_LEN]
+            raise ModelNotFound(
+                f"The model {shown!r} does not exist or you do not have access to it.", param="model"
+            )
+        return model
+
+    def visible(self, principal: Principal) -> list[tuple[str, ModelConfig]]:
+        """Every name that this caller may ask for, aliases too (`*` is no name)."""
+        return [(name, model) for name, model in self._names.items() if self._allows(principal, model)]
+
+    def _allows(self, principal: Principal, model: ModelConfig) -> bool:
+        tenant = self.tenant(principal)
+        return all(ANY in allowed or model.name in allowed for allowed in (tenant.models, principal.models))

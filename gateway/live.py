@@ -1,0 +1,79 @@
+"""The requests in progress: how many, whose, and how to end them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from gateway.admission.quota import ReservationId
+from gateway.exchange import Exchange
+from gateway.record import IN_FLIGHT
+from shared.errors import ApiError, NotReady, Overloaded
+from shared.ids import RequestId, TenantId
+
+
+class LiveRequests:
+    def __init__(self, live_max: int) -> None:
+        self._live_max = live_max
+        self._exchanges: set[Exchange] = set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._stopping = False
+
+    def __len__(self) -> int:
+        return len(self._exchanges)
+
+    @contextmanager
+    def entered(self, exchange: Exchange) -> Iterator[None]:
+        """Raises NotReady while the gateway drains, and Overloaded when it is full."""
+        if self._stopping:
+            raise NotReady("The gateway is shutting down.", retry_after_s=1.0)
+        if len(self._exchanges) >= self._live_max:
+            raise Overloaded("The gateway is serving as many requests as it may.", retry_after_s=1.0)
+        self._exchanges.add(exchange)
+        self._empty.clear()
+        IN_FLIGHT.inc()
+        try:
+            yield
+        finally:
+            self._exchanges.remove(exchange)
+            IN_FLIGHT.dec()
+            if not self._exchanges:
+                self._empty.set()
+
+    def end(self, tenant: TenantId, request_id: RequestId, reason: Callable[[], ApiError]) -> int:
+        """End this tenant's requests of exactly this id. Several may carry it: the caller chose it."""
+        found = [
+            exchange
+            for exchange in self._exchanges
+            if exchange.record.request_id == request_id
+            and exchange.principal is not None
+            and exchange.principal.tenant == tenant
+        ]
+        for exchange in found:
+            exchange.watch.end(reason())
+        return len(found)
+
+    def end_all(self, reason: Callable[[], ApiError]) -> None:
+        for exchange in list(self._exchanges):
+            exchange.watch.end(reason())
+
+    def reservations(self) -> list[ReservationId]:
+        """Those whose leases are to be renewed."""
+        return [exchange.reservation for exchange in self._exchanges if exchange.record.decision is not None]
+
+    async def drain(self, within_s: float, reason: Callable[[], ApiError]) -> bool:
+        """Refuse new requests, wait for the open ones, and end what is left after so long.
+
+        Returns whether nothing had to be ended.
+        """
+        self._stopping = True
+        try:
+            async with asyncio.timeout(within_s):
+                await self._empty.wait()
+        except TimeoutError:
+            self.end_all(reason)
+            await self._empty.wait()
+            return False
+        return True

@@ -1,0 +1,271 @@
+"""THE ORDER of a request's stages. Nobody else knows it, and no stage knows another.
+
+    auth        who exchanges?                              401
+    body        the bytes, bounded in size and time     408 413
+    validate    what do they ask for?                   400, naming the field
+    tenant      may they use that model?                404
+    tokenize    how much is it?                         400 when it cannot fit the context
+    quota       may they have so much now?              429; reserves everything or nothing
+    route       which replica has the least to do?
+    connect     a connection to it, or to another one   502 504
+    wait        until the first token                   504, or what the engine says
+    relay       bytes through, until the last
+    settle      the reservation, with what was used
+
+Rules:
+
+1. What is reserved is settled, whichever way the request ends, also when the client leaves: usage as
+   the engine reports it; failing that (the client left, the engine died) the prompt, once it was
+   dispatched, and a token for each event passed on; nothing when the engine refused.
+2. Nothing is dispatched twice, except to another replica when no connection was had to the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import cast
+
+from gateway.admission.quota import Meter, QuotaStore, Refusal, Subject
+from gateway.admission.quota import Scope as QuotaScope
+from gateway.admission.tokens import Count, TokenCounter
+from gateway.admission.validate import validate
+from gateway.body import read_body
+from gateway.config import GatewayConfig, ModelConfig
+from gateway.directory import Directory
+from gateway.exchange import Exchange
+from gateway.identity.keys import Principal
+from gateway.record import UPSTREAM_ATTEMPTS, observe_decision
+from gateway.relay.stream import Progress, Relay
+from gateway.relay.upstream import Answer, Outbound, Upstream
+from gateway.routing.replicas import Replica, Replicas
+from gateway.shield import shielded
+from shared.errors import (
+    ApiError,
+    BudgetExhausted,
+    ConnectTimeout,
+    FirstTokenTimeout,
+    RateLimited,
+    RequestExceedsQuota,
+    TokensRateLimited,
+    UpstreamUnreachable,
+)
+from shared.ids import REQUEST_ID_HEADER, TENANT_HEADER, TOKENIZER_HEADER, TRACEPARENT_HEADER, ReplicaId
+from shared.openai import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
+from shared.validation import Parsed, with_fields
+
+ProxiedRequest = GenerationRequest | TokenizeRequest | DetokenizeRequest
+NO_TOKENS = Count(prompt_tokens=0, longest=0, prompts=0, extension=None)
+
+
+class Pipeline:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        tokens: TokenCounter,
+        quotas: QuotaStore,
+        replicas: Replicas,
+        upstream: Upstream,
+    ) -> None:
+        self._config = config
+        self._tokens = tokens
+        self._quotas = quotas
+        self._replicas = replicas
+        self._upstream = upstream
+
+    async def run(self, exchange: Exchange) -> None:
+        """Answer one request. Raises ApiError, ClientGone or CancelledError; by then all is settled."""
+        principal = self.authenticate(exchange)
+        parsed = await self._read(exchange)
+        model = self._resolve(exchange, principal, parsed.request)
+        count = await self._count(exchange, model, parsed.request)
+        async with self._reserved(exchange, principal, model, parsed.request, count) as tokens:
+            outbound = _outbound(exchange, principal, model, parsed, count)
+            async with self._dispatched(exchange, model, outbound, tokens) as answer:
+                await self._relay(exchange, answer)
+
+    def authenticate(self, exchange: Exchange) -> Principal:
+        exchange.enter("auth")
+        authorization = exchange.request.headers.get("authorization")
+        principal = exchange.directory.keys.authenticate(authorization, exchange.clock.wall())
+        exchange.principal = principal
+        exchange.record.key, exchange.record.tenant = principal.key, principal.tenant
+        return principal
+
+    async def _read(self, exchange: Exchange) -> Parsed[ProxiedRequest]:
+        exchange.enter("body")
+        body = await read_body(
+            exchange.request, exchange.watch, self._config.limits.body_len_max, self._config.timeouts.body_s
+        )
+        exchange.enter("validate")
+        parsed = validate(body, exchange.shape, self._config.admission.unknown_fields)
+        assert isinstance(parsed.request, ProxiedRequest)
+        exchange.ignored_fields = parsed.ignored_header
+        exchange.record.stream = isinstance(parsed.request, GenerationRequest) and bool(parsed.request.stream)
+        return cast(Parsed[ProxiedRequest], parsed)  # Parsed is invariant
+
+    def _resolve(self, exchange: Exchange, principal: Principal, request: ProxiedRequest) -> ModelConfig:
+        exchange.enter("tenant")
+        model = exchange.directory.tenants.resolve(principal, request.model)
+        exchange.record.model = model.name
+        return model
+
+    async def _count(self, exchange: Exchange, model: ModelConfig, request: ProxiedRequest) -> Count:
+        exchange.enter("tokenize")
+        if not isinstance(request, ChatRequest | CompletionRequest):
+            return NO_TOKENS
+        count = await self._tokens.count(model, request)
+        exchange.record.prompt_tokens, exchange.record.prompt_exact = count.prompt_tokens, count.is_exact
+        self._tokens.check_fits(model, request, count)
+        return count
+
+    @asynccontextmanager
+    async def _reserved(
+        self,
+        exchange: Exchange,
+        principal: Principal,
+        model: ModelConfig,
+        request: ProxiedRequest,
+        count: Count,
+    ) -> AsyncIterator[int]:
+        """The reserved tokens, held until the block is left, and settled then."""
+        exchange.enter("quota")
+        subjects = subjects_of(exchange.directory, principal)
+        tokens = 0
+        if isinstance(request, ChatRequest | CompletionRequest):
+            limits = [s.limits.tokens_per_min for s in subjects if s.limits.tokens_per_min is not None]
+            most = self._config.admission.completion_estimate
+            tokens = self._tokens.reservation(model, request, count, most, min(limits, default=None))
+        try:
+            decision = await self._quotas.reserve(exchange.reservation, subjects, tokens)
+            exchange.windows, exchange.record.decision = decision.windows, decision
+            observe_decision(decision, tokens)
+            if decision.refusal is not None:
+                raise _refused(decision.refusal, tokens)
+            exchange.record.reserved = tokens
+            yield tokens
+        finally:
+            exchange.settling()
+            used = used_tokens(exchange.progress, count.prompt_tokens, exchange.record.reserved)
+            exchange.record.settlement(await shielded(self._quotas.settle(exchange.reservation, used)))
+
+    @asynccontextmanager
+    async def _dispatched(
+        self, exchange: Exchange, model: ModelConfig, outbound: Outbound, tokens: int
+    ) -> AsyncIterator[Answer]:
+        """The engine's answer, its headers read. Leaving the block early tells the engine to stop."""
+        replica, answer = await self._send(exchange, model, outbound, tokens)
+        try:
+            self._tokens.observe(model, answer.headers.get(TOKENIZER_HEADER))
+            exchange.engine_timing = answer.headers.get("server-timing", "")
+            yield answer
+        finally:
+            self._replicas.give_back(replica, tokens)
+            await answer.aclose()
+
+    async def _send(
+        self, exchange: Exchange, model: ModelConfig, outbound: Outbound, tokens: int
+    ) -> tuple[Replica, Answer]:
+        failure: ApiError = UpstreamUnreachable("No engine serves this model.")
+        tried: set[ReplicaId] = set()
+        while True:
+            exchange.enter("route")
+            replica = self._replicas.take(model.name, tokens, tried)
+            if replica is None:
+                raise failure
+            exchange.record.attempts += 1
+            try:
+                return replica, await self._connect(exchange, replica, outbound)
+            except (ConnectTimeout, UpstreamUnreachable) as error:
+                failure = error
+                tried.add(replica.id)
+                self._replicas.give_back(replica, tokens)
+                UPSTREAM_ATTEMPTS.labels(replica.id, error.code).inc()
+            except BaseException:
+                self._replicas.give_back(replica, tokens)
+                raise
+
+    async def _connect(self, exchange: Exchange, replica: Replica, outbound: Outbound) -> Answer:
+        exchange.enter("connect")
+        exchange.record.replica = replica.id
+        if exchange.record.stream:
+            first_token_s = self._config.timeouts.first_token_s
+            exchange.watch.expect(first_token_s, FirstTokenTimeout, "The engine produced no token in time.")
+        else:
+            exchange.watch.relax()
+
+        def connected() -> None:
+            exchange.progress.dispatched = True
+            exchange.enter("wait")
+
+        answer = await self._upstream.send(replica.url, outbound, connected)
+        UPSTREAM_ATTEMPTS.labels(replica.id, "connected").inc()
+        return answer
+
+    async def _relay(self, exchange: Exchange, answer: Answer) -> None:
+        relay = Relay(
+            exchange.client,
+            exchange.watch,
+            self._config.timeouts,
+            exchange.progress,
+            exchange.begin_answer,
+        )
+        await relay.run(answer)
+
+
+def subjects_of(directory: Directory, principal: Principal) -> tuple[Subject, Subject]:
+    """Whose quotas a request of this caller's counts against."""
+    tenant = directory.tenants.tenant(principal)
+    return (
+        Subject(QuotaScope.KEY, principal.key, principal.limits),
+        Subject(QuotaScope.TENANT, principal.tenant, tenant.limits),
+    )
+
+
+def used_tokens(progress: Progress, prompt_tokens: int, reserved: int) -> int:
+    """What a request is charged in the end; rule 1."""
+    if progress.closing is not None:
+        return progress.closing.prompt_tokens + progress.closing.completion_tokens
+    if progress.refused or not progress.dispatched:
+        return 0
+    if progress.complete and not progress.events:  # a foreign engine's unary answer: nobody counted
+        return reserved
+    return prompt_tokens + progress.events
+
+
+def _outbound(
+    exchange: Exchange, principal: Principal, model: ModelConfig, parsed: Parsed[ProxiedRequest], count: Count
+) -> Outbound:
+    overrides: dict[str, object] = {"model": model.upstream_model or model.name}
+    if count.extension is not None:
+        overrides["penstock"] = count.extension
+    headers = (
+        ("content-type", "application/json"),
+        (REQUEST_ID_HEADER, exchange.record.request_id),
+        (TRACEPARENT_HEADER, exchange.stages.trace.traceparent),
+        (TENANT_HEADER, principal.tenant),
+    )
+    return Outbound("POST", exchange.request.path, headers, with_fields(parsed.fields, **overrides))
+
+
+def _refused(refusal: Refusal, tokens: int) -> ApiError:
+    whose = f"This {refusal.scope}'s limit of {refusal.limit}"
+    after_s = None if refusal.retry_after_ms is None else refusal.retry_after_ms / 1000
+    match refusal.meter:
+        case Meter.REQUESTS:
+            return RateLimited(f"{whose} requests per minute is reached.", retry_after_s=after_s)
+        case Meter.CONCURRENCY:
+            return RateLimited(f"{whose} concurrent requests is reached.", retry_after_s=after_s)
+        case Meter.TOKENS if after_s is None:
+            return RequestExceedsQuota(f"{whose} tokens per minute is less than this request's {tokens}.")
+        case Meter.TOKENS:
+            message = f"{whose} tokens per minute is reached; this request may take {tokens}."
+            return TokensRateLimited(message, retry_after_s=after_s)
+        case Meter.BUDGET:
+            return BudgetExhausted(f"This {refusal.scope}'s budget of {refusal.limit} tokens is spent.")

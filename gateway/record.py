@@ -1,0 +1,253 @@
+"""What is told about a request: one completed line, whatever its end, and the metrics.
+
+Label values are bounded: models, tenants and replicas come from the configuration, the rest are
+constants of the code. Tenants beyond `TENANTS_SHOWN_MAX` share one label.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from gateway.admission.quota import Decision, Settlement
+from gateway.relay.stream import Progress
+from shared import errors, logs
+from shared.errors import ApiError
+from shared.ids import KeyId, ReplicaId, RequestId, TenantId
+from shared.sse import Closing
+from shared.telemetry import REGISTRY, Stages
+
+TENANTS_SHOWN_MAX: Final = 100
+STATUS_CLIENT_GONE: Final = 499
+"""nginx's number for a client that left; never sent, only logged."""
+NONE: Final = "none"
+"""The label where there is no value: the request ended before it had one."""
+
+log = logs.get(__name__)
+
+
+class EndReason(StrEnum):
+    OK = "ok"
+    REFUSED = "refused"
+    """An answer was given, and it was no: the caller's mistake, a quota, a full queue."""
+    CLIENT_CANCEL = "client_cancel"
+    ABORTED = "aborted"
+    """By DELETE."""
+    CONNECT_TIMEOUT = "connect_timeout"
+    FIRST_TOKEN_TIMEOUT = "first_token_timeout"  # noqa: S105 -- a reason, not a secret
+    INTER_TOKEN_TIMEOUT = "inter_token_timeout"  # noqa: S105
+    TOTAL_TIMEOUT = "total_timeout"
+    SLOW_CLIENT = "slow_client"
+    UPSTREAM_UNREACHABLE = "upstream_unreachable"
+    UPSTREAM_FAILED = "upstream_failed"
+    DRAIN = "drain"
+    """It was still running when the drain's time was up."""
+    INTERNAL_ERROR = "internal_error"
+
+
+class DrainCut(errors.NotReady):
+    """The gateway stopped before the request was done."""
+
+    code = "gateway_stopped"
+
+
+_REASONS: Final[dict[type[ApiError], EndReason]] = {
+    errors.RequestAborted: EndReason.ABORTED,
+    errors.ConnectTimeout: EndReason.CONNECT_TIMEOUT,
+    errors.FirstTokenTimeout: EndReason.FIRST_TOKEN_TIMEOUT,
+    errors.InterTokenTimeout: EndReason.INTER_TOKEN_TIMEOUT,
+    errors.TotalTimeout: EndReason.TOTAL_TIMEOUT,
+    errors.SlowClient: EndReason.SLOW_CLIENT,
+    errors.UpstreamUnreachable: EndReason.UPSTREAM_UNREACHABLE,
+    errors.UpstreamFailed: EndReason.UPSTREAM_FAILED,
+    errors.EngineFailed: EndReason.UPSTREAM_FAILED,
+    errors.InternalError: EndReason.INTERNAL_ERROR,
+    DrainCut: EndReason.DRAIN,
+}
+
+
+def end_reason_of(error: ApiError) -> EndReason:
+    if (reason := _REASONS.get(type(error))) is not None:
+        return reason
+    retried = isinstance(error, errors.Overloaded | errors.NotReady)
+    return EndReason.REFUSED if error.status < 500 or retried else EndReason.UPSTREAM_FAILED
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Filled in as the request goes on its way. Holds no text of prompts or answers."""
+
+    request_id: RequestId
+    method: str
+    endpoint: str
+    """The route, not the path as it was sent."""
+    stage: str = ""
+    """Where the request ended."""
+    tenant: TenantId | None = None
+    key: KeyId | None = None
+    model: str | None = None
+    stream: bool = False
+    status: int = 0
+    end_reason: EndReason = EndReason.OK
+    error: ApiError | None = None
+    replica: ReplicaId | None = None
+    attempts: int = 0
+    """Replicas that were tried."""
+    prompt_tokens: int = 0
+    prompt_exact: bool = False
+    decision: Decision | None = None
+    reserved: int = 0
+    settled: int = 0
+    events: int = 0
+    body_len: int = 0
+    closing: Closing | None = None
+    first_byte_s: float | None = None
+
+    def failed(self, error: ApiError, sent_status: int | None) -> None:
+        """`sent_status`: what the client was told already, when the answer had begun."""
+        self.error = error
+        self.status = sent_status or error.status
+        self.end_reason = end_reason_of(error)
+
+    def take(self, progress: Progress) -> None:
+        """How far the answer came."""
+        self.events, self.body_len, self.closing = progress.events, progress.body_len, progress.closing
+        if progress.broken and self.end_reason is EndReason.OK:
+            self.end_reason = EndReason.UPSTREAM_FAILED
+
+    def client_left(self) -> None:
+        self.status = STATUS_CLIENT_GONE
+        self.end_reason = EndReason.CLIENT_CANCEL
+
+    def settlement(self, settlement: Settlement | None) -> None:
+        if settlement is not None:
+            self.settled = settlement.settled
+            QUOTA_TOKENS.labels("settled").inc(settlement.settled)
+            QUOTA_TOKENS.labels("released").inc(settlement.released)
+            QUOTA_TOKENS.labels("overdrawn").inc(settlement.overdrawn)
+
+
+_LABELS: Final = ("endpoint", "model", "tenant", "status", "end_reason")
+REQUESTS: Final = Counter("penstock_gateway_requests", "Requests ended.", _LABELS, registry=REGISTRY)
+IN_FLIGHT: Final = Gauge("penstock_gateway_requests_in_flight", "Requests in progress.", registry=REGISTRY)
+TOKENS: Final = Counter(
+    "penstock_gateway_tokens", "Tokens as the engine counted.", ("model", "tenant", "kind"), registry=REGISTRY
+)
+FIRST_BYTE: Final = Histogram(
+    "penstock_gateway_first_byte_seconds",
+    "From a request's arrival to the first byte of its answer's body.",
+    ("model", "stream"),
+    buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120),
+    registry=REGISTRY,
+)
+SECONDS: Final = Histogram(
+    "penstock_gateway_request_seconds",
+    "From a request's arrival to its end.",
+    ("model", "stream"),
+    buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600),
+    registry=REGISTRY,
+)
+QUOTA: Final = Counter(
+    "penstock_gateway_quota_decisions",
+    "Reservations granted, and refused by which meter of whom.",
+    ("decision", "meter", "scope"),
+    registry=REGISTRY,
+)
+QUOTA_TOKENS: Final = Counter(
+    "penstock_gateway_quota_tokens",
+    "reserved + overdrawn = settled + released + what is outstanding.",
+    ("kind",),
+    registry=REGISTRY,
+)
+UPSTREAM_ATTEMPTS: Final = Counter(
+    "penstock_gateway_upstream_attempts",
+    "Dispatches to replicas, by whether a connection was had.",
+    ("replica", "outcome"),
+    registry=REGISTRY,
+)
+
+
+def observe_decision(decision: Decision, tokens: int) -> None:
+    refusal = decision.refusal
+    if refusal is None:
+        QUOTA.labels("granted", NONE, NONE).inc()
+        QUOTA_TOKENS.labels("reserved").inc(tokens)
+    else:
+        QUOTA.labels("refused", refusal.meter, refusal.scope).inc()
+
+
+class Reporter:
+    """Writes the completed line and counts, once per request."""
+
+    def __init__(self) -> None:
+        self._tenants: set[TenantId] = set()
+
+    def completed(self, record: RequestRecord, stages: Stages, seconds: float) -> None:
+        log.info("request.completed", **_fields(record), total_ms=_ms(seconds), **stages.log_fields())
+        stages.end(status=record.status, end_reason=record.end_reason, endpoint=record.endpoint)
+        model, tenant = record.model or NONE, self._tenant_label(record.tenant)
+        REQUESTS.labels(record.endpoint, model, tenant, record.status, record.end_reason).inc()
+        SECONDS.labels(model, record.stream).observe(seconds)
+        if record.first_byte_s is not None:
+            FIRST_BYTE.labels(model, record.stream).observe(record.first_byte_s)
+        if (closing := record.closing) is not None:
+            TOKENS.labels(model, tenant, "prompt").inc(closing.prompt_tokens)
+            TOKENS.labels(model, tenant, "completion").inc(closing.completion_tokens)
+            TOKENS.labels(model, tenant, "cached").inc(closing.cached_tokens)
+
+    def _tenant_label(self, tenant: TenantId | None) -> str:
+        if tenant is None:
+            return NONE
+        if tenant not in self._tenants:
+            if len(self._tenants) >= TENANTS_SHOWN_MAX:
+                return "other"
+            self._tenants.add(tenant)
+        return tenant
+
+
+def _fields(record: RequestRecord) -> dict[str, object]:
+    error, closing, decision = record.error, record.closing, record.decision
+    fields: dict[str, object] = {
+        "request_id": record.request_id,
+        "method": record.method,
+        "endpoint": record.endpoint,
+        "status": record.status,
+        "end_reason": record.end_reason.value,
+        "stage": record.stage,
+        "tenant": record.tenant,
+        "key_id": record.key,
+        "model": record.model,
+        "stream": record.stream,
+        "replica": record.replica,
+        "attempts": record.attempts,
+        "prompt_tokens": closing.prompt_tokens if closing else record.prompt_tokens,
+        "prompt_exact": record.prompt_exact or closing is not None,
+        "completion_tokens": closing.completion_tokens if closing else None,
+        "cached_tokens": closing.cached_tokens if closing else None,
+        "reserved_tokens": record.reserved,
+        "settled_tokens": record.settled,
+        "events": record.events,
+        "body_len": record.body_len,
+        "first_byte_ms": None if record.first_byte_s is None else _ms(record.first_byte_s),
+    }
+    if error is not None:
+        fields |= {"error_code": error.code, "error_detail": error.detail, "error_param": error.param}
+    if decision is not None and decision.refusal is not None:
+        fields |= {"quota_meter": decision.refusal.meter.value, "quota_scope": decision.refusal.scope.value}
+    if closing is not None:
+        fields |= {
+            "engine_end_reason": closing.end_reason,
+            "engine_queue_ms": closing.queue_ms,
+            "engine_prefill_ms": closing.prefill_ms,
+            "engine_decode_ms": closing.decode_ms,
+            "engine_preempted_ms": closing.preempted_ms,
+            "engine_preemptions": closing.preemptions,
+        }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)

@@ -1,0 +1,1 @@
+"""To the engine and back: bytes through, under deadlines."""

@@ -1,0 +1,204 @@
+"""Bytes from the engine to the client.
+
+The engine's events are passed on as they come; nothing parses them but the first, which may be an
+error in an envelope of success, and the closing comment at the very end.
+
+Rules:
+
+1. Nothing is sent to the client before the first event (or a unary answer's first bytes), so that
+   until then an error can have a status of its own.
+2. The next chunk is read only when the client's buffers have room: pressure reaches the engine.
+3. A stream that fails after its first byte ends with an error event and no `[DONE]`; where no event
+   can be appended, the connection is cut. It never ends cleanly as if it were whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Final
+
+from aiohttp import web
+from aiohttp.http import StreamWriter
+
+from gateway.config import TimeoutsConfig
+from gateway.relay.upstream import Answer, read_back
+from gateway.relay.watch import Watch
+from shared.errors import ApiError, InterTokenTimeout, SlowClient, UpstreamFailed
+from shared.sse import CLOSING_HEADER, Closing, TailScanner, error_event, parse_closing
+
+HEAD_LEN_MAX: Final = 256 * 1024
+"""Bytes that wait for the decision which status to answer with: a whole unary answer, if it fits."""
+
+_BOUNDARY: Final = b"\n\n"
+_ERROR: Final = b'data: {"error":'
+_STREAM_HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class ClientGone(Exception):
+    """The client's connection broke while it was written to."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far an answer came; true at every moment, whoever interrupts."""
+
+    scanner: TailScanner = field(default_factory=TailScanner)
+    events: int = 0
+    """Events passed on: about the tokens that the client got."""
+    body_len: int = 0
+    closing: Closing | None = None
+    complete: bool = False
+    dispatched: bool = False
+    """A replica was sent the request, or part of it."""
+    refused: bool = False
+    """The engine said no before its first token: nothing was computed."""
+    broken: bool = False
+    """The engine ended its stream with an error event of its own, which was passed on."""
+
+
+class Client:
+    """The client's end: headers once, then bytes under backpressure."""
+
+    __slots__ = ("_request", "_slow_client_s", "_watch", "_writer", "response")
+
+    def __init__(self, request: web.BaseRequest, watch: Watch, slow_client_s: float) -> None:
+        self._request = request
+        self._watch = watch
+        self._slow_client_s = slow_client_s
+        self._writer: StreamWriter | None = None
+        self.response: web.StreamResponse | None = None
+        """Once it has begun, the status is on its way."""
+
+    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        assert self.response is None
+        self.response = response = web.StreamResponse(status=status, headers=headers)
+        try:
+            writer = await response.prepare(self._request)
+        except ConnectionError:
+            raise ClientGone from None
+        assert isinstance(writer, StreamWriter)
+        self._writer = writer
+
+    async def write(self, data: bytes) -> None:
+        """Raises ClientGone; the watch raises SlowClient when the client does not read."""
+        assert self._writer is not None
+        try:
+            await self._writer.write(data, drain=False)
+            if self._request.protocol.writing_paused:
+                self._expect_reading()
+                await self._writer.drain()
+        except ConnectionError:
+            raise ClientGone from None
+
+    async def finish(self) -> None:
+        assert self.response is not None
+        self._expect_reading()
+        try:
+            await self.response.write_eof()
+        except ConnectionError:
+            raise ClientGone from None
+
+    async def fail(self, error: ApiError, progress: Progress) -> None:
+        """End a stream that has begun."""
+        assert self.response is not None
+        is_stream = self.response.content_type == "text/event-stream"
+        if not is_stream or isinstance(error, SlowClient) or not progress.scanner.at_boundary:
+            self._cut()
+            return
+        try:
+            assert self._writer is not None
+            await self._writer.write(error_event(error), drain=False)
+            self._writer.set_eof()
+        except ConnectionError:
+            raise ClientGone from None
+
+    def _expect_reading(self) -> None:
+        self._watch.expect(self._slow_client_s, SlowClient, "The client stopped reading its answer.")
+
+    def _cut(self) -> None:
+        if (transport := self._request.transport) is not None:
+            transport.abort()
+
+
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """Passes one answer on, to its end."""
+
+    client: Client
+    watch: Watch
+    timeouts: TimeoutsConfig
+    progress: Progress
+    headers: Callable[[], Mapping[str, str]]
+    """What the gateway adds; asked when the first bytes are there."""
+
+    async def run(self, answer: Answer) -> None:
+        """Raises what the engine says instead of an answer, UpstreamFailed or ClientGone."""
+        if answer.status >= HTTPStatus.BAD_REQUEST:
+            self.progress.refused = True
+            self._take_closing(answer)
+            raise await answer.error()
+        await (self._stream(answer) if answer.is_stream else self._unary(answer))
+        self.progress.complete = True
+
+    async def _stream(self, answer: Answer) -> None:
+        scanner = self.progress.scanner
+        forward = await self._first_event(answer)
+        await self._begin(answer, _STREAM_HEADERS)
+        while True:
+            if forward:
+                self.progress.events += forward.count(_BOUNDARY)
+                await self._write(forward)
+            if not (chunk := await self._read(answer)):
+                break
+            forward = scanner.feed(chunk)
+        if rest := scanner.finish():
+            await self._write(rest)
+        self.progress.closing = scanner.closing
+        self.progress.broken = not scanner.saw_done
+        if scanner.closing is None and not scanner.saw_done:
+            raise UpstreamFailed("The engine's answer broke off.", detail="no [DONE], no closing comment")
+        await self.client.finish()
+
+    async def _first_event(self, answer: Answer) -> bytes:
+        """Everything up to and with the first event, still under the first-token deadline."""
+        head = b""
+        while b"data:" not in head or _BOUNDARY not in head:
+            chunk = await answer.read()
+            head += self.progress.scanner.feed(chunk)
+            if not chunk or len(head) > HEAD_LEN_MAX:
+                self.progress.closing = self.progress.scanner.closing
+                raise UpstreamFailed("The engine's answer broke off.", detail="it ended before an event")
+        if head.startswith(_ERROR):
+            self.progress.refused = True
+            raise read_back(answer.status, head.partition(_BOUNDARY)[0].removeprefix(b"data:"))
+        return head
+
+    async def _unary(self, answer: Answer) -> None:
+        head = bytearray()
+        while (chunk := await self._read(answer)) and len(head) + len(chunk) <= HEAD_LEN_MAX:
+            head += chunk
+        self._take_closing(answer)
+        await self._begin(answer, {"content-length": str(len(head))} if answer.finished else {})
+        await self._write(bytes(head))
+        while chunk:
+            await self._write(chunk)
+            chunk = await self._read(answer)
+        await self.client.finish()
+
+    def _take_closing(self, answer: Answer) -> None:
+        closing = answer.headers.get(CLOSING_HEADER)
+        self.progress.closing = parse_closing(closing) if closing else None
+
+    async def _begin(self, answer: Answer, headers: Mapping[str, str]) -> None:
+        content_type = answer.headers.get("content-type", "application/json")
+        await self.client.begin(answer.status, {"content-type": content_type, **headers, **self.headers()})
+
+    async def _read(self, answer: Answer) -> bytes:
+        self.watch.expect(self.timeouts.inter_token_s, InterTokenTimeout, "The engine stopped sending.")
+        return await answer.read()
+
+    async def _write(self, data: bytes) -> None:
+        self.progress.body_len += len(data)
+        await self.client.write(data)

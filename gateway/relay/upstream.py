@@ -1,0 +1,213 @@
+"""The engine's end of a request: send, read, give up.
+
+The seam to the wire is `httpx.AsyncBaseTransport`: HTTP/1.1 by httpx's own, any other by being
+handed in. It is called directly, without `httpx.AsyncClient`, whose redirects, cookies and proxies
+are no business of a hop. Timeouts are the `Watch`'s, except for connecting, which only the transport
+can tell apart.
+
+Closing an unfinished answer closes its HTTP/1.1 connection, which is what tells the engine to stop.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Final
+
+import httpx
+import msgspec
+
+from gateway.shield import shielded
+from shared import errors
+from shared.errors import ApiError, ConnectTimeout, UpstreamFailed, UpstreamUnreachable
+
+IDLE_S: Final = 15.0
+"""How long an unused connection is kept: below any engine's own limit, or requests would be sent
+into closed sockets. The engine keeps them for 75 s."""
+ERROR_LEN_MAX: Final = 64 * 1024
+FETCH_LEN_MAX: Final = 64 * 1024 * 1024
+"""A tokenizer of 250,000 tokens takes about 30 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outbound:
+    """A request as it goes to whichever replica is chosen."""
+
+    method: str
+    path: str
+    headers: tuple[tuple[str, str], ...]
+    content: bytes = b""
+
+
+class Answer:
+    """A replica's answer, its body unread. Whoever holds it closes it."""
+
+    __slots__ = ("_chunks", "_response", "finished", "headers", "status")
+
+    def __init__(self, response: httpx.Response) -> None:
+        self.status: Final = response.status_code
+        self.headers: Final = response.headers
+        self.finished = False
+        """Whether the whole answer was read."""
+        self._response: Final = response
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        self._chunks: Final = aiter(response.stream)
+
+    @property
+    def is_stream(self) -> bool:
+        content_type: str = self.headers.get("content-type", "")
+        return content_type.startswith("text/event-stream")
+
+    async def read(self) -> bytes:
+        """Bytes as they came, at least one; none at the end. Raises UpstreamFailed when cut off."""
+        try:
+            async for chunk in self._chunks:
+                if chunk:
+                    return chunk
+        except httpx.HTTPError as error:
+            raise _ours(error) from error
+        self.finished = True
+        return b""
+
+    async def read_all(self, len_max: int) -> bytes:
+        body = bytearray()
+        while chunk := await self.read():
+            body += chunk
+            if len(body) > len_max:
+                raise UpstreamFailed("The engine's answer is too large.", detail=f"over {len_max} bytes")
+        return bytes(body)
+
+    async def aclose(self) -> None:
+        """Give the connection back or, when the answer is unfinished, close it at once."""
+        await (self._aclose() if self.finished else shielded(self._aclose()))
+
+    async def _aclose(self) -> None:
+        if isinstance(self._chunks, AsyncGenerator):
+            await self._chunks.aclose()
+        await self._response.aclose()
+
+    async def error(self) -> ApiError:
+        """What an answer with an error status says, in our own tree."""
+        body = await self.read_all(ERROR_LEN_MAX)
+        return read_back(self.status, body, self.headers.get("retry-after"))
+
+
+class Upstream:
+    def __init__(self, transport: httpx.AsyncBaseTransport, connect_s: float) -> None:
+        self._transport = transport
+        self._timeout = httpx.Timeout(None, connect=connect_s).as_dict()
+
+    async def send(
+        self, base_url: str, outbound: Outbound, connected: Callable[[], None] = lambda: None
+    ) -> Answer:
+        """Dispatch, and wait for the answer's headers. `connected` is told when there is a connection.
+
+        Raises:
+            ConnectTimeout, UpstreamUnreachable: nothing was dispatched.
+            UpstreamFailed: anything later.
+        """
+
+        async def trace(event: str, _: object) -> None:
+            if event.endswith("send_request_headers.started"):
+                connected()
+
+        request = httpx.Request(
+            outbound.method,
+            base_url + outbound.path,
+            headers=outbound.headers,
+            content=outbound.content,
+            extensions={"timeout": self._timeout, "trace": trace},
+        )
+        try:
+            return Answer(await self._transport.handle_async_request(request))
+        except httpx.HTTPError as error:
+            raise _ours(error) from error
+
+    async def fetch(self, base_url: str, path: str) -> tuple[httpx.Headers, bytes]:
+        """A GET of the gateway's own. Raises ApiError for every answer but a good one."""
+        answer = await self.send(base_url, Outbound("GET", path, ()))
+        try:
+            if answer.status >= HTTPStatus.BAD_REQUEST:
+                raise await answer.error()
+            return answer.headers, await answer.read_all(FETCH_LEN_MAX)
+        finally:
+            await answer.aclose()
+
+    async def aclose(self) -> None:
+        await self._transport.aclose()
+
+
+def http1_transport() -> httpx.AsyncHTTPTransport:
+    """HTTP/1.1 with as many connections as there are requests: quotas and queues throttle, not the
+    pool (httpx's default of 100 would). Proxies of the environment are not for a hop."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=IDLE_S)
+    return httpx.AsyncHTTPTransport(limits=limits, trust_env=False, verify=ssl.create_default_context())
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def _ours(error: httpx.HTTPError) -> ApiError:
+    detail = f"{type(error).__name__}: {error}"
+    match error:
+        case httpx.ConnectTimeout():
+            return ConnectTimeout("The engine did not accept a connection in time.", detail=detail)
+        case httpx.ConnectError():
+            return UpstreamUnreachable("The engine cannot be reached.", detail=detail)
+        case _:
+            return UpstreamFailed("The engine's answer broke off.", detail=detail)
+
+
+class _Error(msgspec.Struct):
+    """Other engines put a status where OpenAI puts a code."""
+
+    message: str
+    param: str | None = None
+    code: str | int | None = None
+
+
+class _Envelope(msgspec.Struct):
+    error: _Error
+
+
+_decode_error: Final = msgspec.json.Decoder(_Envelope).decode
+
+
+def _tree(root: type[ApiError]) -> dict[str, type[ApiError]]:
+    found = {root.code: root}
+    for child in root.__subclasses__():
+        found.update({code: kind for code, kind in _tree(child).items() if code not in found})
+    return found
+
+
+_BY_CODE: Final = _tree(ApiError)
+_BY_STATUS: Final[dict[int, type[ApiError]]] = {
+    400: errors.InvalidRequest,
+    404: errors.ModelNotFound,
+    413: errors.BodyTooLarge,
+    422: errors.InvalidRequest,
+    429: errors.Overloaded,
+    503: errors.Overloaded,
+}
+"""For engines with codes of their own."""
+_OURS_ALONE: Final = (errors.Unauthenticated.status, errors.PermissionDenied.status)
+"""That an engine will not let the gateway in is no fault of the caller's."""
+
+
+def read_back(status: int, body: bytes, retry_after: str | None = None) -> ApiError:
+    """An engine's error answer as an error of ours: same code, message and param where it speaks
+    OpenAI's envelope, and UpstreamFailed where it does not."""
+    detail = f"engine answered {status}"
+    try:
+        error = _decode_error(body).error
+    except msgspec.DecodeError:
+        return UpstreamFailed("The engine failed to answer.", detail=detail)
+    if isinstance(error.code, int):
+        status = error.code
+    kind = _BY_CODE.get(str(error.code)) or _BY_STATUS.get(status)
+    if kind is None or kind.status in _OURS_ALONE:
+        return UpstreamFailed("The engine failed to answer.", detail=f"{detail}, code {error.code!r}")
+    retry_after_s = float(retry_after) if retry_after and retry_after.isdecimal() else None
+    return kind(error.message, param=error.param, detail=detail, retry_after_s=retry_after_s)

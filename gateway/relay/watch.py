@@ -1,0 +1,89 @@
+"""One request's deadlines, and the one way in which others may end it.
+
+A request passes through waits with different bounds: body, first token, between tokens, slow
+client, and a total over all. A timer per wait would cost more than the wait's work, so there is one
+timer, and moving the deadline later only writes a number: when the timer fires early it is set
+again. asyncio's own `timeout` sets a timer each time.
+
+Rules:
+
+1. When the deadline passes, or `end` is called, the task is cancelled once, and leaving the `with`
+   block raises the reason, an `ApiError`, in place of CancelledError.
+2. A cancellation from elsewhere (the client left) passes through as it is, and wins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+from shared.errors import ApiError, TotalTimeout
+
+
+class Watch:
+    """`with Watch(total_s) as watch:` around the awaits of the current task."""
+
+    __slots__ = ("_deadline_s", "_loop", "_on_time", "_reason", "_task", "_timer", "_total_at_s", "_total_s")
+
+    def __init__(self, total_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._total_s = total_s
+        self._total_at_s = self._deadline_s = self._loop.time() + total_s
+        self._on_time = self._total_timeout
+        self._reason: ApiError | None = None
+        self._task: asyncio.Task[object] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> Self:
+        self._task = asyncio.current_task()
+        assert self._task is not None
+        self._set_timer()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        task, self._task = self._task, None
+        assert task is not None
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._reason is not None and task.uncancel() == 0 and kind is asyncio.CancelledError:
+            raise self._reason from None
+
+    def expect(self, within_s: float, error: type[ApiError], message: str) -> None:
+        """From now on the next thing must happen within so many seconds, or within the total."""
+        self._on_time = lambda: error(message)
+        self._move(self._loop.time() + within_s)
+
+    def relax(self) -> None:
+        """Only the total counts."""
+        self._move(self._total_at_s)
+
+    def end(self, reason: ApiError) -> None:
+        """End the request now. Later calls, and calls after its end, change nothing."""
+        if self._task is None or self._reason is not None:
+            return
+        self._reason = reason
+        self._task.cancel()
+
+    def _move(self, deadline_s: float) -> None:
+        if deadline_s >= self._total_at_s:
+            deadline_s, self._on_time = self._total_at_s, self._total_timeout
+        sooner = deadline_s < self._deadline_s
+        self._deadline_s = deadline_s
+        if sooner and self._timer is not None and deadline_s < self._timer.when():
+            self._timer.cancel()
+            self._set_timer()
+
+    def _set_timer(self) -> None:
+        self._timer = self._loop.call_at(self._deadline_s, self._fire)
+
+    def _fire(self) -> None:
+        if self._loop.time() < self._deadline_s:
+            self._set_timer()
+        else:
+            self.end(self._on_time())
+
+    def _total_timeout(self) -> ApiError:
+        return TotalTimeout(f"The request did not finish within {self._total_s:g} s.")

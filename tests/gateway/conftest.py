@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from gateway.admission.memory_store import MemoryStore
+from gateway.app import Gateway
+from gateway.config import load
+from gateway.identity.keys import hash_key
+from shared import logs
+from tests.gateway.fake_engine import FakeEngine, byte_bundle
+
+KEY = "dev-key"
+OTHER_KEY = "other-key"
+PATIENCE_S = 10.0
+"""Nothing takes this long; a test that is wrong fails then instead of hanging."""
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def settings(*urls: str, **sections: Any) -> dict[str, Any]:
+    """A configuration as TOML would give it, for replicas at `urls`."""
+    settings: dict[str, Any] = {
+        "listen": {"port": 0},
+        "models": [{"name": "tiny", "replicas": list(urls), "aliases": ["small"]}],
+        "tenants": [{"id": "acme"}, {"id": "other"}],
+        "keys": [
+            {"id": "k1", "hash": hash_key(KEY), "tenant": "acme"},
+            {"id": "k2", "hash": hash_key(OTHER_KEY), "tenant": "other"},
+        ],
+    }
+    return settings | sections
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let everybody run until it holds."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+@dataclass
+class House:
+    """A gateway before a fake engine, and a client in front of it."""
+
+    gateway: Gateway
+    engine: FakeEngine
+    client: aiohttp.ClientSession
+    log: io.StringIO
+    headers: dict[str, str] = field(default_factory=lambda: {"authorization": f"Bearer {KEY}"})
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.gateway.port}"
+
+    def chat(self, body: Any = None, **fields: Any) -> aiohttp.client._RequestContextManager:
+        headers = self.headers | fields.pop("headers", {})
+        return self.client.post(
+            f"{self.url}/v1/chat/completions", json={**CHAT, **(body or {}), **fields}, headers=headers
+        )
+
+    def get(self, path: str, **headers: str) -> aiohttp.client._RequestContextManager:
+        return self.client.get(f"{self.url}{path}", headers=self.headers | headers)
+
+    async def lines(self, count: int = 1) -> list[dict[str, Any]]:
+        """The completed lines, once there are so many."""
+        async with asyncio.timeout(PATIENCE_S):
+            while len(found := self._lines()) < count:
+                await asyncio.sleep(0.001)
+        assert len(found) == count, found
+        return found
+
+    async def line(self) -> dict[str, Any]:
+        return (await self.lines())[0]
+
+    def _lines(self) -> list[dict[str, Any]]:
+        lines = [msgspec.json.decode(line) for line in self.log.getvalue().splitlines()]
+        return [line for line in lines if line["event"] == "request.completed"]
+
+    @property
+    def store(self) -> MemoryStore:
+        assert isinstance(self.gateway.quotas, MemoryStore)
+        return self.gateway.quotas
+
+    async def at_rest(self) -> None:
+        """Nothing is in progress and nothing is held, anywhere."""
+        await until(lambda: not len(self.gateway.live) and not self.engine.active)
+        assert self.store.live == 0
+        ledger = self.store.ledger
+        assert ledger.balanced
+        assert ledger.outstanding == 0
+        assert all(r.tokens == 0 and r.requests == 0 for r in self.gateway.replicas.all())
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    stream = io.StringIO()
+    logs.configure("gateway", level="debug", stream=stream)
+    yield stream
+    logs.close()
+
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+async def open_house(log: io.StringIO) -> AsyncIterator[Open]:
+    """`await open_house(timeouts={...})`: with a tokenizer unless `bundle=None`."""
+    async with AsyncExitStack() as stack:
+
+        async def open_(*more_urls: str, bundle: Any = ..., **sections: Any) -> House:
+            engine = FakeEngine(bundle=byte_bundle() if bundle is ... else bundle)
+            await stack.enter_async_context(engine)
+            config = load(settings(engine.url, *more_urls, **sections), {})
+            gateway = await stack.enter_async_context(Gateway(config))
+            await until(lambda: gateway.tokens.profile(config.models[0]) is not None)
+            client = await stack.enter_async_context(aiohttp.ClientSession())
+            return House(gateway, engine, client, log)
+
+        yield open_
+
+
+@pytest.fixture
+async def house(open_house: Open) -> House:
+    house = await open_house()
+    assert isinstance(house, House)
+    return house

@@ -1,0 +1,196 @@
+"""An engine that does what a test tells it to, step by step, and remembers what was done to it.
+
+Delays are events that the test sets, never sleeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import tokenizers
+from aiohttp import web
+from multidict import CIMultiDict
+from tokenizers import decoders, models, pre_tokenizers
+
+from shared import sse
+from shared.ids import TOKENIZER_HEADER
+from shared.tokenizer import TokenizerBundle
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}:{{ message.content }}\n{% endfor %}assistant:"
+)
+
+
+def byte_bundle() -> TokenizerBundle:
+    """One token per byte: what a prompt counts can be told by looking at it."""
+    vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return TokenizerBundle(tokenizer_json=tokenizer.to_str(), chat_template=CHAT_TEMPLATE)
+
+
+class Headers:
+    """The step at which the status and headers are sent."""
+
+
+class Cut:
+    """The step at which the connection breaks."""
+
+
+HEADERS, CUT = Headers(), Cut()
+Step = bytes | asyncio.Event | Headers | Cut
+
+
+@dataclass
+class Script:
+    """One answer. Without HEADERS among the steps they come first."""
+
+    steps: Sequence[Step]
+    status: int = 200
+    content_type: str = "text/event-stream"
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Seen:
+    """One request as the engine saw it."""
+
+    path: str
+    headers: CIMultiDict[str]
+    body: dict[str, Any]
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    """The client, the gateway that is, closed its connection before the answer's end."""
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+def chunk(text: str) -> bytes:
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": None, "logprobs": None}
+    value = {
+        "id": "chatcmpl-1",
+        "object": "chat.completion.chunk",
+        "created": 1,
+        "model": "tiny",
+        "choices": [choice],
+        "system_fingerprint": "fp",
+    }
+    return sse.event(msgspec.json.encode(value))
+
+
+def closing(prompt: int = 10, completion: int = 3, reason: str = "ok") -> sse.Closing:
+    return sse.Closing(
+        end_reason=reason, prompt_tokens=prompt, completion_tokens=completion, cached_tokens=4, queue_ms=1.5
+    )
+
+
+def stream(*steps: Step, end: sse.Closing | None = None) -> Script:
+    """A whole stream around the steps."""
+    return Script([*steps, sse.DONE, sse.closing_comment(end or closing())])
+
+
+def unary(text: str = "hello", *, end: sse.Closing | None = None, before: Sequence[Step] = ()) -> Script:
+    value = {
+        "id": "chatcmpl-1",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "tiny",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": text, "refusal": None},
+                "finish_reason": "stop",
+                "logprobs": None,
+            }
+        ],
+        "usage": {"prompt_tokens": 10, "completion_tokens": 3, "total_tokens": 13},
+        "system_fingerprint": "fp",
+    }
+    headers = {sse.CLOSING_HEADER: sse.encode_closing(end or closing()).decode()}
+    return Script([*before, HEADERS, msgspec.json.encode(value)], 200, "application/json", headers)
+
+
+def refusal(status: int, code: str, message: str = "no", **headers: str) -> Script:
+    error = {"message": message, "type": "t", "param": None, "code": code}
+    body = msgspec.json.encode({"error": error})
+    return Script([body], status, "application/json", {k.replace("_", "-"): v for k, v in headers.items()})
+
+
+class FakeEngine:
+    """`async with FakeEngine() as engine:`; `engine.script` says how to answer the next requests."""
+
+    def __init__(self, *, bundle: TokenizerBundle | None = None, max_model_len: int | None = 4096) -> None:
+        self.bundle = bundle
+        self.max_model_len = max_model_len
+        self.script: Script | Callable[[Seen], Script] = stream(chunk("a"), chunk("b"), chunk("c"))
+        self.seen: list[Seen] = []
+        self.arrived = asyncio.Event()
+        """Set at every request that is to be answered by the script."""
+        self.active = 0
+        self.written = 0
+        """Bytes of bodies, accepted by the socket."""
+        self.url = ""
+
+    async def __aenter__(self) -> FakeEngine:
+        self._runner = web.ServerRunner(
+            web.Server(self._handle, handler_cancellation=True, access_log=None), shutdown_timeout=0.1
+        )
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        match request.path:
+            case "/v1/models":
+                model = {"id": "tiny", "object": "model", "created": 7, "max_model_len": self.max_model_len}
+                return web.Response(body=msgspec.json.encode({"object": "list", "data": [model]}))
+            case "/penstock/tokenizer":
+                if self.bundle is None:
+                    return web.Response(status=404)
+                headers = {TOKENIZER_HEADER: self.bundle.hash}
+                return web.Response(body=msgspec.json.encode(self.bundle), headers=headers)
+        seen = Seen(request.path, CIMultiDict(request.headers), msgspec.json.decode(await request.read()))
+        self.seen.append(seen)
+        self.active += 1
+        self.arrived.set()
+        try:
+            return await self._play(request, self.script(seen) if callable(self.script) else self.script)
+        except (asyncio.CancelledError, ConnectionError):
+            seen.cancelled.set()
+            raise
+        finally:
+            self.active -= 1
+            seen.finished.set()
+
+    async def _play(self, request: web.BaseRequest, script: Script) -> web.StreamResponse:
+        headers = {"content-type": script.content_type, **script.headers}
+        if self.bundle is not None:
+            headers[TOKENIZER_HEADER] = self.bundle.hash
+        response = web.StreamResponse(status=script.status, headers=headers)
+        steps = list(script.steps)
+        if HEADERS not in steps:
+            steps.insert(0, HEADERS)
+        for step in steps:
+            match step:
+                case Headers():
+                    writer = await response.prepare(request)
+                    writer.send_headers()
+                case bytes():
+                    await response.write(step)
+                    await writer.drain()
+                    self.written += len(step)
+                case asyncio.Event():
+                    await step.wait()
+                case Cut():
+                    assert request.transport is not None
+                    request.transport.abort()
+                    raise ConnectionResetError
+        await response.write_eof()
+        return response
