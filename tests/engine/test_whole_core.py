@@ -1,0 +1,164 @@
+"""Scheduler, pages and tensors together, against transformers.
+
+Many requests of mixed lengths run at once, in chunks, on a cold and then on a warm prefix cache, and
+again in a pool so small that sequences are preempted. The oracle computes every answer in one whole
+forward pass: a token is greedy's choice when it is the most likely after all that precede it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from engine.core.config import SchedulerConfig
+from engine.core.messages import AddSequence, FinishReason, SamplingParams, TokenLogprobs
+from engine.core.scheduler import Scheduler
+from engine.runtime.config import RunnerConfig
+from engine.runtime.load import load_runner
+from engine.runtime.model_runner import ModelRunner
+from tests.engine.models import FAMILIES, VOCAB_SIZE, make_tiny_model, reference_logprobs, reference_model
+
+OUTPUT_LEN = 64
+PROMPT_LENS = (1, 2, 15, 16, 17, 33, 64, 65, 100, 180)
+SLOTS = 6
+STEP_TOKENS_MAX = 40
+PAGE_SIZE = 16
+TOLERANCE = 1e-4
+
+
+class Engine:
+    """The core without its loop: one runner, one scheduler, stepped until nobody is left."""
+
+    def __init__(self, path: Path, pages: int | None = None) -> None:
+        self.runner = self._load(path, pages)
+        self.scheduler = Scheduler(SchedulerConfig(step_tokens_max=STEP_TOKENS_MAX), self.runner.info)
+        self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.logprobs: dict[int, list[TokenLogprobs]] = defaultdict(list)
+        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = defaultdict(list)
+        self.cached: dict[int, int] = {}
+        self.reasons: dict[int, FinishReason] = {}
+        self.preemptions = 0
+        self.longest_step = 0
+
+    @staticmethod
+    def _load(path: Path, pages: int | None) -> ModelRunner:
+        settings = RunnerConfig(
+            str(path),
+            dtype="float32",
+            page_size=PAGE_SIZE,
+            max_num_seqs=SLOTS,
+            step_tokens_max=STEP_TOKENS_MAX,
+            threads=1,
+        )
+        runner = load_runner(settings, lambda stage: None)
+        if pages is not None:  # the scheduler sees fewer pages than there are
+            runner.info = msgspec.structs.replace(runner.info, pages=pages)
+        return runner
+
+    def run(self, prompts: dict[int, list[int]], sampling: SamplingParams) -> None:
+        for handle, prompt in prompts.items():
+            self.scheduler.add(AddSequence(handle, f"req_{handle}", prompt, sampling, b""), 0.0)
+        while (plan := self.scheduler.plan(0.0)) is not None:
+            self.longest_step = max(self.longest_step, sum(plan.lengths))
+            self.scheduler.commit(plan, self.runner.run(plan), 0.0)
+            self.scheduler.check()
+            self._take(self.scheduler.report())
+
+    def _take(self, output) -> None:
+        for i, handle in enumerate(output.handles):
+            self.tokens[handle].append(output.tokens[i])
+            if output.logprobs:
+                self.logprobs[handle].append(output.logprobs[i])
+        for handle, entries in output.prompt_logprobs:
+            self.prompt_logprobs[handle] += entries
+        for started in output.started:
+            self.cached[started.handle] = started.cached_len
+        for finished in output.finished:
+            self.reasons[finished.handle] = finished.reason
+            self.preemptions += finished.preemptions
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request, tmp_path_factory):
+    torch.set_num_threads(1)
+    path = make_tiny_model(request.param, tmp_path_factory.mktemp("model"))
+    return path, reference_model(path)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = random.Random(7)
+    return [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in PROMPT_LENS]
+
+
+def assert_greedy(oracle, prompt, tokens, logprobs):
+    """Every token is the oracle's first choice, with the oracle's log-probability."""
+    assert len(tokens) == OUTPUT_LEN
+    expected = reference_logprobs(oracle, [*prompt, *tokens])[len(prompt) - 1 : -1]
+    assert expected.argmax(dim=-1).tolist() == tokens
+    assert [entry.logprob for entry in logprobs] == pytest.approx(
+        expected.max(dim=-1).values.tolist(), abs=TOLERANCE
+    )
+    for entry, row in zip(logprobs, expected, strict=True):
+        assert entry.top_logprobs == pytest.approx(row.topk(3).values.tolist(), abs=TOLERANCE)
+
+
+def greedy(**fields):
+    return SamplingParams(seed=1, max_tokens=OUTPUT_LEN, temperature=0.0, logprobs=3, **fields)
+
+
+def test_tokens_equal_transformers_cold_and_warm(model, prompts):
+    path, oracle = model
+    engine = Engine(path)
+    cold = dict(enumerate(prompts))
+    warm = {handle + 100: prompt for handle, prompt in cold.items()}
+    engine.run(cold, greedy())
+    engine.run(warm, greedy())
+    for handle, prompt in (cold | warm).items():
+        assert_greedy(oracle, prompt, engine.tokens[handle], engine.logprobs[handle])
+        assert engine.reasons[handle] is FinishReason.LENGTH
+    assert engine.longest_step == STEP_TOKENS_MAX, "nothing was chunked"
+    assert all(engine.cached[handle] == 0 for handle in cold)
+    for handle, prompt in warm.items():
+        assert engine.cached[handle] == (len(prompt) - 1) // PAGE_SIZE * PAGE_SIZE
+    assert engine.preemptions == 0
+
+
+def test_tokens_equal_transformers_under_preemption(model, prompts):
+    path, oracle = model
+    engine = Engine(path, pages=24)  # one long sequence takes 16; all together would take 78
+    engine.run(dict(enumerate(prompts)), greedy())
+    assert engine.preemptions > 0
+    for handle, prompt in enumerate(prompts):
+        assert_greedy(oracle, prompt, engine.tokens[handle], engine.logprobs[handle])
+
+
+def test_prompt_logprobs_equal_transformers_under_preemption(model, prompts):
+    path, oracle = model
+    engine = Engine(path, pages=24)
+    engine.run(dict(enumerate(prompts)), greedy(prompt_logprobs=2))
+    assert engine.preemptions > 0
+    for handle, prompt in enumerate(prompts):
+        expected = reference_logprobs(oracle, prompt)[:-1].gather(
+            1, torch.tensor(prompt[1:], dtype=torch.int64)[:, None]
+        )
+        found = [entry.logprob for entry in engine.prompt_logprobs[handle]]
+        assert found == pytest.approx(expected[:, 0].tolist(), abs=TOLERANCE)
+
+
+def test_a_seeded_draw_does_not_depend_on_company(model, prompts):
+    """Law 3 for random tokens: alone, in company, on a warm cache and preempted."""
+    path, _ = model
+    sampling = SamplingParams(seed=11, max_tokens=OUTPUT_LEN, temperature=0.8, top_p=0.95, top_k=50)
+    company = Engine(path, pages=24)
+    company.run(dict(enumerate(prompts)), sampling)
+    assert company.preemptions > 0
+    alone = Engine(path)
+    for handle, prompt in enumerate(prompts):
+        alone.run({handle: prompt}, sampling)
+    assert alone.tokens == company.tokens
