@@ -129,11 +129,6 @@ class GenerationRequest(Struct, kw_only=True):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
-    def output_tokens_max(self) -> int | None:
-        """The caller's own bound on each choice's length; None leaves it to the context length."""
-        raise NotImplementedError
-
-    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -163,6 +158,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     @property
     def output_tokens_max(self) -> int | None:
+        """The caller's own bound on each choice's length; None leaves it to the context length."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
@@ -180,6 +176,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     @property
     def output_tokens_max(self) -> int:
+        """The bound on each choice's length."""
         return COMPLETION_TOKENS_DEFAULT if self.max_tokens is None else self.max_tokens
 
 

@@ -24,7 +24,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from shared.errors import InvalidJson, InvalidRequest, UnsupportedParameter
-from shared.openai import PROMPTS_MAX, ChatRequest, CompletionRequest, GenerationRequest, Prompt
+from shared.openai import PROMPTS_MAX, ChatRequest, CompletionRequest, Prompt
 
 T = TypeVar("T", bound=Struct)
 
@@ -62,7 +62,7 @@ def parse(body: bytes, type_: type[T]) -> Parsed[T]:
         raise _invalid_value(str(error), type_) from None
     except msgspec.DecodeError as error:
         raise _invalid_json(body, str(error)) from None
-    if isinstance(request, GenerationRequest):
+    if isinstance(request, ChatRequest | CompletionRequest):
         check(request)
     ignored = tuple(name for name in fields if name not in _names(type_))
     return Parsed(request, fields, ignored)
@@ -243,7 +243,7 @@ def _spread(type_: Any) -> Iterator[Any]:
 # -- meaning --------------------------------------------------------------------------------------
 
 
-def check(request: GenerationRequest) -> None:
+def check(request: ChatRequest | CompletionRequest) -> None:
     """What no single field's type can say."""
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
@@ -251,7 +251,7 @@ def check(request: GenerationRequest) -> None:
         _check_logit_bias(request.logit_bias)
     if isinstance(request, ChatRequest):
         _check_chat(request)
-    if isinstance(request, CompletionRequest):
+    else:
         _check_completion(request)
     limit = request.output_tokens_max
     if request.min_tokens is not None and limit is not None and request.min_tokens > limit:

