@@ -9,9 +9,9 @@ A plan has one token budget, spent in this order:
    the prefix cache.
 2. *Decodes*: one token for each running sequence that has one pending.
 3. *Chunks*: pending prompt of the other running sequences, oldest admission first.
-4. *Admissions*, by rank, unless somebody was just preempted: into a free slot, when the whole
-   uncached part fits into available pages with a watermark to spare. The first that does not fit
-   ends the admissions, so nothing overtakes it for good.
+4. *Admissions*, by rank: into a free slot, when the whole uncached part fits into available pages
+   with a watermark to spare. The first that does not fit ends the admissions, so nothing overtakes
+   it for good; in particular nobody takes the pages that a preempted sequence just gave back.
 
 Rules
 
@@ -178,10 +178,9 @@ class Scheduler:
         """The next step, or None when nobody is here."""
         assert not self._in_flight, "a plan is being run"
         batch = _Batch(self._config.step_tokens_max)
-        nobody_gave_way = self._make_room(batch, now)
+        self._make_room(batch, now)
         self._plan_running(batch)
-        if nobody_gave_way:
-            self._admit(batch, now)
+        self._admit(batch, now)
         assert batch.rows or not self._sequences, "somebody is here, and nobody moves"
         if not batch.rows:
             return None
@@ -199,20 +198,19 @@ class Scheduler:
             samples=batch.samples,
         )
 
-    def _make_room(self, batch: _Batch, now: float) -> bool:
-        """Pages for the decodes that cross into a new one. False when somebody had to give way."""
+    def _make_room(self, batch: _Batch, now: float) -> None:
+        """A page for every decode that crosses into a new one, as long as it need not give way."""
         size = self._runner.page_size
         crossing = [s for s in self._running.values() if s.computed_len == len(s.pages) * size]
-        preemptions_before = self._preemptions
         for sequence in crossing:
-            if sequence.status is Status.RUNNING and not self._pages.available:
+            if sequence.status is not Status.RUNNING:
+                continue  # it gave way to one before it
+            if not self._pages.available:
                 self._make_way(sequence, batch, now)
-            if sequence.status is Status.RUNNING:
-                assert sequence.slot is not None
+            if sequence.slot is not None:
                 page = self._pages.allocate(1)
                 sequence.pages += page
                 batch.grown[sequence.slot] = page
-        return self._preemptions == preemptions_before
 
     def _make_way(self, needy: Sequence, batch: _Batch, now: float) -> None:
         """Preempt so that a page is available; `needy` itself when it is the one to go."""

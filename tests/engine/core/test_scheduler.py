@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from engine.core import policy
 from engine.core.config import SchedulerConfig
 from engine.core.messages import FinishReason, RunResult
 from engine.core.scheduler import Scheduler
@@ -94,6 +95,17 @@ def test_decodes_come_first_and_a_long_prompt_does_not_stall_them() -> None:
     assert all(plan.slots[0] == 0 for plan in h.plans[:20]), "a token for the first in every step"
 
 
+def test_decodes_come_first_whatever_the_chunks_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With short chunks several prompts are under way at once; the runner checks each plan's order."""
+    monkeypatch.setattr(policy, "chunk_len", lambda pending, left: min(pending, left, 3 + pending % 5))
+    h = Harness(step_tokens_max=24)
+    for handle in range(1, 9):
+        h.add(handle, [handle] * (31 - 3 * handle), greedy(12))
+    h.run()
+    h.assert_all_as_solo()
+    assert any(sum(length > 1 for length in plan.lengths) > 2 for plan in h.plans)
+
+
 def test_a_budget_as_small_as_the_slots_still_moves_everybody() -> None:
     h = Harness(slots=4, step_tokens_max=4)
     for handle in range(1, 9):
@@ -139,7 +151,7 @@ def test_beyond_the_context_is_rejected() -> None:
 
 def test_what_fills_the_pool_exactly_runs() -> None:
     h = Harness(pages=8, watermark=0.5)
-    h.add(1, [1] * 10, greedy(23))
+    h.add(1, [1] * 30, greedy(3))
     h.run()
     h.assert_all_as_solo()
 
@@ -309,7 +321,7 @@ def test_preempted_work_goes_ahead_of_newcomers() -> None:
 
 def test_prompt_logprobs_are_sent_once_whatever_happens() -> None:
     """A prefill is preempted after its first chunk, and its second admission starts from the cache."""
-    h = Harness(pages=10, step_tokens_max=9)
+    h = Harness(pages=10, step_tokens_max=8)
     h.add(1, [1] * 7, greedy(16))
     h.step()
     h.add(2, list(range(2, 32)), greedy(2, prompt_logprobs=1))
@@ -377,7 +389,7 @@ def test_the_watermark_holds_admissions_back_while_somebody_runs() -> None:
     h.assert_all_as_solo()
 
 
-def test_nobody_is_admitted_in_the_step_that_preempts() -> None:
+def test_nobody_takes_what_a_preempted_sequence_gave_back() -> None:
     h = Harness(pages=8, slots=2)
     h.add(1, [1] * 8, greedy(20))
     h.add(2, [2] * 8, greedy(20))
@@ -386,6 +398,17 @@ def test_nobody_is_admitted_in_the_step_that_preempts() -> None:
         plan = h.step()
     assert plan is not None
     assert (plan.left, plan.seated) == ([1], [])
+    h.run()
+    h.assert_all_as_solo()
+
+
+def test_one_victim_serves_all_whom_its_pages_suffice() -> None:
+    h = Harness(pages=6)
+    for handle in (1, 2, 3):
+        h.add(handle, [handle] * 8, greedy(3))
+    h.steps(2)  # all three cross into a third page; the last gives its two to the others
+    assert h.scheduler.stats().preemptions == 1
+    assert h.scheduler.stats().running == 2
     h.run()
     h.assert_all_as_solo()
 

@@ -47,7 +47,7 @@ class ApiSide:
         self.push, self.pull = self.context.socket(zmq.PUSH), self.context.socket(zmq.PULL)
         self.push.bind(self.to_core)
         self.pull.bind(self.from_core)
-        self._decoder = msgspec.msgpack.Decoder(CoreOutput)
+        self._decoder: msgspec.msgpack.Decoder[CoreOutput] = msgspec.msgpack.Decoder(CoreOutput)
 
     def send(self, *messages: CoreInput) -> None:
         for message in messages:
@@ -75,7 +75,7 @@ def core(api: ApiSide) -> Iterator[CoreTransport]:
 
 
 def test_messages_arrive_whole_and_in_order(api: ApiSide, core: CoreTransport) -> None:
-    sent = [ADD, AbortSequences([7, 8]), StopCore()]
+    sent: list[CoreInput] = [ADD, AbortSequences([7, 8]), StopCore()]
     api.send(*sent)
     got: list[CoreInput] = []
     while len(got) < len(sent):
