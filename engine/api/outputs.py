@@ -188,8 +188,8 @@ class ChoiceOutput:
         self._entries += (entry for _, entry in self._trail if not is_cut or entry.start < cut)
         self._trail.clear()
         self.finish_reason = reason
-        self.output.open -= 1
         self._tell()
+        self.output.finish_one()
 
     def _tell(self) -> None:
         if not self._has_news:
@@ -216,6 +216,11 @@ class RequestOutput:
 
     def tell(self, choice: ChoiceOutput) -> None:
         self._news.append(choice)
+        self._wake()
+
+    def finish_one(self) -> None:
+        """A choice, which has told its news, has no more."""
+        self.open -= 1
         self._wake()
 
     def fail(self, error: ApiError) -> None:

@@ -63,13 +63,15 @@ class Engine:
             port=config.port,
             keepalive_timeout_s=config.keepalive_timeout_s,
         )
+        self.port = 0
+        """Known once `start` listens."""
         self._core_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Returns once requests are welcome. Raises StartFailed."""
         config, state = self._config, self.state
-        port = await self.server.start()
-        log.info("engine.listening", host=config.host, port=port)
+        self.port = await self.server.start()
+        log.info("engine.listening", host=config.host, port=self.port)
         directory = await asyncio.to_thread(self._resolve, config.model)
         log.info("engine.model", directory=directory)
         try:
@@ -92,7 +94,7 @@ class Engine:
         if state.core.failure is not None:
             raise StartFailed(state.core.failure)
         state.lifecycle.to(Phase.READY)
-        log.info("engine.ready", port=port, model=config.served_model_name)
+        log.info("engine.ready", port=self.port, model=config.served_model_name)
 
     async def drain(self) -> None:
         """Let the open answers finish, within `drain_timeout_s`; end those that do not."""

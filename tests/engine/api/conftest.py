@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from engine.api.server import Engine
+from engine.config import EngineConfig
+from engine.core.messages import AddSequence
+from shared.tokenizer import Tokenizer, TokenizerBundle
+from tests.engine.api.fake_core import FakeCore, Script
+from tests.engine.api.tiny import EOS, write_model_dir
+
+MODEL = "tiny"
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_dir: Path) -> Tokenizer:
+    return Tokenizer(TokenizerBundle.from_dir(model_dir))
+
+
+@pytest.fixture
+def config(model_dir: Path) -> EngineConfig:
+    return EngineConfig(model=str(model_dir), served_model_name=MODEL, port=0, drain_timeout_s=20.0)
+
+
+@dataclass(slots=True)
+class Served:
+    """An engine with a fake core behind a real socket, and clients for it."""
+
+    engine: Engine
+    core: FakeCore
+    http: httpx.AsyncClient
+    sdk: openai.AsyncOpenAI
+    tokenizer: Tokenizer
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def says(self, text: str, *, ends: bool = True) -> None:
+        """From now on every sequence answers this text, and then ends by itself or goes silent."""
+        script = self.ids(text) + (self.ids(EOS) if ends else [])
+        self.core.script = lambda _: list(script)
+
+    def assert_nothing_leaks(self) -> None:
+        state = self.engine.state
+        assert (state.core.live, state.core.waiting) == (0, 0)
+        assert state._generations == {}
+        assert state._working == 0
+
+
+Serve = Callable[..., "AsyncIterator[Served]"]
+
+
+@pytest.fixture
+async def serve(config: EngineConfig, model_dir: Path, tokenizer: Tokenizer) -> AsyncIterator[Serve]:
+    """`async with serve(max_queue_len=2, script=...) as served:`"""
+
+    @asynccontextmanager
+    async def run(*, script: Script | None = None, core: dict[str, int] | None = None, **changes: object):
+        eos = tokenizer.encode(EOS)
+        fake = FakeCore(script or (lambda _: eos), vocab_size=tokenizer.vocab_size, **(core or {}))
+        engine = Engine(replace(config, **changes), lambda _: model_dir, lambda _: fake)
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(engine.stop)
+            await engine.start()
+            url = f"http://127.0.0.1:{engine.port}"
+            http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20))
+            sdk = openai.AsyncOpenAI(
+                base_url=url + "/v1", api_key="none", max_retries=0, _strict_response_validation=True
+            )
+            await stack.enter_async_context(sdk)
+            yield Served(engine, fake, http, sdk, tokenizer)
+
+    return run
+
+
+@pytest.fixture
+async def served(serve: Serve) -> AsyncIterator[Served]:
+    async with serve() as served:
+        yield served
+        served.assert_nothing_leaks()
+
+
+__all__ = ["AddSequence"]

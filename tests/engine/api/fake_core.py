@@ -1,0 +1,177 @@
+"""A core without a process: it speaks the messages, and says what the test tells it to say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.api.core_client import CoreDied
+from engine.core.messages import (
+    AbortSequences,
+    AddSequence,
+    CoreInput,
+    CoreOutput,
+    CoreReady,
+    CoreStats,
+    Finished,
+    FinishReason,
+    Started,
+    StepOutput,
+    StopCore,
+    TokenLogprobs,
+)
+
+Script = Callable[[AddSequence], list[int]]
+
+
+@dataclass(slots=True)
+class Running:
+    add: AddSequence
+    script: list[int]
+    sent: int = 0
+
+
+class FakeCore:
+    """A `CoreLink`. Each step starts what waits and gives every running sequence one token.
+
+    By itself it steps whenever there is work; with `is_held` it steps when told to. A sequence that
+    has reached the end of its script waits for ever.
+    """
+
+    def __init__(
+        self, script: Script, *, pages: int = 32, page_size: int = 16, max_model_len: int = 256, vocab_size: int = 340
+    ) -> None:
+        self.script = script
+        self.info = CoreReady(pages, page_size, 8, max_model_len, vocab_size, "float32", 0.1, 0.1)
+        self.is_held = False
+        self.admits = True
+        self.added: list[AddSequence] = []
+        self.aborted: list[int] = []
+        self.is_stopped = False
+        self.is_closed = False
+        self.waiting: dict[int, AddSequence] = {}
+        self.running: dict[int, Running] = {}
+        self._steps = 0
+        self._messages: asyncio.Queue[CoreOutput] = asyncio.Queue()
+        self._work = asyncio.Event()
+        self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._task: asyncio.Task[None] | None = None
+
+    # -- CoreLink ---------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        self.say(self.info)
+        self._task = asyncio.create_task(self._run())
+
+    async def receive(self) -> CoreOutput:
+        return await self._messages.get()
+
+    async def died(self) -> str:
+        return await asyncio.shield(self._death)
+
+    def send(self, message: CoreInput) -> None:
+        if self._death.done():
+            raise CoreDied("the fake core is dead")
+        match message:
+            case AddSequence():
+                self.added.append(message)
+                self.waiting[message.handle] = message
+            case AbortSequences(handles):
+                self.aborted += handles
+                for handle in handles:
+                    self.waiting.pop(handle, None)
+                    self.running.pop(handle, None)
+            case StopCore():
+                self.is_stopped = True
+                self.die("stopped")
+        self._work.set()
+
+    async def close(self, grace_s: float) -> None:
+        self.is_closed = True
+        if self._task is not None:
+            self._task.cancel()
+
+    # -- for the test -----------------------------------------------------------------------------
+
+    def die(self, how: str = "the core process was ended by SIGKILL") -> None:
+        if not self._death.done():
+            self._death.set_result(how)
+
+    def say(self, message: CoreOutput) -> None:
+        self._messages.put_nowait(message)
+
+    def release(self) -> None:
+        self.is_held = False
+        self._work.set()
+
+    def step(self) -> None:
+        started = []
+        if self.admits:
+            for handle, add in self.waiting.items():
+                started.append(Started(handle, 0, 0.001))
+                self.running[handle] = Running(add, self.script(add))
+            self.waiting.clear()
+        rows = [row for row in self.running.values() if row.sent < len(row.script)]
+        wants = any(row.add.sampling.logprobs is not None for row in rows)
+        output = StepOutput(
+            step=self._steps,
+            handles=[row.add.handle for row in rows],
+            tokens=[row.script[row.sent] for row in rows],
+            logprobs=[_logprobs(row.script[row.sent], row.add.sampling.logprobs) for row in rows] if wants else [],
+            prompt_logprobs=[
+                (row.add.handle, [_known(token, row.add.sampling.prompt_logprobs) for token in row.add.prompt_ids[1:]])
+                for row in rows
+                if row.sent == 0 and row.add.sampling.prompt_logprobs is not None
+            ],
+            started=started,
+            finished=[],
+            stats=self._stats(),
+        )
+        self._steps += 1
+        for row in rows:
+            row.sent += 1
+            reason = self._end(row)
+            if reason is not None:
+                del self.running[row.add.handle]
+                output.finished.append(Finished(row.add.handle, reason, 0.001, 0.002, 0.003, 0.0, 0))
+        self.say(output)
+
+    def finish(self, handle: int, reason: FinishReason) -> None:
+        """End a sequence without a token."""
+        self.running.pop(handle, None)
+        self.waiting.pop(handle, None)
+        finished = [Finished(handle, reason, 0.001, 0.002, 0.003, 0.0, 0)]
+        self.say(StepOutput(self._steps, [], [], [], [], [], finished, self._stats()))
+
+    def _stats(self) -> CoreStats:
+        owned = len(self.running)
+        return CoreStats(len(self.waiting), owned, self.info.pages - owned, 0, owned, 10, 4, 0, 0.004, owned)
+
+    def _end(self, row: Running) -> FinishReason | None:
+        sampling = row.add.sampling
+        if row.script[row.sent - 1] in sampling.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if row.sent == sampling.max_tokens else None
+
+    @property
+    def _has_work(self) -> bool:
+        runs = any(row.sent < len(row.script) for row in self.running.values())
+        return not self.is_held and (runs or (self.admits and bool(self.waiting)))
+
+    async def _run(self) -> None:
+        while True:
+            await self._work.wait()
+            if self._has_work:
+                self.step()
+                await asyncio.sleep(0)
+            else:
+                self._work.clear()
+
+
+def _known(token: int, top: int | None) -> TokenLogprobs:
+    return TokenLogprobs(-0.25 - token / 1000, list(range(top or 0)), [-1.0 - i for i in range(top or 0)])
+
+
+def _logprobs(token: int, top: int | None) -> TokenLogprobs | None:
+    return None if top is None else _known(token, top)
