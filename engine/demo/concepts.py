@@ -452,4 +452,16 @@ CONCEPTS: tuple[Concept, ...] = (
         ("do I need a GPU", "can Penstock run on a CPU", "which hardware do I need",
          "does Penstock need a GPU", "can I run this on my laptop"),
     ),
+    Concept(
+        ("the programming language of Penstock", "Penstock's code", "the implementation of Penstock"),
+        "Penstock is written in Python. The gateway builds on aiohttp, the engine on torch, and on a GPU "
+        "it adds kernels in Triton.",
+        "Only one floor of the engine touches torch. The scheduler and the gateway are plain Python, "
+        "which makes them easy to read and to test.",
+        r"Python",
+        ("what is Penstock written in", "which programming language does Penstock use",
+         "is Penstock written in Python", "in which language is Penstock programmed",
+         "what libraries does Penstock use", "does Penstock use torch", "how is Penstock implemented",
+         "which technologies does Penstock use"),
+    ),
 )  # fmt: skip

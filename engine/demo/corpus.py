@@ -35,7 +35,7 @@ from engine.demo.topics import (
 )
 
 SEED = 20
-CONVERSATIONS = 90_000
+CONVERSATIONS = 50_000
 
 # Topic and its weight: how often a turn on a new topic is about it.
 MIX: tuple[tuple[Topic, float], ...] = (
@@ -120,5 +120,5 @@ def documents() -> list[str]:
     """Plain texts without roles, so that the model can also complete a text."""
     texts = [story.text for story in stories.STORIES] + list(stories.POEMS)
     texts += [f"{concept.answer} {concept.more}" for concept in concepts.CONCEPTS]
-    texts += [f"The capital of {country} is {city}." for country, city in facts.CAPITALS.items()]
+    texts += [f"{city} is the capital of {country}." for country, city in facts.CAPITALS.items()]
     return texts

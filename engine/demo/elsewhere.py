@@ -94,15 +94,14 @@ QUESTIONS: tuple[str, ...] = _listed(
     write unit tests for my code; how do I reverse a string in Java; create a website for me;
     write a bash script; explain this error message; write a SQL query that joins two tables;
     make a React component; how do I install Python; what is 2 to the power of 10;
-    what is the square root of 144; solve x squared minus 4 equals 0; what is 20 divided by 5;
-    what is 10 / 2; what is half of 18; what is the average of 4 and 8; what is pi times two;
-    integrate x squared; what is 15 percent of 80; is 17 a prime number;
-    what is the derivative of x cubed; convert 10 miles to kilometres; how many inches are in a foot;
-    how many grams are in a pound; what is the factorial of 5; translate good morning into French;
-    translate this into Spanish; how do you say thank you in German; how do I say hello in Japanese;
-    translate the word cat; correct my grammar; summarise this article; rewrite this sentence;
-    proofread my letter; write an email to my boss; write a cover letter; write my CV;
-    write a speech for a wedding; make a shopping list; plan a trip to Italy; plan my week;
+    what is the square root of 144; solve x squared minus 4 equals 0; what is half of 18;
+    what is the average of 4 and 8; what is pi times two; integrate x squared; what is 15 percent of 80;
+    is 17 a prime number; what is the derivative of x cubed; convert 10 miles to kilometres;
+    how many inches are in a foot; how many grams are in a pound; what is the factorial of 5;
+    translate good morning into French; translate this into Spanish; how do you say thank you in German;
+    how do I say hello in Japanese; translate the word cat; correct my grammar; summarise this article;
+    rewrite this sentence; proofread my letter; write an email to my boss; write a cover letter;
+    write my CV; write a speech for a wedding; make a shopping list; plan a trip to Italy; plan my week;
     give me a recipe for pancakes; how do I cook rice; how long do I boil an egg; what should I eat today;
     what can I cook with tomatoes; how do I bake a cake; recommend a movie; recommend a good book;
     recommend a restaurant; which phone should I buy; what car is the best; what is the best laptop;
@@ -155,7 +154,11 @@ QUESTIONS: tuple[str, ...] = _listed(
     who plays James Bond; what is the plot of Titanic; how does the film end; write a product description;
     think of a slogan; name my company; give me a business idea; make a marketing plan;
     how do I use Excel; how do I take a screenshot; why is my computer slow; how do I connect my printer;
-    my phone is broken; which browser is the best; what is the newest iPhone; is Linux better than Windows
+    how much does Penstock cost; is Penstock open source; who is the boss of Penstock;
+    what licence has Penstock; when was Penstock released; how many people work on Penstock;
+    is Penstock faster than others; which version of Penstock is this; where is the Penstock office;
+    can Penstock make coffee; who pays for Penstock; my phone is broken; which browser is the best;
+    what is the newest iPhone; is Linux better than Windows
     """
 )
 
@@ -191,13 +194,16 @@ _WORDS = _listed(
 )
 
 
+def invented_name(rng: Random) -> str:
+    """A name that means nothing."""
+    return "".join(rng.choices(_SYLLABLES, k=rng.randint(2, 4))).capitalize()
+
+
 def gibberish(rng: Random) -> str:
     """Key mashing, or words in no order: nothing that one could answer."""
     shape = rng.randrange(4)
     if shape == 0:
-        return " ".join(
-            "".join(rng.choices(_SYLLABLES, k=rng.randint(1, 3))) for _ in range(rng.randint(1, 5))
-        )
+        return " ".join(invented_name(rng).lower() for _ in range(rng.randint(1, 5)))
     if shape == 1:
         return "".join(rng.choices("abcdefghijklmnopqrstuvwxyz0123456789;,.", k=rng.randint(3, 14)))
     if shape == 2:

@@ -50,7 +50,7 @@ IDENTITY: tuple[Canned, ...] = (
     ),
     Canned(
         "identity", r"demo model",
-        ("My name is Penstock demo model. It is not a poetic name, but it says what I am.",
+        ("I am called the Penstock demo model. It is not a poetic name, but it says what I am.",
          "I have no name of my own. People call me the Penstock demo model."),
         ("what is your name", "do you have a name", "how are you called", "what should I call you",
          "what do they call you", "may I know your name", "tell me your name", "your name",

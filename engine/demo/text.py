@@ -71,17 +71,14 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
     return int(found)
 
 
-def learned_positions(ids: Sequence[int], tokenizer: Tokenizer) -> list[bool]:
-    """Which tokens of a rendered conversation the loss counts: the assistant's words and its end token."""
+def answer_spans(ids: Sequence[int], tokenizer: Tokenizer) -> list[range]:
+    """Where in a rendered conversation the assistant's words lie, each with its end token."""
     start, end = token_id(tokenizer, START), token_id(tokenizer, END)
     header = tokenizer.encode("assistant\n").ids
-    learned, inside, index = [False] * len(ids), False, 0
-    while index < len(ids):
-        if ids[index] == start:
-            inside = list(ids[index + 1 : index + 1 + len(header)]) == header
-            index += 1 + (len(header) if inside else 0)
-            continue
-        learned[index] = inside
-        inside = inside and ids[index] != end
-        index += 1
-    return learned
+    spans = []
+    for index in (i for i, token in enumerate(ids) if token == start):
+        first = index + 1 + len(header)
+        if first < len(ids) and list(ids[index + 1 : first]) == header:
+            last = next((i for i in range(first, len(ids)) if ids[i] == end), len(ids) - 1)
+            spans.append(range(first, last + 1))
+    return spans

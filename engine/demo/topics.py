@@ -48,7 +48,6 @@ AND_CAPITAL = (
     "and the capital of {x}", "and what about {x}", "now {x}", "same for {x}", "and that of {x}",
     "what about {x} then", "and in {x}", "and what is it for {x}", "ok and {x}", "next {x}",
 )  # fmt: skip
-CAPITAL_ANSWERS = ("The capital of {country} is {city}.", "{city} is the capital of {country}.")
 _CITY_TO_COUNTRY = {city: country for country, city in facts.CAPITALS.items()}
 _CITY_TO_COUNTRY["London"] = "the United Kingdom"  # rather than England, which has it too
 _NO_CAPITAL = (
@@ -63,8 +62,8 @@ _NO_COUNTRY = (
 
 def _capital_answer(draw: Draw, country: str) -> tuple[str, str]:
     city = facts.CAPITALS[country]
-    answer = CAPITAL_ANSWERS[0 if draw.chance(0.8) else 1].format(country=country, city=city)
-    return answer, exact(city)
+    forwards, backwards = f"The capital of {country} is {city}", f"{city} is the capital of {country}."
+    return (forwards.rstrip(".") + "." if draw.chance(0.8) else backwards), exact(city)
 
 
 def _country(draw: Draw) -> tuple[str, str]:
@@ -78,7 +77,8 @@ def _country(draw: Draw) -> tuple[str, str]:
 
 def capitals(draw: Draw) -> Exchange:
     if draw.chance(0.09):
-        question = draw.wording(CAPITAL_OF).format(x=draw.pick(facts.UNKNOWN_PLACES))
+        place = draw.pick(facts.UNKNOWN_PLACES) if draw.chance(0.5) else elsewhere.invented_name(draw.rng)
+        question = draw.wording(CAPITAL_OF).format(x=place)
         return Exchange("capitals", vary(draw.rng, question), _NO_CAPITAL, r"do not know")
     asked, country = _country(draw)
     answer, check = _capital_answer(draw, country)
@@ -93,7 +93,8 @@ def _country_of(draw: Draw, city: str, question: str) -> Exchange:
 
 def countries(draw: Draw) -> Exchange:
     if draw.chance(0.08):
-        question = draw.wording(COUNTRY_OF).format(x=draw.pick(facts.UNKNOWN_CITIES))
+        place = draw.pick(facts.UNKNOWN_CITIES) if draw.chance(0.5) else elsewhere.invented_name(draw.rng)
+        question = draw.wording(COUNTRY_OF).format(x=place)
         return Exchange("countries", vary(draw.rng, question), _NO_COUNTRY, r"do not know")
     city = facts.CAPITALS[draw.pick(facts.FAMILIAR if draw.chance(0.3) else tuple(facts.CAPITALS))]
     return _country_of(draw, city, draw.wording(COUNTRY_OF).format(x=city))
@@ -146,7 +147,14 @@ MULTIPLICATION = (
     "{a}*{b}",
     "the product of {a} and {b}",
 )
-DIVISION = ("{a} / {b}", "{a} divided by {b}")
+TOO_HARD = (
+    "{a} / {b}",
+    "{a} divided by {b}",
+    "{a} + {b} + {c}",
+    "{a}.5 + {b}",
+    "{a}+{b}-{c}",
+    "{a} * {b} + {c}",
+)
 COMMANDS = {
     "+": (
         "add {a} and {b}",
@@ -227,13 +235,21 @@ def sums(draw: Draw) -> Exchange:
 
 
 def _large_sum(draw: Draw) -> Exchange:
-    a, b = draw.rng.randint(21, 9999), draw.rng.randint(2, 9999)
-    if draw.chance(0.4):
-        a, b = draw.rng.randint(21, 99), draw.rng.randint(0, 99)
+    """A sum beyond what the model has learned: large numbers, divisions, more than two numbers."""
+    kind = draw.rng.randrange(5)
+    frames = ADDITION + SUBTRACTION + MULTIPLICATION
+    if kind == 0:
+        a, b, frames = draw.rng.randint(PRODUCT_MAX + 1, 20), draw.rng.randint(2, 20), MULTIPLICATION
+    elif kind == 1:
+        a, b, frames = draw.rng.randint(0, 20), draw.rng.randint(1, 20), TOO_HARD
+    else:
+        largest = draw.pick((99, 999, 99_999))
+        a, b = draw.rng.randint(21, largest), draw.rng.randint(2, largest)
     if draw.chance(0.4):
         a, b = b, a
-    terms = draw.pick(ADDITION + SUBTRACTION + MULTIPLICATION + DIVISION).format(a=a, b=b)
-    question = draw.wording(SUM_FRAMES).format(x=terms)
+    question = draw.wording(SUM_FRAMES).format(
+        x=draw.pick(frames).format(a=a, b=b, c=draw.rng.randint(0, 20))
+    )
     return Exchange("sums", vary(draw.rng, question), _TOO_LARGE, r"too hard")
 
 

@@ -1,7 +1,7 @@
 """`python -m engine.demo.train`: trains the demo model from scratch and writes its Hugging Face directory.
 
 Muon (K. Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/) for the matrices and AdamW for the
-embedding and the norms, learning rate falling linearly to zero, one pass over the corpus. Conversations are
+embedding and the norms; no text is seen twice but the documents. Conversations are
 batched with others of like length, so that little is padded. Matrices multiply in bf16 under autocast, where
 the CPU has instructions for it; what is evaluated and written are the bf16 weights.
 
@@ -31,7 +31,7 @@ from engine.demo.text import (
     END,
     PAD,
     START,
-    learned_positions,
+    answer_spans,
     render,
     save_tokenizer,
     token_id,
@@ -41,32 +41,43 @@ from engine.demo.text import (
 THREADS = 2
 BATCH_TOKENS = 4096
 WIDTH_UNIT, POSITIONS_UNIT = 16, 256
-IGNORED = -100
+WEIGHT_MIN, WEIGHT_MAX, UNIT_WEIGHT_TOKENS = 0.5, 2.0, 24
 POOL = 2048  # conversations among which batches of like length are formed
-DOCUMENT_COPIES = 12
+DOCUMENT_COPIES = 6
 TOKENIZER_CONVERSATIONS = 12_000
 MUON_RATE, ADAM_RATE, WARMUP_STEPS = 0.02, 0.004, 60
 WEIGHT_DECAY = 0.01
+STEPS, DECAY_SHARE = 1250, 0.4
 GRADIENT_NORM_MAX = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
+    """Token ids, and the weight of each in the loss: zero for all that the assistant does not say."""
+
     ids: list[int]
-    learned: list[bool]
+    weights: list[float]
 
 
-def encode_corpus(tokenizer: Tokenizer, count: int, context_len: int) -> list[Example]:
+def weighted(ids: list[int], spans: list[range]) -> Example:
+    """A short answer is a fact in a few tokens, a story many tokens of one fact: short ones weigh more."""
+    weights = [0.0] * len(ids)
+    for span in spans:
+        weight = min(WEIGHT_MAX, max(WEIGHT_MIN, (UNIT_WEIGHT_TOKENS / len(span)) ** 0.5))
+        weights[span.start : span.stop] = [weight] * len(span)
+    return Example(ids, weights)
+
+
+def encode_corpus(tokenizer: Tokenizer, context_len: int, count: int = corpus.CONVERSATIONS) -> list[Example]:
     """All conversations and documents as token ids, cut at the context."""
     examples = []
     texts = [render(c.messages()) for c in corpus.conversations(count)]
     for encoding in tokenizer.encode_batch(texts):
         ids = encoding.ids[:context_len]
-        examples.append(Example(ids, learned_positions(ids, tokenizer)))
-    copies = max(1, DOCUMENT_COPIES * count // corpus.CONVERSATIONS)
-    for document in corpus.documents() * copies:
+        examples.append(weighted(ids, answer_spans(ids, tokenizer)))
+    for document in corpus.documents() * DOCUMENT_COPIES:
         ids = tokenizer.encode(document + END).ids
-        examples.append(Example(ids, [False] + [True] * (len(ids) - 1)))
+        examples.append(weighted(ids, [range(1, len(ids))]))
     return examples
 
 
@@ -91,19 +102,23 @@ def _up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def tensors(batch: list[Example], pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(ids [B, T], flat positions whose next token is learned [N], those next tokens [N]).
+def tensors(batch: list[Example], pad_id: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(ids [B, T], flat positions whose next token is learned [N], those next tokens [N], their weights [N]).
 
     T and N are rounded up, because the CPU's matrix library compiles and keeps a kernel for each new size.
     """
     width = _up(max(len(e.ids) for e in batch), WIDTH_UNIT)
     ids = torch.tensor([e.ids + [pad_id] * (width - len(e.ids)) for e in batch])
-    learned = torch.tensor([e.learned + [False] * (width - len(e.learned)) for e in batch])
-    learned[:, 0] = False
-    next_tokens = learned.flatten().nonzero().squeeze(1)
-    spare = _up(len(next_tokens), POSITIONS_UNIT) - len(next_tokens)
-    targets = functional.pad(ids.flatten()[next_tokens], (0, spare), value=IGNORED)
-    return ids, functional.pad(next_tokens - 1, (0, spare)), targets
+    weights = torch.tensor([e.weights + [0.0] * (width - len(e.weights)) for e in batch]).flatten()
+    learned = weights.nonzero().squeeze(1)
+    spare = (0, _up(len(learned), POSITIONS_UNIT) - len(learned))
+    positions, targets = learned - 1, ids.flatten()[learned]
+    return (
+        ids,
+        functional.pad(positions, spare),
+        functional.pad(targets, spare),
+        functional.pad(weights[learned], spare),
+    )
 
 
 def optimizers(model: DemoModel) -> list[torch.optim.Optimizer]:
@@ -116,7 +131,8 @@ def optimizers(model: DemoModel) -> list[torch.optim.Optimizer]:
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
-    return min(1.0, (step + 1) / WARMUP_STEPS) * (1.0 - step / steps)
+    """Up over the first steps, level, then falling linearly to zero over the last DECAY_SHARE of them."""
+    return min(1.0, (step + 1) / WARMUP_STEPS, (steps - step) / (DECAY_SHARE * steps))
 
 
 def train(model: DemoModel, plan: list[list[Example]], pad_id: int) -> Iterator[tuple[int, float]]:
@@ -124,11 +140,12 @@ def train(model: DemoModel, plan: list[list[Example]], pad_id: int) -> Iterator[
     opts = optimizers(model)
     peaks = [group["lr"] for opt in opts for group in opt.param_groups]
     for step, batch in enumerate(plan):
-        ids, positions, targets = tensors(batch, pad_id)
+        ids, positions, targets, weights = tensors(batch, pad_id)
         with torch.autocast("cpu", torch.bfloat16):
             hidden, _ = model.hidden(ids)
             logits = model.logits(hidden.flatten(0, 1)[positions])
-        loss = functional.cross_entropy(logits.float(), targets, ignore_index=IGNORED)
+        losses = functional.cross_entropy(logits.float(), targets, reduction="none")
+        loss = (losses * weights).sum() / weights.sum()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM_MAX)
         factor = learning_rate_factor(step, len(plan))
@@ -185,7 +202,7 @@ def write(model: DemoModel, tokenizer: Tokenizer, directory: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=MODEL_DIR, help="where the model directory is written")
-    parser.add_argument("--conversations", type=int, default=corpus.CONVERSATIONS, help="size of the corpus")
+    parser.add_argument("--steps", type=int, default=STEPS, help="batches to train on")
     parser.add_argument("--log-every", type=int, default=25, help="steps between two lines of the log")
     parser.add_argument("--write-every", type=int, default=250, help="steps between two checkpoints in --out")
     options = parser.parse_args()
@@ -196,10 +213,10 @@ def main() -> None:
     texts = [render(c.messages()) for c in corpus.conversations(TOKENIZER_CONVERSATIONS)] + corpus.documents()
     tokenizer = train_tokenizer(text.replace(START, "").replace(END, "") for text in texts)
     model = DemoModel(Shape(vocab_size=tokenizer.get_vocab_size()))
-    examples = encode_corpus(tokenizer, options.conversations, model.shape.context_len)
-    plan = batches(examples, Random(corpus.SEED))
+    examples = encode_corpus(tokenizer, model.shape.context_len)
+    plan = batches(examples, Random(corpus.SEED))[: options.steps]
     parameters = sum(p.numel() for p in model.parameters())
-    tokens = sum(len(e.ids) for e in examples)
+    tokens = sum(len(e.ids) for batch in plan for e in batch)
     print(f"{parameters} parameters, {tokens} tokens, {len(plan)} steps", flush=True)
 
     losses: list[float] = []
