@@ -34,7 +34,7 @@ import httpx
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.http2.connection import ConnectionConfig, Phase
 from shared.http2.endpoint import Endpoint, WatchConfig
-from shared.http2.errors import ConnectionLost, Http2Error, StreamEnded, StreamRefused
+from shared.http2.errors import ConnectionLost, Http2Error, StreamFailed, StreamRefused
 from shared.http2.headers import BadHeader, fields
 from shared.http2.pool import OriginPool
 from shared.http2.stream import HeaderList, Stream
@@ -102,7 +102,7 @@ class ResponseStream(httpx.AsyncByteStream):
                 return await self._stream.read()
             async with asyncio.timeout(self._read_timeout_s):
                 return await self._stream.read()
-        except StreamEnded as error:
+        except StreamFailed as error:
             raise self._upload.error or _mapped(error) from error
         except TimeoutError:
             raise httpx.ReadTimeout(f"no data within {self._read_timeout_s:g} s") from None
@@ -164,7 +164,7 @@ class Http2Transport(httpx.AsyncBaseTransport):
             except StreamRefused as error:
                 if not attempts_left or not upload.whole:
                     raise _mapped(error) from error
-            except StreamEnded as error:
+            except StreamFailed as error:
                 raise upload.error or _mapped(error) from error
         raise AssertionError("the last attempt returns or raises")
 
@@ -295,7 +295,7 @@ class _Upload:
                 async with asyncio.timeout(self._timeout_s):
                     await stream.write(piece)
             stream.finish()
-        except StreamEnded:
+        except StreamFailed:
             return  # the response tells: it may be complete without the rest of the request
         except TimeoutError:
             self.error = httpx.WriteTimeout("the server did not take the request's body in time")

@@ -10,8 +10,8 @@ Rules.
    its own window and nobody else's. `h2.acknowledge_received_data` ties the two and is never used.
 2. A write is framed as far as min(stream window, connection window) and the output buffer allow. What
    waits for the connection waits in `_backlog`, one frame per turn, so that no stream is passed over; what
-   waits for its own window is in no queue. After every call from outside: backlog non-empty means
-   that nothing can be sent.
+   waits for its own window is in no queue. After every call from outside: backlog non-empty means that
+   nothing can be sent.
 3. A change of SETTINGS can open every window, so it looks at every stream.
 4. After a reset, from either side, frames of that stream may still be on their way. They are dropped, their
    bytes credited to the connection, and HEADERS still go through HPACK, whose state belongs to all.
@@ -45,7 +45,7 @@ from shared.http2.errors import (
     ConnectionLost,
     ErrorCode,
     ProtocolViolation,
-    StreamEnded,
+    StreamFailed,
     StreamRefused,
     StreamReset,
 )
@@ -126,7 +126,7 @@ class Connection:
         }
         self._empty_frames = limits.Budget("empty frames", limits.EMPTY_FRAMES, now)
         self.h2 = self._greet()
-        self._path = FastPath(self) if config.fast else PlainPath(self)
+        self.path = FastPath(self) if config.fast else PlainPath(self)
 
     def _greet(self) -> H2Connection:
         """`h2` is told twice our streams_max, so that it lets us refuse the surplus stream by stream, where
@@ -182,10 +182,6 @@ class Connection:
     def frames_whole(self) -> int:
         return self._splitter.whole
 
-    @property
-    def out_len(self) -> int:
-        return len(self._out)
-
     def take_output(self) -> bytes:
         data = bytes(self._out)
         self._out.clear()
@@ -193,17 +189,14 @@ class Connection:
 
     def pump(self) -> None:
         """Frames what waits in the backlog, a frame for each stream in turn, as far as may be sent."""
-        backlog, path = self._backlog, self._path
-        while backlog and not self.full:
+        backlog, path = self._backlog, self.path
+        while backlog and not self.full and path.connection_room > 0:
             stream = backlog.popleft()
             rest = stream.pending
             if rest is None or stream.error is not None:
                 stream.queued = False
                 continue
             length = min(len(rest), path.send_room(stream), limits.FRAME_LEN_MAX)
-            if length <= 0 and path.stream_room(stream) > 0:
-                backlog.appendleft(stream)  # the connection's window is closed, for all
-                return
             if length > 0:
                 path.send(stream, rest[:length])
                 stream.pending = rest = rest[length:]
@@ -225,7 +218,7 @@ class Connection:
         assert self.streams_room > 0
         stream = Stream(self.h2.get_next_available_stream_id(), self)
         self.h2.send_headers(stream.id, head, end_stream=end)
-        self._path.opened(stream)
+        self.path.opened(stream)
         self.streams[stream.id] = stream
         stream.sent_all = end
         self.collect()
@@ -286,7 +279,7 @@ class Connection:
 
     def send(self, stream: Stream, data: bytes | memoryview) -> memoryview | None:
         """Frames as much of `data` as may go now; returns the rest, if any."""
-        path = self._path
+        path = self.path
         length = len(data)
         if length <= limits.FRAME_LEN_MAX and not self.full and length <= path.send_room(stream):
             if length:
@@ -303,7 +296,7 @@ class Connection:
 
     def enqueue(self, stream: Stream) -> None:
         """Its turn comes once its own window is open."""
-        if stream.pending is not None and not stream.queued and self._path.stream_room(stream) > 0:
+        if stream.pending is not None and not stream.queued and self.path.stream_room(stream) > 0:
             stream.queued = True
             self._backlog.append(stream)
 
@@ -313,13 +306,13 @@ class Connection:
         stream.sent_all = True
         self._close_if_done(stream)
 
-    def reset(self, stream: Stream, error: StreamEnded, code: ErrorCode) -> None:
+    def reset(self, stream: Stream, error: StreamFailed, code: ErrorCode) -> None:
         self.h2.reset_stream(stream.id, code)
         self.collect()
         self._abandon(stream, error)
 
     def credit_stream(self, stream: Stream, length: int) -> None:
-        self._path.credit_stream(stream, length)
+        self.path.credit_stream(stream, length)
 
     # -- what the paths need ------------------------------------------------------------------
 
@@ -333,6 +326,11 @@ class Connection:
         if data := self.h2.data_to_send():
             self.put(data)
 
+    def punish(self, stream: Stream, error: StreamFailed, code: ErrorCode) -> None:
+        """A reset that the peer brought about, and pays for."""
+        self._budgets[frames.RST_STREAM].spend()
+        self.reset(stream, error, code)
+
     # -- what the peer sent -------------------------------------------------------------------
 
     def receive(self, data: bytes) -> None:
@@ -342,7 +340,7 @@ class Connection:
         self.receives += 1
         try:
             self._receive(data)
-            self._path.credit_connection()
+            self.path.credit_connection()
             self.pump()
             if len(self._out) > limits.OUT_LEN_MAX:
                 raise ProtocolViolation(ErrorCode.ENHANCE_YOUR_CALM, "the peer does not read our answers")
@@ -353,7 +351,7 @@ class Connection:
 
     def _receive(self, data: bytes) -> None:
         """`h2` is fed runs of frames that are as long as possible; a frame that we take ends a run."""
-        budgets, abandoned, takes = self._budgets, self._abandoned, self._path.takes
+        budgets, abandoned, takes = self._budgets, self._abandoned, self.path.takes
         data, whole = self._splitter.feed(data)
         fed = done = 0
         for kind, flags, stream_id, start, stop in whole:
@@ -365,7 +363,7 @@ class Connection:
                 self.feed(data[fed:start])
                 fed = start
                 payload = data[start + frames.HEADER_LEN : stop]
-                if self._take(kind, stream_id, payload) or self._path.take(kind, flags, stream_id, payload):
+                if self._take(kind, stream_id, payload) or self.path.take(kind, flags, stream_id, payload):
                     fed = stop
             done = stop
         self.feed(data[fed:done])
@@ -376,7 +374,7 @@ class Connection:
             return True
         if stream_id in self._abandoned:
             if kind == frames.DATA:
-                self._path.drop(len(payload))
+                self.path.drop(len(payload))
             return kind in (frames.DATA, frames.WINDOW_UPDATE, frames.RST_STREAM)
         return False
 
@@ -398,18 +396,17 @@ class Connection:
                 known.deliver_head(list(event.headers))
             return
         stream = Stream(event.stream_id, self)
-        self._path.opened(stream)
+        self.path.opened(stream)
         refuse = event.stream_id > self._accept_max or len(self.streams) >= self.config.streams_max
         self.streams[stream.id] = stream
         if refuse:
-            self._budgets[frames.RST_STREAM].spend()
-            self.reset(stream, StreamRefused("draining or full"), ErrorCode.REFUSED_STREAM)
+            self.punish(stream, StreamRefused("draining or full"), ErrorCode.REFUSED_STREAM)
             return
         stream.deliver_head(list(event.headers))
         self._owner.stream_opened(stream)
 
     def _on_data(self, event: events.DataReceived) -> None:
-        self._path.arrived(self.streams.get(event.stream_id), event)
+        self.path.arrived(self.streams.get(event.stream_id), event)
 
     def _on_end(self, event: events.StreamEnded) -> None:
         if (stream := self.streams.get(event.stream_id)) is not None:
@@ -436,7 +433,7 @@ class Connection:
         self.greeted = True
         if self.h2.encoder.header_table_size > limits.HEADER_TABLE_LEN_MAX:
             self.h2.encoder.header_table_size = limits.HEADER_TABLE_LEN_MAX
-        self._path.settings_changed()
+        self.path.settings_changed()
         for stream in self.streams.values():
             self.enqueue(stream)
         self._owner.peer_changed()
@@ -462,7 +459,7 @@ class Connection:
         if stream.received_all and stream.sent_all and self.streams.pop(stream.id, None) is not None:
             self._owner.stream_closed(stream)
 
-    def _abandon(self, stream: Stream, error: StreamEnded) -> None:
+    def _abandon(self, stream: Stream, error: StreamFailed) -> None:
         self._abandoned[stream.id] = None
         if len(self._abandoned) > limits.ABANDONED_MAX:
             del self._abandoned[next(iter(self._abandoned))]

@@ -44,11 +44,11 @@ class ProtocolViolation(Http2Error):
         self.code = code
 
 
-class StreamEnded(Http2Error):
-    """Base: this stream carries nothing more, though its message was not complete."""
+class StreamFailed(Http2Error):
+    """Base: this stream carries nothing more, though a message on it was not complete."""
 
 
-class StreamReset(StreamEnded):
+class StreamReset(StreamFailed):
     """RST_STREAM, from the peer or from us."""
 
     def __init__(self, code: int, *, by_peer: bool) -> None:
@@ -57,11 +57,11 @@ class StreamReset(StreamEnded):
         self.by_peer = by_peer
 
 
-class StreamRefused(StreamEnded):
+class StreamRefused(StreamFailed):
     """The peer says that it did nothing for this stream: it may be repeated elsewhere."""
 
 
-class ConnectionLost(StreamEnded):
+class ConnectionLost(StreamFailed):
     """The connection under the stream is gone. What the peer did with the request is unknown."""
 
 

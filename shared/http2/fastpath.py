@@ -34,7 +34,7 @@ class FastPath:
         self._h2 = connection.h2
         self._credit_at = connection.config.connection_window_len // 16
         self._initial_send_window = limits.INITIAL_WINDOW_LEN
-        self._send_window = limits.INITIAL_WINDOW_LEN
+        self.connection_room = limits.INITIAL_WINDOW_LEN
         self.window = connection.config.connection_window_len
         self.uncredited = 0
 
@@ -53,14 +53,14 @@ class FastPath:
     # -- sending ------------------------------------------------------------------------------
 
     def send_room(self, stream: Stream) -> int:
-        return min(self._send_window, stream.send_window)
+        return min(self.connection_room, stream.send_window)
 
     def stream_room(self, stream: Stream) -> int:
         return stream.send_window
 
     def send(self, stream: Stream, data: bytes | memoryview) -> None:
         length = len(data)
-        self._send_window -= length
+        self.connection_room -= length
         stream.send_window -= length
         connection = self._connection
         connection.put(frames.data_header(stream.id, length))
@@ -95,8 +95,8 @@ class FastPath:
         if len(payload) != 4 or not increment:
             return False
         if not stream_id:
-            self._send_window += increment
-            if self._send_window > limits.WINDOW_LEN_MAX:
+            self.connection_room += increment
+            if self.connection_room > limits.WINDOW_LEN_MAX:
                 raise ProtocolViolation(ErrorCode.FLOW_CONTROL_ERROR, "the connection window overflows")
             return True
         stream = self._connection.streams.get(stream_id)
@@ -105,7 +105,7 @@ class FastPath:
         stream.send_window += increment
         if stream.send_window > limits.WINDOW_LEN_MAX:
             code = ErrorCode.FLOW_CONTROL_ERROR
-            self._connection.reset(stream, StreamReset(code, by_peer=False), code)
+            self._connection.punish(stream, StreamReset(code, by_peer=False), code)
         else:
             self._connection.enqueue(stream)
         return True

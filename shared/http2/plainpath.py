@@ -42,6 +42,10 @@ class PlainPath:
 
     # -- sending ------------------------------------------------------------------------------
 
+    @property
+    def connection_room(self) -> int:
+        return self._h2.outbound_flow_control_window
+
     def send_room(self, stream: Stream) -> int:
         return self._h2.local_flow_control_window(stream.id)
 

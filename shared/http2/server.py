@@ -22,7 +22,7 @@ from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import BodyTimeout, BodyTooLarge, InvalidRequest
 from shared.http2.connection import ConnectionConfig, Phase
 from shared.http2.endpoint import WATCH, Endpoint, WatchConfig
-from shared.http2.errors import ClientGone, ErrorCode, StreamEnded
+from shared.http2.errors import ClientGone, ErrorCode, StreamFailed
 from shared.http2.headers import Headers, fields
 from shared.http2.stream import HeaderList, Stream
 
@@ -58,7 +58,7 @@ class ServerRequest:
                 return await self._read(len_max)
         except TimeoutError:
             raise BodyTimeout(f"The request body did not arrive within {deadline_s:g} s.") from None
-        except StreamEnded as error:
+        except StreamFailed as error:
             raise InvalidRequest("The request body was cut off.", detail=str(error)) from None
 
     async def _read(self, len_max: int) -> bytes:
@@ -100,7 +100,7 @@ class ServerResponder:
             return
         try:
             await self._stream.write(data)
-        except StreamEnded as error:
+        except StreamFailed as error:
             raise ClientGone from error
 
     async def finish(self) -> None:
@@ -114,7 +114,7 @@ class ServerResponder:
         assert not self.started, "one answer for one request"
         try:
             self._endpoint.connection.respond(self._stream, head, end=end)
-        except StreamEnded as error:
+        except StreamFailed as error:
             raise ClientGone from error
         self.started = True
 

@@ -18,7 +18,7 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING
 
-from shared.http2.errors import ErrorCode, StreamEnded, StreamReset
+from shared.http2.errors import ErrorCode, StreamFailed, StreamReset
 
 if TYPE_CHECKING:
     from shared.http2.connection import Connection
@@ -49,7 +49,7 @@ class Stream:
     def __init__(self, stream_id: int, connection: Connection) -> None:
         self.id = stream_id
         self.head: HeaderList | None = None  # the peer's header list, once it came
-        self.error: StreamEnded | None = None
+        self.error: StreamFailed | None = None
         self.received_all = False
         self.sent_all = False
         self.buffered = 0  # bytes received and not yet read
@@ -77,7 +77,7 @@ class Stream:
     # -- for the reader -----------------------------------------------------------------------
 
     async def wait_head(self) -> HeaderList:
-        """The peer's header list. Raises StreamEnded if none will come."""
+        """The peer's header list. Raises StreamFailed if none will come."""
         while self.head is None:
             if self.error is not None:
                 raise self.error
@@ -85,7 +85,7 @@ class Stream:
         return self.head
 
     async def read(self) -> bytes | None:
-        """All bytes that are queued, at least one; None at the end. Raises StreamEnded when cut off."""
+        """All bytes that are queued, at least one; None at the end. Raises StreamFailed when cut off."""
         while not self._chunks:
             if self.received_all:
                 return None
@@ -121,7 +121,7 @@ class Stream:
     # -- for the writer -----------------------------------------------------------------------
 
     def offer(self, data: bytes | memoryview) -> memoryview | None:
-        """Frames what fits now; returns the rest, if any. Raises StreamEnded if the peer will not read it."""
+        """Frames what fits now; returns the rest, if any. Raises StreamFailed if the peer will not read it."""
         if self.error is not None:
             raise self.error
         assert not self.sent_all, "write after finish"
@@ -129,7 +129,7 @@ class Stream:
         return self._connection.send(self, data)
 
     async def write(self, data: bytes | memoryview) -> None:
-        """Returns when all of `data` is framed. Raises StreamEnded when the peer will not read it."""
+        """Returns when all of `data` is framed. Raises StreamFailed when the peer will not read it."""
         rest = self.offer(data)
         if rest is None:
             return
@@ -177,7 +177,7 @@ class Stream:
         self.pending = None
         _wake(self._writer)
 
-    def fail(self, error: StreamEnded) -> None:
+    def fail(self, error: StreamFailed) -> None:
         self.error = error
         _wake(self._reader)
         if self._writer is not None and not self._writer.done():

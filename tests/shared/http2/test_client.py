@@ -1,0 +1,454 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from shared.http2 import frames, limits
+from shared.http2.client import STREAM_EXTENSION, Http2Transport, RequestUnprocessed
+from shared.http2.connection import ConnectionConfig, Phase
+from shared.http2.errors import ErrorCode
+from shared.http2.server import Http2Server, ServerEndpoint, ServerRequest, ServerResponder
+from shared.http2.stream import Stream
+from tests.fakes import VirtualClock
+from tests.shared.http2.loopback import (
+    EVENTS,
+    PATIENCE_S,
+    Silent,
+    echo,
+    endpoints,
+    hello,
+    listening,
+    serving,
+    until,
+)
+
+
+def client(transport: Http2Transport) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=transport, timeout=None)
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "fast"])
+def fast(request: pytest.FixtureRequest) -> bool:
+    value: bool = request.param
+    return value
+
+
+async def test_a_request_and_its_answer(fast: bool) -> None:
+    async with serving(echo, fast=fast) as served:
+        transport = Http2Transport(config=ConnectionConfig(fast=fast))
+        async with client(transport) as http:
+            answer = await http.post(served.url + "/a?b=c", content=b"question", headers={"X-Name": " v "})
+            assert (answer.status_code, answer.content) == (200, b"question")
+            assert answer.http_version == "HTTP/2"
+            assert (await http.get(served.url)).content == b""
+            assert len(endpoints(transport)) == 1
+
+
+@pytest.mark.parametrize("size", [1, limits.STREAM_WINDOW_LEN, 5_000_001])
+async def test_large_bodies_both_ways(fast: bool, size: int) -> None:
+    body = bytes(i % 251 for i in range(1_000)) * (size // 1_000) + b"x" * (size % 1_000)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, size, 70_000):
+            yield body[start : start + 70_000]
+
+    transport = Http2Transport(config=ConnectionConfig(fast=fast))
+    async with serving(echo, fast=fast) as served, client(transport) as http:
+        assert (await http.post(served.url, content=body)).content == body
+        assert (await http.post(served.url, content=pieces())).content == body
+
+
+async def test_an_upload_waits_for_a_handler_that_does_not_read() -> None:
+    read_on = asyncio.Event()
+    sent = 0
+
+    async def slow(request: ServerRequest, responder: ServerResponder) -> None:
+        await read_on.wait()
+        await echo(request, responder)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        nonlocal sent
+        for _ in range(100):
+            sent += 10_000
+            yield bytes(10_000)
+
+    async with serving(slow) as served, client(Http2Transport()) as http:
+        answer = asyncio.create_task(http.post(served.url, content=pieces()))
+        await until(lambda: sent > limits.STREAM_WINDOW_LEN)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert sent <= limits.STREAM_WINDOW_LEN + 10_000
+        read_on.set()
+        assert len((await answer).content) == 1_000_000
+
+
+async def test_an_answer_may_come_before_the_request_is_complete() -> None:
+    async def refuse(request: ServerRequest, responder: ServerResponder) -> None:
+        await responder.send(413, {}, b"too large")
+
+    async with serving(refuse) as served:
+        transport = Http2Transport()
+        async with client(transport) as http:
+            answer = await http.post(served.url, content=bytes(10_000_000))
+            assert (answer.status_code, answer.content) == (413, b"too large")
+            await until(lambda: not endpoints(transport)[0].connection.streams)
+
+
+async def test_the_raw_stream_hands_over_all_that_is_queued() -> None:
+    async def events(request: ServerRequest, responder: ServerResponder) -> None:
+        await responder.start_stream(200, EVENTS)
+        for i in range(100):
+            await responder.write(b"%d\n" % i)
+        await responder.finish()
+
+    async with serving(events) as served, client(Http2Transport()) as http:
+        async with http.stream("GET", served.url) as answer:
+            stream = answer.extensions[STREAM_EXTENSION]
+            reads = []
+            while (data := await stream.read()) is not None:
+                reads.append(data)
+        assert b"".join(reads) == b"".join(b"%d\n" % i for i in range(100))
+        assert len(reads) < 10
+
+
+# -- leaving --------------------------------------------------------------------------------------
+
+
+async def test_a_call_cancelled_before_headers_cancels_the_handler(fast: bool) -> None:
+    silent = Silent()
+    async with (
+        serving(silent, fast=fast) as served,
+        client(Http2Transport(config=ConnectionConfig(fast=fast))) as http,
+    ):
+        call = asyncio.create_task(http.get(served.url))
+        await until(lambda: silent.running == 1)
+        call.cancel()
+        await until(lambda: silent.cancelled == 1)
+        (pool,) = http._transport._pools.values()
+        assert not pool.endpoints[0].connection.streams
+
+
+@pytest.mark.parametrize("events", [False, True], ids=["silent", "streaming"])
+async def test_a_response_left_unfinished_cancels_the_handler(fast: bool, events: bool) -> None:
+    silent = Silent(start=True, events=events)
+    transport = Http2Transport(config=ConnectionConfig(fast=fast))
+    async with serving(silent, fast=fast) as served, client(transport) as http:
+        async with http.stream("GET", served.url) as answer:
+            assert await answer.extensions[STREAM_EXTENSION].read()
+        await until(lambda: silent.cancelled == 1)
+        (endpoint,) = endpoints(transport)
+        assert endpoint.connection.phase is Phase.OPEN
+        assert not endpoint.connection.streams
+
+
+async def test_a_request_cancelled_while_it_waits_for_a_stream_leaves_no_place_in_line() -> None:
+    silent = Silent()
+    transport = Http2Transport(connections_max=1)
+    async with serving(silent, streams_max=1) as served, client(transport) as http:
+        first = asyncio.create_task(http.get(served.url))
+        await until(lambda: silent.running == 1)
+        second = asyncio.create_task(http.get(served.url))
+        (pool,) = transport._pools.values()
+        await until(lambda: pool.waiting == 1)
+        second.cancel()
+        await until(lambda: pool.waiting == 0)
+        first.cancel()
+        await until(lambda: silent.cancelled == 1)
+        assert silent.running == 0
+
+
+async def test_a_body_that_fails_resets_the_stream_and_its_error_is_raised() -> None:
+    silent = Silent()
+
+    async def broken() -> AsyncIterator[bytes]:
+        yield b"half"
+        await until(lambda: silent.running == 1)
+        raise RuntimeError("no more")
+
+    async with serving(silent) as served, client(Http2Transport()) as http:
+        with pytest.raises(RuntimeError, match="no more"):
+            await http.post(served.url, content=broken())
+        await until(lambda: silent.cancelled == 1)
+
+
+# -- the pool -------------------------------------------------------------------------------------
+
+
+async def test_a_full_connection_opens_further_ones() -> None:
+    silent = Silent()
+    transport = Http2Transport()
+    async with serving(silent, streams_max=10) as served, client(transport) as http:
+        calls = [asyncio.create_task(http.get(served.url)) for _ in range(35)]
+        await until(lambda: silent.running == 35)
+        assert sorted(len(one.connection.streams) for one in endpoints(transport)) == [5, 10, 10, 10]
+        for call in calls:
+            call.cancel()
+        await until(lambda: silent.cancelled == 35)
+
+
+async def test_beyond_the_last_connection_requests_wait_in_line() -> None:
+    gate = asyncio.Event()
+
+    async def gated(request: ServerRequest, responder: ServerResponder) -> None:
+        await gate.wait()
+        await hello(request, responder)
+
+    transport = Http2Transport(connections_max=2)
+    async with serving(gated, streams_max=3) as served, client(transport) as http:
+        calls = [asyncio.create_task(http.get(served.url)) for _ in range(20)]
+        await until(lambda: len(endpoints(transport)) == 2)
+        (pool,) = transport._pools.values()
+        await until(lambda: pool.waiting == 14)
+        with pytest.raises(httpx.PoolTimeout):
+            await http.get(served.url, timeout=httpx.Timeout(None, pool=0))
+        gate.set()
+        assert {(await call).status_code for call in calls} == {200}
+
+
+async def test_goaway_under_load_moves_requests_to_another_connection() -> None:
+    """Two servers behind one port, one after the other; the first drains in the middle of the load."""
+    async with serving(hello) as first:
+        second = Http2Server(hello)
+        current = [first.server]
+        async with listening(lambda: current[0].protocol()) as listener:
+            url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+            transport = Http2Transport()
+            async with client(transport) as http:
+                answers = []
+
+                async def load() -> None:
+                    for _ in range(20):
+                        answers.append((await http.get(url)).status_code)
+                        if len(answers) == 100:
+                            current[0] = second
+                            drained.append(asyncio.create_task(first.server.drain()))
+
+                drained: list[asyncio.Task[None]] = []
+                await asyncio.gather(*(load() for _ in range(20)))
+                assert answers == [200] * 400
+                await drained[0]
+                assert len(endpoints(transport)) == 1
+            await second.close()
+
+
+class Refusing(ServerEndpoint):
+    """Refuses its first streams without having looked at them."""
+
+    def stream_opened(self, stream: Stream) -> None:
+        server = self._server
+        assert isinstance(server, RefusingServer)
+        if server.refusals:
+            server.refusals -= 1
+            self._loop.call_soon(stream.reset, ErrorCode.REFUSED_STREAM)
+        else:
+            super().stream_opened(stream)
+
+
+class RefusingServer(Http2Server):
+    refusals = 0
+
+    def protocol(self) -> ServerEndpoint:
+        return Refusing(self)
+
+
+async def test_a_refused_stream_is_repeated_if_its_body_can_be() -> None:
+    server = RefusingServer(echo)
+
+    async def once() -> AsyncIterator[bytes]:
+        yield b"only once"
+
+    async with listening(server.protocol) as listener:
+        url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        async with client(Http2Transport()) as http:
+            server.refusals = 2
+            assert (await http.post(url, content=b"again")).content == b"again"
+            server.refusals = 3
+            with pytest.raises(RequestUnprocessed):
+                await http.post(url, content=b"again")
+            server.refusals = 1
+            with pytest.raises(RequestUnprocessed):
+                await http.post(url, content=once())
+        await server.close()
+
+
+async def test_a_restarted_server_is_connected_to_again() -> None:
+    transport = Http2Transport()
+    async with client(transport) as http:
+        async with serving(hello) as served:
+            url, port = served.url, served.port
+            assert (await http.get(url)).status_code == 200
+        await until(lambda: not endpoints(transport))
+        with pytest.raises(httpx.ConnectError):
+            await http.get(url)
+        async with serving(hello, port=port):
+            assert (await http.get(url)).status_code == 200
+
+
+async def test_a_server_that_vanishes_fails_what_runs() -> None:
+    silent = Silent(start=True)
+    async with serving(silent) as served, client(Http2Transport()) as http:
+        unanswered = Silent()
+        async with http.stream("GET", served.url) as answer:
+            stream = answer.extensions[STREAM_EXTENSION]
+            assert await stream.read()
+            served.server.handler = unanswered
+            call = asyncio.create_task(http.get(served.url))
+            await until(lambda: unanswered.running == 1)
+            for endpoint in served.server.endpoints:
+                assert endpoint._transport is not None
+                endpoint._transport.abort()
+            with pytest.raises(httpx.ReadError):
+                await stream.read()
+            with pytest.raises(httpx.ReadError):
+                await call
+        await until(lambda: silent.cancelled == unanswered.cancelled == 1)
+
+
+# -- timeouts and strangers -----------------------------------------------------------------------
+
+
+class Deaf(asyncio.Protocol):
+    """Greets as an HTTP/2 server, if told to, and then does not read."""
+
+    def __init__(self, greeting: bytes = b"") -> None:
+        self.greeting = greeting
+        self.heard = b""
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+        if self.greeting:
+            transport.write(self.greeting)
+
+    def data_received(self, data: bytes) -> None:
+        self.heard += data
+
+
+async def test_a_server_that_does_not_greet_is_a_connect_timeout() -> None:
+    async with listening(Deaf) as listener, client(Http2Transport()) as http:
+        url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        with pytest.raises(httpx.ConnectTimeout):
+            await http.get(url, timeout=httpx.Timeout(None, connect=0.01))
+
+
+async def test_an_http_1_server_is_a_connect_error_that_says_so() -> None:
+    def http1() -> Deaf:
+        return Deaf(b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\n")
+
+    async with listening(http1) as listener, client(Http2Transport()) as http:
+        url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        with pytest.raises(httpx.ConnectError, match="does not serve HTTP/2"):
+            await http.get(url)
+
+
+async def test_nobody_listening_and_nobody_of_that_name() -> None:
+    async with listening(Deaf) as listener:
+        url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    async with client(Http2Transport()) as http:
+        with pytest.raises(httpx.ConnectError):
+            await http.get(url)
+        with pytest.raises(httpx.ConnectError):
+            await http.get("http://" + "a" * 70 + ".invalid/")
+        with pytest.raises(httpx.UnsupportedProtocol):
+            await http.get("ftp://127.0.0.1/")
+
+
+async def test_read_and_write_timeouts() -> None:
+    silent = Silent(start=True)
+    async with serving(silent) as served, client(Http2Transport()) as http:
+        with pytest.raises(httpx.ReadTimeout):
+            await http.get(served.url, timeout=httpx.Timeout(None, read=0.01))
+        await until(lambda: silent.cancelled == 1)
+        silent.start = False
+        with pytest.raises(httpx.ReadTimeout):
+            await http.get(served.url, timeout=httpx.Timeout(None, read=0.01))
+        with pytest.raises(httpx.WriteTimeout):
+            await http.post(served.url, content=bytes(1_000_000), timeout=httpx.Timeout(None, write=0.01))
+        await until(lambda: silent.cancelled == 3)
+
+
+async def test_a_header_that_cannot_be_carried_harms_nobody_else() -> None:
+    async with serving(hello) as served, client(Http2Transport()) as http:
+        with pytest.raises(httpx.LocalProtocolError):
+            await http.get(served.url, headers={"x-bad": "two\nlines"})
+        assert (await http.get(served.url)).status_code == 200
+
+
+async def tick(clock: VirtualClock, seconds: float) -> None:
+    await until(lambda: clock.sleeping == 1)
+    clock.advance(seconds)
+
+
+async def test_a_peer_that_stops_reading_is_given_up_after_an_unanswered_ping() -> None:
+    clock = VirtualClock()
+    greeting = frames.settings({0x3: 100})
+    transport = Http2Transport(clock=clock)
+    async with listening(lambda: Deaf(greeting)) as listener, client(transport) as http:
+        url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        call = asyncio.create_task(http.get(url))
+        await until(
+            lambda: len(endpoints(transport)) == 1 and bool(endpoints(transport)[0].connection.streams)
+        )
+        await tick(clock, 10.0)
+        await tick(clock, 4.9)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not call.done()
+        await tick(clock, 0.2)
+        with pytest.raises(httpx.ReadError, match="PING"):
+            await call
+
+
+async def test_an_idle_connection_expires_and_a_busy_one_does_not() -> None:
+    clock = VirtualClock()
+    transport = Http2Transport(clock=clock)
+    silent = Silent()
+    async with serving(silent) as served, client(transport) as http:
+        call = asyncio.create_task(http.get(served.url))
+        await until(lambda: silent.running == 1)
+        (endpoint,) = endpoints(transport)
+        connection = endpoint.connection
+        await tick(clock, 10.0)
+
+        async def beat(heard: int) -> int:
+            """From one PING's answer to the next PING."""
+            await until(lambda: connection.receives > heard or connection.phase is Phase.CLOSED)
+            for _ in range(2):
+                await until(lambda: clock.sleeping == 1 or not endpoints(transport))
+                heard = connection.receives
+                clock.advance(5.0)
+            return heard
+
+        heard = connection.receives
+        for _ in range(20):
+            heard = await beat(heard)
+        assert connection.phase is Phase.OPEN
+        call.cancel()
+        await until(lambda: silent.cancelled == 1)
+        for _ in range(20):
+            if connection.phase is Phase.OPEN:
+                heard = await beat(heard)
+        assert connection.phase is Phase.CLOSED
+        await until(lambda: not endpoints(transport) and not served.server.endpoints)
+
+
+async def test_closing_the_transport_fails_what_waits() -> None:
+    silent = Silent()
+    transport = Http2Transport(connections_max=1)
+    async with serving(silent, streams_max=1) as served:
+        http = client(transport)
+        running = asyncio.create_task(http.get(served.url))
+        await until(lambda: silent.running == 1)
+        waiting = asyncio.create_task(http.get(served.url))
+        (pool,) = transport._pools.values()
+        await until(lambda: pool.waiting == 1)
+        await http.aclose()
+        async with asyncio.timeout(PATIENCE_S):
+            with pytest.raises(httpx.ReadError):
+                await running
+            with pytest.raises(httpx.ConnectError):
+                await waiting
+        await until(lambda: silent.cancelled == 1)

@@ -1,0 +1,161 @@
+"""What costs a peer little and us much is refused, on both paths; what an honest peer does is not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+
+from shared.http2 import frames, limits
+from shared.http2.connection import ConnectionConfig, Phase
+from shared.http2.errors import ErrorCode, ProtocolViolation
+from tests.shared.http2.pair import End
+
+GREETING = frames.PREFACE + frames.settings({})
+HEAD = b"\x82\x86\x84\x41\x06engine"
+OPEN = frames.END_HEADERS
+CODE = ErrorCode.CANCEL.to_bytes(4, "big")
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "fast"])
+def server(request: pytest.FixtureRequest) -> End:
+    end = End(client=False, config=ConnectionConfig(fast=request.param))
+    end.connection.receive(GREETING)
+    end.connection.take_output()
+    return end
+
+
+def flood(server: End, make: Callable[[int], bytes], count: int) -> ProtocolViolation | None:
+    """Sends `make(0)`, `make(1)`, ... until they are refused; our answers are read."""
+    for i in range(count):
+        try:
+            server.connection.receive(make(i))
+        except ProtocolViolation as violation:
+            return violation
+        server.connection.take_output()
+    return None
+
+
+def rapid_reset(i: int) -> bytes:
+    stream_id = 2 * i + 1
+    return frames.frame(frames.HEADERS, OPEN, stream_id, HEAD) + frames.frame(
+        frames.RST_STREAM, 0, stream_id, CODE
+    )
+
+
+def made_reset(i: int) -> bytes:
+    """The peer makes us reset: a window beyond its maximum."""
+    stream_id = 2 * i + 1
+    return frames.frame(frames.HEADERS, OPEN, stream_id, HEAD) + frames.window_update(
+        stream_id, limits.WINDOW_LEN_MAX
+    )
+
+
+FLOODS: dict[str, Callable[[int], bytes]] = {
+    "rapid reset": rapid_reset,
+    "made reset": made_reset,
+    "ping": lambda i: frames.frame(frames.PING, 0, 0, bytes(8)),
+    "settings": lambda i: frames.settings({0x4: 65_535 + i % 2}),
+    "priority": lambda i: frames.frame(frames.PRIORITY, 0, 2 * i + 1, bytes(5)),
+    "unknown": lambda i: frames.frame(0x55, 0, 0, b"x"),
+    "empty data": lambda i: (
+        (frames.frame(frames.HEADERS, OPEN, 1, HEAD) if i == 0 else b"")
+        + frames.frame(frames.DATA, 0, 1, b"")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_a_flood_is_refused(server: End, name: str) -> None:
+    violation = flood(server, FLOODS[name], 10_000)
+    assert violation is not None
+    assert violation.code == ErrorCode.ENHANCE_YOUR_CALM
+    assert server.connection.phase is Phase.CLOSED
+    assert violation.code.to_bytes(4, "big") in server.connection.take_output(), "GOAWAY says why"
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_the_same_at_an_honest_rate_is_not(server: End, name: str) -> None:
+    def slowly(i: int) -> bytes:
+        server.now_s += 1.0
+        return FLOODS[name](i)
+
+    assert flood(server, slowly, 6_000) is None
+
+
+def test_every_client_of_a_full_gateway_may_leave_at_once(server: End) -> None:
+    assert flood(server, rapid_reset, 2 * limits.STREAMS_MAX) is None
+
+
+def test_a_header_block_is_bounded_in_length_and_in_pieces(server: End) -> None:
+    def block(i: int) -> bytes:
+        kind = frames.CONTINUATION if i else frames.HEADERS
+        return frames.frame(kind, 0, 1, bytes(10_000))
+
+    violation = flood(server, block, 100)
+    assert violation is not None
+    assert violation.code == ErrorCode.ENHANCE_YOUR_CALM
+
+    other = End(client=False, config=ConnectionConfig())
+    other.connection.receive(GREETING)
+    violation = flood(
+        other, lambda i: frames.frame(frames.CONTINUATION if i else frames.HEADERS, 0, 1, b"a"), 100
+    )
+    assert violation is not None
+
+
+def test_a_compressed_header_list_is_bounded_by_its_real_length(server: End) -> None:
+    """HPACK: one long value into the table, then repeated by one byte each."""
+    value = b"v" * 4_000
+    entry = b"\x40\x01n\x7f" + bytes([(4_000 - 127) % 128 + 128, (4_000 - 127) // 128]) + value
+    bomb = HEAD + entry + b"\xbe" * 1_000
+    with pytest.raises(ProtocolViolation) as caught:
+        server.connection.receive(frames.frame(frames.HEADERS, OPEN, 1, bomb))
+    assert caught.value.code == ErrorCode.ENHANCE_YOUR_CALM
+
+
+def test_a_frame_that_is_too_long_is_refused_by_its_header(server: End) -> None:
+    with pytest.raises(ProtocolViolation) as caught:
+        server.connection.receive(b"\x01\0\0\0\0\0\0\0\x01")
+    assert caught.value.code == ErrorCode.FRAME_SIZE_ERROR
+
+
+def test_a_peer_that_makes_us_answer_and_does_not_read_is_cut_off(server: End) -> None:
+    server.connection.paused = True
+
+    answers = 0
+    while server.connection.phase is not Phase.CLOSED:
+        server.now_s += 1.0
+        answers += 1
+        with contextlib.suppress(ProtocolViolation):
+            server.connection.receive(frames.frame(frames.PING, 0, 0, bytes(8)))
+    assert "does not read" in str(server.connection.error)
+    assert limits.OUT_LEN_MAX < 17 * answers < 1.1 * limits.OUT_LEN_MAX
+
+
+def test_our_table_of_sent_headers_stays_small_whatever_the_peer_allows(server: End) -> None:
+    server.connection.receive(frames.settings({0x1: 2**31}))
+    assert server.connection.h2.encoder.header_table_size == limits.HEADER_TABLE_LEN_MAX
+
+
+@pytest.mark.parametrize(
+    "first", [b"GET / HTTP/1.1\r\n\r\n", frames.PREFACE + frames.frame(frames.PING, 0, 0, bytes(8))]
+)
+def test_what_is_not_http_2_is_refused(first: bytes) -> None:
+    end = End(client=False, config=ConnectionConfig())
+    with pytest.raises(ProtocolViolation):
+        end.connection.receive(first)
+
+
+def test_frames_may_arrive_byte_by_byte(server: End) -> None:
+    opening = frames.frame(frames.HEADERS, 0, 1, HEAD[:3]) + frames.frame(
+        frames.CONTINUATION, frames.END_HEADERS, 1, HEAD[3:]
+    )
+    body = frames.frame(frames.DATA, 0, 1, b"abc") + frames.frame(frames.DATA, frames.END_STREAM, 1, b"def")
+    for byte in opening + body:
+        server.connection.receive(bytes([byte]))
+    (stream,) = server.opened
+    assert stream.take() == b"abcdef"
+    assert stream.received_all
+    assert not server.connection.unfinished
