@@ -1,0 +1,69 @@
+"""`penstock`: start the services, talk to them, measure them.
+
+A command is a module with `add_parser(commands)`, which sets `run`, a function from the parsed
+options to the exit code. Only the module of the command that was asked for is imported, so that
+`penstock chat` does not pay for `penstock bench`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from shared.cli.parser import Parser
+from shared.cli.service import SERVICES, exec_service
+
+COMMANDS: Final = {
+    "up": "start an engine and a gateway, ready to be used",
+    "chat": "talk to a model in the terminal",
+    "bench": "measure what README claims",
+}
+"""Each is a module of this package. `shared.cli.service.SERVICES` are commands too."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the process's exit code: 0 done, 1 failed, 2 asked for wrongly."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv and argv[0] in SERVICES:
+        return exec_service(argv[0], argv[1:])
+    parser, commands = build_parser(argv[0] if argv else "")
+    options, unknown = parser.parse_known_args(argv)
+    command = commands.choices.get(options.command, parser)
+    if unknown and not options.takes_more:
+        command.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    options.more = unknown
+    try:
+        code: int = options.run(options)
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def build_parser(chosen: str) -> tuple[Parser, argparse._SubParsersAction[Parser]]:
+    """The command line, with the options of the `chosen` command only."""
+    parser = Parser(prog="penstock", description="Serve large language models.")
+    parser.add_argument("--version", action="version", version=f"penstock {version()}")
+    parser.set_defaults(takes_more=False)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        if name == chosen:
+            importlib.import_module(f"shared.cli.{name}").add_parser(commands)
+        else:
+            commands.add_parser(name, help=summary)
+    for name, summary in SERVICES.items():
+        commands.add_parser(name, help=summary)
+    return parser, commands
+
+
+def version() -> str:
+    try:
+        return importlib.metadata.version("penstock")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout that was never installed
+        return "(not installed)"

@@ -1,0 +1,7 @@
+"""`python -m shared.cli`, where the console script is not installed."""
+
+import sys
+
+from shared.cli import main
+
+sys.exit(main())

@@ -1,0 +1,44 @@
+"""`penstock engine ...` and `penstock gateway ...`: the services themselves, in the foreground.
+
+The process becomes the service, which has an argument parser of its own; nothing is copied here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+SERVICES: Final = {
+    "engine": "serve one model in the foreground",
+    "gateway": "run a gateway in the foreground",
+}
+MODULES: Final = {"engine": ("engine", "serve"), "gateway": ("gateway",)}
+"""What follows `python -m`."""
+_NEEDS: Final = {"engine": ("aiohttp", "safetensors", "torch", "zmq"), "gateway": ("aiohttp",)}
+
+
+def command(service: str, options: Sequence[str]) -> list[str]:
+    """The command line that runs a service."""
+    return [sys.executable, "-m", *MODULES[service], *options]
+
+
+def missing_extra(service: str) -> str | None:
+    """What to say when the packages of the service's extra are not installed."""
+    missing = [package for package in _NEEDS[service] if importlib.util.find_spec(package) is None]
+    if not missing:
+        return None
+    needs = ", ".join(missing)
+    return f"the {service} needs packages that are not installed ({needs}): pip install 'penstock[{service}]'"
+
+
+def exec_service(service: str, options: Sequence[str]) -> int:
+    """Become the service. Returns only when it cannot be run."""
+    problem = missing_extra(service)
+    if problem is None:
+        sys.stdout.flush()
+        os.execv(sys.executable, command(service, options))  # noqa: S606  a list, and no shell
+    sys.stderr.write(f"penstock {service}: {problem}\n")
+    return 1

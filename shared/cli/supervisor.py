@@ -1,0 +1,219 @@
+"""Child services: started, watched, and stopped in the opposite order.
+
+Rules:
+
+1. A child runs in a session of its own, so that Ctrl-C in the terminal reaches the parent alone, which
+   then stops the children in order: first the one started last, which depends on those before it.
+2. A child ends with its parent, however that ends (`shared.lifecycle.die_with_parent`).
+3. Stopping is SIGTERM, a bounded wait, SIGKILL. After `hurry` it is SIGKILL at once.
+4. What a child writes goes to its log file; the end of that file says why it died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+from asyncio.subprocess import Process
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Final, TypeVar
+
+import httpx
+import msgspec
+
+from shared.clock import SYSTEM_CLOCK, Clock
+from shared.lifecycle import die_with_parent
+
+READY_POLL_S: Final = 0.05
+LIVE_POLL_S: Final = 2.0
+PROBE_TIMEOUT_S: Final = 5.0
+TAIL_LEN: Final = 64 * 1024
+"""Bytes of a log that are read for its last lines."""
+TAIL_LINES: Final = 12
+LINE_LEN_MAX: Final = 400
+
+T = TypeVar("T")
+
+
+class ServiceDied(Exception):
+    """A service ended, or failed, on its own. The message names it and shows the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSpec:
+    name: str
+    argv: tuple[str, ...]
+    log: Path
+    url: str
+    """Where it answers `/readyz` and `/livez`."""
+
+
+class Service:
+    """One running child."""
+
+    def __init__(self, spec: ServiceSpec, process: Process, log: BinaryIO, clock: Clock) -> None:
+        self.spec = spec
+        self._process = process
+        self._log = log
+        self._clock = clock
+
+    @classmethod
+    async def start(cls, spec: ServiceSpec, clock: Clock = SYSTEM_CLOCK) -> Service:
+        with spec.log.open("wb") as log:
+            process = await asyncio.create_subprocess_exec(
+                *spec.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),
+            )
+        return cls(spec, process, spec.log.open("rb"), clock)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def ready(self, on_line: Callable[[str], None]) -> None:
+        """Until it answers that it is ready; its log lines on the way go to `on_line`.
+
+        Raises ServiceDied when it ends first.
+        """
+        async with _probe_client() as client:
+            while not await self._answers(client, "/readyz"):
+                self._pass_lines(on_line)
+                if self._process.returncode is not None:
+                    raise self._died()
+                await self._clock.sleep(READY_POLL_S)
+        self._pass_lines(on_line)
+
+    async def failed(self) -> ServiceDied:
+        """Waits until it has ended on its own, or says that it can serve no more."""
+        exited = asyncio.create_task(self._process.wait())
+        try:
+            async with _probe_client() as client:
+                while not exited.done():
+                    pause = asyncio.ensure_future(self._clock.sleep(LIVE_POLL_S))
+                    await asyncio.wait({exited, pause}, return_when=asyncio.FIRST_COMPLETED)
+                    pause.cancel()
+                    if not exited.done() and await self._answers(client, "/livez", status=500):
+                        break
+        finally:
+            exited.cancel()
+        return self._died()
+
+    async def stop(self, grace_s: float) -> bool:
+        """True when it ended by itself within `grace_s`; else it was killed."""
+        if self._process.returncode is None:
+            self._process.terminate()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._process.wait()
+        except TimeoutError:
+            await self.kill()
+            return False
+        self._log.close()
+        return True
+
+    async def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+        self._log.close()
+
+    async def _answers(self, client: httpx.AsyncClient, path: str, status: int = 200) -> bool:
+        try:
+            return (await client.get(self.spec.url + path)).status_code == status
+        except httpx.TransportError:
+            return False
+
+    def _pass_lines(self, on_line: Callable[[str], None]) -> None:
+        """Whole lines only: what is not finished is read again the next time."""
+        while (line := self._log.readline()).endswith(b"\n"):
+            on_line(line.decode(errors="replace"))
+        self._log.seek(-len(line), os.SEEK_CUR)
+
+    def _died(self) -> ServiceDied:
+        match self._process.returncode:
+            case None:
+                how = "has failed"
+            case code if code >= 0:
+                how = f"exited with status {code}"
+            case code:
+                how = f"was killed by signal {-code}"
+        return ServiceDied(f"the {self.spec.name} {how}\n{log_tail(self.spec.log)}".rstrip())
+
+
+def _probe_client() -> httpx.AsyncClient:
+    return httpx.AsyncClient(trust_env=False, timeout=PROBE_TIMEOUT_S)
+
+
+async def stop_all(services: Sequence[Service], grace_s: float, hurry: asyncio.Event) -> None:
+    """The last started first; all at once and by force when `hurry` is set."""
+
+    async def in_order() -> None:
+        for service in reversed(services):
+            await service.stop(grace_s)
+
+    if not await unless(hurry, in_order()):
+        await asyncio.gather(*(service.kill() for service in services))
+
+
+async def unless(event: asyncio.Event, work: Awaitable[Any]) -> bool:
+    """Do `work`; False, with the work cancelled, when `event` is set before it is done."""
+    task = asyncio.ensure_future(work)
+    interrupted = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({task, interrupted}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            return False
+        await task
+        return True
+    finally:
+        task.cancel()
+        interrupted.cancel()
+        await asyncio.gather(task, interrupted, return_exceptions=True)
+
+
+# -- logs, for people -----------------------------------------------------------------------------
+
+
+def log_tail(path: Path) -> str:
+    """The last lines of a log, readable."""
+    with path.open("rb") as log:
+        log.seek(max(0, path.stat().st_size - TAIL_LEN))
+        lines = log.read().decode(errors="replace").splitlines()
+    return "\n".join(f"    {readable(line)}" for line in lines[-TAIL_LINES:])
+
+
+def readable(line: str) -> str:
+    """A JSON line as `level event name=value ...`; any other line as it is."""
+    fields = parse_line(line)
+    if fields is None:
+        return line[:LINE_LEN_MAX]
+    level, event = fields.pop("level", ""), fields.pop("event", "")
+    for name in ("ts", "service", "logger"):
+        fields.pop(name, None)
+    shown = " ".join(f"{name}={_shown(value)}" for name, value in fields.items())
+    return f"{level} {event} {shown}".strip()[:LINE_LEN_MAX]
+
+
+def _shown(value: Any) -> str:
+    match value:
+        case [{"exc_type": str(kind), "exc_value": str(text)}, *_]:
+            return f"{kind}: {text}"
+        case str():
+            return value
+        case _:
+            return msgspec.json.encode(value).decode()
+
+
+def parse_line(line: str) -> dict[str, Any] | None:
+    """The fields of a log line of ours, or None."""
+    try:
+        return msgspec.json.decode(line, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        return None

@@ -1,0 +1,331 @@
+"""`penstock up`: an engine and a gateway with embedded defaults, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import json
+import os
+import shlex
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+from shared.cli import settings
+from shared.cli.parser import Parser, checked, closest, port
+from shared.cli.service import command, missing_extra
+from shared.cli.supervisor import Service, ServiceDied, ServiceSpec, parse_line, stop_all, unless
+from shared.clock import SYSTEM_CLOCK, Clock
+from shared.lifecycle import on_stop_signals
+
+DEMO_NAME: Final = "penstock-demo"
+GRACE_S: Final = settings.DRAIN_S + 10.0
+"""How long a child may take to stop: its drain, and the rest of its ending."""
+assert GRACE_S > settings.DRAIN_S
+
+_OURS: Final = frozenset({"--help", "--model", "--served-model-name", "--host", "--port"})
+"""Options of the engine that `up` sets itself."""
+
+
+def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = commands.add_parser(
+        "up",
+        help="start an engine and a gateway, ready to be used",
+        description="Start an engine and a gateway on this machine, with defaults for everything.",
+        epilog="The engine's options work here too (--dtype, ...): see penstock engine --help.",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="DIR|ID",
+        help="model directory, or hub id to download (default: the built-in demo model)",
+    )
+    parser.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        type=checked(_name_problem),
+        help="what clients call the model (default: the last part of --model)",
+    )
+    parser.add_argument(
+        "--alias", metavar="NAME", nargs="+", action="extend", default=[], type=checked(_name_problem),
+        help="further names that the model answers to; * is any name",
+    )  # fmt: skip
+    parser.add_argument(
+        "--api-key", metavar="KEY", type=checked(settings.key_problem),
+        default=os.environ.get(settings.KEY_VARIABLE) or None,
+        help=f"development key, any string (default: ${settings.KEY_VARIABLE}, or a new one each time)",
+    )  # fmt: skip
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument(
+        "--port", type=port, default=8000, help="port to listen on; 0 for any free one (default: 8000)"
+    )
+    parser.add_argument(
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="where the services' logs go (default: a directory that is named at the start)",
+    )
+    parser.set_defaults(run=run, takes_more=True, parser=parser)
+
+
+def _name_problem(name: str) -> str | None:
+    return None if 1 <= len(name) <= 256 and name.isprintable() else "must be a name of 1 to 256 characters"
+
+
+def run(options: argparse.Namespace) -> int:
+    for service in ("engine", "gateway"):
+        if problem := missing_extra(service):
+            return _fail(problem)
+    check_engine_options(options.parser, options.more)
+    try:
+        plan = make_plan(options)
+    except OSError as error:
+        return _fail(str(error))
+    return asyncio.run(supervise(plan, sys.stdout))
+
+
+def check_engine_options(parser: Parser, more: Sequence[str]) -> None:
+    """What `up` does not know goes to the engine, whose own parser checks it now rather than later."""
+    engine = importlib.import_module("engine.config").build_parser(
+        "penstock up"
+    )  # a launcher may look inside
+    names = {name for name in engine._option_string_actions if name.startswith("--")} - _OURS
+    for word in more:
+        name = word.partition("=")[0]
+        if name.startswith("-") and name not in names:
+            hint = closest(name, [*parser.option_names, *sorted(names)])
+            parser.error(f"there is no option {name}" + (f"; did you mean {hint}?" if hint else ""))
+    _, strays = engine.parse_known_args(["--model", "any", *more])
+    if strays:
+        parser.error(f"{' '.join(strays)} belongs to no option")
+
+
+def _fail(problem: str) -> int:
+    sys.stderr.write(f"penstock up: {problem}\n")
+    return 1
+
+
+# -- the plan -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything decided, nothing started."""
+
+    services: tuple[ServiceSpec, ...]
+    """In the order of starting: each is ready before the next is started."""
+    running: settings.Running
+    run_dir: Path
+    aliases: tuple[str, ...] = ()
+
+
+def make_plan(options: argparse.Namespace) -> Plan:
+    """Choose ports and directories, write the gateway's file. Raises OSError."""
+    model, name = _model_and_name(options.model, options.served_model_name)
+    gateway_port = _check_port(options.host, options.port)
+    engine_port = _check_port("127.0.0.1", 0)
+    key = options.api_key or settings.development_key()
+    run_dir = _make_run_dir(options.log_dir, gateway_port)
+    config = run_dir / "gateway.toml"
+    engine_url = f"http://127.0.0.1:{engine_port}"
+    toml = settings.gateway_toml(
+        host=options.host,
+        port=gateway_port,
+        key=key,
+        model=name,
+        aliases=options.alias,
+        engine_url=engine_url,
+    )
+    settings.write_private(config, toml.encode())
+    engine_options = ["--model", model, "--served-model-name", name, "--host", "127.0.0.1"]
+    engine_options += ["--port", str(engine_port), "--drain-timeout-s", str(settings.DRAIN_S), *options.more]
+    base_url = f"http://{_reachable(options.host)}:{gateway_port}"
+    return Plan(
+        services=(
+            ServiceSpec(
+                "engine", tuple(command("engine", engine_options)), run_dir / "engine.log", engine_url
+            ),
+            ServiceSpec(
+                "gateway",
+                tuple(command("gateway", ["--config", str(config)])),
+                run_dir / "gateway.log",
+                base_url,
+            ),
+        ),
+        running=settings.Running(url=f"{base_url}/v1", key=key, model=name, pid=os.getpid()),
+        run_dir=run_dir,
+        aliases=tuple(options.alias),
+    )
+
+
+def _model_and_name(model: str | None, name: str | None) -> tuple[str, str]:
+    if model is None:
+        return str(importlib.import_module("engine.demo").MODEL_DIR), name or DEMO_NAME
+    path = Path(model)
+    return model, name or (path.resolve().name if path.is_dir() else path.name) or "model"
+
+
+def _check_port(host: str, wanted: int) -> int:
+    """A port that can be listened on: the wanted one, or for 0 any. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, wanted))
+        except OSError as error:
+            hint = "; choose another with --port" if wanted else ""
+            raise OSError(f"cannot listen on {host}:{wanted}: {error.strerror or error}{hint}") from error
+        bound: int = probe.getsockname()[1]
+        return bound
+
+
+def _reachable(host: str) -> str:
+    """The address to give to a client on this machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
+
+
+def _make_run_dir(wanted: Path | None, gateway_port: int) -> Path:
+    if wanted is not None:
+        wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return wanted
+    try:
+        run_dir = settings.cache_dir() / f"up-{gateway_port}"
+        run_dir.mkdir(mode=0o700, exist_ok=True)
+    except (OSError, RuntimeError):  # no home, or none that can be written
+        return Path(tempfile.mkdtemp(prefix="penstock-up-"))
+    return run_dir
+
+
+# -- the run --------------------------------------------------------------------------------------
+
+
+async def supervise(plan: Plan, out: TextIO, clock: Clock = SYSTEM_CLOCK) -> int:
+    """Start, announce, wait for a signal or a death, stop. Returns the exit code."""
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    on_stop_signals(lambda _: (hurry if stop.is_set() else stop).set())
+    services: list[Service] = []
+    progress = Progress(out, clock)
+    try:
+        progress.say(f"Logs are in {plan.run_dir}")
+        for spec in plan.services:
+            progress.begin(spec.name, "starting")
+            services.append(await Service.start(spec, clock))
+            if not await unless(stop, services[-1].ready(progress.follow)):
+                break
+            progress.end()
+        else:
+            progress.say(announcement(plan, clock.monotonic() - progress.started_s))
+            _tell_chat(plan)
+            await unless(stop, _raise_first_death(services))
+        progress.say("Stopping. Ctrl-C again stops at once.")
+    except (ServiceDied, OSError) as error:
+        progress.say(f"penstock up: {error}\nThe logs are in {plan.run_dir}")
+        return 1
+    finally:
+        settings.clear_running(plan.running.pid)
+        await stop_all(services, GRACE_S, hurry)
+    return 0
+
+
+async def _raise_first_death(services: Sequence[Service]) -> None:
+    deaths = [asyncio.create_task(service.failed()) for service in services]
+    try:
+        done, _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
+        raise done.pop().result()
+    finally:
+        for death in deaths:
+            death.cancel()
+        await asyncio.gather(*deaths, return_exceptions=True)
+
+
+def _tell_chat(plan: Plan) -> None:
+    try:
+        settings.write_running(plan.running)
+    except (OSError, RuntimeError):
+        return  # `penstock chat` then needs its options; nothing else depends on the file
+
+
+class Progress:
+    """What is being waited for, and how long it took: `engine   warming up ... 1.2 s`."""
+
+    def __init__(self, out: TextIO, clock: Clock) -> None:
+        self._out = out
+        self._clock = clock
+        self._name = ""
+        self._began_s: float | None = None
+        self.started_s = clock.monotonic()
+
+    def begin(self, name: str, stage: str) -> None:
+        self.end()
+        self._name = name
+        self._began_s = self._clock.monotonic()
+        self._out.write(f"{name:8} {stage} ... ")
+        self._out.flush()
+
+    def end(self) -> None:
+        if self._began_s is not None:
+            self._out.write(f"{self._clock.monotonic() - self._began_s:.1f} s\n")
+            self._out.flush()
+            self._began_s = None
+
+    def say(self, text: str) -> None:
+        if self._began_s is not None:  # what was waited for did not come
+            self._out.write("\n")
+            self._began_s = None
+        self._out.write(text + "\n")
+        self._out.flush()
+
+    def follow(self, line: str) -> None:
+        """A line of the log of the service that starts."""
+        stage = stage_of(parse_line(line))
+        if stage is not None:
+            self.begin(self._name, stage)
+
+
+def stage_of(fields: dict[str, Any] | None) -> str | None:
+    """What a service begins to do with this log line, if anything."""
+    match fields:
+        case {"event": "engine.listening"}:
+            return "finding the model"
+        case {"event": "engine.model"}:
+            return "starting the core"
+        case {"event": "core.progress", "stage": str(stage)}:
+            return stage
+    return None
+
+
+def announcement(plan: Plan, seconds: float) -> str:
+    """How to use what now runs."""
+    url, key, model = plan.running.url, plan.running.key, plan.running.model
+    body = json.dumps(
+        {"model": model, "stream": True, "messages": [{"role": "user", "content": "What is a penstock?"}]},
+        ensure_ascii=False,
+    )
+    also = f"   (also as {', '.join(plan.aliases)})" if plan.aliases else ""
+    return f"""
+Ready after {seconds:.1f} s.
+
+  Base URL   {url}
+  API key    {key}
+  Model      {model}{also}
+
+Stream an answer:
+
+  curl -N {url}/chat/completions -H {shlex.quote(f"Authorization: Bearer {key}")} \\
+    -H 'Content-Type: application/json' -d {shlex.quote(body)}
+
+With the OpenAI SDK:
+
+  from openai import OpenAI
+  client = OpenAI(base_url={url!r}, api_key={key!r})
+  answer = client.chat.completions.create(
+      model={model!r}, messages=[{{"role": "user", "content": "What is a penstock?"}}])
+  print(answer.choices[0].message.content)
+
+In another terminal: penstock chat. Ctrl-C here stops both services.
+"""

@@ -1,0 +1,484 @@
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tomllib
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+from gateway.config import load as load_gateway_config
+from gateway.identity.keys import KeyTable
+from shared import cli
+from shared.cli import service, settings, supervisor, up
+from shared.cli.parser import closest
+from shared.cli.settings import Running
+from shared.cli.supervisor import ServiceSpec
+
+CHILD = Path(__file__).with_name("cli_child.py")
+PATIENCE_S = 60
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(settings.KEY_VARIABLE, raising=False)
+    return tmp_path
+
+
+def exits(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    try:
+        code = cli.main(argv)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+# -- the command line -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ((), "usage: penstock"),
+        (("upp",), "invalid choice: 'upp' (choose from"),
+        (("up", "--prot", "1"), "there is no option --prot; did you mean --port?"),
+        (("up", "--max-model-length", "1"), "did you mean --max-model-len?"),
+        (("up", "stray"), "stray belongs to no option"),
+        (("up", "--port", "70000"), "must be a port from 0 to 65535, got '70000'"),
+        (("up", "--port", "x"), "must be a port from 0 to 65535, got 'x'"),
+        (("up", "--api-key", "two words"), "printable ASCII characters without spaces"),
+        (("up", "--api-key", ""), "printable ASCII characters without spaces"),
+        (("up", "--alias", ""), "must be a name of 1 to 256 characters"),
+        (("up", "--dtype", "float8"), "invalid choice: 'float8' (choose from"),
+        (("up", "--max-num-seqs", "0"), "got '0'"),
+        (("chat", "--modle", "x"), "did you mean --model?"),
+        (("chat", "--url", "localhost:8000"), "must be a URL like http://host:8000/v1"),
+        (("--versoin",), "did you mean --version?"),
+    ],
+)
+def test_a_wrong_option_says_what_is_right(
+    capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], says: str
+) -> None:
+    code, out, err = exits(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert "Traceback" not in err
+
+
+def every_option(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from every_option(inner)
+        else:
+            yield action
+
+
+@pytest.mark.parametrize("command", ["up", "chat", "bench"])
+def test_every_option_has_help(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    _, commands = cli.build_parser(command)
+    for action in every_option(commands.choices[command]):
+        assert action.help, action.option_strings
+    code, out, _ = exits(capsys, command, "--help")
+    assert (code, out.startswith(f"usage: penstock {command}")) == (0, True)
+
+
+def test_the_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = exits(capsys, "--help")
+    assert code == 0
+    for command, summary in {**cli.COMMANDS, **service.SERVICES}.items():
+        assert command in out
+        assert summary in out
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = exits(capsys, "--version")
+    assert code == 0
+    assert out.startswith("penstock ")
+
+
+def test_the_command_line_needs_no_service_and_no_tensors() -> None:
+    heavy = "{'torch', 'aiohttp', 'gateway', 'engine', 'shared.bench.engine'}"
+    script = "import sys; from shared import cli; cli.build_parser('up'); "
+    script += f"print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(("name", "flag"), [("engine", "--max-model-len"), ("gateway", "--config")])
+def test_services_answer_for_themselves(name: str, flag: str) -> None:
+    argv = [sys.executable, "-m", "shared.cli", name, "--help"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60)
+    assert flag in done.stdout
+
+
+def test_a_missing_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+    absent = ("torch", "zmq")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in absent else found(name))
+    code, _, err = exits(capsys, "engine")
+    assert code == 1
+    assert "(torch, zmq): pip install 'penstock[engine]'" in err
+    assert exits(capsys, "up")[0] == 1
+
+
+def test_likeness() -> None:
+    assert closest("--prot", ["--port", "--host"]) == "--port"
+    assert closest("--zzzzz", ["--port", "--host"]) is None
+
+
+# -- the gateway's file and the key ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "key", ["secret", "\"\\'$`;{}~!", settings.development_key(), "sk_dev_abcdefghijkl_" + "A" * 32]
+)
+def test_the_gateway_takes_the_file_and_any_key(key: str) -> None:
+    text = settings.gateway_toml(
+        host="::1",
+        port=81,
+        key=key,
+        model='m"\\\x7f水',
+        aliases=["*", "gpt-4o", "*", 'm"\\\x7f水'],
+        engine_url="http://127.0.0.1:9",
+    )
+    assert key not in text or key == "secret"
+    config = load_gateway_config(tomllib.loads(text), {})
+    assert (config.listen.host, config.listen.port) == ("::1", 81)
+    (model,) = config.models
+    assert (model.name, model.aliases, model.replicas) == (
+        'm"\\\x7f水',
+        ("*", "gpt-4o"),
+        ("http://127.0.0.1:9",),
+    )
+    assert KeyTable(config.keys).authenticate(f"Bearer {key}", 0.0).tenant == config.tenants[0].id
+
+
+def test_a_minted_key_fits_its_header() -> None:
+    keys = {settings.development_key() for _ in range(100)}
+    assert len(keys) == 100
+    assert all(settings.key_problem(key) is None for key in keys)
+
+
+def test_the_running_file_is_private_and_taken_back_by_its_owner() -> None:
+    ours = Running(url="http://127.0.0.1:1/v1", key="k", model="m", pid=1)
+    assert settings.read_running() is None
+    settings.write_running(ours)
+    assert settings.read_running() == ours
+    assert stat.S_IMODE(settings.running_file().stat().st_mode) == 0o600
+    settings.clear_running(2)
+    assert settings.read_running() == ours
+    settings.clear_running(1)
+    assert settings.read_running() is None
+    settings.running_file().write_text("{")
+    assert settings.read_running() is None
+
+
+def plan_of(*argv: str) -> up.Plan:
+    parser, _ = cli.build_parser("up")
+    options, options_more = parser.parse_known_args(["up", *argv])
+    options.more = options_more
+    return up.make_plan(options)
+
+
+def test_a_plan_without_options_serves_the_demo_model() -> None:
+    plan = plan_of("--port", "0")
+    engine, gateway = plan.services
+    assert engine.argv[1:4] == ("-m", "engine", "serve")
+    assert engine.argv[engine.argv.index("--served-model-name") + 1] == up.DEMO_NAME
+    assert Path(engine.argv[engine.argv.index("--model") + 1]).name == "model"
+    config = Path(gateway.argv[gateway.argv.index("--config") + 1])
+    assert stat.S_IMODE(config.stat().st_mode) == 0o600
+    assert load_gateway_config(config, {}).models[0].replicas == (engine.url,)
+    assert plan.running.url == f"{gateway.url}/v1"
+    assert plan.running.model == up.DEMO_NAME
+
+
+def test_options_find_their_way(tmp_path: Path) -> None:
+    argv = ("--port", "0", "--model", str(tmp_path), "--api-key", "k", "--log-dir", str(tmp_path / "logs"))
+    plan = plan_of(*argv, "--alias", "a", "*", "--alias", "b", "--max-model-len", "128")
+    engine, gateway = plan.services
+    assert plan.running == Running(url=f"{gateway.url}/v1", key="k", model=tmp_path.name, pid=os.getpid())
+    assert plan.aliases == ("a", "*", "b")
+    assert engine.argv[-2:] == ("--max-model-len", "128")
+    assert engine.log == tmp_path / "logs" / "engine.log"
+    assert plan_of("--port", "0", "--model", "Qwen/Qwen3-0.6B").running.model == "Qwen3-0.6B"
+    assert plan_of("--port", "0", "--host", "0.0.0.0").running.url.startswith("http://127.0.0.1:")
+
+
+def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, _, err = exits(capsys, "up", "--port", str(port))
+    assert code == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in err
+    assert "choose another with --port" in err
+
+
+def test_the_announcement_can_be_pasted() -> None:
+    key = "it's$HOME"
+    running = Running(url="http://127.0.0.1:1/v1", key=key, model="m'水", pid=1)
+    text = up.announcement(up.Plan((), running, Path(), ("a", "*")), 1.25)
+    curl = text[text.index("curl") : text.index("With the OpenAI")].replace("curl -N", "printf '%s\\n'", 1)
+    words = subprocess.run(["sh", "-c", curl], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert words[0] == "http://127.0.0.1:1/v1/chat/completions"
+    assert f"Authorization: Bearer {key}" in words
+    assert json.loads(words[-1])["model"] == "m'水"
+    snippet = text[text.index("from openai") : text.index("In another")]
+    compile("\n".join(line.strip() for line in snippet.splitlines()), "snippet", "exec")
+    assert repr(key) in snippet
+    assert "also as a, *" in text
+
+
+# -- supervision ----------------------------------------------------------------------------------
+
+
+class Screen(io.StringIO):
+    """Standard output, and a way to wait for what appears on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._changed = asyncio.Event()
+
+    def write(self, text: str) -> int:
+        self._changed.set()
+        return super().write(text)
+
+    async def shows(self, text: str) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while text not in self.getvalue():
+                self._changed.clear()
+                await self._changed.wait()
+
+
+@dataclass
+class Stage:
+    """Two fake services under `supervise`, in the test's own process."""
+
+    directory: Path
+    habits: dict[str, tuple[str, ...]]
+    screen: Screen = field(default_factory=Screen)
+    plan: up.Plan = field(init=False)
+    task: asyncio.Task[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        specs = []
+        for name in ("engine", "gateway"):
+            port = free_port()
+            argv = (sys.executable, str(CHILD), name, str(port), str(self.diary), *self.habits.get(name, ()))
+            specs.append(ServiceSpec(name, argv, self.directory / f"{name}.log", f"http://127.0.0.1:{port}"))
+        running = Running(url=f"{specs[1].url}/v1", key="k", model="m", pid=os.getpid())
+        self.plan = up.Plan(tuple(specs), running, self.directory)
+        self.task = asyncio.create_task(up.supervise(self.plan, self.screen))
+
+    @property
+    def diary(self) -> Path:
+        return self.directory / "diary"
+
+    def events(self) -> list[str]:
+        lines = self.diary.read_text().splitlines() if self.diary.exists() else []
+        return [" ".join(line.split()[:2]) for line in lines]
+
+    def pid(self, name: str) -> int:
+        lines = (line.split() for line in self.diary.read_text().splitlines())
+        return next(int(words[2]) for words in lines if words[:2] == [name, "started"])
+
+    async def ends(self) -> int:
+        async with asyncio.timeout(PATIENCE_S):
+            return await self.task
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+Staging = Callable[..., Stage]
+
+
+@pytest.fixture
+async def staging(tmp_path: Path) -> AsyncIterator[Staging]:
+    stages: list[Stage] = []
+
+    def start(**habits: tuple[str, ...]) -> Stage:
+        stages.append(Stage(tmp_path, habits))
+        return stages[-1]
+
+    yield start
+    for stage in stages:
+        stage.task.cancel()
+        await asyncio.gather(stage.task, return_exceptions=True)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().remove_signal_handler(number)
+
+
+def is_alive(pid: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_up_starts_in_order_and_stops_in_the_opposite(staging: Staging, number: signal.Signals) -> None:
+    stage = staging()
+    await stage.screen.shows("Ctrl-C here stops both")
+    assert stage.events() == ["engine started", "gateway started"]
+    assert settings.read_running() == stage.plan.running
+    os.kill(os.getpid(), number)
+    assert await stage.ends() == 0
+    assert stage.events()[2:] == ["gateway stopped", "engine stopped"]
+    assert settings.read_running() is None
+    shown = stage.screen.getvalue()
+    assert f"Logs are in {stage.directory}" in shown
+    assert "engine   warming up ... " in shown
+    assert "Ready after " in shown
+
+
+async def test_a_second_signal_kills(staging: Staging) -> None:
+    stage = staging(gateway=("stubborn",))
+    await stage.screen.shows("Ready after")
+    os.kill(os.getpid(), signal.SIGINT)
+    await stage.screen.shows("Ctrl-C again stops at once")
+    os.kill(os.getpid(), signal.SIGINT)
+    assert await stage.ends() == 0
+    assert "engine stopped" not in stage.events()
+    assert not is_alive(stage.pid("gateway"))
+    assert not is_alive(stage.pid("engine"))
+
+
+async def test_a_child_that_will_not_stop_is_killed_in_time(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(up, "GRACE_S", 0.1)
+    stage = staging(gateway=("stubborn",), engine=("stubborn",))
+    await stage.screen.shows("Ready after")
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await stage.ends() == 0
+    assert not is_alive(stage.pid("gateway"))
+    assert not is_alive(stage.pid("engine"))
+
+
+async def test_a_child_that_does_not_start_is_named_with_its_reason(staging: Staging) -> None:
+    stage = staging(gateway=("dies",))
+    assert await stage.ends() == 1
+    shown = stage.screen.getvalue()
+    assert "penstock up: the gateway exited with status 3\n" in shown
+    assert "\n    error no.way reason=cannot\n    Traceback: plain text\n" in shown
+    assert stage.events() == ["engine started", "gateway started", "engine stopped"]
+
+
+async def test_a_child_that_dies_takes_the_other_with_it(staging: Staging) -> None:
+    stage = staging()
+    await stage.screen.shows("Ready after")
+    async with httpx.AsyncClient() as client:
+        with contextlib.suppress(httpx.RemoteProtocolError):
+            await client.get(f"{stage.plan.services[0].url}/die")
+    assert await stage.ends() == 1
+    assert "the engine exited with status 7\n" in stage.screen.getvalue()
+    assert "error it.hurts reason=asked to" in stage.screen.getvalue()
+    assert stage.events()[2:] == ["gateway stopped"]
+    assert settings.read_running() is None
+
+
+async def test_a_child_that_is_killed_is_said_to_be(staging: Staging) -> None:
+    stage = staging()
+    await stage.screen.shows("Ready after")
+    os.kill(stage.pid("engine"), signal.SIGKILL)
+    assert await stage.ends() == 1
+    assert "the engine was killed by signal 9" in stage.screen.getvalue()
+
+
+async def test_a_child_that_can_serve_no_more_counts_as_dead(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "LIVE_POLL_S", 0.01)
+    stage = staging(engine=("sick",))
+    assert await stage.ends() == 1
+    assert "the engine has failed" in stage.screen.getvalue()
+    assert stage.events()[2:] == ["gateway stopped", "engine stopped"]
+
+
+async def test_a_signal_while_starting_stops_what_has_started(staging: Staging) -> None:
+    stage = staging(engine=("never-ready",))
+    await stage.screen.shows("warming up")
+    os.kill(os.getpid(), signal.SIGINT)
+    assert await stage.ends() == 0
+    assert stage.events() == ["engine started", "engine stopped"]
+
+
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from shared.cli.supervisor import Service, ServiceSpec
+async def main():
+    spec = ServiceSpec("child", tuple(sys.argv[2:]), Path(sys.argv[1]), f"http://127.0.0.1:{sys.argv[5]}")
+    service = await Service.start(spec)
+    await service.ready(lambda line: None)
+    print(service.pid, flush=True)
+    await service.failed()
+asyncio.run(main())
+"""
+
+
+async def test_children_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    child = [sys.executable, str(CHILD), "child", str(free_port()), str(tmp_path / "diary")]
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PARENT, str(tmp_path / "log"), *child, stdout=asyncio.subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    pidfd = os.pidfd_open(int(await parent.stdout.readline()))
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_reader(pidfd, ended.set)
+    parent.kill()
+    await parent.wait()
+    async with asyncio.timeout(PATIENCE_S):
+        await ended.wait()
+    asyncio.get_running_loop().remove_reader(pidfd)
+    os.close(pidfd)
+    assert "child stopped" in (tmp_path / "diary").read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        (
+            '{"ts":"t","level":"info","service":"s","logger":"l","event":"e","n":1,"s":"x y"}',
+            "info e n=1 s=x y",
+        ),
+        ('{"event":"e","exception":[{"exc_type":"E","exc_value":"v","frames":[]}]}', "e exception=E: v"),
+        ("plain", "plain"),
+        ("[1]", "[1]"),
+        ("x" * 1000, "x" * supervisor.LINE_LEN_MAX),
+    ],
+)
+def test_log_lines_are_readable(line: str, shown: str) -> None:
+    assert supervisor.readable(line) == shown
+
+
+def test_the_tail_of_a_long_log_is_its_end(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("".join(f"line {number}\n" for number in range(100_000)))
+    lines = supervisor.log_tail(log).splitlines()
+    assert len(lines) == supervisor.TAIL_LINES
+    assert lines[-1] == "    line 99999"
