@@ -162,7 +162,7 @@ class Edge:
     # -- answers ----------------------------------------------------------------------------------
 
     async def _send(self, exchange: Exchange, body: msgspec.Struct) -> web.Response:
-        exchange.record.status = HTTPStatus.OK
+        exchange.record.status = int(HTTPStatus.OK)
         await self._look_up_windows(exchange)
         return _response(HTTPStatus.OK, msgspec.json.encode(body), exchange.headers())
 

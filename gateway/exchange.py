@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from typing import Final
 
 from aiohttp import web
 from msgspec import Struct
@@ -16,6 +18,9 @@ from gateway.relay.watch import Watch
 from shared.clock import Clock
 from shared.ids import IGNORED_FIELDS_HEADER, REQUEST_ID_HEADER
 from shared.telemetry import Stages
+
+ENGINE_TIMING_LEN_MAX: Final = 1024
+_TIMING: Final = re.compile(r"\s*[\w-]+(;[\w-]+=[\w.-]+)*\s*")
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +46,7 @@ class Exchange:
     windows: Windows = field(default_factory=Windows)
     ignored_fields: str = ""
     engine_timing: str = ""
+    """The engine's `server-timing`, its names marked as the engine's."""
 
     def enter(self, stage: str) -> None:
         """The previous stage is over, this one begins."""
@@ -56,6 +62,11 @@ class Exchange:
         """The request has come to its end, in the stage that it is in."""
         self.record.stage = self.stage
         self.enter("settle")
+
+    def take_engine_timing(self, value: str) -> None:
+        entries = value[:ENGINE_TIMING_LEN_MAX].split(",")
+        named = (entry.strip() for entry in entries if _TIMING.fullmatch(entry))
+        self.engine_timing = ", ".join(f"engine-{entry}" for entry in named)
 
     def headers(self) -> dict[str, str]:
         """What every answer carries beside its content."""

@@ -163,7 +163,7 @@ class Pipeline:
         replica, answer = await self._send(exchange, model, outbound, tokens)
         try:
             self._tokens.observe(model, answer.headers.get(TOKENIZER_HEADER))
-            exchange.engine_timing = answer.headers.get("server-timing", "")
+            exchange.take_engine_timing(answer.headers.get("server-timing", ""))
             yield answer
         finally:
             self._replicas.give_back(replica, tokens)

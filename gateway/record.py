@@ -109,7 +109,7 @@ class RequestRecord:
     def failed(self, error: ApiError, sent_status: int | None) -> None:
         """`sent_status`: what the client was told already, when the answer had begun."""
         self.error = error
-        self.status = sent_status or error.status
+        self.status = sent_status or int(error.status)
         self.end_reason = end_reason_of(error)
 
     def take(self, progress: Progress) -> None:

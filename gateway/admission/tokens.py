@@ -177,13 +177,16 @@ class TokenCounter:
 
     async def _adopt(self, name: str, profile: EngineProfile) -> None:
         known = self._known[name]
-        known.profile = profile
         if profile.bundle is None:
             known.threads = None
             log.info("tokenizer.none", model=name, consequence="prompts are estimated")
-            return
+        else:
+            await self._load(name, known, profile.bundle)
+        known.profile = profile
+
+    async def _load(self, name: str, known: _Known, bundle: TokenizerBundle) -> None:
         try:
-            tokenizer = await asyncio.to_thread(Tokenizer, profile.bundle)  # a large one takes a second
+            tokenizer = await asyncio.to_thread(Tokenizer, bundle)  # a large one takes a second
         except UnusableTokenizer as error:
             log.error("tokenizer.unusable", model=name, error=str(error))
             return

@@ -10,6 +10,7 @@ Closing an unfinished answer closes its HTTP/1.1 connection, which is what tells
 
 from __future__ import annotations
 
+import socket
 import ssl
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ from shared.errors import ApiError, ConnectTimeout, UpstreamFailed, UpstreamUnre
 IDLE_S: Final = 15.0
 """How long an unused connection is kept: below any engine's own limit, or requests would be sent
 into closed sockets. The engine keeps them for 75 s."""
+RECEIVE_BUFFER_LEN: Final = 128 * 1024
+"""SO_RCVBUF of a connection to an engine: what is sent to a client who does not read waits there. The
+kernel's default grows to megabytes."""
 ERROR_LEN_MAX: Final = 64 * 1024
 FETCH_LEN_MAX: Final = 64 * 1024 * 1024
 """A tokenizer of 250,000 tokens takes about 30 MB."""
@@ -143,7 +147,12 @@ def http1_transport() -> httpx.AsyncHTTPTransport:
     """HTTP/1.1 with as many connections as there are requests: quotas and queues throttle, not the
     pool (httpx's default of 100 would). Proxies of the environment are not for a hop."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=IDLE_S)
-    return httpx.AsyncHTTPTransport(limits=limits, trust_env=False, verify=ssl.create_default_context())
+    return httpx.AsyncHTTPTransport(
+        limits=limits,
+        trust_env=False,
+        verify=ssl.create_default_context(),
+        socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_LEN)],
+    )
 
 
 # -- errors ---------------------------------------------------------------------------------------

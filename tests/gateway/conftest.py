@@ -43,7 +43,7 @@ def settings(*urls: str, **sections: Any) -> dict[str, Any]:
 async def until(condition: Callable[[], bool]) -> None:
     """Let everybody run until it holds."""
     async with asyncio.timeout(PATIENCE_S):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 -- what it watches sets no event
             await asyncio.sleep(0.001)
 
 
@@ -72,9 +72,8 @@ class House:
 
     async def lines(self, count: int = 1) -> list[dict[str, Any]]:
         """The completed lines, once there are so many."""
-        async with asyncio.timeout(PATIENCE_S):
-            while len(found := self._lines()) < count:
-                await asyncio.sleep(0.001)
+        await until(lambda: len(self._lines()) >= count)
+        found = self._lines()
         assert len(found) == count, found
         return found
 

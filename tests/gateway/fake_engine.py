@@ -6,6 +6,7 @@ Delays are events that the test sets, never sleeps.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,7 +140,10 @@ class FakeEngine:
             web.Server(self._handle, handler_cancellation=True, access_log=None), shutdown_timeout=0.1
         )
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 * 1024)  # `written` is what was taken off it
+        sock.bind(("127.0.0.1", 0))
+        await web.SockSite(self._runner, sock).start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         return self
 

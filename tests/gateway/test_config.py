@@ -1,0 +1,150 @@
+"""The configuration, and reading keys and tenants again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gateway.config import load
+from gateway.directory import POLL_S, DirectoryReader
+from gateway.identity.keys import hash_key
+from shared.config import ConfigError
+from shared.errors import Unauthenticated
+from tests.fakes import VirtualClock
+from tests.gateway.conftest import settings, until
+
+FULL = f"""
+[listen]
+host = "0.0.0.0"
+port = 8080
+tls = {{ cert = "cert.pem", key = "key.pem" }}
+
+[timeouts]
+first_token_s = 5
+
+[[models]]
+name = "tiny"
+aliases = ["small", "*"]
+replicas = ["http://engine-0:8001", "http://engine-1:8001/base"]
+upstream_model = "demo"
+
+[[tenants]]
+id = "acme"
+models = ["tiny"]
+limits = {{ requests_per_min = 60, tokens_per_min = 10_000, concurrent = 4, token_budget = 1_000_000 }}
+
+[[keys]]
+id = "k1"
+hash = "{hash_key("x")}"
+tenant = "acme"
+expires = 2030-01-31T00:00:00Z
+"""
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_a_whole_file(tmp_path: Path) -> None:
+    config = load(write(tmp_path / "gateway.toml", FULL), {"PENSTOCK_GATEWAY_LISTEN__PORT": "9000"})
+    assert config.listen.port == 9000
+    assert config.listen.tls is not None
+    assert config.timeouts.first_token_s == 5
+    assert config.models[0].aliases == ("small", "*")
+    assert config.tenants[0].limits.tokens_per_min == 10_000
+    assert config.keys[0].expires is not None
+    assert "sha256" not in repr(config)
+
+
+def test_everything_that_is_wrong_is_told_at_once() -> None:
+    bad = settings(
+        "http://a:1",
+        listen={"port": 70_000},
+        timeouts={"total_s": 0, "nonsense": 1},
+        keys=[{"id": "bad id", "hash": "sha256:zz", "tenant": "acme"}],
+        admission={"unknown_fields": "perhaps"},
+    )
+    with pytest.raises(ConfigError) as caught:
+        load(bad, {})
+    told = "\n".join(caught.value.problems)
+    for path in ("listen.port", "timeouts.total_s", "timeouts.nonsense", "keys[0].id", "keys[0].hash"):
+        assert path in told
+    assert "admission.unknown_fields" in told
+
+
+def test_contradictions_are_told_at_once() -> None:
+    key = {"id": "k", "hash": hash_key("x"), "tenant": "nobody", "models": ["ghost"]}
+    bad = settings(
+        "ftp://a",
+        models=[
+            {"name": "a", "replicas": ["ftp://a"], "aliases": ["b"]},
+            {"name": "b", "replicas": ["http://user@host"]},
+        ],
+        tenants=[{"id": "t"}, {"id": "t", "models": ["ghost"]}],
+        keys=[key, key | {"expires": "2030-01-01T00:00:00"}],
+    )
+    with pytest.raises(ConfigError) as caught:
+        load(bad, {})
+    assert sorted(caught.value.problems) == sorted(
+        [
+            "models: 'b' is given 2 times",
+            "tenants: 't' is given 2 times",
+            "keys: 'k' is given 2 times",
+            f"keys: '{hash_key('x')}' is given 2 times",
+            "models.a: 'ftp://a' is no base URL like http://host:port",
+            "models.b: 'http://user@host' is no base URL like http://host:port",
+            "tenants.t: there is no model 'ghost'",
+            "keys.k: there is no model 'ghost'",
+            "keys.k: there is no tenant 'nobody'",
+            "keys.k: there is no model 'ghost'",
+            "keys.k: there is no tenant 'nobody'",
+            "keys.k: expires must say its offset, as 2030-01-31T00:00:00Z does",
+        ]
+    )
+
+
+async def test_a_revoked_key_is_refused_within_five_seconds(tmp_path: Path) -> None:
+    path = write(tmp_path / "gateway.toml", FULL)
+    clock = VirtualClock()
+    reader = DirectoryReader(load(path, {}), path, clock)
+    assert reader.now.keys.authenticate("Bearer x", 0).key == "k1"
+    watching = asyncio.create_task(reader.watch())
+    write(tmp_path / "new", FULL.replace('id = "k1"', 'id = "k1"\ndisabled = true')).replace(path)
+    before = reader.now
+    await until(lambda: clock.sleeping == 1)
+    assert POLL_S <= 5
+    clock.advance(POLL_S)
+    await until(lambda: reader.now is not before)
+    with pytest.raises(Unauthenticated, match="revoked"):
+        reader.now.keys.authenticate("Bearer x", 0)
+    watching.cancel()
+
+
+@pytest.mark.parametrize("text", ["not toml [", FULL.replace("sha256:", "md5:"), None], ids=range(3))
+def test_a_file_that_is_wrong_changes_nothing(tmp_path: Path, text: str | None) -> None:
+    path = write(tmp_path / "gateway.toml", FULL)
+    reader = DirectoryReader(load(path, {}), path, VirtualClock())
+    before = reader.now
+    if text is None:
+        os.unlink(path)
+    else:
+        write(path, text)
+    reader.reload()
+    assert reader.now is before
+
+
+def test_keys_and_tenants_alone_are_read_again(tmp_path: Path) -> None:
+    path = write(tmp_path / "gateway.toml", FULL)
+    reader = DirectoryReader(load(path, {}), path, VirtualClock())
+    extra = f'[[keys]]\nid = "k2"\nhash = "{hash_key("y")}"\ntenant = "acme"\n'
+    write(path, FULL.replace('name = "tiny"', 'name = "tiny"\n') + extra)
+    reader.reload()
+    assert reader.now.keys.authenticate("Bearer y", 0).key == "k2"
+    principal = reader.now.keys.authenticate("Bearer x", 0)
+    assert reader.now.tenants.resolve(principal, "small").upstream_model == "demo"
+    assert msgspec.json.encode(reader._config.models)

@@ -1,0 +1,274 @@
+"""Clients that leave, at every stage: the engine is told, nothing stays held, the log says where."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.admission.quota import Decision, ReservationId, Subject
+from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House, Open, until
+from tests.gateway.fake_engine import HEADERS, Script, chunk, stream, unary
+
+
+class RawClient:
+    """A client whose connection the test holds in its hand."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    @classmethod
+    async def of(cls, house: House, receive_buffer_len: int | None = None) -> RawClient:
+        sock = socket.socket()
+        if receive_buffer_len is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_len)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", house.gateway.port))
+        return cls(*await asyncio.open_connection(sock=sock))
+
+    def post(self, body: bytes, *, path: str = "/v1/chat/completions", length: int | None = None) -> None:
+        head = (
+            f"POST {path} HTTP/1.1\r\nhost: gateway\r\nauthorization: Bearer {KEY}\r\n"
+            f"content-length: {len(body) if length is None else length}\r\n\r\n"
+        )
+        self.writer.write(head.encode() + body)
+
+    def leave(self) -> None:
+        assert self.writer.transport is not None
+        self.writer.transport.abort()
+
+
+def body(**fields: Any) -> bytes:
+    return msgspec.json.encode(CHAT | fields)
+
+
+async def left_at(house: House, stage: str) -> None:
+    line = await house.line()
+    assert line["status"] == 499
+    assert line["end_reason"] == "client_cancel"
+    assert line["stage"] == stage
+    await house.at_rest()
+
+
+async def test_while_the_body_is_sent(house: House) -> None:
+    client = await RawClient.of(house)
+    client.post(b'{"model":', length=1000)
+    await until(lambda: len(house.gateway.live) == 1)
+    client.leave()
+    await left_at(house, "body")
+    assert not house.engine.seen
+
+
+async def test_while_the_prompt_is_counted(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    counting = asyncio.Event()
+
+    async def forever(*_: object) -> Any:
+        counting.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(house.gateway.tokens, "count", forever)
+    client = await RawClient.of(house)
+    client.post(body())
+    await counting.wait()
+    client.leave()
+    await left_at(house, "tokenize")
+    assert not house.engine.seen
+
+
+@pytest.mark.parametrize("granted", [False, True], ids=["before the grant", "after the grant"])
+async def test_while_the_quota_is_reserved(
+    house: House, monkeypatch: pytest.MonkeyPatch, granted: bool
+) -> None:
+    """A store over the network answers late: the grant may stand although nobody heard of it."""
+    reserving = asyncio.Event()
+    reserve = house.store.reserve
+
+    async def slowly(reservation: ReservationId, subjects: list[Subject], tokens: int) -> Decision:
+        if granted:
+            await reserve(reservation, subjects, tokens)
+        reserving.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(house.store, "reserve", slowly)
+    client = await RawClient.of(house)
+    client.post(body())
+    await reserving.wait()
+    client.leave()
+    await left_at(house, "quota")
+    assert not house.engine.seen
+    assert (house.store.ledger.reserved > 0) is granted
+    assert house.store.ledger.settled == 0
+
+
+async def test_while_a_connection_is_opened(open_house: Open) -> None:
+    """A listener whose backlog is full answers nothing at all."""
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)
+        fillers = [socket.socket() for _ in range(4)]
+        for filler in fillers:
+            filler.setblocking(False)
+            filler.connect_ex(deaf.getsockname())
+        house = await open_house()
+        url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        stuck = house.gateway.replicas._pools["tiny"][0]
+        stuck.url = url
+        client = await RawClient.of(house)
+        client.post(body())
+        await until(lambda: stuck.requests == 1)
+        await until(lambda: any(e.stage == "connect" for e in house.gateway.live._exchanges))
+        client.leave()
+        await left_at(house, "connect")
+        assert house.store.ledger.settled == 0
+        for filler in fillers:
+            filler.close()
+
+
+@pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "unary"])
+async def test_before_the_headers(house: House, is_stream: bool) -> None:
+    house.engine.script = Script([asyncio.Event(), HEADERS])
+    client = await RawClient.of(house)
+    client.post(body(stream=is_stream))
+    await house.engine.arrived.wait()
+    client.leave()
+    async with asyncio.timeout(PATIENCE_S):
+        await house.engine.seen[0].cancelled.wait()
+    await left_at(house, "wait")
+    assert house.store.ledger.settled == house.store.ledger.reserved - house.store.ledger.released > 0
+
+
+@pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "unary"])
+async def test_before_the_first_token(house: House, is_stream: bool) -> None:
+    script = stream(asyncio.Event()) if is_stream else unary()
+    house.engine.script = Script([HEADERS, asyncio.Event()], 200, script.content_type)
+    client = await RawClient.of(house)
+    client.post(body(stream=is_stream))
+    await house.engine.arrived.wait()
+    client.leave()
+    async with asyncio.timeout(PATIENCE_S):
+        await house.engine.seen[0].cancelled.wait()
+    await left_at(house, "wait")
+
+
+async def test_in_the_middle_of_a_stream(house: House) -> None:
+    house.engine.script = stream(chunk("a"), asyncio.Event())
+    client = await RawClient.of(house)
+    client.post(body(stream=True))
+    await client.reader.readuntil(b"\n\n")
+    client.leave()
+    async with asyncio.timeout(PATIENCE_S):
+        await house.engine.seen[0].cancelled.wait()
+    await left_at(house, "relay")
+    line = await house.line()
+    assert line["events"] == 1
+    assert line["settled_tokens"] == line["prompt_tokens"] + 1
+
+
+async def test_while_tokens_pour(house: House) -> None:
+    """The client is noticed to be gone by a write that fails, too."""
+    house.engine.script = Script([chunk("x" * 1000)] * 20_000)
+    client = await RawClient.of(house)
+    client.post(body(stream=True))
+    await client.reader.readuntil(b"\n\n")
+    client.leave()
+    async with asyncio.timeout(PATIENCE_S):
+        await house.engine.seen[0].cancelled.wait()
+    await left_at(house, "relay")
+
+
+async def test_in_the_middle_of_a_large_unary_answer(house: House) -> None:
+    house.engine.script = Script([HEADERS, b"x" * 1_000_000, asyncio.Event()], 200, "application/json")
+    client = await RawClient.of(house)
+    client.post(body())
+    await client.reader.readuntil(b"xxx")
+    client.leave()
+    async with asyncio.timeout(PATIENCE_S):
+        await house.engine.seen[0].cancelled.wait()
+    await left_at(house, "relay")
+
+
+async def test_by_closing_its_half_of_the_connection(house: House) -> None:
+    house.engine.script = stream(chunk("a"), asyncio.Event())
+    client = await RawClient.of(house)
+    client.post(body(stream=True))
+    await client.reader.readuntil(b"\n\n")
+    client.writer.write_eof()
+    async with asyncio.timeout(PATIENCE_S):
+        await house.engine.seen[0].cancelled.wait()
+    await left_at(house, "relay")
+    client.leave()
+
+
+async def test_a_hundred_at_random_moments_leave_nothing(house: House) -> None:
+    def script(_: object) -> Script:
+        return stream(*(chunk(str(i)) for i in range(50)))
+
+    house.engine.script = script
+
+    async def one(turns: int) -> None:
+        client = await RawClient.of(house)
+        client.post(body(stream=turns % 2 == 0))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        client.leave()
+
+    await asyncio.gather(*(one(turns) for turns in range(100)))
+    await until(lambda: not len(house.gateway.live) and not house.engine.active)
+    await house.at_rest()
+    assert {line["end_reason"] for line in house._lines()} <= {"ok", "client_cancel"}
+
+
+# -- explicit abort -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def streaming(house: House) -> AsyncIterator[tuple[House, Callable[[], Any]]]:
+    """A stream of id `mine` that has begun and waits."""
+    house.engine.script = stream(chunk("a"), asyncio.Event())
+    async with house.chat(stream=True, headers={"x-request-id": "mine"}) as answer:
+        yield house, answer.read
+
+
+async def test_delete_ends_a_stream_with_an_error_event(streaming: tuple[House, Any]) -> None:
+    house, read = streaming
+    url = f"{house.url}/v1/requests/mine"
+    async with house.client.delete(url, headers=house.headers) as answer:
+        assert answer.status == 200
+        assert await answer.json() == {"id": "mine", "aborted": 1}
+    rest = await read()
+    assert b"request_aborted" in rest
+    assert b"[DONE]" not in rest
+    await house.engine.seen[0].cancelled.wait()
+    async with house.client.delete(url, headers=house.headers) as answer:
+        assert await answer.json() == {"id": "mine", "aborted": 0}
+    ends = {line["end_reason"] for line in await house.lines(3)}
+    assert ends == {"ok", "aborted"}
+    await house.at_rest()
+
+
+async def test_delete_ends_a_unary_call_with_499(house: House) -> None:
+    house.engine.script = Script([asyncio.Event()])
+    pending = asyncio.ensure_future(house.chat(headers={"x-request-id": "mine"}).__aenter__())
+    await house.engine.arrived.wait()
+    async with house.client.delete(f"{house.url}/v1/requests/mine", headers=house.headers) as answer:
+        assert (await answer.json())["aborted"] == 1
+    answer = await pending
+    assert answer.status == 499
+    assert answer.headers["x-should-retry"] == "false"
+    assert (await answer.json())["error"]["code"] == "request_aborted"
+    await house.at_rest()
+
+
+async def test_delete_reaches_exactly_ones_own(streaming: tuple[House, Any]) -> None:
+    house, _ = streaming
+    other = {"authorization": "Bearer other-key"}
+    for request_id, headers in (("mine", other), ("min", house.headers), ("mine2", house.headers)):
+        async with house.client.delete(f"{house.url}/v1/requests/{request_id}", headers=headers) as answer:
+            assert (await answer.json())["aborted"] == 0
+    assert len(house.gateway.live) == 1

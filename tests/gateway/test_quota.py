@@ -1,0 +1,302 @@
+"""Quotas: the pure decisions, and every store against one contract."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from gateway.admission.memory_store import LEASE_TTL_MS, MemoryStore
+from gateway.admission.quota import (
+    BUSY_RETRY_MS,
+    WEIGHT,
+    Bucket,
+    Meter,
+    QuotaStore,
+    Refusal,
+    ReservationId,
+    Scope,
+    Settlement,
+    Subject,
+)
+from gateway.config import QuotaLimits
+from tests.fakes import VirtualClock
+
+LIMITS: Final = st.integers(1, 10**9)
+
+
+def subject(id_: str = "k", scope: Scope = Scope.KEY, **limits: int | None) -> Subject:
+    return Subject(scope, id_, QuotaLimits(**limits))
+
+
+def rid(name: object) -> ReservationId:
+    return ReservationId(str(name))
+
+
+# -- the bucket -----------------------------------------------------------------------------------
+
+
+@given(LIMITS, st.integers(0, 10**9), st.integers(0, 10**9))
+def test_a_wait_is_exactly_long_enough(per_min: int, level: int, amount: int) -> None:
+    bucket = Bucket(level * WEIGHT, 0)
+    wait_ms = bucket.wait_ms(per_min, amount)
+    if amount > per_min:
+        assert wait_ms is None
+        return
+    assert wait_ms is not None
+    assert bucket.at(per_min, wait_ms).wait_ms(per_min, amount) == 0
+    if wait_ms > 0:
+        assert bucket.at(per_min, wait_ms - 1).wait_ms(per_min, amount) == 1
+
+
+@given(LIMITS, st.lists(st.tuples(st.integers(0, 90_000), st.integers(1, 50)), max_size=60))
+def test_never_more_than_the_limit_and_what_drained(per_min: int, arrivals: list[tuple[int, int]]) -> None:
+    """In any time T at most `limit` and `limit` per minute of T pass."""
+    bucket, now_ms, passed = Bucket(), 0, []
+    for wait_ms, amount in arrivals:
+        now_ms += wait_ms
+        bucket = bucket.at(per_min, now_ms)
+        if bucket.wait_ms(per_min, amount) == 0:
+            bucket = bucket.plus(amount)
+            passed.append((now_ms, amount))
+    for i, (start_ms, _) in enumerate(passed):
+        total = 0
+        for at_ms, amount in passed[i:]:
+            total += amount
+            assert total * WEIGHT <= per_min * WEIGHT + per_min * (at_ms - start_ms)
+
+
+def test_time_that_runs_backwards_drains_nothing() -> None:
+    bucket = Bucket(WEIGHT, 1000)
+    assert bucket.at(60, 500) == bucket
+
+
+# -- the contract of a store ----------------------------------------------------------------------
+
+MakeStore = Callable[[VirtualClock], QuotaStore]
+
+
+@pytest.fixture(params=[MemoryStore])
+def clock_and_store(request: pytest.FixtureRequest) -> tuple[VirtualClock, QuotaStore]:
+    clock = VirtualClock()
+    make: MakeStore = request.param
+    return clock, make(clock)
+
+
+Both = tuple[VirtualClock, QuotaStore]
+
+
+async def test_exactly_the_limit_passes_however_many_ask(clock_and_store: Both) -> None:
+    _, store = clock_and_store
+    who = [subject(requests_per_min=100)]
+    decisions = await asyncio.gather(*(store.reserve(rid(i), who, 1) for i in range(1000)))
+    assert sum(d.refusal is None for d in decisions) == 100
+
+
+async def test_requests_come_back_as_time_passes(clock_and_store: Both) -> None:
+    clock, store = clock_and_store
+    who = [subject(requests_per_min=2)]
+    for i in range(2):
+        assert (await store.reserve(rid(i), who, 0)).refusal is None
+    refusal = (await store.reserve(rid(2), who, 0)).refusal
+    assert refusal == Refusal(Meter.REQUESTS, Scope.KEY, 2, 30_000)
+    clock.advance(29.9)
+    assert (await store.reserve(rid(3), who, 0)).refusal is not None
+    clock.advance(0.2)
+    assert (await store.reserve(rid(4), who, 0)).refusal is None
+
+
+async def test_tokens_are_reserved_and_the_rest_refunded(clock_and_store: Both) -> None:
+    _, store = clock_and_store
+    who = [subject(tokens_per_min=1000)]
+    assert (await store.reserve(rid(1), who, 900)).windows.tokens.remaining == 100  # type: ignore[union-attr]
+    refusal = (await store.reserve(rid(2), who, 200)).refusal
+    assert refusal is not None
+    assert refusal.meter is Meter.TOKENS
+    assert refusal.retry_after_ms == 6_000
+    assert await store.settle(rid(1), 100) == Settlement(900, 100)
+    assert (await store.windows(who)).tokens.remaining == 900  # type: ignore[union-attr]
+    assert (await store.reserve(rid(3), who, 900)).refusal is None
+
+
+async def test_usage_above_the_reservation_is_debt(clock_and_store: Both) -> None:
+    clock, store = clock_and_store
+    who = [subject(tokens_per_min=60)]
+    await store.reserve(rid(1), who, 10)
+    settlement = await store.settle(rid(1), 120)
+    assert settlement is not None
+    assert (settlement.overdrawn, settlement.released) == (110, 0)
+    assert (await store.reserve(rid(2), who, 1)).refusal is not None
+    clock.advance(60)
+    assert (await store.reserve(rid(3), who, 1)).refusal is not None
+    clock.advance(1)
+    assert (await store.reserve(rid(4), who, 1)).refusal is None
+
+
+async def test_what_can_never_fit_is_told_no_time(clock_and_store: Both) -> None:
+    _, store = clock_and_store
+    refusal = (await store.reserve(rid(1), [subject(tokens_per_min=10)], 11)).refusal
+    assert refusal == Refusal(Meter.TOKENS, Scope.KEY, 10, None)
+
+
+async def test_a_limit_of_nothing_lets_nothing_through(clock_and_store: Both) -> None:
+    _, store = clock_and_store
+    for name in ("requests_per_min", "concurrent"):
+        assert (await store.reserve(rid(name), [subject(**{name: 0})], 0)).refusal is not None
+    assert (await store.reserve(rid(1), [subject(token_budget=0)], 1)).refusal is not None
+
+
+async def test_all_subjects_or_none(clock_and_store: Both) -> None:
+    _, store = clock_and_store
+    key, tenant = subject(tokens_per_min=1000), subject("t", Scope.TENANT, tokens_per_min=100)
+    refusal = (await store.reserve(rid(1), [key, tenant], 500)).refusal
+    assert refusal is not None
+    assert refusal.scope is Scope.TENANT
+    assert (await store.windows([key])).tokens.remaining == 1000  # type: ignore[union-attr]
+    decision = await store.reserve(rid(2), [key, tenant], 80)
+    assert decision.windows.tokens.limit == 100  # type: ignore[union-attr]
+    assert decision.windows.tokens.remaining == 20  # type: ignore[union-attr]
+
+
+async def test_the_refusal_that_lasts_longest_is_told(clock_and_store: Both) -> None:
+    _, store = clock_and_store
+    who = [subject(requests_per_min=1, concurrent=1, token_budget=5)]
+    await store.reserve(rid(1), who, 5)
+    refusal = (await store.reserve(rid(2), who, 5)).refusal
+    assert refusal == Refusal(Meter.BUDGET, Scope.KEY, 5, None)
+
+
+async def test_a_budget_does_not_refill_but_is_refunded(clock_and_store: Both) -> None:
+    clock, store = clock_and_store
+    who = [subject(token_budget=100)]
+    await store.reserve(rid(1), who, 100)
+    assert (await store.reserve(rid(2), who, 1)).refusal is not None
+    await store.settle(rid(1), 60)
+    clock.advance(3600)
+    assert (await store.reserve(rid(3), who, 41)).refusal is not None
+    assert (await store.reserve(rid(4), who, 40)).refusal is None
+
+
+async def test_settling_is_idempotent_and_unknown_ids_are_nothing(clock_and_store: Both) -> None:
+    _, store = clock_and_store
+    who = [subject(concurrent=1, token_budget=100)]
+    await store.reserve(rid(1), who, 50)
+    assert await store.settle(rid("nobody"), 5) is None
+    assert await store.settle(rid(1), 20) is not None
+    assert await store.settle(rid(1), 20) is None
+    assert (await store.reserve(rid(2), who, 80)).refusal is None
+
+
+async def test_concurrency_is_a_lease(clock_and_store: Both) -> None:
+    clock, store = clock_and_store
+    who = [subject(concurrent=1)]
+    await store.reserve(rid(1), who, 0)
+    refusal = (await store.reserve(rid(2), who, 0)).refusal
+    assert refusal == Refusal(Meter.CONCURRENCY, Scope.KEY, 1, BUSY_RETRY_MS)
+    clock.advance(LEASE_TTL_MS / 1000 - 1)
+    await store.renew([rid(1), rid("nobody")])
+    clock.advance(LEASE_TTL_MS / 1000 - 1)
+    assert (await store.reserve(rid(3), who, 0)).refusal is not None, "renewed, so still held"
+    clock.advance(1)
+    assert (await store.reserve(rid(4), who, 0)).refusal is None, "a lease outlived its time to live"
+    assert await store.settle(rid(1), 0) is None
+
+
+async def test_a_lease_that_ran_out_stays_charged(clock_and_store: Both) -> None:
+    clock, store = clock_and_store
+    who = [subject(token_budget=100)]
+    await store.reserve(rid(1), who, 100)
+    clock.advance(LEASE_TTL_MS / 1000)
+    assert (await store.reserve(rid(2), who, 1)).refusal is not None
+
+
+async def test_limits_that_differ_by_subject_are_kept_apart(clock_and_store: Both) -> None:
+    _, store = clock_and_store
+    for scope in Scope:
+        for name in ("a", "b"):
+            who = [subject(name, scope, requests_per_min=1)]
+            assert (await store.reserve(rid(f"{scope}{name}"), who, 0)).refusal is None
+            assert (await store.reserve(rid(f"{scope}{name}2"), who, 0)).refusal is not None
+
+
+async def test_without_limits_nothing_is_shown_or_kept(clock_and_store: Both) -> None:
+    _, store = clock_and_store
+    decision = await store.reserve(rid(1), [subject()], 10**9)
+    assert decision.refusal is None
+    assert decision.windows.requests is None
+    assert decision.windows.tokens is None
+
+
+# -- law 4 ----------------------------------------------------------------------------------------
+
+
+class Law4(RuleBasedStateMachine):
+    """Reserved = settled + released (and overdrawn, and outstanding) whatever comes in whatever order,
+    and no lease outlives its time to live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = VirtualClock()
+        self.store = MemoryStore(self.clock)
+        self.who = [
+            subject(requests_per_min=50, tokens_per_min=5000, concurrent=5, token_budget=100_000),
+            subject("t", Scope.TENANT, tokens_per_min=8000, concurrent=7),
+        ]
+        self.granted: dict[ReservationId, float] = {}
+        self.count = 0
+
+    @rule(tokens=st.integers(0, 6000), subjects=st.integers(1, 2))
+    def reserve(self, tokens: int, subjects: int) -> None:
+        self.count += 1
+        name = rid(self.count)
+        if asyncio.run(self.store.reserve(name, self.who[:subjects], tokens)).refusal is None:
+            self.granted[name] = self.clock.monotonic()
+
+    @precondition(lambda self: self.granted)
+    @rule(data=st.data(), tokens=st.integers(0, 9000))
+    def settle(self, data: st.DataObject, tokens: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.granted)))
+        started = self.granted.pop(name)
+        settlement = asyncio.run(self.store.settle(name, tokens))
+        expired = self.clock.monotonic() - started >= LEASE_TTL_MS / 1000
+        assert (settlement is None) == expired
+        if settlement is not None:
+            assert settlement.reserved + settlement.overdrawn == settlement.settled + settlement.released
+        assert asyncio.run(self.store.settle(name, tokens)) is None
+
+    @precondition(lambda self: self.granted)
+    @rule(data=st.data())
+    def renew(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.granted)))
+        expired = self.clock.monotonic() - self.granted[name] >= LEASE_TTL_MS / 1000
+        asyncio.run(self.store.renew([name]))
+        if not expired:
+            self.granted[name] = self.clock.monotonic()
+
+    @rule(seconds=st.integers(0, 90))
+    def wait(self, seconds: int) -> None:
+        self.clock.advance(seconds)
+
+    @invariant()
+    def conserved(self) -> None:
+        assert self.store.ledger.balanced
+        for usage in self.store._usage.values():
+            assert usage.live >= 0
+            assert usage.spent >= 0
+            assert usage.tokens.level >= 0
+
+    def teardown(self) -> None:
+        self.clock.advance(LEASE_TTL_MS / 1000)
+        asyncio.run(self.store.renew([]))
+        assert self.store.live == 0
+        assert self.store.ledger.outstanding == 0
+        assert all(usage.live == 0 for usage in self.store._usage.values())
+
+
+TestLaw4 = Law4.TestCase
+TestLaw4.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)

@@ -1,0 +1,133 @@
+"""Quotas as a client meets them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from gateway.exchange import duration
+from gateway.identity.keys import hash_key
+from tests.gateway.conftest import KEY, House, Open
+from tests.gateway.fake_engine import chunk, stream, unary
+from tests.gateway.test_pipeline import PROMPT, error_of
+
+
+async def limited(open_house: Open, key_limits: dict[str, int], tenant_limits: dict[str, int]) -> House:
+    house: House = await open_house(
+        tenants=[{"id": "acme", "limits": tenant_limits}],
+        keys=[{"id": "k1", "hash": hash_key(KEY), "tenant": "acme", "limits": key_limits}],
+    )
+    house.engine.script = unary()
+    return house
+
+
+async def test_the_headers_are_on_every_answer(open_house: Open) -> None:
+    house = await limited(open_house, {"requests_per_min": 60}, {"tokens_per_min": 6000})
+    async with house.chat(max_tokens=82) as answer:
+        headers = answer.headers
+        assert headers["x-ratelimit-limit-requests"] == "60"
+        assert headers["x-ratelimit-remaining-requests"] == "59"
+        assert headers["x-ratelimit-reset-requests"] == "1s"
+        assert headers["x-ratelimit-limit-tokens"] == "6000"
+        assert headers["x-ratelimit-remaining-tokens"] == str(6000 - 82 - len(PROMPT))
+        assert headers["x-ratelimit-reset-tokens"] == "1s"
+    for refused in (
+        house.chat(temperature=9),
+        house.chat(model="nope"),
+        house.get("/v1/models"),
+        house.get("/x"),
+    ):
+        async with refused as answer:
+            assert answer.headers["x-ratelimit-limit-requests"] == "60"
+            assert answer.headers["x-ratelimit-limit-tokens"] == "6000"
+
+
+async def test_without_limits_there_are_no_such_headers(house: House) -> None:
+    async with house.chat() as answer:
+        assert not [name for name in answer.headers if "ratelimit" in name.lower()]
+
+
+async def test_too_many_requests(open_house: Open) -> None:
+    house = await limited(open_house, {"requests_per_min": 1}, {})
+    async with house.chat():
+        pass
+    async with house.chat() as answer:
+        assert answer.status == 429
+        assert answer.headers["retry-after"] == "60"
+        assert 59_000 < int(answer.headers["retry-after-ms"]) <= 60_000
+        assert answer.headers["x-should-retry"] == "true"
+        error = await error_of(answer)
+    assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
+    line = (await house.lines(2))[1]
+    assert (line["quota_meter"], line["quota_scope"]) == ("requests", "key")
+    assert line["end_reason"] == "refused"
+    assert line["stage"] == "quota"
+    assert len(house.engine.seen) == 1
+
+
+async def test_too_many_tokens(open_house: Open) -> None:
+    house = await limited(open_house, {}, {"tokens_per_min": 200})
+    async with house.chat(max_tokens=100):
+        pass
+    async with house.chat(max_tokens=170) as answer:
+        assert answer.status == 429
+        error = await error_of(answer)
+        assert error["type"] == "tokens"
+        assert answer.headers["x-should-retry"] == "true"
+    async with house.chat(max_tokens=200) as answer:
+        assert answer.status == 429
+        assert answer.headers["x-should-retry"] == "false"
+        assert "retry-after" not in answer.headers
+        assert (await error_of(answer))["code"] == "request_exceeds_quota"
+
+
+async def test_a_small_limit_lets_a_request_without_a_maximum_through(open_house: Open) -> None:
+    house = await limited(open_house, {}, {"tokens_per_min": 200})
+    async with house.chat() as answer:
+        assert answer.status == 200
+    assert (await house.line())["reserved_tokens"] == len(PROMPT) + 50
+
+
+async def test_a_spent_budget(open_house: Open) -> None:
+    house = await limited(open_house, {"token_budget": 100}, {})
+    async with house.chat(max_tokens=50):
+        pass
+    async with house.chat(max_tokens=90) as answer:
+        assert answer.status == 429
+        assert answer.headers["x-should-retry"] == "false"
+        error = await error_of(answer)
+    assert error["code"] == "insufficient_quota"
+    async with house.chat(max_tokens=60) as answer:
+        assert answer.status == 200, "what was not used came back"
+
+
+async def test_concurrency_ends_with_the_request(open_house: Open) -> None:
+    house = await limited(open_house, {"concurrent": 1}, {})
+    go_on = asyncio.Event()
+    house.engine.script = stream(chunk("a"), go_on)
+    async with house.chat(stream=True) as first:
+        async with house.chat() as second:
+            assert second.status == 429
+            assert second.headers["retry-after"] == "1"
+        go_on.set()
+        await first.read()
+    await house.lines(2)
+    async with house.chat(stream=True) as third:
+        assert third.status == 200
+
+
+async def test_usage_beyond_the_estimate_is_debt(open_house: Open) -> None:
+    house = await limited(open_house, {"tokens_per_min": 400}, {})
+    async with house.chat(max_tokens=10):
+        pass
+    assert (await house.line())["settled_tokens"] == 13
+    async with house.chat() as answer:
+        assert int(answer.headers["x-ratelimit-remaining-tokens"]) == 400 - 13 - len(PROMPT) - 100
+
+
+@pytest.mark.parametrize(
+    ("ms", "text"), [(0, "0ms"), (12, "12ms"), (1500, "1.5s"), (59_999, "59.999s"), (360_000, "6m0s")]
+)
+def test_durations_are_written_as_openai_writes_them(ms: int, text: str) -> None:
+    assert duration(ms) == text

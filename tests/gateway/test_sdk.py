@@ -1,0 +1,80 @@
+"""The official OpenAI SDK, its strict response validation on."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from tests.gateway.conftest import KEY, House
+from tests.gateway.fake_engine import CUT, Script, chunk, refusal, stream, unary
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+async def sdk(house: House) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(
+        base_url=f"{house.url}/v1", api_key=KEY, max_retries=0, _strict_response_validation=True
+    ) as client:
+        yield client
+
+
+async def test_chat(house: House, sdk: AsyncOpenAI) -> None:
+    house.engine.script = unary("hello")
+    answer = await sdk.chat.completions.create(model="tiny", messages=MESSAGES)  # type: ignore[arg-type]
+    assert answer.choices[0].message.content == "hello"
+    assert answer._request_id == (await house.line())["request_id"]
+
+
+async def test_stream(house: House, sdk: AsyncOpenAI) -> None:
+    house.engine.script = stream(chunk("a"), chunk("b"))
+    events = await sdk.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)  # type: ignore[call-overload]
+    assert [event.choices[0].delta.content async for event in events] == ["a", "b"]
+
+
+async def test_a_stream_that_breaks_raises(house: House, sdk: AsyncOpenAI) -> None:
+    house.engine.script = Script([chunk("a"), CUT])
+    events = await sdk.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)  # type: ignore[call-overload]
+    with pytest.raises(openai.APIError, match="broke off"):
+        [event async for event in events]
+
+
+async def test_models(sdk: AsyncOpenAI) -> None:
+    assert [model.id async for model in sdk.models.list()] == ["tiny", "small"]
+    assert (await sdk.models.retrieve("small")).id == "small"
+
+
+@pytest.mark.parametrize(
+    ("script", "raises"),
+    [
+        (refusal(400, "invalid_value"), openai.BadRequestError),
+        (refusal(404, "model_not_found"), openai.NotFoundError),
+        (refusal(413, "request_too_large"), openai.APIStatusError),
+        (refusal(500, "engine_failed"), openai.InternalServerError),
+        (refusal(503, "queue_full"), openai.InternalServerError),
+        (Script([CUT]), openai.InternalServerError),
+    ],
+    ids=range(6),
+)
+async def test_the_engines_errors(
+    house: House, sdk: AsyncOpenAI, script: Script, raises: type[openai.APIStatusError]
+) -> None:
+    house.engine.script = script
+    with pytest.raises(raises) as caught:
+        await sdk.chat.completions.create(model="tiny", messages=MESSAGES)  # type: ignore[arg-type]
+    assert caught.value.request_id
+    assert caught.value.code
+
+
+async def test_the_gateways_errors(house: House, sdk: AsyncOpenAI) -> None:
+    create = sdk.chat.completions.create
+    with pytest.raises(openai.AuthenticationError):
+        await sdk.with_options(api_key="wrong").chat.completions.create(model="tiny", messages=MESSAGES)  # type: ignore[arg-type]
+    with pytest.raises(openai.NotFoundError):
+        await create(model="nope", messages=MESSAGES)  # type: ignore[arg-type]
+    with pytest.raises(openai.BadRequestError) as caught:
+        await create(model="tiny", messages=MESSAGES, temperature=3)  # type: ignore[arg-type]
+    assert caught.value.param == "temperature"

@@ -1,0 +1,199 @@
+"""Every wait has its own bound, its own error and its own end reason; and the engine is told."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from gateway.relay.watch import Watch
+from shared.errors import ApiError, FirstTokenTimeout, InterTokenTimeout, RequestAborted, TotalTimeout
+from tests.gateway.conftest import PATIENCE_S, House, Open, until
+from tests.gateway.fake_engine import HEADERS, Script, chunk, stream
+from tests.gateway.test_disconnect import RawClient, body
+
+SOON_S = 0.05
+
+
+async def ended(house: House, reason: str, status: int) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        await house.engine.seen[0].cancelled.wait()
+    line = await house.line()
+    assert line["end_reason"] == reason
+    assert line["status"] == status
+    await house.at_rest()
+
+
+@pytest.mark.parametrize(
+    "steps", [[asyncio.Event(), HEADERS], [HEADERS, asyncio.Event()]], ids=["none", "sent"]
+)
+async def test_first_token(open_house: Open, steps: list[object]) -> None:
+    """Whether the engine's headers came or not: a head is no token."""
+    house = await open_house(timeouts={"first_token_s": SOON_S})
+    house.engine.script = Script(steps)  # type: ignore[arg-type]
+    async with house.chat(stream=True) as answer:
+        assert answer.status == 504
+        assert (await answer.json())["error"]["code"] == "first_token_timeout"
+    await ended(house, "first_token_timeout", 504)
+
+
+async def test_a_comment_is_no_token(open_house: Open) -> None:
+    house = await open_house(timeouts={"first_token_s": SOON_S})
+    house.engine.script = Script([b": ping\n\n", asyncio.Event()])
+    async with house.chat(stream=True) as answer:
+        assert answer.status == 504
+
+
+async def test_between_tokens(open_house: Open) -> None:
+    house = await open_house(timeouts={"inter_token_s": SOON_S})
+    house.engine.script = stream(chunk("a"), asyncio.Event())
+    async with house.chat(stream=True) as answer:
+        rest = await answer.read()
+    assert rest.startswith(chunk("a"))
+    assert b"inter_token_timeout" in rest
+    assert b"[DONE]" not in rest
+    await ended(house, "inter_token_timeout", 200)
+
+
+async def test_total(open_house: Open) -> None:
+    house = await open_house(timeouts={"total_s": SOON_S})
+    house.engine.script = stream(chunk("a"), asyncio.Event())
+    async with house.chat(stream=True) as answer:
+        assert b"total_timeout" in await answer.read()
+    await ended(house, "total_timeout", 200)
+
+
+async def test_a_unary_answer_waits_for_the_total_alone(open_house: Open) -> None:
+    house = await open_house(
+        timeouts={"total_s": 4 * SOON_S, "first_token_s": SOON_S, "inter_token_s": SOON_S}
+    )
+    house.engine.script = Script([asyncio.Event()])
+    async with house.chat() as answer:
+        assert answer.status == 504
+        assert (await answer.json())["error"]["code"] == "total_timeout"
+    await ended(house, "total_timeout", 504)
+
+
+async def test_connecting(open_house: Open) -> None:
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)
+        fillers = [socket.socket() for _ in range(4)]
+        for filler in fillers:
+            filler.setblocking(False)
+            filler.connect_ex(deaf.getsockname())
+        house = await open_house(timeouts={"connect_s": SOON_S})
+        house.gateway.replicas._pools["tiny"][0].url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        async with house.chat() as answer:
+            assert answer.status == 504
+            assert (await answer.json())["error"]["code"] == "connect_timeout"
+        line = await house.line()
+        assert line["end_reason"] == "connect_timeout"
+        assert line["settled_tokens"] == 0
+        await house.at_rest()
+        for filler in fillers:
+            filler.close()
+
+
+async def test_a_client_that_stops_reading(open_house: Open) -> None:
+    """Pressure reaches the engine: it is not read beyond what bounded buffers hold."""
+    house = await open_house(timeouts={"slow_client_s": 10 * SOON_S})
+    house.engine.script = Script([chunk("x" * 1000)] * 100_000)
+    client = await RawClient.of(house, receive_buffer_len=16 * 1024)
+    client.reader._transport.pause_reading()  # type: ignore[attr-defined]
+    client.post(body(stream=True))
+    await until(lambda: bool(house.engine.seen))
+    await ended(house, "slow_client", 200)
+    assert house.engine.written < 1_000_000
+    client.leave()
+
+
+async def test_a_slow_client_holds_up_nobody_else(open_house: Open) -> None:
+    house = await open_house()
+    house.engine.script = lambda seen: Script(
+        [chunk("x" * 1000)] * (100_000 if "big" in str(seen.body) else 3)
+    )
+    slow = await RawClient.of(house)
+    slow.reader._transport.pause_reading()  # type: ignore[attr-defined]
+    slow.post(body(stream=True, user="big"))
+    await house.engine.arrived.wait()
+    for _ in range(5):
+        async with house.chat(stream=True) as answer:
+            assert b"xxx" in await answer.read()
+    slow.leave()
+
+
+# -- the watch itself -----------------------------------------------------------------------------
+
+
+async def outcome(watch: Watch, work: Callable[[], Awaitable[None]]) -> type[BaseException]:
+    """How waiting forever ended, after `work` within the watch."""
+    try:
+        with watch:
+            await work()
+            await asyncio.Event().wait()
+    except ApiError as error:
+        task = asyncio.current_task()
+        assert task is not None
+        assert task.cancelling() == 0, "the task can be cancelled again"
+        return type(error)
+    raise AssertionError("it did not end")
+
+
+async def test_the_watch_raises_its_reason() -> None:
+    watch = Watch(10)
+
+    async def work() -> None:
+        watch.expect(0.01, FirstTokenTimeout, "late")
+
+    assert await outcome(watch, work) is FirstTokenTimeout
+
+
+async def test_the_total_wins_over_a_later_deadline() -> None:
+    watch = Watch(0.01)
+
+    async def work() -> None:
+        watch.expect(5, FirstTokenTimeout, "late")
+
+    assert await outcome(watch, work) is TotalTimeout
+
+
+async def test_a_deadline_can_be_moved_both_ways() -> None:
+    watch = Watch(10)
+
+    async def work() -> None:
+        watch.expect(0.01, FirstTokenTimeout, "late")
+        timer = watch._timer
+        watch.relax()
+        await until(lambda: watch._timer is not timer)  # it fired early, and was set again
+        watch.expect(5, FirstTokenTimeout, "late")
+        watch.expect(0.01, InterTokenTimeout, "late")
+
+    assert await outcome(watch, work) is InterTokenTimeout
+
+
+async def test_ending_twice_or_after_the_end_changes_nothing() -> None:
+    watch = Watch(10)
+
+    async def work() -> None:
+        watch.end(RequestAborted("first"))
+        watch.end(TotalTimeout("second"))
+
+    assert await outcome(watch, work) is RequestAborted
+    watch.end(TotalTimeout("third"))
+    await asyncio.sleep(0)
+
+
+async def test_a_cancellation_from_elsewhere_passes_and_wins() -> None:
+    watch = Watch(10)
+
+    async def work() -> None:
+        watch.end(RequestAborted("x"))
+
+    task = asyncio.create_task(outcome(watch, work))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
