@@ -10,12 +10,15 @@ import hashlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from engine.core.messages import CoreReady, SamplingParams
 from shared.errors import ContextLengthExceeded, InvalidRequest, NeverFits
-from shared.openai import ChatRequest, CompletionRequest, GenerationRequest
+from shared.openai import ChatRequest, CompletionRequest
 
-SEED_MASK = 2**64 - 1
+SEED_MASK: Final = 2**64 - 1
+
+AnyRequest = ChatRequest | CompletionRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class Choice:
 
 
 def plan_choices(
-    request: GenerationRequest, prompts: Sequence[list[int]], limits: Limits, eos_ids: frozenset[int]
+    request: AnyRequest, prompts: Sequence[list[int]], limits: Limits, eos_ids: frozenset[int]
 ) -> list[Choice]:
     """`n` choices for every prompt, in OpenAI's order: all of the first prompt's, then the second's."""
     _check_ids(request, prompts, limits.vocab_size)
@@ -56,7 +59,7 @@ def plan_choices(
     return choices
 
 
-def max_tokens_of(request: GenerationRequest, prompt_len: int, limits: Limits) -> int:
+def max_tokens_of(request: AnyRequest, prompt_len: int, limits: Limits) -> int:
     """Tokens to sample at most, at least 1. Raises when prompt and answer cannot fit.
 
     A bound that the caller did not name (chat: the rest of the context, completions: 16) gives way to
@@ -83,7 +86,7 @@ def max_tokens_of(request: GenerationRequest, prompt_len: int, limits: Limits) -
     return room if asked is None else max(1, min(asked, room))
 
 
-def _names_max_tokens(request: GenerationRequest) -> bool:
+def _names_max_tokens(request: AnyRequest) -> bool:
     return isinstance(request, CompletionRequest) and request.max_tokens is not None
 
 
@@ -105,7 +108,7 @@ def cache_salt(tenant: str | None, own_salt: str | None) -> bytes:
 
 
 def trusted_ids(
-    request: GenerationRequest, tokenizer_hash: str, prompts: int, vocab_size: int
+    request: AnyRequest, tokenizer_hash: str, prompts: int, vocab_size: int
 ) -> list[list[int]] | None:
     """The ids that the gateway sent along, when they are of our tokenizer and make sense."""
     extension = request.penstock
@@ -116,17 +119,14 @@ def trusted_ids(
     return extension.prompt_ids
 
 
-def logprobs_asked(request: GenerationRequest) -> int | None:
+def logprobs_asked(request: AnyRequest) -> int | None:
     """How many of the likeliest tokens to report with each token; None for no log-probabilities."""
     if isinstance(request, ChatRequest):
         return (request.top_logprobs or 0) if request.logprobs else None
-    assert isinstance(request, CompletionRequest)
     return request.logprobs
 
 
-def _sampling(
-    request: GenerationRequest, seed: int, max_tokens: int, eos_ids: frozenset[int]
-) -> SamplingParams:
+def _sampling(request: AnyRequest, seed: int, max_tokens: int, eos_ids: frozenset[int]) -> SamplingParams:
     logprobs = logprobs_asked(request)
     echoes = isinstance(request, CompletionRequest) and bool(request.echo)
     bias = request.logit_bias or {}
@@ -148,11 +148,11 @@ def _sampling(
     )
 
 
-def stop_ids(request: GenerationRequest, eos_ids: frozenset[int]) -> frozenset[int]:
+def stop_ids(request: AnyRequest, eos_ids: frozenset[int]) -> frozenset[int]:
     return frozenset(request.stop_token_ids or ()) | (frozenset() if request.ignore_eos else eos_ids)
 
 
-def _check_ids(request: GenerationRequest, prompts: Sequence[list[int]], vocab_size: int) -> None:
+def _check_ids(request: AnyRequest, prompts: Sequence[list[int]], vocab_size: int) -> None:
     prompt_param = "messages" if isinstance(request, ChatRequest) else "prompt"
     for ids in prompts:
         if not ids:
@@ -170,7 +170,7 @@ def _out_of_vocab(param: str, vocab_size: int) -> InvalidRequest:
     return InvalidRequest(message, param=param)
 
 
-def _max_tokens_param(request: GenerationRequest) -> str:
+def _max_tokens_param(request: AnyRequest) -> str:
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         return "max_completion_tokens"
     return "max_tokens"

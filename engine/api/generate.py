@@ -14,7 +14,15 @@ import secrets
 from collections.abc import Sequence
 from typing import TypeVar
 
-from engine.api.admission import Choice, cache_salt, logprobs_asked, plan_choices, stop_ids, trusted_ids
+from engine.api.admission import (
+    AnyRequest,
+    Choice,
+    cache_salt,
+    logprobs_asked,
+    plan_choices,
+    stop_ids,
+    trusted_ids,
+)
 from engine.api.detokenizer import Detokenizer
 from engine.api.encoding import AnswerEncoder, ChatEncoder, CompletionEncoder, Echo, Heading
 from engine.api.exchange import Exchange, Tally
@@ -28,13 +36,12 @@ from shared.openai import (
     BODY_LEN_MAX,
     ChatRequest,
     CompletionRequest,
-    GenerationRequest,
     PromptTokensDetails,
     Usage,
 )
 from shared.validation import Parsed, parse, prompt_count
 
-R = TypeVar("R", bound=GenerationRequest)
+R = TypeVar("R", ChatRequest, CompletionRequest)
 
 
 async def chat_completions(state: EngineState, exchange: Exchange) -> None:
@@ -63,19 +70,16 @@ async def _generate(state: EngineState, exchange: Exchange, kind: type[R]) -> No
             await generation.run()
 
 
-async def _prompt_ids(model: ServedModel, request: GenerationRequest, vocab_size: int) -> list[list[int]]:
+async def _prompt_ids(model: ServedModel, request: AnyRequest, vocab_size: int) -> list[list[int]]:
     """One list per prompt: those that came along when they can be trusted, else tokenized here."""
     prompts = prompt_count(request.prompt) if isinstance(request, CompletionRequest) else 1
     trusted = trusted_ids(request, model.tokenizer.hash, prompts, vocab_size)
     if trusted is not None:
         return trusted
-    assert isinstance(request, ChatRequest | CompletionRequest)
     return await model.threads.prompt_ids(request)
 
 
-async def _echoes(
-    model: ServedModel, request: GenerationRequest, prompts: list[list[int]]
-) -> list[Echo] | None:
+async def _echoes(model: ServedModel, request: AnyRequest, prompts: list[list[int]]) -> list[Echo] | None:
     """The prompts as completions repeat them, when they are to."""
     if not isinstance(request, CompletionRequest) or not request.echo:
         return None
@@ -110,12 +114,12 @@ class Generation:
         self,
         state: EngineState,
         exchange: Exchange,
-        parsed: Parsed[R],
+        parsed: Parsed[ChatRequest] | Parsed[CompletionRequest],
         model: ServedModel,
         choices: Sequence[Choice],
         echoes: Sequence[Echo] | None,
     ) -> None:
-        request = parsed.request
+        request: AnyRequest = parsed.request
         self._state = state
         self._exchange = exchange
         self._request = request

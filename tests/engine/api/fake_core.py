@@ -40,7 +40,13 @@ class FakeCore:
     """
 
     def __init__(
-        self, script: Script, *, pages: int = 32, page_size: int = 16, max_model_len: int = 256, vocab_size: int = 340
+        self,
+        script: Script,
+        *,
+        pages: int = 32,
+        page_size: int = 16,
+        max_model_len: int = 256,
+        vocab_size: int = 340,
     ) -> None:
         self.script = script
         self.info = CoreReady(pages, page_size, 8, max_model_len, vocab_size, "float32", 0.1, 0.1)
@@ -118,9 +124,14 @@ class FakeCore:
             step=self._steps,
             handles=[row.add.handle for row in rows],
             tokens=[row.script[row.sent] for row in rows],
-            logprobs=[_logprobs(row.script[row.sent], row.add.sampling.logprobs) for row in rows] if wants else [],
+            logprobs=[_logprobs(row.script[row.sent], row.add.sampling.logprobs) for row in rows]
+            if wants
+            else [],
             prompt_logprobs=[
-                (row.add.handle, [_known(token, row.add.sampling.prompt_logprobs) for token in row.add.prompt_ids[1:]])
+                (
+                    row.add.handle,
+                    [_known(token, row.add.sampling.prompt_logprobs) for token in row.add.prompt_ids[1:]],
+                )
                 for row in rows
                 if row.sent == 0 and row.add.sampling.prompt_logprobs is not None
             ],

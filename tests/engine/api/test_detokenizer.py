@@ -133,9 +133,7 @@ def test_what_is_held_is_exactly_the_longest_beginning_of_a_stop_string(text: st
         if matcher.feed(text[end - 1]) is not None:
             return
         seen = text[:end]
-        held = max(
-            (n for stop in stops for n in range(1, len(stop)) if seen.endswith(stop[:n])), default=0
-        )
+        held = max((n for stop in stops for n in range(1, len(stop)) if seen.endswith(stop[:n])), default=0)
         assert matcher.held_len == held
 
 

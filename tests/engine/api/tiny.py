@@ -64,6 +64,10 @@ def write_model_dir(directory: Path) -> Path:
     """A directory that `shared.tokenizer` and `engine.api.model` can read."""
     tokenizer = byte_level()
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": EOS}))
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.token_to_id(EOS)}))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": TEMPLATE, "eos_token": EOS})
+    )
+    (directory / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": tokenizer.token_to_id(EOS)})
+    )
     return directory

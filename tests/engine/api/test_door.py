@@ -1,0 +1,242 @@
+"""Refusals: at once, in OpenAI's shape, with the field named, and never a 500."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from shared.openai import BODY_LEN_MAX
+from tests.engine.api.conftest import MODEL, Serve, Served
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
+TEXT = {"model": MODEL, "prompt": "hello"}
+
+
+def error_of(response: Any, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["x-request-id"]
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    error = body["error"]
+    assert isinstance(error, dict)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code", "param"),
+    [
+        ("chat/completions", {**CHAT, "model": "other"}, 404, "model_not_found", "model"),
+        ("chat/completions", {**CHAT, "max_tokens": 256}, 400, "context_length_exceeded", "max_tokens"),
+        (
+            "chat/completions",
+            {**CHAT, "max_completion_tokens": 9999},
+            400,
+            "context_length_exceeded",
+            "max_completion_tokens",
+        ),
+        ("completions", {**TEXT, "prompt": [5] * 256}, 400, "context_length_exceeded", "prompt"),
+        (
+            "completions",
+            {**TEXT, "prompt": [5] * 250, "max_tokens": 7},
+            400,
+            "context_length_exceeded",
+            "max_tokens",
+        ),
+        ("completions", {**TEXT, "prompt": [5, 340]}, 400, "invalid_value", "prompt"),
+        ("completions", {**TEXT, "prompt": ""}, 400, "invalid_value", "prompt"),
+        ("completions", {**TEXT, "prompt": []}, 400, "invalid_value", "prompt"),
+        ("completions", {**TEXT, "prompt": [[1], []]}, 400, "invalid_value", "prompt"),
+        ("completions", {**TEXT, "prompt": ["a", ""]}, 400, "invalid_value", "prompt"),
+        ("completions", {**TEXT, "max_tokens": 0}, 400, "invalid_value", "max_tokens"),
+        ("chat/completions", {**CHAT, "stop_token_ids": [340]}, 400, "invalid_value", "stop_token_ids"),
+        ("chat/completions", {**CHAT, "logit_bias": {"340": 1}}, 400, "invalid_value", "logit_bias"),
+        ("chat/completions", {**CHAT, "messages": []}, 400, "invalid_value", "messages"),
+        ("chat/completions", {**CHAT, "tools": [{}]}, 400, "unsupported_parameter", "tools"),
+        ("chat/completions", {**CHAT, "temperature": 3}, 400, "invalid_value", "temperature"),
+        ("chat/completions", {**CHAT, "n": 0}, 400, "invalid_value", "n"),
+        ("chat/completions", {"model": MODEL}, 400, "invalid_value", "messages"),
+    ],
+)
+async def test_bad_requests(
+    served: Served, path: str, body: dict[str, Any], status: int, code: str, param: str
+) -> None:
+    for streams in ({}, {"stream": True}):
+        response = await served.http.post(f"/v1/{path}", json={**body, **streams})
+        error = error_of(response, status)
+        assert (error["code"], error["param"]) == (code, param)
+        assert response.headers["x-should-retry"] == "false"
+    assert served.core.added == []
+
+
+async def test_a_context_error_says_both_numbers(served: Served) -> None:
+    response = await served.http.post(
+        "/v1/completions", json={**TEXT, "prompt": [5] * 200, "max_tokens": 100}
+    )
+    message = error_of(response, 400)["message"]
+    assert "256" in message
+    assert "300" in message
+    assert "200 in the prompt" in message
+
+
+async def test_what_can_never_fit_the_kv_pool_is_refused(serve: Serve) -> None:
+    async with serve(core={"pages": 4, "page_size": 16}) as served:
+        response = await served.http.post(
+            "/v1/completions", json={**TEXT, "prompt": [5] * 60, "max_tokens": 6}
+        )
+        error = error_of(response, 400)
+        assert (error["code"], error["param"]) == ("kv_capacity_exceeded", "max_tokens")
+        response = await served.http.post(
+            "/v1/completions", json={**TEXT, "prompt": [5] * 65, "max_tokens": 1}
+        )
+        assert error_of(response, 400)["param"] == "prompt"
+        served.says("x")
+        response = await served.http.post(
+            "/v1/completions", json={**TEXT, "prompt": [5] * 60, "max_tokens": 5}
+        )
+        assert response.status_code == 200
+        assert (await served.http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        added = served.core.added[-1]
+        assert len(added.prompt_ids) + added.sampling.max_tokens - 1 == 64
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"{",
+        b"\xff\xfe",
+        b'{"model": "tiny", "messages": ' + b"[" * 100_000,
+        b'{"model": "tiny", "messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"model": "tiny", "prompt": "a", "seed": ' + b"9" * 10_000 + b"}",
+        b'{"model": "tiny", "prompt": "a", "temperature": 1e999}',
+        b'{"model": "tiny", "prompt": "a", "temperature": NaN}',
+        b'{"model": "tiny", "prompt": "\\ud800"}',
+        b'{"model": "tiny", "prompt": "a", "model": "tiny"}',
+        b'{"model": "tiny", "prompt": {"a": 1}}',
+        b'{"model": "tiny", "prompt": [[1, "a"]]}',
+        b'{"model": "tiny", "prompt": [1, "a"]}',
+        b'{"model": "tiny", "prompt": [-1]}',
+        b'{"model": "tiny", "prompt": [99999999999999999999]}',
+        b'{"model": "tiny", "prompt": [1e3]}',
+        b'{"model": "tiny", "prompt": "a", "penstock": {"tokenizer": 1, "prompt_ids": []}}',
+        b'{"model": "tiny", "prompt": "a", "logit_bias": {"x": 1}}',
+        b'{"model": 7, "prompt": "a"}',
+        b'{"model": null, "messages": null, "prompt": null, "tokens": null}',
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+async def test_hostile_bodies(served: Served, path: str, body: bytes) -> None:
+    response = await served.http.post(path, content=body)
+    if "tokenize" in path and response.status_code == 200:
+        assert response.headers["content-type"] == "application/json"  # the bad field means nothing here
+    else:
+        error_of(response, 400)
+    assert served.core.added == []
+
+
+async def test_a_body_that_is_too_large(served: Served) -> None:
+    response = await served.http.post("/v1/completions", content=b"x" * (BODY_LEN_MAX + 1))
+    assert error_of(response, 413)["code"] == "request_too_large"
+    assert response.headers["connection"] == "close"
+
+    async def chunks() -> Any:
+        for _ in range(BODY_LEN_MAX // 2**20 + 1):
+            yield b"x" * 2**20
+
+    response = await served.http.post("/v1/completions", content=chunks())
+    assert error_of(response, 413)["code"] == "request_too_large"
+
+
+async def test_a_compressed_body_is_refused(served: Served) -> None:
+    response = await served.http.post("/v1/completions", content=b"x", headers={"content-encoding": "gzip"})
+    error_of(response, 400)
+
+
+async def test_a_body_that_does_not_come(serve: Serve) -> None:
+    async with serve(body_timeout_s=0.05) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.engine.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+        assert b" 408 " in head.split(b"\r\n")[0]
+        assert b"request_body_timeout" in await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+
+
+async def test_paths_and_methods(served: Served) -> None:
+    assert error_of(await served.http.get("/nowhere"), 404)["code"] == "unknown_url"
+    assert error_of(await served.http.get("/v1/requests/"), 404)["code"] == "unknown_url"
+    assert error_of(await served.http.get("/v1/chat/completions"), 405)["code"] == "method_not_allowed"
+    assert error_of(await served.http.post("/v1/requests/abc"), 405)["code"] == "method_not_allowed"
+    assert error_of(await served.http.get("/v1/models/other"), 404)["code"] == "model_not_found"
+
+
+async def test_request_ids_are_accepted_or_minted(served: Served) -> None:
+    for sent, is_kept in [("abc-1.2_3", True), ("a" * 65, False), ("a b", False), ("", False)]:
+        response = await served.http.get("/v1/models", headers={"x-request-id": sent})
+        assert (response.headers["x-request-id"] == sent) is is_kept
+        assert response.headers["x-penstock-tokenizer"] == served.tokenizer.hash
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"NONSENSE\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nBad Header: 1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 10_000 + b"\r\n\r\n",
+        b"GET /" + b"a" * 10_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\n" + b"".join(b"X%d: 1\r\n" % i for i in range(200)) + b"\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n",
+    ],
+)
+async def test_what_is_no_http_is_answered_in_our_envelope(served: Served, data: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.engine.port)
+    writer.write(data)
+    answer = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b" 400 " in head.split(b"\r\n")[0]
+    assert b"x-request-id: " in head.lower()
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+async def test_expect_continue(served: Served) -> None:
+    served.says("x")
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.engine.port)
+    body = json.dumps(TEXT).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n"
+    writer.write(head % len(body))
+    assert b" 100 " in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+    writer.write(body)
+    assert b" 200 " in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+    writer.close()
+
+
+async def test_a_full_queue_is_said_at_once(serve: Serve) -> None:
+    async with serve(max_queue_len=2) as served:
+        served.core.admits = False
+        served.says("x")
+        waiting = [asyncio.create_task(served.http.post("/v1/completions", json=TEXT)) for _ in range(2)]
+        while served.engine.state.core.waiting < 2:
+            await asyncio.sleep(0)
+        response = await served.http.post("/v1/completions", json=TEXT)
+        assert error_of(response, 503)["code"] == "queue_full"
+        assert int(response.headers["retry-after"]) >= 1
+        assert response.headers["x-should-retry"] == "true"
+        served.core.admits = True
+        served.core.release()
+        assert [(await task).status_code for task in waiting] == [200, 200]
+        served.assert_nothing_leaks()
+
+
+async def test_a_request_larger_than_the_queue_is_taken_when_nobody_waits(serve: Serve) -> None:
+    async with serve(max_queue_len=2) as served:
+        served.says("x")
+        response = await served.http.post("/v1/completions", json={**TEXT, "n": 4})
+        assert len(response.json()["choices"]) == 4

@@ -1,0 +1,288 @@
+"""Every way a request can end: one log line, nothing left behind, and a client that knows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+import httpx
+import pytest
+import structlog
+
+from engine.core.messages import CoreFailed, FinishReason
+from tests.engine.api.conftest import MODEL, Serve, Served
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
+PATIENCE_S = 20.0
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+def lines() -> Iterator[list[MutableMapping[str, Any]]]:
+    """The completed lines of generations."""
+    completed: list[MutableMapping[str, Any]] = []
+
+    def keep(_: object, __: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        if fields["event"] == "request.completed":
+            completed.append(dict(fields))
+        return fields
+
+    with structlog.testing.capture_logs(processors=[structlog.contextvars.merge_contextvars, keep]):
+        yield completed
+
+
+async def send_head(served: Served, body: bytes, *, content_len: int | None = None, request_id: str = "r-1"):
+    """A raw request, so that the test decides when to leave."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.engine.port)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX-Request-Id: {request_id}\r\n"
+    writer.write(f"{head}Content-Length: {content_len or len(body)}\r\n\r\n".encode() + body)
+    return reader, writer
+
+
+def body_of(**fields: Any) -> bytes:
+    return json.dumps({**CHAT, **fields}).encode()
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("stage", ["queue", "prefill", "decode"])
+async def test_the_client_leaves(
+    served: Served, lines: list[MutableMapping[str, Any]], stage: str, streams: bool, how: str
+) -> None:
+    core, state = served.core, served.engine.state
+    if stage == "queue":
+        core.admits = False
+    elif stage == "prefill":
+        core.script = lambda _: []
+    else:
+        served.says("the lazy dog", ends=False)
+    _, writer = await send_head(served, body_of(stream=streams, n=2))
+    await until(lambda: len(core.added) == 2)
+    if stage != "queue":
+        await until(lambda: len(core.running) == 2)
+    if stage == "decode":
+        await until(lambda: all(row.sent == len(row.script) for row in core.running.values()))
+        await until(lambda: core._messages.empty())
+    if stage == "prefill":
+        await until(lambda: state.core.waiting == 0)
+    if how == "reset":
+        writer.transport.abort()
+    else:
+        writer.close()
+    await until(lambda: bool(lines))
+    assert sorted(core.aborted) == [1, 2]
+    served.assert_nothing_leaks()
+    [line] = lines
+    assert (line["status"], line["end_reason"], line["left_in"]) == (499, "client_gone", stage)
+    assert line["request_id"] == "r-1"
+    assert line["prompt_tokens"] > 0
+    if stage == "decode":
+        assert line["completion_tokens"] == 2 * len(served.ids("the lazy dog"))
+
+
+async def test_the_client_leaves_while_sending(served: Served, lines: list[MutableMapping[str, Any]]) -> None:
+    _, writer = await send_head(served, b"{", content_len=100)
+    await until(lambda: served.engine.state._working == 1)
+    writer.transport.abort()
+    await until(lambda: bool(lines))
+    assert (lines[0]["end_reason"], lines[0]["left_in"]) == ("client_gone", "read")
+    served.assert_nothing_leaks()
+
+
+async def test_the_client_leaves_while_we_tokenize(
+    served: Served, lines: list[MutableMapping[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered = asyncio.Event()
+
+    async def never(_: object) -> list[list[int]]:
+        entered.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    assert served.engine.state.model is not None
+    monkeypatch.setattr(served.engine.state.model.threads, "prompt_ids", never)
+    _, writer = await send_head(served, body_of())
+    await asyncio.wait_for(entered.wait(), PATIENCE_S)
+    writer.transport.abort()
+    await until(lambda: bool(lines))
+    assert (lines[0]["end_reason"], lines[0]["left_in"]) == ("client_gone", "tokenize")
+    assert served.core.added == []
+
+
+async def test_an_answer_logs_one_line(served: Served, lines: list[MutableMapping[str, Any]]) -> None:
+    served.says("hello")
+    response = await served.http.post(
+        "/v1/chat/completions", json=CHAT, headers={"x-penstock-tenant": "acme"}
+    )
+    await until(lambda: bool(lines))
+    [line] = lines
+    assert (line["status"], line["end_reason"], line["tenant"]) == (200, "ok", "acme")
+    assert line["request_id"] == response.headers["x-request-id"]
+    assert line["completion_tokens"] == response.json()["usage"]["completion_tokens"]
+    assert {"tokenize_ms", "queue_ms", "prefill_ms", "decode_ms", "duration_ms"} <= set(line)
+    assert "hello" not in json.dumps(line, default=str)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"), [(b"{", 400), (body_of(model="other"), 404), (body_of(temperature=9), 400)]
+)
+async def test_a_refusal_logs_one_line(
+    served: Served, lines: list[MutableMapping[str, Any]], body: bytes, status: int
+) -> None:
+    await served.http.post("/v1/chat/completions", content=body)
+    await until(lambda: bool(lines))
+    assert [(line["status"], line["end_reason"]) for line in lines] == [(status, "refused")]
+
+
+# -- aborts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_abort_by_exact_id(
+    served: Served, lines: list[MutableMapping[str, Any]], streams: bool
+) -> None:
+    served.says("the dog", ends=False)
+    reader, writer = await send_head(served, body_of(stream=streams, n=2), request_id="req-10")
+    await until(lambda: len(served.core.running) == 2)
+    for name in ("req-1", "req-100", "req", "10"):
+        assert (await served.http.delete(f"/v1/requests/{name}")).json() == {"id": name, "aborted": 0}
+    assert served.core.aborted == []
+    assert (await served.http.delete("/v1/requests/req-10")).json() == {"id": "req-10", "aborted": 1}
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
+    if streams:
+        rest = await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), PATIENCE_S)
+        assert b'"code":"request_aborted"' in rest
+        assert b"[DONE]" not in rest
+        assert b": penstock {" in rest
+    else:
+        assert b" 499 " in head.split(b"\r\n")[0]
+    assert sorted(served.core.aborted) == [1, 2]
+    assert (await served.http.delete("/v1/requests/req-10")).json() == {"id": "req-10", "aborted": 0}
+    writer.close()
+    await until(lambda: "aborted" in [line["end_reason"] for line in lines])
+
+
+# -- the core's failures --------------------------------------------------------------------------
+
+
+def events(data: bytes) -> list[bytes]:
+    return [event for event in data.split(b"\n\n") if event]
+
+
+@pytest.mark.parametrize("how", ["killed", "last words"])
+async def test_the_core_dies(serve: Serve, lines: list[MutableMapping[str, Any]], how: str) -> None:
+    async with serve() as served:
+        served.says("the dog", ends=False)
+        urls = [
+            served.http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True})
+            for _ in range(2)
+        ]
+        unary = asyncio.create_task(served.http.post("/v1/chat/completions", json=CHAT))
+        async with urls[0] as first, urls[1] as second:
+            await until(lambda: len(served.core.running) == 3)
+            if how == "killed":
+                served.core.die()
+            else:
+                served.core.say(CoreFailed("CUDA error: out of memory"))
+            for response in (first, second):
+                data = await asyncio.wait_for(response.aread(), PATIENCE_S)
+                error, closing = events(data)[-2:]
+                assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "engine_failed"
+                assert closing.startswith(b': penstock {"end_reason":"engine_failed"')
+                assert b"[DONE]" not in data
+                assert b"CUDA" not in data
+        answer = await asyncio.wait_for(unary, PATIENCE_S)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")
+        await until(lambda: not served.engine.state.lifecycle.is_live)
+        for probe in ("/livez", "/readyz", "/startupz"):
+            assert (await served.http.get(probe)).status_code >= 500
+        late = await served.http.post("/v1/chat/completions", json=CHAT)
+        assert (late.status_code, late.json()["error"]["code"]) == (500, "engine_failed")
+        await until(lambda: served.engine.state._working == 0)
+        served.assert_nothing_leaks()
+        reasons = [line["end_reason"] for line in lines if line["route"].endswith("completions")]
+        assert reasons == ["engine_failed"] * 4
+        assert any("CUDA" in str(line["detail"]) for line in lines) == (how == "last words")
+
+
+@pytest.mark.parametrize(
+    ("reason", "status", "code"),
+    [
+        (FinishReason.NUMERIC, 500, "engine_failed"),
+        (FinishReason.REJECTED, 503, "queue_full"),
+        (FinishReason.ABORTED, 500, "engine_failed"),
+    ],
+)
+async def test_the_core_ends_one_request(
+    served: Served, reason: FinishReason, status: int, code: str
+) -> None:
+    served.says("the", ends=False)
+    task = asyncio.create_task(served.http.post("/v1/chat/completions", json={**CHAT, "n": 2}))
+    await until(lambda: len(served.core.running) == 2)
+    served.core.finish(1, reason)
+    response = await asyncio.wait_for(task, PATIENCE_S)
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    assert served.core.aborted == [2]
+    served.says("fine")
+    assert (await served.http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+
+
+async def test_a_bug_in_one_answer_spares_the_others(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    served.core.script = lambda add: [-1] if add.handle == 1 else served.ids("fine<|end|>")
+    served.core.is_held = True
+    tasks = [asyncio.create_task(served.http.post("/v1/chat/completions", json=CHAT)) for _ in range(2)]
+    await until(lambda: len(served.core.added) == 2)
+    served.core.release()
+    statuses = sorted([(await asyncio.wait_for(task, PATIENCE_S)).status_code for task in tasks])
+    assert statuses == [200, 500]
+    assert 1 in served.core.aborted
+
+
+# -- drain ----------------------------------------------------------------------------------------
+
+
+async def test_a_drain_lets_open_answers_finish(serve: Serve) -> None:
+    async with serve() as served:
+        served.core.is_held = True
+        served.says("the lazy dog")
+        async with served.http.stream(
+            "POST", "/v1/chat/completions", json={**CHAT, "stream": True}
+        ) as response:
+            drain = asyncio.create_task(served.engine.drain())
+            await until(lambda: not served.engine.state.lifecycle.is_ready)
+            assert (await served.http.get("/readyz")).status_code == 503
+            assert (await served.http.get("/livez")).status_code == 200
+            refused = await served.http.post("/v1/chat/completions", json=CHAT)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
+            assert not drain.done()
+            served.core.release()
+            assert b"[DONE]" in await response.aread()
+        await asyncio.wait_for(drain, PATIENCE_S)
+        await served.engine.stop()
+        assert served.core.is_stopped
+        assert served.core.is_closed
+        with pytest.raises(httpx.ConnectError):
+            await served.http.get("/livez")
+
+
+async def test_a_drain_ends_what_takes_too_long(serve: Serve) -> None:
+    async with serve(drain_timeout_s=0.05) as served:
+        served.says("the", ends=False)
+        async with served.http.stream(
+            "POST", "/v1/chat/completions", json={**CHAT, "stream": True}
+        ) as response:
+            await until(lambda: len(served.core.running) == 1)
+            await served.engine.drain()
+            data = await asyncio.wait_for(response.aread(), PATIENCE_S)
+        assert b'"code":"not_ready"' in data
+        assert b"[DONE]" not in data
+        assert b'"end_reason":"drained"' in data
+        assert served.core.aborted == [1]
+        served.assert_nothing_leaks()

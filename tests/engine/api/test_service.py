@@ -1,0 +1,99 @@
+"""Models, tokenization, probes, metrics, and an API process without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from shared.tokenizer import Tokenizer, TokenizerBundle
+from tests.engine.api.conftest import MODEL, Served
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
+
+
+async def test_models(served: Served) -> None:
+    page = await served.sdk.models.list()
+    assert [model.id for model in page.data] == [MODEL]
+    assert (await served.sdk.models.retrieve(MODEL)).id == MODEL
+    card = (await served.http.get(f"/v1/models/{MODEL}")).json()
+    assert card["max_model_len"] == served.core.info.max_model_len
+    assert card["created"] > 0
+
+
+async def test_tokenize_and_back(served: Served) -> None:
+    text = "the lazy 日 dog"
+    answer = (await served.http.post("/tokenize", json={"model": MODEL, "prompt": text})).json()
+    assert answer == {
+        "count": len(served.ids(text)), "max_model_len": served.core.info.max_model_len, "tokens": served.ids(text),
+    }  # fmt: skip
+    back = await served.http.post("/detokenize", json={"tokens": answer["tokens"]})
+    assert back.json() == {"prompt": text}
+
+
+async def test_tokenize_counts_a_chat_as_a_request_does(served: Served) -> None:
+    served.says("x")
+    answer = (await served.http.post("/tokenize", json=CHAT)).json()
+    usage = (await served.http.post("/v1/chat/completions", json=CHAT)).json()["usage"]
+    assert answer["tokens"] == served.core.added[0].prompt_ids
+    assert answer["count"] == usage["prompt_tokens"]
+
+
+async def test_tokenize_wants_one_of_two(served: Served) -> None:
+    for body in ({"model": MODEL}, {"prompt": "a", "messages": CHAT["messages"]}):
+        assert (await served.http.post("/tokenize", json=body)).status_code == 400
+    assert (await served.http.post("/detokenize", json={"tokens": [340]})).status_code == 400
+    assert (await served.http.post("/tokenize", json={"model": "other", "prompt": "a"})).status_code == 404
+
+
+async def test_the_tokenizer_travels(served: Served) -> None:
+    response = await served.http.get("/penstock/tokenizer")
+    bundle = msgspec.json.decode(response.content, type=TokenizerBundle)
+    assert bundle.hash == response.headers["x-penstock-tokenizer"] == served.tokenizer.hash
+    assert Tokenizer(bundle).encode("the fox") == served.ids("the fox")
+
+
+async def test_probes(served: Served) -> None:
+    for probe in ("/livez", "/readyz", "/startupz"):
+        assert (await served.http.get(probe)).status_code == 200
+
+
+def sample(text: str, name: str, **labels: str) -> float:
+    [value] = [
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    ]
+    return value
+
+
+async def test_metrics(served: Served) -> None:
+    served.says("the dog")
+    await served.http.post("/v1/chat/completions", json=CHAT)
+    await served.http.post("/v1/chat/completions", json={**CHAT, "temperature": 9})
+    response = await served.http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    text = response.text
+    assert sample(text, "penstock_engine_requests_total", end_reason="ok") == 1
+    assert sample(text, "penstock_engine_requests_total", end_reason="refused") == 1
+    assert sample(text, "penstock_engine_prompt_tokens_total") == len(served.core.added[0].prompt_ids)
+    assert sample(text, "penstock_engine_generated_tokens_total") == len(served.ids("the dog")) + 1
+    assert sample(text, "penstock_engine_time_to_first_token_seconds_count") == 1
+    assert sample(text, "penstock_engine_time_per_output_token_seconds_count") == 1
+    assert sample(text, "penstock_engine_queue_depth") == 0
+    assert sample(text, "penstock_engine_open_sequences") == 0
+    assert sample(text, "penstock_engine_kv_pages", state="cached") == 0
+    assert sample(text, "penstock_engine_prefix_hit_tokens_total") == 4
+    assert sample(text, "penstock_engine_ready") == 1
+    assert sample(text, "penstock_engine_step_seconds_count") >= len(served.ids("the dog"))
+
+
+def test_the_api_process_imports_no_torch() -> None:
+    code = (
+        "import sys, engine.__main__, engine.api.server, engine.api.core_process, engine.runtime.hub;"
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
