@@ -28,6 +28,7 @@ a stream's unread bytes never exceed its window.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ from shared.http2.errors import (
 from shared.http2.fastpath import FastPath
 from shared.http2.plainpath import PlainPath
 from shared.http2.stream import HeaderList, Stream
+
+logging.getLogger("hpack").setLevel(logging.INFO)  # at DEBUG it logs every header's value, secrets too
 
 DRAIN_PING: Final = b"draining"
 ENDS: Final = frames.END_STREAM | frames.END_HEADERS

@@ -121,7 +121,7 @@ class Stream:
     # -- for the writer -----------------------------------------------------------------------
 
     def offer(self, data: bytes | memoryview) -> memoryview | None:
-        """Frames what fits now; returns the rest, if any. Raises StreamFailed if the peer will not read it."""
+        """Frames what fits now; returns the rest, if any. Raises StreamFailed if nobody will read it."""
         if self.error is not None:
             raise self.error
         assert not self.sent_all, "write after finish"
