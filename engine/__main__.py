@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -45,7 +46,17 @@ def serve(config: EngineConfig) -> int:
             raise server.StartFailed(str(error)) from error
 
     logs.configure("engine", level=config.log_level)
-    return asyncio.run(server.serve(config, resolve, CoreProcess))
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(server.serve(config, resolve, CoreProcess))
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where it is installed, which saves a tenth to a quarter of the cost of an event."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
 
 
 def core(start: CoreStart) -> int:

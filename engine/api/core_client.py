@@ -234,7 +234,7 @@ class CoreClient:
             self._waiting.discard(started.handle)
             self._queue_s = started.queue_s
             if (output := live.get(started.handle)) is not None:
-                output.on_started(started, now)
+                output.on_started(started)
         for handle, prompt_logprobs in step.prompt_logprobs:
             if (output := live.get(handle)) is not None:
                 output.prompt_logprobs += prompt_logprobs

@@ -170,7 +170,7 @@ class Exchange:
                 "cached_tokens": tally.cached_tokens,
                 "preemptions": tally.timing.preemptions,
             }
-        write = log.debug if self.is_quiet and self._error is None else log.info
+        write = log.debug if self.is_quiet else log.info
         write("request.completed", **fields, **self.stages.log_fields())
         self.stages.end(route=self.route, status=self._status, end_reason=self.end_reason)
         return duration_s

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from shared.errors import InvalidRequest
+from shared.openai import ChatRequest, CompletionRequest
 from shared.tokenizer import Tokenizer, TokenizerBundle, TokenizerThreads
+from shared.validation import parse
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,7 @@ def load_model(directory: Path, *, name: str, created: int, workers: int) -> Ser
     """Read the directory's tokenizer and configuration. Blocks for as long as that takes."""
     bundle = TokenizerBundle.from_dir(directory)
     tokenizer = Tokenizer(bundle)
+    _warm_up(tokenizer)
     return ServedModel(
         name=name,
         created=created,
@@ -34,6 +39,15 @@ def load_model(directory: Path, *, name: str, created: int, workers: int) -> Ser
         bundle_json=msgspec.json.encode(bundle),
         eos_ids=read_eos_ids(directory),
     )
+
+
+def _warm_up(tokenizer: Tokenizer) -> None:
+    """What is built at its first use is built now: the first request is as fast as the second."""
+    chat = parse(b'{"model": "", "messages": [{"role": "user", "content": "Hello"}]}', ChatRequest).request
+    text = parse(b'{"model": "", "prompt": "Hello"}', CompletionRequest).request
+    for request in (chat, text):
+        with contextlib.suppress(InvalidRequest):  # a model without a chat template, or with a picky one
+            tokenizer.decode_stream(tokenizer.prompt_ids(request)[0]).step(0)
 
 
 class _EosConfig(msgspec.Struct):

@@ -90,14 +90,14 @@ class ChoiceOutput:
         self.cached_len = 0
         self.first_token_at: float | None = None
         self._submitted_at = submitted_at
-        self._started_at: float | None = None
-        self._queue_s = 0.0
+        self._queue_s: float | None = None
+        """Known once the core has started it."""
         self._final_timing: Timing | None = None
 
     @property
     def stage(self) -> str:
         """Where the sequence is in its life, for the log."""
-        if self._started_at is None:
+        if self._queue_s is None:
             return "queue"
         return "prefill" if self.first_token_at is None else "decode"
 
@@ -105,18 +105,17 @@ class ChoiceOutput:
         """The core's own account once the sequence has ended; until then what is seen from here."""
         if self._final_timing is not None:
             return self._final_timing
-        if self._started_at is None:
+        if self._queue_s is None:
             return Timing(queue_s=now - self._submitted_at)
-        if self.first_token_at is None:
-            return Timing(self._queue_s, now - self._started_at)
-        return Timing(self._queue_s, self.first_token_at - self._started_at, now - self.first_token_at)
+        first_token_at = self.first_token_at or now
+        prefill_s = max(0.0, first_token_at - self._submitted_at - self._queue_s)
+        return Timing(self._queue_s, prefill_s, now - first_token_at)
 
     # -- from the core ----------------------------------------------------------------------------
 
-    def on_started(self, started: Started, now: float) -> None:
+    def on_started(self, started: Started) -> None:
         self.cached_len = started.cached_len
         self._queue_s = started.queue_s
-        self._started_at = now
 
     def on_token(self, token_id: int, logprobs: TokenLogprobs | None, now: float) -> bool:
         """Take a token. True when it completed a stop string: the core must be told to end."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -11,12 +12,19 @@ import pytest
 
 from engine.api.server import Engine
 from engine.config import EngineConfig
-from engine.core.messages import AddSequence
 from shared.tokenizer import Tokenizer, TokenizerBundle
 from tests.engine.api.fake_core import FakeCore, Script
 from tests.engine.api.tiny import EOS, write_model_dir
 
 MODEL = "tiny"
+PATIENCE_S = 20.0
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let everybody else run until the condition holds."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110  any state of the engine, which has no event for each
+            await asyncio.sleep(0)
 
 
 @pytest.fixture(scope="session")
@@ -90,6 +98,3 @@ async def served(serve: Serve) -> AsyncIterator[Served]:
     async with serve() as served:
         yield served
         served.assert_nothing_leaks()
-
-
-__all__ = ["AddSequence"]

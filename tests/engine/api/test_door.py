@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shared.openai import BODY_LEN_MAX
-from tests.engine.api.conftest import MODEL, Serve, Served
+from tests.engine.api.conftest import MODEL, Serve, Served, until
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 TEXT = {"model": MODEL, "prompt": "hello"}
@@ -191,7 +191,7 @@ async def test_request_ids_are_accepted_or_minted(served: Served) -> None:
         b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 10_000 + b"\r\n\r\n",
         b"GET /" + b"a" * 10_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: x\r\n" + b"".join(b"X%d: 1\r\n" % i for i in range(200)) + b"\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n",
     ],
 )
@@ -223,8 +223,7 @@ async def test_a_full_queue_is_said_at_once(serve: Serve) -> None:
         served.core.admits = False
         served.says("x")
         waiting = [asyncio.create_task(served.http.post("/v1/completions", json=TEXT)) for _ in range(2)]
-        while served.engine.state.core.waiting < 2:
-            await asyncio.sleep(0)
+        await until(lambda: served.engine.state.core.waiting == 2)
         response = await served.http.post("/v1/completions", json=TEXT)
         assert error_of(response, 503)["code"] == "queue_full"
         assert int(response.headers["retry-after"]) >= 1

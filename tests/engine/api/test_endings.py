@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import httpx
@@ -12,16 +12,9 @@ import pytest
 import structlog
 
 from engine.core.messages import CoreFailed, FinishReason
-from tests.engine.api.conftest import MODEL, Serve, Served
+from tests.engine.api.conftest import MODEL, PATIENCE_S, Serve, Served, until
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
-PATIENCE_S = 20.0
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0)
 
 
 @pytest.fixture

@@ -27,8 +27,10 @@ async def test_tokenize_and_back(served: Served) -> None:
     text = "the lazy 日 dog"
     answer = (await served.http.post("/tokenize", json={"model": MODEL, "prompt": text})).json()
     assert answer == {
-        "count": len(served.ids(text)), "max_model_len": served.core.info.max_model_len, "tokens": served.ids(text),
-    }  # fmt: skip
+        "count": len(served.ids(text)),
+        "max_model_len": served.core.info.max_model_len,
+        "tokens": served.ids(text),
+    }
     back = await served.http.post("/detokenize", json={"tokens": answer["tokens"]})
     assert back.json() == {"prompt": text}
 
