@@ -65,6 +65,39 @@ class SimConfig:
         return self.pages * self.page_size
 
 
+def random_config(seed: int) -> SimConfig:
+    """A world nobody would think of. Some cannot serve a single prompt."""
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 2, 4, 8, 16])
+    max_model_len = rng.randint(8, 80)
+    context_pages = max_model_len // page_size
+    slots = rng.randint(1, 12)
+    return SimConfig(
+        requests=rng.randint(5, 60),
+        n_max=rng.randint(1, 6),
+        pages=max(2, rng.randint(context_pages // 2, context_pages * 4 + 2)),
+        page_size=page_size,
+        slots=slots,
+        vocab_size=rng.choice([10, 50, 1000]),
+        prompt_len_max=rng.randint(1, 60),
+        max_tokens_max=rng.randint(1, 40),
+        max_model_len=max_model_len,
+        prefixes=rng.randint(1, 5),
+        salts=rng.randint(1, 2),
+        arrival_gap_s=rng.choice([0.0005, 0.005, 0.05]),
+        abort_share=rng.random() * rng.choice([0.0, 0.3, 1.0]),
+        in_flight_abort_share=rng.random() * rng.choice([0.0, 0.3]),
+        prompt_logprobs_share=rng.random() * rng.choice([0.0, 0.3, 1.0]),
+        scheduler=SchedulerConfig(
+            step_tokens_max=slots + rng.choice([0, 1, 5, 40]),
+            queue_len_max=rng.choice([3, 1_000_000]),
+            watermark=rng.choice([0.0, 0.01, 0.1, 0.5]),
+            preemptions_max=rng.randint(1, 4),
+            prefix_cache=rng.random() < 0.8,
+        ),
+    )
+
+
 @dataclass(slots=True)
 class Life:
     """What the API process saw of one sequence."""

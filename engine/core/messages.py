@@ -63,8 +63,8 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     logprobs: int | None = None
     """With each token its log-probability, and those of so many of the likeliest tokens."""
     prompt_logprobs: int | None = None
-    """The same for every prompt token but the first. Such a sequence reads nothing from the prefix
-    cache, because cached positions are not computed and so have no logits."""
+    """The same for every prompt token but the first. Until they are sent, such a sequence reads nothing
+    from the prefix cache, because cached positions are not computed and so have no logits."""
 
     @property
     def needs_history(self) -> bool:
@@ -146,15 +146,18 @@ class Started(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Finished(msgspec.Struct, array_like=True, frozen=True):
+    """A sequence ended. Its four times add up to its life in the core."""
+
     handle: int
     reason: FinishReason
     queue_s: float
     """Waiting for the first admission."""
     prefill_s: float
-    """From the first admission to the first token."""
+    """From the first admission to the first token, preempted time aside."""
     decode_s: float
-    """From the first token to the end, less `preempted_s`."""
+    """From the first token to the end, preempted time aside."""
     preempted_s: float
+    """From each preemption to the next admission."""
     preemptions: int
 
 
@@ -162,6 +165,7 @@ class CoreStats(msgspec.Struct, array_like=True, frozen=True):
     """A reading of the core after a step."""
 
     waiting: int
+    """In the queue, the preempted included."""
     running: int
     pages_free: int
     """Free and holding nothing."""
@@ -173,7 +177,7 @@ class CoreStats(msgspec.Struct, array_like=True, frozen=True):
     prefix_hit_tokens: int
     preemptions: int
     step_s: float
-    """How long the last step's run took."""
+    """How long the last step took, from its plan to its commit."""
     step_tokens: int
 
 
