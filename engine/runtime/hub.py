@@ -17,7 +17,7 @@ _HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 def resolve_model(model: str) -> Path:
     """The directory itself, or a hub id's snapshot, downloaded on first use. Raises ModelUnavailable."""
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model and path.is_dir():
         return path
     if not _HUB_ID.fullmatch(model):
         raise ModelUnavailable(f"{model!r} is neither a directory nor a hub id like 'Qwen/Qwen3-0.6B'")

@@ -13,6 +13,7 @@ dropped file by file, so the peak is the model and one parameter.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -73,7 +74,8 @@ class Inspection:
         self._asked: set[str] = set()
         self._missing: list[str] = []
         self._misfits: list[str] = []
-        self._shapes = _headers(files)
+        self._files = files
+        self._headers = _headers(files)
 
     def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
         for name, count in zip(names, rows, strict=True):
@@ -82,27 +84,28 @@ class Inspection:
 
     def _inspect(self, name: str, expected: tuple[int, ...]) -> None:
         self._asked.add(name)
-        if name not in self._shapes:
+        header = self._headers.get(name)
+        if header is None or name not in self._files:
             self._missing.append(name)
-            return
-        kind, shape = self._shapes[name]
-        if kind not in _FLOATS:
-            self._misfits.append(f"{name} is {kind}, not a float of 16 or 32 bits")
-        elif shape != expected:
-            self._misfits.append(f"{name} is {list(shape)}, not {list(expected)}")
+        elif header.path != self._files[name]:
+            self._misfits.append(f"{name} is in {header.path.name}, not in {self._files[name].name}")
+        elif header.kind not in _FLOATS:
+            self._misfits.append(f"{name} is {header.kind}, not a float of 16 or 32 bits")
+        elif header.shape != expected:
+            self._misfits.append(f"{name} is {list(header.shape)}, not {list(expected)}")
 
     def verify(self, unused: Sequence[str] = ()) -> None:
         """Raises WeightsMismatch unless all that was asked for is there, and nothing else but `unused`."""
         strangers = sorted(
             name
-            for name in self._shapes.keys() - self._asked - set(unused)
+            for name in self._headers.keys() - self._asked - set(unused)
             if not name.endswith(_IGNORED_SUFFIXES)
         )
         parts = [
             f"{what}: {_listed(names)}"
             for what, names in (
                 ("missing tensors", self._missing),
-                ("tensors of the wrong kind", self._misfits),
+                ("tensors that do not fit", self._misfits),
                 ("unexpected tensors", strangers),
             )
             if names
@@ -142,15 +145,22 @@ def _open(path: Path) -> Any:
     return safe_open(str(path), framework="pt", device="cpu")
 
 
-def _headers(files: Mapping[str, Path]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """(dtype, shape) of every tensor that the files really hold."""
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+@dataclass(frozen=True, slots=True)
+class _Header:
+    path: Path
+    kind: str
+    shape: tuple[int, ...]
+
+
+def _headers(files: Mapping[str, Path]) -> dict[str, _Header]:
+    """Every tensor that the files really hold."""
+    found: dict[str, _Header] = {}
     for path in sorted(set(files.values())):
         try:
             with _open(path) as handle:
                 for name in handle.keys():  # noqa: SIM118  the handle is no mapping
                     view = handle.get_slice(name)
-                    found[name] = (view.get_dtype(), tuple(view.get_shape()))
+                    found[name] = _Header(path, view.get_dtype(), tuple(view.get_shape()))
         except (OSError, SafetensorError) as error:
             raise WeightsMismatch(f"{path.name} is not readable as safetensors: {error}") from error
     return found

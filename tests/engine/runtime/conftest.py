@@ -39,5 +39,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
 
 def load(path: Path, **overrides: Any) -> ModelRunner:
     """A small fp32 runner."""
-    settings = {"dtype": "float32", "page_size": 16, "max_num_seqs": 8, "threads": 1} | overrides
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "page_size": 16,
+        "max_num_seqs": 8,
+        "threads": 1,
+    } | overrides
     return load_runner(RunnerConfig(str(path), **settings), lambda stage: None)

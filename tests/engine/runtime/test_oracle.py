@@ -59,7 +59,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(params=VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.fixture(params=list(VARIANTS.values()), ids=list(VARIANTS))
 def path(request: pytest.FixtureRequest, tiny_model: MakeModel) -> Path:
     family, overrides = request.param
     return tiny_model(family, **overrides)
@@ -154,7 +154,7 @@ def test_prompt_logprobs(tiny_model: MakeModel, chunk: int) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_bfloat16_is_as_close_to_fp32_as_transformers_is(tiny_model: MakeModel, family: str) -> None:
-    """Teacher-forced, half by prefill and half by decode; distances are relative L2 over whole distributions."""
+    """Teacher-forced, half by prefill and half by decode; L2 over whole distributions."""
     path = tiny_model(family)
     tokens = prompt_of(120)
     exact = reference_logprobs(reference_model(path), tokens)[:-1]

@@ -1,0 +1,58 @@
+"""Directories, hub ids, and the messages when neither leads anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from engine.runtime.errors import ModelUnavailable
+from engine.runtime.hub import resolve_model
+
+
+def test_a_directory_is_itself(tmp_path: Path) -> None:
+    assert resolve_model(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("model", ["/no/such/place", "./nowhere", "word", "", "a/b/c", "../x"])
+def test_neither_directory_nor_hub_id(model: str) -> None:
+    with pytest.raises(ModelUnavailable, match="neither a directory nor a hub id"):
+        resolve_model(model)
+
+
+def test_a_hub_id_downloads_weights_and_text_files_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def snapshot(hub_id: str, **options: Any) -> str:
+        asked.update(options, hub_id=hub_id)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert resolve_model("Qwen/Qwen3-0.6B") == tmp_path
+    assert asked["hub_id"] == "Qwen/Qwen3-0.6B"
+    assert "*.safetensors" in asked["allow_patterns"]
+    assert not any(pattern in ("*", "*.bin", "*.py", "*.pt") for pattern in asked["allow_patterns"])
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (errors.LocalEntryNotFoundError("offline"), "cannot be reached"),
+        (errors.OfflineModeIsEnabled("offline"), "cannot be reached"),
+        (ConnectionError("no route"), "cannot be reached"),
+        (errors.HFValidationError("bad id"), "cannot be reached"),
+    ],
+)
+def test_no_network(monkeypatch: pytest.MonkeyPatch, error: Exception, said: str) -> None:
+    def snapshot(hub_id: str, **options: Any) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    with pytest.raises(ModelUnavailable, match=said) as caught:
+        resolve_model("Qwen/Qwen3-0.6B")
+    assert "Qwen/Qwen3-0.6B" in str(caught.value)
