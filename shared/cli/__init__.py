@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import os
 import sys
 from collections.abc import Sequence
 from typing import Final
@@ -41,8 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.more = unknown
     try:
         code: int = options.run(options)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read our output has left; nothing may be flushed at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return code
 
 

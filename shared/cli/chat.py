@@ -128,16 +128,19 @@ def converse(conversation: Conversation) -> None:
 
 
 def show(parts: Generator[str]) -> None:
-    """Print the parts as they come. Ctrl-C ends them."""
+    """Print the parts as they come, and end the line. Ctrl-C ends them."""
+    end = "\n"
     try:
         for part in parts:
             sys.stdout.write(part)
             sys.stdout.flush()
     except KeyboardInterrupt:
         parts.close()  # which closes the connection
-        sys.stdout.write(" (stopped)")
-    finally:
+        end = " (stopped)\n"
+    except ChatFailed:
         sys.stdout.write("\n")
+        raise
+    sys.stdout.write(end)
 
 
 class Conversation:

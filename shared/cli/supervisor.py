@@ -49,6 +49,7 @@ class ServiceSpec:
     log: Path
     url: str
     """Where it answers `/readyz` and `/livez`."""
+    start_deadline_s: float
 
 
 class Service:
@@ -80,12 +81,13 @@ class Service:
     async def ready(self, on_line: Callable[[str], None]) -> None:
         """Until it answers that it is ready; its log lines on the way go to `on_line`.
 
-        Raises ServiceDied when it ends first.
+        Raises ServiceDied when it ends first, or takes longer than its `start_deadline_s`.
         """
+        deadline_s = self._clock.monotonic() + self.spec.start_deadline_s
         async with _probe_client() as client:
             while not await self._answers(client, "/readyz"):
                 self._pass_lines(on_line)
-                if self._process.returncode is not None:
+                if self._process.returncode is not None or self._clock.monotonic() >= deadline_s:
                     raise self._died()
                 await self._clock.sleep(READY_POLL_S)
         self._pass_lines(on_line)
@@ -139,7 +141,7 @@ class Service:
     def _died(self) -> ServiceDied:
         match self._process.returncode:
             case None:
-                how = "has failed"
+                how = "does not answer that it is well"
             case code if code >= 0:
                 how = f"exited with status {code}"
             case code:

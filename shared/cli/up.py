@@ -27,6 +27,9 @@ DEMO_NAME: Final = "penstock-demo"
 GRACE_S: Final = settings.DRAIN_S + 10.0
 """How long a child may take to stop: its drain, and the rest of its ending."""
 assert GRACE_S > settings.DRAIN_S
+ENGINE_START_S: Final = 24 * 3600.0
+"""A download may take long. Once it is done the engine's own limit counts (--startup-timeout-s)."""
+GATEWAY_START_S: Final = 60.0
 
 _OURS: Final = frozenset({"--help", "--model", "--served-model-name", "--host", "--port"})
 """Options of the engine that `up` sets itself."""
@@ -144,17 +147,12 @@ def make_plan(options: argparse.Namespace) -> Plan:
     engine_options = ["--model", model, "--served-model-name", name, "--host", "127.0.0.1"]
     engine_options += ["--port", str(engine_port), "--drain-timeout-s", str(settings.DRAIN_S), *options.more]
     base_url = f"http://{_reachable(options.host)}:{gateway_port}"
+    engine_argv = tuple(command("engine", engine_options))
+    gateway_argv = tuple(command("gateway", ["--config", str(config)]))
     return Plan(
         services=(
-            ServiceSpec(
-                "engine", tuple(command("engine", engine_options)), run_dir / "engine.log", engine_url
-            ),
-            ServiceSpec(
-                "gateway",
-                tuple(command("gateway", ["--config", str(config)])),
-                run_dir / "gateway.log",
-                base_url,
-            ),
+            ServiceSpec("engine", engine_argv, run_dir / "engine.log", engine_url, ENGINE_START_S),
+            ServiceSpec("gateway", gateway_argv, run_dir / "gateway.log", base_url, GATEWAY_START_S),
         ),
         running=settings.Running(url=f"{base_url}/v1", key=key, model=name, pid=os.getpid()),
         run_dir=run_dir,

@@ -276,6 +276,7 @@ class Stage:
 
     directory: Path
     habits: dict[str, tuple[str, ...]]
+    start_deadline_s: float = PATIENCE_S
     screen: Screen = field(default_factory=Screen)
     plan: up.Plan = field(init=False)
     task: asyncio.Task[int] = field(init=False)
@@ -285,7 +286,8 @@ class Stage:
         for name in ("engine", "gateway"):
             port = free_port()
             argv = (sys.executable, str(CHILD), name, str(port), str(self.diary), *self.habits.get(name, ()))
-            specs.append(ServiceSpec(name, argv, self.directory / f"{name}.log", f"http://127.0.0.1:{port}"))
+            log, url = self.directory / f"{name}.log", f"http://127.0.0.1:{port}"
+            specs.append(ServiceSpec(name, argv, log, url, self.start_deadline_s))
         running = Running(url=f"{specs[1].url}/v1", key="k", model="m", pid=os.getpid())
         self.plan = up.Plan(tuple(specs), running, self.directory)
         self.task = asyncio.create_task(up.supervise(self.plan, self.screen))
@@ -320,8 +322,8 @@ Staging = Callable[..., Stage]
 async def staging(tmp_path: Path) -> AsyncIterator[Staging]:
     stages: list[Stage] = []
 
-    def start(**habits: tuple[str, ...]) -> Stage:
-        stages.append(Stage(tmp_path, habits))
+    def start(start_deadline_s: float = PATIENCE_S, **habits: tuple[str, ...]) -> Stage:
+        stages.append(Stage(tmp_path, habits, start_deadline_s))
         return stages[-1]
 
     yield start
@@ -388,6 +390,13 @@ async def test_a_child_that_does_not_start_is_named_with_its_reason(staging: Sta
     assert stage.events() == ["engine started", "gateway started", "engine stopped"]
 
 
+async def test_a_child_that_never_gets_ready_is_given_up(staging: Staging) -> None:
+    stage = staging(start_deadline_s=1.0, engine=("never-ready",))
+    assert await stage.ends() == 1
+    assert "the engine does not answer that it is well" in stage.screen.getvalue()
+    assert "engine stopped" in stage.events() or not is_alive(stage.pid("engine"))
+
+
 async def test_a_child_that_dies_takes_the_other_with_it(staging: Staging) -> None:
     stage = staging()
     await stage.screen.shows("Ready after")
@@ -415,7 +424,7 @@ async def test_a_child_that_can_serve_no_more_counts_as_dead(
     monkeypatch.setattr(supervisor, "LIVE_POLL_S", 0.01)
     stage = staging(engine=("sick",))
     assert await stage.ends() == 1
-    assert "the engine has failed" in stage.screen.getvalue()
+    assert "the engine does not answer that it is well" in stage.screen.getvalue()
     assert stage.events()[2:] == ["gateway stopped", "engine stopped"]
 
 
@@ -432,7 +441,7 @@ import asyncio, sys
 from pathlib import Path
 from shared.cli.supervisor import Service, ServiceSpec
 async def main():
-    spec = ServiceSpec("child", tuple(sys.argv[2:]), Path(sys.argv[1]), f"http://127.0.0.1:{sys.argv[5]}")
+    spec = ServiceSpec("child", tuple(sys.argv[2:]), Path(sys.argv[1]), f"http://127.0.0.1:{sys.argv[5]}", 60)
     service = await Service.start(spec)
     await service.ready(lambda line: None)
     print(service.pid, flush=True)

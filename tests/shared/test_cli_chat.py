@@ -3,6 +3,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -185,3 +187,12 @@ def test_a_conversation_ends_with_its_input(
 def test_nobody_there_is_said_plainly(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["chat", "--url", "http://127.0.0.1:1/v1", "-m", "Hi"]) == 1
     assert "nothing answers at http://127.0.0.1:1/v1" in capsys.readouterr().err
+
+
+def test_a_reader_who_leaves_is_no_crash(url: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    argv = [sys.executable, "-m", "shared.cli", "chat", "--url", url, "-m", "Hi"]
+    done = subprocess.run(argv, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
