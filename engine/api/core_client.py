@@ -58,7 +58,9 @@ class CoreDied(Exception):
 class CoreLink(Protocol):
     """The core process and the two sockets to it; a test puts a core of its own here."""
 
-    async def start(self) -> None: ...
+    async def start(self) -> None:
+        """Raises OSError and CoreDied when it cannot be started."""
+        ...
 
     async def receive(self) -> CoreOutput:
         """The next message. Raises CoreDied when it cannot be read."""
@@ -171,7 +173,7 @@ class CoreClient:
         self._link = link
         try:
             await link.start()
-        except OSError as error:
+        except (OSError, CoreDied) as error:
             self._fail(f"the core process could not be started: {error}")
             return
         receiver = asyncio.create_task(self._receive_all(link), name="core-receive")

@@ -24,12 +24,16 @@ import zmq.asyncio
 from engine.api.core_client import CoreDied
 from engine.config import CoreStart, EngineConfig
 from engine.core.messages import CoreInput, CoreOutput
+from shared import logs
 
 SEND_QUEUE_LEN_MAX: Final = 65536
 """Messages to the core that it has not taken yet. Far more than may wait, so reaching it means that
 the core no longer reads."""
 TERMINATE_S: Final = 2.0
 """Between SIGTERM and SIGKILL."""
+
+
+log = logs.get(__name__)
 
 
 class CoreProcess:
@@ -54,11 +58,7 @@ class CoreProcess:
             outbox=f"ipc://{self._directory}/out",
             parent_pid=os.getpid(),
         )
-        self._receiver = self._context.socket(zmq.PULL)
-        self._receiver.bind(start.outbox)
-        self._sender = self._plain_context.socket(zmq.PUSH)
-        self._sender.set_hwm(SEND_QUEUE_LEN_MAX)
-        self._sender.bind(start.inbox)
+        self._bind(start)
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "engine", "core", stdin=asyncio.subprocess.PIPE, start_new_session=True
         )
@@ -66,6 +66,17 @@ class CoreProcess:
         self._process.stdin.write(msgspec.json.encode(start) + b"\n")
         await self._process.stdin.drain()
         self._process.stdin.close()
+        log.info("core.started", pid=self._process.pid)
+
+    def _bind(self, start: CoreStart) -> None:
+        self._receiver = self._context.socket(zmq.PULL)
+        self._sender = self._plain_context.socket(zmq.PUSH)
+        self._sender.set_hwm(SEND_QUEUE_LEN_MAX)
+        try:
+            self._receiver.bind(start.outbox)
+            self._sender.bind(start.inbox)
+        except zmq.ZMQError as error:  # such as a temporary directory whose name is too long for a socket
+            raise CoreDied(f"{self._directory}: {error}") from error
 
     async def receive(self) -> CoreOutput:
         assert self._receiver is not None
