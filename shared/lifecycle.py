@@ -45,7 +45,6 @@ class Lifecycle:
     def __init__(self) -> None:
         self._phase = Phase.STARTING
         self._reason = ""
-        self._waiters: list[tuple[Phase, asyncio.Future[None]]] = []
 
     @property
     def phase(self) -> Phase:
@@ -74,26 +73,6 @@ class Lifecycle:
             raise IllegalMove(f"{self._phase.name} -> {phase.name}")
         self._phase = phase
         self._reason = reason
-        waiters, self._waiters = self._waiters, []
-        for wanted, future in waiters:
-            if future.done():
-                continue
-            if wanted is phase or not _reachable(phase, wanted):
-                future.set_result(None)
-            else:
-                self._waiters.append((wanted, future))
-
-    async def wait(self, phase: Phase) -> bool:
-        """Until `phase` is reached (True), or can no longer be (False)."""
-        if self._phase is not phase and _reachable(self._phase, phase):
-            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.append((phase, future))
-            await future
-        return self._phase is phase
-
-
-def _reachable(start: Phase, goal: Phase) -> bool:
-    return any(step is goal or _reachable(step, goal) for step in MOVES[start])
 
 
 def on_stop_signals(callback: Callable[[str], None]) -> None:

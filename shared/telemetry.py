@@ -105,13 +105,13 @@ class Stages:
     Call `end` once, when the request has ended.
     """
 
-    __slots__ = ("_clock", "_seconds", "_service", "_span", "_tracer", "parent", "trace")
+    __slots__ = ("_clock", "_seconds", "_service", "_span", "_tracer", "trace")
 
     def __init__(self, service: str, clock: Clock = SYSTEM_CLOCK, *, traceparent: str | None = None) -> None:
         self._service = service
         self._clock = clock
         self._seconds: dict[str, float] = {}
-        self.parent = parent = parse_traceparent(traceparent)
+        parent = parse_traceparent(traceparent)
         self._tracer = None if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider) else _TRACER
         self._span = None if self._tracer is None else self._tracer.start_span(service, _otel_context(parent))
         if self._span is not None:
@@ -139,10 +139,6 @@ class Stages:
             end_ns = int(self._clock.wall() * 1e9)
             parent = trace.set_span_in_context(self._span)
             self._tracer.start_span(stage, parent, start_time=end_ns - int(seconds * 1e9)).end(end_ns)
-
-    def seconds(self, stage: str) -> float:
-        """So far; 0 for a stage that was not entered."""
-        return self._seconds.get(stage, 0.0)
 
     def server_timing(self) -> str:
         """The `Server-Timing` header, in milliseconds, in the order of entry."""

@@ -202,10 +202,6 @@ class Tokenizer:
         piece = self.raw.id_to_token(token_id)
         return b"" if piece is None else self._piece_bytes(piece)
 
-    def token_text(self, token_id: int) -> str:
-        """`token_bytes` for people: what is no whole character is a replacement character."""
-        return self.token_bytes(token_id).decode(errors="replace")
-
     def decode_stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> DecodeStream:
         """The text that follows `prompt_ids`; their last few are enough."""
         return DecodeStream(self, prompt_ids, skip_special_tokens)

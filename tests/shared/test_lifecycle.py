@@ -54,23 +54,6 @@ def test_probes_answer_from_the_phase(phase: Phase, started: bool, ready: bool, 
     assert (lifecycle.is_started, lifecycle.is_ready, lifecycle.is_live) == (started, ready, live)
 
 
-async def test_waiting_ends_when_the_phase_is_reached_or_lost() -> None:
-    lifecycle = Lifecycle()
-    ready = asyncio.create_task(lifecycle.wait(Phase.READY))
-    stopped = asyncio.create_task(lifecycle.wait(Phase.STOPPED))
-    cancelled = asyncio.create_task(lifecycle.wait(Phase.READY))
-    await asyncio.sleep(0)
-    cancelled.cancel()
-    await asyncio.sleep(0)
-    lifecycle.to(Phase.READY)
-    assert await ready
-    assert not stopped.done()
-    lifecycle.to(Phase.FAILED)
-    assert not await stopped
-    assert await lifecycle.wait(Phase.FAILED)
-    assert not await lifecycle.wait(Phase.READY)
-
-
 async def test_stop_signals_reach_the_loop() -> None:
     names: asyncio.Queue[str] = asyncio.Queue()
     on_stop_signals(names.put_nowait)

@@ -29,8 +29,6 @@ def test_one_name_for_header_log_and_metric() -> None:
     stages.record("quota", 0.5)
     assert stages.server_timing() == "auth;dur=0.12, quota;dur=500.00"
     assert stages.log_fields() == {"auth_ms": 0.12, "quota_ms": 500.0}
-    assert stages.seconds("quota") == 0.5
-    assert stages.seconds("route") == 0.0
     assert observed("svc", "quota") == (1, 0.5)
     text = telemetry.metrics_text().decode()
     assert 'penstock_stage_seconds_bucket{le="0.5",service="svc",stage="quota"} 1.0' in text
@@ -56,7 +54,7 @@ def test_a_stage_that_fails_is_measured_too() -> None:
 
     with pytest.raises(KeyError):
         fails()
-    assert stages.seconds("auth") == 1
+    assert stages.log_fields() == {"auth_ms": 1000.0}
 
 
 @pytest.mark.parametrize(
@@ -85,7 +83,6 @@ def test_bad_traceparents_start_a_new_trace(value: str | None) -> None:
 
 def test_the_callers_trace_goes_on_under_a_new_span() -> None:
     stages = Stages("svc", traceparent=GOOD)
-    assert stages.parent == TraceContext(TRACE_ID, SPAN_ID, True)
     assert re.fullmatch(rf"00-{TRACE_ID}-[0-9a-f]{{16}}-01", stages.trace.traceparent)
     assert stages.trace.span_id != SPAN_ID
 
