@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 from shared.clock import Clock
 from shared.http2.connection import Connection, ConnectionConfig, Phase
@@ -53,8 +53,7 @@ class Endpoint(asyncio.Protocol):
     # -- asyncio.Protocol ---------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
         self._watching = self._loop.create_task(self._watch())
         self._flush()
 

@@ -22,7 +22,7 @@ from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import BodyTimeout, BodyTooLarge, InvalidRequest
 from shared.http2.connection import ConnectionConfig, Phase
 from shared.http2.endpoint import WATCH, Endpoint, WatchConfig
-from shared.http2.errors import ClientGone, ErrorCode, StreamFailed
+from shared.http2.errors import ClientGone, ConnectionLost, ErrorCode, StreamFailed
 from shared.http2.headers import Headers, fields
 from shared.http2.stream import HeaderList, Stream
 
@@ -136,10 +136,13 @@ class ServerEndpoint(Endpoint):
         self._handlers: dict[Stream, asyncio.Task[None]] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if self._server.draining:  # one write tells our SETTINGS and GOAWAY: nothing is sent in vain
+            self.connection.close(ConnectionLost("draining"))
+            super().connection_made(transport)
+            transport.close()
+            return
         super().connection_made(transport)
         self._server.endpoints.add(self)
-        if self._server.draining:
-            self.connection.retire()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

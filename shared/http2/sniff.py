@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable
+from typing import cast
 
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.http2.frames import PREFACE
@@ -34,8 +35,7 @@ class SniffingProtocol(asyncio.Protocol):
         self._watching: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
         tls: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
         if tls is not None and tls.selected_alpn_protocol() is not None:
             self._hand_over(self._http2 if tls.selected_alpn_protocol() == "h2" else self._http1)
