@@ -28,7 +28,8 @@ from gateway.engines import fetch_profile
 from gateway.live import LiveRequests
 from gateway.pipeline import Pipeline
 from gateway.record import DrainCut
-from gateway.relay.upstream import Upstream, http1_transport
+from gateway.relay.http1 import Http1Transport
+from gateway.relay.upstream import Upstream
 from gateway.routing.replicas import Replicas
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
@@ -70,7 +71,7 @@ class Gateway:
         self.live = LiveRequests(config.limits.live_max)
         self.directory = DirectoryReader(config, path, clock)
         self.replicas = Replicas(config.models)
-        self._upstream = Upstream(transport or http1_transport(), config.timeouts.connect_s)
+        self._upstream = Upstream(transport or Http1Transport(), config.timeouts.connect_s)
         self.tokens = TokenCounter(
             config.models,
             lambda model: fetch_profile(self._upstream, model),
@@ -176,8 +177,8 @@ class _Protocol(RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        assert isinstance(transport, asyncio.WriteTransport)
-        transport.set_write_buffer_limits(high=self._write_buffer_len)
+        assert self.transport is not None  # uvloop's is no subclass of asyncio's
+        self.transport.set_write_buffer_limits(high=self._write_buffer_len)
 
     def handle_error(
         self,

@@ -205,6 +205,8 @@ class Pipeline:
             exchange.enter("wait")
 
         answer = await self._upstream.send(replica.url, outbound, connected)
+        if not exchange.progress.dispatched:  # a transport that does not tell
+            connected()
         UPSTREAM_ATTEMPTS.labels(replica.id, "connected").inc()
         return answer
 

@@ -1,6 +1,6 @@
 """The engine's end of a request: send, read, give up.
 
-The seam to the wire is `httpx.AsyncBaseTransport`: HTTP/1.1 by httpx's own, any other by being
+The seam to the wire is `httpx.AsyncBaseTransport`: HTTP/1.1 by `relay.http1`, any other by being
 handed in. It is called directly, without `httpx.AsyncClient`, whose redirects, cookies and proxies
 are no business of a hop. Timeouts are the `Watch`'s, except for connecting, which only the transport
 can tell apart.
@@ -10,8 +10,6 @@ Closing an unfinished answer closes its HTTP/1.1 connection, which is what tells
 
 from __future__ import annotations
 
-import socket
-import ssl
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -20,16 +18,11 @@ from typing import Final
 import httpx
 import msgspec
 
+from gateway.relay.http1 import CONNECTED
 from gateway.shield import shielded
 from shared import errors
 from shared.errors import ApiError, ConnectTimeout, UpstreamFailed, UpstreamUnreachable
 
-IDLE_S: Final = 15.0
-"""How long an unused connection is kept: below any engine's own limit, or requests would be sent
-into closed sockets. The engine keeps them for 75 s."""
-RECEIVE_BUFFER_LEN: Final = 128 * 1024
-"""SO_RCVBUF of a connection to an engine: what is sent to a client who does not read waits there. The
-kernel's default grows to megabytes."""
 ERROR_LEN_MAX: Final = 64 * 1024
 FETCH_LEN_MAX: Final = 64 * 1024 * 1024
 """A tokenizer of 250,000 tokens takes about 30 MB."""
@@ -112,17 +105,12 @@ class Upstream:
             ConnectTimeout, UpstreamUnreachable: nothing was dispatched.
             UpstreamFailed: anything later.
         """
-
-        async def trace(event: str, _: object) -> None:
-            if event.endswith("send_request_headers.started"):
-                connected()
-
         request = httpx.Request(
             outbound.method,
             base_url + outbound.path,
             headers=outbound.headers,
             content=outbound.content,
-            extensions={"timeout": self._timeout, "trace": trace},
+            extensions={"timeout": self._timeout, CONNECTED: connected},
         )
         try:
             return Answer(await self._transport.handle_async_request(request))
@@ -141,18 +129,6 @@ class Upstream:
 
     async def aclose(self) -> None:
         await self._transport.aclose()
-
-
-def http1_transport() -> httpx.AsyncHTTPTransport:
-    """HTTP/1.1 with as many connections as there are requests: quotas and queues throttle, not the
-    pool (httpx's default of 100 would). Proxies of the environment are not for a hop."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=IDLE_S)
-    return httpx.AsyncHTTPTransport(
-        limits=limits,
-        trust_env=False,
-        verify=ssl.create_default_context(),
-        socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_LEN)],
-    )
 
 
 # -- errors ---------------------------------------------------------------------------------------

@@ -1,0 +1,116 @@
+"""HTTP/1.1 to the engines, as an `httpx.AsyncBaseTransport` on aiohttp's client.
+
+httpx's own transport is measured and not used: httpcore walks all its connections twice, one inside
+the other, for every request (8 ms of CPU each with 256 open), and parses in Python. The same load
+through aiohttp's client and its parser in C costs a fraction.
+
+Whoever sends a request may put a callable under `CONNECTED` into its extensions: it is called when
+there is a connection, new or kept, and before anything is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any, Final
+
+import aiohttp
+import httpx
+from aiohttp.connector import AddrInfoType
+from yarl import URL
+
+IDLE_S: Final = 15.0
+"""How long an unused connection is kept: below any engine's own limit, or requests would be sent
+into closed sockets."""
+RECEIVE_BUFFER_LEN: Final = 128 * 1024
+"""SO_RCVBUF: what is sent to a client who does not read waits there, and the kernel's default grows
+to megabytes."""
+READ_BUFFER_LEN: Final = 32 * 1024
+"""aiohttp's own buffer of an answer; it stops reading at twice this."""
+CONNECTED: Final = "penstock.connected"
+_OWN_HEADERS: Final = frozenset({"user-agent", "accept", "accept-encoding"})
+"""That aiohttp would add."""
+
+
+class Http1Transport(httpx.AsyncBaseTransport):
+    """Make it in a running loop. There are as many connections as requests in flight: quotas and
+    queues throttle, not the pool."""
+
+    def __init__(self) -> None:
+        tracing = aiohttp.TraceConfig()
+        tracing.on_connection_create_end.append(_tell_connected)
+        tracing.on_connection_reuseconn.append(_tell_connected)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S, socket_factory=_socket),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            read_bufsize=READ_BUFFER_LEN,
+            skip_auto_headers=_OWN_HEADERS,
+            trace_configs=[tracing],
+        )
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        connect_s = request.extensions.get("timeout", {}).get("connect")
+        try:
+            answer = await self._session.request(
+                request.method,
+                URL(str(request.url), encoded=True),
+                data=await request.aread() or None,
+                headers=request.headers.multi_items(),
+                timeout=aiohttp.ClientTimeout(total=None, connect=connect_s),
+                allow_redirects=False,
+                trace_request_ctx=request.extensions.get(CONNECTED),
+            )
+        except (aiohttp.ClientError, OSError) as error:
+            raise _translated(error, request) from error
+        return httpx.Response(
+            answer.status, headers=answer.raw_headers, stream=_Body(answer, request), request=request
+        )
+
+    async def aclose(self) -> None:
+        await self._session.close()
+
+
+class _Body(httpx.AsyncByteStream):
+    """Bytes as they come. Closed before its end, it closes the connection."""
+
+    def __init__(self, answer: aiohttp.ClientResponse, request: httpx.Request) -> None:
+        self._answer = answer
+        self._request = request
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        try:
+            while chunk := await self._answer.content.readany():
+                yield chunk
+        except (aiohttp.ClientError, OSError) as error:
+            raise _translated(error, self._request) from error
+
+    async def aclose(self) -> None:
+        self._answer.close()  # does nothing to a connection that was given back at the answer's end
+
+
+async def _tell_connected(_session: object, context: SimpleNamespace, _params: Any) -> None:
+    if (connected := context.trace_request_ctx) is not None:
+        connected()
+
+
+def _socket(address: AddrInfoType) -> socket.socket:
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_LEN)
+    return made
+
+
+def _translated(error: Exception, request: httpx.Request) -> httpx.TransportError:
+    text = f"{type(error).__name__}: {error}"
+    match error:
+        case aiohttp.ConnectionTimeoutError() | asyncio.TimeoutError():
+            return httpx.ConnectTimeout(text, request=request)
+        case aiohttp.ClientConnectorError():
+            return httpx.ConnectError(text, request=request)
+        case aiohttp.ClientPayloadError() | aiohttp.ServerDisconnectedError():
+            return httpx.RemoteProtocolError(text, request=request)
+        case _:
+            return httpx.ReadError(text, request=request)
