@@ -42,37 +42,42 @@ class StopMatcher:
     linear in the text, whatever the stop strings are.
     """
 
-    __slots__ = ("_failures", "_states", "_stops")
+    __slots__ = ("_failures", "_first_chars", "_states", "_stops", "held_len")
 
     def __init__(self, stops: Sequence[str]) -> None:
         assert stops
         assert all(stops)
         self._stops = tuple(stops)
+        self._first_chars = frozenset(stop[0] for stop in stops)
         self._failures = tuple(_failure_table(stop) for stop in stops)
         self._states = [0] * len(stops)
-
-    @property
-    def held_len(self) -> int:
-        return max(self._states)
+        self.held_len = 0
+        """The longest suffix of the text so far that is the beginning of a stop string."""
 
     def feed(self, text: str) -> tuple[int, int] | None:
         """Take the next text. When a stop string completes in it: (characters of `text` taken, length
         of the stop string). After a match the matcher is spent."""
-        states = self._states
+        if not self.held_len and self._first_chars.isdisjoint(text):
+            return None  # nearly always: nothing has begun, and nothing begins
         for taken, char in enumerate(text, 1):
-            matched_len = 0
-            for i, stop in enumerate(self._stops):
-                state = states[i]
-                while state and stop[state] != char:
-                    state = self._failures[i][state - 1]
-                if stop[state] == char:
-                    state += 1
-                states[i] = state
-                if state == len(stop):
-                    matched_len = max(matched_len, state)
-            if matched_len:
+            if matched_len := self._advance(char):
                 return taken, matched_len
+        self.held_len = max(self._states)
         return None
+
+    def _advance(self, char: str) -> int:
+        """Length of the longest stop string that this character completes, or 0."""
+        states, matched_len = self._states, 0
+        for i, stop in enumerate(self._stops):
+            state = states[i]
+            while state and stop[state] != char:
+                state = self._failures[i][state - 1]
+            if stop[state] == char:
+                state += 1
+            states[i] = state
+            if state == len(stop):
+                matched_len = max(matched_len, state)
+        return matched_len
 
 
 def _failure_table(stop: str) -> list[int]:

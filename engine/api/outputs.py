@@ -16,6 +16,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from engine.api.detokenizer import Detokenizer
 from engine.core.messages import Finished, FinishReason, Started, TokenLogprobs
 from shared.errors import ApiError, EngineFailed, Overloaded
@@ -32,9 +34,8 @@ class Entry(NamedTuple):
     """None when not asked for, and for a stop token, which is no part of the text."""
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What one choice has to say since the last time."""
+class Delta(msgspec.Struct, frozen=True):
+    """What one choice has to say since the last time. A Struct, because one is made for every event."""
 
     index: int
     text: str
