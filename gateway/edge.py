@@ -12,6 +12,8 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import itertools
+import secrets
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Final
@@ -93,6 +95,9 @@ class Edge:
         self._clock = clock
         self._started_s = int(clock.wall())
         self._reporter = Reporter()
+        self._name = secrets.token_hex(8)
+        """Of this process, so that its reservations are no other gateway's."""
+        self._count = itertools.count()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         if (probe := probe_answer(self._lifecycle, request)) is not None:
@@ -200,7 +205,7 @@ class Edge:
             client=Client(request, watch, self._config.timeouts.slow_client_s),
             directory=self._directory.now,
             clock=self._clock,
-            reservation=ReservationId(mint_request_id()),
+            reservation=ReservationId(f"{self._name}-{next(self._count)}"),
             arrived_s=now_s,
             entered_s=now_s,
         )

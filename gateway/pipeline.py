@@ -35,7 +35,7 @@ from gateway.config import GatewayConfig, ModelConfig
 from gateway.directory import Directory
 from gateway.exchange import Exchange
 from gateway.identity.keys import Principal
-from gateway.record import UPSTREAM_ATTEMPTS, observe_decision
+from gateway.record import observe_attempt, observe_decision
 from gateway.relay.stream import Progress, Relay
 from gateway.relay.upstream import Answer, Outbound, Upstream
 from gateway.routing.replicas import Replica, Replicas
@@ -186,7 +186,7 @@ class Pipeline:
                 failure = error
                 tried.add(replica.id)
                 self._replicas.give_back(replica, tokens)
-                UPSTREAM_ATTEMPTS.labels(replica.id, error.code).inc()
+                observe_attempt(replica.id, error.code)
             except BaseException:
                 self._replicas.give_back(replica, tokens)
                 raise
@@ -207,7 +207,7 @@ class Pipeline:
         answer = await self._upstream.send(replica.url, outbound, connected)
         if not exchange.progress.dispatched:  # a transport that does not tell
             connected()
-        UPSTREAM_ATTEMPTS.labels(replica.id, "connected").inc()
+        observe_attempt(replica.id, "connected")
         return answer
 
     async def _relay(self, exchange: Exchange, answer: Answer) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from functools import cache
+from typing import Final, TypeVar
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -25,6 +26,8 @@ STATUS_CLIENT_GONE: Final = 499
 """nginx's number for a client that left; never sent, only logged."""
 NONE: Final = "none"
 """The label where there is no value: the request ended before it had one."""
+
+M = TypeVar("M", Counter, Histogram)
 
 log = logs.get(__name__)
 
@@ -76,6 +79,12 @@ def end_reason_of(error: ApiError) -> EndReason:
     return EndReason.REFUSED if error.status < 500 or retried else EndReason.UPSTREAM_FAILED
 
 
+@cache
+def _child(metric: M, *labels: object) -> M:
+    """Kept, because looking one up costs more than counting. As bounded as the labels are."""
+    return metric.labels(*labels)
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """Filled in as the request goes on its way. Holds no text of prompts or answers."""
@@ -125,9 +134,9 @@ class RequestRecord:
     def settlement(self, settlement: Settlement | None) -> None:
         if settlement is not None:
             self.settled = settlement.settled
-            QUOTA_TOKENS.labels("settled").inc(settlement.settled)
-            QUOTA_TOKENS.labels("released").inc(settlement.released)
-            QUOTA_TOKENS.labels("overdrawn").inc(settlement.overdrawn)
+            _child(QUOTA_TOKENS, "settled").inc(settlement.settled)
+            _child(QUOTA_TOKENS, "released").inc(settlement.released)
+            _child(QUOTA_TOKENS, "overdrawn").inc(settlement.overdrawn)
 
 
 _LABELS: Final = ("endpoint", "model", "tenant", "status", "end_reason")
@@ -170,13 +179,17 @@ UPSTREAM_ATTEMPTS: Final = Counter(
 )
 
 
+def observe_attempt(replica: ReplicaId, outcome: str) -> None:
+    _child(UPSTREAM_ATTEMPTS, replica, outcome).inc()
+
+
 def observe_decision(decision: Decision, tokens: int) -> None:
     refusal = decision.refusal
     if refusal is None:
-        QUOTA.labels("granted", NONE, NONE).inc()
-        QUOTA_TOKENS.labels("reserved").inc(tokens)
+        _child(QUOTA, "granted", NONE, NONE).inc()
+        _child(QUOTA_TOKENS, "reserved").inc(tokens)
     else:
-        QUOTA.labels("refused", refusal.meter, refusal.scope).inc()
+        _child(QUOTA, "refused", refusal.meter, refusal.scope).inc()
 
 
 class Reporter:
@@ -186,17 +199,19 @@ class Reporter:
         self._tenants: set[TenantId] = set()
 
     def completed(self, record: RequestRecord, stages: Stages, seconds: float) -> None:
-        log.info("request.completed", **_fields(record), total_ms=_ms(seconds), **stages.log_fields())
+        fields = _fields(record)
+        fields["trace_id"] = stages.trace.trace_id
+        log.info("request.completed", **fields, total_ms=_ms(seconds), **stages.log_fields())
         stages.end(status=record.status, end_reason=record.end_reason, endpoint=record.endpoint)
         model, tenant = record.model or NONE, self._tenant_label(record.tenant)
-        REQUESTS.labels(record.endpoint, model, tenant, record.status, record.end_reason).inc()
-        SECONDS.labels(model, record.stream).observe(seconds)
+        _child(REQUESTS, record.endpoint, model, tenant, record.status, record.end_reason).inc()
+        _child(SECONDS, model, record.stream).observe(seconds)
         if record.first_byte_s is not None:
-            FIRST_BYTE.labels(model, record.stream).observe(record.first_byte_s)
+            _child(FIRST_BYTE, model, record.stream).observe(record.first_byte_s)
         if (closing := record.closing) is not None:
-            TOKENS.labels(model, tenant, "prompt").inc(closing.prompt_tokens)
-            TOKENS.labels(model, tenant, "completion").inc(closing.completion_tokens)
-            TOKENS.labels(model, tenant, "cached").inc(closing.cached_tokens)
+            _child(TOKENS, model, tenant, "prompt").inc(closing.prompt_tokens)
+            _child(TOKENS, model, tenant, "completion").inc(closing.completion_tokens)
+            _child(TOKENS, model, tenant, "cached").inc(closing.cached_tokens)
 
     def _tenant_label(self, tenant: TenantId | None) -> str:
         if tenant is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -29,6 +30,7 @@ RECEIVE_BUFFER_LEN: Final = 128 * 1024
 to megabytes."""
 READ_BUFFER_LEN: Final = 32 * 1024
 """aiohttp's own buffer of an answer; it stops reading at twice this."""
+URLS_MAX: Final = 1024
 CONNECTED: Final = "penstock.connected"
 _OWN_HEADERS: Final = frozenset({"user-agent", "accept", "accept-encoding"})
 """That aiohttp would add."""
@@ -56,7 +58,7 @@ class Http1Transport(httpx.AsyncBaseTransport):
         try:
             answer = await self._session.request(
                 request.method,
-                URL(str(request.url), encoded=True),
+                _url(str(request.url)),
                 data=await request.aread() or None,
                 headers=request.headers.multi_items(),
                 timeout=aiohttp.ClientTimeout(total=None, connect=connect_s),
@@ -89,6 +91,11 @@ class _Body(httpx.AsyncByteStream):
 
     async def aclose(self) -> None:
         self._answer.close()  # does nothing to a connection that was given back at the answer's end
+
+
+@lru_cache(maxsize=URLS_MAX)
+def _url(text: str) -> URL:
+    return URL(text, encoded=True)
 
 
 async def _tell_connected(_session: object, context: SimpleNamespace, _params: Any) -> None:
