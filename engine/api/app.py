@@ -8,17 +8,16 @@ another server will run them too.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any, Final
 
 from aiohttp import ClientConnectionError, ClientPayloadError, web
-from aiohttp.http import HttpVersion11
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestHandler
 
 from engine.api.http import ClientGone, Request, Responder
+from shared import logs
 from shared.errors import ApiError, BodyTimeout, BodyTooLarge, InternalError, InvalidRequest
 from shared.ids import REQUEST_ID_HEADER, mint_request_id
 from shared.openai import error_envelope
@@ -33,7 +32,7 @@ CLOSE_GRACE_S: Final = 2.0
 
 Handle = Callable[[Request, Responder], Awaitable[None]]
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 
 class AioRequest:
@@ -126,7 +125,7 @@ class _Protocol(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        if self.transport is not None and self.transport.is_closing():
+        if self.transport is None or self.transport.is_closing():
             raise ConnectionResetError("the client left before its error was sent")
         error: ApiError
         if status == HTTPStatus.BAD_REQUEST:
@@ -134,8 +133,14 @@ class _Protocol(RequestHandler):
         else:
             error = InternalError("The server had an error while processing your request.")
         request_id = mint_request_id()
-        log.warning("http.refused request_id=%s status=%d cause=%s", request_id, error.status,
-                    type(exc).__name__)  # fmt: skip
+        log.info(
+            "request.completed",
+            request_id=request_id,
+            route="unparsed",
+            status=int(error.status),
+            end_reason="refused" if status == HTTPStatus.BAD_REQUEST else "internal_error",
+            detail=type(exc).__name__,
+        )
         response = web.Response(
             status=error.status,
             body=error_envelope(error),
@@ -190,9 +195,5 @@ class HttpServer:
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
         responder = AioResponder(request)
         await self._handle(AioRequest(request), responder)
-        if responder.response is None:  # the client left before an answer
-            raise ConnectionResetError("client gone")
+        assert responder.response is not None
         return responder.response
-
-
-__all__ = ["AioRequest", "AioResponder", "HttpServer", "HttpVersion11"]

@@ -192,9 +192,10 @@ class CoreClient:
         self._is_stopping = True
         if self._link is None:
             return
-        if self.failure is None and self.info is not None:
+        was_told = self.failure is None and self.info is not None
+        if was_told:
             self._send(StopCore())
-        await self._link.close(grace_s)
+        await self._link.close(grace_s if was_told else 0.0)
 
     async def _receive_all(self, link: CoreLink) -> str:
         """Route what comes until the core fails. Returns why."""

@@ -26,7 +26,6 @@ from shared.telemetry import Stages
 
 JSON_TYPE: Final = "application/json"
 STATUS_CLIENT_GONE: Final = 499
-TENANT_LEN_MAX: Final = 128
 
 log = logs.get(__name__)
 
@@ -54,7 +53,7 @@ class Exchange:
         self.request = request
         self.responder = responder
         self.request_id = accept_request_id(request.headers.get(REQUEST_ID_HEADER))
-        self.tenant = request.headers.get(TENANT_HEADER, "")[:TENANT_LEN_MAX] or None
+        self.tenant = request.headers.get(TENANT_HEADER) or None
         self.stages = Stages("engine", clock, traceparent=request.headers.get(TRACEPARENT_HEADER))
         self.route = "unknown"
         self.stage = "accept"

@@ -14,6 +14,10 @@ from shared.tokenizer import Tokenizer, TokenizerBundle, TokenizerThreads
 from shared.validation import parse
 
 
+class UnusableModel(Exception):
+    """A file of the model directory cannot be read. The message is for the operator."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     name: str
@@ -27,7 +31,10 @@ class ServedModel:
 
 
 def load_model(directory: Path, *, name: str, created: int, workers: int) -> ServedModel:
-    """Read the directory's tokenizer and configuration. Blocks for as long as that takes."""
+    """Read the directory's tokenizer and configuration. Blocks for as long as that takes.
+
+    Raises UnusableTokenizer and UnusableModel.
+    """
     bundle = TokenizerBundle.from_dir(directory)
     tokenizer = Tokenizer(bundle)
     _warm_up(tokenizer)
@@ -55,12 +62,15 @@ class _EosConfig(msgspec.Struct):
 
 
 def read_eos_ids(directory: Path) -> frozenset[int]:
-    """From generation_config.json, which may list several, or else from config.json."""
+    """From generation_config.json, which may list several, or else from config.json. Raises UnusableModel."""
     for name in ("generation_config.json", "config.json"):
         path = directory / name
         if not path.is_file():
             continue
-        eos = msgspec.json.decode(path.read_bytes(), type=_EosConfig).eos_token_id
+        try:
+            eos = msgspec.json.decode(path.read_bytes(), type=_EosConfig).eos_token_id
+        except (msgspec.DecodeError, OSError) as error:
+            raise UnusableModel(f"{path} cannot be read: {error}") from error
         if eos is not None:
             return frozenset([eos] if isinstance(eos, int) else eos)
     return frozenset()

@@ -10,7 +10,9 @@ FAILED    every request is refused; the process stays, so that /livez can say so
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import dataclasses
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -18,7 +20,7 @@ from typing import Final
 from engine.api.app import HttpServer
 from engine.api.core_client import CoreClient, CoreLink
 from engine.api.metrics import EngineMetrics
-from engine.api.model import load_model
+from engine.api.model import UnusableModel, load_model
 from engine.api.service import Service
 from engine.api.state import EngineState
 from engine.config import EngineConfig
@@ -72,7 +74,7 @@ class Engine:
         config, state = self._config, self.state
         self.port = await self.server.start()
         log.info("engine.listening", host=config.host, port=self.port)
-        directory = await asyncio.to_thread(self._resolve, config.model)
+        directory = await _in_daemon_thread(lambda: self._resolve(config.model))
         log.info("engine.model", directory=directory)
         try:
             state.model = await asyncio.to_thread(
@@ -82,7 +84,7 @@ class Engine:
                 created=int(self._clock.wall()),
                 workers=config.tokenizer_threads,
             )
-        except UnusableTokenizer as error:
+        except (UnusableTokenizer, UnusableModel) as error:
             raise StartFailed(str(error)) from error
         link = self._make_link(dataclasses.replace(config, model=str(directory)))
         self._core_task = asyncio.create_task(self._follow_core(link), name="core")
@@ -134,6 +136,20 @@ class Engine:
         await state.core.run(link)
         if state.core.failure is not None and state.lifecycle.phase is not Phase.STOPPED:
             state.lifecycle.to(Phase.FAILED, state.core.failure)
+
+
+async def _in_daemon_thread(work: Callable[[], Path]) -> Path:
+    """A download of gigabytes must not hold up the end of the process, as a pool's threads would."""
+    done: concurrent.futures.Future[Path] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # handed on to whoever waits
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="resolve", daemon=True).start()
+    return await asyncio.wrap_future(done)
 
 
 async def serve(config: EngineConfig, resolve: Resolve, make_link: MakeLink) -> int:

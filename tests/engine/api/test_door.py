@@ -239,3 +239,30 @@ async def test_a_request_larger_than_the_queue_is_taken_when_nobody_waits(serve:
         served.says("x")
         response = await served.http.post("/v1/completions", json={**TEXT, "n": 4})
         assert len(response.json()["choices"]) == 4
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/models/%ff",
+        "/v1/models/%ed%a0%80",
+        "/v1/models/%00",
+        "/%2e%2e/x",
+        "/v1/models/a%2fb",
+        "//",
+        "/?x",
+    ],
+)
+async def test_hostile_paths(served: Served, path: str) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.engine.port)
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+    head, _, body = (await asyncio.wait_for(reader.read(), 10)).partition(b"\r\n\r\n")
+    writer.close()
+    assert head.split(b" ")[1] in (b"404", b"400")
+    assert "error" in json.loads(body)
+
+
+async def test_a_models_name_may_have_a_slash(serve: Serve) -> None:
+    async with serve(served_model_name="org/name") as served:
+        assert (await served.http.get("/v1/models/org/name")).json()["id"] == "org/name"
+        assert (await served.http.get("/v1/models/org%2Fname")).json()["id"] == "org/name"

@@ -1,0 +1,154 @@
+"""Bounded output: what queued while the writer waited comes as one, and errors come last."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.api.detokenizer import Detokenizer
+from engine.api.encoding import ChatEncoder, CompletionEncoder, Heading
+from engine.api.outputs import ChoiceOutput, Delta, RequestOutput
+from engine.core.messages import Finished, FinishReason, Started, TokenLogprobs
+from shared.errors import EngineFailed
+from shared.openai import ChatChunk, Completion
+from tests.engine.api.test_detokenizer import Pieces
+
+PIECES = ["a", "b", "c", "<e", "nd>", "", "d"]
+
+
+def choice(output: RequestOutput, *, index: int = 0, stops: tuple[str, ...] = ()) -> ChoiceOutput:
+    return ChoiceOutput(
+        index,
+        output,
+        Detokenizer(Pieces(PIECES), stops),
+        stop_token_ids=frozenset({6}),
+        keeps_entries=True,
+        submitted_at=10.0,
+    )
+
+
+def finished(reason: FinishReason) -> Finished:
+    return Finished(1, reason, 1.0, 2.0, 3.0, 4.0, 5)
+
+
+async def test_what_queued_is_merged() -> None:
+    output = RequestOutput(2)
+    first, second = choice(output), choice(output, index=1)
+    logprobs = TokenLogprobs(-1.0, [], [])
+    first.on_token(0, logprobs, 0.0)
+    second.on_token(2, logprobs, 0.0)
+    first.on_token(1, logprobs, 0.0)
+    deltas = await output.take()
+    assert [(delta.index, delta.text, delta.is_first) for delta in deltas] == [
+        (0, "ab", True),
+        (1, "c", True),
+    ]
+    assert [(entry.token_id, entry.start) for entry in deltas[0].entries] == [(0, 0), (1, 1)]
+    first.on_token(2, logprobs, 0.0)
+    assert [(delta.text, delta.is_first) for delta in await output.take()] == [("c", False)]
+
+
+async def test_a_waiting_writer_is_woken_once_there_is_text() -> None:
+    output = RequestOutput(1)
+    only = choice(output, stops=("<end>",))
+    taking = asyncio.create_task(output.take())
+    await asyncio.sleep(0)
+    only.on_token(3, None, 0.0)
+    await asyncio.sleep(0)
+    assert not taking.done()
+    only.on_token(0, None, 0.0)
+    assert [delta.text for delta in await taking] == ["<ea"]
+
+
+async def test_entries_leave_with_their_text() -> None:
+    output = RequestOutput(1)
+    only = choice(output, stops=("<end>",))
+    for token in (0, 3):
+        only.on_token(token, None, 0.0)
+    [delta] = await output.take()
+    assert [entry.token_id for entry in delta.entries] == [0]
+    assert only.on_token(4, None, 0.0)
+    [delta] = await output.take()
+    assert (delta.text, delta.entries, delta.finish_reason) == ("", [], "stop")
+    assert only.completion_tokens == 3
+
+
+async def test_a_stop_token_counts_and_has_no_text() -> None:
+    output = RequestOutput(1)
+    only = choice(output)
+    only.on_token(0, TokenLogprobs(-1.0, [], []), 0.0)
+    assert not only.on_token(6, TokenLogprobs(-1.0, [], []), 0.0)
+    only.on_finished(finished(FinishReason.STOP))
+    [delta] = await output.take()
+    assert (delta.text, delta.finish_reason) == ("a", "stop")
+    assert [(entry.token_id, entry.logprobs is None) for entry in delta.entries] == [(0, False), (6, True)]
+    assert only.completion_tokens == 2
+    assert output.is_done
+
+
+async def test_an_error_comes_after_what_was_said() -> None:
+    output = RequestOutput(1)
+    only = choice(output)
+    only.on_token(0, None, 0.0)
+    output.fail(EngineFailed("first"))
+    output.fail(EngineFailed("second"))
+    assert [delta.text for delta in await output.take()] == ["a"]
+    with pytest.raises(EngineFailed, match="first"):
+        await output.take()
+
+
+async def test_a_whole_answer_comes_at_the_end_or_not_at_all() -> None:
+    output = RequestOutput(2, whole=True)
+    first, second = choice(output), choice(output, index=1)
+    taking = asyncio.create_task(output.take())
+    for one in (first, second):
+        one.on_token(0, None, 0.0)
+        await asyncio.sleep(0)
+        assert not taking.done()
+        one.on_finished(finished(FinishReason.LENGTH))
+    assert [delta.text for delta in await taking] == ["a", "a"]
+    failing = RequestOutput(1, whole=True)
+    choice(failing).on_token(0, None, 0.0)
+    failing.fail(EngineFailed("gone"))
+    with pytest.raises(EngineFailed):
+        await failing.take()
+
+
+def test_times_are_known_at_every_moment() -> None:
+    only = choice(RequestOutput(1))
+    assert only.timing(12.0).queue_s == 2.0
+    assert only.stage == "queue"
+    only.on_started(Started(1, 7, 1.5))
+    assert (only.timing(12.0).queue_s, only.timing(12.0).prefill_s) == (1.5, 0.5)
+    assert (only.stage, only.cached_len) == ("prefill", 7)
+    only.on_token(0, None, 13.0)
+    timing = only.timing(20.0)
+    assert (timing.queue_s, timing.prefill_s, timing.decode_s) == (1.5, 1.5, 7.0)
+    only.on_finished(finished(FinishReason.LENGTH))
+    timing = only.timing(99.0)
+    assert (timing.prefill_s, timing.decode_s, timing.preempted_s, timing.preemptions) == (2.0, 3.0, 4.0, 5)
+
+
+class NoVocabulary:
+    def token_bytes(self, token_id: int) -> bytes:
+        raise AssertionError
+
+
+@given(text=st.text(min_size=1), model=st.text(max_size=20), index=st.integers(0, 63), usage=st.booleans())
+def test_a_template_makes_what_the_structs_make(text: str, model: str, index: int, usage: bool) -> None:
+    heading = Heading("id-1", 1, model, "fp", usage, False, None)
+    delta = Delta(index, text, [], None, False)
+    chat = ChatEncoder(heading, NoVocabulary(), [1]).events(delta)
+    chunk = msgspec.json.decode(chat.removeprefix(b"data: "), type=ChatChunk)
+    assert (chunk.model, chunk.choices[0].index, chunk.choices[0].delta.content) == (model, index, text)
+    assert chat == b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+    outputs = [choice(RequestOutput(1))] * 64
+    event = CompletionEncoder(heading, NoVocabulary(), outputs, [[1]] * 64, [None] * 64).events(delta)
+    completion = msgspec.json.decode(event.removeprefix(b"data: "), type=Completion)
+    assert (completion.choices[0].index, completion.choices[0].text) == (index, text)
+    assert event == b"data: " + msgspec.json.encode(completion) + b"\n\n"
+    assert (b'"usage":null' in chat) == usage

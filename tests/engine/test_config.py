@@ -1,0 +1,99 @@
+"""The engine's command line: what is right is taken, what is wrong is told apart and explained."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.config import EngineConfig, build_parser, from_args
+
+MINIMAL = ["--model", "some/dir"]
+
+
+def test_defaults_of_the_parser_and_of_the_value_agree() -> None:
+    assert from_args(MINIMAL, {}) == EngineConfig(model="some/dir", served_model_name="dir")
+
+
+def test_every_option_has_help() -> None:
+    assert all(action.help for action in build_parser()._actions)
+
+
+def test_options() -> None:
+    config = from_args(
+        [
+            *MINIMAL,
+            "--served-model-name",
+            "m",
+            "--kv-cache-memory",
+            "1.5GiB",
+            "--no-prefix-cache",
+            "--port",
+            "0",
+        ],
+        {},
+    )
+    assert (config.served_model_name, config.kv_cache_memory) == ("m", 1536 * 2**20)
+    assert (config.prefix_cache, config.port) == (False, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("2MiB", 2 * 2**20), ("2M", 2 * 2**20), ("2MB", 2_000_000), ("4194304", 4194304), ("1g", 2**30)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert from_args([*MINIMAL, "--kv-cache-memory", text], {}).kv_cache_memory == size
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], "--model"),
+        ([*MINIMAL, "--port", "70000"], "a port from 0 to 65535"),
+        ([*MINIMAL, "--max-model-len", "1"], "a whole number from 2 up"),
+        ([*MINIMAL, "--max-num-seqs", "x"], "a whole number from 1 up"),
+        ([*MINIMAL, "--dtype", "int3"], "bfloat16"),
+        ([*MINIMAL, "--page-size", "63"], "64"),
+        ([*MINIMAL, "--kv-cache-memory", "lots"], "512MiB"),
+        ([*MINIMAL, "--kv-cache-memory", "1k"], "at least 1MiB"),
+        ([*MINIMAL, "--drain-timeout-s", "-1"], "seconds above 0"),
+        ([*MINIMAL, "--max-num-seqs", "512", "--max-step-tokens", "256"], "at least --max-num-seqs (512)"),
+    ],
+)
+def test_a_wrong_option_says_what_is_right(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        from_args(argv, {})
+    assert exit_.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_environment_comes_second() -> None:
+    env = {
+        "PENSTOCK_ENGINE_MODEL": "env/model",
+        "PENSTOCK_ENGINE_PORT": "9001",
+        "PENSTOCK_ENGINE_PREFIX_CACHE": "false",
+        "PENSTOCK_ENGINE_MAX_QUEUE_LEN": "7",
+    }
+    config = from_args(["--max-queue-len", "9"], env)
+    assert (config.model, config.port, config.prefix_cache, config.max_queue_len) == (
+        "env/model",
+        9001,
+        False,
+        9,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("PORT", "x", "a port from 0"),
+        ("DTYPE", "int3", "bfloat16"),
+        ("PREFIX_CACHE", "maybe", "true or false"),
+    ],
+)
+def test_a_wrong_environment_says_what_is_right(
+    name: str, value: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        from_args(MINIMAL, {f"PENSTOCK_ENGINE_{name}": value})
+    assert says in capsys.readouterr().err
