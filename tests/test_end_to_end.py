@@ -1,0 +1,439 @@
+"""What a stranger does: `penstock up`, then curl, the OpenAI SDK, `penstock chat`; and what an operator
+does: join the logs of both services by the request id.
+
+One pair of services on the demo model serves the whole module. Waits are for conditions, and bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.engine.demo.questions import ACCURACY_MIN, QUESTIONS, Question
+
+PENSTOCK = Path(sys.executable).with_name("penstock")
+PATIENCE_S = 60.0
+KEY = "My API Key"
+"""Any string will do, also one with spaces."""
+MODEL = "penstock-demo"
+ALIAS = "gpt-5.4"
+
+
+@dataclass
+class Up:
+    """`penstock up`, running."""
+
+    process: subprocess.Popen[str]
+    run_dir: Path
+    cache_dir: Path
+    printed: str
+
+    @property
+    def url(self) -> str:
+        found = re.search(r"Base URL\s+(\S+)", self.printed)
+        assert found is not None
+        return found[1]
+
+    @property
+    def engine_url(self) -> str:
+        found = re.search(r'replicas = \["([^"]+)"\]', (self.run_dir / "gateway.toml").read_text())
+        assert found is not None
+        return found[1]
+
+    def end(self) -> str:
+        """Wait until it has ended; what it printed since its start."""
+        printed, _ = self.process.communicate(timeout=PATIENCE_S)
+        return printed
+
+    def indented(self, start: str) -> str:
+        """The indented block that begins with `start`, as a reader would copy it."""
+        block = self.printed[self.printed.index(f"  {start}") :].split("\n\n")[0]
+        return "\n".join(line.removeprefix("  ") for line in block.splitlines())
+
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "XDG_CACHE_HOME": str(self.cache_dir), "NO_PROXY": "*"}
+
+    def completed(self, service: str, request_id: str) -> dict[str, Any]:
+        """The one completed line of a request, once it is written."""
+
+        def lines() -> list[dict[str, Any]]:
+            text = (self.run_dir / f"{service}.log").read_text()
+            parsed = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+            return [
+                line
+                for line in parsed
+                if line.get("event") == "request.completed" and line.get("request_id") == request_id
+            ]
+
+        until(lambda: bool(lines()))
+        [line] = lines()
+        return line
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition never came"
+        time.sleep(0.01)  # between two looks at another process; nothing depends on its length
+
+
+def start(directory: Path, *options: str) -> Up:
+    run_dir, cache_dir = directory / "run", directory / "cache"
+    up = Up(None, run_dir, cache_dir, "")  # type: ignore[arg-type]
+    argv = [str(PENSTOCK), "up", "--port", "0", "--api-key", KEY, "--log-dir", str(run_dir), *options]
+    up.process = subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=up.environment()
+    )
+    assert up.process.stdout is not None
+    for line in up.process.stdout:
+        up.printed += line
+        if line.startswith("In another terminal"):
+            return up
+    raise AssertionError(up.printed)
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    running = start(tmp_path_factory.mktemp("up"), "--alias", ALIAS)
+    yield running
+    running.process.send_signal(signal.SIGINT)
+    running.end()
+    assert running.process.returncode == 0
+
+
+@pytest.fixture
+def client(up: Up) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=up.url, api_key=KEY, max_retries=0, timeout=PATIENCE_S, _strict_response_validation=True
+    ) as sdk:
+        yield sdk
+
+
+def ask(text: str) -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+# -- the first minute -----------------------------------------------------------------------------
+
+
+def test_the_printed_curl_line_streams_a_readable_answer(up: Up) -> None:
+    done = subprocess.run(
+        ["bash", "-c", up.indented("curl")], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.stdout.endswith("data: [DONE]\n\n"), "the closing comment is for the gateway alone"
+    chunks = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("data: {")]
+    answer = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert len(chunks) > 5
+    assert "penstock" in answer.lower()
+    assert answer.endswith(".")
+
+
+def test_the_printed_sdk_snippet_runs(up: Up) -> None:
+    snippet = up.indented("from openai")
+    done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    assert "penstock" in done.stdout.lower()
+
+
+def test_chat_in_the_terminal_needs_no_options_beside_up(up: Up) -> None:
+    argv = [str(PENSTOCK), "chat", "-m", "What is the capital of France?"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE_S, env=up.environment())
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+
+
+def test_no_prompt_text_and_no_key_in_any_log(up: Up, client: openai.OpenAI) -> None:
+    client.chat.completions.create(model=MODEL, messages=ask("canary-7391 wants to know"), max_tokens=5)
+    client.completions.create(model=MODEL, prompt="canary-7391 again", max_tokens=5)
+    for log in up.run_dir.glob("*.log"):
+        text = log.read_text()
+        assert "canary-7391" not in text
+        assert KEY not in text
+    assert KEY not in (up.run_dir / "gateway.toml").read_text()
+
+
+# -- the demo model -------------------------------------------------------------------------------
+
+
+async def test_the_demo_model_answers_its_questions(up: Up) -> None:
+    async with openai.AsyncOpenAI(base_url=up.url, api_key=KEY, timeout=PATIENCE_S) as sdk:
+        together = asyncio.Semaphore(16)
+
+        async def answer(question: Question) -> str:
+            messages: Any = [{"role": role, "content": content} for role, content in question.messages]
+            async with together:
+                done = await sdk.chat.completions.create(model=MODEL, messages=messages)
+            assert done.choices[0].finish_reason == "stop", f"{question.text!r} found no end"
+            return done.choices[0].message.content or ""
+
+        answers = await asyncio.gather(*map(answer, QUESTIONS))
+    wrong = [(q.text, a) for q, a in zip(QUESTIONS, answers, strict=True) if not q.accepts(a)]
+    assert len(QUESTIONS) >= 50
+    assert 1 - len(wrong) / len(QUESTIONS) >= ACCURACY_MIN, wrong
+
+
+# -- the OpenAI SDK, its strict validation on ------------------------------------------------------
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    done = client.chat.completions.create(model=MODEL, messages=ask("What is the capital of Italy?"), seed=1)
+    assert "Rome" in (done.choices[0].message.content or "")
+    assert done.choices[0].finish_reason == "stop"
+    assert done.usage is not None
+    assert done.usage.total_tokens == done.usage.prompt_tokens + done.usage.completion_tokens
+    assert done._request_id
+
+
+def test_stream_with_usage(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model=MODEL, messages=ask("Tell me a story."), temperature=0)
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=ask("Tell me a story."),
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    *chunks, last = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    )
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["stop"]
+    assert all(chunk.usage is None for chunk in chunks)
+    assert last.choices == []
+    assert last.usage is not None
+    assert whole.usage is not None
+    assert last.usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_logprobs_choices_and_seed(client: openai.OpenAI) -> None:
+    def draw(n: int) -> Any:
+        return client.chat.completions.create(
+            model=MODEL,
+            messages=ask("Hello!"),
+            n=n,
+            seed=5,
+            temperature=1.5,
+            max_tokens=8,
+            logprobs=True,
+            top_logprobs=2,
+        )
+
+    three = draw(3)
+    assert [choice.index for choice in three.choices] == [0, 1, 2]
+    assert len({choice.message.content for choice in three.choices}) > 1
+    assert draw(1).choices[0].message.content == three.choices[0].message.content
+    for entry in three.choices[0].logprobs.content:
+        assert entry.logprob <= 0
+        assert len(entry.top_logprobs) == 2
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    done = client.completions.create(model=MODEL, prompt=["The capital", "A river"], max_tokens=4, echo=True)
+    assert [choice.index for choice in done.choices] == [0, 1]
+    assert done.choices[0].text.startswith("The capital")
+    ids = client.completions.create(model=MODEL, prompt=[[300, 301], [302]], max_tokens=4)
+    assert ids.usage is not None
+    assert ids.usage.prompt_tokens == 3
+    # the SDK's type for a chunk allows no null finish_reason, though OpenAI's own stream has it
+    lenient = client.copy(_strict_response_validation=False)
+    stream = lenient.completions.create(model=MODEL, prompt="The capital", max_tokens=4, stream=True)
+    *chunks, last = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks)
+    assert last.choices[0].finish_reason == "length"
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert {model.id for model in client.models.list()} == {MODEL, ALIAS}
+    assert client.models.retrieve(ALIAS).id == ALIAS
+    done = client.chat.completions.create(model=ALIAS, messages=ask("Hi"), max_tokens=2)
+    assert done.model in (ALIAS, MODEL)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "param"),
+    [
+        ({"model": "no-such-model"}, openai.NotFoundError, "model"),
+        ({"temperature": 2.1}, openai.BadRequestError, "temperature"),
+        ({"messages": []}, openai.BadRequestError, "messages"),
+        ({"max_tokens": 100_000}, openai.BadRequestError, "max_tokens"),
+        ({"messages": [{"role": "user", "content": "word " * 5000}]}, openai.BadRequestError, "messages"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tools"),
+    ],
+)
+def test_errors_raise_the_class_that_belongs_to_them(
+    client: openai.OpenAI, change: dict[str, Any], error: type[openai.APIStatusError], param: str
+) -> None:
+    arguments: dict[str, Any] = {"model": MODEL, "messages": ask("Hi"), "max_tokens": 2, **change}
+    with pytest.raises(error) as caught:
+        client.chat.completions.create(**arguments)
+    assert caught.value.param == param
+    assert caught.value.request_id
+
+
+def test_a_wrong_key_is_an_authentication_error(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.AuthenticationError) as caught:
+        client.with_options(api_key="another").models.list()
+    assert "another" not in str(caught.value)
+
+
+HOSTILE = {
+    "nothing": b"",
+    "not JSON": b"{",
+    "no object": b"[]",
+    "not UTF-8": b'{"model": "\xff"}',
+    "NaN": b'{"model": "m", "temperature": NaN}',
+    "a number of 10,000 digits": b'{"model": "m", "seed": ' + b"9" * 10_000 + b"}",
+    "a lone surrogate": rb'{"model": "m", "messages": [{"role": "user", "content": "\ud800"}]}',
+    "a lone surrogate where nobody looks": rb'{"model": "m", "zzz": "\ud800"}',
+    "100,000 brackets": b'{"model": "m", "zzz": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "100,000 brackets in tools": b'{"model": "m", "tools": [' + b"[" * 100_000 + b"]" * 100_000 + b"]}",
+    "our own extension": b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "penstock": {}}',
+}
+
+
+@pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE.keys())
+@pytest.mark.parametrize("path", ["/chat/completions", "/completions"])
+def test_hostile_bodies_get_a_clear_refusal(up: Up, path: str, body: bytes) -> None:
+    answer = httpx.post(
+        up.url + path, content=body, headers={"authorization": f"Bearer {KEY}"}, timeout=PATIENCE_S
+    )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
+    assert answer.headers["x-request-id"]
+    direct = httpx.post(f"{up.engine_url}/v1{path}", content=body, timeout=PATIENCE_S)
+    if "penstock" not in body.decode(errors="replace"):
+        assert direct.status_code == 400
+
+
+# -- the operator ---------------------------------------------------------------------------------
+
+
+def test_both_logs_join_by_the_request_id_and_agree(up: Up) -> None:
+    headers = {"authorization": f"Bearer {KEY}", "x-request-id": "sre-question.1"}
+    body = {"model": MODEL, "messages": ask("What is 2 + 3?"), "stream": True, "temperature": 0}
+    answer = httpx.post(f"{up.url}/chat/completions", json=body, headers=headers, timeout=PATIENCE_S)
+    assert answer.headers["x-request-id"] == "sre-question.1"
+    gateway, engine = (up.completed(service, "sre-question.1") for service in ("gateway", "engine"))
+    assert gateway["trace_id"] == engine["trace_id"]
+    assert gateway["status"] == engine["status"] == 200
+    for count in ("prompt_tokens", "completion_tokens", "cached_tokens"):
+        assert gateway[count] == engine[count]
+    assert gateway["settled_tokens"] == engine["prompt_tokens"] + engine["completion_tokens"]
+    stages = re.findall(r"([a-z-]+);dur=([\d.]+)", answer.headers["server-timing"])
+    assert {"auth", "validate", "tokenize", "quota", "connect", "wait"} <= {name for name, _ in stages}
+    for name in ("auth", "validate", "tokenize", "quota", "route", "connect", "wait", "relay", "settle"):
+        assert gateway[f"{name}_ms"] >= 0
+    for name in ("queue", "prefill", "decode"):
+        assert engine[f"{name}_ms"] >= 0
+    parts = sum(gateway.get(f"{name}_ms", 0.0) for name in GATEWAY_STAGES)
+    assert parts == pytest.approx(gateway["total_ms"], rel=0.02, abs=1.0), "every millisecond has an owner"
+
+
+GATEWAY_STAGES = frozenset(
+    (
+        *("edge", "auth", "body", "validate", "tenant", "tokenize", "quota"),
+        *("route", "connect", "wait", "relay", "settle"),
+    )
+)
+
+
+def gauges(url: str) -> dict[str, float]:
+    lines = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text.splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+
+def is_idle(up: Up) -> bool:
+    now = gauges(up.engine_url)
+    return (
+        now["penstock_engine_running_sequences"] == 0
+        and now["penstock_engine_queue_depth"] == 0
+        and now["penstock_engine_open_sequences"] == 0
+        and now['penstock_engine_kv_pages{state="owned"}'] == 0
+    )
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "unary"])
+@pytest.mark.parametrize("read", [0, 1, 20], ids=["before the answer", "at its start", "in its middle"])
+def test_a_client_that_leaves_is_not_worked_for(up: Up, stream: bool, read: int) -> None:
+    request_id = f"leaver-{stream}-{read}"
+    body = {
+        "model": MODEL,
+        "messages": ask("Go on."),
+        "stream": stream,
+        "ignore_eos": True,
+        "max_tokens": 1900,
+    }
+    headers = {"authorization": f"Bearer {KEY}", "x-request-id": request_id}
+    with httpx.Client(timeout=PATIENCE_S) as http:
+        request = http.build_request("POST", f"{up.url}/chat/completions", json=body, headers=headers)
+        if stream:
+            with http.stream(
+                request.method, request.url, content=request.content, headers=request.headers
+            ) as answer:
+                lines = answer.iter_lines()
+                for _ in range(2 * read):
+                    next(lines)
+        else:
+            leave_unary(up, request, running=read > 0)
+    gateway = up.completed("gateway", request_id)
+    assert gateway["status"] == 499
+    assert gateway["end_reason"] == "client_cancel"
+    until(lambda: is_idle(up))
+    if gateway["stage"] == "relay":
+        assert up.completed("engine", request_id)["end_reason"] == "client_gone"
+
+
+def leave_unary(up: Up, request: httpx.Request, *, running: bool) -> None:
+    """Send a request over a socket, wait until the engine runs it (or not), and hang up."""
+    import socket
+
+    with socket.create_connection((request.url.host, request.url.port or 80)) as connection:
+        head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
+        connection.sendall(f"POST {request.url.path} HTTP/1.1\r\n{head}\r\n".encode() + request.content)
+        if running:
+            until(lambda: gauges(up.engine_url)["penstock_engine_running_sequences"] == 1)
+
+
+def test_the_core_killed_in_the_middle_of_a_stream(tmp_path: Path) -> None:
+    """Its client gets an error event at once, and `penstock up` says what died and ends."""
+    up = start(tmp_path)
+    body = {"model": MODEL, "messages": ask("Go on."), "stream": True, "ignore_eos": True, "max_tokens": 1900}
+    with httpx.stream(
+        "POST",
+        f"{up.url}/chat/completions",
+        json=body,
+        headers={"authorization": f"Bearer {KEY}"},
+        timeout=httpx.Timeout(PATIENCE_S, read=1.0),  # an error within a second, or this raises
+    ) as answer:
+        assert answer.status_code == 200, answer.read()
+        lines = answer.iter_lines()
+        for _ in range(10):
+            next(lines)
+        os.kill(core_pid(up), signal.SIGKILL)
+        rest = "\n".join(lines)
+    assert json.loads(rest.rsplit("data: ", 1)[1])["error"]["code"] == "engine_failed"
+    assert "[DONE]" not in rest
+    assert "SIGKILL" in up.end()
+    assert up.process.returncode == 1
+
+
+def core_pid(up: Up) -> int:
+    for line in (up.run_dir / "engine.log").read_text().splitlines():
+        if '"core.started"' in line:
+            return int(json.loads(line)["pid"])
+    raise AssertionError("the engine has not said where its core is")
