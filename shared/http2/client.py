@@ -19,6 +19,8 @@ Promises.
   server that does not speak HTTP/2 is a ConnectError which says so.
 - Of httpx's timeouts, `connect` bounds making the connection, `pool` waiting for a free stream, `read` each
   wait for headers or data, `write` each piece of the request's body.
+- The extension `trace` is told `http2.send_request_headers.started`, as by httpcore, once there is a
+  connection with room: whatever fails before was not dispatched.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from shared.clock import SYSTEM_CLOCK, Clock
 from shared.http2.connection import ConnectionConfig, Phase
 from shared.http2.endpoint import Endpoint, WatchConfig
 from shared.http2.errors import ConnectionLost, Http2Error, StreamFailed, StreamRefused
-from shared.http2.headers import BadHeader, fields
+from shared.http2.headers import BadHeader, bounded, fields
 from shared.http2.pool import OriginPool
 from shared.http2.stream import HeaderList, Stream
 
@@ -160,7 +162,7 @@ class Http2Transport(httpx.AsyncBaseTransport):
             raise httpx.LocalProtocolError(str(error)) from error
         for attempts_left in reversed(range(ATTEMPTS_MAX)):
             try:
-                return await self._attempt(request.url, head, upload, timeouts)
+                return await self._attempt(request, head, upload)
             except StreamRefused as error:
                 if not attempts_left or not upload.whole:
                     raise _mapped(error) from error
@@ -168,10 +170,10 @@ class Http2Transport(httpx.AsyncBaseTransport):
                 raise upload.error or _mapped(error) from error
         raise AssertionError("the last attempt returns or raises")
 
-    async def _attempt(
-        self, url: httpx.URL, head: HeaderList, upload: _Upload, timeouts: Timeouts
-    ) -> httpx.Response:
-        stream = await self._pool(url).open(
+    async def _attempt(self, request: httpx.Request, head: HeaderList, upload: _Upload) -> httpx.Response:
+        timeouts: Timeouts = request.extensions.get("timeout", {})
+        trace = request.extensions.get("trace")
+        stream = await self._pool(request.url).open(
             head,
             end=upload.empty,
             connect_timeout_s=timeouts.get("connect"),
@@ -179,6 +181,8 @@ class Http2Transport(httpx.AsyncBaseTransport):
         )
         read_timeout_s = timeouts.get("read")
         try:
+            if trace is not None:
+                await trace("http2.send_request_headers.started", {})
             if not upload.empty:
                 upload.start(stream)
             async with asyncio.timeout(read_timeout_s):
@@ -205,6 +209,8 @@ class Http2Transport(httpx.AsyncBaseTransport):
         origin = (url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80))
         pool = self._pools.get(origin)
         if pool is None:
+            if len(self._pools) >= ORIGINS_MAX:
+                self._pools = {origin: pool for origin, pool in self._pools.items() if pool.used}
             if len(self._pools) >= ORIGINS_MAX:
                 raise httpx.PoolTimeout("too many origins")
 
@@ -254,13 +260,15 @@ def _check_alpn(transport: asyncio.BaseTransport) -> None:
 def _request_head(request: httpx.Request) -> HeaderList:
     url = request.url
     authority = request.headers.get("host") or url.netloc.decode("ascii")
-    return [
-        (b":method", request.method.encode("ascii")),
-        (b":scheme", url.raw_scheme),
-        (b":authority", authority.encode("ascii")),
-        (b":path", url.raw_path),
-        *fields(request.headers.raw),
-    ]
+    return bounded(
+        [
+            (b":method", request.method.encode("ascii")),
+            (b":scheme", url.raw_scheme),
+            (b":authority", authority.encode("ascii")),
+            (b":path", url.raw_path),
+            *fields(request.headers.raw),
+        ]
+    )
 
 
 class _Upload:

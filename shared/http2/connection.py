@@ -28,7 +28,6 @@ a stream's unread bytes never exceed its window.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,10 +35,7 @@ from enum import Enum
 from typing import Any, Final, Protocol
 
 import h2.events as events
-from h2.config import H2Configuration
-from h2.connection import H2Connection
 from h2.exceptions import ProtocolError
-from h2.settings import SettingCodes, Settings
 
 from shared.http2 import frames, limits
 from shared.http2.errors import (
@@ -52,9 +48,8 @@ from shared.http2.errors import (
 )
 from shared.http2.fastpath import FastPath
 from shared.http2.plainpath import PlainPath
+from shared.http2.state import ProtocolState
 from shared.http2.stream import HeaderList, Stream
-
-logging.getLogger("hpack").setLevel(logging.INFO)  # at DEBUG it logs every header's value, secrets too
 
 DRAIN_PING: Final = b"draining"
 ENDS: Final = frames.END_STREAM | frames.END_HEADERS
@@ -128,37 +123,14 @@ class Connection:
             frames.PRIORITY: limits.Budget("PRIORITYs", limits.PRIORITIES, now),
         }
         self._empty_frames = limits.Budget("empty frames", limits.EMPTY_FRAMES, now)
-        self.h2 = self._greet()
-        self.path = FastPath(self) if config.fast else PlainPath(self)
-
-    def _greet(self) -> H2Connection:
-        """`h2` is told twice our streams_max, so that it lets us refuse the surplus stream by stream, where
-        it would end the connection."""
-        config = self.config
-        told = {
-            SettingCodes.ENABLE_PUSH: 0,
-            SettingCodes.INITIAL_WINDOW_SIZE: config.stream_window_len,
-            SettingCodes.MAX_FRAME_SIZE: limits.FRAME_LEN_MAX,
-            SettingCodes.MAX_CONCURRENT_STREAMS: config.streams_max,
-            SettingCodes.MAX_HEADER_LIST_SIZE: limits.HEADER_LIST_LEN_MAX,
-        }
-        core = H2Connection(
-            H2Configuration(client_side=self.client, header_encoding=None, validate_outbound_headers=False)
+        self.h2 = ProtocolState(
+            client=client,
+            stream_window_len=config.stream_window_len,
+            connection_window_len=config.connection_window_len,
+            streams_max=config.streams_max,
         )
-        kept = {**told, SettingCodes.MAX_CONCURRENT_STREAMS: 2 * config.streams_max}
-        core.local_settings = Settings(client=self.client, initial_values=kept)
-        core.decoder.max_header_list_size = limits.HEADER_LIST_LEN_MAX
-        core.initiate_connection()
-        core.clear_outbound_data_buffer()
-        if self.client:
-            self._out += frames.PREFACE
-        else:
-            core.receive_data(frames.PREFACE)  # the splitter checks the real one
-        self._out += frames.settings({int(code): value for code, value in told.items()})
-        if surplus := config.connection_window_len - limits.INITIAL_WINDOW_LEN:
-            core.increment_flow_control_window(surplus)
-            self._out += core.data_to_send()
-        return core
+        self._out += self.h2.greeting
+        self.path = FastPath(self) if config.fast else PlainPath(self)
 
     # -- what the owner asks ------------------------------------------------------------------
 
@@ -236,6 +208,12 @@ class Connection:
         if end:
             stream.sent_all = True
             self._close_if_done(stream)
+
+    def inform(self, stream: Stream, status: bytes) -> None:
+        """A server's: an interim response (1xx)."""
+        if stream.error is None:
+            self.h2.send_headers(stream.id, [(b":status", status)])
+            self.collect()
 
     def ping(self, data: bytes) -> None:
         self.h2.ping(data)
@@ -460,6 +438,7 @@ class Connection:
 
     def _close_if_done(self, stream: Stream) -> None:
         if stream.received_all and stream.sent_all and self.streams.pop(stream.id, None) is not None:
+            self.h2.forget(stream.id)
             self._owner.stream_closed(stream)
 
     def _abandon(self, stream: Stream, error: StreamFailed) -> None:
@@ -467,6 +446,7 @@ class Connection:
         if len(self._abandoned) > limits.ABANDONED_MAX:
             del self._abandoned[next(iter(self._abandoned))]
         del self.streams[stream.id]
+        self.h2.forget(stream.id)
         stream.fail(error)
         self._owner.stream_closed(stream)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from shared.http2.errors import Http2Error
+from shared.http2.limits import SENT_HEADER_LIST_LEN_MAX
 from shared.http2.stream import HeaderList
 
 CONNECTION_SPECIFIC: Final = frozenset(
@@ -38,6 +39,13 @@ def fields(pairs: Iterable[tuple[bytes, bytes]]) -> HeaderList:
             raise BadHeader(f"header {raw_name!r} cannot be sent")
         result.append((name, value))
     return result
+
+
+def bounded(head: HeaderList) -> HeaderList:
+    """As it is, unless it is so large that the peer might end the connection for it. Raises BadHeader."""
+    if sum(len(name) + len(value) + 32 for name, value in head) > SENT_HEADER_LIST_LEN_MAX:
+        raise BadHeader(f"the headers are larger than {SENT_HEADER_LIST_LEN_MAX} bytes")
+    return head
 
 
 class Headers(Mapping[str, str]):

@@ -21,6 +21,7 @@ MIB: Final = 1024 * KIB
 
 FRAME_LEN_MAX: Final = 16 * KIB
 HEADER_LIST_LEN_MAX: Final = 64 * KIB
+SENT_HEADER_LIST_LEN_MAX: Final = 16 * KIB
 CONTINUATION_COUNT_MAX: Final = 16
 STREAM_WINDOW_LEN: Final = 64 * KIB
 CONNECTION_WINDOW_LEN: Final = 16 * MIB
@@ -36,6 +37,7 @@ ABANDONED_MAX: Final = 4 * STREAMS_MAX  # closed by a reset; frames for them may
 assert FRAME_LEN_MAX <= STREAM_WINDOW_LEN <= CONNECTION_WINDOW_LEN <= WINDOW_LEN_MAX
 assert STREAM_WINDOW_LEN >= INITIAL_WINDOW_LEN, "a peer may use the initial window before it knows ours"
 assert (CONTINUATION_COUNT_MAX + 1) * FRAME_LEN_MAX >= HEADER_LIST_LEN_MAX
+assert SENT_HEADER_LIST_LEN_MAX * 30 // 8 <= HEADER_LIST_LEN_MAX, "Huffman codes have up to 30 bits a byte"
 assert OUT_LEN_SOFT + FRAME_LEN_MAX < OUT_LEN_MAX
 
 

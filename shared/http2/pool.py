@@ -52,8 +52,8 @@ class OriginPool:
         return len(self._waiting)
 
     @property
-    def connecting(self) -> bool:
-        return self._connecting is not None
+    def used(self) -> bool:
+        return bool(self.endpoints or self._waiting or self._connecting)
 
     async def open(
         self, head: HeaderList, *, end: bool, connect_timeout_s: float | None, pool_timeout_s: float | None

@@ -20,10 +20,10 @@ from urllib.parse import unquote
 
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import BodyTimeout, BodyTooLarge, InvalidRequest
-from shared.http2.connection import ConnectionConfig, Phase
+from shared.http2.connection import Connection, ConnectionConfig, Phase
 from shared.http2.endpoint import WATCH, Endpoint, WatchConfig
 from shared.http2.errors import ClientGone, ConnectionLost, ErrorCode, StreamFailed
-from shared.http2.headers import Headers, fields
+from shared.http2.headers import Headers, bounded, fields
 from shared.http2.stream import HeaderList, Stream
 
 log = logging.getLogger(__name__)
@@ -34,9 +34,9 @@ NO_BODY_STATUSES: Final = frozenset([204, 304])
 class ServerRequest:
     """A request whose header list came; its body may still be on its way."""
 
-    __slots__ = ("_stream", "authority", "headers", "method", "path", "query", "scheme")
+    __slots__ = ("_connection", "_stream", "authority", "headers", "method", "path", "query", "scheme")
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, connection: Connection, stream: Stream) -> None:
         assert stream.head is not None
         pseudo = {name: value.decode("latin-1") for name, value in stream.head if name[:1] == b":"}
         path, _, self.query = pseudo.get(b":path", "").partition("?")
@@ -45,6 +45,7 @@ class ServerRequest:
         self.authority = pseudo.get(b":authority", "")
         self.path = unquote(path)
         self.headers: Mapping[str, str] = Headers(stream.head)
+        self._connection = connection
         self._stream = stream
 
     async def body(self, *, len_max: int, deadline_s: float) -> bytes:
@@ -55,6 +56,8 @@ class ServerRequest:
             raise BodyTooLarge(f"The request body is larger than {len_max} bytes.")
         try:
             async with asyncio.timeout(deadline_s):
+                if self.headers.get("expect", "").lower() == "100-continue":
+                    self._connection.inform(self._stream, b"100")
                 return await self._read(len_max)
         except TimeoutError:
             raise BodyTimeout(f"The request body did not arrive within {deadline_s:g} s.") from None
@@ -73,11 +76,11 @@ class ServerRequest:
 class ServerResponder:
     """One answer: `send`, or `start_stream`, `write`..., `finish`. ClientGone when nobody will read it."""
 
-    __slots__ = ("_endpoint", "_head_only", "_stream", "started")
+    __slots__ = ("_connection", "_head_only", "_stream", "started")
 
-    def __init__(self, endpoint: Endpoint, stream: Stream, *, head_only: bool) -> None:
+    def __init__(self, connection: Connection, stream: Stream, *, head_only: bool) -> None:
         self.started = False
-        self._endpoint = endpoint
+        self._connection = connection
         self._stream = stream
         self._head_only = head_only
 
@@ -113,7 +116,7 @@ class ServerResponder:
     def _respond(self, head: HeaderList, *, end: bool) -> None:
         assert not self.started, "one answer for one request"
         try:
-            self._endpoint.connection.respond(self._stream, head, end=end)
+            self._connection.respond(self._stream, head, end=end)
         except StreamFailed as error:
             raise ClientGone from error
         self.started = True
@@ -122,7 +125,7 @@ class ServerResponder:
 def _response_head(status: int, headers: Mapping[str, str]) -> HeaderList:
     assert 200 <= status <= 599
     pairs = ((name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items())
-    return [(b":status", b"%d" % status), *fields(pairs)]
+    return bounded([(b":status", b"%d" % status), *fields(pairs)])
 
 
 class Handler(Protocol):
@@ -177,8 +180,8 @@ class ServerEndpoint(Endpoint):
 
     async def _handle(self, stream: Stream) -> None:
         """Runs the handler, and leaves the stream ended, whatever the handler did."""
-        request = ServerRequest(stream)
-        responder = ServerResponder(self, stream, head_only=request.method == "HEAD")
+        request = ServerRequest(self.connection, stream)
+        responder = ServerResponder(self.connection, stream, head_only=request.method == "HEAD")
         code = ErrorCode.INTERNAL_ERROR
         try:
             await self._server.handler(request, responder)
