@@ -25,7 +25,7 @@ def by_rank(waiting: Iterable[Sequence], now: float) -> list[Sequence]:
 
 
 def chunk_len(pending_len: int, budget_left: int) -> int:
-    """Tokens of one sequence to compute in this step."""
+    """Tokens of one sequence to compute in this step: at least one, while any budget is left."""
     return min(pending_len, budget_left)
 
 

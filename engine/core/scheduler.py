@@ -22,7 +22,8 @@ C. A sequence that was preempted `preemptions_max` times is *protected*: from it
    nobody is admitted unless all who run, itself included, can grow to their ends. So nobody is
    preempted while it runs, and no sequence is preempted more than `preemptions_max` times.
 D. A sequence waits, and others pass it, while another computes the very page that it lacks next:
-   the `n` children of one request compute their prompt once.
+   the `n` children of one request compute their prompt once. (`PASSED_MAX` of them end the
+   admissions, so that planning stays cheap.)
 
 Why it never stops. A sequence whose longest form would not fit into the whole pool is rejected at
 the door. When nobody runs, every page is available, no watermark applies, and so the first in rank
@@ -42,6 +43,7 @@ import math
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Final
 
 from engine.core import policy
 from engine.core.block_manager import TOKENS, BlockManager, PageChain, pages_for
@@ -62,6 +64,9 @@ from engine.core.messages import (
 )
 from engine.core.sequence import Phase, Sequence, Status
 
+PASSED_MAX: Final = 16
+"""Sequences that one plan passes over by rule D."""
+
 
 @dataclass(slots=True)
 class _Batch:
@@ -71,6 +76,8 @@ class _Batch:
     seated: list[SlotStart] = field(default_factory=list)
     grown: dict[int, list[int]] = field(default_factory=dict)
     rows: list[Sequence] = field(default_factory=list)
+    chunks: list[Sequence] = field(default_factory=list)
+    """Those of the rows that compute more than one token."""
     slots: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
@@ -81,6 +88,8 @@ class _Batch:
         assert 1 <= length <= self.budget_left
         self.budget_left -= length
         self.rows.append(sequence)
+        if length > 1:
+            self.chunks.append(sequence)
         self.slots.append(slot)
         self.positions.append(sequence.computed_len)
         self.lengths.append(length)
@@ -236,16 +245,18 @@ class Scheduler:
                 batch.add(slot, sequence, length)
 
     def _admit(self, batch: _Batch, now: float) -> None:
-        if not (self._slots_free and batch.budget_left):
-            return
+        if not self._slots_free:
+            return  # before the queue is ranked for nothing
+        passed = 0
         for sequence in policy.by_rank([*self._preempted.values(), *self._waiting.values()], now):
+            if not (self._slots_free and batch.budget_left) or passed == PASSED_MAX:
+                return
             hits = self._match(sequence)
             if self._is_coming(sequence, len(hits), batch):
-                continue
-            if not self._fits(sequence, hits):
-                return
-            self._seat(sequence, hits, batch, now)
-            if not (self._slots_free and batch.budget_left):
+                passed += 1
+            elif self._fits(sequence, hits):
+                self._seat(sequence, hits, batch, now)
+            else:
                 return
 
     def _match(self, sequence: Sequence) -> list[int]:
@@ -257,14 +268,11 @@ class Scheduler:
         return self._pages.match(identities[:pages_len])
 
     def _is_coming(self, sequence: Sequence, hits_len: int, batch: _Batch) -> bool:
-        """Whether a row of this very plan works towards the next page that `sequence` lacks (rule D)."""
+        """Whether a chunk of this very plan works towards the next page that `sequence` lacks (rule D)."""
         if hits_len == sequence.reusable_len // self._runner.page_size or not self._config.prefix_cache:
             return False
         lacking = sequence.chain.identities[hits_len]
-        return any(
-            length > 1 and lacking in other.chain.identities[hits_len : hits_len + 1]
-            for other, length in zip(batch.rows, batch.lengths, strict=True)
-        )
+        return any(lacking in other.chain.identities[hits_len : hits_len + 1] for other in batch.chunks)
 
     def _fits(self, sequence: Sequence, hits: list[int]) -> bool:
         """Whether its known tokens fit now, and leave what those who run may need to grow."""

@@ -7,7 +7,7 @@ import pytest
 from engine.core import policy
 from engine.core.config import SchedulerConfig
 from engine.core.messages import FinishReason, RunResult
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import PASSED_MAX, Scheduler
 from tests.engine.core.harness import STEP_S, Harness, greedy
 from tests.fake_runner import NUMERIC_SEEDS, runner_info, solo
 
@@ -263,6 +263,19 @@ def test_those_who_wait_for_a_common_page_are_passed_by_others() -> None:
     assert h.started.keys() == {1, 3}
     h.step()
     assert h.started.keys() == {1, 2, 3}
+
+
+def test_a_plan_looks_at_a_bounded_number_of_those_who_wait_for_a_common_page() -> None:
+    h = Harness(slots=20, step_tokens_max=40)
+    for handle in range(1, PASSED_MAX + 2):
+        h.add(handle, [7] * 33, greedy(2, seed=handle))
+    h.add(100, [8], greedy(2))
+    h.step()
+    assert h.started.keys() == {1}
+    h.step()
+    assert len(h.started) == PASSED_MAX + 2
+    h.run()
+    h.assert_all_as_solo()
 
 
 def test_nobody_waits_for_a_page_whose_computer_was_aborted() -> None:
