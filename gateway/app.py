@@ -21,9 +21,10 @@ from aiohttp.web_protocol import RequestHandler
 from gateway.admission.memory_store import LEASE_TTL_MS, MemoryStore
 from gateway.admission.quota import QuotaStore
 from gateway.admission.tokens import TokenCounter
+from gateway.admission.validate import warm
 from gateway.config import GatewayConfig, TlsConfig
 from gateway.directory import DirectoryReader
-from gateway.edge import Edge, error_response, probe_answer
+from gateway.edge import PIPELINE, Edge, error_response, probe_answer
 from gateway.engines import fetch_profile
 from gateway.live import LiveRequests
 from gateway.pipeline import Pipeline
@@ -89,6 +90,7 @@ class Gateway:
 
     async def __aenter__(self) -> Gateway:
         listen, admin = self.config.listen, self.config.admin
+        warm(PIPELINE.values())
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._upstream.aclose)
             stack.callback(self.tokens.close)

@@ -107,7 +107,7 @@ class Edge:
         try:
             return await self._answer(exchange)
         except (ClientGone, asyncio.CancelledError) as error:
-            exchange.record.client_left()
+            _client_left(exchange)
             if isinstance(error, ClientGone):
                 raise ConnectionResetError("the client left") from None
             raise
@@ -135,6 +135,7 @@ class Edge:
             exchange.record.status = exchange.client.response.status
             return exchange.client.response
         principal = self._pipeline.authenticate(exchange)
+        exchange.enter("answer")
         if path in PIPELINE:
             raise MethodNotAllowed(f"{path} takes POST, not {method[:16]}.")
         if path == MODELS or path.startswith(f"{MODELS}/"):
@@ -227,6 +228,14 @@ class Edge:
         response = error_response(error, {REQUEST_ID_HEADER: record.request_id})
         response.force_close()
         return response
+
+
+def _client_left(exchange: Exchange) -> None:
+    response = exchange.client.response
+    if response is not None and exchange.progress.delivered:
+        exchange.record.status = response.status  # it had all that it came for
+    else:
+        exchange.record.client_left()
 
 
 def _endpoint(path: str) -> str:

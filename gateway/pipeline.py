@@ -152,8 +152,11 @@ class Pipeline:
             yield tokens
         finally:
             exchange.settling()
-            used = used_tokens(exchange.progress, count.prompt_tokens, exchange.record.reserved)
-            exchange.record.settlement(await shielded(self._quotas.settle(exchange.reservation, used)))
+            await shielded(self._settle(exchange, count.prompt_tokens))
+
+    async def _settle(self, exchange: Exchange, prompt_tokens: int) -> None:
+        used = used_tokens(exchange.progress, prompt_tokens, exchange.record.reserved)
+        exchange.record.settlement(await self._quotas.settle(exchange.reservation, used))
 
     @asynccontextmanager
     async def _dispatched(

@@ -17,6 +17,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
@@ -25,7 +26,7 @@ from gateway.config import ModelConfig
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import ApiError, ContextLengthExceeded
-from shared.openai import ChatRequest, CompletionRequest, PromptExtension
+from shared.openai import ChatMessage, ChatRequest, CompletionRequest, PromptExtension
 from shared.tokenizer import Tokenizer, TokenizerBundle, TokenizerThreads, UnusableTokenizer
 
 INLINE_LEN_MAX: Final = 1024
@@ -33,7 +34,7 @@ INLINE_LEN_MAX: Final = 1024
 ESTIMATE_BYTES: Final = 3
 ESTIMATE_MESSAGE_TOKENS: Final = 8
 RETRY_S_MIN: Final = 0.5
-RETRY_S_MAX: Final = 15.0
+RETRY_S_MAX: Final = 5.0
 QUOTA_SHARE_MAX: Final = 4
 """A request that states no maximum reserves at most this fraction (one quarter) of the tightest
 tokens-per-minute limit for its completion, so that small limits still let it through."""
@@ -50,6 +51,11 @@ class EngineProfile:
     bundle: TokenizerBundle | None
     max_model_len: int | None
     created: int | None
+
+    @property
+    def is_whole(self) -> bool:
+        """An engine of ours that is still loading knows its tokenizer, and not yet its length."""
+        return self.bundle is None or self.max_model_len is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,15 +176,15 @@ class TokenCounter:
         while True:
             known.stale.clear()
             try:
-                await self._adopt(name, await self._fetch(self._models[name]))
+                profile = await self._fetch(self._models[name])
+                await self._adopt(name, profile)
+                if profile.is_whole:
+                    retry_s = RETRY_S_MIN
+                    await known.stale.wait()
             except ApiError as error:
                 log.warning("tokenizer.unavailable", model=name, error=error.code, detail=error.detail)
-                await self._clock.sleep(retry_s)
-                retry_s = min(RETRY_S_MAX, 2 * retry_s)
-                continue
-            retry_s = RETRY_S_MIN
-            await known.stale.wait()
-            await self._clock.sleep(RETRY_S_MIN)  # replicas that differ must not make this spin
+            await self._clock.sleep(retry_s)  # also when replicas differ, so that this does not spin
+            retry_s = min(RETRY_S_MAX, 2 * retry_s)
 
     async def _adopt(self, name: str, profile: EngineProfile) -> None:
         known = self._known[name]
@@ -191,7 +197,7 @@ class TokenCounter:
 
     async def _load(self, name: str, known: _Known, bundle: TokenizerBundle) -> None:
         try:
-            tokenizer = await asyncio.to_thread(Tokenizer, bundle)  # a large one takes a second
+            tokenizer = await asyncio.to_thread(_warm, bundle)  # a large one takes a second
         except UnusableTokenizer as error:
             log.error("tokenizer.unusable", model=name, error=str(error))
             return
@@ -199,6 +205,14 @@ class TokenCounter:
             # the old one's threads end by themselves, when its last requests are counted
             known.threads = TokenizerThreads(tokenizer, self._threads)
             log.info("tokenizer.loaded", model=name, hash=tokenizer.hash)
+
+
+def _warm(bundle: TokenizerBundle) -> Tokenizer:
+    """So that the first request is counted as fast as the second."""
+    tokenizer = Tokenizer(bundle)
+    with contextlib.suppress(ApiError):  # a model without a chat template
+        tokenizer.prompt_ids(ChatRequest(model="", messages=[ChatMessage("user", "Hello.")]))
+    return tokenizer
 
 
 def _named_maximum(request: PromptRequest) -> int | None:

@@ -48,14 +48,25 @@ class Progress:
     events: int = 0
     """Events passed on: about the tokens that the client got."""
     body_len: int = 0
-    closing: Closing | None = None
+    header_closing: Closing | None = None
     complete: bool = False
+    """All bytes are on their way to the client."""
     dispatched: bool = False
     """A replica was sent the request, or part of it."""
     refused: bool = False
     """The engine said no before its first token: nothing was computed."""
     broken: bool = False
     """The engine ended its stream with an error event of its own, which was passed on."""
+
+    @property
+    def closing(self) -> Closing | None:
+        """What the engine reported at the end, as far as it was read."""
+        return self.header_closing or self.scanner.closing
+
+    @property
+    def delivered(self) -> bool:
+        """Whether a client that leaves now leaves with everything: SDKs hang up at `[DONE]`."""
+        return self.complete or self.scanner.saw_done
 
 
 class Client:
@@ -141,6 +152,7 @@ class Relay:
             raise await answer.error()
         await (self._stream(answer) if answer.is_stream else self._unary(answer))
         self.progress.complete = True
+        await self.client.finish()
 
     async def _stream(self, answer: Answer) -> None:
         scanner = self.progress.scanner
@@ -155,11 +167,9 @@ class Relay:
             forward = scanner.feed(chunk)
         if rest := scanner.finish():
             await self._write(rest)
-        self.progress.closing = scanner.closing
         self.progress.broken = not scanner.saw_done
         if scanner.closing is None and not scanner.saw_done:
             raise UpstreamFailed("The engine's answer broke off.", detail="no [DONE], no closing comment")
-        await self.client.finish()
 
     async def _first_event(self, answer: Answer) -> bytes:
         """Everything up to and with the first event, still under the first-token deadline."""
@@ -168,7 +178,6 @@ class Relay:
             chunk = await answer.read()
             head += self.progress.scanner.feed(chunk)
             if not chunk or len(head) > HEAD_LEN_MAX:
-                self.progress.closing = self.progress.scanner.closing
                 raise UpstreamFailed("The engine's answer broke off.", detail="it ended before an event")
         if head.startswith(_ERROR):
             self.progress.refused = True
@@ -185,11 +194,10 @@ class Relay:
         while chunk:
             await self._write(chunk)
             chunk = await self._read(answer)
-        await self.client.finish()
 
     def _take_closing(self, answer: Answer) -> None:
         closing = answer.headers.get(CLOSING_HEADER)
-        self.progress.closing = parse_closing(closing) if closing else None
+        self.progress.header_closing = parse_closing(closing) if closing else None
 
     async def _begin(self, answer: Answer, headers: Mapping[str, str]) -> None:
         content_type = answer.headers.get("content-type", "application/json")

@@ -272,3 +272,44 @@ async def test_delete_reaches_exactly_ones_own(streaming: tuple[House, Any]) -> 
         async with house.client.delete(f"{house.url}/v1/requests/{request_id}", headers=headers) as answer:
             assert (await answer.json())["aborted"] == 0
     assert len(house.gateway.live) == 1
+
+
+# -- who leaves with everything has not cancelled -------------------------------------------------
+
+
+@pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "unary"])
+async def test_a_client_that_hangs_up_at_the_end_is_served(house: House, is_stream: bool) -> None:
+    house.engine.script = stream(chunk("a")) if is_stream else unary()
+    for _ in range(20):
+        client = await RawClient.of(house)
+        client.post(body(stream=is_stream))
+        await client.reader.readuntil(b"[DONE]\n\n" if is_stream else b'"fp"}')
+        client.leave()
+    lines = await house.lines(20)
+    assert {(line["status"], line["end_reason"], line["settled_tokens"]) for line in lines} == {
+        (200, "ok", 13)
+    }
+    await house.at_rest()
+
+
+async def test_a_client_that_leaves_while_it_settles_is_settled(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house.engine.script = unary()
+    settling, go_on, settle = asyncio.Event(), asyncio.Event(), house.store.settle
+
+    async def slowly(reservation: ReservationId, tokens: int) -> Any:
+        settling.set()
+        await go_on.wait()
+        return await settle(reservation, tokens)
+
+    monkeypatch.setattr(house.store, "settle", slowly)
+    client = await RawClient.of(house)
+    client.post(body())
+    await settling.wait()
+    client.leave()
+    await asyncio.sleep(0)
+    go_on.set()
+    line = await house.line()
+    assert (line["status"], line["end_reason"], line["settled_tokens"]) == (200, "ok", 13)
+    await house.at_rest()
