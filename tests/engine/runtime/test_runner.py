@@ -152,9 +152,7 @@ def test_numeric_failure_ends_its_row_alone(runner: ModelRunner) -> None:
 
 def test_penalties_follow_the_output_through_preemption(runner: ModelRunner) -> None:
     """What counts as output is told by prompt_len, not by when it was computed."""
-    params = SamplingParams(
-        seed=5, max_tokens=30, frequency_penalty=1.5, repetition_penalty=1.2, temperature=0.0
-    )
+    params = SamplingParams(seed=5, max_tokens=30, frequency_penalty=1.5, temperature=0.0)
     driver = Driver(runner)
     straight, broken = driver.seat(0, [3, 4, 5], params), driver.seat(1, [3, 4, 5], params)
     driver.finish([0], 30)

@@ -260,6 +260,15 @@ def test_inverse_cdf_at_its_ends_and_over_gaps(n: int) -> None:
     assert inverse_cdf(weights, below_one).tolist() == [n // 2]
 
 
+def test_inverse_cdf_stays_inside_when_two_ways_of_adding_differ() -> None:
+    """Added one by one, the small weights vanish beside the large one; as a block's sum they do not."""
+    weights = torch.full((1, 700), 1e-17)
+    weights[0, 0] = 1.0
+    weights[0, 500:] = 0.0
+    below_one = torch.tensor([1 - 2.0**-53], dtype=torch.float64)
+    assert 0 <= int(inverse_cdf(weights, below_one)) < 500
+
+
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=1300).filter(any), st.integers(0, 2**53 - 1))
 @settings(max_examples=60, deadline=None)
 def test_inverse_cdf_is_exact_where_sums_are(weights: list[int], numerator: int) -> None:
