@@ -33,6 +33,7 @@ from engine.core.messages import (
     CoreProgress,
     CoreReady,
     CoreStats,
+    Finished,
     SamplingParams,
     StepOutput,
     StopCore,
@@ -183,6 +184,11 @@ class CoreClient:
             if not receiver.done():
                 await asyncio.wait({receiver}, timeout=LAST_WORDS_S)
             self._fail(receiver.result() if receiver.done() else watcher.result())
+        except (
+            Exception
+        ) as error:  # a bug of ours: nobody routes outputs any more, so nobody may wait for one
+            log.exception("core.receive_failed")
+            self._fail(f"the core's outputs could not be routed: {type(error).__name__}")
         finally:
             receiver.cancel()
             watcher.cancel()
@@ -247,8 +253,8 @@ class CoreClient:
                 stopped.append(handle)
         ended = {finished.handle for finished in step.finished}
         for finished in step.finished:
-            if finished.handle in live and finished.handle not in stopped:
-                live[finished.handle].on_finished(finished)
+            if (output := live.get(finished.handle)) is not None and finished.handle not in stopped:
+                self._end(output, finished)
             self._forget(finished.handle)
         self.release(handle for handle in stopped if handle not in ended)
         self._metrics.on_step(step)
@@ -258,6 +264,16 @@ class CoreClient:
         try:
             return output.on_token(token, logprobs, now)
         except Exception as error:
-            log.exception("output.failed")
-            output.output.fail(InternalError("The answer could not be decoded.", detail=type(error).__name__))
+            _fail_alone(output, error)
             return True
+
+    def _end(self, output: ChoiceOutput, finished: Finished) -> None:
+        try:
+            output.on_finished(finished)
+        except Exception as error:
+            _fail_alone(output, error)
+
+
+def _fail_alone(output: ChoiceOutput, error: Exception) -> None:
+    log.exception("output.failed")
+    output.output.fail(InternalError("The answer could not be decoded.", detail=type(error).__name__))

@@ -143,7 +143,9 @@ class Generation:
             self._close()
 
     def abort(self) -> None:
-        """Somebody asked for its end, by its request's id."""
+        """Somebody asked for its end, by its request's id. The core hears of it now: this request's own
+        task may be waiting for a client that does not read."""
+        self._state.core.release(self._handles)
         self._output.fail(RequestAborted("The request was aborted."))
 
     # -- answering --------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ class ChoiceOutput:
             case FinishReason.STOP | FinishReason.LENGTH:
                 self._release(self._detokenizer.finish())
                 is_stop = finished.reason is FinishReason.STOP or self._detokenizer.stopped
-                self._finish("stop" if is_stop else "length")
+                self._finish("stop" if is_stop and not self._discards else "length")
             case FinishReason.REJECTED:
                 self.output.fail(Overloaded("The engine's queue is full.", retry_after_s=1.0))
             case FinishReason.NUMERIC:

@@ -162,6 +162,27 @@ async def test_abort_by_exact_id(
     await until(lambda: "aborted" in [line["end_reason"] for line in lines])
 
 
+async def test_an_abort_reaches_the_core_though_the_client_does_not_read(served: Served) -> None:
+    """The stream's own task waits in a write; the abort must not wait with it."""
+    served.core.is_held = True
+    token = served.ids("the")[0]
+    served.core.script = lambda _: [token] * 200
+    _, writer = await send_head(
+        served, body_of(stream=True, n=64, logprobs=True, top_logprobs=20, max_tokens=200), request_id="stuck"
+    )
+    writer.transport.pause_reading()
+    await until(lambda: len(served.core.added) == 64)
+    for _ in range(100):
+        served.core.step()
+    await until(served.core._messages.empty)
+    assert (await served.http.delete("/v1/requests/stuck")).json()["aborted"] == 1
+    assert len(served.core.aborted) == 64
+    assert served.engine.state._working == 1
+    assert served.engine.state.core.live == 0
+    writer.transport.abort()
+    await until(lambda: served.engine.state._working == 0)
+
+
 # -- the core's failures --------------------------------------------------------------------------
 
 
@@ -236,6 +257,19 @@ async def test_a_bug_in_one_answer_spares_the_others(served: Served, monkeypatch
     statuses = sorted([(await asyncio.wait_for(task, PATIENCE_S)).status_code for task in tasks])
     assert statuses == [200, 500]
     assert 1 in served.core.aborted
+
+
+async def test_a_bug_in_routing_ends_all_and_leaves_nobody_waiting(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve() as served:
+        served.core.admits = False
+        task = asyncio.create_task(served.http.post("/v1/chat/completions", json=CHAT))
+        await until(lambda: served.engine.state.core.waiting == 1)
+        monkeypatch.setattr(served.engine.state.metrics, "on_step", lambda _: 1 / 0)
+        served.core.step()
+        assert (await asyncio.wait_for(task, PATIENCE_S)).json()["error"]["code"] == "engine_failed"
+        await until(lambda: not served.engine.state.lifecycle.is_live)
 
 
 # -- drain ----------------------------------------------------------------------------------------
