@@ -22,7 +22,7 @@ import msgspec
 from shared.bench.client import Endpoint, Exchange
 from shared.bench.cpu import resident_bytes
 from shared.bench.figures import Figure, figure, quantile
-from shared.bench.services import free_port, service
+from shared.bench.services import demo_model, free_port, service
 
 TOKEN_ID_MIN, TOKEN_ID_MAX = 300, 2000
 """Prompt ids are drawn from here: plain tokens in every vocabulary that we know of."""
@@ -44,7 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url", help="base URL of a running server (http://host:port/v1); default: start our own"
     )
-    parser.add_argument("--model", help="model directory to start, or with --url the model's name there")
+    parser.add_argument(
+        "--model",
+        help="model directory to start (default: the demo model), or with --url the model's name there",
+    )
     parser.add_argument("--key", help="API key for --url")
     parser.add_argument(
         "--streams", type=int, nargs="+", default=[1, 8, 32], help="concurrent streams, a run each"
@@ -134,17 +137,7 @@ async def _server(options: argparse.Namespace) -> AsyncIterator[tuple[Endpoint, 
         yield Endpoint(options.url, options.key), options.model, None
         return
     port = free_port()
-    model = ["--model", options.model] if options.model is not None else []
-    argv = [
-        sys.executable,
-        "-m",
-        "engine",
-        "serve",
-        *model,
-        "--served-model-name",
-        "bench",
-        "--port",
-        str(port),
-    ]
+    argv = [sys.executable, "-m", "engine", "serve", "--model", options.model or demo_model()]
+    argv += ["--served-model-name", "bench", "--port", str(port)]
     async with service(argv, f"http://127.0.0.1:{port}/readyz") as process:
         yield Endpoint(f"http://127.0.0.1:{port}/v1"), "bench", process.pid

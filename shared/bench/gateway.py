@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import importlib.resources
 import itertools
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from shared.bench.client import Endpoint, Exchange
 from shared.bench.cpu import cpu_s
 from shared.bench.figures import Figure, at_most, figure, quantile
 from shared.bench.paced_engine import MODEL
-from shared.bench.services import free_port, service
+from shared.bench.services import demo_model, free_port, service
 from shared.cli.settings import development_key, gateway_toml
 
 CPU_US_PER_EVENT_TARGET = at_most(15)
@@ -187,9 +186,8 @@ async def _subject(options: argparse.Namespace, interval_ms: float) -> AsyncIter
         return
     engine_port, gateway_port, key = free_port(), free_port(), development_key()
     engine_url = f"http://127.0.0.1:{engine_port}"
-    tokenizer = str(importlib.resources.files("engine.demo") / "model")
     engine_argv = [sys.executable, "-m", "shared.bench.paced_engine", "--port", str(engine_port)]
-    engine_argv += ["--interval-ms", str(interval_ms), "--tokenizer", tokenizer]
+    engine_argv += ["--interval-ms", str(interval_ms), "--tokenizer", demo_model()]
     with tempfile.TemporaryDirectory() as run_dir:
         config = Path(run_dir) / "gateway.toml"
         config.write_text(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.resources
 import socket
 import tempfile
 from asyncio.subprocess import Process
@@ -28,6 +29,11 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def demo_model() -> str:
+    """The directory of the built-in model. Raises ModuleNotFoundError where no engine is installed."""
+    return str(importlib.resources.files("engine.demo") / "model")
 
 
 @contextlib.asynccontextmanager
