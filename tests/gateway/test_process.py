@@ -1,0 +1,154 @@
+"""The gateway as a process: its command line, its signals, TLS, and what importing it needs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import ssl
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+import trustme
+
+from gateway.identity.keys import hash_key
+from tests.gateway.conftest import KEY, PATIENCE_S, House, Open
+from tests.gateway.fake_engine import FakeEngine, byte_bundle, chunk, stream
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def toml(url: str, extra: str = "") -> str:
+    return f"""
+[listen]
+port = 0
+[[models]]
+name = "tiny"
+replicas = ["{url}"]
+[[tenants]]
+id = "acme"
+[[keys]]
+id = "k1"
+hash = "{hash_key(KEY)}"
+tenant = "acme"
+{extra}
+"""
+
+
+class Process:
+    """`python -m gateway`, and the lines that it logs."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.port = 0
+
+    async def until_logged(self, event: str) -> dict[str, Any]:
+        assert self.process.stderr is not None
+        async with asyncio.timeout(PATIENCE_S):
+            while raw := await self.process.stderr.readline():
+                line: dict[str, Any] = msgspec.json.decode(raw)
+                if line["event"] == event:
+                    return line
+        raise AssertionError(f"{event} was never logged")
+
+
+@asynccontextmanager
+async def started(config: Path) -> AsyncIterator[Process]:
+    argv = (sys.executable, "-m", "gateway", "--config", str(config), "--parent-pid", str(os.getpid()))
+    process = await asyncio.create_subprocess_exec(*argv, cwd=ROOT, stderr=subprocess.PIPE)
+    try:
+        gateway = Process(process)
+        gateway.port = (await gateway.until_logged("gateway.listening"))["port"]
+        yield gateway
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def test_sigterm_lets_open_streams_finish_and_exits_with_0(tmp_path: Path) -> None:
+    config = tmp_path / "gateway.toml"
+    headers = {"authorization": f"Bearer {KEY}"}
+    go_on = asyncio.Event()
+    async with FakeEngine(bundle=byte_bundle()) as engine, aiohttp.ClientSession() as client:
+        engine.script = stream(chunk("a"), go_on, chunk("b"))
+        config.write_text(toml(engine.url))
+        async with started(config) as gateway:
+            url = f"http://127.0.0.1:{gateway.port}"
+            body = {"model": "tiny", "stream": True, "messages": [{"role": "user", "content": "x"}]}
+            async with client.post(f"{url}/v1/chat/completions", json=body, headers=headers) as answer:
+                assert await answer.content.readuntil(b"\n\n") == chunk("a")
+                gateway.process.send_signal(signal.SIGTERM)
+                await gateway.until_logged("gateway.draining")
+                async with client.get(f"{url}/readyz") as probe:
+                    assert probe.status == 503
+                go_on.set()
+                assert await answer.read() == chunk("b") + b"data: [DONE]\n\n"
+            line = await gateway.until_logged("request.completed")
+            assert line["end_reason"] == "ok"
+            async with asyncio.timeout(PATIENCE_S):
+                assert await gateway.process.wait() == 0
+
+
+async def test_sighup_reads_the_keys_again(tmp_path: Path) -> None:
+    config = tmp_path / "gateway.toml"
+    config.write_text(toml("http://127.0.0.1:1"))
+    async with started(config) as gateway, aiohttp.ClientSession() as client:
+        url, headers = f"http://127.0.0.1:{gateway.port}/v1/models", {"authorization": f"Bearer {KEY}"}
+        async with client.get(url, headers=headers) as answer:
+            assert answer.status == 200
+        config.write_text(toml("http://127.0.0.1:1", "disabled = true"))
+        gateway.process.send_signal(signal.SIGHUP)
+        await gateway.until_logged("config.reloaded")
+        async with client.get(url, headers=headers) as answer:
+            assert answer.status == 401
+
+
+def test_a_wrong_configuration_is_told_and_ends_with_2(tmp_path: Path) -> None:
+    config = tmp_path / "gateway.toml"
+    config.write_text(toml("ftp://x", 'models = ["ghost"]'))
+    done = subprocess.run(
+        [sys.executable, "-m", "gateway", "--config", str(config)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "models.tiny: 'ftp://x' is no base URL" in done.stderr
+    assert "keys.k1: there is no model 'ghost'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+async def test_tls(open_house: Open, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    cert.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+    key.write_bytes(issued.private_key_pem.bytes())
+    house: House = await open_house(listen={"port": 0, "tls": {"cert": str(cert), "key": str(key)}})
+    trust = ssl.create_default_context()
+    authority.configure_trust(trust)
+    url = f"https://127.0.0.1:{house.gateway.port}/v1/models"
+    async with house.client.get(url, headers=house.headers, ssl=trust) as answer:
+        assert answer.status == 200
+    with pytest.raises(aiohttp.ClientError):
+        await house.client.get(url.replace("https", "http"))
+
+
+def test_importing_the_gateway_needs_no_torch() -> None:
+    script = (
+        "import sys; sys.modules['torch'] = sys.modules['engine'] = sys.modules['zmq'] = None; "
+        "import gateway.app, gateway.__main__"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
