@@ -43,7 +43,7 @@ async def stream(
     gone = asyncio.ensure_future(receive())
     count = 0
     while not gone.done() and (count < 20 or path == "/endless"):
-        await send({"type": "http.response.body", "body": b"data: %d\n\n" % count, "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: %0150d\n\n" % count, "more_body": True})
         count += 1
     if gone.done():
         cancelled += 1

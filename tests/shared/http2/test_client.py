@@ -115,6 +115,34 @@ async def test_the_raw_stream_hands_over_all_that_is_queued() -> None:
         assert len(reads) < 10
 
 
+async def test_the_trace_tells_when_a_request_is_dispatched() -> None:
+    told: list[str] = []
+
+    async def trace(event: str, info: object) -> None:
+        told.append(event)
+
+    async with client(Http2Transport()) as http:
+        async with serving(hello) as served:
+            await http.get(served.url, extensions={"trace": trace})
+            assert told == ["http2.send_request_headers.started"]
+        with pytest.raises(httpx.ConnectError):
+            await http.get("http://127.0.0.1:1/", extensions={"trace": trace})
+        assert len(told) == 1
+
+
+async def test_origins_that_are_not_used_any_more_make_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.http2.client.ORIGINS_MAX", 2)
+    transport = Http2Transport()
+    async with client(transport) as http, serving(hello) as first, serving(hello) as third:
+        async with serving(hello) as second:
+            for served in (first, second):
+                assert (await http.get(served.url)).status_code == 200
+            with pytest.raises(httpx.PoolTimeout):
+                await http.get(third.url)
+        await until(lambda: len(endpoints(transport)) == 1)
+        assert (await http.get(third.url)).status_code == 200
+
+
 # -- leaving --------------------------------------------------------------------------------------
 
 
@@ -369,8 +397,9 @@ async def test_read_and_write_timeouts() -> None:
 
 async def test_a_header_that_cannot_be_carried_harms_nobody_else() -> None:
     async with serving(hello) as served, client(Http2Transport()) as http:
-        with pytest.raises(httpx.LocalProtocolError):
-            await http.get(served.url, headers={"x-bad": "two\nlines"})
+        for value in ("two\nlines", "x" * limits.SENT_HEADER_LIST_LEN_MAX):
+            with pytest.raises(httpx.LocalProtocolError):
+                await http.get(served.url, headers={"x-bad": value})
         assert (await http.get(served.url)).status_code == 200
 
 

@@ -139,6 +139,21 @@ def test_a_message_that_ended_is_readable_though_the_stream_was_reset_after(pair
         ours.offer(b"more")
 
 
+def test_interim_responses_and_trailers_are_passed_over(pair: Pair) -> None:
+    ours, theirs = pair.request(end=True)
+    pair.server.connection.inform(theirs, b"103")
+    pair.settle()
+    assert ours.head is None
+    pair.server.connection.respond(theirs, RESPONSE, end=False)
+    pair.server.write(theirs, b"answer")
+    pair.server.connection.h2.send_headers(theirs.id, [(b"x-checksum", b"1")], end_stream=True)
+    pair.server.connection.collect()
+    pair.settle()
+    assert ours.head == RESPONSE
+    assert ours.take() == b"answer"
+    assert ours.received_all
+
+
 def test_shrinking_windows_by_settings_makes_a_stream_wait_and_growing_wakes_it(pair: Pair) -> None:
     _ours, theirs = pair.exchange(end=True)
     pair.server.write(theirs, bytes(60_000))

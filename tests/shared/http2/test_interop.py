@@ -171,7 +171,7 @@ async def test_granian(fast: bool) -> None:
         await answering(http, url)
         body = os.urandom(3_000_000)
         assert (await http.post(url + "/echo", content=body)).content == body
-        events = b"".join(b"data: %d\n\n" % i for i in range(20))
+        events = b"".join(b"data: %0150d\n\n" % i for i in range(20))
         answers = await asyncio.gather(*(http.get(url + "/events") for _ in range(250)))
         assert {answer.content for answer in answers} == {events}
         assert len(endpoints(transport)) == 2, "granian allows 200 streams on a connection"

@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator
 from typing import cast
 
+import hpack
 import httpx
 import pytest
 
@@ -329,6 +330,69 @@ async def test_a_protocol_error_is_answered_with_goaway_and_cancels_handlers() -
         await until(peer.lost.is_set)
         assert frames.goaway(1, ErrorCode.PROTOCOL_ERROR) in peer.received
         await until(lambda: silent.cancelled == 1)
+
+
+async def test_a_peer_that_grants_every_window_and_reads_nothing_blocks_its_writers() -> None:
+    written = 0
+
+    async def pour(request: ServerRequest, responder: ServerResponder) -> None:
+        nonlocal written
+        await responder.start_stream(200, EVENTS)
+        while True:
+            await responder.write(bytes(limits.FRAME_LEN_MAX))
+            written += limits.FRAME_LEN_MAX
+
+    async with serving(pour) as served:
+        peer = await raw(served.port)
+        peer.transport.pause_reading()
+        attacker = End(client=True, config=ConnectionConfig(stream_window_len=limits.WINDOW_LEN_MAX))
+        attacker.connection.receive(frames.settings({0x3: 1024}))
+        attacker.connection.put(frames.window_update(0, 2**30))
+        for _ in range(20):
+            attacker.connection.open(REQUEST, end=True)
+        attacker.flush()
+        peer.transport.write(attacker.wire)
+        await until(lambda: any(one.connection.paused for one in served.server.endpoints))
+        before = -1
+        while before != written:
+            before = written
+            for _ in range(100):
+                await asyncio.sleep(0)
+        (endpoint,) = served.server.endpoints
+        assert endpoint._transport is not None
+        kept = endpoint._transport.get_write_buffer_size() + len(endpoint.connection._out)
+        assert kept <= 3 * limits.OUT_LEN_SOFT
+        peer.transport.abort()
+
+
+def heads(received: bytes) -> list[list[tuple[bytes, bytes]]]:
+    decoder = hpack.Decoder()
+    data, whole = frames.Splitter(b"").feed(received)
+    payloads = [data[start + 9 : stop] for kind, _, _, start, stop in whole if kind == frames.HEADERS]
+    return [list(decoder.decode(payload, raw=True)) for payload in payloads]
+
+
+async def test_an_expectation_is_answered_when_the_body_is_wanted() -> None:
+    async def read(request: ServerRequest, responder: ServerResponder) -> None:
+        body = await request.body(len_max=100, deadline_s=PATIENCE_S)
+        await responder.send(200, {}, body)
+
+    async with serving(read) as served:
+        peer = await raw(served.port)
+        attacker = End(client=True, config=ConnectionConfig())
+        attacker.connection.receive(frames.settings({0x3: 1024}))
+        stream = attacker.connection.open([*REQUEST, (b"expect", b"100-continue")], end=False)
+        attacker.flush()
+        peer.transport.write(attacker.wire)
+        await until(lambda: heads(peer.received) == [[(b":status", b"100")]])
+        attacker.wire = b""
+        attacker.write(stream, b"body")
+        stream.finish()
+        attacker.flush()
+        peer.transport.write(attacker.wire)
+        await until(lambda: b"body" in peer.received)
+        assert heads(peer.received)[1][0] == (b":status", b"200")
+        peer.transport.abort()
 
 
 async def test_kernel_buffers_are_bounded() -> None:
