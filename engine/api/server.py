@@ -98,23 +98,17 @@ class Engine:
         state.lifecycle.to(Phase.READY)
         log.info("engine.ready", port=self.port, model=config.served_model_name)
 
-    async def drain(self) -> None:
-        """Let the open answers finish, within `drain_timeout_s`; end those that do not."""
+    async def drain(self, hurry: asyncio.Event | None = None) -> None:
+        """Let the open answers finish, within `drain_timeout_s` and until `hurry`; end those that do not."""
         state = self.state
         if state.lifecycle.phase is Phase.FAILED:
             return
         state.lifecycle.to(Phase.DRAINING)
         log.info("engine.draining", open_sequences=state.core.live)
-        try:
-            async with asyncio.timeout(self._config.drain_timeout_s):
-                await state.wait_idle()
-        except TimeoutError:
+        if not await _idle(state, self._config.drain_timeout_s, hurry):
             log.warning("engine.drain_cut", open_sequences=state.core.live)
             state.core.shut(NotReady("The engine is shutting down and could not wait for this answer."))
-            try:
-                async with asyncio.timeout(UNWIND_S):
-                    await state.wait_idle()
-            except TimeoutError:
+            if not await _idle(state, UNWIND_S, None):
                 log.warning("engine.unwind_cut")
 
     async def stop(self) -> None:
@@ -159,11 +153,11 @@ async def serve(config: EngineConfig, resolve: Resolve, make_link: MakeLink) -> 
     on_stop_signals(lambda _: (hurry if stop.is_set() else stop).set())
     start = asyncio.create_task(engine.start(), name="start")
     try:
-        await _first(start, stop)
+        await _first(start, stop, timeout_s=None)
         if start.done():
             start.result()
             await stop.wait()
-        await _first(asyncio.create_task(engine.drain(), name="drain"), hurry)
+        await engine.drain(hurry)
     except (StartFailed, OSError) as error:
         log.error("engine.start_failed", reason=str(error))
         return 1
@@ -173,10 +167,20 @@ async def serve(config: EngineConfig, resolve: Resolve, make_link: MakeLink) -> 
     return 1 if engine.state.lifecycle.phase is Phase.FAILED else 0
 
 
-async def _first(task: asyncio.Task[None], event: asyncio.Event) -> None:
-    """Wait for either; the task is left running."""
+async def _idle(state: EngineState, timeout_s: float, hurry: asyncio.Event | None) -> bool:
+    """Wait for the last request to end, but neither longer than this nor when there is hurry."""
+    idle = asyncio.create_task(state.wait_idle())
+    try:
+        await _first(idle, hurry or asyncio.Event(), timeout_s=timeout_s)
+        return idle.done()
+    finally:
+        idle.cancel()
+
+
+async def _first(task: asyncio.Task[None], event: asyncio.Event, *, timeout_s: float | None) -> None:
+    """Wait for either, for so long; the task is left running."""
     waiting = asyncio.create_task(event.wait())
     try:
-        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, waiting}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
         waiting.cancel()

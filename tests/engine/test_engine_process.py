@@ -167,6 +167,30 @@ def test_sigterm_lets_a_stream_finish(short_tmp: Path) -> None:
     assert list(short_tmp.iterdir()) == []
 
 
+def test_sigterm_while_it_starts(short_tmp: Path) -> None:
+    with engine(short_tmp) as process:
+        core_pid = process.line("core.started")["pid"]
+        process.signal(signal.SIGTERM)
+        assert process.wait() == 0
+        assert not is_running(core_pid)
+    assert list(short_tmp.iterdir()) == []
+
+
+def test_a_second_signal_ends_the_drain(short_tmp: Path) -> None:
+    with engine(short_tmp) as process, client(process) as http:
+        with http.stream("POST", "/v1/chat/completions", json=LONG) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.signal(signal.SIGINT)
+            process.line("engine.draining")
+            process.signal(signal.SIGINT)
+            rest = "\n".join(lines)
+        assert "[DONE]" not in rest
+        assert '"code":"not_ready"' in rest
+        assert process.wait() == 0
+    assert list(short_tmp.iterdir()) == []
+
+
 def test_the_core_does_not_outlive_the_api_process(short_tmp: Path) -> None:
     with engine(short_tmp) as process:
         core_pid = process.line("core.started")["pid"]
