@@ -24,13 +24,22 @@ from shared.errors import ApiError, TotalTimeout
 class Watch:
     """`with Watch(total_s) as watch:` around the awaits of the current task."""
 
-    __slots__ = ("_deadline_s", "_loop", "_on_time", "_reason", "_task", "_timer", "_total_at_s", "_total_s")
+    __slots__ = (
+        "_deadline_s",
+        "_error",
+        "_loop",
+        "_reason",
+        "_task",
+        "_timer",
+        "_total_at_s",
+        "_total_error",
+    )
 
     def __init__(self, total_s: float) -> None:
         self._loop = asyncio.get_running_loop()
-        self._total_s = total_s
+        self._total_error = TotalTimeout, f"The request did not finish within {total_s:g} s."
         self._total_at_s = self._deadline_s = self._loop.time() + total_s
-        self._on_time = self._total_timeout
+        self._error: tuple[type[ApiError], str] = self._total_error
         self._reason: ApiError | None = None
         self._task: asyncio.Task[object] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -53,7 +62,7 @@ class Watch:
 
     def expect(self, within_s: float, error: type[ApiError], message: str) -> None:
         """From now on the next thing must happen within so many seconds, or within the total."""
-        self._on_time = lambda: error(message)
+        self._error = error, message
         self._move(self._loop.time() + within_s)
 
     def relax(self) -> None:
@@ -69,7 +78,7 @@ class Watch:
 
     def _move(self, deadline_s: float) -> None:
         if deadline_s >= self._total_at_s:
-            deadline_s, self._on_time = self._total_at_s, self._total_timeout
+            deadline_s, self._error = self._total_at_s, self._total_error
         sooner = deadline_s < self._deadline_s
         self._deadline_s = deadline_s
         if sooner and self._timer is not None and deadline_s < self._timer.when():
@@ -83,7 +92,5 @@ class Watch:
         if self._loop.time() < self._deadline_s:
             self._set_timer()
         else:
-            self.end(self._on_time())
-
-    def _total_timeout(self) -> ApiError:
-        return TotalTimeout(f"The request did not finish within {self._total_s:g} s.")
+            error, message = self._error
+            self.end(error(message))
