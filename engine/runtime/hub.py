@@ -9,8 +9,8 @@ from typing import Final
 from engine.runtime.errors import ModelUnavailable
 
 FILES_WANTED: Final = ("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model", "*.jinja")
-FILES_REFUSED: Final = ("*/*",)
-"""Subfolders hold other formats of the same weights."""
+FILES_REFUSED: Final = ("*/*", "consolidated*")
+"""Subfolders, and Mistral's consolidated files, hold the same weights in other formats."""
 _HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 

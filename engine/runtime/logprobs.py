@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from engine.core.messages import TokenLogprobs
+
+SORT_SHARE: Final = 8
+"""Above this share of the row, finding and mending costs more than sorting."""
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
@@ -30,6 +34,9 @@ def stable_topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     if k == 0:
         return values[:, :0], torch.empty(len(values), 0, dtype=torch.int64)
+    if k * SORT_SHARE >= values.shape[1]:
+        best, ids = values.sort(dim=-1, descending=True, stable=True)
+        return best[:, :k], ids[:, :k]
     ids = values.topk(k, dim=-1).indices.sort(dim=-1).values
     best, order = values.gather(1, ids).sort(dim=-1, descending=True, stable=True)
     ids = ids.gather(1, order)

@@ -31,9 +31,12 @@ from engine.runtime.logprobs import stable_topk
 from engine.runtime.philox import uniforms
 from engine.runtime.slots import SamplingColumns, Seat
 
-TOP_P_CANDIDATES: Final = 256
-"""How many of the likeliest tokens are tried before a whole vocabulary is sorted for top-p."""
-CDF_BLOCK: Final = 512
+CANDIDATES: Final = 256
+"""How many of the likeliest tokens are put in order at first, and by what factor more when top-p needs them:
+sorting a vocabulary of 152k takes 15 times as long."""
+WIDENING: Final = 16
+CDF_BLOCK: Final = 128
+"""Divides the vocabulary of most models, so that nothing is padded."""
 
 
 def sample(logits: Tensor, slots: Sequence[int], seats: Sequence[Seat], columns: SamplingColumns) -> Tensor:
@@ -69,42 +72,46 @@ def _draw_rows(
     """Tokens [r] for the random rows `rows`, which all truncate or all do not."""
     own = logits if len(rows) == len(logits) else logits[rows]
     own_slots = torch.tensor([slots[i] for i in rows])
-    own = torch.nan_to_num(own, nan=0.0)  # a failed row must not trip over itself; its token is dropped
-    scaled = (own - own.amax(dim=-1, keepdim=True)) / columns.temperature[own_slots, None]
-    seeds = [seats[i].sampling.seed for i in rows]
-    u = torch.from_numpy(uniforms(seeds, [seats[i].known_len for i in rows]))
-    min_p = columns.min_p[own_slots]
-    if not truncated:
-        return inverse_cdf(_min_p(scaled.exp(), min_p), u)
-    top_k, top_p = columns.top_k[own_slots], columns.top_p[own_slots]
-    weights, ids = _truncate(scaled, top_k, top_p, max(seats[i].sampling.top_k for i in rows))
-    return ids.gather(1, inverse_cdf(_min_p(weights, min_p), u)[:, None])[:, 0]
+    scaled = (own - own.amax(dim=-1, keepdim=True)).div_(columns.temperature[own_slots, None])
+    params = [seats[i].sampling for i in rows]
+    if truncated:
+        weights, ids = _likeliest(scaled, params, columns.top_k[own_slots], columns.top_p[own_slots])
+    else:
+        weights, ids = scaled.exp_(), None
+    if any(p.min_p > 0.0 for p in params):  # the best weight is 1
+        weights.masked_fill_(weights < columns.min_p[own_slots, None], 0.0)
+    u = torch.from_numpy(uniforms([p.seed for p in params], [seats[i].known_len for i in rows]))
+    index = inverse_cdf(weights, u)
+    return index if ids is None else ids.gather(1, index[:, None])[:, 0]
 
 
-def _min_p(weights: Tensor, min_p: Tensor) -> Tensor:
-    """weights [r, n], the best being 1; min_p [r]."""
-    return weights.masked_fill(weights < min_p[:, None], 0.0)
+def _likeliest(
+    scaled: Tensor, params: Sequence[SamplingParams], top_k: Tensor, top_p: Tensor
+) -> tuple[Tensor, Tensor]:
+    """scaled [r, vocab], best 0; top_k, top_p [r] -> (weights, ids) [r, n], best first, zero where cut."""
+    # What top-p is a share of: the whole vocabulary's mass, unless top-k leaves less.
+    mass = torch.zeros(len(params), dtype=torch.float64)
+    if any(p.top_k == 0 for p in params):
+        mass = _blocks(scaled.exp())[1][:, -1].where(top_k == scaled.shape[1], 0.0)
+    return _truncate(scaled, mass, top_k, top_p, max(CANDIDATES, *(p.top_k for p in params)))
 
 
-def _truncate(scaled: Tensor, top_k: Tensor, top_p: Tensor, top_k_max: int) -> tuple[Tensor, Tensor]:
-    """scaled [r, vocab], best 0; top_k, top_p [r] -> (weights, ids) [r, n], best first, zero where cut.
+def _truncate(
+    scaled: Tensor, mass: Tensor, top_k: Tensor, top_p: Tensor, candidates: int
+) -> tuple[Tensor, Tensor]:
+    """As `_likeliest`, given the mass [r] of rows without top-k.
 
-    Candidates are the likeliest few; rows whose top-p reaches beyond them are sorted whole. What is
-    kept is the same either way, since it is a prefix of the same order.
+    Only the likeliest few are put in order; rows whose top-p reaches beyond them try again with more.
+    What is kept does not depend on how many were tried, since it is a prefix of one order.
     """
-    vocab = scaled.shape[1]
-    few = min(max(top_k_max, TOP_P_CANDIDATES), vocab)
-    # The mass that top-p is a share of: the whole vocabulary's, unless top-k leaves less.
-    mass = _blocks(scaled.exp())[1][:, -1].where(top_k == vocab, 0.0)
-    values, ids = stable_topk(scaled, few)
+    candidates = min(candidates, scaled.shape[1])
+    values, ids = stable_topk(scaled, candidates)
     weights = _keep(values.exp(), mass, top_k, top_p)
-    short = (top_k > few) & (weights[:, -1] > 0.0)
-    if not short.any():
-        return weights, ids
-    whole, whole_ids = scaled[short].sort(dim=-1, descending=True, stable=True)
-    weights, ids = (F.pad(found, (0, vocab - few)) for found in (weights, ids))
-    weights[short] = _keep(whole.exp(), mass[short], top_k[short], top_p[short])
-    ids[short] = whole_ids
+    short = (top_k > candidates) & (weights[:, -1] > 0.0)
+    if short.any():
+        more = _truncate(scaled[short], mass[short], top_k[short], top_p[short], candidates * WIDENING)
+        weights, ids = (F.pad(found, (0, more[0].shape[1] - candidates)) for found in (weights, ids))
+        weights[short], ids[short] = more
     return weights, ids
 
 
@@ -130,22 +137,24 @@ def inverse_cdf(weights: Tensor, u: Tensor) -> Tensor:
     block = _first_above(ends, target)
     start = F.pad(ends, (1, 0)).gather(1, block[:, None])[:, 0]
     inside = blocks[torch.arange(len(blocks)), block].cumsum(dim=-1, dtype=torch.float64)
-    return block * CDF_BLOCK + _first_above(inside, target - start)
+    return (block * CDF_BLOCK + _first_above(inside, target - start)).clamp_max(weights.shape[1] - 1)
 
 
 def _blocks(weights: Tensor) -> tuple[Tensor, Tensor]:
     """[r, n] -> the same in blocks [r, n', CDF_BLOCK], and the cumulative weights at their ends [r, n']."""
-    blocks = F.pad(weights, (0, -weights.shape[1] % CDF_BLOCK)).view(len(weights), -1, CDF_BLOCK)
+    missing = -weights.shape[1] % CDF_BLOCK
+    blocks = (F.pad(weights, (0, missing)) if missing else weights).view(len(weights), -1, CDF_BLOCK)
     return blocks, blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
 
 
 def _first_above(cdf: Tensor, target: Tensor) -> Tensor:
     """cdf [r, n] ascending, target [r] -> where it first exceeds the target, [r].
 
-    Rounding may not lift the target to the total: there is always such a place, and weight there.
+    Rounding may not lift the target to the total: there is always such a place, and weight there. In
+    a failed row there is none, and any place will do.
     """
     reachable = torch.minimum(target, torch.nextafter(cdf[:, -1], torch.zeros_like(target)))
-    return torch.searchsorted(cdf, reachable[:, None], right=True)[:, 0]
+    return torch.searchsorted(cdf, reachable[:, None], right=True)[:, 0].clamp_max(cdf.shape[1] - 1)
 
 
 def _edited(logits: Tensor, seats: Sequence[Seat]) -> Tensor:

@@ -38,6 +38,14 @@ def test_loading_tells_what_it_does_and_what_it_offers(tiny_model: MakeModel) ->
     assert info.warmup_s > 0
 
 
+@pytest.mark.parametrize(("native", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_auto_is_what_the_processor_multiplies(
+    tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch, native: bool, dtype: str
+) -> None:
+    monkeypatch.setattr("engine.runtime.load.multiplies_bf16", lambda: native)
+    assert load(tiny_model("qwen2"), dtype="auto").info.dtype == dtype
+
+
 def test_the_context_is_the_models_and_cannot_be_stretched(
     tiny_model: MakeModel, runner: ModelRunner
 ) -> None:

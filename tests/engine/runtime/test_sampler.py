@@ -250,7 +250,7 @@ def test_a_tiny_temperature_is_greedy_and_does_not_overflow() -> None:
     assert sample_one(logits, SamplingParams(seed=1, max_tokens=1, temperature=1e-30)) == VOCAB - 1
 
 
-@pytest.mark.parametrize("n", [1, 511, 512, 513, 5000])
+@pytest.mark.parametrize("n", [1, 127, 128, 129, 5000])
 def test_inverse_cdf_at_its_ends_and_over_gaps(n: int) -> None:
     """u = 0 and u just below 1 hit the first and the last token that has weight."""
     weights = torch.zeros(1, n)
@@ -262,11 +262,11 @@ def test_inverse_cdf_at_its_ends_and_over_gaps(n: int) -> None:
 
 def test_inverse_cdf_stays_inside_when_two_ways_of_adding_differ() -> None:
     """Added one by one, the small weights vanish beside the large one; as a block's sum they do not."""
-    weights = torch.full((1, 700), 1e-17)
+    weights = torch.full((1, 200), 1e-17)
     weights[0, 0] = 1.0
-    weights[0, 500:] = 0.0
+    weights[0, 100:] = 0.0
     below_one = torch.tensor([1 - 2.0**-53], dtype=torch.float64)
-    assert 0 <= int(inverse_cdf(weights, below_one)) < 500
+    assert 0 <= int(inverse_cdf(weights, below_one)) < 100
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=1300).filter(any), st.integers(0, 2**53 - 1))
