@@ -10,7 +10,10 @@ import hashlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from engine.core.messages import CoreReady, SamplingParams
 from shared.errors import ContextLengthExceeded, InvalidRequest, NeverFits
@@ -19,6 +22,7 @@ from shared.openai import ChatRequest, CompletionRequest
 SEED_MASK: Final = 2**64 - 1
 
 AnyRequest = ChatRequest | CompletionRequest
+N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,17 @@ class Limits:
         return Limits(core.max_model_len, core.pages * core.page_size, core.vocab_size)
 
 
+class SamplingDefaults(msgspec.Struct, frozen=True):
+    """What a request leaves open. A model's generation_config.json says what suits it; the rest is
+    OpenAI's."""
+
+    temperature: Annotated[float, Meta(ge=0.0)] = 1.0
+    top_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = 0
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0.0)] = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One sequence to run."""
@@ -45,7 +60,11 @@ class Choice:
 
 
 def plan_choices(
-    request: AnyRequest, prompts: Sequence[list[int]], limits: Limits, eos_ids: frozenset[int]
+    request: AnyRequest,
+    prompts: Sequence[list[int]],
+    limits: Limits,
+    eos_ids: frozenset[int],
+    defaults: SamplingDefaults,
 ) -> list[Choice]:
     """`n` choices for every prompt, in OpenAI's order: all of the first prompt's, then the second's."""
     _check_ids(request, prompts, limits.vocab_size)
@@ -54,7 +73,7 @@ def plan_choices(
     for prompt_index, prompt_ids in enumerate(prompts):
         max_tokens = max_tokens_of(request, len(prompt_ids), limits)
         for i in range(request.n or 1):
-            sampling = _sampling(request, derive_seed(seed, i), max_tokens, eos_ids)
+            sampling = _sampling(request, derive_seed(seed, i), max_tokens, eos_ids, defaults)
             choices.append(Choice(prompt_index, prompt_ids, sampling))
     return choices
 
@@ -126,26 +145,32 @@ def logprobs_asked(request: AnyRequest) -> int | None:
     return request.logprobs
 
 
-def _sampling(request: AnyRequest, seed: int, max_tokens: int, eos_ids: frozenset[int]) -> SamplingParams:
+def _sampling(
+    request: AnyRequest, seed: int, max_tokens: int, eos_ids: frozenset[int], defaults: SamplingDefaults
+) -> SamplingParams:
     logprobs = logprobs_asked(request)
     echoes = isinstance(request, CompletionRequest) and bool(request.echo)
     bias = request.logit_bias or {}
     return SamplingParams(
         seed=seed,
         max_tokens=max_tokens,
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_k=max(request.top_k or 0, 0),
-        top_p=1.0 if request.top_p is None else request.top_p,
-        min_p=request.min_p or 0.0,
+        temperature=_or_default(request.temperature, defaults.temperature),
+        top_k=max(_or_default(request.top_k, defaults.top_k), 0),
+        top_p=_or_default(request.top_p, defaults.top_p),
+        min_p=_or_default(request.min_p, defaults.min_p),
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        repetition_penalty=_or_default(request.repetition_penalty, defaults.repetition_penalty),
         logit_bias=tuple((int(key), value) for key, value in bias.items() if value),
         stop_token_ids=tuple(sorted(stop_ids(request, eos_ids))),
         min_tokens=min(request.min_tokens or 0, max_tokens),
         logprobs=logprobs,
         prompt_logprobs=logprobs if echoes else None,
     )
+
+
+def _or_default(asked: N | None, default: N) -> N:
+    return default if asked is None else asked
 
 
 def stop_ids(request: AnyRequest, eos_ids: frozenset[int]) -> frozenset[int]:

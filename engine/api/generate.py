@@ -64,7 +64,7 @@ async def _generate(state: EngineState, exchange: Exchange, kind: type[R]) -> No
         with exchange.enter("tokenize"):
             prompts = await _prompt_ids(model, parsed.request, limits.vocab_size)
             echoes = await _echoes(model, parsed.request, prompts)
-        choices = plan_choices(parsed.request, prompts, limits, model.eos_ids)
+        choices = plan_choices(parsed.request, prompts, limits, model.eos_ids, model.sampling)
         generation = Generation(state, exchange, parsed, model, choices, echoes)
         with state.listed(exchange.request_id, generation):
             await generation.run()
@@ -160,6 +160,7 @@ class Generation:
             if output.is_done:
                 data += self._ending()
             await responder.write(data)
+        exchange.is_served = True
         await responder.finish()
 
     def _ending(self) -> bytes:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
+from engine.api.admission import SamplingDefaults
 from shared.errors import InvalidRequest
 from shared.openai import ChatRequest, CompletionRequest
 from shared.tokenizer import Tokenizer, TokenizerBundle, TokenizerThreads
 from shared.validation import parse
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 class UnusableModel(Exception):
@@ -28,6 +32,7 @@ class ServedModel:
     bundle_json: bytes
     """What `GET /penstock/tokenizer` answers."""
     eos_ids: frozenset[int]
+    sampling: SamplingDefaults
 
 
 def load_model(directory: Path, *, name: str, created: int, workers: int) -> ServedModel:
@@ -45,6 +50,7 @@ def load_model(directory: Path, *, name: str, created: int, workers: int) -> Ser
         threads=TokenizerThreads(tokenizer, workers),
         bundle_json=msgspec.json.encode(bundle),
         eos_ids=read_eos_ids(directory),
+        sampling=read_sampling_defaults(directory),
     )
 
 
@@ -64,13 +70,24 @@ class _EosConfig(msgspec.Struct):
 def read_eos_ids(directory: Path) -> frozenset[int]:
     """From generation_config.json, which may list several, or else from config.json. Raises UnusableModel."""
     for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        if not path.is_file():
-            continue
-        try:
-            eos = msgspec.json.decode(path.read_bytes(), type=_EosConfig).eos_token_id
-        except (msgspec.DecodeError, OSError) as error:
-            raise UnusableModel(f"{path} cannot be read: {error}") from error
+        eos = _read(directory / name, _EosConfig()).eos_token_id
         if eos is not None:
             return frozenset([eos] if isinstance(eos, int) else eos)
     return frozenset()
+
+
+def read_sampling_defaults(directory: Path) -> SamplingDefaults:
+    """From generation_config.json. Raises UnusableModel."""
+    return _read(directory / "generation_config.json", SamplingDefaults())
+
+
+def _read(path: Path, default: S) -> S:
+    """What of `path` is in the Struct; `default` where there is no file. Nulls mean nothing."""
+    if not path.is_file():
+        return default
+    try:
+        fields = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
+        stated = {name: value for name, value in fields.items() if bytes(value) != b"null"}
+        return msgspec.json.decode(msgspec.json.encode(stated), type=type(default))
+    except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
+        raise UnusableModel(f"{path} cannot be read: {error}") from error

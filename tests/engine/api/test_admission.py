@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api.admission import Limits, cache_salt, derive_seed, max_tokens_of, plan_choices
+from engine.api.admission import (
+    Limits,
+    SamplingDefaults,
+    cache_salt,
+    derive_seed,
+    max_tokens_of,
+    plan_choices,
+)
+from engine.api.model import UnusableModel, read_sampling_defaults
+from engine.core.messages import SamplingParams
 from shared.errors import ContextLengthExceeded, NeverFits
 from shared.openai import ChatMessage, ChatRequest, CompletionRequest
 
@@ -52,7 +65,8 @@ def test_a_choice_keeps_its_seed_whatever_n_is() -> None:
 
     def seeds(n: int | None) -> list[int]:
         request = ChatRequest(model="m", messages=CHAT.messages, seed=5, n=n)
-        return [choice.sampling.seed for choice in plan_choices(request, [[1, 2]], limits, frozenset())]
+        choices = plan_choices(request, [[1, 2]], limits, frozenset(), SamplingDefaults())
+        return [choice.sampling.seed for choice in choices]
 
     assert seeds(None) == seeds(1) == seeds(4)[:1]
     assert len(set(seeds(4))) == 4
@@ -66,3 +80,40 @@ def test_seeds_are_unsigned_64_bit(seed: int, choice: int) -> None:
 @given(st.text(max_size=5), st.text(max_size=5), st.text(max_size=5), st.text(max_size=5))
 def test_salts_differ_unless_both_parts_agree(a: str, b: str, c: str, d: str) -> None:
     assert (cache_salt(a, b) == cache_salt(c, d)) == ((a, b) == (c, d))
+
+
+def test_what_a_request_leaves_open_is_the_models_to_say() -> None:
+    defaults = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.1)
+
+    def sampling(**asked: Any) -> SamplingParams:
+        request = ChatRequest(model="m", messages=CHAT.messages, **asked)
+        [choice] = plan_choices(request, [[1, 2]], Limits(64, 64, 100), frozenset(), defaults)
+        return choice.sampling
+
+    open_, asked = sampling(), sampling(temperature=0.0, top_p=1.0, top_k=-1, repetition_penalty=1.0)
+    assert (open_.temperature, open_.top_p, open_.top_k, open_.repetition_penalty) == (0.6, 0.9, 20, 1.1)
+    assert (asked.temperature, asked.top_p, asked.top_k, asked.repetition_penalty) == (0.0, 1.0, 0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "defaults"),
+    [
+        ('{"temperature": 0.6, "top_p": 0.9, "eos_token_id": [1, 2]}', SamplingDefaults(0.6, 0.9)),
+        ('{"temperature": null, "top_k": 50, "do_sample": true}', SamplingDefaults(top_k=50)),
+        ("{}", SamplingDefaults()),
+    ],
+)
+def test_the_models_generation_config_is_read(tmp_path: Path, text: str, defaults: SamplingDefaults) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    assert read_sampling_defaults(tmp_path) == defaults
+
+
+@pytest.mark.parametrize("text", ['{"temperature": -1}', '{"top_p": "most"}', "[]", "{"])
+def test_a_generation_config_that_makes_no_sense_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(UnusableModel, match=r"generation_config\.json"):
+        read_sampling_defaults(tmp_path)
+
+
+def test_without_a_generation_config_openais_defaults_hold(tmp_path: Path) -> None:
+    assert read_sampling_defaults(tmp_path) == SamplingDefaults()
