@@ -52,6 +52,7 @@ from shared.errors import (
 )
 from shared.ids import REQUEST_ID_HEADER, TENANT_HEADER, TOKENIZER_HEADER, TRACEPARENT_HEADER, ReplicaId
 from shared.openai import (
+    BODY_LEN_MAX,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -247,16 +248,18 @@ def used_tokens(progress: Progress, prompt_tokens: int, reserved: int) -> int:
 def _outbound(
     exchange: Exchange, principal: Principal, model: ModelConfig, parsed: Parsed[ProxiedRequest], count: Count
 ) -> Outbound:
-    overrides: dict[str, object] = {"model": model.upstream_model or model.name}
-    if count.extension is not None:
-        overrides["penstock"] = count.extension
+    fields, name = parsed.fields, model.upstream_model or model.name
+    ids = {} if count.extension is None else {"penstock": count.extension}
+    body = with_fields(fields, model=name, **ids)
+    if len(body) > BODY_LEN_MAX:  # with the ids of a huge prompt: the engine counts it again
+        body = with_fields(fields, model=name)
     headers = (
         ("content-type", "application/json"),
         (REQUEST_ID_HEADER, exchange.record.request_id),
         (TRACEPARENT_HEADER, exchange.stages.trace.traceparent),
         (TENANT_HEADER, principal.tenant),
     )
-    return Outbound("POST", exchange.request.path, headers, with_fields(parsed.fields, **overrides))
+    return Outbound("POST", exchange.request.path, headers, body)
 
 
 def _refused(refusal: Refusal, tokens: int) -> ApiError:

@@ -11,6 +11,7 @@ there is a connection, new or kept, and before anything is sent.
 from __future__ import annotations
 
 import asyncio
+import io
 import socket
 from collections.abc import AsyncIterator
 from functools import lru_cache
@@ -30,6 +31,7 @@ RECEIVE_BUFFER_LEN: Final = 128 * 1024
 to megabytes."""
 READ_BUFFER_LEN: Final = 32 * 1024
 """aiohttp's own buffer of an answer; it stops reading at twice this."""
+PIECE_LEN: Final = 64 * 1024
 URLS_MAX: Final = 1024
 CONNECTED: Final = "penstock.connected"
 _OWN_HEADERS: Final = frozenset({"user-agent", "accept", "accept-encoding"})
@@ -59,7 +61,7 @@ class Http1Transport(httpx.AsyncBaseTransport):
             answer = await self._session.request(
                 request.method,
                 _url(str(request.url)),
-                data=await request.aread() or None,
+                data=_sendable(await request.aread()),
                 headers=request.headers.multi_items(),
                 timeout=aiohttp.ClientTimeout(total=None, connect=connect_s),
                 allow_redirects=False,
@@ -91,6 +93,11 @@ class _Body(httpx.AsyncByteStream):
 
     async def aclose(self) -> None:
         self._answer.close()  # does nothing to a connection that was given back at the answer's end
+
+
+def _sendable(content: bytes) -> bytes | io.BytesIO | None:
+    """A large body is sent in pieces, so that copying it does not hold up the event loop."""
+    return io.BytesIO(content) if len(content) > PIECE_LEN else content or None
 
 
 @lru_cache(maxsize=URLS_MAX)

@@ -115,8 +115,12 @@ async def open_house(log: io.StringIO) -> AsyncIterator[Open]:
     """`await open_house(timeouts={...})`: with a tokenizer unless `bundle=None`."""
     async with AsyncExitStack() as stack:
 
-        async def open_(*more_urls: str, bundle: Any = ..., **sections: Any) -> House:
-            engine = FakeEngine(bundle=byte_bundle() if bundle is ... else bundle)
+        async def open_(
+            *more_urls: str, bundle: Any = ..., max_model_len: int = 4096, **sections: Any
+        ) -> House:
+            engine = FakeEngine(
+                bundle=byte_bundle() if bundle is ... else bundle, max_model_len=max_model_len
+            )
             await stack.enter_async_context(engine)
             config = load(settings(engine.url, *more_urls, **sections), {})
             gateway = await stack.enter_async_context(Gateway(config))

@@ -19,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from shared import sse
 from shared.ids import TOKENIZER_HEADER
+from shared.openai import BODY_LEN_MAX
 from shared.tokenizer import TokenizerBundle
 
 CHAT_TEMPLATE = (
@@ -120,6 +121,11 @@ def refusal(status: int, code: str, message: str = "no", **headers: str) -> Scri
     return Script([body], status, "application/json", {k.replace("_", "-"): v for k, v in headers.items()})
 
 
+def _request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+    loop = asyncio.get_running_loop()
+    return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=2 * BODY_LEN_MAX)
+
+
 class FakeEngine:
     """`async with FakeEngine() as engine:`; `engine.script` says how to answer the next requests."""
 
@@ -137,7 +143,8 @@ class FakeEngine:
 
     async def __aenter__(self) -> FakeEngine:
         self._runner = web.ServerRunner(
-            web.Server(self._handle, handler_cancellation=True, access_log=None), shutdown_timeout=0.1
+            web.Server(self._handle, request_factory=_request, handler_cancellation=True),
+            shutdown_timeout=0.1,
         )
         await self._runner.setup()
         sock = socket.socket()

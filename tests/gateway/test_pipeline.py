@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import re
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from gateway.admission.tokens import estimate
@@ -523,6 +525,22 @@ async def test_a_new_tokenizer_is_fetched_when_an_answer_names_it(open_house: Op
     async with house.chat():
         pass
     assert house.engine.seen[-1].body["penstock"]["tokenizer"] == byte_bundle().hash
+
+
+@pytest.mark.parametrize(("length", "with_ids"), [(100_000, True), (2_000_000, True), (6_000_000, False)])
+async def test_a_long_prompt_goes_through_with_its_ids_while_there_is_room(
+    open_house: Open, length: int, with_ids: bool
+) -> None:
+    house = await open_house(max_model_len=10_000_000)
+    house.engine.script = unary()
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x" * length}]}
+    data, url = io.BytesIO(msgspec.json.encode(body)), f"{house.url}/v1/chat/completions"
+    async with house.client.post(url, data=data, headers=house.headers) as answer:
+        assert answer.status == 200
+    sent = house.engine.seen[0].body
+    assert len(sent["messages"][0]["content"]) == length
+    assert ("penstock" in sent) is with_ids
+    assert (await house.line())["reserved_tokens"] > length
 
 
 async def test_what_is_reserved(house: House) -> None:
