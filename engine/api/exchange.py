@@ -60,6 +60,8 @@ class Exchange:
         """Where the request is; when the client leaves, where it left."""
         self.is_quiet = False
         """Probes and scrapes are logged at debug level."""
+        self.is_served = False
+        """The last byte that means something to the client has been written."""
         self.is_generation = False
         self.tally: Tally | None = None
         self.end_reason = "ok"
@@ -125,6 +127,8 @@ class Exchange:
     # -- the end ----------------------------------------------------------------------------------
 
     def client_left(self) -> None:
+        if self.is_served:
+            return  # with everything it asked for
         self.end_reason = "client_gone"
         self._status = STATUS_CLIENT_GONE
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import httpx
 import pytest
 import structlog
 
+from engine.api.http import ClientGone
+from engine.api.service import Service
 from engine.core.messages import CoreFailed, FinishReason
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Serve, Served, until
 
@@ -107,6 +109,42 @@ async def test_the_client_leaves_while_we_tokenize(
     await until(lambda: bool(lines))
     assert (lines[0]["end_reason"], lines[0]["left_in"]) == ("client_gone", "tokenize")
     assert served.core.added == []
+
+
+class HangsUp:
+    """A client in memory that hangs up once it has seen `[DONE]`: the SDKs read no further."""
+
+    method, path = "POST", "/v1/chat/completions"
+    headers: Mapping[str, str] = {}
+    started = False
+
+    def __init__(self) -> None:
+        self.received = b""
+
+    async def body(self, *, len_max: int, deadline_s: float) -> bytes:
+        return body_of(stream=True)
+
+    async def send(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        raise AssertionError(body)
+
+    async def start_stream(self, status: int, headers: Mapping[str, str]) -> None:
+        self.started = True
+
+    async def write(self, data: bytes) -> None:
+        self.received += data
+
+    async def finish(self) -> None:
+        raise ClientGone
+
+
+async def test_a_client_that_leaves_with_everything_has_been_served(
+    served: Served, lines: list[MutableMapping[str, Any]]
+) -> None:
+    served.says("hello")
+    client = HangsUp()
+    await Service(served.engine.state).handle(client, client)
+    assert b"[DONE]" in client.received
+    assert [(line["status"], line["end_reason"]) for line in lines] == [(200, "ok")]
 
 
 async def test_an_answer_logs_one_line(served: Served, lines: list[MutableMapping[str, Any]]) -> None:
