@@ -39,7 +39,7 @@ assert len(_SECRET_ALPHABET) ** SECRET_LEN > 2**128
 _MINTED: Final = re.compile(
     rf"sk_[a-z0-9]{{1,{ENV_LEN_MAX}}}_([a-z0-9]{{{KEYID_LEN}}})_[A-Za-z0-9]{{{SECRET_LEN}}}"
 )
-_PRINTABLE: Final = re.compile(rf"[!-~]{{1,{KEY_LEN_MAX}}}")
+_PRINTABLE: Final = re.compile(rf"[ -~]{{1,{KEY_LEN_MAX}}}")
 _DUMMY: Final = hashlib.sha256(secrets.token_bytes(32)).digest()
 
 

@@ -24,8 +24,8 @@ def development_key() -> str:
 
 def key_problem(key: str) -> str | None:
     """What a key must be to fit into an Authorization header, when it is not that."""
-    fits = 0 < len(key) <= KEY_LEN_MAX and all("!" <= char <= "~" for char in key)
-    return None if fits else f"must be 1 to {KEY_LEN_MAX} printable ASCII characters without spaces"
+    fits = 0 < len(key) <= KEY_LEN_MAX and all(" " <= char <= "~" for char in key) and key == key.strip()
+    return None if fits else f"must be 1 to {KEY_LEN_MAX} printable ASCII characters, no space at its ends"
 
 
 def gateway_toml(

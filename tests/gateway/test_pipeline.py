@@ -199,7 +199,7 @@ async def test_any_name_reaches_a_model_with_a_star(open_house: Open) -> None:
         (None, "did not provide"),
         ("Basic abc", "malformed"),
         ("Bearer", "malformed"),
-        ("Bearer two words", "malformed"),
+        ("Bearer two words", "Incorrect"),
         ("Bearer wrong-key", "Incorrect"),
         ("Bearer sk_dev_abcdefghijkl_" + "x" * 32, "Incorrect"),
         ("Bearer " + "x" * 5000, "malformed"),
