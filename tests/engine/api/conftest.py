@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import httpx
@@ -42,15 +43,27 @@ def config(model_dir: Path) -> EngineConfig:
     return EngineConfig(model=str(model_dir), served_model_name=MODEL, port=0, drain_timeout_s=20.0)
 
 
-@dataclass(slots=True)
+@dataclass
 class Served:
     """An engine with a fake core behind a real socket, and clients for it."""
 
     engine: Engine
     core: FakeCore
     http: httpx.AsyncClient
-    sdk: openai.AsyncOpenAI
     tokenizer: Tokenizer
+    clients: AsyncExitStack
+
+    @cached_property
+    def sdk(self) -> openai.AsyncOpenAI:
+        """The official SDK. Made when it is used: it takes longer than most tests."""
+        sdk = openai.AsyncOpenAI(
+            base_url=f"http://127.0.0.1:{self.engine.port}/v1",
+            api_key="none",
+            max_retries=0,
+            _strict_response_validation=True,
+        )
+        self.clients.push_async_callback(sdk.close)
+        return sdk
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -83,12 +96,9 @@ async def serve(config: EngineConfig, model_dir: Path, tokenizer: Tokenizer) -> 
             stack.push_async_callback(engine.stop)
             await engine.start()
             url = f"http://127.0.0.1:{engine.port}"
-            http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20))
-            sdk = openai.AsyncOpenAI(
-                base_url=url + "/v1", api_key="none", max_retries=0, _strict_response_validation=True
-            )
-            await stack.enter_async_context(sdk)
-            yield Served(engine, fake, http, sdk, tokenizer)
+            # without `verify` it would load a trust store for every test
+            http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20, verify=False))
+            yield Served(engine, fake, http, tokenizer, stack)
 
     return run
 

@@ -130,13 +130,13 @@ async def test_what_can_never_fit_the_kv_pool_is_refused(serve: Serve) -> None:
         b'{"model": null, "messages": null, "prompt": null, "tokens": null}',
     ],
 )
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
-async def test_hostile_bodies(served: Served, path: str, body: bytes) -> None:
-    response = await served.http.post(path, content=body)
-    if "tokenize" in path and response.status_code == 200:
-        assert response.headers["content-type"] == "application/json"  # the bad field means nothing here
-    else:
-        error_of(response, 400)
+async def test_hostile_bodies(served: Served, body: bytes) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
+        response = await served.http.post(path, content=body)
+        if "tokenize" in path and response.status_code == 200:
+            assert response.headers["content-type"] == "application/json"  # the bad field means nothing here
+        else:
+            error_of(response, 400)
     assert served.core.added == []
 
 
