@@ -73,7 +73,7 @@ class ConnectionConfig:
     fast: bool = True  # DATA and WINDOW_UPDATE beside h2 (fastpath.py) or through it (plainpath.py)
     stream_window_len: int = limits.STREAM_WINDOW_LEN
     connection_window_len: int = limits.CONNECTION_WINDOW_LEN
-    streams_max: int = limits.STREAMS_MAX  # that the peer may open
+    streams_max: int = limits.STREAMS_MAX  # open at once; a client's may be less, if the server says so
 
     def __post_init__(self) -> None:
         assert limits.INITIAL_WINDOW_LEN <= self.connection_window_len <= limits.WINDOW_LEN_MAX
@@ -136,12 +136,13 @@ class Connection:
 
     @property
     def streams_room(self) -> int:
-        """How many more streams the peer lets us open."""
+        """How many more streams may be opened by us."""
         if self.phase is not Phase.OPEN or not self.greeted:
             return 0
         if self.h2.highest_outbound_stream_id >= frames.STREAM_ID_MAX - 2:
             return 0
-        return self.h2.remote_settings.max_concurrent_streams - len(self.streams)
+        allowed = min(self.h2.remote_settings.max_concurrent_streams, self.config.streams_max)
+        return allowed - len(self.streams)
 
     @property
     def may_close(self) -> bool:

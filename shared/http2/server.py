@@ -34,7 +34,17 @@ NO_BODY_STATUSES: Final = frozenset([204, 304])
 class ServerRequest:
     """A request whose header list came; its body may still be on its way."""
 
-    __slots__ = ("_connection", "_stream", "authority", "headers", "method", "path", "query", "scheme")
+    __slots__ = (
+        "_connection",
+        "_declared_len",
+        "_stream",
+        "authority",
+        "headers",
+        "method",
+        "path",
+        "query",
+        "scheme",
+    )
 
     def __init__(self, connection: Connection, stream: Stream) -> None:
         assert stream.head is not None
@@ -45,6 +55,7 @@ class ServerRequest:
         self.authority = pseudo.get(b":authority", "")
         self.path = unquote(path)
         self.headers: Mapping[str, str] = Headers(stream.head)
+        self._declared_len = next((int(value) for name, value in stream.head if name == b"content-length"), 0)
         self._connection = connection
         self._stream = stream
 
@@ -52,7 +63,7 @@ class ServerRequest:
         """All of it. Raises BodyTooLarge, BodyTimeout, InvalidRequest."""
         if self.headers.get("content-encoding", "identity") != "identity":
             raise InvalidRequest("Compressed request bodies are not accepted.", param=None)
-        if int(self.headers.get("content-length", "0")) > len_max:
+        if self._declared_len > len_max:
             raise BodyTooLarge(f"The request body is larger than {len_max} bytes.")
         try:
             async with asyncio.timeout(deadline_s):

@@ -1,6 +1,6 @@
 """What the hop alone costs: a bare relay over our HTTP/2 against the same relay over aiohttp's HTTP/1.1.
 
-    python -m tests.bench.hop [--seconds 3] [--streams 128 256] [--interval-ms 20]
+    python -m tests.bench.hop [--seconds 2.5] [--streams 128 256] [--interval-ms 20]
 
 A process serves paced event streams, by HTTP/2 and HTTP/1.1 on one port; another relays them to this process.
 The relay's CPU time, as the kernel counts it, is divided by the events that arrive here. The relay has none
@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--upstream", choices=UPSTREAMS, help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
     parser.add_argument("--loop", choices=["asyncio", "uvloop"], default="uvloop", help=argparse.SUPPRESS)
-    parser.add_argument("--seconds", type=float, default=3.0, help="length of each run")
+    parser.add_argument("--seconds", type=float, default=2.5, help="length of each run")
     parser.add_argument("--streams", type=int, nargs="+", default=[128, 256])
     parser.add_argument("--interval-ms", type=float, default=20.0, help="time between two events of a stream")
     options = parser.parse_args()

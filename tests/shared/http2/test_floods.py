@@ -6,11 +6,13 @@ import contextlib
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shared.http2 import frames, limits
 from shared.http2.connection import ConnectionConfig, Phase
 from shared.http2.errors import ErrorCode, ProtocolViolation
-from tests.shared.http2.pair import End
+from tests.shared.http2.pair import REQUEST, End
 
 GREETING = frames.PREFACE + frames.settings({})
 HEAD = b"\x82\x86\x84\x41\x06engine"
@@ -159,3 +161,39 @@ def test_frames_may_arrive_byte_by_byte(server: End) -> None:
     assert stream.take() == b"abcdef"
     assert stream.received_all
     assert not server.connection.unfinished
+
+
+junk = st.lists(
+    st.tuples(
+        st.integers(0, 12),
+        st.one_of(st.sampled_from([0, 1, 4, 5, 8, 9, 0x20, 0x2D]), st.integers(0, 255)),
+        st.sampled_from([0, 1, 1, 2, 3, 5, 2**31 - 1, 2**31 + 1]),
+        st.one_of(
+            st.sampled_from([b"", bytes(4), bytes(5), bytes(8), HEAD, b"\0\0\0\x01", b"\x88"]),
+            st.binary(max_size=40),
+        ),
+    ),
+    max_size=20,
+)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("client", [False, True])
+@given(junk=junk, cut=st.integers(0, 300))
+@settings(max_examples=150, deadline=None)
+def test_whatever_comes_is_accepted_or_refused_as_a_violation(
+    client: bool, fast: bool, junk: list[tuple[int, int, int, bytes]], cut: int
+) -> None:
+    end = End(client=client, config=ConnectionConfig(fast=fast))
+    end.connection.receive(frames.settings({0x3: 100}) if client else GREETING)
+    if client:
+        for _ in range(3):
+            end.connection.open(REQUEST, end=False)
+    data = b"".join(frames.frame(*one) for one in junk)
+    with contextlib.suppress(ProtocolViolation):
+        end.connection.receive(data[:cut])
+        end.connection.receive(data[cut:])
+    path = end.connection.path
+    assert path.window >= 0
+    for stream in end.connection.streams.values():
+        assert 0 <= stream.buffered <= limits.STREAM_WINDOW_LEN
