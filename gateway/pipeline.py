@@ -1,6 +1,6 @@
 """THE ORDER of a request's stages. Nobody else knows it, and no stage knows another.
 
-    auth        who exchanges?                              401
+    auth        who calls?                              401
     body        the bytes, bounded in size and time     408 413
     validate    what do they ask for?                   400, naming the field
     tenant      may they use that model?                404
@@ -236,10 +236,10 @@ def subjects_of(directory: Directory, principal: Principal) -> tuple[Subject, Su
 
 def used_tokens(progress: Progress, prompt_tokens: int, reserved: int) -> int:
     """What a request is charged in the end; rule 1."""
-    if progress.closing is not None:
-        return progress.closing.prompt_tokens + progress.closing.completion_tokens
     if progress.refused or not progress.dispatched:
         return 0
+    if progress.closing is not None:
+        return progress.closing.prompt_tokens + progress.closing.completion_tokens
     if progress.complete and not progress.events:  # a foreign engine's unary answer: nobody counted
         return reserved
     return prompt_tokens + progress.events

@@ -55,8 +55,6 @@ class Progress:
     """A replica was sent the request, or part of it."""
     refused: bool = False
     """The engine said no before its first token: nothing was computed."""
-    broken: bool = False
-    """The engine ended its stream with an error event of its own, which was passed on."""
 
     @property
     def closing(self) -> Closing | None:
@@ -66,7 +64,12 @@ class Progress:
     @property
     def delivered(self) -> bool:
         """Whether a client that leaves now leaves with everything: SDKs hang up at `[DONE]`."""
-        return self.complete or self.scanner.saw_done
+        return self.complete or self.scanner.saw_done or self.broken
+
+    @property
+    def broken(self) -> bool:
+        """Whether the engine ended its stream with an error event of its own, which was passed on."""
+        return self.scanner.closing is not None and not self.scanner.saw_done
 
 
 class _Response(web.StreamResponse):
@@ -171,7 +174,6 @@ class Relay:
             forward = scanner.feed(chunk)
         if rest := scanner.finish():
             await self._write(rest)
-        self.progress.broken = not scanner.saw_done
         if scanner.closing is None and not scanner.saw_done:
             raise UpstreamFailed("The engine's answer broke off.", detail="no [DONE], no closing comment")
 

@@ -11,8 +11,10 @@ import msgspec
 import pytest
 
 from gateway.admission.quota import Decision, ReservationId, Subject
+from shared.errors import EngineFailed
+from shared.sse import closing_comment, error_event
 from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House, Open, until
-from tests.gateway.fake_engine import HEADERS, Script, chunk, stream, unary
+from tests.gateway.fake_engine import HEADERS, Script, chunk, closing, stream, unary
 
 
 class RawClient:
@@ -289,6 +291,19 @@ async def test_a_client_that_hangs_up_at_the_end_is_served(house: House, is_stre
     assert {(line["status"], line["end_reason"], line["settled_tokens"]) for line in lines} == {
         (200, "ok", 13)
     }
+    await house.at_rest()
+
+
+async def test_a_client_that_hangs_up_at_the_engines_error_was_told(house: House) -> None:
+    event = error_event(EngineFailed("The engine failed."))
+    comment = closing_comment(closing(reason="engine_failed"))
+    house.engine.script = Script([chunk("a"), event + comment, asyncio.Event()])
+    client = await RawClient.of(house)
+    client.post(body(stream=True))
+    await client.reader.readuntil(event)
+    client.leave()
+    line = await house.line()
+    assert (line["status"], line["end_reason"], line["settled_tokens"]) == (200, "upstream_failed", 13)
     await house.at_rest()
 
 
