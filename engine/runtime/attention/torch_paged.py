@@ -1,10 +1,10 @@
 """Paged attention on CPU, in torch operations alone.
 
-Decode gathers each row's pages into a contiguous block and multiplies. Rows are sorted into buckets
-by their number of pages, rounded up to a power of two, so that one long sequence does not make the
-short ones read its padding. Padding repeats the row's own last page: what is masked is then finite
-(see kv_cache.py), and no stranger's page is ever touched. The query heads of one group are packed
-as rows of the same matrix: SDPA's `enable_gqa` is 5 to 7 times slower here.
+Decode gathers each row's pages into a contiguous block and multiplies. Rows of like length, within a
+factor of two, share a bucket, so that one long sequence does not make the short ones read its
+padding. Padding repeats the row's own last page: what is masked is then finite (see kv_cache.py), and
+no stranger's page is ever touched. The query heads of one group are packed as rows of the same
+matrix: SDPA's `enable_gqa` is several times slower here.
 
 Prefill runs row by row. Each chunk sees its cached context through one gather; long chunks are cut
 into blocks of queries, which bounds the mask.
@@ -58,46 +58,49 @@ class TorchDecode:
 
     def _buckets(self, rows: Sequence[Row], tables: Tensor, window: int | None) -> list[_Bucket]:
         size = self._cache.geometry.page_size
-        firsts = [_first_seen(row.end - 1, window) // size for row in rows]
-        counts = [(row.end - 1) // size - first + 1 for row, first in zip(rows, firsts, strict=True)]
-        members: defaultdict[int, list[int]] = defaultdict(list)
-        for index, count in enumerate(counts):
-            members[1 << (count - 1).bit_length()].append(index)
-        page_bytes = self._cache.geometry.page_bytes // (2 * self._cache.geometry.layers)
-        buckets = []
-        for pages, indices in sorted(members.items()):
-            at_once = max(1, WORKSPACE_BYTES_MAX // (pages * page_bytes))
-            for some in (indices[i : i + at_once] for i in range(0, len(indices), at_once)):
-                everyone = len(some) == len(rows)
-                ends = [rows[i].end for i in some]
-                table = tables if everyone and len(rows) == len(tables) else tables[some]
-                spans = _Spans(table, [firsts[i] for i in some], [counts[i] for i in some], ends, pages)
-                buckets.append(self._bucket(None if everyone else torch.tensor(some), spans, window))
-        return buckets
+        spans = []
+        for index, row in enumerate(rows):
+            first = _first_seen(row.end - 1, window) // size
+            spans.append(_Span(index, first, (row.end - 1) // size + 1 - first, row.end))
+        groups = list(self._groups(spans))
+        return [self._bucket(group, tables, window, alone=len(groups) == 1) for group in groups]
 
-    def _bucket(self, rows: Tensor | None, spans: _Spans, window: int | None) -> _Bucket:
+    def _groups(self, spans: Sequence[_Span]) -> Iterable[Sequence[_Span]]:
+        """Spans of like size together, as many as the workspace takes, in the order of their rows."""
+        members: defaultdict[int, list[_Span]] = defaultdict(list)
+        for span in spans:
+            members[1 << (span.count - 1).bit_length()].append(span)
         geometry = self._cache.geometry
-        first, end = torch.tensor(spans.firsts)[:, None], torch.tensor(spans.ends)[:, None]
-        columns = torch.arange(spans.width)
-        own = first + torch.minimum(columns, torch.tensor(spans.counts)[:, None] - 1)
-        pages = spans.tables.gather(1, own)
-        keys_at = first * geometry.page_size + torch.arange(spans.width * geometry.page_size)
+        page_bytes = geometry.page_bytes // (2 * geometry.layers)
+        for pages, alike in sorted(members.items()):
+            at_once = max(1, WORKSPACE_BYTES_MAX // (pages * page_bytes))
+            yield from (alike[i : i + at_once] for i in range(0, len(alike), at_once))
+
+    def _bucket(self, spans: Sequence[_Span], tables: Tensor, window: int | None, *, alone: bool) -> _Bucket:
+        geometry = self._cache.geometry
+        rows = torch.tensor([span.row for span in spans])
+        first = torch.tensor([[span.first] for span in spans])
+        last = torch.tensor([[span.first + span.count - 1] for span in spans])
+        end = torch.tensor([[span.end] for span in spans])
+        width = max(span.count for span in spans)
+        pages = tables[rows[:, None], torch.minimum(first + torch.arange(width), last)]
+        keys_at = first * geometry.page_size + torch.arange(width * geometry.page_size)
         hidden = keys_at >= end
         if window is not None:
             hidden |= keys_at < end - window
         bias = torch.zeros(hidden.shape, dtype=geometry.dtype).masked_fill_(hidden, -torch.inf)
-        return _Bucket(rows, _gather_index(pages, geometry.kv_heads), bias[:, None, None])
+        gather = _gather_index(pages, geometry.kv_heads)
+        return _Bucket(None if alone else rows, gather, bias[:, None, None])
 
 
 @dataclass(frozen=True, slots=True)
-class _Spans:
-    """The pages that each row of a bucket reads: [first, first + count) of its table, padded to `width`."""
+class _Span:
+    """Pages [first, first + count) of a row's table: all that holds keys it sees, the last one at end - 1."""
 
-    tables: Tensor
-    firsts: Sequence[int]
-    counts: Sequence[int]
-    ends: Sequence[int]
-    width: int
+    row: int
+    first: int
+    count: int
+    end: int
 
 
 class _DecodeStep:
