@@ -203,7 +203,7 @@ class Connection:
     def respond(self, stream: Stream, head: HeaderList, *, end: bool) -> None:
         """A server's: sends a response's header list."""
         if stream.error is not None:
-            raise stream.error
+            raise stream.error.with_traceback(None)
         self.h2.send_headers(stream.id, head, end_stream=end)
         self.collect()
         if end:
@@ -249,7 +249,7 @@ class Connection:
         streams = list(self.streams.values())
         self.streams.clear()
         for stream in streams:
-            stream.fail(error)
+            stream.fail(ConnectionLost(*error.args))  # one each: whoever raises it adds his traceback to it
             self._owner.stream_closed(stream)
         self._owner.peer_changed()
 

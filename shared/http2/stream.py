@@ -80,7 +80,7 @@ class Stream:
         """The peer's header list. Raises StreamFailed if none will come."""
         while self.head is None:
             if self.error is not None:
-                raise self.error
+                raise self.error.with_traceback(None)
             await self._wait_to_read()
         return self.head
 
@@ -90,7 +90,7 @@ class Stream:
             if self.received_all:
                 return None
             if self.error is not None:
-                raise self.error
+                raise self.error.with_traceback(None)
             await self._wait_to_read()
         return self.take()
 
@@ -123,7 +123,7 @@ class Stream:
     def offer(self, data: bytes | memoryview) -> memoryview | None:
         """Frames what fits now; returns the rest, if any. Raises StreamFailed if nobody will read it."""
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None)
         assert not self.sent_all, "write after finish"
         assert self.pending is None, "one writer at a time"
         return self._connection.send(self, data)
