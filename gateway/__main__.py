@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from gateway.app import serve
+from gateway.app import ListenFailed, serve
 from gateway.config import load
 from shared import logs
 from shared.config import ConfigError
@@ -30,8 +30,12 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"{args.config} is not a usable configuration:\n{error}\n")
         return 2
     logs.configure("gateway", level=args.log_level)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(serve(config, args.config))
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(serve(config, args.config))
+    except ListenFailed as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
     return 0
 
 

@@ -53,6 +53,10 @@ assert RENEW_S * 2 < LEASE_TTL_MS / 1000, "one renewal may fail before a lease e
 log = logs.get(__name__)
 
 
+class ListenFailed(Exception):
+    """A listener cannot be opened; the message is for the operator."""
+
+
 class Gateway:
     """`async with Gateway(config) as gateway:` serves until the block is left."""
 
@@ -96,6 +100,7 @@ class Gateway:
             stack.callback(self.tokens.close)
             for work in (self.tokens.run(), self.directory.watch(), self._renew_leases()):
                 task = asyncio.create_task(work)
+                task.add_done_callback(_report_death)
                 stack.push_async_callback(_stop, task)
             tls = _tls_context(listen.tls) if listen.tls else None
             public = _Server(self._edge, self.config)
@@ -130,7 +135,10 @@ class Gateway:
         runner = web.ServerRunner(server, shutdown_timeout=CLOSE_GRACE_S)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
-        sock = _bound_socket(host, port, self.config.limits.send_buffer_len)
+        try:
+            sock = _bound_socket(host, port, self.config.limits.send_buffer_len)
+        except OSError as error:
+            raise ListenFailed(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
         await web.SockSite(runner, sock, ssl_context=tls, backlog=BACKLOG_LEN).start()
         bound: int = sock.getsockname()[1]
         return bound
@@ -203,9 +211,13 @@ def _bound_socket(host: str, port: int, send_buffer_len: int) -> socket.socket:
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
     sock = socket.socket(family, kind, protocol)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_len)
-    sock.bind(address)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_len)
+        sock.bind(address)
+    except OSError:
+        sock.close()
+        raise
     return sock
 
 
@@ -213,13 +225,19 @@ def _tls_context(tls: TlsConfig) -> ssl.SSLContext:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
-    context.load_cert_chain(tls.cert, tls.key)
+    try:
+        context.load_cert_chain(tls.cert, tls.key)
+    except OSError as error:  # ssl's own errors are among them
+        raise ListenFailed(f"cannot use {tls.cert} and {tls.key}: {error}") from error
     return context
 
 
 async def _stop(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.wait([task])
+
+
+def _report_death(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("gateway.background_failed", exc_info=error)
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
+from urllib.parse import urlsplit
 
 from msgspec import Meta
 
@@ -199,7 +200,7 @@ def _contradictions(config: GatewayConfig) -> Iterator[str]:
     yield from _repeated("keys", (key.hash for key in config.keys))
     for model in config.models:
         for url in model.replicas:
-            if not _BASE_URL.fullmatch(url):
+            if not _is_base_url(url):
                 yield f"models.{model.name}: {url!r} is no base URL like http://host:port"
     for tenant in config.tenants:
         yield from _unknown(f"tenants.{tenant.id}", tenant.models, model_names)
@@ -209,6 +210,14 @@ def _contradictions(config: GatewayConfig) -> Iterator[str]:
             yield f"keys.{key.id}: there is no tenant {key.tenant!r}"
         if key.expires is not None and key.expires.tzinfo is None:
             yield f"keys.{key.id}: expires must say its offset, as 2030-01-31T00:00:00Z does"
+
+
+def _is_base_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return bool(_BASE_URL.fullmatch(text) and parts.hostname) and parts.port != 0
+    except ValueError:  # a port or an IPv6 address that is none
+        return False
 
 
 def _repeated(section: str, names: Iterable[str]) -> Iterator[str]:

@@ -175,6 +175,9 @@ class Edge:
     async def _fail(self, exchange: Exchange, error: ApiError) -> web.StreamResponse:
         """As an answer of its own, or at the end of one that has begun."""
         begun = exchange.client.response
+        if begun is not None and exchange.client.finished:
+            exchange.record.status = begun.status  # too late: the client has its whole answer
+            return begun
         exchange.record.failed(error, begun.status if begun else None)
         if begun is not None:
             await exchange.client.fail(error, exchange.progress)

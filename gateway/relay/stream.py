@@ -79,7 +79,7 @@ class _Response(web.StreamResponse):
 class Client:
     """The client's end: headers once, then bytes under backpressure."""
 
-    __slots__ = ("_request", "_slow_client_s", "_watch", "_writer", "response")
+    __slots__ = ("_request", "_slow_client_s", "_watch", "_writer", "finished", "response")
 
     def __init__(self, request: web.BaseRequest, watch: Watch, slow_client_s: float) -> None:
         self._request = request
@@ -88,6 +88,7 @@ class Client:
         self._writer: StreamWriter | None = None
         self.response: web.StreamResponse | None = None
         """Once it has begun, the status is on its way."""
+        self.finished = False
 
     async def begin(self, status: int, headers: Mapping[str, str]) -> None:
         assert self.response is None
@@ -117,9 +118,11 @@ class Client:
             await self.response.write_eof()
         except ConnectionError:
             raise ClientGone from None
+        self.finished = True
 
     async def fail(self, error: ApiError, progress: Progress) -> None:
-        """End a stream that has begun."""
+        """End an answer that has begun and is not finished."""
+        assert not self.finished
         assert self.response is not None
         is_stream = self.response.content_type == "text/event-stream"
         if not is_stream or isinstance(error, SlowClient) or not progress.scanner.at_boundary:

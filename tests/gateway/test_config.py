@@ -108,6 +108,14 @@ def test_contradictions_are_told_at_once() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "url", ["", "a:1", "http://", "http://a:b", "http://a:0", "http://[::1", "http://a?q"]
+)
+def test_what_is_no_base_url_is_told(url: str) -> None:
+    with pytest.raises(ConfigError, match="is no base URL"):
+        load(settings(url), {})
+
+
 async def test_a_revoked_key_is_refused_within_five_seconds(tmp_path: Path) -> None:
     path = write(tmp_path / "gateway.toml", FULL)
     clock = VirtualClock()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -124,6 +125,29 @@ def test_a_wrong_configuration_is_told_and_ends_with_2(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "models.tiny: 'ftp://x' is no base URL" in done.stderr
     assert "keys.k1: there is no model 'ghost'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["port", "tls"])
+def test_a_listener_that_cannot_be_opened_is_told_and_ends_with_1(tmp_path: Path, kind: str) -> None:
+    config = tmp_path / "gateway.toml"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        listen = (
+            f"port = {port}" if kind == "port" else 'port = 0\ntls = { cert = "/no.pem", key = "/no.pem" }'
+        )
+        config.write_text(toml("http://127.0.0.1:1").replace("port = 0", listen))
+        done = subprocess.run(
+            [sys.executable, "-m", "gateway", "--config", str(config)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 1
+    assert (f"cannot listen on 127.0.0.1:{port}" if kind == "port" else "cannot use /no.pem") in done.stderr
     assert "Traceback" not in done.stderr
 
 
