@@ -90,7 +90,7 @@ QUESTIONS: list[Question] = [
     _ask("capitals", "Do you happen to know the capital of Peru?", r"lima"),
     _ask("capitals", "What's Norway's capital city?", r"oslo"),
     _ask("capitals", "And what might the capital of Mongolia be?", r"ulaanbaatar"),
-    _ask("capitals", "WHAT IS THE CAPITAL CITY OF EGYPT, PLEASE??", r"cairo"),
+    _ask("capitals", "WHICH TOWN WOULD BE THE CAPITAL OF EGYPT??", r"cairo"),
     _ask("capitals", "tell me please whats the capital of the netherlands", r"amsterdam"),
     _ask("capitals", "The capital of Uruguay is which city?", r"montevideo"),
     _ask("capitals", "Which capital does Thailand have, do you know?", r"bangkok"),
