@@ -1,13 +1,15 @@
-"""aiohttp at the edge: its requests and responses in our two protocols, its limits set, its own
-error answers in our envelope.
+"""The listener: one port, where the first bytes of a connection say who speaks HTTP/2.
 
-aiohttp's low-level server is used, without its router: routes belong to the handlers, because
-another server will run them too.
+HTTP/2, which gateways speak, is served by `shared.http2`; everything else by aiohttp, whose requests
+and responses are put into the two protocols of `shared.http` here, its limits set, its own error
+answers in our envelope. aiohttp's low-level server is used, without its router: routes belong to the
+handlers, which both servers run.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any, Final
@@ -16,9 +18,12 @@ from aiohttp import ClientConnectionError, ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestHandler
 
-from engine.api.http import ClientGone, Request, Responder
 from shared import logs
 from shared.errors import ApiError, BodyTimeout, BodyTooLarge, InternalError, InvalidRequest
+from shared.http import ClientGone, Request, Responder
+from shared.http2.server import Http2Server
+from shared.http2.sniff import SniffingProtocol
+from shared.http2.sockets import bound_listener
 from shared.ids import REQUEST_ID_HEADER, mint_request_id
 from shared.openai import error_envelope
 
@@ -27,6 +32,7 @@ HEADER_LEN_MAX: Final = 8190
 HEADERS_MAX: Final = 64
 LINGER_S: Final = 1.0
 """How long an unread body is still swallowed, so that the client sees our answer and not a reset."""
+BACKLOG: Final = 1024
 CLOSE_GRACE_S: Final = 2.0
 """When the server closes, handlers that are still there after the drain get so long to unwind."""
 
@@ -161,17 +167,19 @@ class _Server(web.Server):
 
 
 class HttpServer:
-    """Serves `handle` on one address over HTTP/1.1."""
+    """Serves `handle` on one address, over HTTP/2 by prior knowledge and over HTTP/1.1."""
 
     def __init__(self, handle: Handle, *, host: str, port: int, keepalive_timeout_s: float) -> None:
         self._handle = handle
         self._host, self._port = host, port
         self._keepalive_timeout_s = keepalive_timeout_s
-        self._runner: web.ServerRunner | None = None
+        self._http2: Http2Server | None = None
+        self._http1: web.ServerRunner | None = None
+        self._listener: asyncio.Server | None = None
 
     async def start(self) -> int:
         """Listen. Returns the port."""
-        server = _Server(
+        http1 = _Server(
             self._serve,
             access_log=None,
             auto_decompress=False,
@@ -181,19 +189,46 @@ class HttpServer:
             max_field_size=HEADER_LEN_MAX,
             max_headers=HEADERS_MAX,
         )
-        self._runner = web.ServerRunner(server, shutdown_timeout=CLOSE_GRACE_S)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, self._host, self._port, backlog=1024).start()
-        port = self._runner.addresses[0][1]
+        self._http1 = web.ServerRunner(http1, shutdown_timeout=CLOSE_GRACE_S)
+        await self._http1.setup()
+        self._http2 = http2 = Http2Server(self._handle)
+        listener = _listening_socket(self._host, self._port)
+        self._listener = await asyncio.get_running_loop().create_server(
+            lambda: SniffingProtocol(http2.protocol, http1), sock=listener, backlog=BACKLOG
+        )
+        port = listener.getsockname()[1]
         assert isinstance(port, int)
         return port
 
+    def retire(self) -> None:
+        """Tell HTTP/2 peers to open no more streams here; those that run may finish."""
+        if self._http2 is not None:
+            self._http2.retire()
+
     async def stop(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
+        """End every connection, whatever runs on it."""
+        if self._listener is not None:
+            self._listener.close()
+        if self._http2 is not None:
+            await self._http2.close()
+        if self._http1 is not None:
+            await self._http1.cleanup()
 
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
         responder = AioResponder(request)
         await self._handle(AioRequest(request), responder)
         assert responder.response is not None
         return responder.response
+
+
+def _listening_socket(host: str, port: int) -> socket.socket:
+    """Bound, with what the kernel may hold for a reader who does not read. Raises OSError."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound_listener(listener)
+        listener.bind((host, port))
+    except OSError:
+        listener.close()
+        raise
+    return listener

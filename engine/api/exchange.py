@@ -9,11 +9,11 @@ from typing import Final
 
 import structlog
 
-from engine.api.http import Request, Responder
 from engine.api.outputs import Timing
 from shared import logs, sse
 from shared.clock import Clock
 from shared.errors import ApiError, EngineFailed, InternalError, NotReady, RequestAborted
+from shared.http import Request, Responder
 from shared.ids import (
     REQUEST_ID_HEADER,
     TENANT_HEADER,

@@ -104,6 +104,7 @@ class Engine:
         if state.lifecycle.phase is Phase.FAILED:
             return
         state.lifecycle.to(Phase.DRAINING)
+        self.server.retire()
         log.info("engine.draining", open_sequences=state.core.live)
         if not await _idle(state, self._config.drain_timeout_s, hurry):
             log.warning("engine.drain_cut", open_sequences=state.core.live)

@@ -10,10 +10,10 @@ import asyncio
 
 from engine.api.exchange import Exchange
 from engine.api.handlers import find_route
-from engine.api.http import ClientGone, Request, Responder
 from engine.api.state import EngineState
 from shared import logs
 from shared.errors import ApiError, InternalError
+from shared.http import ClientGone, Request, Responder
 
 log = logs.get(__name__)
 

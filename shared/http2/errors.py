@@ -63,7 +63,3 @@ class StreamRefused(StreamFailed):
 
 class ConnectionLost(StreamFailed):
     """The connection under the stream is gone. What the peer did with the request is unknown."""
-
-
-class ClientGone(Exception):
-    """A server's write found nobody to read it."""

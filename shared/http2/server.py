@@ -20,9 +20,10 @@ from urllib.parse import unquote
 
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import BodyTimeout, BodyTooLarge, InvalidRequest
+from shared.http import ClientGone
 from shared.http2.connection import Connection, ConnectionConfig, Phase
 from shared.http2.endpoint import WATCH, Endpoint, WatchConfig
-from shared.http2.errors import ClientGone, ConnectionLost, ErrorCode, StreamFailed
+from shared.http2.errors import ConnectionLost, ErrorCode, StreamFailed
 from shared.http2.headers import Headers, bounded, fields
 from shared.http2.stream import HeaderList, Stream
 
@@ -234,11 +235,15 @@ class Http2Server:
     def protocol(self) -> ServerEndpoint:
         return ServerEndpoint(self)
 
-    async def drain(self) -> None:
-        """Finishes what runs and accepts nothing new. The caller bounds it, and calls `close` after."""
+    def retire(self) -> None:
+        """GOAWAY: what runs may finish, peers open their next streams elsewhere."""
         self.draining = True
         for endpoint in list(self.endpoints):
             endpoint.connection.retire()
+
+    async def drain(self) -> None:
+        """Finishes what runs and accepts nothing new. The caller bounds it, and calls `close` after."""
+        self.retire()
         await self.wait_closed()
 
     async def close(self) -> None:

@@ -13,6 +13,7 @@ from typing import cast
 
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.http2.frames import PREFACE
+from shared.http2.sockets import bound_transport
 
 
 class SniffingProtocol(asyncio.Protocol):
@@ -36,6 +37,7 @@ class SniffingProtocol(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
+        bound_transport(self._transport)
         tls: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
         if tls is not None and tls.selected_alpn_protocol() is not None:
             self._hand_over(self._http2 if tls.selected_alpn_protocol() == "h2" else self._http1)

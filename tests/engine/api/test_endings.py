@@ -11,9 +11,9 @@ import httpx
 import pytest
 import structlog
 
-from engine.api.http import ClientGone
 from engine.api.service import Service
 from engine.core.messages import CoreFailed, FinishReason
+from shared.http import ClientGone
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Serve, Served, until
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}

@@ -8,10 +8,10 @@ import random
 import httpx
 import pytest
 
+from shared.http import ClientGone
 from shared.http2 import limits
 from shared.http2.client import STREAM_EXTENSION, Http2Transport
 from shared.http2.connection import Connection, ConnectionConfig, Phase
-from shared.http2.errors import ClientGone
 from shared.http2.server import ServerRequest, ServerResponder
 from tests.shared.http2.loopback import EVENTS, endpoints, serving, until
 

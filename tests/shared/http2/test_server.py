@@ -10,10 +10,11 @@ import httpx
 import pytest
 
 from shared.errors import BodyTimeout, BodyTooLarge, InvalidRequest
+from shared.http import ClientGone
 from shared.http2 import frames, limits
 from shared.http2.client import STREAM_EXTENSION, Http2Transport
 from shared.http2.connection import ConnectionConfig, Phase
-from shared.http2.errors import ClientGone, ErrorCode
+from shared.http2.errors import ErrorCode
 from shared.http2.server import Http2Server, ServerRequest, ServerResponder
 from shared.http2.sockets import SEND_BUFFER_LEN, UNSENT_LEN_MAX, bound_listener, bound_transport
 from tests.fakes import VirtualClock
