@@ -65,7 +65,7 @@ def load_runner(config: RunnerConfig, progress: Progress) -> ModelRunner:
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """Run each family of shapes once: a prefill, a chunk over cached context, a decode, greedy and random."""
+    """Run each family of shapes once: a prefill, a chunk over cached context, a decode; nucleus sampling."""
     info = runner.info
     room = min(WARMUP_PREFILL_TOKENS, info.max_model_len - 2, info.pages * info.page_size - 2)
     if room < 2:

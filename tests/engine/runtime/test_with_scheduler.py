@@ -11,17 +11,9 @@ import random
 import pytest
 
 from engine.core.config import SchedulerConfig
-from engine.core.loop import CoreLoop
-from engine.core.messages import (
-    AddSequence,
-    CoreInput,
-    CoreOutput,
-    FinishReason,
-    SamplingParams,
-    StepOutput,
-    StopCore,
-    TokenLogprobs,
-)
+from engine.core.messages import AddSequence, FinishReason, SamplingParams, StepOutput, TokenLogprobs
+from engine.core.scheduler import Scheduler
+from engine.runtime.model_runner import ModelRunner
 from tests.engine.models import FAMILIES, VOCAB_SIZE, reference_logprobs, reference_model
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.test_oracle import TOLERANCE, distance
@@ -30,25 +22,20 @@ OUTPUTS = 64
 PAGES = 32
 
 
-class Inbox:
-    """Batches of messages; the next one when the core has nothing left to do, and then the end."""
-
-    def __init__(self, batches: list[list[CoreInput]]) -> None:
-        self._batches = batches
-
-    def receive(self, *, wait: bool) -> list[CoreInput]:
-        if not wait:
-            return []
-        return self._batches.pop(0) if self._batches else [StopCore()]
-
-
-class Outbox:
-    def __init__(self) -> None:
-        self.steps: list[StepOutput] = []
-
-    def send(self, message: CoreOutput) -> None:
-        if isinstance(message, StepOutput):
-            self.steps.append(message)
+def serve(scheduler: Scheduler, runner: ModelRunner, added: list[AddSequence]) -> list[StepOutput]:
+    """Until nobody is left; the laws are checked after every step."""
+    steps: list[StepOutput] = []
+    for now, message in enumerate(added):
+        scheduler.add(message, float(now))
+    while scheduler.has_work:
+        plan = scheduler.plan(100.0 + len(steps))
+        assert plan is not None
+        scheduler.commit(plan, runner.run(plan), 100.5 + len(steps))
+        scheduler.check()
+        report = scheduler.report()
+        assert report is not None
+        steps.append(report)
+    return steps
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -62,19 +49,18 @@ def test_many_together_twice_under_pressure(tiny_model: MakeModel, family: str) 
     sampling = SamplingParams(seed=1, max_tokens=OUTPUTS, temperature=0.0, logprobs=2)
     cold = [AddSequence(i, f"cold-{i}", prompt, sampling) for i, prompt in enumerate(prompts)]
     warm = [AddSequence(100 + i, f"warm-{i}", prompt, sampling) for i, prompt in enumerate(prompts)]
-    outbox = Outbox()
-    config = SchedulerConfig(step_tokens_max=48, queue_len_max=64)
-    CoreLoop(runner, Inbox([[*cold], [*warm]]), outbox, config).run()
+    scheduler = Scheduler(SchedulerConfig(step_tokens_max=48, queue_len_max=64), runner.info)
+    steps = serve(scheduler, runner, cold) + serve(scheduler, runner, warm)
 
     model = reference_model(path)
-    outputs, logprobs = collect(outbox.steps)
+    outputs, logprobs = collect(steps)
     for added in (*cold, *warm):
         tokens = outputs[added.handle]
         assert len(tokens) == OUTPUTS
         expected = reference_logprobs(model, added.prompt_ids + tokens)[len(added.prompt_ids) - 1 : -1]
         assert tokens == expected.argmax(dim=-1).tolist()
         assert distance(logprobs[added.handle], tokens, expected) < TOLERANCE
-    last = outbox.steps[-1].stats
+    last = steps[-1].stats
     assert last.preemptions > 0
     assert last.prefix_hit_tokens > 200
     assert last.pages_owned == 0
