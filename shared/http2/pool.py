@@ -29,7 +29,7 @@ from shared.http2.stream import HeaderList, Stream
 WAITING_MAX: Final = 4096
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Place:
     """A place in the line: what to open once there is room."""
 
@@ -130,8 +130,8 @@ class OriginPool:
             self._connecting = None
         self.changed()
 
-    def _fail_waiting(self, error: Exception) -> None:
+    def _fail_waiting(self, error: httpx.TransportError) -> None:
         for place in self._waiting:
             if not place.opened.done():
-                place.opened.set_exception(error)
+                place.opened.set_exception(type(error)(str(error)))  # one each, for their tracebacks
         self._waiting.clear()

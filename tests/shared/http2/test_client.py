@@ -373,8 +373,9 @@ async def test_nobody_listening_and_nobody_of_that_name() -> None:
     async with listening(Deaf) as listener:
         url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
     async with client(Http2Transport()) as http:
-        with pytest.raises(httpx.ConnectError):
-            await http.get(url)
+        errors = await asyncio.gather(*(http.get(url) for _ in range(20)), return_exceptions=True)
+        assert {type(error) for error in errors} == {httpx.ConnectError}
+        assert len({id(error) for error in errors}) == 20, "tracebacks are not shared"
         with pytest.raises(httpx.ConnectError):
             await http.get("http://" + "a" * 70 + ".invalid/")
         with pytest.raises(httpx.UnsupportedProtocol):
