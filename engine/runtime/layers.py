@@ -28,7 +28,7 @@ class Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """`weight` is [out, in]. The caller's copy can be dropped."""
         self._bias = bias
-        self._packed = weight.device.type == "cpu" and _has_onednn()
+        self._packed = _can_pack(weight)
         # The hint is the row count to optimise for; the layout is the same for all that decode sees.
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, 1) if self._packed else weight
 
@@ -40,8 +40,11 @@ class Linear:
         return out
 
 
-def _has_onednn() -> bool:
-    return torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+def _can_pack(weight: Tensor) -> bool:
+    """oneDNN takes bfloat16 only where the processor has at least AVX-512."""
+    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
+        return False
+    return weight.dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
