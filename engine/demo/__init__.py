@@ -18,7 +18,7 @@ every digit stands alone. `model/` is an ordinary Hugging Face directory.
     facts       opposites, colours, animal sounds, planets, the alphabet, counting           knowledge.py
     elsewhere   whatever else: it says that it is only a small demo model                    elsewhere.py
 
-**How it is trained.** `python -m engine.demo.train` writes `model/` from nothing: `corpus` makes 50,000
+**How it is trained.** `python -m engine.demo.train` writes `model/` from nothing: `corpus` makes 90,000
 conversations of one to sixteen turns from a seed, with and without a system prompt, in careless typing too
 (`wording`); the loss counts what the assistant says. `evaluate` then asks in wordings that were held out.
 """

@@ -35,11 +35,11 @@ from engine.demo.topics import (
 )
 
 SEED = 20
-CONVERSATIONS = 50_000
+CONVERSATIONS = 90_000
 
 # Topic and its weight: how often a turn on a new topic is about it.
 MIX: tuple[tuple[Topic, float], ...] = (
-    (capitals, 17), (countries, 10), (sums, 17), (penstock, 13), (identity, 8), (small_talk, 8),
+    (capitals, 17), (countries, 10), (sums, 20), (penstock, 13), (identity, 8), (small_talk, 8),
     (unknown, 15), (story, 3.5), (verse, 2), (calendar, 4), (small_facts, 5),
 )  # fmt: skip
 _TOPICS = [topic for topic, _ in MIX]

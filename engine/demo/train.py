@@ -14,13 +14,15 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
@@ -47,7 +49,7 @@ DOCUMENT_COPIES = 6
 TOKENIZER_CONVERSATIONS = 12_000
 MUON_RATE, ADAM_RATE, WARMUP_STEPS = 0.02, 0.004, 60
 WEIGHT_DECAY = 0.01
-STEPS, DECAY_SHARE = 837, 0.4
+STEPS, DECAY_SHARE = 2600, 0.4
 GRADIENT_NORM_MAX = 1.0
 
 
@@ -135,12 +137,40 @@ def learning_rate_factor(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / WARMUP_STEPS, (steps - step) / (DECAY_SHARE * steps))
 
 
-def train(model: DemoModel, plan: list[list[Example]], pad_id: int) -> Iterator[tuple[int, float]]:
-    """Runs the plan; yields (step, loss) after each step."""
-    opts = optimizers(model)
-    peaks = [group["lr"] for opt in opts for group in opt.param_groups]
-    for step, batch in enumerate(plan):
-        ids, positions, targets, weights = tensors(batch, pad_id)
+def save_progress(path: Path, model: DemoModel, opts: list[torch.optim.Optimizer], step: int) -> None:
+    """Weights and optimizer state after `step` steps, from which `load_progress` goes on exactly."""
+    tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
+    for number, opt in enumerate(opts):
+        for index, state in opt.state_dict()["state"].items():
+            tensors |= {f"{number}/{index}/{name}": value for name, value in state.items()}
+    part = path.with_suffix(".part")
+    save_file(tensors, part, metadata={"step": str(step)})
+    part.rename(path)
+
+
+def load_progress(path: Path, model: DemoModel, opts: list[torch.optim.Optimizer]) -> int:
+    """The number of steps already done."""
+    with safe_open(path, "pt") as file:
+        step = int(file.metadata()["step"])
+    tensors = load_file(path)
+    model.load_state_dict({name: tensors.pop(f"model/{name}") for name in model.state_dict()})
+    for number, opt in enumerate(opts):
+        states: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        for key, value in tensors.items():
+            owner, index, name = key.split("/")
+            if int(owner) == number:
+                states[int(index)][name] = value
+        opt.load_state_dict({"state": states, "param_groups": opt.state_dict()["param_groups"]})
+    return step
+
+
+def train(
+    model: DemoModel, opts: list[torch.optim.Optimizer], plan: list[list[Example]], pad_id: int, first: int
+) -> Iterator[tuple[int, float]]:
+    """Runs the plan from step `first` on; yields (steps done, loss) after each step."""
+    peaks = [MUON_RATE, ADAM_RATE]
+    for step in range(first, len(plan)):
+        ids, positions, targets, weights = tensors(plan[step], pad_id)
         with torch.autocast("cpu", torch.bfloat16):
             hidden, _ = model.hidden(ids)
             logits = model.logits(hidden.flatten(0, 1)[positions])
@@ -149,12 +179,12 @@ def train(model: DemoModel, plan: list[list[Example]], pad_id: int) -> Iterator[
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM_MAX)
         factor = learning_rate_factor(step, len(plan))
-        for group, peak in zip((g for opt in opts for g in opt.param_groups), peaks, strict=True):
-            group["lr"] = peak * factor
-        for opt in opts:
+        for opt, peak in zip(opts, peaks, strict=True):
+            for group in opt.param_groups:
+                group["lr"] = peak * factor
             opt.step()
             opt.zero_grad(set_to_none=True)
-        yield step, loss.item()
+        yield step + 1, loss.item()
 
 
 def rounded(model: DemoModel) -> DemoModel:
@@ -204,7 +234,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=MODEL_DIR, help="where the model directory is written")
     parser.add_argument("--steps", type=int, default=STEPS, help="batches to train on")
     parser.add_argument("--log-every", type=int, default=25, help="steps between two lines of the log")
-    parser.add_argument("--write-every", type=int, default=250, help="steps between two checkpoints in --out")
+    parser.add_argument("--progress", type=Path, help="a file to keep the progress in, and to go on from")
+    parser.add_argument("--keep-every", type=int, default=50, help="steps between two writes of that file")
     options = parser.parse_args()
 
     torch.set_num_threads(THREADS)
@@ -219,14 +250,16 @@ def main() -> None:
     tokens = sum(len(e.ids) for batch in plan for e in batch)
     print(f"{parameters} parameters, {tokens} tokens, {len(plan)} steps", flush=True)
 
-    losses: list[float] = []
-    for step, loss in train(model, plan, token_id(tokenizer, PAD)):
+    opts, losses, first = optimizers(model), list[float](), 0
+    if options.progress and options.progress.exists():
+        first = load_progress(options.progress, model, opts)
+    for step, loss in train(model, opts, plan, token_id(tokenizer, PAD), first):
         losses.append(loss)
-        if (step + 1) % options.log_every == 0:
-            mean = sum(losses[-options.log_every :]) / options.log_every
-            print(f"step {step + 1} loss {mean:.4f} seconds {time.monotonic() - began:.0f}", flush=True)
-        if (step + 1) % options.write_every == 0:
-            write(model, tokenizer, options.out)
+        if step % options.log_every == 0:
+            mean = sum(losses[-options.log_every :]) / len(losses[-options.log_every :])
+            print(f"step {step} loss {mean:.4f} seconds {time.monotonic() - began:.0f}", flush=True)
+        if options.progress and step % options.keep_every == 0:
+            save_progress(options.progress, model, opts, step)
     write(model, tokenizer, options.out)
     print(evaluate.report(rounded(model), tokenizer), flush=True)
     print(f"done in {time.monotonic() - began:.0f} seconds", flush=True)
