@@ -163,6 +163,7 @@ class _Server(web.Server):
         super().__init__(edge.handle, handler_cancellation=True)
         self._edge = edge
         self._write_buffer_len = config.limits.write_buffer_len
+        self._connections_max = config.limits.connections_max
         self._options: dict[str, Any] = {
             "access_log": None,
             "auto_decompress": False,
@@ -172,6 +173,11 @@ class _Server(web.Server):
             "max_field_size": HEADER_LEN_MAX,
             "max_headers": HEADERS_MAX,
         }
+
+    def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        if len(self._connections) > self._connections_max:
+            transport.abort()
 
     def __call__(self) -> RequestHandler:
         return _Protocol(self, self._edge, self._write_buffer_len, loop=self._loop, **self._options)

@@ -84,6 +84,8 @@ class LimitsConfig:
     body_len_max: Annotated[int, Meta(ge=1024, le=BODY_LEN_MAX)] = BODY_LEN_MAX
     live_max: Annotated[int, Meta(ge=1, le=100_000)] = 4096
     """Requests in progress; above it a 503, at once."""
+    connections_max: Annotated[int, Meta(ge=1, le=1_000_000)] = 16_384
+    """Client connections, idle ones too; above it new ones are closed unanswered."""
     send_buffer_len: Annotated[int, Meta(ge=4096, le=16 * 1024 * 1024)] = 64 * 1024
     """The kernel's send buffer of a client connection (SO_SNDBUF)."""
     write_buffer_len: Annotated[int, Meta(ge=1024, le=16 * 1024 * 1024)] = 16 * 1024

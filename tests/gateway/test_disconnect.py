@@ -7,12 +7,13 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 
 from gateway.admission.quota import Decision, ReservationId, Subject
 from shared.errors import EngineFailed
-from shared.sse import closing_comment, error_event
+from shared.sse import DONE, closing_comment, error_event
 from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House, Open, until
 from tests.gateway.fake_engine import HEADERS, Script, chunk, closing, stream, unary
 
@@ -327,4 +328,31 @@ async def test_a_client_that_leaves_while_it_settles_is_settled(
     go_on.set()
     line = await house.line()
     assert (line["status"], line["end_reason"], line["settled_tokens"]) == (200, "ok", 13)
+    await house.at_rest()
+
+
+async def test_an_abort_that_comes_when_all_is_sent_changes_nothing(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house.engine.script = stream(chunk("a"))
+    settling, go_on, settle = asyncio.Event(), asyncio.Event(), house.store.settle
+
+    async def slowly(reservation: ReservationId, tokens: int) -> Any:
+        settling.set()
+        await go_on.wait()
+        return await settle(reservation, tokens)
+
+    monkeypatch.setattr(house.store, "settle", slowly)
+    async with house.chat(stream=True, headers={"x-request-id": "mine"}) as answer:
+        assert await answer.read() == chunk("a") + DONE
+        await settling.wait()
+        # on another connection: on this one it would wait for the first request's end
+        async with (
+            aiohttp.ClientSession() as other,
+            other.delete(f"{house.url}/v1/requests/mine", headers=house.headers) as deleted,
+        ):
+            assert (await deleted.json())["aborted"] == 1
+        go_on.set()
+        lines = await house.lines(2)
+    assert {(line["status"], line["end_reason"]) for line in lines} == {(200, "ok")}
     await house.at_rest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import re
 from typing import Any
@@ -622,6 +623,19 @@ async def test_more_requests_than_allowed_are_refused_at_once(open_house: Open) 
             assert (await error_of(refused))["code"] == "queue_full"
         go_on.set()
         await answer.read()
+
+
+async def test_more_connections_than_allowed_are_closed(open_house: Open) -> None:
+    house = await open_house(limits={"connections_max": 2})
+    held = [await asyncio.open_connection("127.0.0.1", house.gateway.port) for _ in range(2)]
+    reader, writer = await asyncio.open_connection("127.0.0.1", house.gateway.port)
+    async with asyncio.timeout(PATIENCE_S):
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+    for _, opened in [*held, (reader, writer)]:
+        opened.transport.abort()
+    async with house.get("/v1/models") as answer:
+        assert answer.status == 200
 
 
 async def test_nothing_that_was_said_is_logged(house: House) -> None:
