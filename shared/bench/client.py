@@ -10,7 +10,7 @@ import asyncio
 import ssl
 import time
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -94,8 +94,7 @@ class Connection(asyncio.Protocol):
         self._event = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
 
     async def exchange(self, request: bytes, deadline_s: float = EXCHANGE_DEADLINE_S) -> Exchange:
         assert self._transport is not None, "not connected"

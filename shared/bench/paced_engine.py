@@ -11,7 +11,7 @@ import argparse
 import asyncio
 import json
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 
@@ -88,8 +88,7 @@ class PacedConnection(asyncio.Protocol):
         self._events = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._ticker.streams.pop(self, None)
