@@ -50,9 +50,6 @@ class Replicas:
         assert replica.tokens >= 0
         assert replica.requests >= 0
 
-    def all(self) -> Iterable[Replica]:
-        return self._by_url.values()
-
     def _entry(self, url: str) -> Replica:
         url = url.rstrip("/")
         return self._by_url.setdefault(url, Replica(ReplicaId(urlsplit(url).netloc), url))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import httpx
 import msgspec
 import pytest
 
@@ -96,7 +97,7 @@ class House:
         ledger = self.store.ledger
         assert ledger.balanced
         assert ledger.outstanding == 0
-        assert all(r.tokens == 0 and r.requests == 0 for r in self.gateway.replicas.all())
+        assert all(r.tokens == 0 and r.requests == 0 for r in self.gateway.replicas._by_url.values())
 
 
 @pytest.fixture
@@ -116,14 +117,18 @@ async def open_house(log: io.StringIO) -> AsyncIterator[Open]:
     async with AsyncExitStack() as stack:
 
         async def open_(
-            *more_urls: str, bundle: Any = ..., max_model_len: int = 4096, **sections: Any
+            *more_urls: str,
+            bundle: Any = ...,
+            max_model_len: int = 4096,
+            transport: httpx.AsyncBaseTransport | None = None,
+            **sections: Any,
         ) -> House:
             engine = FakeEngine(
                 bundle=byte_bundle() if bundle is ... else bundle, max_model_len=max_model_len
             )
             await stack.enter_async_context(engine)
             config = load(settings(engine.url, *more_urls, **sections), {})
-            gateway = await stack.enter_async_context(Gateway(config))
+            gateway = await stack.enter_async_context(Gateway(config, transport=transport))
             await until(lambda: gateway.tokens.profile(config.models[0]) is not None)
             client = await stack.enter_async_context(aiohttp.ClientSession())
             return House(gateway, engine, client, log)

@@ -56,4 +56,4 @@ def test_load_is_given_back() -> None:
 def test_models_on_one_replica_share_its_load() -> None:
     pool = Replicas([ModelConfig(name=name, replicas=("http://a:1",)) for name in "mn"])
     assert pool.take("m", 50) is pool.take("n", 1)
-    assert [replica.tokens for replica in pool.all()] == [51]
+    assert [replica.tokens for replica in pool._by_url.values()] == [51]
