@@ -119,6 +119,8 @@ class FakeRunner:
         self.seats: dict[int, Seat] = {}
         self._step_tokens_max = step_tokens_max
         self._steps = 0
+        self._part_full: dict[int, tuple[int, list[int]]] = {}
+        """By page that its last owner left part full: how far, and the owner's tokens."""
         self._store = array("q", bytes(8 * info.pages * info.page_size))
 
     def run(self, plan: Plan) -> RunResult:
@@ -147,7 +149,10 @@ class FakeRunner:
         self._steps += 1
         assert plan.step == self._steps
         for slot in plan.left:
-            del self.seats[slot]
+            seat = self.seats.pop(slot)
+            if seat.computed_len is not None and seat.computed_len % self.info.page_size:
+                page = seat.table[seat.computed_len // self.info.page_size]
+                self._part_full[page] = seat.computed_len, seat.tokens
         for start in plan.seated:
             assert start.slot not in self.seats, "a seat is taken twice"
             assert 0 <= start.slot < self.info.slots
@@ -173,10 +178,11 @@ class FakeRunner:
 
     def _check_row(self, seat: Seat, position: int, length: int, samples: bool, tables: Counter[int]) -> None:
         size, end = self.info.page_size, position + length
-        if seat.computed_len is None:
-            assert position % size == 0, "a prefix hit is whole pages"
-        else:
+        if seat.computed_len is not None:
             assert position == seat.computed_len, "a row continues where its slot stands"
+        elif position % size:
+            left = self._part_full.get(seat.table[position // size])
+            assert left == (position, seat.tokens), "a prefix hit is whole pages; else it was stalled here"
         assert length >= 1
         assert end <= len(seat.tokens), "only known tokens can be computed"
         assert samples == (end == len(seat.tokens))

@@ -4,9 +4,13 @@
 
 Requests arrive at random, share prefixes, come as several children of one prompt, and are aborted at
 random moments: while they wait, run, are preempted, are in flight, after they ended, or never having
-been. After every step laws 1 and 2 are checked (`Scheduler.check`), and every plan (`FakeRunner`);
-at the end, that every sequence ended exactly once, that its tokens are those of its solo run (law 3),
-that its times add up, and that all pages came back. A broken law is an AssertionError.
+been. At moments as random their readers fall behind and catch up, some of them never.
+
+After every step laws 1 and 2 are checked (`Scheduler.check`), and every plan (`FakeRunner`), which
+computes nothing for a sequence that is paused; at the end, that every sequence ended exactly once,
+that its tokens are those of its solo run (law 3), that its times add up, that it ended at its stall
+deadline if it stayed paused so long and only then, and that all pages came back. A broken law is an
+AssertionError.
 """
 
 from __future__ import annotations
@@ -22,6 +26,9 @@ from engine.core.messages import (
     AddSequence,
     Finished,
     FinishReason,
+    PauseSequences,
+    Plan,
+    ResumeSequences,
     SamplingParams,
     Started,
     StepOutput,
@@ -30,7 +37,9 @@ from engine.core.messages import (
 from engine.core.scheduler import Scheduler
 from tests.fake_runner import FakeRunner, runner_info, solo
 
-UNBOUNDED_QUEUE = SchedulerConfig(step_tokens_max=16, queue_len_max=1_000_000)
+UNBOUNDED_QUEUE = SchedulerConfig(step_tokens_max=16, queue_len_max=1_000_000, stall_deadline_s=0.5)
+
+Message = AddSequence | AbortSequences | PauseSequences | ResumeSequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +63,12 @@ class SimConfig:
     """Sequences that are aborted at a random moment."""
     in_flight_abort_share: float = 0.02
     """Steps during which some handle is aborted, known or not."""
+    pause_share: float = 0.3
+    """Sequences whose reader falls behind at random moments."""
+    in_flight_pause_share: float = 0.02
+    """Steps during which some handle is paused, and of those during which some is resumed."""
+    lost_share: float = 0.1
+    """Of the pauses, those that nothing ends."""
     prompt_logprobs_share: float = 0.15
     logprobs_share: float = 0.3
     step_base_s: float = 0.005
@@ -87,6 +102,9 @@ def random_config(seed: int) -> SimConfig:
         arrival_gap_s=rng.choice([0.0005, 0.005, 0.05]),
         abort_share=rng.random() * rng.choice([0.0, 0.3, 1.0]),
         in_flight_abort_share=rng.random() * rng.choice([0.0, 0.3]),
+        pause_share=rng.random() * rng.choice([0.0, 0.5, 1.0]),
+        in_flight_pause_share=rng.random() * rng.choice([0.0, 0.3, 1.0]),
+        lost_share=rng.random() * rng.choice([0.0, 0.2, 1.0]),
         prompt_logprobs_share=rng.random() * rng.choice([0.0, 0.3, 1.0]),
         scheduler=SchedulerConfig(
             step_tokens_max=slots + rng.choice([0, 1, 5, 40]),
@@ -94,6 +112,7 @@ def random_config(seed: int) -> SimConfig:
             watermark=rng.choice([0.0, 0.01, 0.1, 0.5]),
             preemptions_max=rng.randint(1, 4),
             prefix_cache=rng.random() < 0.8,
+            stall_deadline_s=rng.choice([0.001, 0.1, 5.0]),
         ),
     )
 
@@ -106,6 +125,11 @@ class Life:
     arrived_at: float
     aborted_at: float | None = None
     """When first, if before its end."""
+    paused_at: float | None = None
+    in_flight: bool = False
+    """It was paused while a step was being run, which may bring it a last token."""
+    overdue_at: float | None = None
+    """When a step was planned and it had been paused for too long."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -126,6 +150,11 @@ class Report:
     @property
     def output_tokens(self) -> int:
         return sum(len(life.tokens) for life in self.lives)
+
+    @property
+    def displaced(self) -> int:
+        """How often a stalled sequence gave its pages to others."""
+        return self.preemptions - sum(life.finished.preemptions for life in self.lives if life.finished)
 
     @property
     def preemptions_most(self) -> int:
@@ -163,9 +192,9 @@ class _Simulation:
     def run(self) -> Report:
         events = self._events()
         at = 0
-        while at < len(events) or self._scheduler.has_work:
-            if not self._scheduler.has_work:
-                self._now = max(self._now, events[at][0])
+        while at < len(events) or self._scheduler.idle_s(self._now) < math.inf:
+            deadline = self._now + self._scheduler.idle_s(self._now)
+            self._now = max(self._now, min(deadline, events[at][0] if at < len(events) else math.inf))
             while at < len(events) and events[at][0] <= self._now:
                 self._deliver(events[at][1])
                 at += 1
@@ -183,10 +212,10 @@ class _Simulation:
 
     # -- the workload -----------------------------------------------------------------------------
 
-    def _events(self) -> list[tuple[float, AddSequence | AbortSequences]]:
-        """Arrivals and aborts, in the order of their times."""
+    def _events(self) -> list[tuple[float, Message]]:
+        """Arrivals, aborts, pauses and resumptions, in the order of their times."""
         rng, config = self._rng, self._config
-        events: list[tuple[float, AddSequence | AbortSequences]] = []
+        events: list[tuple[float, Message]] = []
         prefixes = [self._random_ids(rng.randint(1, config.prompt_len_max)) for _ in range(config.prefixes)]
         now, handle = 0.0, 0
         for _ in range(config.requests):
@@ -199,7 +228,20 @@ class _Simulation:
                 if rng.random() < config.abort_share:
                     later = now + rng.expovariate(1 / 0.3)
                     events += [(later, AbortSequences([handle]))] * rng.randint(1, 2)
+                if rng.random() < config.pause_share:
+                    events += self._pauses(handle, now)
         return sorted(events, key=lambda event: event[0])
+
+    def _pauses(self, handle: int, now: float) -> list[tuple[float, Message]]:
+        rng, events = self._rng, list[tuple[float, Message]]()
+        for _ in range(rng.randint(1, 4)):
+            now += rng.expovariate(1 / 0.1)
+            events += [(now, PauseSequences([handle]))] * rng.randint(1, 2)
+            if rng.random() < self._config.lost_share:
+                break
+            now += rng.expovariate(1 / 0.1)
+            events += [(now, ResumeSequences([handle]))] * rng.randint(1, 2)
+        return events
 
     def _random_ids(self, length: int) -> list[int]:
         return [self._rng.randrange(self._config.vocab_size) for _ in range(length)]
@@ -225,31 +267,54 @@ class _Simulation:
 
     # -- one step ---------------------------------------------------------------------------------
 
-    def _deliver(self, message: AddSequence | AbortSequences) -> None:
-        if isinstance(message, AddSequence):
-            self._lives[message.handle] = Life(message, self._now)
-            self._scheduler.add(message, self._now)
-        else:
-            self._abort(message.handles)
+    def _deliver(self, message: Message) -> None:
+        match message:
+            case AddSequence():
+                self._lives[message.handle] = Life(message, self._now)
+                self._scheduler.add(message, self._now)
+            case AbortSequences(handles):
+                self._abort(handles)
+            case PauseSequences(handles):
+                self._pause(handles, in_flight=False)
+            case ResumeSequences(handles):
+                self._resume(handles)
+
+    def _living(self, handles: list[int]) -> list[Life]:
+        lives = [self._lives[handle] for handle in handles if handle in self._lives]
+        return [life for life in lives if life.finished is None]
 
     def _abort(self, handles: list[int]) -> None:
-        for handle in handles:
-            life = self._lives.get(handle)
-            if life is not None and life.finished is None and life.aborted_at is None:
+        for life in self._living(handles):
+            if life.aborted_at is None:
                 life.aborted_at = self._now
         self._scheduler.abort(handles, self._now)
         self._scheduler.check()
 
+    def _pause(self, handles: list[int], *, in_flight: bool) -> None:
+        for life in self._living(handles):
+            if life.paused_at is None:
+                life.paused_at, life.in_flight = self._now, in_flight
+        self._scheduler.pause(handles, self._now)
+        self._scheduler.check()
+
+    def _resume(self, handles: list[int]) -> None:
+        for life in self._living(handles):
+            life.paused_at = None
+        self._scheduler.resume(handles, self._now)
+        self._scheduler.check()
+
     def _step(self) -> None:
+        self._note_overdue()
         plan = self._scheduler.plan(self._now)
         self._scheduler.check()
         if plan is not None:
-            self._maybe_abort_in_flight()
+            self._check_plan(plan)
+            self._disturb()
             result = self._runner.run(plan)
             self._now += self._config.step_base_s + self._config.token_s * sum(plan.lengths)
             self._steps += 1
             self._computed_tokens += sum(plan.lengths)
-            self._maybe_abort_in_flight()
+            self._disturb()
             self._scheduler.commit(plan, result, self._now)
             self._scheduler.check()
         output = self._scheduler.report()
@@ -257,9 +322,34 @@ class _Simulation:
         if output is not None:
             self._record(output)
 
-    def _maybe_abort_in_flight(self) -> None:
-        if self._rng.random() < self._config.in_flight_abort_share:
-            self._abort([self._rng.randint(0, len(self._lives) + 1), self._rng.randint(0, len(self._lives))])
+    def _note_overdue(self) -> None:
+        for life in self._living(list(self._lives)):
+            if life.paused_at is None or life.aborted_at is not None:
+                continue
+            if life.paused_at + self._config.scheduler.stall_deadline_s <= self._now:
+                life.overdue_at = self._now
+
+    def _check_plan(self, plan: Plan) -> None:
+        seated = {start.slot for start in plan.seated}
+        for slot in {*plan.slots, *seated, *(slot for slot, _ in plan.grown)}:
+            life = self._lives[self._scheduler._running[slot].handle]
+            assert life.paused_at is None, "something is planned that nobody reads"
+
+    def _disturb(self) -> None:
+        """Messages that come while a step is being run."""
+        rng, config = self._rng, self._config
+
+        def some(least: int) -> list[int]:
+            return [rng.randint(least, len(self._lives) + 1) for _ in range(2)]
+
+        if rng.random() < config.in_flight_abort_share:
+            self._abort(some(0))
+        if rng.random() < config.in_flight_pause_share:
+            living = [handle for handle, life in self._lives.items() if life.finished is None]
+            self._pause([*some(0), rng.choice(living)] if living else some(0), in_flight=True)
+        if rng.random() < config.in_flight_pause_share:
+            paused = [handle for handle, life in self._lives.items() if life.paused_at is not None]
+            self._resume([*some(0), *paused[:: rng.randint(1, 3)]])
 
     def _record(self, output: StepOutput) -> None:
         assert len(output.handles) == len(output.tokens) == len(set(output.handles))
@@ -274,6 +364,8 @@ class _Simulation:
         for row, (handle, token) in enumerate(zip(output.handles, output.tokens, strict=True)):
             life = self._open(handle)
             assert life.started is not None
+            assert life.paused_at is None or life.in_flight, "a token that nobody reads"
+            life.in_flight = False  # there was one of these
             life.tokens.append(token)
             if output.logprobs and (logprobs := output.logprobs[row]) is not None:
                 life.logprobs.append(logprobs)
@@ -298,7 +390,8 @@ class _Simulation:
     def _check_life(self, life: Life) -> None:
         message, finished = life.message, life.finished
         assert finished is not None, "a sequence never ended"
-        spent_s = finished.queue_s + finished.prefill_s + finished.decode_s + finished.preempted_s
+        spent_s = finished.queue_s + finished.prefill_s + finished.decode_s
+        spent_s += finished.preempted_s + finished.stalled_s
         assert math.isclose(spent_s, _ended_at(life) - life.arrived_at, abs_tol=1e-9), "times do not add up"
         if finished.reason is FinishReason.REJECTED:
             queue_may_be_full = self._config.scheduler.queue_len_max < len(self._lives)
@@ -307,7 +400,9 @@ class _Simulation:
             return
         assert _fits(message, self._config)
         alone = solo(message.prompt_ids, message.sampling, self._config.vocab_size)
-        if finished.reason is FinishReason.ABORTED:
+        overdue = finished.reason is FinishReason.STALLED
+        assert overdue == (life.overdue_at is not None), "the stall deadline is not where it was"
+        if overdue or finished.reason is FinishReason.ABORTED:
             assert life.tokens == alone.tokens[: len(life.tokens)]
             assert life.logprobs == alone.logprobs[: len(life.logprobs)]
             assert life.prompt_logprobs == alone.prompt_logprobs[: len(life.prompt_logprobs)]
@@ -324,11 +419,14 @@ def _fits(message: AddSequence, config: SimConfig) -> bool:
 
 
 def _ended_at(life: Life) -> float:
-    """Aborts and rejections take place between two reports."""
+    """Aborts and rejections take place between two reports, stall deadlines when a step is planned."""
     assert life.finished is not None
     if life.finished.reason is FinishReason.REJECTED:
         return life.arrived_at
     if life.finished.reason is FinishReason.ABORTED:
         assert life.aborted_at is not None, "aborted by nobody"
         return life.aborted_at
+    if life.finished.reason is FinishReason.STALLED:
+        assert life.overdue_at is not None
+        return life.overdue_at
     return life.finished_at

@@ -131,6 +131,11 @@ class BlockManager:
         """How many of these `release` would make available."""
         return sum(self._refs[page] == 1 for page in pages)
 
+    def only_in(self, tables: Iterable[Iterable[int]]) -> set[int]:
+        """Pages that are in no table but these: what releasing all of them would make available."""
+        held = Counter(page for table in tables for page in table)
+        return {page for page, count in held.items() if self._refs[page] == count}
+
     def acquire(self, pages: Iterable[int]) -> None:
         """Add a reference to pages that `match` found."""
         for page in pages:

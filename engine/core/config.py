@@ -19,12 +19,15 @@ class SchedulerConfig:
     preemptions_max: int = 3
     """A sequence preempted so often is admitted again only when nobody can be preempted after it."""
     prefix_cache: bool = True
+    stall_deadline_s: float = 60.0
+    """A sequence that stays paused for so long ends."""
 
     def __post_init__(self) -> None:
         assert self.step_tokens_max >= 1
         assert self.queue_len_max >= 1
         assert 0.0 <= self.watermark < 1.0
         assert self.preemptions_max >= 1
+        assert self.stall_deadline_s > 0.0
 
     def check_against(self, runner: RunnerInfo) -> None:
         """The relations between our limits and the runner's."""

@@ -1,8 +1,8 @@
 """The heart of the core process: inbox -> plan -> run -> commit -> emit.
 
 One thread, one step after another, and nothing else decides. The loop waits in two places only: for
-input when it has no work, and for room when the API process has not read what was sent. Both end
-when that process dies.
+input when it has no work, until the next stall deadline if there is one; and for room when the API
+process has not read what was sent. Both end when that process dies.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from engine.core.messages import (
     CoreInput,
     CoreOutput,
     CoreReady,
+    PauseSequences,
+    ResumeSequences,
     Runner,
     StopCore,
 )
@@ -32,9 +34,9 @@ class Disconnected(Exception):
 
 
 class Inbox(Protocol):
-    def receive(self, *, wait: bool) -> list[CoreInput]:
-        """All messages that lie here, in the order they were sent, up to a limit. With `wait`, at
-        least one; without, it returns at once."""
+    def receive(self, wait_s: float) -> list[CoreInput]:
+        """All messages that lie here, in the order they were sent, up to a limit. When none does, it
+        waits so long for one: 0 is not at all, infinity until one comes."""
         ...
 
 
@@ -82,7 +84,7 @@ class CoreLoop:
 
     def _take_in(self) -> bool:
         """Everything that arrived. False when it is time to go."""
-        messages = self._inbox.receive(wait=not self._scheduler.has_work)
+        messages = self._inbox.receive(self._scheduler.idle_s(self._clock.monotonic()))
         now = self._clock.monotonic()
         for message in messages:
             match message:
@@ -90,6 +92,10 @@ class CoreLoop:
                     self._scheduler.add(message, now)
                 case AbortSequences():
                     self._scheduler.abort(message.handles, now)
+                case PauseSequences():
+                    self._scheduler.pause(message.handles, now)
+                case ResumeSequences():
+                    self._scheduler.resume(message.handles, now)
                 case StopCore():
                     return False
         return True

@@ -1,7 +1,7 @@
 """What crosses the walls of the core, and nothing else does.
 
-Two walls. Between the API process and the core process go msgpack messages over ZeroMQ: requests
-and aborts inward, one `StepOutput` per step outward. Between the core and the runner goes a `Plan`
+Two walls. Between the API process and the core process go msgpack messages over ZeroMQ: requests,
+aborts and pauses inward, one `StepOutput` per step outward. Between the core and the runner goes a `Plan`
 inward and a `RunResult` outward; they are plain data as well, so that one plan can be broadcast to
 every tensor-parallel rank.
 
@@ -34,6 +34,8 @@ class FinishReason(IntEnum):
     """The model produced NaN or infinity for this sequence."""
     REJECTED = 5
     """The core would not take it: the queue was full, or it can never fit."""
+    STALLED = 6
+    """It stayed paused until its stall deadline."""
 
 
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
@@ -101,11 +103,28 @@ class AbortSequences(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
     handles: list[int]
 
 
+class PauseSequences(msgspec.Struct, array_like=True, frozen=True, tag="pause"):
+    """Nobody reads what these bring: compute nothing for them until they are resumed.
+
+    Idempotent, wherever they are: waiting, running, preempted; handles that are unknown or finished
+    already are passed over. A token that is being computed while this arrives still comes. Who stays
+    paused for `stall_deadline_s` ends there.
+    """
+
+    handles: list[int]
+
+
+class ResumeSequences(msgspec.Struct, array_like=True, frozen=True, tag="resume"):
+    """Idempotent: handles that are not paused are passed over."""
+
+    handles: list[int]
+
+
 class StopCore(msgspec.Struct, array_like=True, frozen=True, tag="stop"):
     """End now. Draining is the API process's business: it sends this when nothing is left."""
 
 
-CoreInput = AddSequence | AbortSequences | StopCore
+CoreInput = AddSequence | AbortSequences | PauseSequences | ResumeSequences | StopCore
 
 
 # -- core -> API process --------------------------------------------------------------------------
@@ -146,7 +165,7 @@ class Started(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Finished(msgspec.Struct, array_like=True, frozen=True):
-    """A sequence ended. Its four times add up to its life in the core."""
+    """A sequence ended. Its five times add up to its life in the core."""
 
     handle: int
     reason: FinishReason
@@ -159,14 +178,18 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     preempted_s: float
     """From each preemption to the next admission."""
     preemptions: int
+    """Those that it suffered while it ran. Giving way while nobody read it is not counted."""
+    stalled_s: float = 0.0
+    """From each pause to its resumption, wherever it was, and on until it has a slot again."""
 
 
 class CoreStats(msgspec.Struct, array_like=True, frozen=True):
     """A reading of the core after a step."""
 
     waiting: int
-    """In the queue, the preempted included."""
+    """For a slot: newcomers, the preempted, and those resumed, unless they are paused."""
     running: int
+    """Hold a slot."""
     pages_free: int
     """Free and holding nothing."""
     pages_cached: int
@@ -179,10 +202,12 @@ class CoreStats(msgspec.Struct, array_like=True, frozen=True):
     step_s: float
     """How long the last step took, from its plan to its commit."""
     step_tokens: int
+    stalled: int = 0
+    """Paused, with or without pages."""
 
 
 class StepOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
-    """All that one step brought. `handles[i]` produced `tokens[i]`."""
+    """All that one step brought, or the news of a moment without one. `handles[i]` produced `tokens[i]`."""
 
     step: int
     handles: list[int]
@@ -204,11 +229,11 @@ CoreOutput = CoreReady | CoreFailed | CoreProgress | StepOutput
 
 
 class SlotStart(msgspec.Struct, array_like=True, frozen=True):
-    """A sequence takes a seat: admitted for the first time, or again after preemption."""
+    """A sequence takes a seat: admitted for the first time, or again after a preemption or a stall."""
 
     slot: int
     token_ids: list[int]
-    """Everything known: the prompt, and after a preemption the output so far."""
+    """Everything known: the prompt, and whoever was seated before, the output so far."""
     prompt_len: int
     sampling: SamplingParams
 
@@ -224,11 +249,12 @@ class Plan(msgspec.Struct, array_like=True, frozen=True):
 
     step: int
     left: list[int]
-    """Slots whose owners finished, were aborted or were preempted since the last plan."""
+    """Slots whose owners finished, were aborted, preempted or stalled since the last plan."""
     seated: list[SlotStart]
     grown: list[tuple[int, list[int]]]
     """(slot, pages appended to its page table). Page p of a slot holds its tokens
-    `[p * page_size, (p + 1) * page_size)`. A seated slot starts from an empty table."""
+    `[p * page_size, (p + 1) * page_size)`. A seated slot starts from an empty table; of the pages it
+    is given, the positions before its first row are computed already."""
     slots: list[int]
     positions: list[int]
     lengths: list[int]

@@ -4,7 +4,9 @@ simulated and compared alone. They read sequences and change nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from typing import Final
 
 from engine.core.sequence import Sequence, Status
 
@@ -13,11 +15,15 @@ Rank = tuple[float, ...]
 
 
 def rank(sequence: Sequence, now: float) -> Rank:  # noqa: ARG001  rules that weigh waiting time need `now`
-    """Place in the waiting queue: first come, first served, and preempted work before newcomers.
+    """Place in the waiting queue: first those who hold pages already, then preempted work, then
+    newcomers; among equals, first come, first served.
 
     Arrivals within one clock reading keep the order of their handles, which count up.
     """
-    return (sequence.status is not Status.PREEMPTED, sequence.arrived_at, sequence.handle)
+    return (_STANDING[sequence.status], sequence.arrived_at, sequence.handle)
+
+
+_STANDING: Final = {Status.STALLED: 0, Status.PREEMPTED: 1, Status.WAITING: 2}
 
 
 def by_rank(waiting: Iterable[Sequence], now: float) -> list[Sequence]:
@@ -29,10 +35,25 @@ def chunk_len(pending_len: int, budget_left: int) -> int:
     return min(pending_len, budget_left)
 
 
+def choose_stalled(stalled: Iterable[Sequence], pages_freed: Callable[[Sequence], int]) -> Sequence:
+    """Which stalled sequence gives its pages back first: one that frees some at once, and of those the
+    one whose reader has been away longest. Who is resumed already comes last.
+
+    Somebody is chosen even when none frees a page alone, because two who share it do so one by one.
+    """
+
+    def cost(sequence: Sequence) -> tuple[bool, float, int]:
+        since = math.inf if sequence.paused_at is None else sequence.paused_at
+        return (not pages_freed(sequence), since, sequence.handle)
+
+    return min(stalled, key=cost)
+
+
 def choose_victims(
     running: Iterable[Sequence], pages_needed: int, pages_freed: Callable[[Sequence], int]
 ) -> list[Sequence]:
-    """Whom to preempt so that `pages_needed` become available: the latest arrivals, as few as do.
+    """Whom to preempt so that `pages_needed` become available, when no stalled sequence can help: of
+    those who run the latest arrivals, as few as do.
 
     `pages_freed` says what preempting a sequence would bring at once; whoever would bring nothing is
     passed over, since hurting it helps nobody. Feasibility first: when all together would not bring

@@ -1,17 +1,20 @@
 """Decides each step: who computes what, who enters, who must give way.
 
-    add, abort  ->  plan(now)  ->  [the runner runs the plan]  ->  commit(plan, result, now)  ->  report()
+    add, abort,     ->  plan(now)  ->  [the runner runs  ->  commit(plan, result, now)  ->  report()
+    pause, resume                       the plan]
 
-A plan has one token budget, spent in this order:
+A plan first ends those whose stall deadline has passed, and takes their slots from those who were
+paused since the last one. It has one token budget, spent in this order:
 
 1. *Room*: every running sequence whose next token needs a new page gets one; when none is available,
-   the latest arrival is preempted: it gives all its pages back and recomputes them later, through
-   the prefix cache.
+   somebody is preempted, a stalled sequence before the latest arrival: it gives all its pages back
+   and recomputes them later, through the prefix cache.
 2. *Decodes*: one token for each running sequence that has one pending.
 3. *Chunks*: pending prompt of the other running sequences, oldest admission first.
 4. *Admissions*, by rank: into a free slot, when the whole uncached part fits into available pages
-   with a watermark to spare. The first that does not fit ends the admissions, so nothing overtakes
-   it for good; in particular nobody takes the pages that a preempted sequence just gave back.
+   with a watermark to spare; pages of the stalled count as available, and are taken when nothing
+   else is left. The first that does not fit ends the admissions, so nothing overtakes it for good;
+   in particular nobody takes the pages that a preempted sequence just gave back.
 
 Rules
 
@@ -19,19 +22,28 @@ A. Pages for all known tokens are taken at admission, so only decodes grow, one 
 B. What a sequence has sent, it never sends again: after a preemption its output is part of its
    known tokens and is recomputed, not sampled.
 C. A sequence that was preempted `preemptions_max` times is *protected*: from its next admission on,
-   nobody is admitted unless all who run, itself included, can grow to their ends. So nobody is
-   preempted while it runs, and no sequence is preempted more than `preemptions_max` times.
+   nobody is admitted unless all who run, itself included, can grow to their ends, into pages that
+   are available or that the stalled hold. So nobody is preempted while it runs, and no sequence is
+   preempted more than `preemptions_max` times while it runs.
 D. A sequence waits, and others pass it, while another computes the very page that it lacks next:
    the `n` children of one request compute their prompt once. (`PASSED_MAX` of them end the
    admissions, so that planning stays cheap.)
+E. A paused sequence is in no plan. What was in flight when the pause came still counts. It harms
+   nobody: the slot goes at once, as seating it again costs no computation; the pages go when
+   somebody lacks them, before anybody who runs is preempted, and this is not counted against rule C,
+   since it is the reader's doing: each pause costs it its pages once at most.
+F. Back from a stall it needs a slot, and is admitted as others are (first in rank), except that it
+   brings its pages along. So rule C holds for it, too.
 
 Why it never stops. A sequence whose longest form would not fit into the whole pool is rejected at
-the door. When nobody runs, every page is available, no watermark applies, and so the first in rank
-is admitted (rule D holds nobody back, as nobody computes). When somebody runs, the budget is at
-least one token per slot, and a decode that finds no page gets one from another or gives way itself;
-the last one left has the whole pool to itself, so somebody stays. Hence as long as anybody is here,
-every plan has rows, and by rule C what they compute is thrown away a bounded number of times. So
-everybody finishes.
+the door. Call those who are not paused *willing*. When no one runs, every page is available or held
+by the stalled alone, no watermark applies, and so the first in rank of the willing is admitted (rule
+D holds nobody back, as nobody computes). When somebody runs, the budget is at least one token per
+slot, and a decode that finds no page gets one from a stalled one, from another or gives way itself;
+the last one left has the whole pool to itself, so somebody stays. Hence as long as anybody willing
+is here, every plan has rows, and by rules C and E what they compute is thrown away a bounded number
+of times. So every one of them finishes, and who stays paused ends at the stall deadline: with nobody
+willing there is no plan, and `idle_s` says until when.
 
 Nothing here costs time for each step that grows with a sequence's length: a decode touches its
 newest token and at most one page.
@@ -42,7 +54,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Final
 
 from engine.core import policy
@@ -63,58 +74,10 @@ from engine.core.messages import (
     TokenLogprobs,
 )
 from engine.core.sequence import Phase, Sequence, Status
+from engine.core.step import Batch, InFlight, News
 
 PASSED_MAX: Final = 16
 """Sequences that one plan passes over by rule D."""
-
-
-@dataclass(slots=True)
-class _Batch:
-    """A plan in the making."""
-
-    budget_left: int
-    seated: list[SlotStart] = field(default_factory=list)
-    grown: dict[int, list[int]] = field(default_factory=dict)
-    rows: list[Sequence] = field(default_factory=list)
-    chunks: list[Sequence] = field(default_factory=list)
-    """Those of the rows that compute more than one token."""
-    slots: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    samples: list[bool] = field(default_factory=list)
-
-    def add(self, slot: int, sequence: Sequence, length: int) -> None:
-        """A row. It samples when nothing stays pending behind it."""
-        assert 1 <= length <= self.budget_left
-        self.budget_left -= length
-        self.rows.append(sequence)
-        if length > 1:
-            self.chunks.append(sequence)
-        self.slots.append(slot)
-        self.positions.append(sequence.computed_len)
-        self.lengths.append(length)
-        self.samples.append(length == sequence.pending_len)
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """What `commit` must know of a plan that is being run."""
-
-    rows: list[Sequence]
-    planned_at: float
-
-
-@dataclass(slots=True)
-class _News:
-    """What happened since the last report."""
-
-    handles: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    prompt_logprobs: list[tuple[int, list[TokenLogprobs]]] = field(default_factory=list)
-    started: list[Started] = field(default_factory=list)
-    finished: list[Finished] = field(default_factory=list)
-    stepped: bool = False
 
 
 class Scheduler:
@@ -128,10 +91,17 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}  # by handle: all that live
         self._waiting: dict[int, Sequence] = {}  # by handle: never admitted yet
         self._preempted: dict[int, Sequence] = {}  # by handle
+        self._stalled: dict[int, Sequence] = {}  # by handle
+        self._queues = {
+            Status.WAITING: self._waiting,
+            Status.PREEMPTED: self._preempted,
+            Status.STALLED: self._stalled,
+        }
         self._running: dict[int, Sequence] = {}  # by slot, in the order of admission
+        self._paused: dict[int, Sequence] = {}  # by handle, wherever they are, in the order of their pauses
         self._left: list[int] = []  # slots vacated since the last plan
-        self._in_flight: dict[int, _InFlight] = {}  # by step
-        self._news = _News()
+        self._in_flight: dict[int, InFlight] = {}  # by step
+        self._news = News()
         self._step = 0
         self._step_s = 0.0
         self._step_tokens = 0
@@ -141,7 +111,15 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences)
+        """Whether somebody is here who is not paused: the next plan has rows."""
+        return len(self._sequences) > len(self._paused)
+
+    def idle_s(self, now: float) -> float:
+        """For how long there is nothing to plan unless a message comes: until the next stall deadline."""
+        if self.has_work:
+            return 0.0
+        first = next(iter(self._paused.values()), None)
+        return math.inf if first is None else max(0.0, self._deadline(first) - now)
 
     # -- the door ---------------------------------------------------------------------------------
 
@@ -181,20 +159,55 @@ class Scheduler:
             if sequence is not None:
                 self._finish(sequence, FinishReason.ABORTED, now)
 
+    # -- readers who fall behind ------------------------------------------------------------------
+
+    def pause(self, handles: Iterable[int], now: float) -> None:
+        """Leave these out of every plan from the next on; unknown and finished ones are passed over."""
+        for handle in handles:
+            sequence = self._sequences.get(handle)
+            if sequence is not None and not sequence.is_paused:
+                sequence.pause(now)
+                self._paused[handle] = sequence
+                self._news.is_due = True
+
+    def resume(self, handles: Iterable[int], now: float) -> None:
+        """Take these in again; those who are not paused are passed over."""
+        for handle in handles:
+            sequence = self._paused.pop(handle, None)
+            if sequence is not None:
+                sequence.resume(now)
+                self._news.is_due = True
+
+    def _end_overdue(self, now: float) -> None:
+        while (first := next(iter(self._paused.values()), None)) and self._deadline(first) <= now:
+            self._finish(first, FinishReason.STALLED, now)
+
+    def _deadline(self, paused: Sequence) -> float:
+        assert paused.paused_at is not None
+        return paused.paused_at + self._config.stall_deadline_s
+
+    def _stall_paused(self, now: float) -> None:
+        for sequence in [s for s in self._running.values() if s.is_paused]:
+            self._leave_slot(sequence)
+            sequence.stall(now)
+            self._stalled[sequence.handle] = sequence
+
     # -- plan -------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> Plan | None:
-        """The next step, or None when nobody is here."""
+        """The next step, or None when nobody is here who is not paused."""
         assert not self._in_flight, "a plan is being run"
-        batch = _Batch(self._config.step_tokens_max)
+        self._end_overdue(now)
+        self._stall_paused(now)
+        batch = Batch(self._config.step_tokens_max)
         self._make_room(batch, now)
         self._plan_running(batch)
         self._admit(batch, now)
-        assert batch.rows or not self._sequences, "somebody is here, and nobody moves"
+        assert bool(batch.rows) == self.has_work, "somebody is willing, and nobody moves"
         if not batch.rows:
             return None
         self._step += 1
-        self._in_flight[self._step] = _InFlight(batch.rows, now)
+        self._in_flight[self._step] = InFlight(batch.rows, now)
         left, self._left = self._left, []
         return Plan(
             step=self._step,
@@ -207,7 +220,7 @@ class Scheduler:
             samples=batch.samples,
         )
 
-    def _make_room(self, batch: _Batch, now: float) -> None:
+    def _make_room(self, batch: Batch, now: float) -> None:
         """A page for every decode that crosses into a new one, as long as it need not give way."""
         size = self._runner.page_size
         crossing = [s for s in self._running.values() if s.computed_len == len(s.pages) * size]
@@ -221,19 +234,39 @@ class Scheduler:
                 sequence.pages += page
                 batch.grown[sequence.slot] = page
 
-    def _make_way(self, needy: Sequence, batch: _Batch, now: float) -> None:
+    def _make_way(self, needy: Sequence, batch: Batch, now: float) -> None:
         """Preempt so that a page is available; `needy` itself when it is the one to go."""
+        if self._reclaimable():
+            self._reclaim(1, now)
+            return
         victims = policy.choose_victims(
             self._running.values(), 1, lambda sequence: self._pages.unshared(sequence.pages)
         )
         for victim in victims or [needy]:
             assert victim.preemptions < self._config.preemptions_max, "rule C is broken"
-            batch.grown.pop(self._vacate(victim), None)
-            victim.preempt(now)
-            self._preempted[victim.handle] = victim
-            self._preemptions += 1
+            batch.grown.pop(self._leave_slot(victim), None)
+            self._preempt(victim, now)
 
-    def _plan_running(self, batch: _Batch) -> None:
+    def _reclaimable(self, but: Sequence | None = None) -> set[int]:
+        """Pages that become available when all stalled sequences but this one give theirs back."""
+        return self._pages.only_in([s.pages for s in self._stalled.values() if s is not but])
+
+    def _reclaim(self, pages_needed: int, now: float) -> None:
+        """Let stalled sequences give their pages back until so many are available. They hold enough."""
+        while self._pages.available < pages_needed:
+            victim = policy.choose_stalled(
+                self._stalled.values(), lambda sequence: self._pages.unshared(sequence.pages)
+            )
+            del self._stalled[victim.handle]
+            self._preempt(victim, now)
+
+    def _preempt(self, victim: Sequence, now: float) -> None:
+        self._pages.release(victim.pages)
+        victim.preempt(now)
+        self._preempted[victim.handle] = victim
+        self._preemptions += 1
+
+    def _plan_running(self, batch: Batch) -> None:
         prefilling = []
         for slot, sequence in self._running.items():
             if sequence.pending_len == 1:
@@ -244,18 +277,19 @@ class Scheduler:
             if length := policy.chunk_len(sequence.pending_len, batch.budget_left):
                 batch.add(slot, sequence, length)
 
-    def _admit(self, batch: _Batch, now: float) -> None:
+    def _admit(self, batch: Batch, now: float) -> None:
         if not self._slots_free:
             return  # before the queue is ranked for nothing
+        queued = [s for queue in self._queues.values() for s in queue.values() if not s.is_paused]
         passed = 0
-        for sequence in policy.by_rank([*self._preempted.values(), *self._waiting.values()], now):
+        for sequence in policy.by_rank(queued, now):
             if not (self._slots_free and batch.budget_left) or passed == PASSED_MAX:
                 return
-            hits = self._match(sequence)
-            if self._is_coming(sequence, len(hits), batch):
+            start = sequence.pages or self._match(sequence)
+            if self._is_coming(sequence, len(start), batch):
                 passed += 1
-            elif self._fits(sequence, hits):
-                self._seat(sequence, hits, batch, now)
+            elif self._fits(sequence, start):
+                self._seat(sequence, start, batch, now)
             else:
                 return
 
@@ -267,43 +301,50 @@ class Scheduler:
         identities = sequence.chain.extend(sequence.tokens, pages_len)
         return self._pages.match(identities[:pages_len])
 
-    def _is_coming(self, sequence: Sequence, hits_len: int, batch: _Batch) -> bool:
+    def _is_coming(self, sequence: Sequence, hits_len: int, batch: Batch) -> bool:
         """Whether a chunk of this very plan works towards the next page that `sequence` lacks (rule D)."""
-        if hits_len == sequence.reusable_len // self._runner.page_size or not self._config.prefix_cache:
+        if sequence.pages or not self._config.prefix_cache:
+            return False
+        if hits_len == sequence.reusable_len // self._runner.page_size:
             return False
         lacking = sequence.chain.identities[hits_len]
         return any(lacking in other.chain.identities[hits_len : hits_len + 1] for other in batch.chunks)
 
-    def _fits(self, sequence: Sequence, hits: list[int]) -> bool:
+    def _fits(self, sequence: Sequence, start: list[int]) -> bool:
         """Whether its known tokens fit now, and leave what those who run may need to grow."""
         known_pages = pages_for(len(sequence.tokens), self._runner.page_size)
-        takes = known_pages - len(hits) + self._pages.unreferenced(hits)
+        takes = known_pages - len(start) + self._pages.unreferenced(start)
         headroom = self._watermark_pages if self._running else 0
         everybody = [sequence, *self._running.values()]
         if any(s.preemptions >= self._config.preemptions_max for s in everybody):  # rule C
-            growth = sum(self._pages_max(s) - len(s.pages) for s in everybody) - known_pages
-            headroom = max(headroom, growth)
-        return takes + headroom <= self._pages.available
+            growth = sum(self._pages_max(s) - len(s.pages) for s in everybody)
+            headroom = max(headroom, growth - (known_pages - len(sequence.pages)))
+        lacking = takes + headroom - self._pages.available
+        return lacking <= 0 or lacking <= len(self._reclaimable(but=sequence) - set(start))
 
     def _pages_max(self, sequence: Sequence) -> int:
         return pages_for(sequence.kv_len_max, self._runner.page_size)
 
-    def _seat(self, sequence: Sequence, hits: list[int], batch: _Batch, now: float) -> None:
-        size = self._runner.page_size
-        self._pages.acquire(hits)
-        pages = hits + self._pages.allocate(pages_for(len(sequence.tokens), size) - len(hits))
+    def _seat(self, sequence: Sequence, start: list[int], batch: Batch, now: float) -> None:
+        """Admit it. Its table starts with these pages: its own when it was stalled, else the cache's."""
+        size, status = self._runner.page_size, sequence.status
+        computed_len = sequence.computed_len if status is Status.STALLED else len(start) * size
+        del self._queues[status][sequence.handle]
+        if status is not Status.STALLED:
+            self._pages.acquire(start)
+        fresh = pages_for(len(sequence.tokens), size) - len(start)
+        self._reclaim(fresh, now)
+        pages = start + self._pages.allocate(fresh)
         slot = self._slots_free.pop()
-        is_first = sequence.status is Status.WAITING
-        del self._queue_of(sequence)[sequence.handle]
-        sequence.admit(slot, pages, len(hits) * size, now)
+        sequence.admit(slot, pages, computed_len, now)
         self._running[slot] = sequence
-        if is_first:
+        if status is Status.WAITING:
             self._prefix_query_tokens += sequence.prompt_len
-            self._prefix_hit_tokens += sequence.computed_len
+            self._prefix_hit_tokens += computed_len
             queue_s = sequence.spent_s[Phase.QUEUE]
-            self._news.started.append(Started(sequence.handle, sequence.computed_len, queue_s))
-        start = SlotStart(slot, sequence.tokens.tolist(), sequence.prompt_len, sequence.sampling)
-        batch.seated.append(start)
+            self._news.started.append(Started(sequence.handle, computed_len, queue_s))
+        seated = SlotStart(slot, sequence.tokens.tolist(), sequence.prompt_len, sequence.sampling)
+        batch.seated.append(seated)
         batch.grown[slot] = list(pages)
         batch.add(slot, sequence, policy.chunk_len(sequence.pending_len, batch.budget_left))
 
@@ -314,7 +355,7 @@ class Scheduler:
         flight = self._in_flight.pop(plan.step)
         self._step_s = now - flight.planned_at
         self._step_tokens = sum(plan.lengths)
-        self._news.stepped = True
+        self._news.is_due = True
         if result.prompt_logprobs:
             self._take_prompt_logprobs(plan, flight.rows, result.prompt_logprobs)
         assert len(result.tokens) == sum(plan.samples)
@@ -370,22 +411,20 @@ class Scheduler:
     # -- leaving ----------------------------------------------------------------------------------
 
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        self._pages.release(sequence.pages)
         if sequence.status is Status.RUNNING:
-            self._vacate(sequence)
+            self._leave_slot(sequence)
         else:
-            del self._queue_of(sequence)[sequence.handle]
+            del self._queues[sequence.status][sequence.handle]
         del self._sequences[sequence.handle]
+        self._paused.pop(sequence.handle, None)
         sequence.finish(now)
         self._news.finished.append(sequence.finished(reason))
 
-    def _queue_of(self, sequence: Sequence) -> dict[int, Sequence]:
-        return self._preempted if sequence.status is Status.PREEMPTED else self._waiting
-
-    def _vacate(self, sequence: Sequence) -> int:
-        """Take back a running sequence's pages and slot. Returns the slot."""
+    def _leave_slot(self, sequence: Sequence) -> int:
+        """Take a running sequence's slot back, and return it."""
         slot = sequence.slot
         assert slot is not None
-        self._pages.release(sequence.pages)
         del self._running[slot]
         self._slots_free.append(slot)
         self._left.append(slot)
@@ -394,11 +433,12 @@ class Scheduler:
     # -- report -----------------------------------------------------------------------------------
 
     def report(self) -> StepOutput | None:
-        """Everything since the last report: after each step, and when somebody ended without one."""
+        """Everything since the last report: after each step, and when without one somebody ended, was
+        paused or was resumed."""
         news = self._news
-        if not (news.stepped or news.finished):
+        if not (news.is_due or news.finished):
             return None
-        self._news = _News()
+        self._news = News()
         has_logprobs = any(entry is not None for entry in news.logprobs)
         return StepOutput(
             step=self._step,
@@ -412,8 +452,9 @@ class Scheduler:
         )
 
     def stats(self) -> CoreStats:
+        idle = sum(s.is_paused for s in self._running.values())  # paused, and no plan was made since
         return CoreStats(
-            waiting=len(self._waiting) + len(self._preempted),
+            waiting=len(self._sequences) - len(self._running) - len(self._paused) + idle,
             running=len(self._running),
             pages_free=self._pages.free,
             pages_cached=self._pages.cached,
@@ -423,26 +464,30 @@ class Scheduler:
             preemptions=self._preemptions,
             step_s=self._step_s,
             step_tokens=self._step_tokens,
+            stalled=len(self._paused),
         )
 
     def check(self) -> None:
         """Assert laws 1 and 2 over everything held here. For tests: O(pages + sequences)."""
-        self._pages.check([sequence.pages for sequence in self._running.values()])
+        queued = [sequence for queue in self._queues.values() for sequence in queue.values()]
+        everybody = [*queued, *self._running.values()]
+        self._pages.check([sequence.pages for sequence in everybody])
         slots = [*self._slots_free, *self._running]
         assert sorted(slots) == list(range(self._runner.slots)), "a slot is lost, or owned twice"
-        everybody = [*self._waiting.values(), *self._preempted.values(), *self._running.values()]
         assert {sequence.handle: sequence for sequence in everybody} == self._sequences
         assert len(everybody) == len(self._sequences), "a sequence is in two places"
-        assert all(sequence.status is Status.WAITING for sequence in self._waiting.values())
-        assert all(sequence.status is Status.PREEMPTED for sequence in self._preempted.values())
-        for sequence in [*self._waiting.values(), *self._preempted.values()]:
-            assert sequence.slot is None
-            assert not sequence.pages
-            assert sequence.computed_len == 0
+        assert self._paused == {s.handle: s for s in everybody if s.is_paused}
+        pauses = [self._deadline(sequence) for sequence in self._paused.values()]
+        assert pauses == sorted(pauses), "the first is not the first to end"
+        for status, queue in self._queues.items():
+            for sequence in queue.values():
+                assert sequence.status is status
+                assert sequence.slot is None
+                assert bool(sequence.pages) == (status is Status.STALLED)
         for slot, sequence in self._running.items():
             assert sequence.slot == slot
             assert sequence.status is Status.RUNNING
-            held_len = len(sequence.pages) * self._runner.page_size
+        for sequence in everybody:
             assert sequence.pending_len >= 1
-            assert sequence.computed_len <= held_len
+            assert sequence.computed_len <= len(sequence.pages) * self._runner.page_size
             assert sequence.preemptions <= self._config.preemptions_max

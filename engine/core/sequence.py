@@ -1,18 +1,26 @@
 """One sequence: its tokens, what it holds, and the life it may lead.
 
-                  admit                  finish
-      WAITING ------------> RUNNING ----------------> FINISHED
-         |                  |     ^                      ^
-         |          preempt |     | admit                |
-         |                  v     |        finish        |
-         |                PREEMPTED ---------------------+
-         |                  finish                       |
-         +-----------------------------------------------+
+                    admit             stall
+      WAITING ------------> RUNNING ----------> STALLED          each of them may `finish`
+                            |     ^ <---------- |
+                    preempt |     |    admit    | preempt
+                            v     | admit       |
+                            PREEMPTED <---------+
 
 `MOVES` below is that drawing, and `_move` obeys it. Status and holdings change together, in the
-same method: a sequence has a slot and pages if and only if it runs. (A status for a paused sequence
-will keep both, one for a swapped sequence neither; each is a new row of the table and a new pair of
-methods.)
+same method:
+
+                 slot    pages
+    WAITING       -        -
+    RUNNING      yes      yes
+    STALLED       -       yes
+    PREEMPTED     -        -
+
+(A status for a swapped sequence will hold neither, and be a new row of both tables.)
+
+Beside the status, which says what a sequence holds, it is *paused* or not, which says whether its
+reader keeps up. A pause may come and go at any moment of its life; the scheduler lets the status
+follow when it next plans. A stalled sequence that is no longer paused waits for a slot.
 
 Two lengths say where a sequence stands. `tokens` are all that are known, prompt and output;
 `computed_len` counts those whose keys and values lie in its pages. The difference, `pending_len`, is
@@ -38,6 +46,8 @@ class Status(Enum):
     """In the queue, and never admitted yet."""
     RUNNING = "running"
     """Holds a slot and pages, and is in every plan that has budget for it."""
+    STALLED = "stalled"
+    """Its reader fell behind: it gave its slot back and keeps its pages, as long as nobody needs them."""
     PREEMPTED = "preempted"
     """Gave slot and pages back; in the queue again, ahead of newcomers."""
     FINISHED = "finished"
@@ -45,7 +55,8 @@ class Status(Enum):
 
 MOVES: Final[Mapping[Status, frozenset[Status]]] = {
     Status.WAITING: frozenset({Status.RUNNING, Status.FINISHED}),
-    Status.RUNNING: frozenset({Status.PREEMPTED, Status.FINISHED}),
+    Status.RUNNING: frozenset({Status.STALLED, Status.PREEMPTED, Status.FINISHED}),
+    Status.STALLED: frozenset({Status.RUNNING, Status.PREEMPTED, Status.FINISHED}),
     Status.PREEMPTED: frozenset({Status.RUNNING, Status.FINISHED}),
     Status.FINISHED: frozenset(),
 }
@@ -56,12 +67,13 @@ class IllegalMove(RuntimeError):
 
 
 class Phase(Enum):
-    """Where a sequence's time goes. At every moment it is in one, so the four add up to its life."""
+    """Where a sequence's time goes. At every moment it is in one, so the five add up to its life."""
 
     QUEUE = "queue"
     PREFILL = "prefill"
     DECODE = "decode"
     PREEMPTED = "preempted"
+    STALLED = "stalled"
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +89,10 @@ class Sequence:
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     computed_len: int = 0
+    paused_at: float | None = None
+    """Since when its reader is behind."""
     preemptions: int = 0
+    """While it ran. Those while it was stalled are its reader's doing, and as few as its pauses."""
     prompt_logprobs_sent: int = 0
     """Prompt positions whose followers' log-probabilities have left the core already."""
     spent_s: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(Phase, 0.0))
@@ -115,24 +130,47 @@ class Sequence:
         return len(self.tokens) - 1
 
     @property
+    def is_paused(self) -> bool:
+        return self.paused_at is not None
+
+    @property
     def phase(self) -> Phase:
+        if self.is_paused or self.status is Status.STALLED:
+            return Phase.STALLED
         if self.status is Status.WAITING:
             return Phase.QUEUE
         if self.status is Status.PREEMPTED:
             return Phase.PREEMPTED
         return Phase.DECODE if self.output_len else Phase.PREFILL
 
-    def admit(self, slot: int, pages: list[int], cached_len: int, now: float) -> None:
-        """Take a slot, and pages for all known tokens; the first `cached_len` are computed already."""
-        assert 0 <= cached_len <= self.reusable_len
+    def pause(self, now: float) -> None:
+        """Its reader fell behind. Who is paused already stays so from when it was."""
+        if self.paused_at is None:
+            self._charge(now)
+            self.paused_at = now
+
+    def resume(self, now: float) -> None:
+        self._charge(now)
+        self.paused_at = None
+
+    def admit(self, slot: int, pages: list[int], computed_len: int, now: float) -> None:
+        """Take a slot, and pages for all known tokens; the first `computed_len` are computed already."""
+        assert 0 <= computed_len <= self.reusable_len
+        assert not self.is_paused
         self._move(Status.RUNNING, now)
-        self.slot, self.pages, self.computed_len = slot, pages, cached_len
+        self.slot, self.pages, self.computed_len = slot, pages, computed_len
+
+    def stall(self, now: float) -> None:
+        """Give the slot back and keep the pages."""
+        assert self.is_paused
+        self._move(Status.STALLED, now)
+        self.slot = None
 
     def preempt(self, now: float) -> None:
         """Give everything back but the tokens. The caller has taken the pages to the block manager."""
+        self.preemptions += self.status is Status.RUNNING
         self._move(Status.PREEMPTED, now)
         self._vacate()
-        self.preemptions += 1
 
     def finish(self, now: float) -> None:
         """Whatever it was doing, it is over. The caller has taken the pages to the block manager."""
@@ -157,6 +195,7 @@ class Sequence:
             decode_s=self.spent_s[Phase.DECODE],
             preempted_s=self.spent_s[Phase.PREEMPTED],
             preemptions=self.preemptions,
+            stalled_s=self.spent_s[Phase.STALLED],
         )
 
     def _vacate(self) -> None:

@@ -14,6 +14,7 @@ second who the parent is. (ZeroMQ itself would wait for a peer's return for ever
 
 from __future__ import annotations
 
+import math
 import os
 from types import TracebackType
 from typing import Final, Self
@@ -23,6 +24,7 @@ import zmq
 
 from engine.core.loop import Disconnected
 from engine.core.messages import CoreInput, CoreOutput
+from shared.clock import SYSTEM_CLOCK
 
 HIGH_WATER_MARK: Final = 128
 """Messages that each socket queues."""
@@ -53,11 +55,13 @@ class ZmqInbox:
         self._socket.set_hwm(HIGH_WATER_MARK)
         self._socket.connect(endpoint)
 
-    def receive(self, *, wait: bool) -> list[CoreInput]:
+    def receive(self, wait_s: float) -> list[CoreInput]:
         """As `loop.Inbox` says. Raises `Disconnected` when the API process is gone."""
         self._parent.check()
-        while wait and not self._socket.poll(PARENT_CHECK_MS):
+        until, left_s = SYSTEM_CLOCK.monotonic() + wait_s, wait_s
+        while left_s > 0 and not self._socket.poll(math.ceil(min(left_s * 1e3, PARENT_CHECK_MS))):
             self._parent.check()
+            left_s = until - SYSTEM_CLOCK.monotonic()
         messages: list[CoreInput] = []
         while len(messages) < RECEIVE_MAX and self._socket.poll(0):
             messages.append(self._decoder.decode(self._socket.recv()))

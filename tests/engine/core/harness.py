@@ -37,8 +37,11 @@ class Harness:
         watermark: float = 0.0,
         preemptions_max: int = 3,
         prefix_cache: bool = True,
+        stall_deadline_s: float = 60.0,
     ) -> None:
-        config = SchedulerConfig(step_tokens_max, queue_len_max, watermark, preemptions_max, prefix_cache)
+        config = SchedulerConfig(
+            step_tokens_max, queue_len_max, watermark, preemptions_max, prefix_cache, stall_deadline_s
+        )
         info = runner_info(pages=pages, page_size=page_size, slots=slots, max_model_len=max_model_len)
         self.now = 100.0
         self.scheduler = Scheduler(config, info)
@@ -61,6 +64,14 @@ class Harness:
 
     def abort(self, *handles: int) -> None:
         self.scheduler.abort(handles, self.now)
+        self.scheduler.check()
+
+    def pause(self, *handles: int) -> None:
+        self.scheduler.pause(handles, self.now)
+        self.scheduler.check()
+
+    def resume(self, *handles: int) -> None:
+        self.scheduler.resume(handles, self.now)
         self.scheduler.check()
 
     def plan(self) -> Plan | None:
@@ -90,7 +101,7 @@ class Harness:
             self.step()
 
     def run(self) -> None:
-        """Until nobody is left."""
+        """Until nobody is left but those who are paused."""
         while self.scheduler.has_work:
             self.step()
         self.read()

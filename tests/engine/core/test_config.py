@@ -14,6 +14,7 @@ from tests.fake_runner import runner_info
         {"watermark": -0.1},
         {"watermark": 1.0},
         {"preemptions_max": 0},
+        {"stall_deadline_s": 0.0},
     ],
 )
 def test_limits_are_asserted(wrong: dict[str, float]) -> None:

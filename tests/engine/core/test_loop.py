@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from engine.core.config import SchedulerConfig
@@ -12,7 +14,9 @@ from engine.core.messages import (
     CoreOutput,
     CoreReady,
     FinishReason,
+    PauseSequences,
     Plan,
+    ResumeSequences,
     RunResult,
     StepOutput,
     StopCore,
@@ -26,19 +30,24 @@ PROMPT = [1, 2, 3, 4, 5]
 
 
 class ScriptedInbox:
-    """Hands over one batch a call. With nothing left it stops the core, so no test can hang."""
+    """Hands over one batch a call; one that is told to wait until a deadline waits in vain first. With
+    nothing left it stops the core, so no test can hang."""
 
-    def __init__(self, *batches: list[CoreInput]) -> None:
+    def __init__(self, clock: VirtualClock, *batches: list[CoreInput]) -> None:
+        self._clock = clock
         self._batches = list(batches)
-        self.waits: list[bool] = []
+        self.waits_s: list[float] = []
 
-    def receive(self, *, wait: bool) -> list[CoreInput]:
-        self.waits.append(wait)
+    def receive(self, wait_s: float) -> list[CoreInput]:
+        self.waits_s.append(wait_s)
+        if 0 < wait_s < inf:
+            self._clock.advance(wait_s)
+            return []
         while self._batches:
             batch = self._batches.pop(0)
-            if batch or not wait:
+            if batch or not wait_s:
                 return batch
-        return [StopCore()] if wait else []
+        return [StopCore()] if wait_s else []
 
 
 class ListOutbox:
@@ -69,7 +78,7 @@ class TickingRunner(FakeRunner):
 class World:
     def __init__(self, *batches: list[CoreInput], fails_at: int | None = None) -> None:
         clock = VirtualClock()
-        self.inbox, self.outbox = ScriptedInbox(*batches), ListOutbox()
+        self.inbox, self.outbox = ScriptedInbox(clock, *batches), ListOutbox()
         runner = TickingRunner(clock, fails_at)
         self.loop = CoreLoop(runner, self.inbox, self.outbox, SchedulerConfig(BUDGET), clock)
 
@@ -106,7 +115,7 @@ def test_waits_only_when_it_has_nothing_to_do() -> None:
     world = World([add(1, max_tokens=2)], [], [], [add(2, max_tokens=1)])
     world.loop.run()
     # idle; decode of 1 is due; idle: an empty batch is not handed to one that waits; idle
-    assert world.inbox.waits == [True, False, True, True]
+    assert world.inbox.waits_s == [inf, 0, inf, inf]
     assert [step.step for step in world.outbox.steps] == [1, 2, 3]
 
 
@@ -115,6 +124,27 @@ def test_news_without_a_step_is_told_at_once() -> None:
     world.loop.run()
     assert world.ends == [(1, FinishReason.ABORTED), (2, FinishReason.REJECTED)]
     assert [(step.step, step.tokens) for step in world.outbox.steps] == [(0, []), (0, [])]
+
+
+def test_who_is_paused_is_left_out_and_resumes_where_it_was() -> None:
+    world = World([add(1), add(2)], [PauseSequences([1])], [], [], [ResumeSequences([1, 99])])
+    world.loop.run()
+    assert [len(step.handles) for step in world.outbox.steps] == [1, 1, 1, 1, 2, 1, 1]
+    assert [step.stats.stalled for step in world.outbox.steps] == [0, 1, 1, 1, 0, 0, 0]
+    for handle in (1, 2):
+        assert world.tokens(handle) == solo([*PROMPT, handle], greedy(4), 50).tokens
+
+
+def test_with_nobody_but_the_stalled_it_waits_for_the_first_deadline() -> None:
+    world = World([add(1), add(2)], [], [PauseSequences([2])], [PauseSequences([1, 7])])
+    world.loop.run()
+    deadline_s = SchedulerConfig().stall_deadline_s
+    assert world.inbox.waits_s == pytest.approx([inf, 0, 0, 0, deadline_s - STEP_S, STEP_S, inf])
+    assert world.ends == [(2, FinishReason.STALLED), (1, FinishReason.STALLED)]
+    assert [len(world.tokens(handle)) for handle in (1, 2)] == [3, 1]
+    paused, *_, end = world.outbox.steps[3:]
+    assert (paused.step, paused.stats.stalled, paused.tokens) == (3, 2, []), "told at once, without a step"
+    assert (end.stats.pages_owned, end.stats.stalled) == (0, 0)
 
 
 def test_an_abort_takes_effect_before_the_next_plan() -> None:
@@ -152,7 +182,7 @@ def test_last_words_are_one_line_of_bounded_length() -> None:
 
 def test_without_anybody_to_tell_it_just_ends() -> None:
     class Gone:
-        def receive(self, *, wait: bool) -> list[CoreInput]:
+        def receive(self, wait_s: float) -> list[CoreInput]:
             raise Disconnected("gone")
 
     world = World()

@@ -22,15 +22,26 @@ def handles(sequences: list[Sequence]) -> list[int]:
     return [seq.handle for seq in sequences]
 
 
-def test_first_come_first_served_and_preempted_work_before_newcomers() -> None:
+def stalled(handle: int, paused_at: float, *, resumed: bool = False) -> Sequence:
+    seq = Sequence(handle, greedy(4), 1, array("I", [1]), PageChain(b"", 4), 0.0)
+    seq.admit(0, [0], 0, 0.0)
+    seq.pause(paused_at)
+    seq.stall(paused_at)
+    if resumed:
+        seq.resume(paused_at)
+    return seq
+
+
+def test_first_come_first_served_and_who_has_been_here_before_newcomers() -> None:
     waiting = [
         sequence(3, 5.0),
         sequence(2, 1.0),
         sequence(9, 4.0, preempted=True),
         sequence(1, 5.0),
         sequence(8, 2.0, preempted=True),
+        stalled(4, 6.0, resumed=True),
     ]
-    assert handles(policy.by_rank(waiting, now=9.0)) == [8, 9, 2, 1, 3]
+    assert handles(policy.by_rank(waiting, now=9.0)) == [4, 8, 9, 2, 1, 3]
 
 
 @pytest.mark.parametrize(("pending", "budget", "length"), [(5, 9, 5), (9, 5, 5), (9, 0, 0)])
@@ -51,3 +62,17 @@ def test_chunk_len(pending: int, budget: int, length: int) -> None:
 def test_victims(freed: dict[int, int], needed: int, victims: list[int]) -> None:
     running = [sequence(2, 2.0), sequence(3, 3.0), sequence(1, 1.0)]
     assert handles(policy.choose_victims(running, needed, lambda seq: freed[seq.handle])) == victims
+
+
+@pytest.mark.parametrize(
+    ("freed", "victim"),
+    [
+        ({1: 1, 2: 1, 3: 9, 4: 9}, 2),  # the longest away
+        ({1: 1, 2: 0, 3: 9, 4: 9}, 1),  # of those who free something
+        ({1: 0, 2: 0, 3: 0, 4: 1}, 4),  # even of one that was resumed
+        ({1: 0, 2: 0, 3: 0, 4: 0}, 2),
+    ],
+)
+def test_of_the_stalled_the_longest_away_goes_first(freed: dict[int, int], victim: int) -> None:
+    seqs = [stalled(4, 1.0, resumed=True), stalled(1, 3.0), stalled(2, 2.0), stalled(3, 3.0)]
+    assert policy.choose_stalled(seqs, lambda seq: freed[seq.handle]).handle == victim

@@ -28,6 +28,12 @@ def move(seq: Sequence, status: Status) -> None:
             seq._move(Status.WAITING, 10.0)  # nothing leads back into the queue
         case Status.RUNNING:
             seq.admit(0, [1, 2], 0, 10.0)
+        case Status.STALLED:
+            seq.pause(10.0)
+            try:
+                seq.stall(10.0)
+            finally:
+                seq.resume(10.0)
         case Status.PREEMPTED:
             seq.preempt(10.0)
         case Status.FINISHED:
@@ -37,9 +43,20 @@ def move(seq: Sequence, status: Status) -> None:
 PATHS = {
     Status.WAITING: [],
     Status.RUNNING: [Status.RUNNING],
+    Status.STALLED: [Status.RUNNING, Status.STALLED],
     Status.PREEMPTED: [Status.RUNNING, Status.PREEMPTED],
     Status.FINISHED: [Status.FINISHED],
 }
+
+
+HOLDINGS = {
+    Status.WAITING: (False, False),
+    Status.RUNNING: (True, True),
+    Status.STALLED: (False, True),
+    Status.PREEMPTED: (False, False),
+    Status.FINISHED: (False, False),
+}
+"""Of each status: a slot, pages."""
 
 
 @pytest.mark.parametrize(("source", "target"), list(product(Status, Status)), ids=lambda s: s.value)
@@ -51,7 +68,7 @@ def test_moves_are_the_tables_and_no_others(source: Status, target: Status) -> N
     if target in MOVES[source]:
         move(seq, target)
         assert seq.status is target
-        assert (seq.slot is not None) == bool(seq.pages) == (target is Status.RUNNING)
+        assert (seq.slot is not None, bool(seq.pages)) == HOLDINGS[target]
     else:
         with pytest.raises(IllegalMove):
             move(seq, target)
@@ -99,3 +116,37 @@ def test_time_is_booked_to_the_phase_it_was_spent_in() -> None:
     report = seq.finished(FinishReason.ABORTED)
     assert (report.queue_s, report.prefill_s, report.decode_s, report.preempted_s) == (1, 10, 16, 36)
     assert report.preemptions == 2
+
+
+def test_time_of_a_pause_is_its_own_wherever_it_falls() -> None:
+    seq = sequence()
+    seq.pause(11.0)  # queue 1
+    seq.pause(12.0)
+    seq.resume(13.0)  # stalled 2
+    seq.admit(0, [1, 2], 0, 17.0)  # queue 4
+    seq.pause(25.0)  # prefill 8
+    seq.computed_len = 5
+    seq.append(7, 33.0)  # it was in flight
+    seq.stall(41.0)
+    seq.resume(57.0)
+    seq.admit(0, [1, 2], 5, 89.0)  # stalled 64, waiting for a slot included
+    seq.pause(90.0)  # decode 1
+    seq.stall(90.0)
+    seq.preempt(100.0)
+    seq.resume(105.0)  # stalled 15
+    seq.finish(107.0)  # preempted 2
+    report = seq.finished(FinishReason.ABORTED)
+    times_s = (report.queue_s, report.prefill_s, report.decode_s, report.preempted_s, report.stalled_s)
+    assert times_s == (5, 8, 1, 2, 81)
+    assert report.preemptions == 0, "it did not run"
+
+
+def test_nobody_is_admitted_or_stalled_against_its_pause() -> None:
+    seq = sequence()
+    seq.pause(11.0)
+    with pytest.raises(AssertionError):
+        seq.admit(0, [1, 2], 0, 12.0)
+    seq.resume(12.0)
+    seq.admit(0, [1, 2], 0, 12.0)
+    with pytest.raises(AssertionError):
+        seq.stall(13.0)

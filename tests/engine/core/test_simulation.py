@@ -14,7 +14,7 @@ UNBOUNDED = 1_000_000
 WORLDS = {
     "roomy": SimConfig(pages=200, slots=12, scheduler=SchedulerConfig(64, UNBOUNDED)),
     "usual": SimConfig(),
-    "tight": SimConfig(pages=18, arrival_gap_s=0.005),
+    "tight": SimConfig(pages=16, arrival_gap_s=0.005, pause_share=0.0, in_flight_pause_share=0.0),
     "one page a token": SimConfig(page_size=1, pages=72, slots=4),
     "large pages": SimConfig(page_size=16, pages=7, slots=5),
     "budget of the slots": SimConfig(slots=8, scheduler=SchedulerConfig(8, UNBOUNDED)),
@@ -24,6 +24,17 @@ WORLDS = {
     "protected at once": SimConfig(pages=18, scheduler=SchedulerConfig(16, UNBOUNDED, preemptions_max=1)),
     "high watermark": SimConfig(pages=24, scheduler=SchedulerConfig(16, UNBOUNDED, watermark=0.3)),
     "everybody leaves": SimConfig(abort_share=0.9, in_flight_abort_share=0.3),
+    "nobody reads steadily": SimConfig(pause_share=1.0, in_flight_pause_share=0.3),
+    "slow readers in a tight pool": SimConfig(pages=18, pause_share=1.0, arrival_gap_s=0.005),
+    "slow readers of one prompt": SimConfig(pages=16, pause_share=1.0, prefixes=1, salts=1, n_max=8, slots=3),
+    "slow readers, protected at once": SimConfig(
+        pages=16,
+        pause_share=0.8,
+        arrival_gap_s=0.003,
+        scheduler=SchedulerConfig(16, UNBOUNDED, preemptions_max=1),
+    ),
+    "slow readers and one slot": SimConfig(slots=1, requests=30, pause_share=1.0, in_flight_pause_share=0.3),
+    "readers that never return": SimConfig(pause_share=1.0, lost_share=1.0, abort_share=0.0),
     "everybody asks prompt logprobs": SimConfig(pages=18, prompt_logprobs_share=1.0),
     "one prompt, many children": SimConfig(prefixes=1, n_max=8, requests=25, salts=1),
 }
@@ -51,6 +62,12 @@ def test_the_worlds_are_as_wild_as_they_claim() -> None:
     assert sum(report.preemptions for report in usual) > 20
     tight = [simulate(seed, WORLDS["tight"]) for seed in range(SEEDS)]
     assert max(report.preemptions_most for report in tight) == SchedulerConfig().preemptions_max
+    assert not any(report.displaced for report in tight)
+    slow = [simulate(seed, WORLDS["slow readers in a tight pool"]) for seed in range(SEEDS)]
+    assert sum(report.displaced for report in slow) > 20
+    assert any(report.preemptions > report.displaced for report in slow), "those who run suffer as well"
+    lost = [simulate(seed, WORLDS["readers that never return"]) for seed in range(SEEDS)]
+    assert all(report.reasons[FinishReason.STALLED] >= 10 for report in lost)
     in_flight = [simulate(seed, WORLDS["everybody leaves"]) for seed in range(SEEDS)]
     assert any(
         life.finished is not None and life.finished.reason is FinishReason.ABORTED and life.tokens
@@ -71,8 +88,8 @@ def test_a_simulation_can_be_replayed() -> None:
 
 PRESSED = SimConfig(
     requests=150, n_max=1, page_size=4, slots=16, prompt_len_max=24, max_tokens_max=32, abort_share=0.0,
-    in_flight_abort_share=0.0, prefixes=1, arrival_gap_s=0.001, prompt_logprobs_share=0.0,
-    scheduler=SchedulerConfig(48, UNBOUNDED),
+    in_flight_abort_share=0.0, pause_share=0.0, in_flight_pause_share=0.0, prefixes=1, arrival_gap_s=0.001,
+    prompt_logprobs_share=0.0, scheduler=SchedulerConfig(48, UNBOUNDED),
 )  # fmt: skip
 
 

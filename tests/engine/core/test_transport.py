@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from engine.core.messages import (
     CoreProgress,
     Finished,
     FinishReason,
+    PauseSequences,
+    ResumeSequences,
     SamplingParams,
     StepOutput,
     StopCore,
@@ -75,13 +78,20 @@ def core(api: ApiSide) -> Iterator[CoreTransport]:
 
 
 def test_messages_arrive_whole_and_in_order(api: ApiSide, core: CoreTransport) -> None:
-    sent: list[CoreInput] = [ADD, AbortSequences([7, 8]), StopCore()]
+    sent: list[CoreInput] = [
+        ADD,
+        AbortSequences([7, 8]),
+        PauseSequences([7]),
+        ResumeSequences([7]),
+        StopCore(),
+    ]
     api.send(*sent)
     got: list[CoreInput] = []
     while len(got) < len(sent):
-        got += core.inbox.receive(wait=True)
+        got += core.inbox.receive(math.inf)
     assert got == sent
-    assert core.inbox.receive(wait=False) == []
+    assert core.inbox.receive(0) == []
+    assert core.inbox.receive(0.001) == [], "a wait with an end ends"
 
 
 def test_a_step_survives_the_wire(api: ApiSide, core: CoreTransport) -> None:
@@ -107,7 +117,7 @@ def test_one_step_takes_in_a_bounded_number(
     api.send(*[AbortSequences([handle]) for handle in range(5)])
     got: list[CoreInput] = []
     while len(got) < 5:
-        batch = core.inbox.receive(wait=True)
+        batch = core.inbox.receive(math.inf)
         assert 1 <= len(batch) <= 2
         got += batch
     assert got == [AbortSequences([handle]) for handle in range(5)]
@@ -116,7 +126,7 @@ def test_one_step_takes_in_a_bounded_number(
 def test_what_it_cannot_read_is_an_error(api: ApiSide, core: CoreTransport) -> None:
     api.push.send(b"\x92\xa3add\x01")
     with pytest.raises(msgspec.ValidationError):
-        core.inbox.receive(wait=True)
+        core.inbox.receive(math.inf)
 
 
 def test_a_reader_that_falls_behind_is_waited_for_and_misses_nothing(
@@ -142,7 +152,7 @@ def test_waiting_ends_when_the_parent_is_gone(core: CoreTransport, monkeypatch: 
     answers = iter([os.getppid(), os.getppid(), -1])
     monkeypatch.setattr(os, "getppid", lambda: next(answers))
     with pytest.raises(Disconnected):
-        core.inbox.receive(wait=True)
+        core.inbox.receive(math.inf)
 
 
 def test_busy_or_not_it_notices_that_the_parent_is_gone(
@@ -150,7 +160,7 @@ def test_busy_or_not_it_notices_that_the_parent_is_gone(
 ) -> None:
     monkeypatch.setattr(os, "getppid", lambda: -1)
     with pytest.raises(Disconnected):
-        core.inbox.receive(wait=False)
+        core.inbox.receive(0)
 
 
 CORE = """

@@ -1,0 +1,58 @@
+"""What the scheduler carries from a plan to its commit, and from there to the next report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.core.messages import Finished, SlotStart, Started, TokenLogprobs
+from engine.core.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Batch:
+    """A plan in the making."""
+
+    budget_left: int
+    seated: list[SlotStart] = field(default_factory=list)
+    grown: dict[int, list[int]] = field(default_factory=dict)
+    rows: list[Sequence] = field(default_factory=list)
+    chunks: list[Sequence] = field(default_factory=list)
+    """Those of the rows that compute more than one token."""
+    slots: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+
+    def add(self, slot: int, sequence: Sequence, length: int) -> None:
+        """A row. It samples when nothing stays pending behind it."""
+        assert 1 <= length <= self.budget_left
+        self.budget_left -= length
+        self.rows.append(sequence)
+        if length > 1:
+            self.chunks.append(sequence)
+        self.slots.append(slot)
+        self.positions.append(sequence.computed_len)
+        self.lengths.append(length)
+        self.samples.append(length == sequence.pending_len)
+
+
+@dataclass(slots=True)
+class InFlight:
+    """What `commit` must know of a plan that is being run."""
+
+    rows: list[Sequence]
+    planned_at: float
+
+
+@dataclass(slots=True)
+class News:
+    """What happened since the last report."""
+
+    handles: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompt_logprobs: list[tuple[int, list[TokenLogprobs]]] = field(default_factory=list)
+    started: list[Started] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+    is_due: bool = False
+    """A step was made, or somebody was paused or resumed: there is something to say in any case."""
