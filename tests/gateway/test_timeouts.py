@@ -58,7 +58,7 @@ async def test_between_tokens(open_house: Open) -> None:
 
 
 async def test_total(open_house: Open) -> None:
-    house = await open_house(timeouts={"total_s": SOON_S})
+    house = await open_house(timeouts={"total_s": 20 * SOON_S})
     house.engine.script = stream(chunk("a"), asyncio.Event())
     async with house.chat(stream=True) as answer:
         assert b"total_timeout" in await answer.read()
