@@ -14,7 +14,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
@@ -29,7 +28,6 @@ from gateway.engines import fetch_profile
 from gateway.live import LiveRequests
 from gateway.pipeline import Pipeline
 from gateway.record import DrainCut
-from gateway.relay.http1 import Http1Transport
 from gateway.relay.upstream import Upstream
 from gateway.routing.replicas import Replicas
 from shared import logs
@@ -65,7 +63,6 @@ class Gateway:
         config: GatewayConfig,
         *,
         path: Path | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
         quotas: QuotaStore | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
@@ -76,7 +73,7 @@ class Gateway:
         self.live = LiveRequests(config.limits.live_max)
         self.directory = DirectoryReader(config, path, clock)
         self.replicas = Replicas(config.models)
-        self._upstream = Upstream(transport or Http1Transport(), config.timeouts.connect_s)
+        self._upstream = Upstream(config.timeouts.connect_s)
         self.tokens = TokenCounter(
             config.models,
             lambda model: fetch_profile(self._upstream, model),

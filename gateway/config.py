@@ -5,7 +5,7 @@
     [limits]            sizes and counts
     [timeouts]          seconds
     [admission]         unknown_fields, completion_estimate
-    [[models]]          name, aliases, replicas, upstream_model
+    [[models]]          name, aliases, replicas, protocol, upstream_model
     [[tenants]]         id, models, limits
     [[keys]]            id, hash, tenant, models, limits, expires, disabled
 
@@ -131,11 +131,16 @@ class QuotaLimits:
     """Tokens in total. Time does not refill it."""
 
 
+Protocol = Literal["http2", "http1"]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     name: Name
     replicas: Annotated[tuple[str, ...], Meta(min_length=1, max_length=REPLICAS_MAX)]
     """Base URLs, as `http://engine-0:8000`."""
+    protocol: Protocol = "http2"
+    """What the replicas speak: HTTP/2 by prior knowledge, as our engine does, or HTTP/1.1."""
     aliases: tuple[Name, ...] = ()
     """Further names it answers to; `*` is any name that no other model has."""
     upstream_model: Name | None = None
@@ -200,10 +205,13 @@ def _contradictions(config: GatewayConfig) -> Iterator[str]:
     yield from _repeated("tenants", (tenant.id for tenant in config.tenants))
     yield from _repeated("keys", (key.id for key in config.keys))
     yield from _repeated("keys", (key.hash for key in config.keys))
+    protocols: dict[str, Protocol] = {}
     for model in config.models:
         for url in model.replicas:
             if not _is_base_url(url):
                 yield f"models.{model.name}: {url!r} is no base URL like http://host:port"
+            if protocols.setdefault(url.rstrip("/"), model.protocol) != model.protocol:
+                yield f"models.{model.name}: {url!r} has another protocol in another model"
     for tenant in config.tenants:
         yield from _unknown(f"tenants.{tenant.id}", tenant.models, model_names)
     for key in config.keys:

@@ -35,7 +35,7 @@ async def fetch_profile(upstream: Upstream, model: ModelConfig) -> EngineProfile
     for url in model.replicas:
         try:
             async with asyncio.timeout(FETCH_S):
-                return await _fetch(upstream, url.rstrip("/"), model.upstream_model or model.name)
+                return await _fetch(upstream, model, url.rstrip("/"))
         except ApiError as error:
             failure = error
         except TimeoutError:
@@ -44,21 +44,23 @@ async def fetch_profile(upstream: Upstream, model: ModelConfig) -> EngineProfile
     raise failure
 
 
-async def _fetch(upstream: Upstream, url: str, name: str) -> EngineProfile:
+async def _fetch(upstream: Upstream, model: ModelConfig, url: str) -> EngineProfile:
+    name = model.upstream_model or model.name
+    _, body = await upstream.fetch(model.protocol, url, "/v1/models")
     try:
-        models = msgspec.json.decode((await upstream.fetch(url, "/v1/models"))[1], type=_Models)
+        models = msgspec.json.decode(body, type=_Models)
     except msgspec.DecodeError as error:
         raise UpstreamFailed("The engine's list of models cannot be read.", detail=str(error)) from error
-    served = next((model for model in models.data if model.id == name), None)
+    served = next((entry for entry in models.data if entry.id == name), None)
     if served is None:
         raise UpstreamFailed("The engine does not serve this model.", detail=f"{url} does not list {name!r}")
-    return EngineProfile(await _fetch_bundle(upstream, url), served.max_model_len, served.created)
+    return EngineProfile(await _fetch_bundle(upstream, model, url), served.max_model_len, served.created)
 
 
-async def _fetch_bundle(upstream: Upstream, url: str) -> TokenizerBundle | None:
+async def _fetch_bundle(upstream: Upstream, model: ModelConfig, url: str) -> TokenizerBundle | None:
     """None for an engine that has none to give: it is not one of ours."""
     try:
-        headers, body = await upstream.fetch(url, "/penstock/tokenizer")
+        headers, body = await upstream.fetch(model.protocol, url, "/penstock/tokenizer")
     except (ConnectTimeout, UpstreamUnreachable):
         raise
     except ApiError:

@@ -189,6 +189,7 @@ class Pipeline:
             except (ConnectTimeout, UpstreamUnreachable) as error:
                 failure = error
                 tried.add(replica.id)
+                exchange.progress.dispatched = False  # or the engine said that it did nothing
                 self._replicas.give_back(replica, tokens)
                 observe_attempt(replica.id, error.code)
             except BaseException:
@@ -208,9 +209,7 @@ class Pipeline:
             exchange.progress.dispatched = True
             exchange.enter("wait")
 
-        answer = await self._upstream.send(replica.url, outbound, connected)
-        if not exchange.progress.dispatched:  # a transport that does not tell
-            connected()
+        answer = await self._upstream.send(replica.protocol, replica.url, outbound, connected)
         observe_attempt(replica.id, "connected")
         return answer
 

@@ -15,7 +15,11 @@ Rules.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Final, Protocol
+
+CONNECTED: Final = "penstock.connected"
+"""A request's extension, on the client's side: a callable, told when there is a connection, new or kept,
+and before anything is sent on it. What fails before was not dispatched."""
 
 
 class ClientGone(Exception):

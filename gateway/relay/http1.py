@@ -3,9 +3,6 @@
 httpx's own transport is measured and not used: httpcore walks all its connections twice, one inside
 the other, for every request (8 ms of CPU each with 256 open), and parses in Python. The same load
 through aiohttp's client and its parser in C costs a fraction.
-
-Whoever sends a request may put a callable under `CONNECTED` into its extensions: it is called when
-there is a connection, new or kept, and before anything is sent.
 """
 
 from __future__ import annotations
@@ -23,6 +20,8 @@ import httpx
 from aiohttp.connector import AddrInfoType
 from yarl import URL
 
+from shared.http import CONNECTED
+
 IDLE_S: Final = 15.0
 """How long an unused connection is kept: below any engine's own limit, or requests would be sent
 into closed sockets."""
@@ -33,7 +32,6 @@ READ_BUFFER_LEN: Final = 32 * 1024
 """aiohttp's own buffer of an answer; it stops reading at twice this."""
 PIECE_LEN: Final = 64 * 1024
 URLS_MAX: Final = 1024
-CONNECTED: Final = "penstock.connected"
 _OWN_HEADERS: Final = frozenset({"user-agent", "accept", "accept-encoding"})
 """That aiohttp would add."""
 
@@ -84,12 +82,16 @@ class _Body(httpx.AsyncByteStream):
         self._answer = answer
         self._request = request
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
+    async def read(self) -> bytes | None:
+        """All bytes that are there, at least one; None at the end."""
         try:
-            while chunk := await self._answer.content.readany():
-                yield chunk
+            return await self._answer.content.readany() or None
         except (aiohttp.ClientError, OSError) as error:
             raise _translated(error, self._request) from error
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while (chunk := await self.read()) is not None:
+            yield chunk
 
     async def aclose(self) -> None:
         self._answer.close()  # does nothing to a connection that was given back at the answer's end

@@ -1,16 +1,19 @@
 """The engine's end of a request: send, read, give up.
 
-The seam to the wire is `httpx.AsyncBaseTransport`: HTTP/1.1 by `relay.http1`, any other by being
-handed in. It is called directly, without `httpx.AsyncClient`, whose redirects, cookies and proxies
-are no business of a hop. Timeouts are the `Watch`'s, except for connecting, which only the transport
-can tell apart.
+The seam to the wire is `httpx.AsyncBaseTransport`: HTTP/2 by `shared.http2`, HTTP/1.1, for engines
+that have nothing better, by `relay.http1`. It is called directly, without `httpx.AsyncClient`, whose
+redirects, cookies and proxies are no business of a hop; and bodies are read by their streams' own
+`read`, which takes all that is there, rather than piece by piece. Timeouts are the `Watch`'s, except
+for connecting, which only the transport can tell apart.
 
-Closing an unfinished answer closes its HTTP/1.1 connection, which is what tells the engine to stop.
+Closing an unfinished answer resets its stream, or closes its HTTP/1.1 connection, which is what tells
+the engine to stop.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from http import HTTPStatus
@@ -19,10 +22,13 @@ from typing import Final
 import httpx
 import msgspec
 
-from gateway.relay.http1 import CONNECTED
+from gateway.config import Protocol
+from gateway.relay.http1 import Http1Transport
 from gateway.shield import shielded
 from shared import errors
 from shared.errors import ApiError, ConnectTimeout, UpstreamFailed, UpstreamUnreachable
+from shared.http import CONNECTED
+from shared.http2.client import Http2Transport, RequestUnprocessed
 
 URLS_MAX: Final = 1024
 ERROR_LEN_MAX: Final = 64 * 1024
@@ -40,19 +46,25 @@ class Outbound:
     content: bytes = b""
 
 
+class ReadableStream(typing.Protocol):
+    """What the bodies of both transports are."""
+
+    async def read(self) -> bytes | None: ...
+
+    async def aclose(self) -> None: ...
+
+
 class Answer:
     """A replica's answer, its body unread. Whoever holds it closes it."""
 
-    __slots__ = ("_chunks", "_response", "finished", "headers", "status")
+    __slots__ = ("_stream", "finished", "headers", "status")
 
     def __init__(self, response: httpx.Response) -> None:
         self.status: Final = response.status_code
         self.headers: Final = response.headers
         self.finished = False
         """Whether the whole answer was read."""
-        self._response: Final = response
-        assert isinstance(response.stream, httpx.AsyncByteStream)
-        self._chunks: Final = aiter(response.stream)
+        self._stream: Final = typing.cast(ReadableStream, response.stream)
 
     @property
     def is_stream(self) -> bool:
@@ -62,13 +74,13 @@ class Answer:
     async def read(self) -> bytes:
         """Bytes as they came, at least one; none at the end. Raises UpstreamFailed when cut off."""
         try:
-            async for chunk in self._chunks:
-                if chunk:
-                    return chunk
+            data = await self._stream.read()
         except httpx.HTTPError as error:
             raise _ours(error) from error
-        self.finished = True
-        return b""
+        if data is None:
+            self.finished = True
+            return b""
+        return data
 
     async def read_all(self, len_max: int) -> bytes:
         body = bytearray()
@@ -80,12 +92,7 @@ class Answer:
 
     async def aclose(self) -> None:
         """Give the connection back or, when the answer is unfinished, close it at once."""
-        await (self._aclose() if self.finished else shielded(self._aclose()))
-
-    async def _aclose(self) -> None:
-        if isinstance(self._chunks, AsyncGenerator):
-            await self._chunks.aclose()
-        await self._response.aclose()
+        await (self._stream.aclose() if self.finished else shielded(self._stream.aclose()))
 
     async def error(self) -> ApiError:
         """What an answer with an error status says, in our own tree."""
@@ -94,12 +101,21 @@ class Answer:
 
 
 class Upstream:
-    def __init__(self, transport: httpx.AsyncBaseTransport, connect_s: float) -> None:
-        self._transport = transport
-        self._timeout = httpx.Timeout(None, connect=connect_s).as_dict()
+    """Make it in a running loop."""
+
+    def __init__(self, connect_s: float) -> None:
+        self._transports: Final[dict[Protocol, httpx.AsyncBaseTransport]] = {
+            "http1": Http1Transport(),
+            "http2": Http2Transport(),
+        }
+        self._timeout = httpx.Timeout(None, connect=connect_s, pool=connect_s).as_dict()
 
     async def send(
-        self, base_url: str, outbound: Outbound, connected: Callable[[], None] = lambda: None
+        self,
+        protocol: Protocol,
+        base_url: str,
+        outbound: Outbound,
+        connected: Callable[[], None] = lambda: None,
     ) -> Answer:
         """Dispatch, and wait for the answer's headers. `connected` is told when there is a connection.
 
@@ -115,13 +131,13 @@ class Upstream:
             extensions={"timeout": self._timeout, CONNECTED: connected},
         )
         try:
-            return Answer(await self._transport.handle_async_request(request))
+            return Answer(await self._transports[protocol].handle_async_request(request))
         except httpx.HTTPError as error:
             raise _ours(error) from error
 
-    async def fetch(self, base_url: str, path: str) -> tuple[httpx.Headers, bytes]:
+    async def fetch(self, protocol: Protocol, base_url: str, path: str) -> tuple[httpx.Headers, bytes]:
         """A GET of the gateway's own. Raises ApiError for every answer but a good one."""
-        answer = await self.send(base_url, Outbound("GET", path, ()))
+        answer = await self.send(protocol, base_url, Outbound("GET", path, ()))
         try:
             if answer.status >= HTTPStatus.BAD_REQUEST:
                 raise await answer.error()
@@ -130,7 +146,8 @@ class Upstream:
             await answer.aclose()
 
     async def aclose(self) -> None:
-        await self._transport.aclose()
+        for transport in self._transports.values():
+            await transport.aclose()
 
 
 @lru_cache(maxsize=URLS_MAX)
@@ -145,9 +162,9 @@ def _url(text: str) -> httpx.URL:
 def _ours(error: httpx.HTTPError) -> ApiError:
     detail = f"{type(error).__name__}: {error}"
     match error:
-        case httpx.ConnectTimeout():
+        case httpx.ConnectTimeout() | httpx.PoolTimeout():
             return ConnectTimeout("The engine did not accept a connection in time.", detail=detail)
-        case httpx.ConnectError():
+        case httpx.ConnectError() | RequestUnprocessed():
             return UpstreamUnreachable("The engine cannot be reached.", detail=detail)
         case _:
             return UpstreamFailed("The engine's answer broke off.", detail=detail)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
-from gateway.config import ModelConfig
+from gateway.config import ModelConfig, Protocol
 from gateway.routing.policy import least_loaded
 from shared.ids import ReplicaId
 
@@ -17,6 +17,7 @@ class Replica:
     id: ReplicaId
     """Host and port of its URL: a name for logs and metrics."""
     url: str
+    protocol: Protocol
     tokens: int = 0
     """In flight, reserved."""
     requests: int = 0
@@ -28,7 +29,7 @@ class Replicas:
     def __init__(self, models: Iterable[ModelConfig]) -> None:
         self._by_url: dict[str, Replica] = {}
         self._pools: Final = {
-            model.name: tuple(self._entry(url) for url in model.replicas) for model in models
+            model.name: tuple(self._entry(url, model.protocol) for url in model.replicas) for model in models
         }
         self._turn = 0
 
@@ -50,6 +51,6 @@ class Replicas:
         assert replica.tokens >= 0
         assert replica.requests >= 0
 
-    def _entry(self, url: str) -> Replica:
+    def _entry(self, url: str, protocol: Protocol) -> Replica:
         url = url.rstrip("/")
-        return self._by_url.setdefault(url, Replica(ReplicaId(urlsplit(url).netloc), url))
+        return self._by_url.setdefault(url, Replica(ReplicaId(urlsplit(url).netloc), url, protocol))

@@ -19,8 +19,8 @@ Promises.
   server that does not speak HTTP/2 is a ConnectError which says so.
 - Of httpx's timeouts, `connect` bounds making the connection, `pool` waiting for a free stream, `read` each
   wait for headers or data, `write` each piece of the request's body.
-- The extension `trace` is told `http2.send_request_headers.started`, as by httpcore, once there is a
-  connection with room: whatever fails before was not dispatched.
+- A callable in the extension `CONNECTED` (shared.http) is called once there is a connection with room:
+  whatever fails before was not dispatched.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from typing import Final
 import httpx
 
 from shared.clock import SYSTEM_CLOCK, Clock
+from shared.http import CONNECTED
 from shared.http2.connection import ConnectionConfig, Phase
 from shared.http2.endpoint import Endpoint, WatchConfig
 from shared.http2.errors import ConnectionLost, Http2Error, StreamFailed, StreamRefused
@@ -172,7 +173,7 @@ class Http2Transport(httpx.AsyncBaseTransport):
 
     async def _attempt(self, request: httpx.Request, head: HeaderList, upload: _Upload) -> httpx.Response:
         timeouts: Timeouts = request.extensions.get("timeout", {})
-        trace = request.extensions.get("trace")
+        connected = request.extensions.get(CONNECTED)
         stream = await self._pool(request.url).open(
             head,
             end=upload.empty,
@@ -181,8 +182,8 @@ class Http2Transport(httpx.AsyncBaseTransport):
         )
         read_timeout_s = timeouts.get("read")
         try:
-            if trace is not None:
-                await trace("http2.send_request_headers.started", {})
+            if connected is not None:
+                connected()
             if not upload.empty:
                 upload.start(stream)
             async with asyncio.timeout(read_timeout_s):

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-import httpx
 import msgspec
 import pytest
 
@@ -27,11 +26,11 @@ PATIENCE_S = 10.0
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
 
-def settings(*urls: str, **sections: Any) -> dict[str, Any]:
+def settings(*urls: str, protocol: str = "http2", **sections: Any) -> dict[str, Any]:
     """A configuration as TOML would give it, for replicas at `urls`."""
     settings: dict[str, Any] = {
         "listen": {"port": 0},
-        "models": [{"name": "tiny", "replicas": list(urls), "aliases": ["small"]}],
+        "models": [{"name": "tiny", "replicas": list(urls), "aliases": ["small"], "protocol": protocol}],
         "tenants": [{"id": "acme"}, {"id": "other"}],
         "keys": [
             {"id": "k1", "hash": hash_key(KEY), "tenant": "acme"},
@@ -111,8 +110,14 @@ def log() -> Iterator[io.StringIO]:
 Open = Callable[..., Any]
 
 
+@pytest.fixture(params=["http2", "http1"])
+def protocol(request: pytest.FixtureRequest) -> str:
+    """What the gateway speaks to the engine: every test runs over both."""
+    return str(request.param)
+
+
 @pytest.fixture
-async def open_house(log: io.StringIO) -> AsyncIterator[Open]:
+async def open_house(log: io.StringIO, protocol: str) -> AsyncIterator[Open]:
     """`await open_house(timeouts={...})`: with a tokenizer unless `bundle=None`."""
     async with AsyncExitStack() as stack:
 
@@ -120,15 +125,14 @@ async def open_house(log: io.StringIO) -> AsyncIterator[Open]:
             *more_urls: str,
             bundle: Any = ...,
             max_model_len: int = 4096,
-            transport: httpx.AsyncBaseTransport | None = None,
             **sections: Any,
         ) -> House:
             engine = FakeEngine(
                 bundle=byte_bundle() if bundle is ... else bundle, max_model_len=max_model_len
             )
             await stack.enter_async_context(engine)
-            config = load(settings(engine.url, *more_urls, **sections), {})
-            gateway = await stack.enter_async_context(Gateway(config, transport=transport))
+            config = load(settings(engine.url, *more_urls, protocol=protocol, **sections), {})
+            gateway = await stack.enter_async_context(Gateway(config))
             await until(lambda: gateway.tokens.profile(config.models[0]) is not None)
             client = await stack.enter_async_context(aiohttp.ClientSession())
             return House(gateway, engine, client, log)

@@ -1,23 +1,26 @@
 """An engine that does what a test tells it to, step by step, and remembers what was done to it.
 
-Delays are events that the test sets, never sleeps.
+It listens as the real one does, for HTTP/2 and HTTP/1.1 on one port. Delays are events that the test
+sets, never sleeps.
 """
 
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import tokenizers
-from aiohttp import web
 from multidict import CIMultiDict
 from tokenizers import decoders, models, pre_tokenizers
 
+from engine.api.app import AioResponder, HttpServer
 from shared import sse
+from shared.http import ClientGone, Request, Responder
+from shared.http2.errors import ErrorCode
+from shared.http2.server import ServerResponder
 from shared.ids import TOKENIZER_HEADER
 from shared.openai import BODY_LEN_MAX
 from shared.tokenizer import TokenizerBundle
@@ -121,11 +124,6 @@ def refusal(status: int, code: str, message: str = "no", **headers: str) -> Scri
     return Script([body], status, "application/json", {k.replace("_", "-"): v for k, v in headers.items()})
 
 
-def _request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
-    loop = asyncio.get_running_loop()
-    return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=2 * BODY_LEN_MAX)
-
-
 class FakeEngine:
     """`async with FakeEngine() as engine:`; `engine.script` says how to answer the next requests."""
 
@@ -142,66 +140,71 @@ class FakeEngine:
         self.url = ""
 
     async def __aenter__(self) -> FakeEngine:
-        self._runner = web.ServerRunner(
-            web.Server(self._handle, request_factory=_request, handler_cancellation=True),
-            shutdown_timeout=0.1,
-        )
-        await self._runner.setup()
-        sock = socket.socket()
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 * 1024)  # `written` is what was taken off it
-        sock.bind(("127.0.0.1", 0))
-        await web.SockSite(self._runner, sock).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self._server = HttpServer(self._handle, host="127.0.0.1", port=0, keepalive_timeout_s=60.0)
+        self.url = f"http://127.0.0.1:{await self._server.start()}"
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._runner.cleanup()
+        await self.stop()
 
-    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def stop(self) -> None:
+        await self._server.stop()
+
+    async def _handle(self, request: Request, responder: Responder) -> None:
         match request.path:
             case "/v1/models":
                 model = {"id": "tiny", "object": "model", "created": 7, "max_model_len": self.max_model_len}
-                return web.Response(body=msgspec.json.encode({"object": "list", "data": [model]}))
+                await responder.send(200, {}, msgspec.json.encode({"object": "list", "data": [model]}))
+            case "/penstock/tokenizer" if self.bundle is None:
+                await responder.send(404, {}, b"")
             case "/penstock/tokenizer":
-                if self.bundle is None:
-                    return web.Response(status=404)
                 headers = {TOKENIZER_HEADER: self.bundle.hash}
-                return web.Response(body=msgspec.json.encode(self.bundle), headers=headers)
-        seen = Seen(request.path, CIMultiDict(request.headers), msgspec.json.decode(await request.read()))
+                await responder.send(200, headers, msgspec.json.encode(self.bundle))
+            case _:
+                await self._answer(request, responder)
+
+    async def _answer(self, request: Request, responder: Responder) -> None:
+        body = await request.body(len_max=2 * BODY_LEN_MAX, deadline_s=60.0)
+        seen = Seen(request.path, CIMultiDict(request.headers), msgspec.json.decode(body))
         self.seen.append(seen)
         self.active += 1
         self.arrived.set()
         try:
-            return await self._play(request, self.script(seen) if callable(self.script) else self.script)
-        except (asyncio.CancelledError, ConnectionError):
+            await self._play(responder, self.script(seen) if callable(self.script) else self.script)
+        except (asyncio.CancelledError, ClientGone):
             seen.cancelled.set()
             raise
         finally:
             self.active -= 1
             seen.finished.set()
 
-    async def _play(self, request: web.BaseRequest, script: Script) -> web.StreamResponse:
+    async def _play(self, responder: Responder, script: Script) -> None:
         headers = {"content-type": script.content_type, **script.headers}
         if self.bundle is not None:
             headers[TOKENIZER_HEADER] = self.bundle.hash
-        response = web.StreamResponse(status=script.status, headers=headers)
         steps = list(script.steps)
         if HEADERS not in steps:
             steps.insert(0, HEADERS)
         for step in steps:
             match step:
                 case Headers():
-                    writer = await response.prepare(request)
-                    writer.send_headers()
+                    await responder.start_stream(script.status, headers)
                 case bytes():
-                    await response.write(step)
-                    await writer.drain()
+                    await responder.write(step)
                     self.written += len(step)
                 case asyncio.Event():
                     await step.wait()
                 case Cut():
-                    assert request.transport is not None
-                    request.transport.abort()
-                    raise ConnectionResetError
-        await response.write_eof()
-        return response
+                    _cut(responder)
+                    raise ClientGone
+        await responder.finish()
+
+
+def _cut(responder: Responder) -> None:
+    """Break off: the stream on HTTP/2, the whole connection on HTTP/1.1."""
+    if isinstance(responder, ServerResponder):
+        responder._stream.reset(ErrorCode.INTERNAL_ERROR)
+    else:
+        assert isinstance(responder, AioResponder)
+        assert responder._request.transport is not None
+        responder._request.transport.abort()
