@@ -43,6 +43,7 @@ class EngineConfig:
     startup_timeout_s: float = 900.0
     body_timeout_s: float = 30.0
     keepalive_timeout_s: float = 75.0
+    stall_deadline_s: float = 60.0
     drain_timeout_s: float = 30.0
     log_level: str = "info"
 
@@ -86,7 +87,7 @@ def _add_model_arguments(model: argparse._ArgumentGroup) -> None:
         "--dtype",
         choices=DTYPES,
         default="auto",
-        help="type of weights and activations (default: auto, the checkpoint's own)",
+        help="type of weights (default: auto, bfloat16 where the CPU multiplies it, else float32)",
     )
     model.add_argument(
         "--max-model-len",
@@ -172,6 +173,13 @@ def _add_http_arguments(http: argparse._ArgumentGroup) -> None:
         default=75.0,
         metavar="S",
         help="an idle connection is closed after so many seconds (default: 75)",
+    )
+    http.add_argument(
+        "--stall-deadline-s",
+        type=_seconds,
+        default=60.0,
+        metavar="S",
+        help="a stream that its client does not read ends after so many seconds (default: 60)",
     )
     http.add_argument(
         "--drain-timeout-s",

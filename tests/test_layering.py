@@ -91,7 +91,9 @@ def test_only_the_pipeline_knows_the_order_of_stages() -> None:
 
 
 def test_no_unsafe_loading_in_the_source() -> None:
-    unsafe = re.compile(r"torch\.load\(|trust_remote_code|jinja2\.Environment\(|yaml\.load\(|\b(eval|exec)\(")
+    unsafe = re.compile(
+        r"torch\.load\(|trust_remote_code|jinja2\.Environment\(|yaml\.load\(|(?<![.\w])(eval|exec)\("
+    )
     for path in SOURCES:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             assert not unsafe.search(line), f"{path}:{number}: {line.strip()}"

@@ -1,33 +1,47 @@
 """An engine with no model in it: answers paced streams, for measuring what stands in front of it.
 
-All streams emit on one clock tick, as a real engine's do when a step ends. It speaks the hop (the
-tokenizer endpoint, the closing comment), so that a gateway in front does all of its work. The number
-of events is the request's `max_tokens`. Run as `python -m shared.bench.paced_engine`.
+All streams emit on one clock tick, as a real engine's do when a step ends. It speaks the hop, HTTP/2 and
+HTTP/1.1 on one port, with the tokenizer endpoint and the closing comment, so that a gateway in front does
+all of its work. The number of events is the request's `max_tokens`. HTTP/1.1 is the least that a load
+needs: no pipelining, no chunked requests. Run as `python -m shared.bench.paced_engine`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import contextlib
 from pathlib import Path
-from typing import Final, cast
+from typing import Final, Protocol, cast
 
 import msgspec
 
-from shared.openai import Model, ModelList
-from shared.sse import DONE, Closing, closing_comment
+from shared.http import ClientGone
+from shared.http2.server import Http2Server, ServerRequest, ServerResponder
+from shared.http2.sniff import SniffingProtocol
+from shared.openai import (
+    BODY_LEN_MAX,
+    AssistantMessage,
+    ChatChoice,
+    ChatCompletion,
+    Model,
+    ModelList,
+    PromptTokensDetails,
+    Usage,
+)
+from shared.sse import CLOSING_HEADER, DONE, Closing, closing_comment, encode_closing
 from shared.tokenizer import TokenizerBundle
 
 MODEL: Final = "paced"
+PROMPT_TOKENS: Final = 16
+CREATED: Final = 1_700_000_000
+BODY_DEADLINE_S: Final = 60.0
 _EVENT: Final = (
     b'data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1700000000,'
     b'"model":"paced","choices":[{"index":0,"delta":{"content":" token"},"finish_reason":null}]}\n\n'
 )
-_SSE_HEAD: Final = (
-    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncache-control: no-cache\r\n"
-    b"transfer-encoding: chunked\r\n\r\n"
-)
+_SSE: Final = {"content-type": "text/event-stream", "cache-control": "no-cache"}
+_JSON: Final = {"content-type": "application/json"}
 
 
 class _Wants(msgspec.Struct):
@@ -35,143 +49,186 @@ class _Wants(msgspec.Struct):
     max_tokens: int | None = None
 
 
-def _chunk(data: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(data), data)
-
-
-def _closing(completion_tokens: int) -> Closing:
-    return Closing(
-        end_reason="ok",
-        prompt_tokens=16,
-        completion_tokens=completion_tokens,
-        cached_tokens=0,
-        queue_ms=0.0,
-        prefill_ms=0.0,
-        decode_ms=0.0,
-        preempted_ms=0.0,
-        preemptions=0,
-    )
-
-
-def _usage(completion_tokens: int) -> dict[str, object]:
-    total = 16 + completion_tokens
-    return {"prompt_tokens": 16, "completion_tokens": completion_tokens, "total_tokens": total}
+class Ticking(Protocol):
+    def tick(self) -> None:
+        """Emit one event. Must not wait."""
+        ...
 
 
 class Ticker:
-    """Emits one event on every open stream at each tick."""
+    """Lets every open stream emit one event at each tick."""
 
     def __init__(self, interval_s: float) -> None:
-        self.interval_s = interval_s
-        self.streams: dict[PacedConnection, int] = {}
+        self._interval_s = interval_s
+        self.streams: set[Ticking] = set()
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         due = loop.time()
-        event = _chunk(_EVENT)
         while True:
-            due = max(due + self.interval_s, loop.time())
+            due = max(due + self._interval_s, loop.time())
             await asyncio.sleep(due - loop.time())
-            for connection, left in list(self.streams.items()):
-                connection.write(event)
-                self.streams[connection] = left - 1
-                if left == 1:
-                    del self.streams[connection]
-                    connection.end_stream()
+            for stream in list(self.streams):
+                stream.tick()
 
 
-class PacedConnection(asyncio.Protocol):
-    def __init__(self, ticker: Ticker, tokenizer: bytes) -> None:
-        self._ticker = ticker
-        self._tokenizer = tokenizer
+class PacedEngine:
+    """What is answered, whichever protocol asks."""
+
+    def __init__(self, ticker: Ticker, model_dir: Path) -> None:
+        model = Model(id=MODEL, created=CREATED, max_model_len=4096)
+        self.ticker = ticker
+        self._fixed = {
+            "/penstock/tokenizer": msgspec.json.encode(TokenizerBundle.from_dir(model_dir)),
+            "/v1/models": msgspec.json.encode(ModelList(data=[model])),
+        }
+
+    def fixed(self, path: str) -> bytes:
+        """The answer to a GET."""
+        return self._fixed.get(path, b"{}")
+
+    def unary(self, events: int) -> tuple[dict[str, str], bytes]:
+        usage = Usage(PROMPT_TOKENS, events, PROMPT_TOKENS + events, PromptTokensDetails())
+        answer = ChatCompletion(
+            id="chatcmpl-0123456789abcdef",
+            created=CREATED,
+            model=MODEL,
+            choices=[ChatChoice(0, AssistantMessage(" token" * events), "length")],
+            usage=usage,
+            system_fingerprint="fp_paced",
+        )
+        headers = {**_JSON, CLOSING_HEADER: encode_closing(_closing(events)).decode()}
+        return headers, msgspec.json.encode(answer)
+
+    async def handle(self, request: ServerRequest, responder: ServerResponder) -> None:
+        """A request over HTTP/2."""
+        body = await request.body(len_max=BODY_LEN_MAX, deadline_s=BODY_DEADLINE_S)
+        if not body:
+            await responder.send(200, _JSON, self.fixed(request.path))
+            return
+        wants = msgspec.json.decode(body, type=_Wants)
+        events = wants.max_tokens or 16
+        if not wants.stream:
+            await responder.send(200, *self.unary(events))
+            return
+        await responder.start_stream(200, _SSE)
+        stream = _Http2Stream()
+        self.ticker.streams.add(stream)
+        try:
+            for _ in range(events):
+                await stream.due.wait()
+                stream.due.clear()
+                await responder.write(_EVENT)
+            await responder.write(_ending(events))
+            await responder.finish()
+        finally:
+            self.ticker.streams.discard(stream)
+
+
+class _Http2Stream:
+    def __init__(self) -> None:
+        self.due = asyncio.Event()
+
+    def tick(self) -> None:
+        self.due.set()
+
+
+class Http1Connection(asyncio.Protocol):
+    """One kept-alive connection over HTTP/1.1."""
+
+    def __init__(self, engine: PacedEngine) -> None:
+        self._engine = engine
         self._buffer = b""
-        self._events = 0
+        self._events = self._left = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._ticker.streams.pop(self, None)
+        self._engine.ticker.streams.discard(self)
 
-    def write(self, data: bytes) -> None:
-        self._transport.write(data)
-
-    def end_stream(self) -> None:
-        tail = DONE + closing_comment(_closing(self._events))
-        self._transport.write(_chunk(tail) + b"0\r\n\r\n")
+    def tick(self) -> None:
+        self._transport.write(_chunk(_EVENT))
+        self._left -= 1
+        if self._left == 0:
+            self._engine.ticker.streams.discard(self)
+            self._transport.write(_chunk(_ending(self._events)) + b"0\r\n\r\n")
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
         head, separator, rest = self._buffer.partition(b"\r\n\r\n")
         if not separator:
             return
-        length = next(
-            (
-                int(line.split(b":")[1])
-                for line in head.lower().split(b"\r\n")
-                if line.startswith(b"content-length")
-            ),
-            0,
-        )
+        lines = head.lower().split(b"\r\n")
+        lengths = (int(line.split(b":")[1]) for line in lines if line.startswith(b"content-length"))
+        length = next(lengths, 0)
         if len(rest) < length:
             return
         self._buffer = rest[length:]
-        self._answer(head.split(b" ", 2)[1], rest[:length])
+        self._answer(head.split(b" ", 2)[1].decode(), rest[:length])
 
-    def _answer(self, path: bytes, body: bytes) -> None:
-        if path == b"/penstock/tokenizer":
-            self._send(self._tokenizer)
-        elif path == b"/v1/models":
-            model = Model(id=MODEL, created=1700000000, max_model_len=4096)
-            self._send(msgspec.json.encode(ModelList(data=[model])))
-        elif not body:
-            self._send(b"{}")
+    def _answer(self, path: str, body: bytes) -> None:
+        if not body:
+            self._send(_JSON, self._engine.fixed(path))
+            return
+        wants = msgspec.json.decode(body, type=_Wants)
+        self._events = self._left = wants.max_tokens or 16
+        if wants.stream:
+            self._transport.write(_head({**_SSE, "transfer-encoding": "chunked"}))
+            self._engine.ticker.streams.add(self)
         else:
-            wants = msgspec.json.decode(body, type=_Wants)
-            self._events = wants.max_tokens or 16
-            if wants.stream:
-                self._transport.write(_SSE_HEAD)
-                self._ticker.streams[self] = self._events
-            else:
-                self._send_unary()
+            self._send(*self._engine.unary(self._events))
 
-    def _send_unary(self) -> None:
-        closing = msgspec.json.encode(_closing(self._events))
-        message = {"role": "assistant", "content": " token" * self._events}
-        answer = {
-            "id": "chatcmpl-0123456789abcdef",
-            "object": "chat.completion",
-            "created": 1700000000,
-            "model": MODEL,
-            "choices": [{"index": 0, "message": message, "finish_reason": "length"}],
-            "usage": _usage(self._events),
-        }
-        self._send(json.dumps(answer).encode(), b"x-penstock-closing: " + closing + b"\r\n")
+    def _send(self, headers: dict[str, str], body: bytes) -> None:
+        self._transport.write(_head({**headers, "content-length": str(len(body))}) + body)
 
-    def _send(self, body: bytes, headers: bytes = b"") -> None:
-        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % len(body)
-        self._transport.write(head + headers + b"\r\n" + body)
+
+def _head(headers: dict[str, str]) -> bytes:
+    lines = [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join(["HTTP/1.1 200 OK", *lines, "", ""]).encode()
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def _closing(completion_tokens: int) -> Closing:
+    return Closing(end_reason="ok", prompt_tokens=PROMPT_TOKENS, completion_tokens=completion_tokens)
+
+
+def _ending(events: int) -> bytes:
+    return DONE + closing_comment(_closing(events))
 
 
 async def serve(port: int, interval_s: float, model_dir: Path) -> None:
-    tokenizer = msgspec.json.encode(TokenizerBundle.from_dir(model_dir))
-    ticker = Ticker(interval_s)
+    engine = PacedEngine(Ticker(interval_s), model_dir)
+
+    async def handle(request: ServerRequest, responder: ServerResponder) -> None:
+        with contextlib.suppress(ClientGone):
+            await engine.handle(request, responder)
+
+    http2 = Http2Server(handle)
     loop = asyncio.get_running_loop()
     server = await loop.create_server(
-        lambda: PacedConnection(ticker, tokenizer), "127.0.0.1", port, backlog=2048
+        lambda: SniffingProtocol(http2.protocol, lambda: Http1Connection(engine)),
+        "127.0.0.1",
+        port,
+        backlog=2048,
     )
     async with server:
-        await ticker.run()
+        await engine.ticker.run()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--interval-ms", type=float, default=20.0, help="time between two events of a stream")
-    parser.add_argument(
-        "--tokenizer", type=Path, required=True, help="model directory whose tokenizer is served"
-    )
+    parser.add_argument("--tokenizer", type=Path, required=True, help="the model whose tokenizer is served")
     options = parser.parse_args()
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        uvloop.install()
     asyncio.run(serve(options.port, options.interval_ms / 1000, options.tokenizer))
 
 

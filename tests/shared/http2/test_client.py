@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from shared.http import CONNECTED
 from shared.http2 import frames, limits
 from shared.http2.client import STREAM_EXTENSION, Http2Transport, RequestUnprocessed
 from shared.http2.connection import ConnectionConfig, Phase
@@ -115,18 +116,15 @@ async def test_the_raw_stream_hands_over_all_that_is_queued() -> None:
         assert len(reads) < 10
 
 
-async def test_the_trace_tells_when_a_request_is_dispatched() -> None:
+async def test_the_caller_is_told_when_a_request_is_dispatched() -> None:
     told: list[str] = []
-
-    async def trace(event: str, info: object) -> None:
-        told.append(event)
-
+    extensions = {CONNECTED: lambda: told.append("connected")}
     async with client(Http2Transport()) as http:
         async with serving(hello) as served:
-            await http.get(served.url, extensions={"trace": trace})
-            assert told == ["http2.send_request_headers.started"]
+            await http.get(served.url, extensions=extensions)
+            assert told == ["connected"]
         with pytest.raises(httpx.ConnectError):
-            await http.get("http://127.0.0.1:1/", extensions={"trace": trace})
+            await http.get("http://127.0.0.1:1/", extensions=extensions)
         assert len(told) == 1
 
 
