@@ -88,7 +88,7 @@ class Endpoint(asyncio.Protocol):
             self._loop.call_soon(self._flush)
 
     def stream_opened(self, stream: Stream) -> None:
-        raise NotImplementedError
+        raise AssertionError("only a client opens streams: push is off")
 
     def stream_closed(self, stream: Stream) -> None:
         self._idle_since_s = self._clock.monotonic()
