@@ -101,6 +101,7 @@ def core(start: CoreStart) -> int:
             # the API process keeps the bound; here it may be passed by one request and by those preempted
             queue_len_max=config.max_queue_len + config.max_num_seqs + PROMPTS_MAX,
             prefix_cache=config.prefix_cache,
+            stall_deadline_s=config.stall_deadline_s,
         )
         CoreLoop(runner, transport.inbox, transport.outbox, scheduling).run()
     return 0

@@ -46,6 +46,8 @@ class Closing(msgspec.Struct, frozen=True, kw_only=True):
     decode_ms: float = 0.0
     preempted_ms: float = 0.0
     preemptions: int = 0
+    stalled_ms: float = 0.0
+    """Paused, because the reader of the stream was behind."""
 
 
 _decode_closing = msgspec.json.Decoder(Closing).decode

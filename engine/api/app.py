@@ -15,6 +15,7 @@ from http import HTTPStatus
 from typing import Any, Final
 
 from aiohttp import ClientConnectionError, ClientPayloadError, web
+from aiohttp.http import StreamWriter
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestHandler
 
@@ -79,6 +80,7 @@ class AioRequest:
 class AioResponder:
     def __init__(self, request: web.BaseRequest) -> None:
         self._request = request
+        self._writer: StreamWriter | None = None
         self.response: web.StreamResponse | None = None
 
     @property
@@ -98,9 +100,10 @@ class AioResponder:
         await self._begin(web.StreamResponse(status=status, headers=headers))
 
     async def write(self, data: bytes) -> None:
-        assert self.response is not None
+        assert self._writer is not None
         try:
-            await self.response.write(data)
+            await self._writer.write(data, drain=False)
+            await self._writer.drain()  # by itself, aiohttp feels a slow client every 64 KiB only
         except (ConnectionError, ClientConnectionError) as error:
             raise ClientGone from error
 
@@ -114,9 +117,11 @@ class AioResponder:
     async def _begin(self, response: web.StreamResponse) -> None:
         self.response = response
         try:
-            await response.prepare(self._request)
+            writer = await response.prepare(self._request)
         except (ConnectionError, ClientConnectionError) as error:
             raise ClientGone from error
+        assert isinstance(writer, StreamWriter)
+        self._writer = writer
 
 
 class _Protocol(RequestHandler):

@@ -7,7 +7,8 @@ Rules.
    from its submission until its Started, its end or its release. The core's own bound is never
    reached before ours.
 3. Whoever submits releases, however the request ended. Releasing aborts what has not ended.
-4. The core is dead as soon as its process has ended, has said CoreFailed, or has sent what cannot be
+4. A sequence whose reader is behind is paused once, and resumed once its reader has caught up.
+5. The core is dead as soon as its process has ended, has said CoreFailed, or has sent what cannot be
    read. Then every open request fails at once, and no other is taken.
 """
 
@@ -34,6 +35,8 @@ from engine.core.messages import (
     CoreReady,
     CoreStats,
     Finished,
+    PauseSequences,
+    ResumeSequences,
     SamplingParams,
     StepOutput,
     StopCore,
@@ -89,6 +92,7 @@ class CoreClient:
         self._handles = itertools.count(1)
         self._live: dict[int, ChoiceOutput] = {}
         self._waiting: set[int] = set()
+        self._paused: set[int] = set()
         self._queue_s = 0.0
         """How long the sequence that started last had waited."""
         self._is_stopping = False
@@ -150,6 +154,24 @@ class CoreClient:
             self._send(AbortSequences(open_handles))
         return len(open_handles)
 
+    def resume(self, handles: Iterable[int]) -> None:
+        """The reader of these has taken all there was."""
+        if not self._paused:  # nearly always, and asked for every event
+            return
+        paused = self._paused.intersection(handles)
+        if paused:
+            now = self._clock.monotonic()
+            for handle in paused:
+                self._live[handle].on_resumed(now)
+            self._paused -= paused
+            self._send(ResumeSequences(sorted(paused)))
+
+    def _pause(self, handles: list[int], now: float) -> None:
+        for handle in handles:
+            self._live[handle].on_paused(now)
+        self._paused.update(handles)
+        self._send(PauseSequences(handles))
+
     def shut(self, error: ApiError) -> None:
         """End every open request with `error`, and refuse all that come. Each releases what it holds."""
         self._refusal = error
@@ -158,6 +180,7 @@ class CoreClient:
 
     def _forget(self, handle: int) -> bool:
         self._waiting.discard(handle)
+        self._paused.discard(handle)
         return self._live.pop(handle, None) is not None
 
     def _send(self, message: CoreInput) -> None:
@@ -230,6 +253,7 @@ class CoreClient:
         self.shut(EngineFailed("The engine failed while it worked on this request.", detail=reason))
         self._live.clear()
         self._waiting.clear()
+        self._paused.clear()
         self.settled.set()
 
     # -- outputs ----------------------------------------------------------------------------------
@@ -248,15 +272,22 @@ class CoreClient:
             if (output := live.get(handle)) is not None:
                 output.prompt_logprobs += prompt_logprobs
         stopped: list[int] = []
+        behind: list[int] = []
         for handle, token, logprobs in zip(step.handles, step.tokens, step.logprobs or repeat(None)):  # noqa: B905
-            if (output := live.get(handle)) is not None and self._deliver(output, token, logprobs, now):
+            if (output := live.get(handle)) is None:
+                continue
+            if self._deliver(output, token, logprobs, now):
                 stopped.append(handle)
+            elif output.is_behind and handle not in self._paused:
+                behind.append(handle)
         ended = {finished.handle for finished in step.finished}
         for finished in step.finished:
             if (output := live.get(finished.handle)) is not None and finished.handle not in stopped:
                 self._end(output, finished)
             self._forget(finished.handle)
         self.release(handle for handle in stopped if handle not in ended)
+        if behind and (behind := [handle for handle in behind if handle in live]):
+            self._pause(behind, now)
         self._metrics.on_step(step)
 
     def _deliver(self, output: ChoiceOutput, token: int, logprobs: TokenLogprobs | None, now: float) -> bool:

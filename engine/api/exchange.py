@@ -12,7 +12,7 @@ import structlog
 from engine.api.outputs import Timing
 from shared import logs, sse
 from shared.clock import Clock
-from shared.errors import ApiError, EngineFailed, InternalError, NotReady, RequestAborted
+from shared.errors import ApiError, EngineFailed, InternalError, NotReady, RequestAborted, SlowClient
 from shared.http import Request, Responder
 from shared.ids import (
     REQUEST_ID_HEADER,
@@ -62,6 +62,8 @@ class Exchange:
         """Probes and scrapes are logged at debug level."""
         self.is_served = False
         """The last byte that means something to the client has been written."""
+        self.fate: ApiError | None = None
+        """What ended the request while its client did not read, and could not be told."""
         self.is_generation = False
         self.tally: Tally | None = None
         self.end_reason = "ok"
@@ -129,6 +131,10 @@ class Exchange:
     def client_left(self) -> None:
         if self.is_served:
             return  # with everything it asked for
+        if self.fate is not None:
+            self._error = self.fate
+            self.end_reason = end_reason_of(self.fate, was_admitted=self.tally is not None)
+            return
         self.end_reason = "client_gone"
         self._status = STATUS_CLIENT_GONE
 
@@ -145,6 +151,7 @@ class Exchange:
             decode_ms=_ms(timing.decode_s),
             preempted_ms=_ms(timing.preempted_s),
             preemptions=timing.preemptions,
+            stalled_ms=_ms(timing.stalled_s),
         )
 
     def complete(self) -> float:
@@ -183,6 +190,8 @@ def end_reason_of(error: ApiError, *, was_admitted: bool) -> str:
     match error:
         case RequestAborted():
             return "aborted"
+        case SlowClient():
+            return "stalled"
         case EngineFailed():
             return "engine_failed"
         case InternalError():

@@ -152,10 +152,11 @@ class Generation:
 
     async def _stream(self) -> None:
         exchange, output, responder = self._exchange, self._output, self._exchange.responder
-        events = self._encoder.events
+        events, core = self._encoder.events, self._state.core
         await exchange.start_stream(self._headers())
         while not output.is_done:
             deltas = await output.take()
+            core.resume(self._handles)
             data = b"".join([events(delta) for delta in deltas])
             if output.is_done:
                 data += self._ending()
@@ -183,6 +184,7 @@ class Generation:
     def _close(self) -> None:
         if not self._is_settled:
             self._exchange.stage = min((output.stage for output in self._outputs), key=_STAGES.index)
+            self._exchange.fate = self._output.error
             self._settle()
         self._state.core.release(self._handles)
 
@@ -198,6 +200,7 @@ class Generation:
             ("prefill", timing.prefill_s),
             ("decode", timing.decode_s),
             ("preempted", timing.preempted_s),
+            ("stalled", timing.stalled_s),
         ):
             if seconds:
                 exchange.stages.record(stage, seconds)
@@ -230,6 +233,7 @@ class Generation:
                 decode_s=max(timing.decode_s for timing in timings),
                 preempted_s=max(timing.preempted_s for timing in timings),
                 preemptions=sum(timing.preemptions for timing in timings),
+                stalled_s=max(timing.stalled_s for timing in timings),
             ),
         )
 
@@ -285,5 +289,5 @@ class Generation:
         )
 
 
-_STAGES = ("queue", "prefill", "decode")
+_STAGES = ("queue", "prefill", "decode", "stalled")
 """In order: a request is where the choice is that is furthest behind."""

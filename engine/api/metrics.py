@@ -76,8 +76,12 @@ class EngineMetrics:
             buckets=_LATENCY_S,
         )
 
+        self._last_step = 0
+
     def on_step(self, step: StepOutput) -> None:
-        self.step_s.observe(step.stats.step_s)
+        if step.step != self._last_step:  # there is news without a step
+            self._last_step = step.step
+            self.step_s.observe(step.stats.step_s)
         if step.tokens:
             self.generated_tokens.inc(len(step.tokens))
 
@@ -102,6 +106,7 @@ class _CoreCollector(Collector):
         if stats is None:
             return
         yield _gauge("running_sequences", "Sequences that hold a slot.", stats.running)
+        yield _gauge("stalled_sequences", "Sequences whose client does not read.", stats.stalled)
         yield _gauge("core_waiting_sequences", "Sequences that wait in the core.", stats.waiting)
         pages = GaugeMetricFamily("penstock_engine_kv_pages", "Pages of the KV cache.", labels=["state"])
         pages.add_metric(["free"], stats.pages_free)

@@ -4,9 +4,17 @@
 
 Tokens become text as they arrive, not when they are written: a stop string must reach the core at
 once, whether or not the client reads. What arrives while the writer waits is merged into one `Delta`
-per choice. What one request can hold here is bounded by its choices' `max_tokens`; pausing the
-sequence of a client that stopped reading belongs into `ChoiceOutput.on_token` and
-`RequestOutput.take`, which see the one side and the other.
+per choice.
+
+Backpressure. A client that does not read makes the writer wait, and what comes meanwhile piles up
+here, unsent. Past a high-water mark the choice `is_behind`, and the core is told to pause its
+sequence. The low-water mark is nothing, because the writer always takes everything: when it comes
+back, what it was waiting for has gone out, and the core is told to resume. So a choice holds at most
+the mark, what was on its way when the mark was passed, and as much again with the writer. Answers
+that are not streamed are read at their end: they are bounded by `max_tokens`, and never behind.
+
+Only what the writer could take counts as unsent. Tokens whose text is withheld (half a character, the
+beginning of a stop string) are no reason to pause: more tokens are what they wait for.
 """
 
 from __future__ import annotations
@@ -14,14 +22,19 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
 from engine.api.detokenizer import Detokenizer
 from engine.core.messages import Finished, FinishReason, Started, TokenLogprobs
-from shared.errors import ApiError, EngineFailed, Overloaded
+from shared.errors import ApiError, EngineFailed, Overloaded, SlowClient
 from shared.openai import FinishReasonName
+
+UNSENT_TOKENS_MAX: Final = 64
+UNSENT_TEXT_LEN_MAX: Final = 16 * 1024
+"""Characters."""
+assert UNSENT_TEXT_LEN_MAX >= 64 * UNSENT_TOKENS_MAX, "ordinary text is bounded by its tokens"
 
 
 class Entry(NamedTuple):
@@ -54,6 +67,7 @@ class Timing:
     decode_s: float = 0.0
     preempted_s: float = 0.0
     preemptions: int = 0
+    stalled_s: float = 0.0
 
 
 class ChoiceOutput:
@@ -84,6 +98,12 @@ class ChoiceOutput:
         """(end, entry) of tokens whose text has not been released yet."""
         self._is_first = True
         self._has_news = False
+        self._unsent_tokens = 0
+        """Those that came since there is news."""
+        self._unsent_text_len = 0
+        self._paused_at: float | None = None
+        self._stalled_s = 0.0
+        """In pauses that are over."""
 
         self.finish_reason: FinishReasonName | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -100,7 +120,15 @@ class ChoiceOutput:
         """Where the sequence is in its life, for the log."""
         if self._queue_s is None:
             return "queue"
-        return "prefill" if self.first_token_at is None else "decode"
+        if self.first_token_at is None:
+            return "prefill"
+        return "decode" if self._paused_at is None else "stalled"
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether more is unsent than a client that reads would leave: its sequence should pause."""
+        passed = self._unsent_tokens >= UNSENT_TOKENS_MAX or self._unsent_text_len >= UNSENT_TEXT_LEN_MAX
+        return passed and not self.output.is_whole
 
     def timing(self, now: float) -> Timing:
         """The core's own account once the sequence has ended; until then what is seen from here."""
@@ -110,13 +138,25 @@ class ChoiceOutput:
             return Timing(queue_s=now - self._submitted_at)
         first_token_at = self.first_token_at or now
         prefill_s = max(0.0, first_token_at - self._submitted_at - self._queue_s)
-        return Timing(self._queue_s, prefill_s, now - first_token_at)
+        stalled_s = self._stalled_s + (0.0 if self._paused_at is None else now - self._paused_at)
+        decode_s = now - first_token_at - stalled_s
+        return Timing(self._queue_s, prefill_s, decode_s, stalled_s=stalled_s)
 
     # -- from the core ----------------------------------------------------------------------------
 
     def on_started(self, started: Started) -> None:
         self.cached_len = started.cached_len
         self._queue_s = started.queue_s
+
+    def on_paused(self, now: float) -> None:
+        """The core has been told to pause it."""
+        assert self._paused_at is None
+        self._paused_at = now
+
+    def on_resumed(self, now: float) -> None:
+        assert self._paused_at is not None
+        self._stalled_s += now - self._paused_at
+        self._paused_at = None
 
     def on_token(self, token_id: int, logprobs: TokenLogprobs | None, now: float) -> bool:
         """Take a token. True when it completed a stop string: the core must be told to end."""
@@ -137,6 +177,8 @@ class ChoiceOutput:
         if self._keeps_entries:
             self._trail.append((detokenizer.decoded_len, Entry(token_id, start, logprobs)))
         self._release(text)
+        if self._has_news:
+            self._unsent_tokens += 1
         if detokenizer.stopped:  # the core's own account would come a step later
             self._final_timing = self.timing(now)
             self._finish("stop")
@@ -149,6 +191,7 @@ class ChoiceOutput:
             finished.decode_s,
             finished.preempted_s,
             finished.preemptions,
+            finished.stalled_s,
         )
         match finished.reason:
             case FinishReason.STOP | FinishReason.LENGTH:
@@ -159,6 +202,8 @@ class ChoiceOutput:
                 self.output.fail(Overloaded("The engine's queue is full.", retry_after_s=1.0))
             case FinishReason.NUMERIC:
                 self.output.fail(EngineFailed("The model's output for this request was not finite."))
+            case FinishReason.STALLED:
+                self.output.fail(SlowClient("The client stopped reading its answer."))
             case FinishReason.ABORTED:
                 self.output.fail(EngineFailed("The engine ended this request.", detail="aborted unasked"))
 
@@ -170,12 +215,14 @@ class ChoiceOutput:
         self._text.clear()
         self._entries = []
         self._is_first = self._has_news = False
+        self._unsent_tokens = self._unsent_text_len = 0
         return delta
 
     def _release(self, text: str) -> None:
         if not text:
             return
         self._text.append(text)
+        self._unsent_text_len += len(text)
         trail, released_len = self._trail, self._detokenizer.released_len
         while trail and trail[0][0] <= released_len:
             self._entries.append(trail.popleft()[1])
@@ -203,10 +250,11 @@ class RequestOutput:
     def __init__(self, choices: int, *, whole: bool = False) -> None:
         self.open = choices
         """Choices that have not finished."""
-        self._whole = whole
+        self.is_whole = whole
         """Nothing is news before everything has come: the answer is not streamed."""
         self._news: list[ChoiceOutput] = []
-        self._error: ApiError | None = None
+        self.error: ApiError | None = None
+        """What has ended the request, whether or not its writer has come to know."""
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -225,7 +273,7 @@ class RequestOutput:
 
     def fail(self, error: ApiError) -> None:
         """The request ends with `error`, after what has already come out. The first error stays."""
-        self._error = self._error or error
+        self.error = self.error or error
         self._wake()
 
     async def take(self) -> list[Delta]:
@@ -239,14 +287,14 @@ class RequestOutput:
                 await self._waiter
             finally:
                 self._waiter = None
-        if self._error is not None and (self._whole or not self._news):
-            raise self._error
+        if self.error is not None and (self.is_whole or not self._news):
+            raise self.error
         news, self._news = self._news, []
         return [choice.take() for choice in news]
 
     @property
     def _has_news(self) -> bool:
-        return self._error is not None or (not self.open if self._whole else bool(self._news))
+        return self.error is not None or (not self.open if self.is_whole else bool(self._news))
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done() and self._has_news:

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
+import structlog
 
 from engine.api.server import Engine
 from engine.config import EngineConfig
@@ -108,3 +110,17 @@ async def served(serve: Serve) -> AsyncIterator[Served]:
     async with serve() as served:
         yield served
         served.assert_nothing_leaks()
+
+
+@pytest.fixture
+def lines() -> Iterator[list[MutableMapping[str, Any]]]:
+    """The completed lines of generations."""
+    completed: list[MutableMapping[str, Any]] = []
+
+    def keep(_: object, __: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        if fields["event"] == "request.completed":
+            completed.append(dict(fields))
+        return fields
+
+    with structlog.testing.capture_logs(processors=[structlog.contextvars.merge_contextvars, keep]):
+        yield completed

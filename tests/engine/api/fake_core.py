@@ -16,6 +16,8 @@ from engine.core.messages import (
     CoreStats,
     Finished,
     FinishReason,
+    PauseSequences,
+    ResumeSequences,
     Started,
     StepOutput,
     StopCore,
@@ -33,7 +35,8 @@ class Running:
 
 
 class FakeCore:
-    """A `CoreLink`. Each step starts what waits and gives every running sequence one token.
+    """A `CoreLink`. Each step starts what waits and gives every running sequence one token, unless it
+    is paused.
 
     By itself it steps whenever there is work; with `is_held` it steps when told to. A sequence that
     has reached the end of its script waits for ever.
@@ -54,6 +57,8 @@ class FakeCore:
         self.admits = True
         self.added: list[AddSequence] = []
         self.aborted: list[int] = []
+        self.pauses: list[PauseSequences | ResumeSequences] = []
+        self.paused: set[int] = set()
         self.is_stopped = False
         self.is_closed = False
         self.waiting: dict[int, AddSequence] = {}
@@ -88,6 +93,12 @@ class FakeCore:
                 for handle in handles:
                     self.waiting.pop(handle, None)
                     self.running.pop(handle, None)
+            case PauseSequences(handles):
+                self.pauses.append(message)
+                self.paused.update(handles)
+            case ResumeSequences(handles):
+                self.pauses.append(message)
+                self.paused.difference_update(handles)
             case StopCore():
                 self.is_stopped = True
                 self.die("stopped")
@@ -118,7 +129,7 @@ class FakeCore:
                 started.append(Started(handle, 0, 0.001))
                 self.running[handle] = Running(add, self.script(add))
             self.waiting.clear()
-        rows = [row for row in self.running.values() if row.sent < len(row.script)]
+        rows = self._willing
         wants = any(row.add.sampling.logprobs is not None for row in rows)
         output = StepOutput(
             step=self._steps,
@@ -152,12 +163,14 @@ class FakeCore:
         """End a sequence without a token."""
         self.running.pop(handle, None)
         self.waiting.pop(handle, None)
-        finished = [Finished(handle, reason, 0.001, 0.002, 0.003, 0.0, 0)]
+        self.paused.discard(handle)
+        finished = [Finished(handle, reason, 0.001, 0.002, 0.003, 0.0, 0, 0.007)]
         self.say(StepOutput(self._steps, [], [], [], [], [], finished, self._stats()))
 
     def _stats(self) -> CoreStats:
         owned = len(self.running)
-        return CoreStats(len(self.waiting), owned, self.info.pages - owned, 0, owned, 10, 4, 0, 0.004, owned)
+        free, stalled = self.info.pages - owned, len(self.paused)
+        return CoreStats(len(self.waiting), owned, free, 0, owned, 10, 4, 0, 0.004, owned, stalled)
 
     def _end(self, row: Running) -> FinishReason | None:
         sampling = row.add.sampling
@@ -167,8 +180,15 @@ class FakeCore:
 
     @property
     def _has_work(self) -> bool:
-        runs = any(row.sent < len(row.script) for row in self.running.values())
-        return not self.is_held and (runs or (self.admits and bool(self.waiting)))
+        return not self.is_held and (bool(self._willing) or (self.admits and bool(self.waiting)))
+
+    @property
+    def _willing(self) -> list[Running]:
+        return [
+            row
+            for row in self.running.values()
+            if row.sent < len(row.script) and row.add.handle not in self.paused
+        ]
 
     async def _run(self) -> None:
         while True:

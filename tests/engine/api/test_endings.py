@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import httpx
 import pytest
-import structlog
 
 from engine.api.service import Service
 from engine.core.messages import CoreFailed, FinishReason
@@ -17,20 +16,6 @@ from shared.http import ClientGone
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Serve, Served, until
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
-
-
-@pytest.fixture
-def lines() -> Iterator[list[MutableMapping[str, Any]]]:
-    """The completed lines of generations."""
-    completed: list[MutableMapping[str, Any]] = []
-
-    def keep(_: object, __: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        if fields["event"] == "request.completed":
-            completed.append(dict(fields))
-        return fields
-
-    with structlog.testing.capture_logs(processors=[structlog.contextvars.merge_contextvars, keep]):
-        yield completed
 
 
 async def send_head(served: Served, body: bytes, *, content_len: int | None = None, request_id: str = "r-1"):

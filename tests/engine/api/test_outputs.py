@@ -11,9 +11,15 @@ from hypothesis import strategies as st
 
 from engine.api.detokenizer import Detokenizer
 from engine.api.encoding import ChatEncoder, CompletionEncoder, Heading
-from engine.api.outputs import ChoiceOutput, Delta, RequestOutput
+from engine.api.outputs import (
+    UNSENT_TEXT_LEN_MAX,
+    UNSENT_TOKENS_MAX,
+    ChoiceOutput,
+    Delta,
+    RequestOutput,
+)
 from engine.core.messages import Finished, FinishReason, Started, TokenLogprobs
-from shared.errors import EngineFailed
+from shared.errors import EngineFailed, SlowClient
 from shared.openai import ChatChunk, Completion
 from tests.engine.api.test_detokenizer import Pieces
 
@@ -131,6 +137,86 @@ def test_times_are_known_at_every_moment() -> None:
     only.on_finished(finished(FinishReason.LENGTH))
     timing = only.timing(99.0)
     assert (timing.prefill_s, timing.decode_s, timing.preempted_s, timing.preemptions) == (2.0, 3.0, 4.0, 5)
+
+
+# -- backpressure ---------------------------------------------------------------------------------
+
+
+async def test_it_is_behind_past_the_mark_and_not_once_everything_is_taken() -> None:
+    output = RequestOutput(1)
+    only = choice(output)
+    for _ in range(UNSENT_TOKENS_MAX - 1):
+        only.on_token(0, None, 0.0)
+    assert not only.is_behind
+    only.on_token(0, None, 0.0)
+    assert only.is_behind
+    [delta] = await output.take()
+    assert len(delta.text) == len(delta.entries) == UNSENT_TOKENS_MAX, "merged into one"
+    assert not only.is_behind
+    only.on_token(0, None, 0.0)
+    assert not only.is_behind
+
+
+def test_long_tokens_reach_the_mark_of_the_text() -> None:
+    output = RequestOutput(1)
+    long = ChoiceOutput(0, output, Detokenizer(Pieces(["x" * (UNSENT_TEXT_LEN_MAX // 4)])))
+    for count in range(1, 5):
+        long.on_token(0, None, 0.0)
+        assert long.is_behind == (count == 4)
+
+
+def test_choices_are_behind_one_by_one() -> None:
+    output = RequestOutput(2)
+    fast, slow = choice(output), choice(output, index=1)
+    fast.on_token(0, None, 0.0)
+    for _ in range(UNSENT_TOKENS_MAX):
+        slow.on_token(0, None, 0.0)
+    assert (fast.is_behind, slow.is_behind) == (False, True)
+
+
+def test_a_whole_answer_is_never_behind() -> None:
+    only = choice(RequestOutput(1, whole=True))
+    for _ in range(2 * UNSENT_TOKENS_MAX):
+        only.on_token(0, None, 0.0)
+    assert not only.is_behind
+
+
+async def test_tokens_without_text_are_no_reason_to_pause() -> None:
+    """The writer would wait for text that a paused sequence cannot bring."""
+    output = RequestOutput(1)
+    only = choice(output)
+    for _ in range(2 * UNSENT_TOKENS_MAX):
+        only.on_token(5, None, 0.0)
+        assert not only.is_behind
+    only.on_token(0, None, 0.0)
+    assert not only.is_behind
+    await output.take()
+    for _ in range(2 * UNSENT_TOKENS_MAX):
+        only.on_token(5, None, 0.0)
+        assert not only.is_behind
+
+
+async def test_the_stall_deadline_comes_after_what_was_said() -> None:
+    output = RequestOutput(1)
+    only = choice(output)
+    only.on_token(0, None, 0.0)
+    only.on_finished(Finished(1, FinishReason.STALLED, 1.0, 2.0, 3.0, 4.0, 5, 6.0))
+    assert [delta.text for delta in await output.take()] == ["a"]
+    with pytest.raises(SlowClient):
+        await output.take()
+    assert only.timing(99.0).stalled_s == 6.0
+
+
+def test_time_in_pauses_is_no_decoding() -> None:
+    only = choice(RequestOutput(1))
+    only.on_started(Started(1, 0, 1.0))
+    only.on_token(0, None, 12.0)
+    only.on_paused(13.0)
+    assert only.stage == "stalled"
+    assert (only.timing(15.0).decode_s, only.timing(15.0).stalled_s) == (1.0, 2.0)
+    only.on_resumed(17.0)
+    assert only.stage == "decode"
+    assert (only.timing(18.0).decode_s, only.timing(18.0).stalled_s) == (2.0, 4.0)
 
 
 class NoVocabulary:
