@@ -13,6 +13,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
 
+from shared.arguments import Parser, port
+
 ENV_PREFIX: Final = "PENSTOCK_ENGINE_"
 DTYPES: Final = ("auto", "float32", "bfloat16")
 PAGE_SIZES: Final = (16, 32, 64, 128, 256)
@@ -152,7 +154,7 @@ def _add_memory_arguments(memory: argparse._ArgumentGroup) -> None:
 
 def _add_http_arguments(http: argparse._ArgumentGroup) -> None:
     http.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    http.add_argument("--port", type=_port, default=8001, help="port, 0 for any free one (default: 8001)")
+    http.add_argument("--port", type=port, default=8001, help="port, 0 for any free one (default: 8001)")
     http.add_argument(
         "--startup-timeout-s",
         type=_seconds,
@@ -196,8 +198,8 @@ def _add_http_arguments(http: argparse._ArgumentGroup) -> None:
     )
 
 
-def build_parser(prog: str = "engine serve") -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser(prog: str = "penstock engine") -> argparse.ArgumentParser:
+    parser = Parser(
         prog=prog,
         description="Serve one model over OpenAI's HTTP API.",
         epilog=f"Every option can be set in the environment: --max-model-len as {ENV_PREFIX}MAX_MODEL_LEN.",
@@ -258,12 +260,6 @@ class _count:  # noqa: N801  argparse prints a type by its name
         if value < self._least:
             raise argparse.ArgumentTypeError(f"must be a whole number from {self._least} up, got {text!r}")
         return value
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"must be a port from 0 to 65535, got {text!r}")
-    return int(text)
 
 
 def _seconds(text: str) -> float:

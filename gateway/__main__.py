@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import sys
@@ -12,14 +11,19 @@ from pathlib import Path
 from gateway.app import ListenFailed, serve
 from gateway.config import load
 from shared import logs
+from shared.arguments import Parser
 from shared.config import ConfigError
 from shared.lifecycle import die_with_parent
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m gateway", description=__doc__)
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE.toml")
-    parser.add_argument("--log-level", choices=logs.LEVELS, default="info")
+    parser = Parser(prog="penstock gateway", description="Run a gateway in the foreground.")
+    parser.add_argument(
+        "--config", type=Path, required=True, metavar="FILE.toml", help="the configuration; README shows one"
+    )
+    parser.add_argument(
+        "--log-level", choices=logs.LEVELS, default="info", help="lowest level that is logged"
+    )
     parser.add_argument("--parent-pid", type=int, help="stop when this process, the parent, is gone")
     args = parser.parse_args(argv)
     if args.parent_pid is not None:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from shared.cli.parser import Parser
+from shared.arguments import Parser
 from shared.cli.service import SERVICES, exec_service
 
 COMMANDS: Final = {

@@ -16,7 +16,7 @@ from typing import Final
 import httpx
 import msgspec
 
-from shared.cli.parser import Parser, checked
+from shared.arguments import Parser, checked
 from shared.cli.settings import KEY_VARIABLE, read_running
 from shared.openai import ErrorEnvelope, ModelList
 

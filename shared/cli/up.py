@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TextIO
 
+from shared.arguments import Parser, checked, closest, port
 from shared.cli import settings
-from shared.cli.parser import Parser, checked, closest, port
 from shared.cli.service import command, missing_extra
 from shared.cli.supervisor import Service, ServiceDied, ServiceSpec, parse_line, stop_all, unless
 from shared.clock import SYSTEM_CLOCK, Clock

@@ -23,8 +23,8 @@ import pytest
 from gateway.config import load as load_gateway_config
 from gateway.identity.keys import KeyTable
 from shared import cli
+from shared.arguments import closest
 from shared.cli import service, settings, supervisor, up
-from shared.cli.parser import closest
 from shared.cli.settings import Running
 from shared.cli.supervisor import ServiceSpec
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 
@@ -15,14 +14,24 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **settings})
+        self._given: list[str] = []
 
     @property
     def option_names(self) -> list[str]:
         return [name for name in self._option_string_actions if name.startswith("--")]
 
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        self._given = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
-        unknown = re.findall(r"(?<!\S)--[\w-]+", message) if message.startswith("unrecognized") else []
-        hints = [hint for name in unknown if (hint := closest(name, self.option_names))]
+        hints = []
+        if message.startswith(("unrecognized", "the following arguments are required")):
+            names = [word.partition("=")[0] for word in self._given if word.startswith("--")]
+            unknown = [name for name in names if name not in self.option_names]
+            hints = [hint for name in unknown if (hint := closest(name, self.option_names))]
         if hints:
             message += f"; did you mean {' and '.join(hints)}?"
         sys.stderr.write(f"{self.prog}: {message}\nSee {self.prog} --help.\n")
