@@ -8,7 +8,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from tests.gateway.conftest import KEY, House
+from tests.gateway.conftest import KEY, House, Open
 from tests.gateway.fake_engine import CUT, Script, chunk, refusal, stream, unary
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -78,3 +78,26 @@ async def test_the_gateways_errors(house: House, sdk: AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         await create(model="tiny", messages=MESSAGES, temperature=3)  # type: ignore[arg-type]
     assert caught.value.param == "temperature"
+
+
+async def test_a_quota_is_a_rate_limit_error(open_house: Open) -> None:
+    limits = {"requests_per_min": 1, "token_budget": 10_000}
+    house = await open_house(tenants=[{"id": "acme", "limits": limits}, {"id": "other"}])
+    house.engine.script = unary("hello")
+    async with AsyncOpenAI(base_url=f"{house.url}/v1", api_key=KEY, max_retries=0) as sdk:
+        raw = await sdk.chat.completions.with_raw_response.create(model="tiny", messages=MESSAGES)  # type: ignore[arg-type]
+        assert raw.headers["x-ratelimit-remaining-requests"] == "0"
+        with pytest.raises(openai.RateLimitError) as caught:
+            await sdk.chat.completions.create(model="tiny", messages=MESSAGES)  # type: ignore[arg-type]
+    assert caught.value.code == "rate_limit_exceeded"
+    assert int(caught.value.response.headers["retry-after-ms"]) <= 60_000
+    assert caught.value.response.headers["x-should-retry"] == "true"
+
+
+async def test_a_budget_that_is_spent_is_not_retried(open_house: Open) -> None:
+    house = await open_house(tenants=[{"id": "acme", "limits": {"token_budget": 3}}, {"id": "other"}])
+    async with AsyncOpenAI(base_url=f"{house.url}/v1", api_key=KEY, max_retries=5) as sdk:
+        with pytest.raises(openai.RateLimitError) as caught:
+            await sdk.chat.completions.create(model="tiny", messages=MESSAGES)  # type: ignore[arg-type]
+    assert caught.value.code == "insufficient_quota"
+    assert len(await house.lines(1)) == 1
