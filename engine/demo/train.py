@@ -51,6 +51,7 @@ MUON_RATE, ADAM_RATE, WARMUP_STEPS = 0.02, 0.004, 60
 WEIGHT_DECAY = 0.01
 STEPS, DECAY_SHARE = 2600, 0.4
 GRADIENT_NORM_MAX = 1.0
+TEMPERATURE = 0.1  # what a request that asks for none gets: so small a model means what it says most surely
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +222,12 @@ def write(model: DemoModel, tokenizer: Tokenizer, directory: Path) -> None:
         "eos_token_id": end_id,
         "pad_token_id": pad_id,
     }
-    generation = {"eos_token_id": end_id, "pad_token_id": pad_id}
+    generation = {
+        "eos_token_id": end_id,
+        "pad_token_id": pad_id,
+        "do_sample": True,
+        "temperature": TEMPERATURE,
+    }
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     weights = {name: value.bfloat16().contiguous() for name, value in model.state_dict().items()}
