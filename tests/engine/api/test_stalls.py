@@ -4,32 +4,67 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import httpx
 import pytest
 
 from engine.api.outputs import UNSENT_TOKENS_MAX
+from engine.api.service import Service
 from engine.core.messages import FinishReason, PauseSequences, ResumeSequences
+from shared.http import ClientGone
 from shared.http2.client import Http2Transport
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Serve, Served, until
-from tests.engine.api.fake_core import FakeCore
 
-CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8000}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3000}
 CORE = {"max_model_len": 10_000, "pages": 2000}
-BYTES_MAX = 300 * 1024
+WINDOW_LEN = 64 * 1024
 EVENT_LEN_MIN = 150
 
 
-async def connect(served: Served, **fields: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A stream whose client reads its head, and from then on nothing."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", served.engine.port, limit=2048)
-    body = json.dumps({**CHAT, "stream": True, **fields}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
-    await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
-    return reader, writer  # the reader's own limit stops the transport
+class Client:
+    """Both ends of a request that never was on a socket: it reads when the test says so."""
+
+    method = "POST"
+    path = "/v1/chat/completions"
+
+    def __init__(self, served: Served, **fields: Any) -> None:
+        self.headers: Mapping[str, str] = {"x-request-id": "slow"}
+        self.started = False
+        self.received = b""
+        self.is_gone = False
+        self._body = json.dumps({**CHAT, "stream": True, **fields}).encode()
+        self._reads = asyncio.Event()
+        self._task = asyncio.create_task(Service(served.engine.state).handle(self, self))
+
+    async def body(self, *, len_max: int, deadline_s: float) -> bytes:
+        return self._body
+
+    async def send(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        raise AssertionError("every answer here is a stream")
+
+    async def start_stream(self, status: int, headers: Mapping[str, str]) -> None:
+        self.started = True
+
+    async def write(self, data: bytes) -> None:
+        self.received += data
+        await self._reads.wait()
+        if self.is_gone:
+            raise ClientGone
+
+    async def finish(self) -> None:
+        pass
+
+    async def read(self) -> bytes:
+        """From now on it keeps up. Returns the whole stream."""
+        self._reads.set()
+        await asyncio.wait_for(self._task, PATIENCE_S)
+        return self.received
+
+    async def leave(self) -> None:
+        self.is_gone = True
+        await self.read()
 
 
 def text_of(stream: bytes) -> str:
@@ -38,83 +73,74 @@ def text_of(stream: bytes) -> str:
     return "".join(delta.get("content") or "" for delta in deltas)
 
 
-async def until_stalled(core: FakeCore, handles: set[int]) -> None:
-    """Until these stay paused. Before the buffers on the way are full, a pause is over in a moment."""
-    quiet = 0
-    async with asyncio.timeout(PATIENCE_S):
-        while quiet < 100:
-            await asyncio.sleep(0)
-            quiet = quiet + 1 if core.paused == handles and core._messages.empty() else 0
-
-
-async def rest_of(reader: asyncio.StreamReader) -> bytes:
-    """The payload of a chunked body."""
-    payload = b""
-    while size := int(await reader.readline(), 16):
-        payload += (await reader.readexactly(size + 2))[:-2]
-    return payload
-
-
 async def test_its_sequence_pauses_and_resumes_and_no_token_is_lost(serve: Serve) -> None:
     async with serve(core=CORE) as served:
         core, state = served.core, served.engine.state
-        [token] = served.ids("the")
-        core.script = lambda _: [token] * 8000
-        reader, writer = await connect(served)
-        await until_stalled(core, {1})
-        sent = core.running[1].sent
-        assert sent * EVENT_LEN_MIN < 2 * BYTES_MAX
-        for _ in range(100):
-            await asyncio.sleep(0)
-        assert core.running[1].sent == sent, "nothing more is computed"
+        core.script = lambda _: served.ids("the") * 3000
+        slow = Client(served)
+        await until(lambda: bool(core.paused))
+        await until(core._messages.empty)
+        unsent = state.core._live[1]._unsent_tokens
+        assert core.running[1].sent <= UNSENT_TOKENS_MAX + 4, "what is unsent, with the writer, on its way"
 
-        answer = await served.http.post("/v1/chat/completions", json={**CHAT, "max_tokens": 50})
-        assert answer.json()["usage"]["completion_tokens"] == 50, "nobody else is paused"
+        fast = await served.http.post("/v1/chat/completions", json={**CHAT, "max_tokens": 500})
+        assert fast.json()["usage"]["completion_tokens"] == 500, "nobody else is paused"
+        assert state.core._live[1]._unsent_tokens == unsent, "and nothing came for it"
 
-        stream = await asyncio.wait_for(rest_of(reader), PATIENCE_S)
-        assert text_of(stream) == "the" * 8000
-        assert core.pauses[0] == PauseSequences([1])
-        assert core.pauses[1] == ResumeSequences([1])
-        assert [type(message) for message in core.pauses[::2]] == [PauseSequences] * (len(core.pauses) // 2)
+        assert text_of(await slow.read()) == "the" * 3000
+        assert core.pauses[:2] == [PauseSequences([1]), ResumeSequences([1])]
+        assert not core.paused
         assert state.core._paused == set()
-        writer.close()
+
+
+async def test_a_pause_is_asked_for_once(serve: Serve) -> None:
+    """Tokens that were on their way when it was told to pause do not tell it again."""
+    async with serve(core=CORE) as served:
+        core = served.core
+        core.is_held = True
+        core.script = lambda _: served.ids("the") * 3000
+        slow = Client(served, max_tokens=200)
+        await until(lambda: bool(core.waiting))
+        for _ in range(150):
+            core.step()
+        await until(lambda: bool(core.paused))
+        await until(core._messages.empty)
+        assert core.pauses == [PauseSequences([1])]
+        core.release()
+        assert text_of(await slow.read()) == "the" * 200
+        assert core.pauses == [PauseSequences([1]), ResumeSequences([1])]
 
 
 async def test_over_http2_only_the_stream_that_is_not_read_pauses(serve: Serve) -> None:
     async with serve(core=CORE) as served:
         core = served.core
-        [token] = served.ids("the")
-        core.script = lambda _: [token] * 3000
+        core.script = lambda _: served.ids("the") * 3000
         url = f"http://127.0.0.1:{served.engine.port}"
-        body = {**CHAT, "max_tokens": 3000, "stream": True}
+        body = {**CHAT, "stream": True}
         async with (
             httpx.AsyncClient(base_url=url, transport=Http2Transport(), timeout=20) as http,
             http.stream("POST", "/v1/chat/completions", json=body) as slow,
         ):
-            await until_stalled(core, {1})
-            assert core.running[1].sent * EVENT_LEN_MIN < BYTES_MAX
             async with http.stream("POST", "/v1/chat/completions", json=body) as fast:
                 assert text_of(await fast.aread()) == "the" * 3000
-            assert core.paused == {1}
+            assert core.paused == {1}, "while a whole answer went by on the same connection"
+            assert core.running[1].sent <= WINDOW_LEN / EVENT_LEN_MIN + 3 * UNSENT_TOKENS_MAX
             assert text_of(await slow.aread()) == "the" * 3000
 
 
 async def test_every_choice_that_is_behind_pauses(serve: Serve) -> None:
     async with serve(core=CORE) as served:
         core = served.core
-        [token] = served.ids("the")
-        core.script = lambda _: [token] * 3000
-        reader, writer = await connect(served, n=3, max_tokens=3000)
-        await until_stalled(core, {1, 2, 3})
-        await asyncio.wait_for(rest_of(reader), PATIENCE_S)
+        core.script = lambda _: served.ids("the") * 3000
+        slow = Client(served, n=3)
+        await until(lambda: core.paused == {1, 2, 3})
+        assert len(text_of(await slow.read())) == 3 * len("the" * 3000)
         assert core.paused == set()
-        writer.close()
 
 
 async def test_a_unary_answer_never_pauses(serve: Serve) -> None:
     async with serve(core=CORE) as served:
-        [token] = served.ids("the")
-        served.core.script = lambda _: [token] * 1000
+        served.core.script = lambda _: served.ids("the") * 1000
         answer = await served.http.post("/v1/chat/completions", json={**CHAT, "max_tokens": 1000})
         assert answer.json()["usage"]["completion_tokens"] == 1000 > UNSENT_TOKENS_MAX
         assert served.core.pauses == []
@@ -125,28 +151,26 @@ async def test_the_stall_deadline_ends_it(
     serve: Serve, lines: list[MutableMapping[str, Any]], returns: bool
 ) -> None:
     async with serve(core=CORE) as served:
-        core, state = served.core, served.engine.state
-        [token] = served.ids("the")
-        core.script = lambda _: [token] * 8000
-        reader, writer = await connect(served)
-        await until_stalled(core, {1})
+        core = served.core
+        core.script = lambda _: served.ids("the") * 3000
+        slow = Client(served)
+        await until(lambda: core.paused == {1})
         core.finish(1, FinishReason.STALLED)
-        await until(lambda: state.core.live == 0)
+        await until(lambda: served.engine.state.core.live == 0)
         if returns:
-            stream = await asyncio.wait_for(rest_of(reader), PATIENCE_S)
-            *_, error, closing, _ = stream.split(b"\n\n")
+            *events, error, closing, _ = (await slow.read()).split(b"\n\n")
+            assert len(text_of(b"\n".join(events))) > UNSENT_TOKENS_MAX, "all that was computed, first"
             assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "slow_client"
-            assert json.loads(closing.removeprefix(b": penstock "))["end_reason"] == "stalled"
-            assert b"[DONE]" not in stream
+            told = json.loads(closing.removeprefix(b": penstock "))
+            assert (told["end_reason"], told["stalled_ms"]) == ("stalled", 7.0)
+            assert b"[DONE]" not in slow.received
         else:
-            writer.transport.abort()
-        await until(lambda: bool(lines))
+            await slow.leave()
         [line] = lines
         assert (line["status"], line["end_reason"], line["code"]) == (200, "stalled", "slow_client")
         assert line["stalled_ms"] == 7.0
         assert core.aborted == []
         served.assert_nothing_leaks()
-        writer.close()
 
 
 async def test_a_client_that_leaves_while_it_is_stalled(
@@ -154,14 +178,13 @@ async def test_a_client_that_leaves_while_it_is_stalled(
 ) -> None:
     async with serve(core=CORE) as served:
         core = served.core
-        [token] = served.ids("the")
-        core.script = lambda _: [token] * 8000
-        _, writer = await connect(served)
-        await until_stalled(core, {1})
-        writer.transport.abort()
-        await until(lambda: bool(lines))
+        core.script = lambda _: served.ids("the") * 3000
+        slow = Client(served)
+        await until(lambda: core.paused == {1})
+        await slow.leave()
         [line] = lines
         assert (line["status"], line["end_reason"], line["left_in"]) == (499, "client_gone", "stalled")
+        assert line["stalled_ms"] > 0
         assert core.aborted == [1]
         served.assert_nothing_leaks()
 
@@ -171,25 +194,35 @@ async def test_what_was_aborted_while_it_was_stalled_is_logged_as_aborted(
 ) -> None:
     async with serve(core=CORE) as served:
         core = served.core
-        [token] = served.ids("the")
-        core.script = lambda _: [token] * 8000
-        _, writer = await connect(served)
-        await until_stalled(core, {1})
-        [request_id] = served.engine.state._generations
-        assert (await served.http.delete(f"/v1/requests/{request_id}")).json()["aborted"] == 1
-        writer.transport.abort()
-        await until(lambda: len(lines) == 2)
-        assert (lines[1]["end_reason"], lines[1]["code"]) == ("aborted", "request_aborted")
+        core.script = lambda _: served.ids("the") * 3000
+        slow = Client(served)
+        await until(lambda: core.paused == {1})
+        assert (await served.http.delete("/v1/requests/slow")).json()["aborted"] == 1
+        await slow.leave()
+        assert [line["end_reason"] for line in lines] == ["ok", "aborted"]
+        assert lines[1]["code"] == "request_aborted"
+        served.assert_nothing_leaks()
+
+
+async def test_the_core_dies_while_a_client_is_stalled(serve: Serve) -> None:
+    async with serve(core=CORE) as served:
+        core = served.core
+        core.script = lambda _: served.ids("the") * 3000
+        slow = Client(served)
+        await until(lambda: core.paused == {1})
+        core.die()
+        await until(lambda: served.engine.state.core.failure is not None)
+        assert b'"code":"engine_failed"' in await slow.read()
         served.assert_nothing_leaks()
 
 
 async def test_the_gauge_says_who_is_stalled(serve: Serve) -> None:
     async with serve(core=CORE) as served:
-        [token] = served.ids("the")
-        served.core.script = lambda _: [token] * 8000
-        _, writer = await connect(served)
-        await until_stalled(served.core, {1})
+        served.core.script = lambda _: served.ids("the") * 3000
+        slow = Client(served)
+        await until(lambda: bool(served.core.paused))
         served.core.step()
         await until(served.core._messages.empty)
+        await until(lambda: served.engine.state.core.stats.stalled == 1)
         assert "penstock_engine_stalled_sequences 1.0" in (await served.http.get("/metrics")).text
-        writer.close()
+        await slow.leave()
