@@ -21,7 +21,7 @@ from gateway.admission.memory_store import LEASE_TTL_MS, MemoryStore
 from gateway.admission.quota import QuotaStore
 from gateway.admission.tokens import TokenCounter
 from gateway.admission.validate import warm
-from gateway.config import GatewayConfig, TlsConfig
+from gateway.config import GatewayConfig, TlsConfig, timeouts_of
 from gateway.directory import DirectoryReader
 from gateway.edge import PIPELINE, Edge, error_response, probe_answer
 from gateway.engines import fetch_profile
@@ -73,10 +73,10 @@ class Gateway:
         self.live = LiveRequests(config.limits.live_max)
         self.directory = DirectoryReader(config, path, clock)
         self.replicas = Replicas(config.models)
-        self._upstream = Upstream(config.timeouts.connect_s)
+        self._upstream = Upstream()
         self.tokens = TokenCounter(
             config.models,
-            lambda model: fetch_profile(self._upstream, model),
+            lambda model: fetch_profile(self._upstream, model, timeouts_of(config.timeouts, model).connect_s),
             config.limits.tokenizer_threads,
             clock,
         )

@@ -5,8 +5,8 @@
     [limits]            sizes and counts
     [timeouts]          seconds
     [admission]         unknown_fields, completion_estimate
-    [[models]]          name, aliases, replicas, protocol, upstream_model
-    [[tenants]]         id, models, limits
+    [[models]]          name, aliases, replicas, protocol, upstream_model, timeouts
+    [[tenants]]         id, models, limits, timeouts
     [[keys]]            id, hash, tenant, models, limits, expires, disabled
 
 Keys and tenants are read again when the file changes; everything else takes a restart.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -114,6 +114,21 @@ class TimeoutsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TimeoutOverrides:
+    """Of `TimeoutsConfig`, those that belong to one request, for one model or one tenant. None leaves
+    the more general setting as it is."""
+
+    connect_s: Seconds | None = None
+    first_token_s: Seconds | None = None
+    inter_token_s: Seconds | None = None
+    total_s: Seconds | None = None
+    slow_client_s: Seconds | None = None
+
+    def over(self, general: TimeoutsConfig) -> TimeoutsConfig:
+        return replace(general, **{name: s for name, s in asdict(self).items() if s is not None})
+
+
+@dataclass(frozen=True, slots=True)
 class AdmissionConfig:
     unknown_fields: Literal["ignore", "refuse"] = "ignore"
     completion_estimate: Annotated[int, Meta(ge=1, le=TOKENS_MAX)] = 1024
@@ -145,6 +160,8 @@ class ModelConfig:
     """Further names it answers to; `*` is any name that no other model has."""
     upstream_model: Name | None = None
     """What the engine calls it, when that is not `name`."""
+    timeouts: TimeoutOverrides | None = None
+    """Each wins over the one in `[timeouts]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +170,8 @@ class TenantConfig:
     models: tuple[Name, ...] = ALL_MODELS
     """Names of models (not aliases) that it may use; `*` is all."""
     limits: QuotaLimits = QuotaLimits()
+    timeouts: TimeoutOverrides | None = None
+    """Each wins over the model's and the one in `[timeouts]`, be it shorter or longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +214,17 @@ def load(source: Path | Mapping[str, Any], env: Mapping[str, str]) -> GatewayCon
     if problems := list(_contradictions(loaded)):
         raise ConfigError(problems)
     return loaded
+
+
+def timeouts_of(
+    config: TimeoutsConfig, model: ModelConfig, tenant: TenantConfig | None = None
+) -> TimeoutsConfig:
+    """The most specific setting wins, each by itself, as a route's over its cluster's in Envoy: only so
+    can a tenant's be longer than everybody's, too."""
+    for overrides in (model.timeouts, tenant.timeouts if tenant else None):
+        if overrides is not None:
+            config = overrides.over(config)
+    return config
 
 
 def _contradictions(config: GatewayConfig) -> Iterator[str]:

@@ -208,6 +208,7 @@ class Edge:
             watch=watch,
             client=Client(request, watch, self._config.timeouts.slow_client_s),
             directory=self._directory.now,
+            timeouts=self._config.timeouts,
             clock=self._clock,
             reservation=ReservationId(f"{self._name}-{next(self._count)}"),
             arrived_s=now_s,

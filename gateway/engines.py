@@ -15,6 +15,7 @@ from shared.ids import TOKENIZER_HEADER
 from shared.tokenizer import TokenizerBundle
 
 FETCH_S: Final = 30.0
+"""For one replica, everything included."""
 
 
 class _Model(msgspec.Struct):
@@ -29,13 +30,13 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-async def fetch_profile(upstream: Upstream, model: ModelConfig) -> EngineProfile:
+async def fetch_profile(upstream: Upstream, model: ModelConfig, connect_s: float) -> EngineProfile:
     """Ask one replica after the other. Raises the last one's ApiError when none answers."""
     failure: ApiError | None = None
     for url in model.replicas:
         try:
             async with asyncio.timeout(FETCH_S):
-                return await _fetch(upstream, model, url.rstrip("/"))
+                return await _fetch(upstream, model, url.rstrip("/"), connect_s)
         except ApiError as error:
             failure = error
         except TimeoutError:
@@ -44,9 +45,9 @@ async def fetch_profile(upstream: Upstream, model: ModelConfig) -> EngineProfile
     raise failure
 
 
-async def _fetch(upstream: Upstream, model: ModelConfig, url: str) -> EngineProfile:
+async def _fetch(upstream: Upstream, model: ModelConfig, url: str, connect_s: float) -> EngineProfile:
     name = model.upstream_model or model.name
-    _, body = await upstream.fetch(model.protocol, url, "/v1/models")
+    _, body = await upstream.fetch(model.protocol, url, "/v1/models", connect_s)
     try:
         models = msgspec.json.decode(body, type=_Models)
     except msgspec.DecodeError as error:
@@ -54,13 +55,16 @@ async def _fetch(upstream: Upstream, model: ModelConfig, url: str) -> EngineProf
     served = next((entry for entry in models.data if entry.id == name), None)
     if served is None:
         raise UpstreamFailed("The engine does not serve this model.", detail=f"{url} does not list {name!r}")
-    return EngineProfile(await _fetch_bundle(upstream, model, url), served.max_model_len, served.created)
+    bundle = await _fetch_bundle(upstream, model, url, connect_s)
+    return EngineProfile(bundle, served.max_model_len, served.created)
 
 
-async def _fetch_bundle(upstream: Upstream, model: ModelConfig, url: str) -> TokenizerBundle | None:
+async def _fetch_bundle(
+    upstream: Upstream, model: ModelConfig, url: str, connect_s: float
+) -> TokenizerBundle | None:
     """None for an engine that has none to give: it is not one of ours."""
     try:
-        headers, body = await upstream.fetch(model.protocol, url, "/penstock/tokenizer")
+        headers, body = await upstream.fetch(model.protocol, url, "/penstock/tokenizer", connect_s)
     except (ConnectTimeout, UpstreamUnreachable):
         raise
     except ApiError:

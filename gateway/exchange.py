@@ -10,6 +10,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from gateway.admission.quota import ReservationId, Window, Windows
+from gateway.config import TimeoutsConfig
 from gateway.directory import Directory
 from gateway.identity.keys import Principal
 from gateway.record import RequestRecord
@@ -36,6 +37,8 @@ class Exchange:
     client: Client
     directory: Directory
     """Keys and tenants as they were when the request came: a reload does not change it midway."""
+    timeouts: TimeoutsConfig
+    """Everybody's, until model and tenant are known."""
     clock: Clock
     reservation: ReservationId
     arrived_s: float
@@ -57,6 +60,11 @@ class Exchange:
         now_s = self.clock.monotonic()
         self.stages.record(self.stage, now_s - self.entered_s)
         self.entered_s = now_s
+
+    def bound_by(self, timeouts: TimeoutsConfig) -> None:
+        self.timeouts = timeouts
+        self.watch.bound(timeouts.total_s)
+        self.client.slow_client_s = timeouts.slow_client_s
 
     def settling(self) -> None:
         """The request has come to its end, in the stage that it is in."""

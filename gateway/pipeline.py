@@ -31,7 +31,7 @@ from gateway.admission.quota import Scope as QuotaScope
 from gateway.admission.tokens import Count, TokenCounter
 from gateway.admission.validate import validate
 from gateway.body import read_body
-from gateway.config import GatewayConfig, ModelConfig
+from gateway.config import GatewayConfig, ModelConfig, timeouts_of
 from gateway.directory import Directory
 from gateway.exchange import Exchange
 from gateway.identity.keys import Principal
@@ -115,6 +115,8 @@ class Pipeline:
         exchange.enter("tenant")
         model = exchange.directory.tenants.resolve(principal, request.model)
         exchange.record.model = model.name
+        tenant = exchange.directory.tenants.tenant(principal)
+        exchange.bound_by(timeouts_of(self._config.timeouts, model, tenant))
         return model
 
     async def _count(self, exchange: Exchange, model: ModelConfig, request: ProxiedRequest) -> Count:
@@ -200,8 +202,8 @@ class Pipeline:
         exchange.enter("connect")
         exchange.record.replica = replica.id
         if exchange.record.stream:
-            first_token_s = self._config.timeouts.first_token_s
-            exchange.watch.expect(first_token_s, FirstTokenTimeout, "The engine produced no token in time.")
+            within_s = exchange.timeouts.first_token_s
+            exchange.watch.expect(within_s, FirstTokenTimeout, "The engine produced no token in time.")
         else:
             exchange.watch.relax()
 
@@ -209,7 +211,8 @@ class Pipeline:
             exchange.progress.dispatched = True
             exchange.enter("wait")
 
-        answer = await self._upstream.send(replica.protocol, replica.url, outbound, connected)
+        connect_s = exchange.timeouts.connect_s
+        answer = await self._upstream.send(replica.protocol, replica.url, outbound, connect_s, connected)
         observe_attempt(replica.id, "connected")
         return answer
 
@@ -217,7 +220,7 @@ class Pipeline:
         relay = Relay(
             exchange.client,
             exchange.watch,
-            self._config.timeouts,
+            exchange.timeouts,
             exchange.progress,
             exchange.begin_answer,
         )

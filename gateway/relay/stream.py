@@ -79,12 +79,12 @@ class _Response(web.StreamResponse):
 class Client:
     """The client's end: headers once, then bytes under backpressure."""
 
-    __slots__ = ("_request", "_slow_client_s", "_watch", "_writer", "finished", "response")
+    __slots__ = ("_request", "_watch", "_writer", "finished", "response", "slow_client_s")
 
     def __init__(self, request: web.BaseRequest, watch: Watch, slow_client_s: float) -> None:
         self._request = request
         self._watch = watch
-        self._slow_client_s = slow_client_s
+        self.slow_client_s = slow_client_s
         self._writer: StreamWriter | None = None
         self.response: web.StreamResponse | None = None
         """Once it has begun, the status is on its way."""
@@ -136,7 +136,7 @@ class Client:
             raise ClientGone from None
 
     def _expect_reading(self) -> None:
-        self._watch.expect(self._slow_client_s, SlowClient, "The client stopped reading its answer.")
+        self._watch.expect(self.slow_client_s, SlowClient, "The client stopped reading its answer.")
 
     def _cut(self) -> None:
         if (transport := self._request.transport) is not None:

@@ -103,18 +103,18 @@ class Answer:
 class Upstream:
     """Make it in a running loop."""
 
-    def __init__(self, connect_s: float) -> None:
+    def __init__(self) -> None:
         self._transports: Final[dict[Protocol, httpx.AsyncBaseTransport]] = {
             "http1": Http1Transport(),
             "http2": Http2Transport(),
         }
-        self._timeout = httpx.Timeout(None, connect=connect_s, pool=connect_s).as_dict()
 
     async def send(
         self,
         protocol: Protocol,
         base_url: str,
         outbound: Outbound,
+        connect_s: float,
         connected: Callable[[], None] = lambda: None,
     ) -> Answer:
         """Dispatch, and wait for the answer's headers. `connected` is told when there is a connection.
@@ -128,16 +128,18 @@ class Upstream:
             _url(base_url + outbound.path),
             headers=outbound.headers,
             content=outbound.content,
-            extensions={"timeout": self._timeout, CONNECTED: connected},
+            extensions={"timeout": {"connect": connect_s, "pool": connect_s}, CONNECTED: connected},
         )
         try:
             return Answer(await self._transports[protocol].handle_async_request(request))
         except httpx.HTTPError as error:
             raise _ours(error) from error
 
-    async def fetch(self, protocol: Protocol, base_url: str, path: str) -> tuple[httpx.Headers, bytes]:
+    async def fetch(
+        self, protocol: Protocol, base_url: str, path: str, connect_s: float
+    ) -> tuple[httpx.Headers, bytes]:
         """A GET of the gateway's own. Raises ApiError for every answer but a good one."""
-        answer = await self.send(protocol, base_url, Outbound("GET", path, ()))
+        answer = await self.send(protocol, base_url, Outbound("GET", path, ()), connect_s)
         try:
             if answer.status >= HTTPStatus.BAD_REQUEST:
                 raise await answer.error()

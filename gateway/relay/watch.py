@@ -29,6 +29,7 @@ class Watch:
         "_error",
         "_loop",
         "_reason",
+        "_started_s",
         "_task",
         "_timer",
         "_total_at_s",
@@ -37,8 +38,9 @@ class Watch:
 
     def __init__(self, total_s: float) -> None:
         self._loop = asyncio.get_running_loop()
-        self._total_error = TotalTimeout, f"The request did not finish within {total_s:g} s."
-        self._total_at_s = self._deadline_s = self._loop.time() + total_s
+        self._started_s = self._loop.time()
+        self._total_error = _total_error(total_s)
+        self._total_at_s = self._deadline_s = self._started_s + total_s
         self._error: tuple[type[ApiError], str] = self._total_error
         self._reason: ApiError | None = None
         self._task: asyncio.Task[object] | None = None
@@ -59,6 +61,12 @@ class Watch:
             self._timer.cancel()
         if self._reason is not None and task.uncancel() == 0 and kind is asyncio.CancelledError:
             raise self._reason from None
+
+    def bound(self, total_s: float) -> None:
+        """The total is another, counted from the start as before; and only it counts now."""
+        self._total_error = _total_error(total_s)
+        self._total_at_s = self._started_s + total_s
+        self.relax()
 
     def expect(self, within_s: float, error: type[ApiError], message: str) -> None:
         """From now on the next thing must happen within so many seconds, or within the total."""
@@ -94,3 +102,7 @@ class Watch:
         else:
             error, message = self._error
             self.end(error(message))
+
+
+def _total_error(total_s: float) -> tuple[type[ApiError], str]:
+    return TotalTimeout, f"The request did not finish within {total_s:g} s."

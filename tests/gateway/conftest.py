@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,12 +26,20 @@ PATIENCE_S = 10.0
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
 
-def settings(*urls: str, protocol: str = "http2", **sections: Any) -> dict[str, Any]:
-    """A configuration as TOML would give it, for replicas at `urls`."""
+def settings(
+    *urls: str,
+    protocol: str = "http2",
+    model: Mapping[str, Any] | None = None,
+    tenant: Mapping[str, Any] | None = None,
+    **sections: Any,
+) -> dict[str, Any]:
+    """A configuration as TOML would give it, for replicas at `urls`. `model` and `tenant`: more settings
+    of the model and of the first tenant."""
+    tiny = {"name": "tiny", "replicas": list(urls), "aliases": ["small"], "protocol": protocol}
     settings: dict[str, Any] = {
         "listen": {"port": 0},
-        "models": [{"name": "tiny", "replicas": list(urls), "aliases": ["small"], "protocol": protocol}],
-        "tenants": [{"id": "acme"}, {"id": "other"}],
+        "models": [{**tiny, **(model or {})}],
+        "tenants": [{"id": "acme", **(tenant or {})}, {"id": "other"}],
         "keys": [
             {"id": "k1", "hash": hash_key(KEY), "tenant": "acme"},
             {"id": "k2", "hash": hash_key(OTHER_KEY), "tenant": "other"},

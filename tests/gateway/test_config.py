@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.config import load
+from gateway.config import TimeoutsConfig, load, timeouts_of
 from gateway.directory import POLL_S, DirectoryReader
 from gateway.identity.keys import hash_key
 from shared.config import ConfigError
@@ -31,11 +31,13 @@ name = "tiny"
 aliases = ["small", "*"]
 replicas = ["http://engine-0:8001", "http://engine-1:8001/base"]
 upstream_model = "demo"
+timeouts = {{ first_token_s = 300, total_s = 3600 }}
 
 [[tenants]]
 id = "acme"
 models = ["tiny"]
 limits = {{ requests_per_min = 60, tokens_per_min = 10_000, concurrent = 4, token_budget = 1_000_000 }}
+timeouts = {{ total_s = 60, slow_client_s = 5 }}
 
 [[keys]]
 id = "k1"
@@ -61,6 +63,14 @@ def test_a_whole_file(tmp_path: Path) -> None:
     assert "sha256" not in repr(config)
 
 
+def test_timeouts_of_tenant_and_model_win_over_everybodys(tmp_path: Path) -> None:
+    config = load(write(tmp_path / "gateway.toml", FULL), {})
+    [model], [tenant] = config.models, config.tenants
+    assert timeouts_of(config.timeouts, model) == TimeoutsConfig(first_token_s=300, total_s=3600)
+    theirs = TimeoutsConfig(first_token_s=300, total_s=60, slow_client_s=5)
+    assert timeouts_of(config.timeouts, model, tenant) == theirs
+
+
 def test_everything_that_is_wrong_is_told_at_once() -> None:
     bad = settings(
         "http://a:1",
@@ -68,6 +78,8 @@ def test_everything_that_is_wrong_is_told_at_once() -> None:
         timeouts={"total_s": 0, "nonsense": 1},
         keys=[{"id": "bad id", "hash": "sha256:zz", "tenant": "acme"}],
         admission={"unknown_fields": "perhaps"},
+        model={"timeouts": {"connect_s": -1}},
+        tenant={"timeouts": {"first_token_s": "soon", "drain_s": 5}},
     )
     with pytest.raises(ConfigError) as caught:
         load(bad, {})
@@ -75,6 +87,9 @@ def test_everything_that_is_wrong_is_told_at_once() -> None:
     for path in ("listen.port", "timeouts.total_s", "timeouts.nonsense", "keys[0].id", "keys[0].hash"):
         assert path in told
     assert "admission.unknown_fields" in told
+    assert "models[0].timeouts.connect_s" in told
+    assert "tenants[0].timeouts.first_token_s" in told
+    assert "tenants[0].timeouts.drain_s: there is no such setting" in told, "it is no request's"
 
 
 def test_contradictions_are_told_at_once() -> None:

@@ -1,10 +1,14 @@
-"""Every wait has its own bound, its own error and its own end reason; and the engine is told."""
+"""Every wait has its own bound, its own error and its own end reason; and the engine is told.
+
+Each can be set for everybody, for a model and for a tenant.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -15,6 +19,19 @@ from tests.gateway.fake_engine import HEADERS, Script, chunk, stream
 from tests.gateway.test_disconnect import RawClient, body
 
 SOON_S = 0.05
+
+Set = Callable[..., dict[str, Any]]
+LEVELS: dict[str, Set] = {
+    "everybody's": lambda **s: {"timeouts": s},
+    "the model's": lambda **s: {"model": {"timeouts": s}},
+    "the tenant's": lambda **s: {"tenant": {"timeouts": s}},
+}
+
+
+@pytest.fixture(params=LEVELS.values(), ids=LEVELS.keys())
+def level(request: pytest.FixtureRequest) -> Set:
+    """Where a timeout is set: every test of one runs at every level."""
+    return request.param  # type: ignore[no-any-return]
 
 
 async def ended(house: House, reason: str, status: int) -> None:
@@ -27,11 +44,11 @@ async def ended(house: House, reason: str, status: int) -> None:
 
 
 @pytest.mark.parametrize("head_is_sent", [False, True])
-async def test_first_token(open_house: Open, head_is_sent: bool) -> None:
+async def test_first_token(open_house: Open, level: Set, head_is_sent: bool) -> None:
     """Whether the engine's headers came or not: a head is no token."""
     never = asyncio.Event()
     steps = [HEADERS, never] if head_is_sent else [never, HEADERS]
-    house = await open_house(timeouts={"first_token_s": SOON_S})
+    house = await open_house(**level(first_token_s=SOON_S))
     house.engine.script = Script(steps)
     async with house.chat(stream=True) as answer:
         assert answer.status == 504
@@ -46,8 +63,8 @@ async def test_a_comment_is_no_token(open_house: Open) -> None:
         assert answer.status == 504
 
 
-async def test_between_tokens(open_house: Open) -> None:
-    house = await open_house(timeouts={"inter_token_s": SOON_S})
+async def test_between_tokens(open_house: Open, level: Set) -> None:
+    house = await open_house(**level(inter_token_s=SOON_S))
     house.engine.script = stream(chunk("a"), asyncio.Event())
     async with house.chat(stream=True) as answer:
         rest = await answer.read()
@@ -57,18 +74,16 @@ async def test_between_tokens(open_house: Open) -> None:
     await ended(house, "inter_token_timeout", 200)
 
 
-async def test_total(open_house: Open) -> None:
-    house = await open_house(timeouts={"total_s": 20 * SOON_S})
+async def test_total(open_house: Open, level: Set) -> None:
+    house = await open_house(**level(total_s=20 * SOON_S))
     house.engine.script = stream(chunk("a"), asyncio.Event())
     async with house.chat(stream=True) as answer:
         assert b"total_timeout" in await answer.read()
     await ended(house, "total_timeout", 200)
 
 
-async def test_a_unary_answer_waits_for_the_total_alone(open_house: Open) -> None:
-    house = await open_house(
-        timeouts={"total_s": 4 * SOON_S, "first_token_s": SOON_S, "inter_token_s": SOON_S}
-    )
+async def test_a_unary_answer_waits_for_the_total_alone(open_house: Open, level: Set) -> None:
+    house = await open_house(**level(total_s=4 * SOON_S, first_token_s=SOON_S, inter_token_s=SOON_S))
     house.engine.script = Script([asyncio.Event()])
     async with house.chat() as answer:
         assert answer.status == 504
@@ -76,7 +91,7 @@ async def test_a_unary_answer_waits_for_the_total_alone(open_house: Open) -> Non
     await ended(house, "total_timeout", 504)
 
 
-async def test_connecting(open_house: Open) -> None:
+async def test_connecting(open_house: Open, level: Set) -> None:
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         deaf.listen(0)
@@ -84,7 +99,7 @@ async def test_connecting(open_house: Open) -> None:
         for filler in fillers:
             filler.setblocking(False)
             filler.connect_ex(deaf.getsockname())
-        house = await open_house(timeouts={"connect_s": SOON_S})
+        house = await open_house(**level(connect_s=SOON_S))
         house.gateway.replicas._pools["tiny"][0].url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
         async with house.chat() as answer:
             assert answer.status == 504
@@ -97,9 +112,9 @@ async def test_connecting(open_house: Open) -> None:
             filler.close()
 
 
-async def test_a_client_that_stops_reading(open_house: Open) -> None:
+async def test_a_client_that_stops_reading(open_house: Open, level: Set) -> None:
     """Pressure reaches the engine: it is not read beyond what bounded buffers hold."""
-    house = await open_house(timeouts={"slow_client_s": 10 * SOON_S})
+    house = await open_house(**level(slow_client_s=10 * SOON_S))
     house.engine.script = Script([chunk("x" * 1000)] * 100_000)
     client = await RawClient.of(house, receive_buffer_len=16 * 1024)
     client.reader._transport.pause_reading()  # type: ignore[attr-defined]
@@ -123,6 +138,18 @@ async def test_a_slow_client_holds_up_nobody_else(open_house: Open) -> None:
         async with house.chat(stream=True) as answer:
             assert b"xxx" in await answer.read()
     slow.leave()
+
+
+async def test_the_most_specific_wins_longer_or_shorter(open_house: Open) -> None:
+    house = await open_house(
+        timeouts={"total_s": SOON_S, "inter_token_s": SOON_S},
+        model={"timeouts": {"total_s": 60, "first_token_s": 30, "inter_token_s": 60}},
+        tenant={"timeouts": {"inter_token_s": 2 * SOON_S}},
+    )
+    house.engine.script = stream(chunk("a"), asyncio.Event())
+    async with house.chat(stream=True) as answer:
+        assert b"inter_token_timeout" in await answer.read()
+    await ended(house, "inter_token_timeout", 200)
 
 
 # -- the watch itself -----------------------------------------------------------------------------
@@ -156,6 +183,17 @@ async def test_the_total_wins_over_a_later_deadline() -> None:
 
     async def work() -> None:
         watch.expect(5, FirstTokenTimeout, "late")
+
+    assert await outcome(watch, work) is TotalTimeout
+
+
+@pytest.mark.parametrize(("first_s", "then_s"), [(10, 0.01), (0.01, 0.02)], ids=["shorter", "longer"])
+async def test_another_total_counts_from_the_start(first_s: float, then_s: float) -> None:
+    watch = Watch(first_s)
+
+    async def work() -> None:
+        watch.bound(then_s)
+        assert watch._deadline_s == watch._started_s + then_s
 
     assert await outcome(watch, work) is TotalTimeout
 
