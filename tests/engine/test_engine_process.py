@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,10 @@ LONG = {**CHAT, "ignore_eos": True, "max_tokens": 1900}
 
 
 class EngineProcess:
-    def __init__(self, model: str, directory: Path) -> None:
+    def __init__(self, model: str, directory: Path, options: Sequence[str]) -> None:
+        argv = [sys.executable, "-m", "engine", "serve", "--model", model, "--port", "0", "--threads", "1"]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "engine", "serve", "--model", model, "--port", "0", "--threads", "1"],
+            [*argv, *options],
             cwd=ROOT,
             env={**os.environ, "TMPDIR": str(directory)},
             stderr=subprocess.PIPE,
@@ -73,8 +74,8 @@ class EngineProcess:
 
 
 @contextmanager
-def engine(directory: Path, model: str = str(MODEL)) -> Iterator[EngineProcess]:
-    process = EngineProcess(model, directory)
+def engine(directory: Path, model: str = str(MODEL), options: Sequence[str] = ()) -> Iterator[EngineProcess]:
+    process = EngineProcess(model, directory, options)
     try:
         yield process
     finally:

@@ -1,0 +1,136 @@
+"""A client that stops reading, all the way: its socket, the kernel, both processes, a model.
+
+The kernel fills its buffers in its own time (a sender probes a closed window every 200 ms and more), so
+that an engine counts as at rest when its counters have not moved for a second.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.engine.test_engine_process import LONG, PATIENCE_S, client, engine, gauges, short_tmp, until
+
+__all__ = ["short_tmp"]
+
+REST_S = 1.0
+BODY = {**LONG, "temperature": 0, "max_tokens": 1000}
+RECEIVE_BUFFER_LEN = 4096
+"""The client's own share of what is buffered, which is not the engine's to bound."""
+TOKENS_MAX = 700
+"""Computed for a client that reads nothing: what the buffers on its way hold, and those on their way."""
+assert BODY["max_tokens"] > TOKENS_MAX
+
+
+class Reader:
+    """Sends a request for a stream, reads the head of the answer, and then nothing until it is told."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.socket()
+        self._socket.settimeout(PATIENCE_S)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_LEN)
+        self._socket.connect(("127.0.0.1", port))
+        body = json.dumps(BODY).encode()
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        self._socket.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert self._socket.recv(12) == b"HTTP/1.1 200"
+
+    def read(self) -> bytes:
+        """The rest of the stream, until the engine closes."""
+        chunks = []
+        while chunk := self._socket.recv(1 << 16):
+            chunks.append(chunk)
+        return unchunked(b"".join(chunks).partition(b"\r\n\r\n")[2])
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@contextmanager
+def reader(http: httpx.Client) -> Iterator[Reader]:
+    port = http.base_url.port
+    assert port is not None
+    slow = Reader(port)
+    try:
+        yield slow
+    finally:
+        slow.close()
+
+
+def unchunked(body: bytes) -> bytes:
+    payload = bytearray()
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        payload += body[: int(size, 16)]
+        body = body[int(size, 16) + 2 :]
+    return bytes(payload)
+
+
+def text_of(stream: bytes) -> str:
+    events: list[dict[str, Any]] = [
+        json.loads(line[6:]) for line in stream.split(b"\n") if line.startswith(b'data: {"id"')
+    ]
+    return "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+
+
+def at_rest(http: httpx.Client) -> dict[str, float]:
+    """The gauges, once they have stopped moving with one sequence stalled."""
+    deadline = time.monotonic() + PATIENCE_S
+    seen, since = gauges(http), time.monotonic()
+    while time.monotonic() < since + REST_S:
+        assert time.monotonic() < deadline, "it never came to rest"
+        now = gauges(http)
+        if (
+            now.get("generated_tokens_total") != seen.get("generated_tokens_total")
+            or now.get("stalled_sequences") != 1
+        ):
+            since = time.monotonic()
+        seen = now
+    return seen
+
+
+def test_nothing_is_computed_for_a_client_that_stopped_reading(short_tmp: Path) -> None:
+    with engine(short_tmp, options=["--dtype", "float32"]) as process, client(process) as http:
+        whole = http.post("/v1/chat/completions", json={**BODY, "stream": False}).json()
+        before = gauges(http)["generated_tokens_total"]
+        with reader(http) as slow:
+            rest = at_rest(http)
+            assert rest["generated_tokens_total"] - before < TOKENS_MAX
+            assert (rest["running_sequences"], rest["open_sequences"]) == (0, 1)
+            assert rest["kv_pagesowned"] > 0, "its pages stay"
+
+            # others are served meanwhile, and nothing more comes for it
+            other = http.post("/v1/chat/completions", json={**BODY, "stream": False, "max_tokens": 50})
+            assert other.json()["usage"]["completion_tokens"] == 50
+            later = gauges(http)
+            assert later["generated_tokens_total"] - rest["generated_tokens_total"] == 50
+            assert later["kv_pagesowned"] == rest["kv_pagesowned"]
+
+            # it reads again, and has missed nothing
+            stream = slow.read()
+        assert text_of(stream) == whole["choices"][0]["message"]["content"]
+        assert b"data: [DONE]" in stream
+        until(lambda: gauges(http)["kv_pagesowned"] == 0)
+        assert gauges(http)["stalled_sequences"] == 0
+        assert gauges(http)["preemptions_total"] == 0
+
+
+def test_at_the_stall_deadline_it_ends_and_its_pages_come_back(short_tmp: Path) -> None:
+    with engine(short_tmp, options=["--stall-deadline-s", "0.5"]) as process, client(process) as http:
+        with reader(http) as slow:
+            until(lambda: gauges(http)["open_sequences"] == 1)
+            until(lambda: gauges(http)["open_sequences"] == 0)
+            after = gauges(http)
+            assert (after["kv_pagesowned"], after["stalled_sequences"]) == (0, 0)
+            assert after["generated_tokens_total"] < TOKENS_MAX
+            *_, error, closing, _ = slow.read().split(b"\n\n")
+        assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "slow_client"
+        assert json.loads(closing.removeprefix(b": penstock "))["end_reason"] == "stalled"
+        until(lambda: gauges(http).get("requests_totalstalled") == 1)
