@@ -47,11 +47,15 @@ class EngineConfig:
     keepalive_timeout_s: float = 75.0
     stall_deadline_s: float = 60.0
     drain_timeout_s: float = 30.0
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_client_ca: str | None = None
     log_level: str = "info"
 
     def __post_init__(self) -> None:
         assert self.model
         assert self.served_model_name
+        assert (self.tls_cert is None) == (self.tls_key is None)
         assert self.max_step_tokens >= self.max_num_seqs, "each running sequence needs a token in every step"
 
 
@@ -155,6 +159,13 @@ def _add_memory_arguments(memory: argparse._ArgumentGroup) -> None:
 def _add_http_arguments(http: argparse._ArgumentGroup) -> None:
     http.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     http.add_argument("--port", type=port, default=8001, help="port, 0 for any free one (default: 8001)")
+    http.add_argument("--tls-cert", metavar="FILE", help="certificate chain, PEM: serve TLS, HTTP/2 by ALPN")
+    http.add_argument("--tls-key", metavar="FILE", help="its private key, PEM")
+    http.add_argument(
+        "--tls-client-ca",
+        metavar="FILE",
+        help="PEM: let only clients in that have a certificate of this authority (mTLS), probes too",
+    )
     http.add_argument(
         "--startup-timeout-s",
         type=_seconds,
@@ -223,6 +234,10 @@ def from_namespace(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
             f"--max-step-tokens ({args.max_step_tokens}) must be at least --max-num-seqs "
             f"({args.max_num_seqs}): each running sequence takes one token of every step"
         )
+    if (args.tls_cert is None) != (args.tls_key is None):
+        parser.error("--tls-cert and --tls-key belong together")
+    if args.tls_client_ca is not None and args.tls_cert is None:
+        parser.error("--tls-client-ca needs --tls-cert and --tls-key")
     args.served_model_name = args.served_model_name or Path(args.model).name
     return EngineConfig(**{field.name: getattr(args, field.name) for field in fields(EngineConfig)})
 

@@ -14,6 +14,7 @@ from shared import logs
 from shared.arguments import Parser
 from shared.config import ConfigError
 from shared.lifecycle import die_with_parent
+from shared.tls import UnusableTls
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(serve(config, args.config))
-    except ListenFailed as error:
+    except (ListenFailed, UnusableTls) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     return 0

@@ -36,6 +36,7 @@ from shared.errors import RouteNotFound
 from shared.ids import REQUEST_ID_HEADER, mint_request_id
 from shared.lifecycle import Lifecycle, Phase, on_stop_signals
 from shared.telemetry import METRICS_CONTENT_TYPE, metrics_text
+from shared.tls import HTTP1, server_context
 
 LINE_LEN_MAX: Final = 8190
 HEADER_LEN_MAX: Final = 8190
@@ -73,7 +74,7 @@ class Gateway:
         self.live = LiveRequests(config.limits.live_max)
         self.directory = DirectoryReader(config, path, clock)
         self.replicas = Replicas(config.models)
-        self._upstream = Upstream()
+        self._upstream = Upstream(config.hop)
         self.tokens = TokenCounter(
             config.models,
             lambda model: fetch_profile(self._upstream, model, timeouts_of(config.timeouts, model).connect_s),
@@ -99,7 +100,7 @@ class Gateway:
                 task = asyncio.create_task(work)
                 task.add_done_callback(_report_death)
                 stack.push_async_callback(_stop, task)
-            tls = _tls_context(listen.tls) if listen.tls else None
+            tls = _public_tls(listen.tls)
             public = _Server(self._edge, self.config)
             self.port = await self._listen(stack, public, listen.host, listen.port, tls)
             if admin.port is not None:
@@ -224,15 +225,8 @@ def _bound_socket(host: str, port: int, send_buffer_len: int) -> socket.socket:
     return sock
 
 
-def _tls_context(tls: TlsConfig) -> ssl.SSLContext:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["http/1.1"])
-    try:
-        context.load_cert_chain(tls.cert, tls.key)
-    except OSError as error:  # ssl's own errors are among them
-        raise ListenFailed(f"cannot use {tls.cert} and {tls.key}: {error}") from error
-    return context
+def _public_tls(tls: TlsConfig | None) -> ssl.SSLContext | None:
+    return server_context(tls.cert, tls.key, protocols=[HTTP1]) if tls is not None else None
 
 
 async def _stop(task: asyncio.Task[None]) -> None:

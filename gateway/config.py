@@ -2,6 +2,7 @@
 
     [listen]            host, port; [listen.tls] cert, key
     [admin]             host, port: metrics, for the operator's network only
+    [hop]               ca, cert, key: TLS towards the engines
     [limits]            sizes and counts
     [timeouts]          seconds
     [admission]         unknown_fields, completion_estimate
@@ -57,6 +58,18 @@ class TlsConfig:
     cert: str
     """Path of the certificate chain, PEM."""
     key: str
+    """Path of its private key, PEM."""
+
+
+@dataclass(frozen=True, slots=True)
+class HopConfig:
+    """TLS towards replicas whose URLs are `https`."""
+
+    ca: str | None = None
+    """Path of the authorities that are trusted, PEM; without it, those of the system."""
+    cert: str | None = None
+    """Path of the gateway's own certificate chain, PEM, for engines that ask for one (mTLS)."""
+    key: str | None = None
     """Path of its private key, PEM."""
 
 
@@ -203,6 +216,7 @@ class GatewayConfig:
     keys: Annotated[tuple[KeyConfig, ...], Meta(max_length=ENTRIES_MAX)] = ()
     listen: ListenConfig = ListenConfig()
     admin: AdminConfig = AdminConfig()
+    hop: HopConfig = HopConfig()
     limits: LimitsConfig = LimitsConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
     admission: AdmissionConfig = AdmissionConfig()
@@ -229,6 +243,8 @@ def timeouts_of(
 
 def _contradictions(config: GatewayConfig) -> Iterator[str]:
     """What no single value shows."""
+    if (config.hop.cert is None) != (config.hop.key is None):
+        yield "hop: cert and key belong together"
     model_names = {model.name for model in config.models}
     tenant_ids = {tenant.id for tenant in config.tenants}
     yield from _repeated("models", (name for model in config.models for name in (model.name, *model.aliases)))

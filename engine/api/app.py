@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any, Final
@@ -174,8 +175,17 @@ class _Server(web.Server):
 class HttpServer:
     """Serves `handle` on one address, over HTTP/2 by prior knowledge and over HTTP/1.1."""
 
-    def __init__(self, handle: Handle, *, host: str, port: int, keepalive_timeout_s: float) -> None:
+    def __init__(
+        self,
+        handle: Handle,
+        *,
+        host: str,
+        port: int,
+        keepalive_timeout_s: float,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._handle = handle
+        self._tls = tls
         self._host, self._port = host, port
         self._keepalive_timeout_s = keepalive_timeout_s
         self._http2: Http2Server | None = None
@@ -199,7 +209,7 @@ class HttpServer:
         self._http2 = http2 = Http2Server(self._handle)
         listener = _listening_socket(self._host, self._port)
         self._listener = await asyncio.get_running_loop().create_server(
-            lambda: SniffingProtocol(http2.protocol, http1), sock=listener, backlog=BACKLOG
+            lambda: SniffingProtocol(http2.protocol, http1), sock=listener, backlog=BACKLOG, ssl=self._tls
         )
         port = listener.getsockname()[1]
         assert isinstance(port, int)

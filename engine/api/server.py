@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
+import ssl
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,7 @@ from engine.api.model import UnusableModel, load_model
 from engine.api.service import Service
 from engine.api.state import EngineState
 from engine.config import EngineConfig
-from shared import logs
+from shared import logs, tls
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import NotReady
 from shared.lifecycle import Phase, on_stop_signals
@@ -64,6 +65,7 @@ class Engine:
             host=config.host,
             port=config.port,
             keepalive_timeout_s=config.keepalive_timeout_s,
+            tls=_tls(config),
         )
         self.port = 0
         """Known once `start` listens."""
@@ -133,6 +135,20 @@ class Engine:
             state.lifecycle.to(Phase.FAILED, state.core.failure)
 
 
+def _tls(config: EngineConfig) -> ssl.SSLContext | None:
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    try:
+        return tls.server_context(
+            config.tls_cert,
+            config.tls_key,
+            client_ca=config.tls_client_ca,
+            protocols=(tls.HTTP2, tls.HTTP1),
+        )
+    except tls.UnusableTls as error:
+        raise StartFailed(str(error)) from error
+
+
 async def _in_daemon_thread(work: Callable[[], Path]) -> Path:
     """A download of gigabytes must not hold up the end of the process, as a pool's threads would."""
     done: concurrent.futures.Future[Path] = concurrent.futures.Future()
@@ -149,7 +165,11 @@ async def _in_daemon_thread(work: Callable[[], Path]) -> Path:
 
 async def serve(config: EngineConfig, resolve: Resolve, make_link: MakeLink) -> int:
     """Run until a stop signal; a second one ends the drain. Returns the process's exit status."""
-    engine = Engine(config, resolve, make_link)
+    try:
+        engine = Engine(config, resolve, make_link)
+    except StartFailed as error:
+        log.error("engine.start_failed", reason=str(error))
+        return 1
     stop, hurry = asyncio.Event(), asyncio.Event()
     on_stop_signals(lambda _: (hurry if stop.is_set() else stop).set())
     start = asyncio.create_task(engine.start(), name="start")

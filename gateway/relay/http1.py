@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import io
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from functools import lru_cache
 from types import SimpleNamespace
@@ -40,12 +41,14 @@ class Http1Transport(httpx.AsyncBaseTransport):
     """Make it in a running loop. There are as many connections as requests in flight: quotas and
     queues throttle, not the pool."""
 
-    def __init__(self) -> None:
+    def __init__(self, ssl_context: ssl.SSLContext | None = None) -> None:
         tracing = aiohttp.TraceConfig()
         tracing.on_connection_create_end.append(_tell_connected)
         tracing.on_connection_reuseconn.append(_tell_connected)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S, socket_factory=_socket),
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=IDLE_S, socket_factory=_socket, ssl=ssl_context or True
+            ),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             read_bufsize=READ_BUFFER_LEN,

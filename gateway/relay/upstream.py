@@ -12,6 +12,7 @@ the engine to stop.
 
 from __future__ import annotations
 
+import ssl
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,13 +23,14 @@ from typing import Final
 import httpx
 import msgspec
 
-from gateway.config import Protocol
+from gateway.config import HopConfig, Protocol
 from gateway.relay.http1 import Http1Transport
 from gateway.shield import shielded
 from shared import errors
 from shared.errors import ApiError, ConnectTimeout, UpstreamFailed, UpstreamUnreachable
 from shared.http import CONNECTED
 from shared.http2.client import Http2Transport, RequestUnprocessed
+from shared.tls import client_context
 
 URLS_MAX: Final = 1024
 ERROR_LEN_MAX: Final = 64 * 1024
@@ -101,12 +103,15 @@ class Answer:
 
 
 class Upstream:
-    """Make it in a running loop."""
+    """Make it in a running loop. Raises UnusableTls."""
 
-    def __init__(self) -> None:
+    def __init__(self, hop: HopConfig) -> None:
+        def context() -> ssl.SSLContext:  # one for each: they differ in what ALPN offers
+            return client_context(ca=hop.ca, cert=hop.cert, key=hop.key)
+
         self._transports: Final[dict[Protocol, httpx.AsyncBaseTransport]] = {
-            "http1": Http1Transport(),
-            "http2": Http2Transport(),
+            "http1": Http1Transport(context()),
+            "http2": Http2Transport(ssl_context=context()),
         }
 
     async def send(
