@@ -23,9 +23,11 @@ from aiohttp import web
 from aiohttp.http import StreamWriter
 
 from gateway.config import TimeoutsConfig
+from gateway.relay.foreign import ForeignStream, Source, usage_of
 from gateway.relay.upstream import Answer, read_back
 from gateway.relay.watch import Watch
 from shared.errors import ApiError, InterTokenTimeout, SlowClient, UpstreamFailed
+from shared.ids import TOKENIZER_HEADER
 from shared.sse import CLOSING_HEADER, Closing, TailScanner, error_event, parse_closing
 
 HEAD_LEN_MAX: Final = 256 * 1024
@@ -49,6 +51,10 @@ class Progress:
     """Events passed on: about the tokens that the client got."""
     body_len: int = 0
     header_closing: Closing | None = None
+    foreign: ForeignStream | None = None
+    """The stream, when another engine than ours sends it."""
+    foreign_usage: Closing | None = None
+    """Of such an engine's unary answer."""
     complete: bool = False
     """All bytes are on their way to the client."""
     dispatched: bool = False
@@ -59,7 +65,9 @@ class Progress:
     @property
     def closing(self) -> Closing | None:
         """What the engine reported at the end, as far as it was read."""
-        return self.header_closing or self.scanner.closing
+        if (reported := self.header_closing or self.scanner.closing) is not None:
+            return reported
+        return self.foreign.usage if self.foreign is not None else self.foreign_usage
 
     @property
     def delivered(self) -> bool:
@@ -166,13 +174,16 @@ class Relay:
 
     async def _stream(self, answer: Answer) -> None:
         scanner = self.progress.scanner
-        forward = await self._first_event(answer)
+        source: Source = answer
+        if _is_foreign(answer):
+            source = self.progress.foreign = ForeignStream(answer)
+        forward = await self._first_event(answer.status, source)
         await self._begin(answer, _STREAM_HEADERS)
         while True:
             if forward:
                 self.progress.events += forward.count(_BOUNDARY)
                 await self._write(forward)
-            if not (chunk := await self._read(answer)):
+            if not (chunk := await self._read(source)):
                 break
             forward = scanner.feed(chunk)
         if rest := scanner.finish():
@@ -180,17 +191,17 @@ class Relay:
         if scanner.closing is None and not scanner.saw_done:
             raise UpstreamFailed("The engine's answer broke off.", detail="no [DONE], no closing comment")
 
-    async def _first_event(self, answer: Answer) -> bytes:
+    async def _first_event(self, status: int, source: Source) -> bytes:
         """Everything up to and with the first event, still under the first-token deadline."""
         head = b""
         while b"data:" not in head or _BOUNDARY not in head:
-            chunk = await answer.read()
+            chunk = await source.read()
             head += self.progress.scanner.feed(chunk)
             if not chunk or len(head) > HEAD_LEN_MAX:
                 raise UpstreamFailed("The engine's answer broke off.", detail="it ended before an event")
         if head.startswith(_ERROR):
             self.progress.refused = True
-            raise read_back(answer.status, head.partition(_BOUNDARY)[0].removeprefix(b"data:"))
+            raise read_back(status, head.partition(_BOUNDARY)[0].removeprefix(b"data:"))
         return head
 
     async def _unary(self, answer: Answer) -> None:
@@ -198,6 +209,8 @@ class Relay:
         while (chunk := await self._read(answer)) and len(head) + len(chunk) <= HEAD_LEN_MAX:
             head += chunk
         self._take_closing(answer)
+        if answer.finished and _is_foreign(answer):
+            self.progress.foreign_usage = usage_of(bytes(head))
         await self._begin(answer, {"content-length": str(len(head))} if answer.finished else {})
         await self._write(bytes(head))
         while chunk:
@@ -212,10 +225,14 @@ class Relay:
         content_type = answer.headers.get("content-type", "application/json")
         await self.client.begin(answer.status, {"content-type": content_type, **headers, **self.headers()})
 
-    async def _read(self, answer: Answer) -> bytes:
+    async def _read(self, source: Source) -> bytes:
         self.watch.expect(self.timeouts.inter_token_s, InterTokenTimeout, "The engine stopped sending.")
-        return await answer.read()
+        return await source.read()
 
     async def _write(self, data: bytes) -> None:
         self.progress.body_len += len(data)
         await self.client.write(data)
+
+
+def _is_foreign(answer: Answer) -> bool:
+    return TOKENIZER_HEADER not in answer.headers  # which ours always sends

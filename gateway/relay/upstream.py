@@ -29,7 +29,7 @@ from gateway.shield import shielded
 from shared import errors
 from shared.errors import ApiError, ConnectTimeout, UpstreamFailed, UpstreamUnreachable
 from shared.http import CONNECTED
-from shared.http2.client import Http2Transport, RequestUnprocessed
+from shared.http2.client import Http2Transport, NotHttp2, RequestUnprocessed
 from shared.tls import client_context
 
 URLS_MAX: Final = 1024
@@ -171,6 +171,9 @@ def _ours(error: httpx.HTTPError) -> ApiError:
     match error:
         case httpx.ConnectTimeout() | httpx.PoolTimeout():
             return ConnectTimeout("The engine did not accept a connection in time.", detail=detail)
+        case NotHttp2():
+            hint = 'if it speaks HTTP/1.1 alone, set protocol = "http1" for its models'
+            return UpstreamUnreachable("The engine cannot be reached.", detail=f"{detail}; {hint}")
         case httpx.ConnectError() | RequestUnprocessed():
             return UpstreamUnreachable("The engine cannot be reached.", detail=detail)
         case _:
@@ -186,10 +189,25 @@ class _Error(msgspec.Struct):
 
 
 class _Envelope(msgspec.Struct):
-    error: _Error
+    """OpenAI's; or its fields without it, or only a text within it, as others write them."""
+
+    error: _Error | str | None = None
+    message: str | None = None
+    param: str | None = None
+    code: str | int | None = None
 
 
-_decode_error: Final = msgspec.json.Decoder(_Envelope).decode
+_decode_envelope: Final = msgspec.json.Decoder(_Envelope).decode
+
+
+def _decode_error(body: bytes) -> _Error:
+    envelope = _decode_envelope(body)
+    if isinstance(envelope.error, _Error):
+        return envelope.error
+    message = envelope.error or envelope.message
+    if message is None:
+        raise msgspec.ValidationError("there is no message")
+    return _Error(message, envelope.param, envelope.code)
 
 
 def _tree(root: type[ApiError]) -> dict[str, type[ApiError]]:
@@ -218,7 +236,7 @@ def read_back(status: int, body: bytes, retry_after: str | None = None) -> ApiEr
     OpenAI's envelope, and UpstreamFailed where it does not."""
     detail = f"engine answered {status}"
     try:
-        error = _decode_error(body).error
+        error = _decode_error(body)
     except msgspec.DecodeError:
         return UpstreamFailed("The engine failed to answer.", detail=detail)
     if isinstance(error.code, int):

@@ -16,7 +16,7 @@ Promises.
   need be, when its body can be sent again; else RequestUnprocessed says that repeating it is safe. No other
   request is ever repeated.
 - `http://` is HTTP/2 with prior knowledge; `https://` must agree on `h2` by ALPN. There is no fall-back: a
-  server that does not speak HTTP/2 is a ConnectError which says so.
+  server that does not speak HTTP/2 is NotHttp2, a ConnectError.
 - Of httpx's timeouts, `connect` bounds making the connection, `pool` waiting for a free stream, `read` each
   wait for headers or data, `write` each piece of the request's body.
 - A callable in the extension `CONNECTED` (shared.http) is called once there is a connection with room:
@@ -55,6 +55,10 @@ class RequestUnprocessed(httpx.RemoteProtocolError):
     """The server did nothing for this request; its body was used up, so the caller must repeat it."""
 
 
+class NotHttp2(httpx.ConnectError):
+    """There is a server, and its first bytes were not HTTP/2's, or it hung up instead of sending any."""
+
+
 def _mapped(error: Http2Error) -> httpx.TransportError:
     if isinstance(error, StreamRefused):
         return RequestUnprocessed(str(error))
@@ -77,7 +81,8 @@ class ClientEndpoint(Endpoint):
         await self._ready
         if self.connection.phase is not Phase.OPEN:
             why = self.connection.error or "it is shutting down"
-            raise httpx.ConnectError(f"the server does not serve HTTP/2: {why}")
+            error = httpx.ConnectError if self.connection.greeted else NotHttp2
+            raise error(f"the server does not serve HTTP/2: {why}")
 
     def stream_closed(self, stream: Stream) -> None:
         super().stream_closed(stream)
@@ -255,7 +260,7 @@ class Http2Transport(httpx.AsyncBaseTransport):
 def _check_alpn(transport: asyncio.BaseTransport) -> None:
     tls: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
     if tls is not None and (chosen := tls.selected_alpn_protocol()) != "h2":
-        raise httpx.ConnectError(f"the server chose {chosen or 'no protocol'} by ALPN, and not h2")
+        raise NotHttp2(f"the server chose {chosen or 'no protocol'} by ALPN, and not h2")
 
 
 def _request_head(request: httpx.Request) -> HeaderList:

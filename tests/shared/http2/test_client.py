@@ -9,7 +9,7 @@ import pytest
 
 from shared.http import CONNECTED
 from shared.http2 import frames, limits
-from shared.http2.client import STREAM_EXTENSION, Http2Transport, RequestUnprocessed
+from shared.http2.client import STREAM_EXTENSION, Http2Transport, NotHttp2, RequestUnprocessed
 from shared.http2.connection import ConnectionConfig, Phase
 from shared.http2.errors import ErrorCode
 from shared.http2.server import Http2Server, ServerEndpoint, ServerRequest, ServerResponder
@@ -363,7 +363,7 @@ async def test_an_http_1_server_is_a_connect_error_that_says_so() -> None:
 
     async with listening(http1) as listener, client(Http2Transport()) as http:
         url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-        with pytest.raises(httpx.ConnectError, match="does not serve HTTP/2"):
+        with pytest.raises(NotHttp2, match="does not serve HTTP/2"):
             await http.get(url)
 
 
