@@ -1,0 +1,214 @@
+"""Somebody else's engine behind the gateway: another server (granian), another app, both protocols."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from gateway.app import Gateway
+from gateway.config import load
+from gateway.relay.foreign import TAIL_LEN, ForeignStream, usage_of
+from tests.gateway import foreign_app
+from tests.gateway.conftest import KEY, PATIENCE_S, settings, until
+from tests.gateway.foreign_app import MODEL, USAGE, WORDS
+
+GRANIAN = Path(sys.executable).with_name("granian")
+TEXT = "".join(WORDS)
+
+
+@asynccontextmanager
+async def granian(protocol: str) -> AsyncIterator[str]:
+    """`protocol` as our configuration names it. The server speaks that one alone."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = await asyncio.create_subprocess_exec(
+        *(str(GRANIAN), "--interface", "asgi", "--http", protocol.removeprefix("http"), "--workers", "1"),
+        *("--host", "127.0.0.1", "--port", str(port), "--no-ws", "--log-level", "warning"),
+        "foreign_app:app",
+        cwd=Path(foreign_app.__file__).parent,
+    )
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+def configured(url: str, protocol: str) -> dict[str, Any]:
+    model = {"name": "theirs", "upstream_model": MODEL, "replicas": [url], "protocol": protocol}
+    return settings(models=[model])
+
+
+class Front:
+    """A gateway before the foreign engine, and OpenAI's SDK in front of it."""
+
+    def __init__(self, gateway: Gateway, url: str, log: io.StringIO) -> None:
+        self.gateway = gateway
+        self.engine_url = url
+        self.log = log
+        base = f"http://127.0.0.1:{gateway.port}/v1"
+        self.sdk = openai.AsyncOpenAI(base_url=base, api_key=KEY, max_retries=0, timeout=PATIENCE_S)
+
+    def chat(self, prompt: str, **fields: Any) -> Any:
+        messages: Any = [{"role": "user", "content": prompt}]
+        return self.sdk.chat.completions.create(model="theirs", messages=messages, **fields)
+
+    async def line(self) -> dict[str, Any]:
+        """The completed line of the only request."""
+        await until(lambda: bool(self.lines("request.completed")))
+        [line] = self.lines("request.completed")
+        return line
+
+    def lines(self, event: str) -> list[dict[str, Any]]:
+        lines = [msgspec.json.decode(line) for line in self.log.getvalue().splitlines()]
+        return [line for line in lines if line["event"] == event]
+
+
+@pytest.fixture(scope="module", params=["http2", "http1"])
+def protocol(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+async def front(protocol: str, log: io.StringIO) -> AsyncIterator[Front]:
+    async with granian(protocol) as url, Gateway(load(configured(url, protocol), {})) as gateway:
+        await until(lambda: gateway.tokens.profile(gateway.config.models[0]) is not None)
+        front = Front(gateway, url, log)
+        async with front.sdk:
+            yield front
+
+
+async def test_a_whole_answer_and_its_usage(front: Front) -> None:
+    done = await front.chat("hello")
+    assert done.choices[0].message.content == TEXT
+    line = await front.line()
+    assert (line["prompt_tokens"], line["completion_tokens"]) == (21, 4)
+    assert line["settled_tokens"] == 25
+
+
+@pytest.mark.parametrize("prompt", ["hello", "crlf"])
+async def test_a_stream_and_its_usage(front: Front, prompt: str) -> None:
+    stream = await front.chat(prompt, stream=True, stream_options={"include_usage": True})
+    *chunks, last = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == TEXT
+    assert last.usage.total_tokens == 25
+    line = await front.line()
+    assert line["end_reason"] == "ok"
+    assert line["settled_tokens"] == 25
+
+
+async def test_a_stream_without_usage_is_charged_by_the_estimate(front: Front) -> None:
+    stream = await front.chat("hello", stream=True)
+    assert len([chunk async for chunk in stream]) == len(WORDS)
+    line = await front.line()
+    assert line["end_reason"] == "ok"
+    assert not line["prompt_exact"]
+    assert line["settled_tokens"] == line["prompt_tokens"] + line["events"]
+    assert line["events"] == len(WORDS) + 1
+
+
+async def test_a_client_that_leaves_is_told_to_the_app(front: Front, protocol: str) -> None:
+    stream = await front.chat("endless", stream=True)
+    await anext(stream)
+    await stream.close()
+    assert (await front.line())["end_reason"] == "client_cancel"
+    async with asyncio.timeout(PATIENCE_S):
+        while await left(front.engine_url, protocol) != 1:
+            pass
+
+
+async def left(url: str, protocol: str) -> int:
+    """How many streams the app saw its client leave."""
+    version = "--http2-prior-knowledge" if protocol == "http2" else "--http1.1"
+    argv = ["curl", "-s", version, f"{url}/left"]
+    process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
+    told, _ = await process.communicate()
+    return int(told)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "error", "reason"),
+    [("bad", openai.BadRequestError, "refused"), ("busy", openai.InternalServerError, "refused")],
+)
+async def test_errors_in_its_own_envelope(
+    front: Front, streaming: bool, prompt: str, error: type[openai.APIStatusError], reason: str
+) -> None:
+    status, message = foreign_app.REFUSALS[prompt]
+    with pytest.raises(error, match=message) as caught:
+        await front.chat(prompt, stream=streaming)
+    assert caught.value.status_code == status
+    line = await front.line()
+    assert line["end_reason"] == reason
+    assert line["settled_tokens"] == 0
+
+
+async def test_an_engine_without_http2_is_told_with_the_setting_to_change(log: io.StringIO) -> None:
+    """When its profile is asked for, at startup, and in the line of a request that came all the same."""
+    async with granian("http1") as url, Gateway(load(configured(url, "http2"), {})) as gateway:
+        front = Front(gateway, url, log)
+        hint = 'set protocol = "http1"'
+        await until(lambda: any(hint in line["detail"] for line in front.lines("tokenizer.unavailable")))
+        with pytest.raises(openai.InternalServerError):
+            await front.chat("hello")
+        line = await front.line()
+        assert line["end_reason"] == "upstream_unreachable"
+        assert hint in line["error_detail"]
+        await front.sdk.close()
+
+
+# -- the stream by itself -------------------------------------------------------------------------
+
+
+class Chunks:
+    def __init__(self, *chunks: bytes) -> None:
+        self._chunks = list(chunks)
+
+    async def read(self) -> bytes:
+        return self._chunks.pop(0) if self._chunks else b""
+
+
+async def whole(stream: ForeignStream) -> bytes:
+    read = b""
+    while chunk := await stream.read():
+        read += chunk
+    return read
+
+
+EVENTS = b'data: {"usage": null}\r\n\r\ndata: ' + json.dumps({"usage": USAGE}).encode() + b"\r\n\r\n"
+DONE = b"data: [DONE]\r\n\r\n"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+async def test_usage_and_line_ends_however_the_bytes_come(size: int) -> None:
+    data = EVENTS + DONE
+    stream = ForeignStream(Chunks(*(data[at : at + size] for at in range(0, len(data), size))))
+    assert await whole(stream) == data.replace(b"\r\n", b"\n")
+    assert stream.usage is not None
+    assert stream.usage.completion_tokens == USAGE["completion_tokens"]
+
+
+@pytest.mark.parametrize(
+    "data", [b"", EVENTS, b"\r", b"x" * 2 * TAIL_LEN + DONE, b'data: {"usage": 1}\n\n' + DONE]
+)
+async def test_no_usage_is_made_up(data: bytes) -> None:
+    stream = ForeignStream(Chunks(data))
+    assert await whole(stream) == data.replace(b"\r\n", b"\n")
+    assert stream.usage is None
+
+
+@pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": -1}, {"prompt_tokens": "many"}])
+def test_usage_that_is_none(usage: Any) -> None:
+    assert usage_of(json.dumps({"usage": usage}).encode()) is None
