@@ -115,6 +115,10 @@ class AioResponder:
         except (ConnectionError, ClientConnectionError) as error:
             raise ClientGone from error
 
+    def abort(self) -> None:
+        if (transport := self._request.transport) is not None:
+            transport.abort()
+
     async def _begin(self, response: web.StreamResponse) -> None:
         self.response = response
         try:

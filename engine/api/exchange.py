@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -72,6 +73,7 @@ class Exchange:
         self._tokenizer_hash = tokenizer_hash
         self._status = 0
         self._error: ApiError | None = None
+        self._cut: asyncio.TimerHandle | None = None
         trace_id = self.stages.trace.trace_id
         structlog.contextvars.bind_contextvars(request_id=self.request_id, trace_id=trace_id)
 
@@ -128,6 +130,15 @@ class Exchange:
 
     # -- the end ----------------------------------------------------------------------------------
 
+    def end_within(self, seconds: float) -> None:
+        """Nothing more will come: the client has so long to read what there is."""
+        if self._cut is None:
+            self._cut = asyncio.get_running_loop().call_later(seconds, self._cut_off)
+
+    def _cut_off(self) -> None:
+        self.fate = self.fate or SlowClient("The client did not read the end of its answer.")
+        self.responder.abort()
+
     def client_left(self) -> None:
         if self.is_served:
             return  # with everything it asked for
@@ -156,6 +167,8 @@ class Exchange:
 
     def complete(self) -> float:
         """Write the completed line. Returns how long the request took, in seconds."""
+        if self._cut is not None:
+            self._cut.cancel()
         duration_s = self._clock.monotonic() - self.started_at
         fields: dict[str, object] = {
             "method": self.request.method,

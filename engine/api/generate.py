@@ -125,7 +125,7 @@ class Generation:
         self._request = request
         self._choices = choices
         self._ignored = parsed.ignored_header
-        self._output = RequestOutput(len(choices), whole=not request.stream)
+        self._output = RequestOutput(len(choices), whole=not request.stream, on_end=self._on_end)
         self._outputs = [self._choice_output(model, i, choice) for i, choice in enumerate(choices)]
         self._encoder = self._make_encoder(model, echoes)
         self._handles: list[int] = []
@@ -147,6 +147,11 @@ class Generation:
         task may be waiting for a client that does not read."""
         self._state.core.release(self._handles)
         self._output.fail(RequestAborted("The request was aborted."))
+
+    def _on_end(self) -> None:
+        """What the core does not see is held to its stall deadline as well: a client that does not read
+        the end of its answer."""
+        self._exchange.end_within(self._state.config.stall_deadline_s)
 
     # -- answering --------------------------------------------------------------------------------
 
@@ -184,7 +189,7 @@ class Generation:
     def _close(self) -> None:
         if not self._is_settled:
             self._exchange.stage = min((output.stage for output in self._outputs), key=_STAGES.index)
-            self._exchange.fate = self._output.error
+            self._exchange.fate = self._exchange.fate or self._output.error
             self._settle()
         self._state.core.release(self._handles)
 

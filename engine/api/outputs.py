@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -247,11 +248,15 @@ class ChoiceOutput:
 class RequestOutput:
     """All choices of one request, and the one handler that waits for them."""
 
-    def __init__(self, choices: int, *, whole: bool = False) -> None:
+    def __init__(
+        self, choices: int, *, whole: bool = False, on_end: Callable[[], None] = lambda: None
+    ) -> None:
         self.open = choices
         """Choices that have not finished."""
         self.is_whole = whole
         """Nothing is news before everything has come: the answer is not streamed."""
+        self._on_end = on_end
+        """Called when nothing more will come, though the writer may still wait for its client."""
         self._news: list[ChoiceOutput] = []
         self.error: ApiError | None = None
         """What has ended the request, whether or not its writer has come to know."""
@@ -270,11 +275,14 @@ class RequestOutput:
         """A choice, which has told its news, has no more."""
         self.open -= 1
         self._wake()
+        if not self.open:
+            self._on_end()
 
     def fail(self, error: ApiError) -> None:
         """The request ends with `error`, after what has already come out. The first error stays."""
         self.error = self.error or error
         self._wake()
+        self._on_end()
 
     async def take(self) -> list[Delta]:
         """Wait for news; one delta per choice that has any, in the order in which they came.

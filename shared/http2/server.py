@@ -125,6 +125,10 @@ class ServerResponder:
         if self._stream.error is not None:
             raise ClientGone from self._stream.error
 
+    def abort(self) -> None:
+        """Whatever was not framed yet is dropped; never fails."""
+        self._stream.reset(ErrorCode.CANCEL)
+
     def _respond(self, head: HeaderList, *, end: bool) -> None:
         assert not self.started, "one answer for one request"
         try:

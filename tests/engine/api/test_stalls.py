@@ -56,6 +56,10 @@ class Client:
     async def finish(self) -> None:
         pass
 
+    def abort(self) -> None:
+        self.is_gone = True
+        self._reads.set()
+
     async def read(self) -> bytes:
         """From now on it keeps up. Returns the whole stream."""
         self._reads.set()
@@ -63,7 +67,7 @@ class Client:
         return self.received
 
     async def leave(self) -> None:
-        self.is_gone = True
+        self.abort()
         await self.read()
 
 
@@ -170,6 +174,51 @@ async def test_the_stall_deadline_ends_it(
         assert (line["status"], line["end_reason"], line["code"]) == (200, "stalled", "slow_client")
         assert line["stalled_ms"] == 7.0
         assert core.aborted == []
+        served.assert_nothing_leaks()
+
+
+@pytest.mark.parametrize("how", ["deadline", "last token"])
+async def test_who_never_reads_the_end_is_cut_off(
+    serve: Serve, lines: list[MutableMapping[str, Any]], how: str
+) -> None:
+    async with serve(core=CORE, stall_deadline_s=0.05) as served:
+        core = served.core
+        core.script = lambda _: served.ids("the") * 3000
+        slow = Client(served, max_tokens=3000 if how == "deadline" else 20)
+        if how == "deadline":
+            await until(lambda: core.paused == {1})
+            core.finish(1, FinishReason.STALLED)
+        await until(lambda: slow.is_gone)
+        await until(lambda: bool(lines))
+        assert (lines[0]["end_reason"], lines[0]["code"]) == ("stalled", "slow_client")
+        served.assert_nothing_leaks()
+
+
+@pytest.mark.parametrize("protocol", ["HTTP/1.1", "HTTP/2"])
+async def test_it_is_cut_off_on_either_protocol(
+    serve: Serve, lines: list[MutableMapping[str, Any]], protocol: str
+) -> None:
+    """What is unsent is more than any kernel takes for a client that does not read."""
+    async with serve(core=CORE, stall_deadline_s=0.05) as served:
+        core = served.core
+        core.is_held = True
+        core.script = lambda _: served.ids("the") * 3000
+        url = f"http://127.0.0.1:{served.engine.port}"
+        transport = Http2Transport() if protocol == "HTTP/2" else None
+        body = {**CHAT, "stream": True, "n": 40, "logprobs": True, "top_logprobs": 20}
+        async with (
+            httpx.AsyncClient(base_url=url, transport=transport, timeout=20) as http,
+            http.stream("POST", "/v1/chat/completions", json=body) as slow,
+        ):
+            await until(lambda: len(core.waiting) == 40)
+            for _ in range(UNSENT_TOKENS_MAX):
+                core.step()
+            for handle in list(core.running):
+                core.finish(handle, FinishReason.STALLED)
+            await until(lambda: bool(lines))
+            with pytest.raises(httpx.HTTPError):
+                await slow.aread()
+        assert lines[0]["end_reason"] == "stalled"
         served.assert_nothing_leaks()
 
 
