@@ -27,7 +27,7 @@ from gateway.edge import PIPELINE, Edge, error_response, probe_answer
 from gateway.engines import fetch_profile
 from gateway.live import LiveRequests
 from gateway.pipeline import Pipeline
-from gateway.record import DrainCut
+from gateway.record import HTTP2_STREAMS, DrainCut
 from gateway.relay.upstream import Upstream
 from gateway.routing.replicas import Replicas
 from shared import logs
@@ -75,6 +75,7 @@ class Gateway:
         self.directory = DirectoryReader(config, path, clock)
         self.replicas = Replicas(config.models)
         self._upstream = Upstream(config.hop)
+        HTTP2_STREAMS.set_function(lambda: self._upstream.streams)
         self.tokens = TokenCounter(
             config.models,
             lambda model: fetch_profile(self._upstream, model, timeouts_of(config.timeouts, model).connect_s),

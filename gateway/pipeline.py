@@ -45,6 +45,7 @@ from shared.errors import (
     BudgetExhausted,
     ConnectTimeout,
     FirstTokenTimeout,
+    NotReady,
     RateLimited,
     RequestExceedsQuota,
     TokensRateLimited,
@@ -188,7 +189,7 @@ class Pipeline:
             exchange.record.attempts += 1
             try:
                 return replica, await self._connect(exchange, replica, outbound)
-            except (ConnectTimeout, UpstreamUnreachable) as error:
+            except (ConnectTimeout, UpstreamUnreachable, NotReady) as error:
                 failure = error
                 tried.add(replica.id)
                 exchange.progress.dispatched = False  # or the engine said that it did nothing

@@ -142,6 +142,9 @@ class RequestRecord:
 _LABELS: Final = ("endpoint", "model", "tenant", "status", "end_reason")
 REQUESTS: Final = Counter("penstock_gateway_requests", "Requests ended.", _LABELS, registry=REGISTRY)
 IN_FLIGHT: Final = Gauge("penstock_gateway_requests_in_flight", "Requests in progress.", registry=REGISTRY)
+HTTP2_STREAMS: Final = Gauge(
+    "penstock_gateway_http2_streams", "Streams to engines that are open.", registry=REGISTRY
+)
 TOKENS: Final = Counter(
     "penstock_gateway_tokens", "Tokens as the engine counted.", ("model", "tenant", "kind"), registry=REGISTRY
 )

@@ -219,6 +219,11 @@ class HttpServer:
         assert isinstance(port, int)
         return port
 
+    @property
+    def http2_streams(self) -> int:
+        """Open ones."""
+        return 0 if self._http2 is None else self._http2.streams
+
     def retire(self) -> None:
         """Tell HTTP/2 peers to open no more streams here; those that run may finish."""
         if self._http2 is not None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -74,6 +74,9 @@ class EngineMetrics:
             "From the request's head to its end.",
             registry=self.registry,
             buckets=_LATENCY_S,
+        )
+        self.http2_streams = Gauge(
+            "penstock_engine_http2_streams", "Streams that are open.", registry=self.registry
         )
 
         self._last_step = 0

@@ -67,6 +67,7 @@ class Engine:
             keepalive_timeout_s=config.keepalive_timeout_s,
             tls=_tls(config),
         )
+        metrics.http2_streams.set_function(lambda: self.server.http2_streams)
         self.port = 0
         """Known once `start` listens."""
         self._core_task: asyncio.Task[None] | None = None

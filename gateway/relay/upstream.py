@@ -27,12 +27,14 @@ from gateway.config import HopConfig, Protocol
 from gateway.relay.http1 import Http1Transport
 from gateway.shield import shielded
 from shared import errors
-from shared.errors import ApiError, ConnectTimeout, UpstreamFailed, UpstreamUnreachable
+from shared.errors import ApiError, ConnectTimeout, NotReady, UpstreamFailed, UpstreamUnreachable
 from shared.http import CONNECTED
-from shared.http2.client import Http2Transport, NotHttp2, RequestUnprocessed
+from shared.http2.client import Draining, Http2Transport, NotHttp2, RequestUnprocessed
 from shared.tls import client_context
 
 URLS_MAX: Final = 1024
+DRAIN_RETRY_S: Final = 1.0
+"""How long a caller should wait when the only replica shuts down."""
 ERROR_LEN_MAX: Final = 64 * 1024
 FETCH_LEN_MAX: Final = 64 * 1024 * 1024
 """A tokenizer of 250,000 tokens takes about 30 MB."""
@@ -109,10 +111,16 @@ class Upstream:
         def context() -> ssl.SSLContext:  # one for each: they differ in what ALPN offers
             return client_context(ca=hop.ca, cert=hop.cert, key=hop.key)
 
+        self._http2: Final = Http2Transport(ssl_context=context())
         self._transports: Final[dict[Protocol, httpx.AsyncBaseTransport]] = {
             "http1": Http1Transport(context()),
-            "http2": Http2Transport(ssl_context=context()),
+            "http2": self._http2,
         }
+
+    @property
+    def streams(self) -> int:
+        """HTTP/2 streams that are open."""
+        return self._http2.streams
 
     async def send(
         self,
@@ -125,7 +133,7 @@ class Upstream:
         """Dispatch, and wait for the answer's headers. `connected` is told when there is a connection.
 
         Raises:
-            ConnectTimeout, UpstreamUnreachable: nothing was dispatched.
+            ConnectTimeout, UpstreamUnreachable, NotReady: nothing was dispatched.
             UpstreamFailed: anything later.
         """
         request = httpx.Request(
@@ -171,6 +179,8 @@ def _ours(error: httpx.HTTPError) -> ApiError:
     match error:
         case httpx.ConnectTimeout() | httpx.PoolTimeout():
             return ConnectTimeout("The engine did not accept a connection in time.", detail=detail)
+        case Draining():
+            return NotReady("The engine is shutting down.", detail=detail, retry_after_s=DRAIN_RETRY_S)
         case NotHttp2():
             hint = 'if it speaks HTTP/1.1 alone, set protocol = "http1" for its models'
             return UpstreamUnreachable("The engine cannot be reached.", detail=f"{detail}; {hint}")

@@ -55,6 +55,10 @@ class RequestUnprocessed(httpx.RemoteProtocolError):
     """The server did nothing for this request; its body was used up, so the caller must repeat it."""
 
 
+class Draining(httpx.ConnectError):
+    """The server is there, and takes nothing more: its first words were GOAWAY."""
+
+
 class NotHttp2(httpx.ConnectError):
     """There is a server, and its first bytes were not HTTP/2's, or it hung up instead of sending any."""
 
@@ -80,9 +84,9 @@ class ClientEndpoint(Endpoint):
     async def wait_ready(self) -> None:
         await self._ready
         if self.connection.phase is not Phase.OPEN:
-            why = self.connection.error or "it is shutting down"
-            error = httpx.ConnectError if self.connection.greeted else NotHttp2
-            raise error(f"the server does not serve HTTP/2: {why}")
+            if self.connection.greeted:
+                raise Draining("the server is shutting down")
+            raise NotHttp2(f"the server does not serve HTTP/2: {self.connection.error}")
 
     def stream_closed(self, stream: Stream) -> None:
         super().stream_closed(stream)
@@ -208,6 +212,11 @@ class Http2Transport(httpx.AsyncBaseTransport):
         )
 
     # -- connections --------------------------------------------------------------------------
+
+    @property
+    def streams(self) -> int:
+        """Open ones, on all connections."""
+        return sum(len(one.connection.streams) for pool in self._pools.values() for one in pool.endpoints)
 
     def _pool(self, url: httpx.URL) -> OriginPool:
         if url.scheme not in ("http", "https"):

@@ -168,6 +168,10 @@ class ServerEndpoint(Endpoint):
         self._server.forget(self)
 
     @property
+    def open(self) -> int:
+        return len(self._handlers.keys() | self.connection.streams.values())
+
+    @property
     def busy(self) -> bool:
         return bool(self._handlers or self.connection.streams)
 
@@ -238,6 +242,11 @@ class Http2Server:
 
     def protocol(self) -> ServerEndpoint:
         return ServerEndpoint(self)
+
+    @property
+    def streams(self) -> int:
+        """Open ones, on all connections, and those whose handlers still unwind."""
+        return sum(one.open for one in self.endpoints)
 
     def retire(self) -> None:
         """GOAWAY: what runs may finish, peers open their next streams elsewhere."""
