@@ -8,6 +8,7 @@ so that the relay knows one kind of boundary.
 from __future__ import annotations
 
 import typing
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -25,6 +26,8 @@ class Source(typing.Protocol):
     """What an answer is read from."""
 
     async def read(self) -> bytes: ...
+
+    async def pass_on(self, accept: Callable[[bytes], bool]) -> bool: ...
 
 
 class _PromptDetails(msgspec.Struct):
@@ -79,6 +82,18 @@ class ForeignStream:
                 return self._remembered(data)
         data, self._held = self._held, b""
         return self._remembered(data)
+
+    async def pass_on(self, accept: Callable[[bytes], bool]) -> bool:
+        """As an answer's."""
+
+        def take(chunk: bytes) -> bool:
+            data = self._with_lf(chunk)
+            return not data or accept(self._remembered(data))
+
+        if await self._source.pass_on(take):
+            return True
+        rest, self._held = self._held, b""
+        return bool(rest) and not accept(self._remembered(rest))
 
     @property
     def usage(self) -> Closing | None:

@@ -11,7 +11,7 @@ import asyncio
 import io
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, Final
@@ -91,6 +91,13 @@ class _Body(httpx.AsyncByteStream):
             return await self._answer.content.readany() or None
         except (aiohttp.ClientError, OSError) as error:
             raise _translated(error, self._request) from error
+
+    async def pass_on(self, accept: Callable[[bytes], bool]) -> bool:
+        """As `shared.http2.stream.Stream.pass_on`, one read after the other."""
+        while (data := await self.read()) is not None:
+            if not accept(data):
+                return True
+        return False
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         while (chunk := await self.read()) is not None:

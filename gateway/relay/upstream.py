@@ -55,6 +55,8 @@ class ReadableStream(typing.Protocol):
 
     async def read(self) -> bytes | None: ...
 
+    async def pass_on(self, accept: Callable[[bytes], bool]) -> bool: ...
+
     async def aclose(self) -> None: ...
 
 
@@ -85,6 +87,16 @@ class Answer:
             self.finished = True
             return b""
         return data
+
+    async def pass_on(self, accept: Callable[[bytes], bool]) -> bool:
+        """Hands all bytes to `accept` as they come, until it returns False: then there may be more, and
+        True is returned; False at the end. Raises UpstreamFailed when cut off, and what `accept` raises."""
+        try:
+            more = await self._stream.pass_on(accept)
+        except httpx.HTTPError as error:
+            raise _ours(error) from error
+        self.finished = not more
+        return more
 
     async def read_all(self, len_max: int) -> bytes:
         body = bytearray()

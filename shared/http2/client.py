@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterable, AsyncIterator, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
 from types import TracebackType
 from typing import Final
 
@@ -118,6 +118,13 @@ class ResponseStream(httpx.AsyncByteStream):
             raise self._upload.error or _mapped(error) from error
         except TimeoutError:
             raise httpx.ReadTimeout(f"no data within {self._read_timeout_s:g} s") from None
+
+    async def pass_on(self, accept: Callable[[bytes], bool]) -> bool:
+        """As `Stream.pass_on`. How long to wait is the caller's affair: the read timeout is not applied."""
+        try:
+            return await self._stream.pass_on(accept)
+        except StreamFailed as error:
+            raise self._upload.error or _mapped(error) from error
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         while (data := await self.read()) is not None:

@@ -109,6 +109,7 @@ class Connection:
         self.receives = 0  # a sign of life
         self.error: ConnectionLost | None = None  # why it closed
         self.credit_at = max(1, config.stream_window_len // 2)
+        self.handing_over: list[Stream] = []  # whose readers take what came in this turn
         self._owner = owner
         self._out = bytearray()
         self._backlog: deque[Stream] = deque()
@@ -322,6 +323,7 @@ class Connection:
         self.receives += 1
         try:
             self._receive(data)
+            self._hand_over()
             self.path.credit_connection()
             self.pump()
             if len(self._out) > limits.OUT_LEN_MAX:
@@ -342,13 +344,21 @@ class Connection:
             elif kind > frames.CONTINUATION or (stop - start == frames.HEADER_LEN and not flags & ENDS):
                 self._empty_frames.spend()
             if kind in takes or stream_id in abandoned:
-                self.feed(data[fed:start])
+                if fed < start:
+                    self.feed(data[fed:start])
                 fed = start
                 payload = data[start + frames.HEADER_LEN : stop]
                 if self._take(kind, stream_id, payload) or self.path.take(kind, flags, stream_id, payload):
                     fed = stop
             done = stop
-        self.feed(data[fed:done])
+        if fed < done:
+            self.feed(data[fed:done])
+
+    def _hand_over(self) -> None:
+        """All that one stream was sent in a turn at once."""
+        for stream in self.handing_over:
+            stream.hand_over()
+        self.handing_over.clear()
 
     def _take(self, kind: int, stream_id: int, payload: bytes) -> bool:
         if kind == frames.GOAWAY:
@@ -361,8 +371,6 @@ class Connection:
         return False
 
     def feed(self, data: bytes) -> None:
-        if not data:
-            return
         try:
             happened = self.h2.receive_data(data)
         except ProtocolError as error:

@@ -2,7 +2,8 @@
 
 Reading. DATA is queued as it comes; `read` hands over everything queued as one piece, and only then
 is the peer allowed to send that much more. So a stream that nobody reads holds one window of bytes
-and no more, and costs nobody else anything.
+and no more, and costs nobody else anything. `pass_on` is `read` in a loop, without waking the reader's
+task for each piece: what came is handed over at the end of the connection's turn (`Connection.receive`).
 
 Writing. `write` returns when its last byte has been framed. Until the windows allow that, the bytes
 stay the caller's own (a view, no copy); the connection takes them as they fit, in turns with the
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shared.http2.errors import ErrorCode, StreamFailed, StreamReset
@@ -28,6 +30,7 @@ HeaderList = list[tuple[bytes, bytes]]
 
 class Stream:
     __slots__ = (
+        "_accept",
         "_chunks",
         "_connection",
         "_reader",
@@ -61,8 +64,9 @@ class Stream:
         self.receive_window = 0
         self._connection = connection
         self._chunks: deque[bytes] = deque()
-        self._reader: asyncio.Future[None] | None = None
-        self._writer: asyncio.Future[None] | None = None
+        self._reader: asyncio.Future[bool] | None = None  # whether the reader is to go on reading
+        self._accept: Callable[[bytes], bool] | None = None  # the reader's, while it passes on
+        self._writer: asyncio.Future[bool] | None = None
 
     def __repr__(self) -> str:
         return (
@@ -94,6 +98,38 @@ class Stream:
             await self._wait_to_read()
         return self.take()
 
+    async def pass_on(self, accept: Callable[[bytes], bool]) -> bool:
+        """Calls `accept` with all bytes that are queued, now and whenever more came, for as long as it
+        returns True. Returns False at the end, and True when there may be more that was not accepted.
+
+        Raises StreamFailed when cut off, and what `accept` raises.
+        """
+        self._accept = accept
+        try:
+            while True:
+                if self._chunks:
+                    if not accept(self.take()):
+                        return True
+                elif self.received_all:
+                    return False
+                elif self.error is not None:
+                    raise self.error.with_traceback(None)
+                elif not await self._wait_to_read():
+                    return True
+        finally:
+            self._accept = None
+
+    def hand_over(self) -> None:
+        """What came in this turn, to a reader who passes on. One that was woken reads by itself."""
+        reader = self._reader
+        if reader is None or reader.done() or self._accept is None:
+            return
+        try:
+            if not self._accept(self.take()):
+                reader.set_result(False)
+        except Exception as error:
+            reader.set_exception(error)
+
     def take(self) -> bytes:
         """What is queued, perhaps nothing; the peer may send that much more."""
         chunks = self._chunks
@@ -103,11 +139,11 @@ class Stream:
         self._consumed(len(data))
         return data
 
-    async def _wait_to_read(self) -> None:
+    async def _wait_to_read(self) -> bool:
         assert self._reader is None, "one reader at a time"
         self._reader = asyncio.get_running_loop().create_future()
         try:
-            await self._reader
+            return await self._reader
         finally:
             self._reader = None
 
@@ -162,9 +198,12 @@ class Stream:
     def deliver(self, data: bytes, flow_len: int) -> None:
         """`flow_len` counts padding too, which is consumed by arriving."""
         if data:
+            if self._accept is None:
+                _wake(self._reader)
+            elif not self._chunks:
+                self._connection.handing_over.append(self)
             self._chunks.append(data)
             self.buffered += len(data)
-            _wake(self._reader)
         if flow_len != len(data):
             self._consumed(flow_len - len(data))
 
@@ -184,6 +223,6 @@ class Stream:
             self._writer.set_exception(error)
 
 
-def _wake(waiter: asyncio.Future[None] | None) -> None:
+def _wake(waiter: asyncio.Future[bool] | None) -> None:
     if waiter is not None and not waiter.done():
-        waiter.set_result(None)
+        waiter.set_result(True)
