@@ -176,7 +176,6 @@ class Scheduler:
             sequence = self._paused.pop(handle, None)
             if sequence is not None:
                 sequence.resume(now)
-                self._news.is_due = True
 
     def _end_overdue(self, now: float) -> None:
         while (first := next(iter(self._paused.values()), None)) and self._deadline(first) <= now:
@@ -247,9 +246,9 @@ class Scheduler:
             batch.grown.pop(self._leave_slot(victim), None)
             self._preempt(victim, now)
 
-    def _reclaimable(self, but: Sequence | None = None) -> set[int]:
-        """Pages that become available when all stalled sequences but this one give theirs back."""
-        return self._pages.only_in([s.pages for s in self._stalled.values() if s is not but])
+    def _reclaimable(self) -> set[int]:
+        """Pages that become available when all stalled sequences give theirs back."""
+        return self._pages.only_in([sequence.pages for sequence in self._stalled.values()])
 
     def _reclaim(self, pages_needed: int, now: float) -> None:
         """Let stalled sequences give their pages back until so many are available. They hold enough."""
@@ -320,7 +319,7 @@ class Scheduler:
             growth = sum(self._pages_max(s) - len(s.pages) for s in everybody)
             headroom = max(headroom, growth - (known_pages - len(sequence.pages)))
         lacking = takes + headroom - self._pages.available
-        return lacking <= 0 or lacking <= len(self._reclaimable(but=sequence) - set(start))
+        return lacking <= 0 or lacking <= len(self._reclaimable() - set(start))
 
     def _pages_max(self, sequence: Sequence) -> int:
         return pages_for(sequence.kv_len_max, self._runner.page_size)
@@ -433,8 +432,8 @@ class Scheduler:
     # -- report -----------------------------------------------------------------------------------
 
     def report(self) -> StepOutput | None:
-        """Everything since the last report: after each step, and when without one somebody ended, was
-        paused or was resumed."""
+        """Everything since the last report: after each step, and when without one somebody ended or was
+        paused."""
         news = self._news
         if not (news.is_due or news.finished):
             return None

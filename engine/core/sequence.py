@@ -144,12 +144,13 @@ class Sequence:
         return Phase.DECODE if self.output_len else Phase.PREFILL
 
     def pause(self, now: float) -> None:
-        """Its reader fell behind. Who is paused already stays so from when it was."""
-        if self.paused_at is None:
-            self._charge(now)
-            self.paused_at = now
+        """Its reader fell behind."""
+        assert not self.is_paused
+        self._charge(now)
+        self.paused_at = now
 
     def resume(self, now: float) -> None:
+        assert self.is_paused
         self._charge(now)
         self.paused_at = None
 

@@ -55,4 +55,4 @@ class News:
     started: list[Started] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     is_due: bool = False
-    """A step was made, or somebody was paused or resumed: there is something to say in any case."""
+    """A step was made, or somebody was paused: there is something to say in any case."""

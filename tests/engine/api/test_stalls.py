@@ -115,6 +115,41 @@ async def test_a_pause_is_asked_for_once(serve: Serve) -> None:
         assert core.pauses == [PauseSequences([1]), ResumeSequences([1])]
 
 
+async def test_the_last_token_is_no_reason_to_pause(serve: Serve) -> None:
+    """It passes the mark, and the sequence's end comes in the same message."""
+    async with serve(core=CORE) as served:
+        core = served.core
+        core.is_held = True
+        core.script = lambda _: served.ids("the") * 3000
+        slow = Client(served, max_tokens=1 + UNSENT_TOKENS_MAX)
+        await until(lambda: bool(core.waiting))
+        core.step()
+        await until(lambda: bool(slow.received))
+        for _ in range(UNSENT_TOKENS_MAX):
+            core.step()
+        await until(lambda: served.engine.state.core.live == 0)
+        assert served.engine.state.core.failure is None
+        assert core.pauses == []
+        assert text_of(await slow.read()) == "the" * (1 + UNSENT_TOKENS_MAX)
+
+
+async def test_who_reads_in_time_keeps_its_connection(serve: Serve) -> None:
+    async with serve(core=CORE, stall_deadline_s=0.02) as served:
+        served.says("the")
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.engine.port)
+        body = json.dumps(CHAT).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        loop = asyncio.get_running_loop()
+        for _ in range(2):
+            writer.write(head.encode() + body)
+            answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
+            length = int(answer.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+            assert b"the" in await reader.readexactly(length)
+            long_after = loop.time() + 0.1
+            await until(lambda t=long_after: loop.time() > t)
+        writer.close()
+
+
 async def test_over_http2_only_the_stream_that_is_not_read_pauses(serve: Serve) -> None:
     async with serve(core=CORE) as served:
         core = served.core

@@ -121,7 +121,6 @@ def test_time_is_booked_to_the_phase_it_was_spent_in() -> None:
 def test_time_of_a_pause_is_its_own_wherever_it_falls() -> None:
     seq = sequence()
     seq.pause(11.0)  # queue 1
-    seq.pause(12.0)
     seq.resume(13.0)  # stalled 2
     seq.admit(0, [1, 2], 0, 17.0)  # queue 4
     seq.pause(25.0)  # prefill 8
