@@ -421,8 +421,6 @@ class Connection:
 
     def _on_settings(self, event: events.RemoteSettingsChanged) -> None:
         self.greeted = True
-        if self.h2.encoder.header_table_size > limits.HEADER_TABLE_LEN_MAX:
-            self.h2.encoder.header_table_size = limits.HEADER_TABLE_LEN_MAX
         self.path.settings_changed()
         for stream in self.streams.values():
             self.enqueue(stream)

@@ -28,7 +28,6 @@ CONNECTION_WINDOW_LEN: Final = 16 * MIB
 STREAMS_MAX: Final = 1024
 INITIAL_WINDOW_LEN: Final = 65_535  # RFC 9113, 6.9.2: what either end assumes before SETTINGS arrive
 WINDOW_LEN_MAX: Final = 2**31 - 1
-HEADER_TABLE_LEN_MAX: Final = 4 * KIB  # of our encoder, whatever the peer would allow us to keep
 
 OUT_LEN_SOFT: Final = 64 * KIB  # DATA waits above this many bytes that are not yet with the transport
 OUT_LEN_MAX: Final = 1 * MIB  # a peer that makes us answer and does not read is cut off above this
@@ -37,7 +36,7 @@ ABANDONED_MAX: Final = 4 * STREAMS_MAX  # closed by a reset; frames for them may
 assert FRAME_LEN_MAX <= STREAM_WINDOW_LEN <= CONNECTION_WINDOW_LEN <= WINDOW_LEN_MAX
 assert STREAM_WINDOW_LEN >= INITIAL_WINDOW_LEN, "a peer may use the initial window before it knows ours"
 assert (CONTINUATION_COUNT_MAX + 1) * FRAME_LEN_MAX >= HEADER_LIST_LEN_MAX
-assert SENT_HEADER_LIST_LEN_MAX * 30 // 8 <= HEADER_LIST_LEN_MAX, "Huffman codes have up to 30 bits a byte"
+assert SENT_HEADER_LIST_LEN_MAX <= HEADER_LIST_LEN_MAX
 assert OUT_LEN_SOFT + FRAME_LEN_MAX < OUT_LEN_MAX
 
 

@@ -9,18 +9,20 @@ from h2.connection import H2Connection
 from h2.settings import SettingCodes, Settings
 
 from shared.http2 import frames, limits
+from shared.http2.hpack import LiteralEncoder
 
 logging.getLogger("hpack").setLevel(logging.INFO)  # at DEBUG it logs every header's value, secrets too
 
 
 class ProtocolState(H2Connection):
-    """`h2` with three of its habits changed.
+    """`h2` with four of its habits changed.
 
     - It counts open streams, for every stream that is opened, by walking over all that it knows: 0.3 us each,
       twice a request. Here closed streams are forgotten when they close, and the count is a length. (This
       overrides two private names; were they renamed, test_state.py would fail.)
     - It would end the connection of a peer that opens one stream too many. It is told of twice `streams_max`,
       so that the surplus can be refused stream by stream.
+    - It encodes header lists with a table that is of no use here (hpack.py).
     - Its settings must be in place before the first frame, not changed by a second one.
     """
 
@@ -28,8 +30,14 @@ class ProtocolState(H2Connection):
         self, *, client: bool, stream_window_len: int, connection_window_len: int, streams_max: int
     ) -> None:
         super().__init__(
-            H2Configuration(client_side=client, header_encoding=None, validate_outbound_headers=False)
+            H2Configuration(
+                client_side=client,
+                header_encoding=None,
+                validate_outbound_headers=False,  # `headers.fields` has done both
+                normalize_outbound_headers=False,
+            )
         )
+        self.encoder = LiteralEncoder()  # type: ignore[assignment]  # it has what h2 asks for
         told = {
             SettingCodes.ENABLE_PUSH: 0,
             SettingCodes.INITIAL_WINDOW_SIZE: stream_window_len,

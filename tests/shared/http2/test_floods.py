@@ -136,11 +136,6 @@ def test_a_peer_that_makes_us_answer_and_does_not_read_is_cut_off(server: End) -
     assert limits.OUT_LEN_MAX < 17 * answers < 1.1 * limits.OUT_LEN_MAX
 
 
-def test_our_table_of_sent_headers_stays_small_whatever_the_peer_allows(server: End) -> None:
-    server.connection.receive(frames.settings({0x1: 2**31}))
-    assert server.connection.h2.encoder.header_table_size == limits.HEADER_TABLE_LEN_MAX
-
-
 @pytest.mark.parametrize(
     "first", [b"GET / HTTP/1.1\r\n\r\n", frames.PREFACE + frames.frame(frames.PING, 0, 0, bytes(8))]
 )
