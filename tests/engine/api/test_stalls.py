@@ -128,9 +128,9 @@ async def test_the_last_token_is_no_reason_to_pause(serve: Serve) -> None:
         for _ in range(UNSENT_TOKENS_MAX):
             core.step()
         await until(lambda: served.engine.state.core.live == 0)
-        assert served.engine.state.core.failure is None
-        assert core.pauses == []
         assert text_of(await slow.read()) == "the" * (1 + UNSENT_TOKENS_MAX)
+        assert core.pauses == []
+        assert served.engine.state.core.failure is None
 
 
 async def test_who_reads_in_time_keeps_its_connection(serve: Serve) -> None:
