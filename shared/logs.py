@@ -4,6 +4,7 @@ Rules:
 
 1. A log call never raises and never waits for whoever reads the stream. Lines pass a bounded queue
    to one writer thread; when the reader is too slow, lines are dropped and the drop is counted.
+   After each write the writer rests for `REST_S`: waking it costs a request more than its line does.
 2. No prompt text. Names on the deny list are redacted at any depth, and only plain values (numbers,
    strings, lists, dicts of those) are written out: anything else is named by its type, so that a
    request object handed to a log call by mistake shows nothing.
@@ -20,9 +21,10 @@ import logging
 import queue
 import sys
 import threading
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from datetime import UTC, datetime
 from enum import Enum
+from functools import lru_cache
 from pathlib import PurePath
 from types import TracebackType
 from typing import Any, Final, TextIO
@@ -38,7 +40,10 @@ TEXT_LEN_MAX: Final = 2048
 """Characters of one string value."""
 ITEMS_MAX: Final = 100
 DEPTH_MAX: Final = 8
+NAMES_MAX: Final = 1024
+"""Names of fields whose judgement is kept: most are constants of the code."""
 FRAMES_MAX: Final = 30
+REST_S: Final = 0.01
 FLUSH_S: Final = 2.0
 """How long the end of the process waits for the writer."""
 
@@ -62,6 +67,7 @@ class _Writer:
         self._service = service
         self._lines: queue.Queue[str | None] = queue.Queue(LINES_MAX)
         self._dropped = 0
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
         self._thread.start()
 
@@ -75,6 +81,7 @@ class _Writer:
         """Write what waits, within `FLUSH_S`."""
         if not self._thread.is_alive():
             return
+        self._closing.set()
         try:
             self._lines.put(None, timeout=FLUSH_S)
         except queue.Full:
@@ -82,23 +89,27 @@ class _Writer:
         self._thread.join(FLUSH_S)
 
     def _run(self) -> None:
-        while (line := self._lines.get()) is not None:
-            self._write(line)
+        lines: list[str | None] = []
+        while None not in lines:
+            lines = [self._lines.get()]
+            while len(lines) < LINES_MAX and not self._lines.empty():
+                lines.append(self._lines.get())
+            self._write([line for line in lines if line is not None])
             if self._lines.empty():
                 self._tell_dropped()
-        self._tell_dropped()
+            self._closing.wait(REST_S)
 
     def _tell_dropped(self) -> None:
         if self._dropped:
             dropped, self._dropped = self._dropped, 0
-            self._write(render(self._service, "warning", "logs.dropped", {"lines": dropped}))
+            self._write([render(self._service, "warning", "logs.dropped", {"lines": dropped})])
 
-    def _write(self, line: str) -> None:
+    def _write(self, lines: Sequence[str]) -> None:
         try:
-            self._stream.write(line + "\n")
+            self._stream.write("".join([f"{line}\n" for line in lines]))
             self._stream.flush()
         except (OSError, ValueError):
-            self._dropped += 1  # closed or broken stream: nobody is left to tell
+            self._dropped += len(lines)  # closed or broken stream: nobody is left to tell
 
 
 class _Sink:
@@ -194,6 +205,8 @@ def render(service: str, level: str, event: str, fields: Mapping[str, object]) -
 
 def plain(value: object, depth: int = 0) -> object:
     """`value` as JSON-safe data within bounds; what is not plain data is named, not shown."""
+    if type(value) in _AS_THEY_ARE:
+        return value
     match value:
         case Enum():
             return value.name.lower()
@@ -220,6 +233,10 @@ def plain(value: object, depth: int = 0) -> object:
             return f"<{type(value).__name__}>"
 
 
+_AS_THEY_ARE: Final = frozenset({float, bool, type(None)})
+
+
+@lru_cache(maxsize=NAMES_MAX)
 def _denied(name: str) -> bool:
     return name.lower().replace("-", "_") in DENIED
 
