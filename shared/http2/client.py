@@ -310,7 +310,7 @@ class _Upload:
         if self._data is None:
             self.whole = False
             self._task = asyncio.create_task(self._run(stream, self._content))
-        elif (rest := stream.offer(self._data)) is not None:
+        elif (rest := stream.offer(self._data, end=True)) is not None:
             self._task = asyncio.create_task(self._run(stream, _one(rest)))
         else:
             stream.finish()

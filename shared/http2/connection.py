@@ -208,8 +208,7 @@ class Connection:
         self.h2.send_headers(stream.id, head, end_stream=end)
         self.collect()
         if end:
-            stream.sent_all = True
-            self._close_if_done(stream)
+            self._ended(stream)
 
     def inform(self, stream: Stream, status: bytes) -> None:
         """A server's: an interim response (1xx)."""
@@ -260,13 +259,15 @@ class Connection:
 
     # -- what streams ask ---------------------------------------------------------------------
 
-    def send(self, stream: Stream, data: bytes | memoryview) -> memoryview | None:
-        """Frames as much of `data` as may go now; returns the rest, if any."""
+    def send(self, stream: Stream, data: bytes | memoryview, *, end: bool = False) -> memoryview | None:
+        """Frames as much of `data` as may go now; returns the rest, if any. `end` as in `Stream.offer`."""
         path = self.path
         length = len(data)
         if length <= limits.FRAME_LEN_MAX and not self.full and length <= path.send_room(stream):
             if length:
-                path.send(stream, data)
+                path.send(stream, data, end=end)
+                if end:
+                    self._ended(stream)
             return None
         rest = memoryview(data)
         while rest and not self.full:
@@ -286,8 +287,7 @@ class Connection:
     def end(self, stream: Stream) -> None:
         self.h2.end_stream(stream.id)
         self.collect()
-        stream.sent_all = True
-        self._close_if_done(stream)
+        self._ended(stream)
 
     def reset(self, stream: Stream, error: StreamFailed, code: ErrorCode) -> None:
         self.h2.reset_stream(stream.id, code)
@@ -442,6 +442,11 @@ class Connection:
         self._owner.peer_changed()
 
     # -- the end of a stream ------------------------------------------------------------------
+
+    def _ended(self, stream: Stream) -> None:
+        """We have."""
+        stream.sent_all = True
+        self._close_if_done(stream)
 
     def _close_if_done(self, stream: Stream) -> None:
         if stream.received_all and stream.sent_all and self.streams.pop(stream.id, None) is not None:

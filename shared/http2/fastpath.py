@@ -58,13 +58,16 @@ class FastPath:
     def stream_room(self, stream: Stream) -> int:
         return stream.send_window
 
-    def send(self, stream: Stream, data: bytes | memoryview) -> None:
+    def send(self, stream: Stream, data: bytes | memoryview, *, end: bool = False) -> None:
         length = len(data)
         self.connection_room -= length
         stream.send_window -= length
         connection = self._connection
-        connection.put(frames.data_header(stream.id, length))
+        connection.put(frames.data_header(stream.id, length, frames.END_STREAM if end else 0))
         connection.put(data)
+        if end:
+            self._h2.end_stream(stream.id)
+            self._h2.clear_outbound_data_buffer()  # the empty frame that says so
 
     # -- receiving ----------------------------------------------------------------------------
 

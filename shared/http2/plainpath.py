@@ -53,8 +53,8 @@ class PlainPath:
         """What its own window allows, whatever the connection's does."""
         return self._h2.streams[stream.id].outbound_flow_control_window
 
-    def send(self, stream: Stream, data: bytes | memoryview) -> None:
-        self._h2.send_data(stream.id, data)
+    def send(self, stream: Stream, data: bytes | memoryview, *, end: bool = False) -> None:
+        self._h2.send_data(stream.id, data, end_stream=end)
         self._connection.collect()
 
     # -- receiving ----------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class ServerResponder:
             head.append((b"content-length", str(len(body)).encode()))
         self._respond(head, end=self._head_only or not body)
         if not self._stream.sent_all:
-            await self.write(body)
+            await self._write(body, end=True)
             await self.finish()
 
     async def start_stream(self, status: int, headers: Mapping[str, str]) -> None:
@@ -111,10 +111,12 @@ class ServerResponder:
     async def write(self, data: bytes) -> None:
         """Returns when the bytes are framed: the peer's windows had room, and so had the socket."""
         assert self.started
-        if self._head_only:
-            return
+        if not self._head_only:
+            await self._write(data)
+
+    async def _write(self, data: bytes, *, end: bool = False) -> None:
         try:
-            await self._stream.write(data)
+            await self._stream.write(data, end=end)
         except StreamFailed as error:
             raise ClientGone from error
 

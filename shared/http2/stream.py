@@ -156,17 +156,22 @@ class Stream:
 
     # -- for the writer -----------------------------------------------------------------------
 
-    def offer(self, data: bytes | memoryview) -> memoryview | None:
-        """Frames what fits now; returns the rest, if any. Raises StreamFailed if nobody will read it."""
+    def offer(self, data: bytes | memoryview, *, end: bool = False) -> memoryview | None:
+        """Frames what fits now; returns the rest, if any. Raises StreamFailed if nobody will read it.
+
+        `end`: nothing comes after `data`. When it fits one frame, that frame ends the stream, which saves
+        both sides another; `finish` is to be called all the same.
+        """
         if self.error is not None:
             raise self.error.with_traceback(None)
         assert not self.sent_all, "write after finish"
         assert self.pending is None, "one writer at a time"
-        return self._connection.send(self, data)
+        return self._connection.send(self, data, end=end)
 
-    async def write(self, data: bytes | memoryview) -> None:
-        """Returns when all of `data` is framed. Raises StreamFailed when the peer will not read it."""
-        rest = self.offer(data)
+    async def write(self, data: bytes | memoryview, *, end: bool = False) -> None:
+        """Returns when all of `data` is framed. `end` as in `offer`. Raises StreamFailed when the peer will
+        not read it."""
+        rest = self.offer(data, end=end)
         if rest is None:
             return
         self.pending = rest
