@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ssl
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from http import HTTPStatus
@@ -67,7 +67,8 @@ class Answer:
 
     def __init__(self, response: httpx.Response) -> None:
         self.status: Final = response.status_code
-        self.headers: Final = response.headers
+        self.headers: Final = _plain(response.headers)
+        """By lower-case name."""
         self.finished = False
         """Whether the whole answer was read."""
         self._stream: Final = typing.cast(ReadableStream, response.stream)
@@ -151,8 +152,8 @@ class Upstream:
         request = httpx.Request(
             outbound.method,
             _url(base_url + outbound.path),
-            headers=outbound.headers,
-            content=outbound.content,
+            headers=[*outbound.headers, ("content-length", str(len(outbound.content)))],
+            stream=httpx.ByteStream(outbound.content),  # given `content`, httpx spends 10 us on more headers
             extensions={"timeout": {"connect": connect_s, "pool": connect_s}, CONNECTED: connected},
         )
         try:
@@ -162,7 +163,7 @@ class Upstream:
 
     async def fetch(
         self, protocol: Protocol, base_url: str, path: str, connect_s: float
-    ) -> tuple[httpx.Headers, bytes]:
+    ) -> tuple[Mapping[str, str], bytes]:
         """A GET of the gateway's own. Raises ApiError for every answer but a good one."""
         answer = await self.send(protocol, base_url, Outbound("GET", path, ()), connect_s)
         try:
@@ -175,6 +176,11 @@ class Upstream:
     async def aclose(self) -> None:
         for transport in self._transports.values():
             await transport.aclose()
+
+
+def _plain(headers: httpx.Headers) -> Mapping[str, str]:
+    """httpx decodes anew at each look."""
+    return {name.lower().decode("latin-1"): value.decode("latin-1") for name, value in headers.raw}
 
 
 @lru_cache(maxsize=URLS_MAX)
