@@ -108,6 +108,13 @@ def engine_url(engine: Service) -> str:
     return f"http://127.0.0.1:{engine.line('engine.ready')['port']}"
 
 
+@contextmanager
+def client(engine: Service) -> Iterator[httpx.Client]:
+    """Of the engine itself, once it is ready."""
+    with httpx.Client(base_url=engine_url(engine), timeout=PATIENCE_S) as http:
+        yield http
+
+
 CONFIG = """
 [listen]
 port = 0
@@ -145,9 +152,9 @@ def admin_url(gateway: Service) -> str:
     return f"http://127.0.0.1:{gateway.line('gateway.listening')['admin_port']}"
 
 
-def gauges(url: str) -> dict[str, float]:
+def gauges(url: str | httpx.URL) -> dict[str, float]:
     """What `/metrics` says, without histograms: `queue_depth`, `kv_pages:owned`, ..."""
-    text = httpx.get(f"{url}/metrics", timeout=PATIENCE_S, trust_env=False).text
+    text = httpx.get(f"{str(url).rstrip('/')}/metrics", timeout=PATIENCE_S, trust_env=False).text
     return {
         ":".join((_short(sample.name), *sample.labels.values())): sample.value
         for family in text_string_to_metric_families(text)

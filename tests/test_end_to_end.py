@@ -13,8 +13,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,9 @@ import openai
 import pytest
 
 from tests.engine.demo.questions import ACCURACY_MIN, QUESTIONS, Question
+from tests.services import PATIENCE_S, engine_at_rest, gauges, until
 
 PENSTOCK = Path(sys.executable).with_name("penstock")
-PATIENCE_S = 60.0
 KEY = "My API Key"
 """Any string will do, also one with spaces."""
 MODEL = "penstock-demo"
@@ -82,13 +81,6 @@ class Up:
         until(lambda: bool(lines()))
         [line] = lines()
         return line
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "the condition never came"
-        time.sleep(0.01)  # between two looks at another process; nothing depends on its length
 
 
 def start(directory: Path, *options: str) -> Up:
@@ -352,21 +344,6 @@ GATEWAY_STAGES = frozenset(
 )
 
 
-def gauges(url: str) -> dict[str, float]:
-    lines = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text.splitlines()
-    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
-
-
-def is_idle(up: Up) -> bool:
-    now = gauges(up.engine_url)
-    return (
-        now["penstock_engine_running_sequences"] == 0
-        and now["penstock_engine_queue_depth"] == 0
-        and now["penstock_engine_open_sequences"] == 0
-        and now['penstock_engine_kv_pages{state="owned"}'] == 0
-    )
-
-
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "unary"])
 @pytest.mark.parametrize("read", [0, 1, 20], ids=["before the answer", "at its start", "in its middle"])
 def test_a_client_that_leaves_is_not_worked_for(up: Up, stream: bool, read: int) -> None:
@@ -393,7 +370,7 @@ def test_a_client_that_leaves_is_not_worked_for(up: Up, stream: bool, read: int)
     gateway = up.completed("gateway", request_id)
     assert gateway["status"] == 499
     assert gateway["end_reason"] == "client_cancel"
-    until(lambda: is_idle(up))
+    until(lambda: engine_at_rest(up.engine_url))
     if gateway["stage"] == "relay":
         assert up.completed("engine", request_id)["end_reason"] == "client_gone"
 
@@ -406,7 +383,7 @@ def leave_unary(up: Up, request: httpx.Request, *, running: bool) -> None:
         head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
         connection.sendall(f"POST {request.url.path} HTTP/1.1\r\n{head}\r\n".encode() + request.content)
         if running:
-            until(lambda: gauges(up.engine_url)["penstock_engine_running_sequences"] == 1)
+            until(lambda: gauges(up.engine_url)["running_sequences"] == 1)
 
 
 def test_the_core_killed_in_the_middle_of_a_stream(tmp_path: Path) -> None:

@@ -56,12 +56,6 @@ def chat(**fields: Any) -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def short_tmp(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The name of a Unix socket may have 107 bytes."""
-    return tmp_path_factory.mktemp("r")
-
-
 class Streams:
     """Live streams through the gateway: each has had its first event, none its last."""
 

@@ -16,9 +16,8 @@ from typing import Any
 
 import httpx
 
-from tests.engine.test_engine_process import LONG, PATIENCE_S, client, engine, gauges, short_tmp, until
-
-__all__ = ["short_tmp"]
+from tests.engine.test_engine_process import LONG
+from tests.services import PATIENCE_S, client, engine, gauges, until
 
 REST_S = 1.0
 BODY = {**LONG, "temperature": 0, "max_tokens": 1000}
@@ -83,54 +82,51 @@ def text_of(stream: bytes) -> str:
 def at_rest(http: httpx.Client) -> dict[str, float]:
     """The gauges, once they have stopped moving with one sequence stalled."""
     deadline = time.monotonic() + PATIENCE_S
-    seen, since = gauges(http), time.monotonic()
+    seen, since = gauges(http.base_url), time.monotonic()
     while time.monotonic() < since + REST_S:
         assert time.monotonic() < deadline, "it never came to rest"
-        now = gauges(http)
-        if (
-            now.get("generated_tokens_total") != seen.get("generated_tokens_total")
-            or now.get("stalled_sequences") != 1
-        ):
+        now = gauges(http.base_url)
+        if now.get("generated_tokens") != seen.get("generated_tokens") or now.get("stalled_sequences") != 1:
             since = time.monotonic()
         seen = now
     return seen
 
 
 def test_nothing_is_computed_for_a_client_that_stopped_reading(short_tmp: Path) -> None:
-    with engine(short_tmp, options=["--dtype", "float32"]) as process, client(process) as http:
+    with engine(short_tmp, "--dtype", "float32") as process, client(process) as http:
         whole = http.post("/v1/chat/completions", json={**BODY, "stream": False}).json()
-        before = gauges(http)["generated_tokens_total"]
+        before = gauges(http.base_url)["generated_tokens"]
         with reader(http) as slow:
             rest = at_rest(http)
-            assert rest["generated_tokens_total"] - before < TOKENS_MAX
+            assert rest["generated_tokens"] - before < TOKENS_MAX
             assert (rest["running_sequences"], rest["open_sequences"]) == (0, 1)
-            assert rest["kv_pagesowned"] > 0, "its pages stay"
+            assert rest["kv_pages:owned"] > 0, "its pages stay"
 
             # others are served meanwhile, and nothing more comes for it
             other = http.post("/v1/chat/completions", json={**BODY, "stream": False, "max_tokens": 50})
             assert other.json()["usage"]["completion_tokens"] == 50
-            later = gauges(http)
-            assert later["generated_tokens_total"] - rest["generated_tokens_total"] == 50
-            assert later["kv_pagesowned"] == rest["kv_pagesowned"]
+            later = gauges(http.base_url)
+            assert later["generated_tokens"] - rest["generated_tokens"] == 50
+            assert later["kv_pages:owned"] == rest["kv_pages:owned"]
 
             # it reads again, and has missed nothing
             stream = slow.read()
         assert text_of(stream) == whole["choices"][0]["message"]["content"]
         assert b"data: [DONE]" in stream
-        until(lambda: gauges(http)["kv_pagesowned"] == 0)
-        assert gauges(http)["stalled_sequences"] == 0
-        assert gauges(http)["preemptions_total"] == 0
+        until(lambda: gauges(http.base_url)["kv_pages:owned"] == 0)
+        assert gauges(http.base_url)["stalled_sequences"] == 0
+        assert gauges(http.base_url)["preemptions"] == 0
 
 
 def test_at_the_stall_deadline_it_ends_and_its_pages_come_back(short_tmp: Path) -> None:
-    with engine(short_tmp, options=["--stall-deadline-s", "0.5"]) as process, client(process) as http:
+    with engine(short_tmp, "--stall-deadline-s", "0.5") as process, client(process) as http:
         with reader(http) as slow:
-            until(lambda: gauges(http)["open_sequences"] == 1)
-            until(lambda: gauges(http)["open_sequences"] == 0)
-            after = gauges(http)
-            assert (after["kv_pagesowned"], after["stalled_sequences"]) == (0, 0)
-            assert after["generated_tokens_total"] < TOKENS_MAX
+            until(lambda: gauges(http.base_url)["open_sequences"] == 1)
+            until(lambda: gauges(http.base_url)["open_sequences"] == 0)
+            after = gauges(http.base_url)
+            assert (after["kv_pages:owned"], after["stalled_sequences"]) == (0, 0)
+            assert after["generated_tokens"] < TOKENS_MAX
             *_, error, closing, _ = slow.read().split(b"\n\n")
         assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "slow_client"
         assert json.loads(closing.removeprefix(b": penstock "))["end_reason"] == "stalled"
-        until(lambda: gauges(http).get("requests_totalstalled") == 1)
+        until(lambda: gauges(http.base_url).get("requests:stalled") == 1)
