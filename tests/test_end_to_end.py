@@ -242,7 +242,7 @@ def test_completions(client: openai.OpenAI) -> None:
     assert ids.usage is not None
     assert ids.usage.prompt_tokens == 3
     # the SDK's type for a chunk allows no null finish_reason, though OpenAI's own stream has it
-    lenient = client.copy(_strict_response_validation=False)
+    lenient = client.copy(_extra_kwargs={"_strict_response_validation": False})
     stream = lenient.completions.create(model=MODEL, prompt="The capital", max_tokens=4, stream=True)
     *chunks, last = list(stream)
     assert "".join(chunk.choices[0].text for chunk in chunks)
