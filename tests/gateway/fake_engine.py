@@ -150,6 +150,10 @@ class FakeEngine:
     async def stop(self) -> None:
         await self._server.stop()
 
+    def drain(self) -> None:
+        """Over HTTP/2: finish what runs, take nothing more."""
+        self._server.retire()
+
     async def _handle(self, request: Request, responder: Responder) -> None:
         match request.path:
             case "/v1/models":

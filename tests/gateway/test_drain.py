@@ -1,0 +1,60 @@
+"""Engines that shut down while requests come: they say so by GOAWAY, and nothing is lost.
+
+What is sent before the GOAWAY is heard is still served, so that the tests ask until it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.gateway.conftest import PATIENCE_S, House, Open
+from tests.gateway.fake_engine import FakeEngine, Script, Seen, byte_bundle, chunk, stream
+
+
+@pytest.fixture
+def protocol() -> str:
+    return "http2"
+
+
+async def test_the_only_engine_drains(house: House) -> None:
+    """Streams that run are finished; new requests are refused, with when to come back."""
+    go_on = asyncio.Event()
+
+    def script(seen: Seen) -> Script:
+        return stream(chunk("a"), go_on, chunk("b")) if seen is house.engine.seen[0] else stream(chunk("c"))
+
+    house.engine.script = script
+    async with asyncio.timeout(PATIENCE_S), house.chat(stream=True) as running:
+        await running.content.readuntil(b"\n\n")
+        house.engine.drain()
+        while True:
+            async with house.chat(stream=True) as late:
+                if late.status == 200:
+                    continue
+                assert late.status == 503
+                assert late.headers["retry-after"] == "1"
+                assert late.headers["x-should-retry"] == "true"
+                assert (await late.json())["error"]["code"] == "not_ready"
+                break
+        go_on.set()
+        assert (await running.read()).endswith(b"data: [DONE]\n\n")
+    lines = await house.lines(len(house.engine.seen) + 1)
+    [refused] = [line for line in lines if line["status"] == 503]
+    assert refused["end_reason"] == "refused"
+    assert refused["settled_tokens"] == 0
+    await house.at_rest()
+
+
+async def test_another_engine_takes_over(open_house: Open) -> None:
+    async with FakeEngine(bundle=byte_bundle()) as other:
+        house: House = await open_house(other.url)
+        house.engine.drain()
+        async with asyncio.timeout(PATIENCE_S):
+            while len(other.seen) < 4:
+                async with house.chat(stream=True) as answer:
+                    assert answer.status == 200
+        lines = await house.lines(len(other.seen) + len(house.engine.seen))
+        assert any(line["attempts"] == 2 for line in lines), "the one that drains was asked first"
+        await house.at_rest()
