@@ -97,6 +97,11 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
 
     async def exchange(self, request: bytes, deadline_s: float = EXCHANGE_DEADLINE_S) -> Exchange:
+        self.begin(request)
+        return await self.finished(deadline_s)
+
+    def begin(self, request: bytes) -> Exchange:
+        """Sends the request. The exchange fills as the answer comes."""
         assert self._transport is not None, "not connected"
         assert self._exchange is None, "one exchange at a time"
         self._buffer = self._event = b""
@@ -104,6 +109,13 @@ class Connection(asyncio.Protocol):
         self._exchange = exchange = Exchange(sent_at=time.perf_counter())
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
+        return exchange
+
+    async def finished(self, deadline_s: float = EXCHANGE_DEADLINE_S) -> Exchange:
+        """The exchange that was begun, once it has ended."""
+        exchange = self._exchange
+        assert exchange is not None, "begin one first"
+        assert self._done is not None
         try:
             async with asyncio.timeout(deadline_s):
                 await self._done

@@ -2,8 +2,9 @@
 
 All streams emit on one clock tick, as a real engine's do when a step ends. It speaks the hop, HTTP/2 and
 HTTP/1.1 on one port, with the tokenizer endpoint and the closing comment, so that a gateway in front does
-all of its work. The number of events is the request's `max_tokens`. HTTP/1.1 is the least that a load
-needs: no pipelining, no chunked requests. Run as `python -m shared.bench.paced_engine`.
+all of its work. The number of events is the request's `max_tokens`, and their length its `event_len`.
+HTTP/1.1 is the least that a load needs: no pipelining, no chunked requests. Run as
+`python -m shared.bench.paced_engine`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import msgspec
 from shared.http import ClientGone
 from shared.http2.server import Http2Server, ServerRequest, ServerResponder
 from shared.http2.sniff import SniffingProtocol
+from shared.ids import TOKENIZER_HEADER
 from shared.openai import (
     BODY_LEN_MAX,
     AssistantMessage,
@@ -35,21 +37,51 @@ from shared.tokenizer import TokenizerBundle
 MODEL: Final = "paced"
 PROMPT_TOKENS: Final = 16
 CREATED: Final = 1_700_000_000
+CONTEXT_LEN: Final = 1_000_000
+"""So that a stream can run for as long as anybody measures."""
 BODY_DEADLINE_S: Final = 60.0
-_EVENT: Final = (
+_EVENT_HEAD: Final = (
     b'data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1700000000,'
-    b'"model":"paced","choices":[{"index":0,"delta":{"content":" token"},"finish_reason":null}]}\n\n'
+    b'"model":"paced","choices":[{"index":0,"delta":{"content":"'
 )
-_SSE: Final = {"content-type": "text/event-stream", "cache-control": "no-cache"}
-_JSON: Final = {"content-type": "application/json"}
+_EVENT_TAIL: Final = b'"},"finish_reason":null}]}\n\n'
+EVENT_LEN: Final = len(_EVENT_HEAD + b" token" + _EVENT_TAIL)
+STATS: Final = "/paced/stats"
+"""GET: a `Stats`."""
+
+
+class StreamStats(msgspec.Struct):
+    event_len: int
+    written_len: int
+    """Bytes of events that its writes took."""
+    waits: bool
+    """For a reader who is behind by a whole tick."""
+
+
+class Stats(msgspec.Struct):
+    streams: list[StreamStats]
+    """Those that are open."""
 
 
 class _Wants(msgspec.Struct):
     stream: bool | None = None
     max_tokens: int | None = None
+    event_len: int | None = None
+
+    @property
+    def event(self) -> bytes:
+        return _EVENT_HEAD + b" token".ljust(self._text_len, b"-") + _EVENT_TAIL
+
+    @property
+    def _text_len(self) -> int:
+        return (self.event_len or EVENT_LEN) - len(_EVENT_HEAD + _EVENT_TAIL)
 
 
 class Ticking(Protocol):
+    event: bytes
+    written_len: int
+    waits: bool
+
     def tick(self) -> None:
         """Emit one event. Must not wait."""
         ...
@@ -68,24 +100,33 @@ class Ticker:
         while True:
             due = max(due + self._interval_s, loop.time())
             await asyncio.sleep(due - loop.time())
-            for stream in list(self.streams):
-                stream.tick()
+            self.tick()
+
+    def tick(self) -> None:
+        for stream in list(self.streams):
+            stream.tick()
+
+    def stats(self) -> Stats:
+        return Stats([StreamStats(len(one.event), one.written_len, one.waits) for one in self.streams])
 
 
 class PacedEngine:
     """What is answered, whichever protocol asks."""
 
     def __init__(self, ticker: Ticker, model_dir: Path) -> None:
-        model = Model(id=MODEL, created=CREATED, max_model_len=4096)
+        model = Model(id=MODEL, created=CREATED, max_model_len=CONTEXT_LEN)
+        bundle = TokenizerBundle.from_dir(model_dir)
         self.ticker = ticker
+        self.sse = {"content-type": "text/event-stream", TOKENIZER_HEADER: bundle.hash}
+        self.json = {"content-type": "application/json", TOKENIZER_HEADER: bundle.hash}
         self._fixed = {
-            "/penstock/tokenizer": msgspec.json.encode(TokenizerBundle.from_dir(model_dir)),
+            "/penstock/tokenizer": msgspec.json.encode(bundle),
             "/v1/models": msgspec.json.encode(ModelList(data=[model])),
         }
 
-    def fixed(self, path: str) -> bytes:
+    def got(self, path: str) -> bytes:
         """The answer to a GET."""
-        return self._fixed.get(path, b"{}")
+        return msgspec.json.encode(self.ticker.stats()) if path == STATS else self._fixed.get(path, b"{}")
 
     def unary(self, events: int) -> tuple[dict[str, str], bytes]:
         usage = Usage(PROMPT_TOKENS, events, PROMPT_TOKENS + events, PromptTokensDetails())
@@ -97,28 +138,28 @@ class PacedEngine:
             usage=usage,
             system_fingerprint="fp_paced",
         )
-        headers = {**_JSON, CLOSING_HEADER: encode_closing(_closing(events)).decode()}
+        headers = {**self.json, CLOSING_HEADER: encode_closing(_closing(events)).decode()}
         return headers, msgspec.json.encode(answer)
 
     async def handle(self, request: ServerRequest, responder: ServerResponder) -> None:
         """A request over HTTP/2."""
         body = await request.body(len_max=BODY_LEN_MAX, deadline_s=BODY_DEADLINE_S)
         if not body:
-            await responder.send(200, _JSON, self.fixed(request.path))
+            await responder.send(200, self.json, self.got(request.path))
             return
         wants = msgspec.json.decode(body, type=_Wants)
         events = wants.max_tokens or 16
         if not wants.stream:
             await responder.send(200, *self.unary(events))
             return
-        await responder.start_stream(200, _SSE)
-        stream = _Http2Stream()
+        await responder.start_stream(200, self.sse)
+        stream = _Http2Stream(wants.event)
         self.ticker.streams.add(stream)
         try:
             for _ in range(events):
                 await stream.due.wait()
-                stream.due.clear()
-                await responder.write(_EVENT)
+                await responder.write(stream.event)
+                stream.wrote()
             await responder.write(_ending(events))
             await responder.finish()
         finally:
@@ -126,11 +167,22 @@ class PacedEngine:
 
 
 class _Http2Stream:
-    def __init__(self) -> None:
+    """A tick that comes while a write still waits is lost, as a step is to a stalled sequence."""
+
+    def __init__(self, event: bytes) -> None:
         self.due = asyncio.Event()
+        self.event = event
+        self.written_len = 0
+        self.waits = False
 
     def tick(self) -> None:
+        self.waits = self.due.is_set()
         self.due.set()
+
+    def wrote(self) -> None:
+        self.due.clear()
+        self.waits = False
+        self.written_len += len(self.event)
 
 
 class Http1Connection(asyncio.Protocol):
@@ -140,6 +192,9 @@ class Http1Connection(asyncio.Protocol):
         self._engine = engine
         self._buffer = b""
         self._events = self._left = 0
+        self.event = b""
+        self.written_len = 0
+        self.waits = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
@@ -147,8 +202,17 @@ class Http1Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._engine.ticker.streams.discard(self)
 
+    def pause_writing(self) -> None:
+        self.waits = True
+
+    def resume_writing(self) -> None:
+        self.waits = False
+
     def tick(self) -> None:
-        self._transport.write(_chunk(_EVENT))
+        if self.waits:
+            return
+        self._transport.write(_chunk(self.event))
+        self.written_len += len(self.event)
         self._left -= 1
         if self._left == 0:
             self._engine.ticker.streams.discard(self)
@@ -169,12 +233,13 @@ class Http1Connection(asyncio.Protocol):
 
     def _answer(self, path: str, body: bytes) -> None:
         if not body:
-            self._send(_JSON, self._engine.fixed(path))
+            self._send(self._engine.json, self._engine.got(path))
             return
         wants = msgspec.json.decode(body, type=_Wants)
         self._events = self._left = wants.max_tokens or 16
         if wants.stream:
-            self._transport.write(_head({**_SSE, "transfer-encoding": "chunked"}))
+            self.event = wants.event
+            self._transport.write(_head({**self._engine.sse, "transfer-encoding": "chunked"}))
             self._engine.ticker.streams.add(self)
         else:
             self._send(*self._engine.unary(self._events))

@@ -52,11 +52,18 @@ async def service(argv: Sequence[str], ready_url: str) -> AsyncIterator[Process]
             await _stop(process)
 
 
-async def _is_ready(url: str) -> bool:
+async def get(url: str) -> bytes:
+    """Raises httpx.HTTPError, also for every status but a good one."""
     async with httpx.AsyncClient(trust_env=False) as client:
-        with contextlib.suppress(httpx.TransportError):
-            return (await client.get(url)).status_code == 200
-    return False
+        return (await client.get(url)).raise_for_status().content
+
+
+async def _is_ready(url: str) -> bool:
+    try:
+        await get(url)
+    except httpx.HTTPError:
+        return False
+    return True
 
 
 async def _stop(process: Process) -> None:

@@ -1,0 +1,185 @@
+"""The rows of `penstock bench gateway` that stream: events, overload, many streams, stalled clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from shared.bench.figures import Figure, Target, at_least, at_most, figure, quantile
+from shared.bench.streams import Window, streaming
+from shared.bench.subjects import Engine, Subject, gateway, nginx, paced_engine, plain_relay
+
+CPU_US_PER_EVENT_TARGET: Final = at_most(15)
+AGAINST_PLAIN_TARGET: Final = at_most(0.7)
+AGAINST_NGINX_TARGET: Final = at_most(1.3)
+DELIVERED_TARGET: Final = at_least(95)
+"""Percent of the offered load. A proxy that falls behind writes several events at once, which is cheaper."""
+
+OVERLOAD_STREAMS: Final = 256
+OVERLOAD_INTERVAL_MS: Final = 3.0
+OVERLOAD_TARGET: Final = at_least(60_000)
+OVERLOAD_GROWTH_TARGET: Final = at_most(64)
+"""MB: a stream's window and its client's buffers, 256 times, and some room."""
+
+MANY_STREAMS: Final = (256, 1000)
+MANY_INTERVAL_MS: Final = 100.0
+
+LIVE: Final = 128
+STALLED: Final = 120
+STALLED_EVENT_LEN: Final = 1024
+"""So that buffers which hold half a minute of tokens are full within seconds."""
+STALLED_DEADLINE_S: Final = 20.0
+GAP_TARGET: Final = at_most(1.1)
+WRITTEN_TARGET: Final = at_most(300)
+
+SETTLE_S: Final = 0.3
+"""Between the last stream's start and the first mark."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    streams: int
+    interval_ms: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.streams} streams at {self.interval_ms:g} ms"
+
+    def delivered(self, window: Window) -> float:
+        """Percent."""
+        return 100 * window.rate * self.interval_ms / 1e3 / self.streams
+
+
+async def measured(subject: Subject, streams: int, seconds: float) -> Window:
+    async with streaming(subject.endpoint, subject.chat(), streams) as running:
+        await asyncio.sleep(SETTLE_S)
+        return await running.measure(seconds, subject.cpu_s)
+
+
+# -- cost per event ---------------------------------------------------------------------------------------
+
+
+async def events(interval_ms: float, streams: Sequence[int], seconds: float) -> list[Figure]:
+    """Ours and, in the same run, a plain relay and nginx."""
+    figures: list[Figure] = []
+    async with paced_engine(interval_ms) as engine, _proxies(engine) as (ours, relay, web_server):
+        for count in streams:
+            load = Load(count, interval_ms)
+            window = await measured(ours, count, seconds)
+            figures += _ours(load, window)
+            for name, peer, target in (
+                ("plain aiohttp relay", relay, AGAINST_PLAIN_TARGET),
+                ("nginx", web_server, AGAINST_NGINX_TARGET),
+            ):
+                theirs = None if peer is None else await measured(peer, count, seconds)
+                figures += _against(load, window, name, theirs, target)
+    return figures
+
+
+@contextlib.asynccontextmanager
+async def _proxies(engine: Engine) -> AsyncIterator[tuple[Subject, Subject | None, Subject | None]]:
+    async with gateway(engine) as ours, plain_relay(engine) as relay, nginx(engine) as web_server:
+        yield ours, relay, web_server
+
+
+def _cost(load: Load, window: Window) -> float:
+    """us per event; NaN, which meets no target, when it was another load than the one that was asked for."""
+    return window.cpu_us_per_event if DELIVERED_TARGET.met_by(load.delivered(window)) else float("nan")
+
+
+def _ours(load: Load, window: Window) -> list[Figure]:
+    return [
+        figure(f"{load.name}: gateway CPU", _cost(load, window), "us/event", CPU_US_PER_EVENT_TARGET),
+        figure(f"{load.name}: delivered", load.delivered(window), "%", DELIVERED_TARGET),
+        figure(f"{load.name}: gap p50", quantile(window.gaps_ms, 0.5), "ms"),
+    ]
+
+
+def _against(load: Load, ours: Window, name: str, theirs: Window | None, target: Target) -> list[Figure]:
+    if theirs is None:
+        return [figure(f"{load.name}: {name}, not installed", float("nan"), "us/event")]
+    cost = _cost(load, theirs)
+    return [
+        figure(f"{load.name}: {name} CPU", cost, "us/event"),
+        figure(f"{load.name}: gateway / {name}", _cost(load, ours) / cost, "x", target),
+    ]
+
+
+async def events_of(subject: Subject, streams: int, seconds: float) -> list[Figure]:
+    """Of a gateway that runs elsewhere: what its clients see. Answers last for as long as is measured."""
+    window = await measured(subject, streams, seconds)
+    return [figure(f"{streams} streams: gap p50", quantile(window.gaps_ms, 0.5), "ms")]
+
+
+# -- overload, and many streams ---------------------------------------------------------------------------
+
+
+async def overload(seconds: float) -> list[Figure]:
+    """More than it can take: one process, so one core, and the load's own processes beside it."""
+    async with paced_engine(OVERLOAD_INTERVAL_MS) as engine, gateway(engine) as ours:
+        async with streaming(ours.endpoint, ours.chat(), OVERLOAD_STREAMS) as running:
+            before_mb = ours.resident_mb()
+            window = await running.measure(seconds, ours.cpu_s)
+            grown_mb = ours.resident_mb() - before_mb
+        return [
+            figure("overload: forwarded", window.rate, "events/s", OVERLOAD_TARGET),
+            figure("overload: forwarded per second of CPU", 1e6 / window.cpu_us_per_event, "events/s"),
+            figure("overload: memory grown", grown_mb, "MB", OVERLOAD_GROWTH_TARGET),
+        ]
+
+
+async def many(seconds: float) -> list[Figure]:
+    figures: list[Figure] = []
+    async with paced_engine(MANY_INTERVAL_MS) as engine, gateway(engine) as ours:
+        for count in MANY_STREAMS:
+            window = await measured(ours, count, seconds)
+            name = f"{count} streams to one engine: had events"
+            figures.append(figure(name, window.progressed, "streams", at_least(count)))
+    return figures
+
+
+# -- stalled clients --------------------------------------------------------------------------------------
+
+
+async def stalled(interval_ms: float, seconds: float) -> list[Figure]:
+    """Clients that stop reading, beside others that do not."""
+    async with (
+        paced_engine(interval_ms) as engine,
+        gateway(engine) as ours,
+        streaming(ours.endpoint, ours.chat(), LIVE) as live,
+    ):
+        await asyncio.sleep(SETTLE_S)
+        alone = await live.measure(seconds, ours.cpu_s)
+        fat = ours.chat(event_len=STALLED_EVENT_LEN)
+        async with streaming(ours.endpoint, fat, STALLED) as deaf:
+            deaf.stop_reading()
+            before = await _all_wait(engine)
+            beside = await live.measure(seconds, ours.cpu_s)
+            after = await _written(engine)
+    ratio = quantile(beside.gaps_ms, 0.5) / quantile(alone.gaps_ms, 0.5)
+    name = f"{STALLED} stalled beside {LIVE} live"
+    return [
+        figure(f"{name}: live gap p50, beside / alone", ratio, "x", GAP_TARGET),
+        figure(f"{name}: live streams with events", beside.progressed, "streams", at_least(LIVE)),
+        figure(f"{name}: engine wrote per stalled stream", max(after) / 1e3, "KB", WRITTEN_TARGET),
+        figure(f"{name}: written while stalled", (sum(after) - sum(before)) / 1e3, "KB", at_most(0)),
+    ]
+
+
+async def _all_wait(engine: Engine) -> list[int]:
+    """Bytes written for each stalled stream, once all of them wait."""
+    async with asyncio.timeout(STALLED_DEADLINE_S):
+        while len(await _written(engine, waiting=True)) < STALLED:  # noqa: ASYNC110 -- another process tells
+            await asyncio.sleep(SETTLE_S)
+    return await _written(engine)
+
+
+async def _written(engine: Engine, *, waiting: bool = False) -> list[int]:
+    return [
+        stream.written_len
+        for stream in (await engine.stats()).streams
+        if stream.event_len == STALLED_EVENT_LEN and (stream.waits or not waiting)
+    ]

@@ -1,0 +1,160 @@
+"""What `penstock bench gateway` measures: our gateway, and other people's proxies, before one paced engine.
+
+Each is a process of its own, and they run side by side, so that what a busy machine adds is added to all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from shared.bench.client import Endpoint
+from shared.bench.cpu import cpu_s, resident_bytes
+from shared.bench.paced_engine import MODEL, STATS, Stats
+from shared.bench.services import demo_model, free_port, get, service
+from shared.cli.settings import development_key, gateway_toml
+
+EVENTS_MAX: Final = 100_000
+"""Of a stream that is measured while it runs: it lasts for minutes at any pace."""
+_PLAIN_RELAY: Final = "tests.bench.hop"
+_LIMITS: Final = (
+    "limits = { requests_per_min = 10_000_000, tokens_per_min = 1_000_000_000, concurrent = 100_000 }\n"
+)
+"""Never reached: what they cost is measured, not what they refuse."""
+_NGINX: Final = """
+daemon off;
+master_process off;
+pid {dir}/pid;
+error_log {dir}/error.log;
+worker_rlimit_nofile 16384;
+events {{ worker_connections 8192; }}
+http {{
+  access_log {dir}/access.log;
+  client_body_temp_path {dir}/body;
+  proxy_temp_path {dir}/proxy;
+  fastcgi_temp_path {dir}/fastcgi;
+  uwsgi_temp_path {dir}/uwsgi;
+  scgi_temp_path {dir}/scgi;
+  upstream engine {{ server {engine}; keepalive 64; }}
+  server {{
+    listen 127.0.0.1:{port} backlog=2048;
+    location / {{
+      proxy_pass http://engine;
+      proxy_http_version 1.1;
+      proxy_set_header Connection "";
+      proxy_buffering off;
+    }}
+  }}
+}}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A server under test; `pid` only when it is our own."""
+
+    endpoint: Endpoint
+    model: str = MODEL
+    pid: int | None = None
+
+    def cpu_s(self) -> float:
+        return 0.0 if self.pid is None else cpu_s(self.pid)
+
+    def resident_mb(self) -> float:
+        return 0.0 if self.pid is None else resident_bytes(self.pid) / 1e6
+
+    def chat(
+        self, max_tokens: int = EVENTS_MAX, *, stream: bool = True, event_len: int | None = None
+    ) -> bytes:
+        """A request. `event_len` is for the paced engine: bytes of each event."""
+        question = "Tell me, in a few words, what a penstock is and what it feeds."
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": question}],
+            "max_tokens": max_tokens,
+            "stream": stream,
+            "temperature": 0,
+        }
+        paced = {} if event_len is None else {"event_len": event_len}
+        return self.endpoint.request("/chat/completions", msgspec.json.encode({**body, **paced}))
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    url: str
+
+    @property
+    def subject(self) -> Subject:
+        return Subject(Endpoint(f"{self.url}/v1"))
+
+    async def stats(self) -> Stats:
+        return msgspec.json.decode(await get(f"{self.url}{STATS}"), type=Stats)
+
+
+@contextlib.asynccontextmanager
+async def paced_engine(interval_ms: float) -> AsyncIterator[Engine]:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    argv = [sys.executable, "-m", "shared.bench.paced_engine", "--port", str(port)]
+    argv += ["--interval-ms", str(interval_ms), "--tokenizer", demo_model()]
+    async with service(argv, f"{url}/readyz"):
+        yield Engine(url)
+
+
+@contextlib.asynccontextmanager
+async def gateway(engine: Engine) -> AsyncIterator[Subject]:
+    """Ours, with everything on: key, schema, exact count, quotas, metrics, log line."""
+    port, key = free_port(), development_key()
+    config = gateway_toml(port=port, key=key, model=MODEL, aliases=(), engine_url=engine.url) + _LIMITS
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "gateway.toml"
+        path.write_text(config)
+        argv = [sys.executable, "-m", "gateway", "--config", str(path)]
+        async with service(argv, f"http://127.0.0.1:{port}/readyz") as process:
+            yield Subject(Endpoint(f"http://127.0.0.1:{port}/v1", key), pid=process.pid)
+
+
+@contextlib.asynccontextmanager
+async def plain_relay(engine: Engine) -> AsyncIterator[Subject | None]:
+    """The least that aiohttp needs to relay HTTP/1.1; None where only the package is installed."""
+    if not _is_importable(_PLAIN_RELAY):
+        yield None
+        return
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    argv = [sys.executable, "-m", _PLAIN_RELAY, "gateway", "--port", str(port)]
+    argv += ["--upstream", "aiohttp HTTP/1.1", "--url", f"{engine.url}/v1/chat/completions"]
+    async with service(argv, url) as process:
+        yield Subject(Endpoint(f"{url}/v1"), pid=process.pid)
+
+
+@contextlib.asynccontextmanager
+async def nginx(engine: Engine) -> AsyncIterator[Subject | None]:
+    """Debian's, with one worker and `proxy_buffering off`; None where it is not installed."""
+    binary = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
+    if binary is None:
+        yield None
+        return
+    port = free_port()
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "nginx.conf"
+        path.write_text(_NGINX.format(dir=directory, port=port, engine=engine.url.removeprefix("http://")))
+        argv = [binary, "-e", f"{directory}/error.log", "-c", str(path)]
+        async with service(argv, f"http://127.0.0.1:{port}/readyz") as process:
+            yield Subject(Endpoint(f"http://127.0.0.1:{port}/v1"), pid=process.pid)
+
+
+def _is_importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even its package is there
+        return False
