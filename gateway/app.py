@@ -33,6 +33,7 @@ from gateway.routing.replicas import Replicas
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import RouteNotFound
+from shared.http2.sockets import bound_transport
 from shared.ids import REQUEST_ID_HEADER, mint_request_id
 from shared.lifecycle import Lifecycle, Phase, on_stop_signals
 from shared.telemetry import METRICS_CONTENT_TYPE, metrics_text
@@ -193,7 +194,7 @@ class _Protocol(RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         assert self.transport is not None  # uvloop's is no subclass of asyncio's
-        self.transport.set_write_buffer_limits(high=self._write_buffer_len)
+        bound_transport(self.transport, self._write_buffer_len)
 
     def handle_error(
         self,

@@ -22,9 +22,9 @@ def bound_listener(listener: socket.socket) -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_LEN)
 
 
-def bound_transport(transport: asyncio.WriteTransport) -> None:
+def bound_transport(transport: asyncio.WriteTransport, write_buffer_len: int = WRITE_BUFFER_LEN) -> None:
     """The kernel accepts more only while less than UNSENT_LEN_MAX waits to be sent."""
-    transport.set_write_buffer_limits(high=WRITE_BUFFER_LEN)
+    transport.set_write_buffer_limits(high=write_buffer_len)
     sock = transport.get_extra_info("socket")
     if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_LEN_MAX)
