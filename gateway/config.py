@@ -7,7 +7,7 @@
     [timeouts]          seconds
     [admission]         unknown_fields, completion_estimate
     [[models]]          name, aliases, replicas, protocol, upstream_model, timeouts
-    [[tenants]]         id, models, limits, timeouts
+    [[tenants]]         id, models, limits, service_tier, timeouts
     [[keys]]            id, hash, tenant, models, limits, expires, disabled
 
 Keys and tenants are read again when the file changes; everything else takes a restart.
@@ -183,6 +183,8 @@ class TenantConfig:
     models: tuple[Name, ...] = ALL_MODELS
     """Names of models (not aliases) that it may use; `*` is all."""
     limits: QuotaLimits = QuotaLimits()
+    service_tier: Literal["flex", "default", "priority"] = "priority"
+    """The highest that its requests may have."""
     timeouts: TimeoutOverrides | None = None
     """Each wins over the model's and the one in `[timeouts]`, be it shorter or longer."""
 

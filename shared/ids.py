@@ -17,6 +17,8 @@ ReplicaId = NewType("ReplicaId", str)
 
 REQUEST_ID_HEADER: Final = "x-request-id"
 TENANT_HEADER: Final = "x-penstock-tenant"
+SERVICE_TIER_HEADER: Final = "x-penstock-service-tier"
+"""The highest service tier that the tenant may have; the engine takes the lower of this and what is asked."""
 TOKENIZER_HEADER: Final = "x-penstock-tokenizer"
 """The engine's answer to every request: the hash of the tokenizer that it serves with."""
 IGNORED_FIELDS_HEADER: Final = "x-penstock-ignored-fields"

@@ -40,6 +40,7 @@ COMPLETION_TOKENS_DEFAULT: Final = 16
 """What completions (never chat) take for `max_tokens` when it is absent, as OpenAI does."""
 
 _SEED_MAX: Final = 2**63 - 1
+_PRIORITY_MAX: Final = 2**31 - 1
 
 _Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 _StopString = Annotated[str, Meta(min_length=1, max_length=STOP_LEN_MAX)]
@@ -111,11 +112,16 @@ class GenerationRequest(Struct, kw_only=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     """Narrows prefix sharing within the tenant; it never widens it."""
 
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    """How soon: `priority` before `default` before `flex`. `auto` and `scale` are `default`."""
+    priority: Annotated[int, Meta(ge=-_PRIORITY_MAX, le=_PRIORITY_MAX)] | None = None
+    """vLLM's extension, lower is sooner: below 0 is `priority`, 0 `default`, above 0 `flex`. It is read
+    when `service_tier` leaves it open."""
+
     # accepted, without effect on the answer
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 

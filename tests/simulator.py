@@ -7,10 +7,11 @@ random moments: while they wait, run, are preempted, are in flight, after they e
 been. At moments as random their readers fall behind and catch up, some of them never.
 
 After every step laws 1 and 2 are checked (`Scheduler.check`), and every plan (`FakeRunner`), which
-computes nothing for a sequence that is paused; at the end, that every sequence ended exactly once,
-that its tokens are those of its solo run (law 3), that its times add up, that it ended at its stall
-deadline if it stayed paused so long and only then, and that all pages came back. A broken law is an
-AssertionError.
+computes nothing for a sequence that is paused; at every admission, that nobody who waits was passed by
+more of those who came later than the bound of `engine.core.policy` says; at the end, that every
+sequence ended exactly once, that its tokens are those of its solo run (law 3), that its times add up,
+that it ended at its stall deadline if it stayed paused so long and only then, and that all pages came
+back. A broken law is an AssertionError.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ from engine.core.messages import (
     Plan,
     ResumeSequences,
     SamplingParams,
+    ServiceClass,
     Started,
     StepOutput,
     TokenLogprobs,
 )
+from engine.core.policy import ELDER_TURN
 from engine.core.scheduler import Scheduler
+from engine.core.sequence import Status
 from tests.fake_runner import FakeRunner, runner_info, solo
 
 UNBOUNDED_QUEUE = SchedulerConfig(step_tokens_max=16, queue_len_max=1_000_000, stall_deadline_s=0.5)
@@ -58,6 +62,9 @@ class SimConfig:
     prefixes: int = 4
     """Distinct beginnings that prompts share; lengths are random, some end on a page."""
     salts: int = 2
+    tenants: int = 1
+    classes: int = 1
+    """Service classes that requests are of."""
     arrival_gap_s: float = 0.02
     abort_share: float = 0.2
     """Sequences that are aborted at a random moment."""
@@ -99,6 +106,8 @@ def random_config(seed: int) -> SimConfig:
         max_model_len=max_model_len,
         prefixes=rng.randint(1, 5),
         salts=rng.randint(1, 2),
+        tenants=rng.choice([1, 2, 5]),
+        classes=rng.randint(1, 3),
         arrival_gap_s=rng.choice([0.0005, 0.005, 0.05]),
         abort_share=rng.random() * rng.choice([0.0, 0.3, 1.0]),
         in_flight_abort_share=rng.random() * rng.choice([0.0, 0.3]),
@@ -126,6 +135,7 @@ class Life:
     aborted_at: float | None = None
     """When first, if before its end."""
     paused_at: float | None = None
+    was_paused: bool = False
     in_flight: bool = False
     """It was paused while a step was being run, which may bring it a last token."""
     overdue_at: float | None = None
@@ -136,6 +146,9 @@ class Life:
     started: Started | None = None
     finished: Finished | None = None
     finished_at: float = 0.0
+    passed_by: int = 0
+    """Admissions of later arrivals while it waited, and of earlier ones."""
+    elders_admitted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,13 +237,25 @@ class _Simulation:
             salt = bytes([rng.randrange(config.salts)])
             for _ in range(rng.randint(1, config.n_max)):
                 handle += 1
-                events.append((now, AddSequence(handle, f"req_{handle}", prompt_ids, self._sampling(), salt)))
+                events.append((now, self._add(handle, prompt_ids, salt)))
                 if rng.random() < config.abort_share:
                     later = now + rng.expovariate(1 / 0.3)
                     events += [(later, AbortSequences([handle]))] * rng.randint(1, 2)
                 if rng.random() < config.pause_share:
                     events += self._pauses(handle, now)
         return sorted(events, key=lambda event: event[0])
+
+    def _add(self, handle: int, prompt_ids: list[int], salt: bytes) -> AddSequence:
+        rng, config = self._rng, self._config
+        return AddSequence(
+            handle,
+            f"req_{handle}",
+            prompt_ids,
+            self._sampling(),
+            salt,
+            tenant=f"tenant_{rng.randrange(config.tenants)}",
+            service_class=rng.choice(list(ServiceClass)[: config.classes]),
+        )
 
     def _pauses(self, handle: int, now: float) -> list[tuple[float, Message]]:
         rng, events = self._rng, list[tuple[float, Message]]()
@@ -293,7 +318,7 @@ class _Simulation:
     def _pause(self, handles: list[int], *, in_flight: bool) -> None:
         for life in self._living(handles):
             if life.paused_at is None:
-                life.paused_at, life.in_flight = self._now, in_flight
+                life.paused_at, life.in_flight, life.was_paused = self._now, in_flight, True
         self._scheduler.pause(handles, self._now)
         self._scheduler.check()
 
@@ -305,10 +330,12 @@ class _Simulation:
 
     def _step(self) -> None:
         self._note_overdue()
+        queue = self._queue()
         plan = self._scheduler.plan(self._now)
         self._scheduler.check()
         if plan is not None:
             self._check_plan(plan)
+            self._check_turns(plan, queue)
             self._disturb()
             result = self._runner.run(plan)
             self._now += self._config.step_base_s + self._config.token_s * sum(plan.lengths)
@@ -334,6 +361,27 @@ class _Simulation:
         for slot in {*plan.slots, *seated, *(slot for slot, _ in plan.grown)}:
             life = self._lives[self._scheduler._running[slot].handle]
             assert life.paused_at is None, "something is planned that nobody reads"
+
+    def _queue(self) -> dict[int, Status]:
+        """Whose waiting is bounded: those who wait for pages, and for no reader."""
+        return {s.handle: s.status for s in self._scheduler._waiting.willing}
+
+    def _check_turns(self, plan: Plan, queue: dict[int, Status]) -> None:
+        """The bound at the head of `engine.core.policy`."""
+        for start in plan.seated:
+            sequence = self._scheduler._running[start.slot]
+            brings_pages = queue.pop(sequence.handle, Status.PREEMPTED) is Status.STALLED
+            admitted = self._lives[sequence.handle]
+            admitted.passed_by = admitted.elders_admitted = 0
+            for handle, status in queue.items():
+                life = self._lives[handle]
+                if status is Status.STALLED or life.was_paused:
+                    continue
+                if (admitted.arrived_at, sequence.handle) < (life.arrived_at, handle):
+                    life.elders_admitted += 1
+                elif not brings_pages:
+                    life.passed_by += 1
+                assert life.passed_by <= (ELDER_TURN - 1) * (life.elders_admitted + 1), "somebody starves"
 
     def _disturb(self) -> None:
         """Messages that come while a step is being run."""

@@ -15,7 +15,7 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 from msgspec import Meta
 
-from engine.core.messages import CoreReady, SamplingParams
+from engine.core.messages import CoreReady, SamplingParams, ServiceClass
 from shared.errors import ContextLengthExceeded, InvalidRequest, NeverFits
 from shared.openai import ChatRequest, CompletionRequest
 
@@ -124,6 +124,21 @@ def cache_salt(tenant: str | None, own_salt: str | None) -> bytes:
         encoded = part.encode()
         digest.update(len(encoded).to_bytes(4, "little") + encoded)
     return digest.digest()
+
+
+def service_class(request: AnyRequest, tier_max: str | None) -> ServiceClass:
+    """What the request asks for, and no more than the tenant may have: `tier_max` is what the gateway
+    says, None without one."""
+    priority = request.priority or 0
+    asked = ServiceClass.DEFAULT
+    if request.service_tier in _CLASSES:
+        asked = _CLASSES[request.service_tier]
+    elif request.service_tier in (None, "auto") and priority:
+        asked = ServiceClass.PRIORITY if priority < 0 else ServiceClass.FLEX
+    return min(asked, _CLASSES.get(tier_max or "", ServiceClass.PRIORITY))
+
+
+_CLASSES: Final = {service_class.name.lower(): service_class for service_class in ServiceClass}
 
 
 def trusted_ids(

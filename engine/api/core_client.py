@@ -17,7 +17,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Final, Protocol
 
@@ -38,6 +40,7 @@ from engine.core.messages import (
     PauseSequences,
     ResumeSequences,
     SamplingParams,
+    ServiceClass,
     StepOutput,
     StopCore,
     TokenLogprobs,
@@ -49,10 +52,21 @@ from shared.ids import RequestId
 
 LAST_WORDS_S: Final = 0.2
 """After its process has ended, how long messages that are still under way are waited for."""
+TENANT_QUEUE_SHARE: Final = 0.75
+"""Of the queue, what one named tenant may fill: its flood leaves room for the others."""
 RETRY_AFTER_S_MIN: Final = 1.0
 RETRY_AFTER_S_MAX: Final = 30.0
 
 log = logs.get(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Whose a request's sequences are, and what it may have of the engine."""
+
+    tenant: str = ""
+    service_class: ServiceClass = ServiceClass.DEFAULT
+    cache_salt: bytes = b""
 
 
 class CoreDied(Exception):
@@ -91,7 +105,8 @@ class CoreClient:
         self._clock = clock
         self._handles = itertools.count(1)
         self._live: dict[int, ChoiceOutput] = {}
-        self._waiting: set[int] = set()
+        self._waiting: dict[int, str] = {}  # by handle: its tenant
+        self._waiting_of: Counter[str] = Counter()
         self._paused: set[int] = set()
         self._queue_s = 0.0
         """How long the sequence that started last had waited."""
@@ -120,32 +135,57 @@ class CoreClient:
         request_id: RequestId,
         sequences: Sequence[tuple[list[int], SamplingParams]],
         outputs: Sequence[ChoiceOutput],
-        cache_salt: bytes,
+        share: Share,
     ) -> list[int]:
         """Queue a request's sequences, all or none. Returns their handles.
 
-        Raises NotReady, EngineFailed, and Overloaded when the queue is full. One request may go
-        beyond the bound when nobody waits, so that none is refused for ever.
+        Raises NotReady, EngineFailed, and Overloaded when the queue is full, or when a tenant has filled
+        its part of it. One request may go beyond either bound when nobody waits, so that none is
+        refused for ever.
         """
         assert len(sequences) == len(outputs)
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
         if self.info is None:
             raise NotReady("The engine is still starting.", retry_after_s=RETRY_AFTER_S_MIN)
-        if self._waiting and len(self._waiting) + len(sequences) > self._queue_len_max:
-            raise Overloaded(
-                "The engine's queue is full. Please try again later.",
-                retry_after_s=min(max(RETRY_AFTER_S_MIN, math.ceil(self._queue_s)), RETRY_AFTER_S_MAX),
-                detail=f"{len(self._waiting)} waiting, {len(sequences)} more, bound {self._queue_len_max}",
-            )
+        self._check_queue(share.tenant, len(sequences))
         handles = []
         for (prompt_ids, sampling), output in zip(sequences, outputs, strict=True):
             handle = next(self._handles)
             handles.append(handle)
             self._live[handle] = output
-            self._waiting.add(handle)
-            self._send(AddSequence(handle, request_id, prompt_ids, sampling, cache_salt))
+            self._waiting[handle] = share.tenant
+            self._waiting_of[share.tenant] += 1
+            self._send(
+                AddSequence(
+                    handle,
+                    request_id,
+                    prompt_ids,
+                    sampling,
+                    share.cache_salt,
+                    share.tenant,
+                    share.service_class,
+                )
+            )
         return handles
+
+    def _check_queue(self, tenant: str, more: int) -> None:
+        waiting, own = len(self._waiting), self._waiting_of[tenant]
+        own_max = self._queue_len_max * TENANT_QUEUE_SHARE if tenant else math.inf
+        if (waiting and waiting + more > self._queue_len_max) or (own and own + more > own_max):
+            raise Overloaded(
+                "The engine's queue is full. Please try again later.",
+                retry_after_s=min(max(RETRY_AFTER_S_MIN, math.ceil(self._queue_s)), RETRY_AFTER_S_MAX),
+                detail=f"{waiting} waiting, {own} of the tenant, {more} more, bound {self._queue_len_max}",
+            )
+
+    def _on_left_queue(self, handle: int) -> None:
+        tenant = self._waiting.pop(handle, None)
+        if tenant is None:
+            return
+        self._waiting_of[tenant] -= 1
+        if not self._waiting_of[tenant]:
+            del self._waiting_of[tenant]
 
     def release(self, handles: Iterable[int]) -> int:
         """These are no longer waited for. Returns how many had not ended and were aborted."""
@@ -179,7 +219,7 @@ class CoreClient:
             output.output.fail(error)
 
     def _forget(self, handle: int) -> bool:
-        self._waiting.discard(handle)
+        self._on_left_queue(handle)
         self._paused.discard(handle)
         return self._live.pop(handle, None) is not None
 
@@ -253,6 +293,7 @@ class CoreClient:
         self.shut(EngineFailed("The engine failed while it worked on this request.", detail=reason))
         self._live.clear()
         self._waiting.clear()
+        self._waiting_of.clear()
         self._paused.clear()
         self.settled.set()
 
@@ -264,7 +305,7 @@ class CoreClient:
         live = self._live
         self.stats = step.stats
         for started in step.started:
-            self._waiting.discard(started.handle)
+            self._on_left_queue(started.handle)
             self._queue_s = started.queue_s
             if (output := live.get(started.handle)) is not None:
                 output.on_started(started)

@@ -17,6 +17,7 @@ from shared.errors import ApiError, EngineFailed, InternalError, NotReady, Reque
 from shared.http import Request, Responder
 from shared.ids import (
     REQUEST_ID_HEADER,
+    SERVICE_TIER_HEADER,
     TENANT_HEADER,
     TOKENIZER_HEADER,
     TRACEPARENT_HEADER,
@@ -55,6 +56,7 @@ class Exchange:
         self.responder = responder
         self.request_id = accept_request_id(request.headers.get(REQUEST_ID_HEADER))
         self.tenant = request.headers.get(TENANT_HEADER) or None
+        self.service_tier_max = request.headers.get(SERVICE_TIER_HEADER)
         self.stages = Stages("engine", clock, traceparent=request.headers.get(TRACEPARENT_HEADER))
         self.route = "unknown"
         self.stage = "accept"

@@ -20,9 +20,11 @@ from engine.api.admission import (
     cache_salt,
     logprobs_asked,
     plan_choices,
+    service_class,
     stop_ids,
     trusted_ids,
 )
+from engine.api.core_client import Share
 from engine.api.detokenizer import Detokenizer
 from engine.api.encoding import AnswerEncoder, ChatEncoder, CompletionEncoder, Echo, Heading
 from engine.api.exchange import Exchange, Tally
@@ -132,11 +134,18 @@ class Generation:
         self._is_settled = False
 
     async def run(self) -> None:
-        salt = cache_salt(self._exchange.tenant, self._request.cache_salt)
+        tenant = self._exchange.tenant
+        share = Share(
+            tenant=tenant or "",
+            service_class=service_class(self._request, self._exchange.service_tier_max),
+            cache_salt=cache_salt(tenant, self._request.cache_salt),
+        )
         sequences = [(choice.prompt_ids, choice.sampling) for choice in self._choices]
         self._exchange.stage = "queue"
         try:
-            self._handles = self._state.core.submit(self._exchange.request_id, sequences, self._outputs, salt)
+            self._handles = self._state.core.submit(
+                self._exchange.request_id, sequences, self._outputs, share
+            )
             self._exchange.tally = self._tally()
             await (self._stream() if self._request.stream else self._respond())
         finally:

@@ -38,6 +38,14 @@ class FinishReason(IntEnum):
     """It stayed paused until its stall deadline."""
 
 
+class ServiceClass(IntEnum):
+    """Whom the scheduler serves first; a higher class has the larger number."""
+
+    FLEX = 0
+    DEFAULT = 1
+    PRIORITY = 2
+
+
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     """How the tokens of one sequence are chosen. Already validated; every field has its final value.
 
@@ -95,6 +103,9 @@ class AddSequence(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     sampling: SamplingParams
     cache_salt: bytes = b""
     """Prefixes are shared only between sequences of the same salt."""
+    tenant: str = ""
+    """Whose it is: tenants share the engine fairly. A short key."""
+    service_class: ServiceClass = ServiceClass.DEFAULT
 
 
 class AbortSequences(msgspec.Struct, array_like=True, frozen=True, tag="abort"):

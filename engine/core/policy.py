@@ -1,33 +1,140 @@
 """Who goes first, who goes last, how much at a time: pure functions, so that each can be replaced,
 simulated and compared alone. They read sequences and change nothing.
+
+The rank of those who wait is the *weighted response ratio*; the highest goes first:
+
+    weight(class) * share(tenant) * (1 + waited / service)
+
+- `service` is what the part of the prompt that the cache lacks would cost alone, by the learned model
+  of the runner (`engine.core.cost`). Short prompts climb fast and pass long ones, which climb as well.
+- `share` halves with every `SHARE_HALVED_BY` tokens by which a tenant is ahead of the least served of
+  those who compete (`engine.core.tenants`). Its second in line stands as if its first had been
+  served already, and so on: a flood of requests pushes its own tail back, and no other tenant.
+- A preempted sequence stands level with the best newcomer of its class or a lower one, and before it.
+- Whoever holds pages already, back from a stall, goes first: seating it costs no computation.
+
+*Nobody starves.* A ratio alone promises nothing: a share may be tiny, and others keep coming. So the
+eldest of those who wait, by arrival, has the next turn once `ELDER_TURN - 1` others in a row were
+admitted before it. In its turn nobody passes it, of whatever class, and pages are kept for it until it
+fits. The bound:
+
+    of the sequences that came after one, at most ELDER_TURN - 1 = 7 are admitted before it, and 7
+    more for every admission of a sequence that came before it.
+
+For of any eight admissions in a row one was the eldest's, and as long as somebody waits, the eldest is
+that somebody or came before. Hence with k before it in the queue, and none of them preempted, it is
+admitted with the 8 * (k + 1)-th admission at the latest. Not counted are those who wait for their
+readers, and those who come back from a stall with their pages. (`engine.core.waiting` keeps the turn.)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Final
 
+from engine.core.cost import StepCost
+from engine.core.messages import ServiceClass
 from engine.core.sequence import Sequence, Status
 
-Rank = tuple[float, ...]
-"""Compared as tuples; the least goes first."""
+WEIGHTS: Final = {ServiceClass.FLEX: 1.0, ServiceClass.DEFAULT: 4.0, ServiceClass.PRIORITY: 16.0}
+SHARE_HALVED_BY: Final = 1024
+"""Tokens."""
+ELDER_TURN: Final = 8
+_HALVINGS_MAX: Final = 512.0
+"""Beyond this a share counts as 2 ** -512, so that it stays a number above zero."""
+assert list(WEIGHTS) == sorted(ServiceClass)
+assert list(WEIGHTS.values()) == sorted(WEIGHTS.values())
 
 
-def rank(sequence: Sequence, now: float) -> Rank:  # noqa: ARG001  rules that weigh waiting time need `now`
-    """Place in the waiting queue: first those who hold pages already, then preempted work, then
-    newcomers; among equals, first come, first served.
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What a rank depends on beside the sequences themselves."""
 
-    Arrivals within one clock reading keep the order of their handles, which count up.
-    """
-    return (_STANDING[sequence.status], sequence.arrived_at, sequence.handle)
-
-
-_STANDING: Final = {Status.STALLED: 0, Status.PREEMPTED: 1, Status.WAITING: 2}
+    now: float
+    cost: StepCost
+    leads: Mapping[str, int]
+    """By tenant: how many tokens it is ahead of the least served."""
 
 
-def by_rank(waiting: Iterable[Sequence], now: float) -> list[Sequence]:
-    return sorted(waiting, key=lambda sequence: rank(sequence, now))
+Order = Callable[[Iterable[Sequence], Circumstances], list[Sequence]]
+"""Sorts those who wait; the first goes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Discipline:
+    """How a queue is served."""
+
+    order: Order
+    elder_turn: int
+    """Of so many admissions in a row, one at least is the eldest's."""
+
+    def __post_init__(self) -> None:
+        assert self.elder_turn >= 1
+
+
+def by_response_ratio(waiting: Iterable[Sequence], circumstances: Circumstances) -> list[Sequence]:
+    by_status: dict[Status, list[Sequence]] = defaultdict(list)
+    for sequence in waiting:
+        by_status[sequence.status].append(sequence)
+    ranks = _ranks_of_newcomers(by_status[Status.WAITING], circumstances)
+    best = dict.fromkeys(ServiceClass, 0.0)
+    for sequence in by_status[Status.WAITING]:
+        for service_class in range(sequence.service_class, len(best)):
+            best[ServiceClass(service_class)] = max(best[ServiceClass(service_class)], ranks[sequence.handle])
+    for sequence in by_status[Status.PREEMPTED]:
+        lead = circumstances.leads.get(sequence.tenant, 0)
+        own = response_ratio(sequence, circumstances) * share(lead)
+        ranks[sequence.handle] = max(own, best[sequence.service_class])
+
+    def key(sequence: Sequence) -> tuple[float, bool, float, int]:
+        is_new = sequence.status is Status.WAITING
+        return (-ranks[sequence.handle], is_new, sequence.arrived_at, sequence.handle)
+
+    return by_age(by_status[Status.STALLED]) + sorted(
+        by_status[Status.PREEMPTED] + by_status[Status.WAITING], key=key
+    )
+
+
+def _ranks_of_newcomers(newcomers: Iterable[Sequence], circumstances: Circumstances) -> dict[int, float]:
+    """By handle. A tenant's next stands as if those of its own before it had been served."""
+    of_tenant: dict[str, list[tuple[float, float, int, int]]] = defaultdict(list)
+    for sequence in newcomers:
+        ratio = response_ratio(sequence, circumstances)
+        entry = (-ratio, sequence.arrived_at, sequence.handle, sequence.expected_len)
+        of_tenant[sequence.tenant].append(entry)
+    ranks = {}
+    for tenant, entries in of_tenant.items():
+        lead = circumstances.leads.get(tenant, 0)
+        for negative, _, handle, expected_len in sorted(entries):
+            ranks[handle] = -negative * share(lead)
+            lead += expected_len
+    return ranks
+
+
+def response_ratio(sequence: Sequence, circumstances: Circumstances) -> float:
+    """The class's weight, times one more for every time its service that a sequence has waited."""
+    waited_s = circumstances.now - sequence.arrived_at
+    service_s = circumstances.cost.service_s(sequence.expected_len)
+    return WEIGHTS[sequence.service_class] * (1.0 + waited_s / service_s)
+
+
+def share(lead: int) -> float:
+    return math.exp2(-min(lead / SHARE_HALVED_BY, _HALVINGS_MAX))
+
+
+def by_age(waiting: Iterable[Sequence]) -> list[Sequence]:
+    """The eldest first. Arrivals within one clock reading keep the order of their handles."""
+    return sorted(waiting, key=age)
+
+
+def age(sequence: Sequence) -> tuple[float, int]:
+    return (sequence.arrived_at, sequence.handle)
+
+
+RESPONSE_RATIO: Final = Discipline(by_response_ratio, ELDER_TURN)
 
 
 def chunk_len(pending_len: int, budget_left: int) -> int:
@@ -36,31 +143,47 @@ def chunk_len(pending_len: int, budget_left: int) -> int:
 
 
 def choose_stalled(stalled: Iterable[Sequence], pages_freed: Callable[[Sequence], int]) -> Sequence:
-    """Which stalled sequence gives its pages back first: one that frees some at once, and of those the
-    one whose reader has been away longest. Who is resumed already comes last.
+    """Which stalled sequence gives its pages back first: one that frees some at once; of those one of
+    the lowest class, and of those the one whose reader has been away longest. Who is resumed already
+    comes last.
 
     Somebody is chosen even when none frees a page alone, because two who share it do so one by one.
     """
 
-    def cost(sequence: Sequence) -> tuple[bool, float, int]:
+    def cost(sequence: Sequence) -> tuple[bool, bool, int, float, int]:
         since = math.inf if sequence.paused_at is None else sequence.paused_at
-        return (not pages_freed(sequence), since, sequence.handle)
+        is_read = sequence.paused_at is None
+        return (not pages_freed(sequence), is_read, sequence.service_class, since, sequence.handle)
 
     return min(stalled, key=cost)
+
+
+def by_expendability(running: Iterable[Sequence], pages_freed: Callable[[Sequence], int]) -> list[Sequence]:
+    """Whom to preempt first: the lowest class; of that, who is restored at the least cost; of those,
+    who came last.
+
+    What a victim must compute again is at most what nobody else remembers: the pages that it frees.
+    """
+
+    def key(sequence: Sequence) -> tuple[int, int, float, int]:
+        restored_len = pages_freed(sequence)
+        return (sequence.service_class, restored_len, -sequence.arrived_at, -sequence.handle)
+
+    return sorted(running, key=key)
 
 
 def choose_victims(
     running: Iterable[Sequence], pages_needed: int, pages_freed: Callable[[Sequence], int]
 ) -> list[Sequence]:
-    """Whom to preempt so that `pages_needed` become available, when no stalled sequence can help: of
-    those who run the latest arrivals, as few as do.
+    """Whom to preempt so that `pages_needed` become available, when no stalled sequence can help: in
+    the order of expendability, as few as do.
 
     `pages_freed` says what preempting a sequence would bring at once; whoever would bring nothing is
     passed over, since hurting it helps nobody. Feasibility first: when all together would not bring
     enough, nobody is chosen.
     """
     victims, pages = [], 0
-    for sequence in sorted(running, key=lambda s: (s.arrived_at, s.handle), reverse=True):
+    for sequence in by_expendability(running, pages_freed):
         if pages >= pages_needed:
             break
         if freed := pages_freed(sequence):

@@ -7,14 +7,16 @@ A plan first ends those whose stall deadline has passed, and takes their slots f
 paused since the last one. It has one token budget, spent in this order:
 
 1. *Room*: every running sequence whose next token needs a new page gets one; when none is available,
-   somebody is preempted, a stalled sequence before the latest arrival: it gives all its pages back
-   and recomputes them later, through the prefix cache.
+   somebody is preempted, a stalled sequence before one that runs, and of those the least first
+   (`policy.choose_victims`): it gives all its pages back and recomputes them later, through the
+   prefix cache.
 2. *Decodes*: one token for each running sequence that has one pending.
 3. *Chunks*: pending prompt of the other running sequences, oldest admission first.
 4. *Admissions*, by rank: into a free slot, when the whole uncached part fits into available pages
    with a watermark to spare; pages of the stalled count as available, and are taken when nothing
-   else is left. The first that does not fit ends the admissions, so nothing overtakes it for good;
-   in particular nobody takes the pages that a preempted sequence just gave back.
+   else is left. The first that does not fit ends the admissions of its class and those below, so
+   nothing overtakes it for good, and nobody of its class takes the pages that a preempted sequence
+   just gave back. When it is the eldest's turn (`engine.core.policy`), it ends all admissions.
 
 Rules
 
@@ -27,13 +29,15 @@ C. A sequence that was preempted `preemptions_max` times is *protected*: from it
    preempted more than `preemptions_max` times while it runs.
 D. A sequence waits, and others pass it, while another computes the very page that it lacks next:
    the `n` children of one request compute their prompt once. (`PASSED_MAX` of them end the
-   admissions, so that planning stays cheap.)
+   admissions, so that planning stays cheap.) In its turn the eldest does not wait.
 E. A paused sequence is in no plan. What was in flight when the pause came still counts. It harms
    nobody: the slot goes at once, as seating it again costs no computation; the pages go when
    somebody lacks them, before anybody who runs is preempted, and this is not counted against rule C,
    since it is the reader's doing: each pause costs it its pages once at most.
 F. Back from a stall it needs a slot, and is admitted as others are (first in rank), except that it
    brings its pages along. So rule C holds for it, too.
+G. Who does not fit takes slot and pages from those who run and are of a lower class, if that is
+   enough; else nobody is touched. The protected and those admitted by this very plan are spared.
 
 Why it never stops. A sequence whose longest form would not fit into the whole pool is rejected at
 the door. Call those who are not paused *willing*. When no one runs, every page is available or held
@@ -53,12 +57,13 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Final
 
 from engine.core import policy
 from engine.core.block_manager import TOKENS, BlockManager, PageChain, pages_for
 from engine.core.config import SchedulerConfig
+from engine.core.cost import CostLearner
 from engine.core.messages import (
     NUMERIC_FAILURE,
     AddSequence,
@@ -68,20 +73,26 @@ from engine.core.messages import (
     Plan,
     RunnerInfo,
     RunResult,
+    ServiceClass,
     SlotStart,
     Started,
     StepOutput,
     TokenLogprobs,
 )
+from engine.core.policy import RESPONSE_RATIO, Circumstances, Discipline
 from engine.core.sequence import Phase, Sequence, Status
 from engine.core.step import Batch, InFlight, News
+from engine.core.tenants import TenantCounters
+from engine.core.waiting import WaitingRoom
 
 PASSED_MAX: Final = 16
 """Sequences that one plan passes over by rule D."""
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig, runner: RunnerInfo) -> None:
+    def __init__(
+        self, config: SchedulerConfig, runner: RunnerInfo, discipline: Discipline = RESPONSE_RATIO
+    ) -> None:
         config.check_against(runner)
         self._config = config
         self._runner = runner
@@ -89,18 +100,13 @@ class Scheduler:
         self._watermark_pages = math.ceil(config.watermark * runner.pages)
         self._slots_free = list(reversed(range(runner.slots)))
         self._sequences: dict[int, Sequence] = {}  # by handle: all that live
-        self._waiting: dict[int, Sequence] = {}  # by handle: never admitted yet
-        self._preempted: dict[int, Sequence] = {}  # by handle
-        self._stalled: dict[int, Sequence] = {}  # by handle
-        self._queues = {
-            Status.WAITING: self._waiting,
-            Status.PREEMPTED: self._preempted,
-            Status.STALLED: self._stalled,
-        }
+        self._waiting = WaitingRoom(discipline)
         self._running: dict[int, Sequence] = {}  # by slot, in the order of admission
         self._paused: dict[int, Sequence] = {}  # by handle, wherever they are, in the order of their pauses
         self._left: list[int] = []  # slots vacated since the last plan
         self._in_flight: dict[int, InFlight] = {}  # by step
+        self._tenants = TenantCounters()
+        self._learner = CostLearner()
         self._news = News()
         self._step = 0
         self._step_s = 0.0
@@ -126,7 +132,7 @@ class Scheduler:
     def add(self, message: AddSequence, now: float) -> None:
         """Queue a sequence, or reject it: too many wait, or it can never be served here."""
         assert message.handle not in self._sequences, "handles are never reused"
-        if len(self._waiting) >= self._config.queue_len_max or not self._can_ever_run(message):
+        if self._waiting.newcomers >= self._config.queue_len_max or not self._can_ever_run(message):
             nothing = Finished(message.handle, FinishReason.REJECTED, 0.0, 0.0, 0.0, 0.0, 0)
             self._news.finished.append(nothing)
             return
@@ -137,8 +143,12 @@ class Scheduler:
             tokens=array(TOKENS, message.prompt_ids),
             chain=PageChain(message.cache_salt, self._runner.page_size),
             arrived_at=now,
+            tenant=message.tenant,
+            service_class=message.service_class,
         )
-        self._sequences[sequence.handle] = self._waiting[sequence.handle] = sequence
+        sequence.expected_len = self._uncached_len(sequence, self._match(sequence))
+        self._sequences[sequence.handle] = sequence
+        self._waiting.enter(sequence)
 
     def _can_ever_run(self, message: AddSequence) -> bool:
         prompt, max_tokens = message.prompt_ids, message.sampling.max_tokens
@@ -189,7 +199,7 @@ class Scheduler:
         for sequence in [s for s in self._running.values() if s.is_paused]:
             self._leave_slot(sequence)
             sequence.stall(now)
-            self._stalled[sequence.handle] = sequence
+            self._waiting.enter(sequence)
 
     # -- plan -------------------------------------------------------------------------------------
 
@@ -206,7 +216,7 @@ class Scheduler:
         if not batch.rows:
             return None
         self._step += 1
-        self._in_flight[self._step] = InFlight(batch.rows, now)
+        self._in_flight[self._step] = InFlight(batch.rows, batch.work, now)
         left, self._left = self._left, []
         return Plan(
             step=self._step,
@@ -243,26 +253,26 @@ class Scheduler:
         )
         for victim in victims or [needy]:
             assert victim.preemptions < self._config.preemptions_max, "rule C is broken"
-            batch.grown.pop(self._leave_slot(victim), None)
+            batch.drop(self._leave_slot(victim))
             self._preempt(victim, now)
 
-    def _reclaimable(self) -> set[int]:
-        """Pages that become available when all stalled sequences give theirs back."""
-        return self._pages.only_in([sequence.pages for sequence in self._stalled.values()])
+    def _reclaimable(self, victims: Iterable[Sequence] = ()) -> set[int]:
+        """Pages that become available when these victims and all stalled sequences give theirs back."""
+        return self._pages.only_in([s.pages for s in (*self._waiting.stalled.values(), *victims)])
 
     def _reclaim(self, pages_needed: int, now: float) -> None:
         """Let stalled sequences give their pages back until so many are available. They hold enough."""
         while self._pages.available < pages_needed:
             victim = policy.choose_stalled(
-                self._stalled.values(), lambda sequence: self._pages.unshared(sequence.pages)
+                self._waiting.stalled.values(), lambda sequence: self._pages.unshared(sequence.pages)
             )
-            del self._stalled[victim.handle]
+            self._waiting.leave(victim)
             self._preempt(victim, now)
 
     def _preempt(self, victim: Sequence, now: float) -> None:
         self._pages.release(victim.pages)
         victim.preempt(now)
-        self._preempted[victim.handle] = victim
+        self._waiting.enter(victim)
         self._preemptions += 1
 
     def _plan_running(self, batch: Batch) -> None:
@@ -277,20 +287,64 @@ class Scheduler:
                 batch.add(slot, sequence, length)
 
     def _admit(self, batch: Batch, now: float) -> None:
-        if not self._slots_free:
+        if not self._slots_free and not self._is_outranked():
             return  # before the queue is ranked for nothing
-        queued = [s for queue in self._queues.values() for s in queue.values() if not s.is_paused]
+        blocked: ServiceClass | None = None
         passed = 0
-        for sequence in policy.by_rank(queued, now):
-            if not (self._slots_free and batch.budget_left) or passed == PASSED_MAX:
+        for candidate in self._waiting.candidates(self._circumstances(now)):
+            sequence = candidate.sequence
+            if not batch.budget_left or passed == PASSED_MAX or blocked is max(ServiceClass):
                 return
+            if blocked is not None and sequence.service_class <= blocked and not candidate.in_turn:
+                continue
             start = sequence.pages or self._match(sequence)
-            if self._is_coming(sequence, len(start), batch):
+            sequence.expected_len = self._uncached_len(sequence, start)
+            if not candidate.in_turn and self._is_coming(sequence, len(start), batch):
                 passed += 1
-            elif self._fits(sequence, start):
+            elif self._fits(sequence, start) or self._displace(sequence, start, batch, now):
                 self._seat(sequence, start, batch, now)
-            else:
+            elif candidate.in_turn:
                 return
+            else:
+                blocked = sequence.service_class
+
+    def _circumstances(self, now: float) -> Circumstances:
+        competing = {sequence.tenant for sequence in self._waiting.willing}
+        return Circumstances(now, self._learner.cost, self._tenants.leads(competing))
+
+    def _is_outranked(self) -> bool:
+        """Whether somebody who waits is of a higher class than somebody who runs."""
+        highest = max((s.service_class for s in self._waiting.willing), default=min(ServiceClass))
+        return any(s.service_class < highest for s in self._running.values())
+
+    def _displace(self, sequence: Sequence, start: list[int], batch: Batch, now: float) -> bool:
+        """Preempt some who run and are of lower classes, so that this one fits; nobody, when all of them
+        would not be enough (rule G)."""
+        seated = {started.slot for started in batch.seated}
+        lower = [
+            other
+            for slot, other in self._running.items()
+            if other.service_class < sequence.service_class
+            and other.preemptions < self._config.preemptions_max
+            and slot not in seated
+        ]
+        if not lower or not self._fits(sequence, start, lower):
+            return False
+        ordered = policy.by_expendability(lower, lambda other: self._pages.unshared(other.pages))
+        victims: list[Sequence] = []
+        while not self._fits(sequence, start, victims):
+            victims.append(ordered[len(victims)])
+        for victim in victims.copy():  # the first are the least, and a later one may do alone
+            fewer = [other for other in victims if other is not victim]
+            if self._fits(sequence, start, fewer):
+                victims = fewer
+        for victim in victims:
+            batch.drop(self._leave_slot(victim))
+            self._preempt(victim, now)
+        return True
+
+    def _uncached_len(self, sequence: Sequence, start: list[int]) -> int:
+        return len(sequence.tokens) - len(start) * self._runner.page_size
 
     def _match(self, sequence: Sequence) -> list[int]:
         """Cached pages that `sequence` may start from."""
@@ -309,17 +363,21 @@ class Scheduler:
         lacking = sequence.chain.identities[hits_len]
         return any(lacking in other.chain.identities[hits_len : hits_len + 1] for other in batch.chunks)
 
-    def _fits(self, sequence: Sequence, start: list[int]) -> bool:
-        """Whether its known tokens fit now, and leave what those who run may need to grow."""
+    def _fits(self, sequence: Sequence, start: list[int], victims: Collection[Sequence] = ()) -> bool:
+        """Whether there is a slot, its known tokens fit now, and leave what those who run may need to
+        grow: when these victims are preempted, and the stalled give way."""
+        if not (self._slots_free or victims):
+            return False
         known_pages = pages_for(len(sequence.tokens), self._runner.page_size)
         takes = known_pages - len(start) + self._pages.unreferenced(start)
-        headroom = self._watermark_pages if self._running else 0
-        everybody = [sequence, *self._running.values()]
+        running = [other for other in self._running.values() if other not in victims]
+        headroom = self._watermark_pages if running else 0
+        everybody = [sequence, *running]
         if any(s.preemptions >= self._config.preemptions_max for s in everybody):  # rule C
             growth = sum(self._pages_max(s) - len(s.pages) for s in everybody)
             headroom = max(headroom, growth - (known_pages - len(sequence.pages)))
         lacking = takes + headroom - self._pages.available
-        return lacking <= 0 or lacking <= len(self._reclaimable() - set(start))
+        return lacking <= 0 or lacking <= len(self._reclaimable(victims) - set(start))
 
     def _pages_max(self, sequence: Sequence) -> int:
         return pages_for(sequence.kv_len_max, self._runner.page_size)
@@ -328,7 +386,7 @@ class Scheduler:
         """Admit it. Its table starts with these pages: its own when it was stalled, else the cache's."""
         size, status = self._runner.page_size, sequence.status
         computed_len = sequence.computed_len if status is Status.STALLED else len(start) * size
-        del self._queues[status][sequence.handle]
+        self._waiting.admit(sequence)
         if status is not Status.STALLED:
             self._pages.acquire(start)
         fresh = pages_for(len(sequence.tokens), size) - len(start)
@@ -340,6 +398,7 @@ class Scheduler:
         if status is Status.WAITING:
             self._prefix_query_tokens += sequence.prompt_len
             self._prefix_hit_tokens += computed_len
+            self._tenants.charge(sequence.tenant, sequence.prompt_len - computed_len)
             queue_s = sequence.spent_s[Phase.QUEUE]
             self._news.started.append(Started(sequence.handle, computed_len, queue_s))
         seated = SlotStart(slot, sequence.tokens.tolist(), sequence.prompt_len, sequence.sampling)
@@ -354,6 +413,7 @@ class Scheduler:
         flight = self._in_flight.pop(plan.step)
         self._step_s = now - flight.planned_at
         self._step_tokens = sum(plan.lengths)
+        self._learner.observe(flight.work, self._step_s)
         self._news.is_due = True
         if result.prompt_logprobs:
             self._take_prompt_logprobs(plan, flight.rows, result.prompt_logprobs)
@@ -385,6 +445,7 @@ class Scheduler:
             self._finish(sequence, FinishReason.NUMERIC, now)
             return
         sequence.append(token, now)
+        self._tenants.charge(sequence.tenant, 1)
         news, sampling = self._news, sequence.sampling
         news.handles.append(sequence.handle)
         news.tokens.append(token)
@@ -414,7 +475,7 @@ class Scheduler:
         if sequence.status is Status.RUNNING:
             self._leave_slot(sequence)
         else:
-            del self._queues[sequence.status][sequence.handle]
+            self._waiting.leave(sequence)
         del self._sequences[sequence.handle]
         self._paused.pop(sequence.handle, None)
         sequence.finish(now)
@@ -468,7 +529,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert laws 1 and 2 over everything held here. For tests: O(pages + sequences)."""
-        queued = [sequence for queue in self._queues.values() for sequence in queue.values()]
+        queued = list(self._waiting)
         everybody = [*queued, *self._running.values()]
         self._pages.check([sequence.pages for sequence in everybody])
         slots = [*self._slots_free, *self._running]
@@ -478,7 +539,7 @@ class Scheduler:
         assert self._paused == {s.handle: s for s in everybody if s.is_paused}
         pauses = [self._deadline(sequence) for sequence in self._paused.values()]
         assert pauses == sorted(pauses), "the first is not the first to end"
-        for status, queue in self._queues.items():
+        for status, queue in self._waiting.queues.items():
             for sequence in queue.values():
                 assert sequence.status is status
                 assert sequence.slot is None

@@ -38,7 +38,7 @@ from enum import Enum
 from typing import Final
 
 from engine.core.block_manager import PageChain
-from engine.core.messages import Finished, FinishReason, SamplingParams
+from engine.core.messages import Finished, FinishReason, SamplingParams, ServiceClass
 
 
 class Status(Enum):
@@ -85,10 +85,14 @@ class Sequence:
     """Prompt, then output."""
     chain: PageChain
     arrived_at: float
+    tenant: str = ""
+    service_class: ServiceClass = ServiceClass.DEFAULT
     status: Status = Status.WAITING
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     computed_len: int = 0
+    expected_len: int = field(init=False)
+    """While it waits: how many of its known tokens the prefix cache lacks, when last looked up."""
     paused_at: float | None = None
     """Since when its reader is behind."""
     preemptions: int = 0
@@ -102,6 +106,7 @@ class Sequence:
         assert 1 <= self.prompt_len == len(self.tokens)
         assert self.sampling.max_tokens >= 1
         self._phase_since = self.arrived_at
+        self.expected_len = self.prompt_len
 
     @property
     def output_len(self) -> int:

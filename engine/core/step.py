@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.core.cost import Work
 from engine.core.messages import Finished, SlotStart, Started, TokenLogprobs
 from engine.core.sequence import Sequence
 
@@ -23,6 +24,13 @@ class Batch:
     lengths: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
 
+    @property
+    def work(self) -> Work:
+        work = Work()
+        for position, length in zip(self.positions, self.lengths, strict=True):
+            work = work.with_row(position, length)
+        return work
+
     def add(self, slot: int, sequence: Sequence, length: int) -> None:
         """A row. It samples when nothing stays pending behind it."""
         assert 1 <= length <= self.budget_left
@@ -35,12 +43,26 @@ class Batch:
         self.lengths.append(length)
         self.samples.append(length == sequence.pending_len)
 
+    def drop(self, slot: int) -> None:
+        """Its owner must leave before it could compute anything: take back what was planned for it."""
+        self.grown.pop(slot, None)
+        if slot not in self.slots:
+            return
+        row = self.slots.index(slot)
+        self.budget_left += self.lengths[row]
+        sequence = self.rows[row]
+        if sequence in self.chunks:
+            self.chunks.remove(sequence)
+        for column in (self.rows, self.slots, self.positions, self.lengths, self.samples):
+            del column[row]
+
 
 @dataclass(slots=True)
 class InFlight:
     """What `commit` must know of a plan that is being run."""
 
     rows: list[Sequence]
+    work: Work
     planned_at: float
 
 

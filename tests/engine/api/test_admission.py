@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,9 +17,10 @@ from engine.api.admission import (
     derive_seed,
     max_tokens_of,
     plan_choices,
+    service_class,
 )
 from engine.api.model import UnusableModel, read_sampling_defaults
-from engine.core.messages import SamplingParams
+from engine.core.messages import SamplingParams, ServiceClass
 from shared.errors import ContextLengthExceeded, NeverFits
 from shared.openai import ChatMessage, ChatRequest, CompletionRequest
 
@@ -117,3 +119,29 @@ def test_a_generation_config_that_makes_no_sense_is_named(tmp_path: Path, text: 
 
 def test_without_a_generation_config_openais_defaults_hold(tmp_path: Path) -> None:
     assert read_sampling_defaults(tmp_path) == SamplingDefaults()
+
+
+@pytest.mark.parametrize(
+    ("fields", "tier_max", "expected"),
+    [
+        ({}, None, ServiceClass.DEFAULT),
+        ({"service_tier": "auto"}, None, ServiceClass.DEFAULT),
+        ({"service_tier": "scale"}, None, ServiceClass.DEFAULT),
+        ({"service_tier": "priority"}, None, ServiceClass.PRIORITY),
+        ({"service_tier": "flex"}, None, ServiceClass.FLEX),
+        ({"priority": -1}, None, ServiceClass.PRIORITY),
+        ({"priority": 0}, None, ServiceClass.DEFAULT),
+        ({"priority": 7}, None, ServiceClass.FLEX),
+        ({"priority": 7, "service_tier": "auto"}, None, ServiceClass.FLEX),
+        ({"priority": 7, "service_tier": "default"}, None, ServiceClass.DEFAULT),
+        ({"service_tier": "priority"}, "default", ServiceClass.DEFAULT),
+        ({"service_tier": "priority"}, "priority", ServiceClass.PRIORITY),
+        ({}, "flex", ServiceClass.FLEX),
+        ({"service_tier": "flex"}, "nonsense", ServiceClass.FLEX),
+    ],
+)
+def test_the_class_is_what_was_asked_for_under_the_tenants_cap(
+    fields: dict[str, object], tier_max: str | None, expected: ServiceClass
+) -> None:
+    body = {"model": "m", "prompt": "x", **fields}
+    assert service_class(msgspec.convert(body, CompletionRequest), tier_max) is expected

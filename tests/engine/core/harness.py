@@ -9,6 +9,7 @@ from engine.core.messages import (
     FinishReason,
     Plan,
     SamplingParams,
+    ServiceClass,
     Started,
     StepOutput,
     TokenLogprobs,
@@ -54,9 +55,18 @@ class Harness:
         self.plans: list[Plan] = []
 
     def add(
-        self, handle: int, prompt_ids: list[int], sampling: SamplingParams, cache_salt: bytes = b""
+        self,
+        handle: int,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        cache_salt: bytes = b"",
+        *,
+        tenant: str = "",
+        service_class: ServiceClass = ServiceClass.DEFAULT,
     ) -> None:
-        message = AddSequence(handle, f"req_{handle}", prompt_ids, sampling, cache_salt)
+        message = AddSequence(
+            handle, f"req_{handle}", prompt_ids, sampling, cache_salt, tenant, service_class
+        )
         self.messages[handle] = message
         self.tokens[handle] = []
         self.prompt_logprobs[handle] = []

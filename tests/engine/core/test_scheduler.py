@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engine.core import policy
-from engine.core.messages import FinishReason, RunResult
+from engine.core.messages import FinishReason, RunResult, ServiceClass
+from engine.core.policy import ELDER_TURN
 from engine.core.scheduler import PASSED_MAX
 from tests.engine.core.harness import STEP_S, Harness, greedy
 from tests.fake_runner import NUMERIC_SEEDS, solo
@@ -329,14 +330,14 @@ def test_preempted_work_goes_ahead_of_newcomers() -> None:
 def test_prompt_logprobs_are_sent_once_whatever_happens() -> None:
     """A prefill is preempted after its first chunk, and its second admission starts from the cache."""
     h = Harness(pages=10, step_tokens_max=8)
-    h.add(1, [1] * 7, greedy(16))
-    h.step()
-    h.add(2, list(range(2, 32)), greedy(2, prompt_logprobs=1))
+    h.add(1, [1] * 20, greedy(16))
+    h.steps(2)
+    h.add(2, list(range(2, 22)), greedy(2, prompt_logprobs=1))
     h.run()
     h.assert_all_as_solo()
     assert h.finished[2].preemptions >= 1
-    assert len(h.prompt_logprobs[2]) == 29
-    seats = [(plan, start) for plan in h.plans for start in plan.seated if start.prompt_len == 30]
+    assert len(h.prompt_logprobs[2]) == 19
+    seats = [(plan, start) for plan in h.plans for start in plan.seated if start.token_ids[0] == 2]
     assert len(seats) >= 2
     plan, start = seats[-1]
     assert plan.positions[plan.slots.index(start.slot)] > 0
@@ -583,3 +584,124 @@ def test_a_runner_that_brings_too_little_is_a_bug() -> None:
     assert plan is not None
     with pytest.raises(AssertionError):
         h.scheduler.commit(plan, RunResult([], [], []), h.now)
+
+
+# -- classes and turns ----------------------------------------------------------------------------
+
+FLEX, DEFAULT, PRIORITY = ServiceClass
+
+
+def test_a_higher_class_takes_pages_from_a_lower_one_and_no_token_changes() -> None:
+    h = Harness(pages=8, slots=4)
+    h.add(1, [1] * 12, greedy(16), service_class=FLEX)
+    h.add(2, [2] * 12, greedy(8))
+    h.step()
+    h.add(3, [3] * 12, greedy(4), service_class=PRIORITY)
+    h.step()
+    assert 3 in h.started, "the lowest class gave way at once"
+    h.run()
+    h.assert_all_as_solo()
+    assert h.finished[1].preemptions >= 1
+    assert h.finished[3].preemptions == 0
+
+
+def test_a_higher_class_takes_a_slot_from_a_lower_one() -> None:
+    h = Harness(slots=2)
+    h.add(1, [1] * 4, greedy(16))
+    h.add(2, [2] * 4, greedy(16), service_class=FLEX)
+    h.steps(3)
+    h.add(3, [3] * 4, greedy(16))
+    h.step()
+    assert 3 in h.started
+    h.run()
+    h.assert_all_as_solo()
+    assert [h.finished[handle].preemptions for handle in (1, 2, 3)] == [0, 1, 0]
+
+
+def test_an_equal_class_takes_nothing() -> None:
+    h = Harness(slots=1)
+    h.add(1, [1] * 4, greedy(16), service_class=PRIORITY)
+    h.step()
+    h.add(2, [2] * 4, greedy(2), service_class=PRIORITY)
+    h.run()
+    h.assert_all_as_solo()
+    assert h.finished[1].preemptions == 0
+
+
+def test_nobody_is_preempted_for_one_who_would_not_fit_all_the_same() -> None:
+    h = Harness(pages=11)
+    h.add(1, [1] * 24, greedy(8))
+    h.add(2, [2] * 4, greedy(8), service_class=FLEX)
+    h.steps(2)
+    h.add(3, [3] * 24, greedy(2), service_class=DEFAULT)
+    h.steps(2)
+    assert 3 not in h.started
+    h.run()
+    h.assert_all_as_solo()
+    assert h.finished[2].preemptions == 0
+
+
+def test_as_few_as_possible_give_way() -> None:
+    h = Harness(pages=12)
+    h.add(1, [1] * 4, greedy(8), service_class=FLEX)
+    h.add(2, [2] * 20, greedy(8), service_class=FLEX)
+    h.add(3, [3] * 8, greedy(8), service_class=FLEX)
+    h.step()
+    h.add(4, [4] * 28, greedy(1))
+    h.step()
+    assert 4 in h.started
+    assert h.plans[-1].left == [1], "one large one, and not two small ones beside"
+    h.run()
+    h.assert_all_as_solo()
+
+
+def test_who_is_protected_gives_way_to_no_class() -> None:
+    h = Harness(slots=1, preemptions_max=2)
+    h.add(1, [1] * 4, greedy(40), service_class=FLEX)
+    for handle in range(2, 12):
+        h.step()
+        h.add(handle, [handle] * 4, greedy(2), service_class=PRIORITY)
+    h.run()
+    h.assert_all_as_solo()
+    assert h.finished[1].preemptions == 2
+
+
+@pytest.mark.parametrize("elder_class", [FLEX, DEFAULT])
+def test_the_eldest_has_its_turn_whatever_comes(elder_class: ServiceClass) -> None:
+    """One slot, a long prompt of a low class, and an endless stream of short ones of the highest."""
+    h = Harness(slots=1, pages=64, step_tokens_max=64)
+    h.add(1, [1] * 60, greedy(1), service_class=elder_class)
+    h.add(2, [2], greedy(1), service_class=PRIORITY)
+    for handle in range(3, 40):
+        h.add(handle, [handle], greedy(1), service_class=PRIORITY)
+        h.step()
+        if 1 in h.started:
+            break
+    assert len(h.started) == ELDER_TURN
+
+
+def test_in_the_eldests_turn_pages_are_kept_for_it() -> None:
+    h = Harness(pages=16, slots=4)
+    h.add(100, [9] * 24, greedy(24))
+    h.step()
+    h.add(1, [1] * 44, greedy(1), service_class=FLEX)  # 11 pages beside at least 6
+    for handle in range(2, 20):
+        h.add(handle, [handle], greedy(1), service_class=PRIORITY)
+        h.step()
+    assert 100 not in h.finished
+    assert list(h.started) == [100, *range(2, 2 + ELDER_TURN - 1)]
+    h.run()
+    h.assert_all_as_solo()
+
+
+def test_the_rate_of_prefill_is_learned_from_the_steps() -> None:
+    """Two short prompts and a long one: after a step that was slow for its length, shorter goes first."""
+    h = Harness(slots=1, step_tokens_max=256, max_model_len=512, pages=128)
+    h.add(1, [1] * 100, greedy(1))
+    h.step()
+    h.add(2, [2] * 200, greedy(1))
+    h.now += STEP_S
+    h.add(3, [3] * 4, greedy(1))
+    h.now += STEP_S
+    h.step()
+    assert list(h.started) == [1, 3]

@@ -20,6 +20,11 @@ WORLDS = {
     "budget of the slots": SimConfig(slots=8, scheduler=SchedulerConfig(8, UNBOUNDED)),
     "one slot": SimConfig(slots=1, requests=30),
     "no prefix cache": SimConfig(pages=20, scheduler=SchedulerConfig(16, UNBOUNDED, prefix_cache=False)),
+    "classes and tenants": SimConfig(pages=24, classes=3, tenants=3, arrival_gap_s=0.005),
+    "classes, protected at once": SimConfig(
+        pages=18, classes=3, pause_share=0.5, scheduler=SchedulerConfig(16, UNBOUNDED, preemptions_max=1)
+    ),
+    "classes and one slot": SimConfig(slots=1, requests=30, classes=3, tenants=2),
     "short queue": SimConfig(arrival_gap_s=0.004, scheduler=SchedulerConfig(16, 5)),
     "protected at once": SimConfig(pages=18, scheduler=SchedulerConfig(16, UNBOUNDED, preemptions_max=1)),
     "high watermark": SimConfig(pages=24, scheduler=SchedulerConfig(16, UNBOUNDED, watermark=0.3)),
@@ -67,7 +72,7 @@ def test_the_worlds_are_as_wild_as_they_claim() -> None:
     assert sum(report.displaced for report in slow) > 20
     assert any(report.preemptions > report.displaced for report in slow), "those who run suffer as well"
     lost = [simulate(seed, WORLDS["readers that never return"]) for seed in range(SEEDS)]
-    assert all(report.reasons[FinishReason.STALLED] >= 10 for report in lost)
+    assert sum(report.reasons[FinishReason.STALLED] for report in lost) > 100
     in_flight = [simulate(seed, WORLDS["everybody leaves"]) for seed in range(SEEDS)]
     assert any(
         life.finished is not None and life.finished.reason is FinishReason.ABORTED and life.tokens

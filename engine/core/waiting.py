@@ -1,0 +1,98 @@
+"""Those who wait for a slot: newcomers, the preempted, and those who stalled and keep their pages.
+
+Keeps the eldest's turn, on which the bound at the head of `engine.core.policy` rests: it counts the
+admissions since the last that was the eldest's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from engine.core import policy
+from engine.core.messages import ServiceClass
+from engine.core.policy import Circumstances, Discipline
+from engine.core.sequence import Sequence, Status
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    sequence: Sequence
+    in_turn: bool
+    """It is the eldest, and its turn: nobody may pass it."""
+
+
+class WaitingRoom:
+    def __init__(self, discipline: Discipline) -> None:
+        self._discipline: Final = discipline
+        self.queues: Final[dict[Status, dict[int, Sequence]]] = {
+            Status.WAITING: {},
+            Status.PREEMPTED: {},
+            Status.STALLED: {},
+        }
+        """By status, by handle."""
+        self._admitted_since_eldest = 0
+
+    @property
+    def newcomers(self) -> int:
+        """Never admitted yet, paused or not."""
+        return len(self.queues[Status.WAITING])
+
+    @property
+    def stalled(self) -> dict[int, Sequence]:
+        return self.queues[Status.STALLED]
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for queue in self.queues.values():
+            yield from queue.values()
+
+    @property
+    def willing(self) -> list[Sequence]:
+        """Those who are not paused."""
+        return [sequence for sequence in self if not sequence.is_paused]
+
+    def enter(self, sequence: Sequence) -> None:
+        self.queues[sequence.status][sequence.handle] = sequence
+
+    def leave(self, sequence: Sequence) -> None:
+        """It ended, or a stalled one lost its pages. Call it before the status changes."""
+        del self.queues[sequence.status][sequence.handle]
+
+    def admit(self, sequence: Sequence) -> None:
+        """It is seated. Call it before the status changes."""
+        if sequence.status is not Status.STALLED:
+            is_eldest = sequence is self._eldest()
+            self._admitted_since_eldest = 0 if is_eldest else self._admitted_since_eldest + 1
+        self.leave(sequence)
+
+    def candidates(self, circumstances: Circumstances) -> Iterator[Candidate]:
+        """In the order in which they may be admitted; each admission in between may give the eldest
+        its turn."""
+        for sequence in self._discipline.order(self.willing, circumstances):
+            while (
+                self._is_elders_turn and sequence.status is not Status.STALLED and (eldest := self._eldest())
+            ):
+                yield Candidate(eldest, in_turn=True)
+            if sequence.status in self.queues:  # it was not admitted in its turn
+                yield Candidate(sequence, in_turn=False)
+
+    @property
+    def _is_elders_turn(self) -> bool:
+        return self._admitted_since_eldest >= self._discipline.elder_turn - 1
+
+    def _eldest(self) -> Sequence | None:
+        those = [
+            sequence
+            for status in (Status.WAITING, Status.PREEMPTED)
+            for sequence in self.queues[status].values()
+            if not sequence.is_paused
+        ]
+        return min(those, key=policy.age, default=None)
+
+    def waiting_by_class(self) -> dict[ServiceClass, list[Sequence]]:
+        """The willing."""
+        classes: dict[ServiceClass, list[Sequence]] = {each: [] for each in ServiceClass}
+        for sequence in self.willing:
+            classes[sequence.service_class].append(sequence)
+        return classes

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.core.cost import CostLearner, StepCost, Work
+
+RUNNERS = {
+    "a large GPU": StepCost(token_s=5e-5, row_s=1e-4, pair_s=2e-9, fixed_s=6e-3),
+    "two CPU cores": StepCost(token_s=2e-3, row_s=4e-3, pair_s=2e-7, fixed_s=1e-3),
+    "no attention to speak of": StepCost(token_s=1e-4, row_s=1e-5, pair_s=0.0, fixed_s=1e-2),
+}
+
+
+def random_work(rng: random.Random) -> Work:
+    work = Work()
+    for _ in range(rng.randint(1, 40)):
+        work = work.with_row(rng.randint(1, 4000), 1)
+    if rng.random() < 0.6:
+        work = work.with_row(rng.choice([0, 0, 2000]), rng.randint(2, 2048))
+    return work
+
+
+@pytest.mark.parametrize("name", RUNNERS)
+def test_it_learns_any_runner_from_its_steps(name: str) -> None:
+    truth, learner, rng = RUNNERS[name], CostLearner(), random.Random(1)
+    for _ in range(200):
+        work = random_work(rng)
+        learner.observe(work, truth.seconds(work) * rng.uniform(0.95, 1.05))
+    for prompt_len in (200, 4000):
+        assert learner.cost.service_s(prompt_len) == pytest.approx(truth.service_s(prompt_len), rel=0.1)
+    for _ in range(20):
+        work = random_work(rng)
+        assert learner.cost.seconds(work) == pytest.approx(truth.seconds(work), rel=0.1)
+
+
+def test_what_is_not_seen_any_more_is_not_forgotten() -> None:
+    truth, learner, rng = RUNNERS["a large GPU"], CostLearner(), random.Random(1)
+    for _ in range(200):
+        work = random_work(rng)
+        learner.observe(work, truth.seconds(work))
+    before = learner.cost.service_s(4000)
+    for _ in range(5000):
+        work = Work().with_row(rng.randint(1, 4000), 1)
+        learner.observe(work, truth.seconds(work))
+    assert learner.cost.service_s(4000) == pytest.approx(before, rel=0.25)
+
+
+def test_a_hiccup_is_not_believed() -> None:
+    truth, learner, rng = RUNNERS["a large GPU"], CostLearner(), random.Random(1)
+    for _ in range(200):
+        work = random_work(rng)
+        learner.observe(work, truth.seconds(work))
+    learner.observe(random_work(rng), 60.0)
+    learner.observe(random_work(rng), 0.0)
+    assert learner.cost.service_s(1000) == pytest.approx(truth.service_s(1000), rel=0.5)
+
+
+@pytest.mark.parametrize("name", RUNNERS)
+@pytest.mark.parametrize("position", [0, 3000])
+def test_the_chunk_that_fits_a_time_is_the_longest_that_does(name: str, position: int) -> None:
+    cost = RUNNERS[name]
+    room_s = 0.05
+
+    def chunk_s(length: int) -> float:
+        return cost.seconds(Work().with_row(position, length)) - cost.fixed_s
+
+    length = cost.tokens_within(room_s, position)
+    assert length > 2
+    assert chunk_s(length) <= room_s * (1 + 1e-9) < chunk_s(length + 1) * (1 + 1e-9)
+    assert cost.tokens_within(0.0, position) == cost.tokens_within(-1.0, position) == 0
+
+
+def test_a_free_runner_has_no_bound_and_a_service_above_zero() -> None:
+    free = StepCost(0.0, 0.0, 0.0, 0.0)
+    assert free.tokens_within(1.0, 0) > 10**6
+    assert free.service_s(1) > 0.0
