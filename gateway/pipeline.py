@@ -110,7 +110,7 @@ class Pipeline:
         assert isinstance(parsed.request, ProxiedRequest)
         exchange.ignored_fields = parsed.ignored_header
         exchange.record.stream = isinstance(parsed.request, GenerationRequest) and bool(parsed.request.stream)
-        return cast(Parsed[ProxiedRequest], parsed)  # Parsed is invariant
+        return cast("Parsed[ProxiedRequest]", parsed)  # Parsed is invariant
 
     def _resolve(self, exchange: Exchange, principal: Principal, request: ProxiedRequest) -> ModelConfig:
         exchange.enter("tenant")
