@@ -7,6 +7,7 @@ left then ends with an error of its own), exit. SIGHUP: keys and tenants are rea
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
 import ssl
@@ -247,6 +248,8 @@ async def serve(config: GatewayConfig, path: Path) -> None:
     on_stop_signals(lambda _: now.set() if stop.is_set() else stop.set())
     async with Gateway(config, path=path) as gateway:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.directory.reload)
+        gc.collect()
+        gc.freeze()  # modules live for ever: looking through them would stop every stream for 15 ms
         await stop.wait()
         draining = asyncio.create_task(gateway.drain())
         impatient = asyncio.create_task(now.wait())
