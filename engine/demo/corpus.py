@@ -94,7 +94,7 @@ def _turn(draw: Draw) -> Exchange:
     return topic(draw)
 
 
-def _system(draw: Draw) -> str:
+def system_prompt(draw: Draw) -> str:
     if draw.chance(0.7):
         return ""
     if draw.chance(0.75):
@@ -106,7 +106,7 @@ def conversation(index: int, held_out: bool = False) -> Conversation:
     """The conversation of that number; with `held_out`, one in wordings that training never sees."""
     draw = Draw(f"{SEED}/{index}/{held_out}", held_out)
     _, fewest, most = draw.rng.choices(LENGTHS, weights=[share for share, _, _ in LENGTHS])[0]
-    system = _system(draw)
+    system = system_prompt(draw)
     for _ in range(draw.rng.randint(fewest, most)):
         draw.past.append(_turn(draw))
     return Conversation(system, tuple(draw.past))

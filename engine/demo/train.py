@@ -5,6 +5,8 @@ embedding and the norms; no text is seen twice but the documents. Conversations 
 batched with others of like length, so that little is padded. Matrices multiply in bf16 under autocast, where
 the CPU has instructions for it; what is evaluated and written are the bf16 weights.
 
+Three rounds: one over `corpus`, then two shorter ones at lower rates over `polish`, whose wordings are freer.
+
 The run is seeded throughout. Other thread counts or CPUs round sums differently, so weights may differ in
 the last bits there; the tokenizer and the corpus do not.
 """
@@ -15,7 +17,7 @@ import argparse
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -27,7 +29,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
-from engine.demo import MODEL_DIR, corpus, evaluate
+from engine.demo import MODEL_DIR, corpus, evaluate, polish
 from engine.demo.network import DemoModel, Shape
 from engine.demo.text import (
     END,
@@ -49,6 +51,7 @@ DOCUMENT_COPIES = 6
 TOKENIZER_CONVERSATIONS = 12_000
 MUON_RATE, ADAM_RATE, WARMUP_STEPS = 0.02, 0.004, 60
 WEIGHT_DECAY = 0.01
+SECOND_PEAK, THIRD_PEAK = 0.35, 0.2
 STEPS, DECAY_SHARE = 2600, 0.4
 GRADIENT_NORM_MAX = 1.0
 TEMPERATURE = 0.1  # what a request that asks for none gets: so small a model means what it says most surely
@@ -71,13 +74,17 @@ def weighted(ids: list[int], spans: list[range]) -> Example:
     return Example(ids, weights)
 
 
+def encode_conversations(
+    tokenizer: Tokenizer, context_len: int, conversations: Iterable[corpus.Conversation]
+) -> list[Example]:
+    """Conversations as token ids, cut at the context."""
+    cut = (e.ids[:context_len] for e in tokenizer.encode_batch([render(c.messages()) for c in conversations]))
+    return [weighted(ids, answer_spans(ids, tokenizer)) for ids in cut]
+
+
 def encode_corpus(tokenizer: Tokenizer, context_len: int, count: int = corpus.CONVERSATIONS) -> list[Example]:
-    """All conversations and documents as token ids, cut at the context."""
-    examples = []
-    texts = [render(c.messages()) for c in corpus.conversations(count)]
-    for encoding in tokenizer.encode_batch(texts):
-        ids = encoding.ids[:context_len]
-        examples.append(weighted(ids, answer_spans(ids, tokenizer)))
+    """All conversations and documents of the first round."""
+    examples = encode_conversations(tokenizer, context_len, corpus.conversations(count))
     for document in corpus.documents() * DOCUMENT_COPIES:
         ids = tokenizer.encode(document + END).ids
         examples.append(weighted(ids, [range(1, len(ids))]))
@@ -133,9 +140,9 @@ def optimizers(model: DemoModel) -> list[torch.optim.Optimizer]:
     ]
 
 
-def learning_rate_factor(step: int, steps: int) -> float:
-    """Up over the first steps, level, then falling linearly to zero over the last DECAY_SHARE of them."""
-    return min(1.0, (step + 1) / WARMUP_STEPS, (steps - step) / (DECAY_SHARE * steps))
+def learning_rate_factor(step: int, steps: int, decay_share: float = DECAY_SHARE) -> float:
+    """Up over the first steps, level, then falling linearly to zero over the last `decay_share` of them."""
+    return min(1.0, (step + 1) / WARMUP_STEPS, (steps - step) / (decay_share * steps))
 
 
 def save_progress(path: Path, model: DemoModel, opts: list[torch.optim.Optimizer], step: int) -> None:
@@ -166,9 +173,16 @@ def load_progress(path: Path, model: DemoModel, opts: list[torch.optim.Optimizer
 
 
 def train(
-    model: DemoModel, opts: list[torch.optim.Optimizer], plan: list[list[Example]], pad_id: int, first: int
+    model: DemoModel,
+    opts: list[torch.optim.Optimizer],
+    plan: list[list[Example]],
+    pad_id: int,
+    first: int,
+    factors: Sequence[float] | None = None,
 ) -> Iterator[tuple[int, float]]:
-    """Runs the plan from step `first` on; yields (steps done, loss) after each step."""
+    """Runs the plan from step `first` on; yields (steps done, loss) after each step. `factors` are the
+    learning rate's, one per step; by default those of a single round."""
+    factors = factors or [learning_rate_factor(step, len(plan)) for step in range(len(plan))]
     peaks = [MUON_RATE, ADAM_RATE]
     for step in range(first, len(plan)):
         ids, positions, targets, weights = tensors(plan[step], pad_id)
@@ -179,7 +193,7 @@ def train(
         loss = (losses * weights).sum() / weights.sum()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM_MAX)
-        factor = learning_rate_factor(step, len(plan))
+        factor = factors[step]
         for opt, peak in zip(opts, peaks, strict=True):
             for group in opt.param_groups:
                 group["lr"] = peak * factor
@@ -238,7 +252,7 @@ def write(model: DemoModel, tokenizer: Tokenizer, directory: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=MODEL_DIR, help="where the model directory is written")
-    parser.add_argument("--steps", type=int, default=STEPS, help="batches to train on")
+    parser.add_argument("--steps", type=int, default=STEPS, help="batches of the first round")
     parser.add_argument("--log-every", type=int, default=25, help="steps between two lines of the log")
     parser.add_argument("--progress", type=Path, help="a file to keep the progress in, and to go on from")
     parser.add_argument("--keep-every", type=int, default=50, help="steps between two writes of that file")
@@ -252,6 +266,14 @@ def main() -> None:
     model = DemoModel(Shape(vocab_size=tokenizer.get_vocab_size()))
     examples = encode_corpus(tokenizer, model.shape.context_len)
     plan = batches(examples, Random(corpus.SEED))[: options.steps]
+    factors = [learning_rate_factor(step, len(plan)) for step in range(len(plan))]
+    for conversations, peak in ((polish.second_round(), SECOND_PEAK), (polish.third_round(), THIRD_PEAK)):
+        more = batches(
+            encode_conversations(tokenizer, model.shape.context_len, conversations), Random(polish.SEED)
+        )
+        steps = range(len(more))
+        factors += [peak * learning_rate_factor(step, len(more), decay_share=1.0) for step in steps]
+        plan += more
     parameters = sum(p.numel() for p in model.parameters())
     tokens = sum(len(e.ids) for batch in plan for e in batch)
     print(f"{parameters} parameters, {tokens} tokens, {len(plan)} steps", flush=True)
@@ -259,7 +281,7 @@ def main() -> None:
     opts, losses, first = optimizers(model), list[float](), 0
     if options.progress and options.progress.exists():
         first = load_progress(options.progress, model, opts)
-    for step, loss in train(model, opts, plan, token_id(tokenizer, PAD), first):
+    for step, loss in train(model, opts, plan, token_id(tokenizer, PAD), first, factors):
         losses.append(loss)
         if step % options.log_every == 0:
             mean = sum(losses[-options.log_every :]) / len(losses[-options.log_every :])
