@@ -33,6 +33,8 @@ TTFB_REQUESTS = 150
 UNARY_REQUESTS = 1600
 UNARY_CONNECTIONS = 8
 UNARY_TOKENS = 16
+OUTSIDE_TOKENS = 200
+"""Of a stream at a gateway that runs elsewhere, before an engine whose context is not ours to choose."""
 ROWS = ("events", "unary", "ttfb", "overload", "many", "stalled")
 
 
@@ -83,7 +85,7 @@ async def _from_outside(options: argparse.Namespace) -> list[Figure]:
     subject = Subject(Endpoint(options.url, options.key), options.model)
     figures: list[Figure] = []
     for streams in options.streams if "events" in options.rows else []:
-        figures += await events_of(subject, streams, options.seconds)
+        figures += await events_of(subject, streams, OUTSIDE_TOKENS)
     figures += await _unary(subject) if "unary" in options.rows else []
     figures += await _ttfb(subject, None) if "ttfb" in options.rows else []
     return figures

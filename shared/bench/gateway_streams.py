@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from shared.bench.client import Exchange
 from shared.bench.figures import Figure, Target, at_least, at_most, figure, quantile
-from shared.bench.streams import Window, streaming
+from shared.bench.streams import BenchFailed, Window, streaming
 from shared.bench.subjects import Engine, Subject, gateway, nginx, paced_engine, plain_relay
 
 CPU_US_PER_EVENT_TARGET: Final = at_most(15)
@@ -108,10 +110,21 @@ def _against(load: Load, ours: Window, name: str, theirs: Window | None, target:
     ]
 
 
-async def events_of(subject: Subject, streams: int, seconds: float) -> list[Figure]:
-    """Of a gateway that runs elsewhere: what its clients see. Answers last for as long as is measured."""
-    window = await measured(subject, streams, seconds)
-    return [figure(f"{streams} streams: gap p50", quantile(window.gaps_ms, 0.5), "ms")]
+async def events_of(subject: Subject, streams: int, tokens: int) -> list[Figure]:
+    """Of a gateway that runs elsewhere: what its clients see of whole answers."""
+
+    async def one() -> Exchange:
+        connection = await subject.endpoint.connect()
+        try:
+            return await connection.exchange(subject.chat(tokens))
+        finally:
+            connection.close()
+
+    done = await asyncio.gather(*(one() for _ in range(streams)))
+    if failed := [exchange.error for exchange in done if exchange.error is not None]:
+        raise BenchFailed(failed[0])
+    gaps_ms = [1e3 * (b - a) for exchange in done for a, b in itertools.pairwise(exchange.event_times)]
+    return [figure(f"{streams} streams of {tokens} tokens: gap p50", quantile(gaps_ms, 0.5), "ms")]
 
 
 # -- overload, and many streams ---------------------------------------------------------------------------
