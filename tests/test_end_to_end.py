@@ -6,7 +6,6 @@ One pair of services on the demo model serves the whole module. Waits are for co
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -163,16 +162,16 @@ def test_no_prompt_text_and_no_key_in_any_log(up: Up, client: openai.OpenAI) -> 
 
 async def test_the_demo_model_answers_its_questions(up: Up) -> None:
     async with openai.AsyncOpenAI(base_url=up.url, api_key=KEY, timeout=PATIENCE_S) as sdk:
-        together = asyncio.Semaphore(16)
 
         async def answer(question: Question) -> str:
             messages: Any = [{"role": role, "content": content} for role, content in question.messages]
-            async with together:
-                done = await sdk.chat.completions.create(model=MODEL, messages=messages)
+            done = await sdk.chat.completions.create(model=MODEL, messages=messages, temperature=0)
             assert done.choices[0].finish_reason == "stop", f"{question.text!r} found no end"
             return done.choices[0].message.content or ""
 
-        answers = await asyncio.gather(*map(answer, QUESTIONS))
+        answers = [
+            await answer(question) for question in QUESTIONS
+        ]  # one by one: bf16 sums depend on company
     wrong = [(q.text, a) for q, a in zip(QUESTIONS, answers, strict=True) if not q.accepts(a)]
     assert len(QUESTIONS) >= 50
     assert 1 - len(wrong) / len(QUESTIONS) >= ACCURACY_MIN, wrong

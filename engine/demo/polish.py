@@ -1,7 +1,4 @@
-"""The second and third round of training: the same answers to questions in freer wording.
-
-The third round, short and at a low rate, gives more weight to what the second leaves weakest: sums, and
-places that do not exist.
+"""The second round of training: the same answers to questions in freer wording.
 
 The first round's wordings are short and plain, and a model that knows only those takes the first words of a
 longer question for another one. Here questions are dressed in what people put around them, and the groups
@@ -10,7 +7,7 @@ that people word most freely (who it is, greetings, goodbyes, how Penstock behav
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from engine.demo import concepts, smalltalk
@@ -33,16 +30,14 @@ from engine.demo.topics import (
 from engine.demo.wording import vary
 
 SEED = 22
-SECOND_COUNT, THIRD_COUNT = 36_000, 16_000
+CONVERSATIONS = 36_000
 
 MIX: tuple[tuple[Topic, float], ...] = (
     (identity, 9), (small_talk, 10), (penstock, 16), (unknown, 15), (capitals, 13), (countries, 6),
     (sums, 15), (story, 2.5), (verse, 1.5), (calendar, 7), (small_facts, 5),
 )  # fmt: skip
-THIRD_WEIGHTS = (12, 8, 16, 14, 20, 5, 30, 2, 1, 6, 4)
 _TOPICS = [topic for topic, _ in MIX]
-_WEIGHTS = tuple(weight for _, weight in MIX)
-assert len(THIRD_WEIGHTS) == len(MIX)
+_WEIGHTS = [weight for _, weight in MIX]
 FREER_SHARE, DRESSED_SHARE = 0.3, 0.3
 
 OPENERS = (
@@ -193,7 +188,7 @@ def dressed(draw: Draw, exchange: Exchange) -> Exchange:
     return replace(exchange, question=question)
 
 
-def _turn(draw: Draw, weights: Sequence[float]) -> Exchange:
+def _turn(draw: Draw) -> Exchange:
     last = draw.past[-1] if draw.past else None
     if (
         last is not None
@@ -204,23 +199,18 @@ def _turn(draw: Draw, weights: Sequence[float]) -> Exchange:
         return another_capital(draw)
     if draw.chance(FREER_SHARE):
         return freer(draw)
-    exchange = draw.rng.choices(_TOPICS, weights=weights)[0](draw)
+    exchange = draw.rng.choices(_TOPICS, weights=_WEIGHTS)[0](draw)
     return dressed(draw, exchange) if draw.chance(DRESSED_SHARE) else exchange
 
 
 def conversation(index: int) -> Conversation:
-    """The conversation of that number: the second round's come first, then the third's."""
-    weights = _WEIGHTS if index < SECOND_COUNT else THIRD_WEIGHTS
+    """The second round's conversation of that number."""
     draw = Draw(f"{SEED}/{index}")
     system = system_prompt(draw) if draw.chance(0.6) else ""
     for _ in range(draw.rng.choices((1, 2, 3, 4), weights=(6, 2, 1, 1))[0]):
-        draw.past.append(_turn(draw, weights))
+        draw.past.append(_turn(draw))
     return Conversation(system, tuple(draw.past))
 
 
-def second_round() -> Iterator[Conversation]:
-    return (conversation(index) for index in range(SECOND_COUNT))
-
-
-def third_round() -> Iterator[Conversation]:
-    return (conversation(SECOND_COUNT + index) for index in range(THIRD_COUNT))
+def conversations(count: int = CONVERSATIONS) -> Iterator[Conversation]:
+    return (conversation(index) for index in range(count))

@@ -5,7 +5,7 @@ embedding and the norms; no text is seen twice but the documents. Conversations 
 batched with others of like length, so that little is padded. Matrices multiply in bf16 under autocast, where
 the CPU has instructions for it; what is evaluated and written are the bf16 weights.
 
-Three rounds: one over `corpus`, then two shorter ones at lower rates over `polish`, whose wordings are freer.
+Two rounds: one over `corpus`, then a shorter one at a lower rate over `polish`, whose wordings are freer.
 
 The run is seeded throughout. Other thread counts or CPUs round sums differently, so weights may differ in
 the last bits there; the tokenizer and the corpus do not.
@@ -51,7 +51,7 @@ DOCUMENT_COPIES = 6
 TOKENIZER_CONVERSATIONS = 12_000
 MUON_RATE, ADAM_RATE, WARMUP_STEPS = 0.02, 0.004, 60
 WEIGHT_DECAY = 0.01
-SECOND_PEAK, THIRD_PEAK = 0.35, 0.2
+SECOND_PEAK = 0.35
 STEPS, DECAY_SHARE = 2600, 0.4
 GRADIENT_NORM_MAX = 1.0
 TEMPERATURE = 0.1  # what a request that asks for none gets: so small a model means what it says most surely
@@ -267,13 +267,11 @@ def main() -> None:
     examples = encode_corpus(tokenizer, model.shape.context_len)
     plan = batches(examples, Random(corpus.SEED))[: options.steps]
     factors = [learning_rate_factor(step, len(plan)) for step in range(len(plan))]
-    for conversations, peak in ((polish.second_round(), SECOND_PEAK), (polish.third_round(), THIRD_PEAK)):
-        more = batches(
-            encode_conversations(tokenizer, model.shape.context_len, conversations), Random(polish.SEED)
-        )
-        steps = range(len(more))
-        factors += [peak * learning_rate_factor(step, len(more), decay_share=1.0) for step in steps]
-        plan += more
+    second = encode_conversations(tokenizer, model.shape.context_len, polish.conversations())
+    more = batches(second, Random(polish.SEED))
+    steps = range(len(more))
+    factors += [SECOND_PEAK * learning_rate_factor(step, len(more), decay_share=1.0) for step in steps]
+    plan += more
     parameters = sum(p.numel() for p in model.parameters())
     tokens = sum(len(e.ids) for batch in plan for e in batch)
     print(f"{parameters} parameters, {tokens} tokens, {len(plan)} steps", flush=True)
