@@ -102,6 +102,7 @@ def core(start: CoreStart) -> int:
             queue_len_max=config.max_queue_len + config.max_num_seqs + PROMPTS_MAX,
             prefix_cache=config.prefix_cache,
             stall_deadline_s=config.stall_deadline_s,
+            step_time_target_s=config.step_time_target_ms / 1e3,
         )
         CoreLoop(runner, transport.inbox, transport.outbox, scheduling).run()
     return 0

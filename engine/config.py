@@ -38,6 +38,7 @@ class EngineConfig:
     """Bytes. None: measured from what is free."""
     max_num_seqs: int = 64
     max_step_tokens: int = 2048
+    step_time_target_ms: float = 100.0
     max_queue_len: int = 256
     prefix_cache: bool = True
     threads: int | None = None
@@ -130,6 +131,14 @@ def _add_memory_arguments(memory: argparse._ArgumentGroup) -> None:
         default=2048,
         metavar="TOKENS",
         help="token budget of one step; at least --max-num-seqs (default: 2048)",
+    )
+    memory.add_argument(
+        "--step-time-target-ms",
+        type=_milliseconds,
+        default=100.0,
+        metavar="MS",
+        help="how long prompts may make one step, the gap that running streams see; inf: as long as "
+        "--max-step-tokens takes (default: 100)",
     )
     memory.add_argument(
         "--max-queue-len",
@@ -284,6 +293,16 @@ def _seconds(text: str) -> float:
         value = 0.0
     if not 0.0 < value < 1e6:
         raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
+    return value
+
+
+def _milliseconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0.0:
+        raise argparse.ArgumentTypeError(f"must be a number of milliseconds above 0, or inf, got {text!r}")
     return value
 
 

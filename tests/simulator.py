@@ -21,6 +21,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
+from engine.bench.virtual import TurnWatch
 from engine.core.config import SchedulerConfig
 from engine.core.messages import (
     AbortSequences,
@@ -36,9 +37,7 @@ from engine.core.messages import (
     StepOutput,
     TokenLogprobs,
 )
-from engine.core.policy import ELDER_TURN
 from engine.core.scheduler import Scheduler
-from engine.core.sequence import Status
 from tests.fake_runner import FakeRunner, runner_info, solo
 
 UNBOUNDED_QUEUE = SchedulerConfig(step_tokens_max=16, queue_len_max=1_000_000, stall_deadline_s=0.5)
@@ -135,7 +134,6 @@ class Life:
     aborted_at: float | None = None
     """When first, if before its end."""
     paused_at: float | None = None
-    was_paused: bool = False
     in_flight: bool = False
     """It was paused while a step was being run, which may bring it a last token."""
     overdue_at: float | None = None
@@ -146,9 +144,6 @@ class Life:
     started: Started | None = None
     finished: Finished | None = None
     finished_at: float = 0.0
-    passed_by: int = 0
-    """Admissions of later arrivals while it waited, and of earlier ones."""
-    elders_admitted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +192,7 @@ class _Simulation:
         )
         self._runner = FakeRunner(info, config.scheduler.step_tokens_max)
         self._scheduler = Scheduler(config.scheduler, info)
+        self._watch = TurnWatch(self._scheduler)
         self._now = 0.0
         self._lives: dict[int, Life] = {}
         self._steps = 0
@@ -318,7 +314,7 @@ class _Simulation:
     def _pause(self, handles: list[int], *, in_flight: bool) -> None:
         for life in self._living(handles):
             if life.paused_at is None:
-                life.paused_at, life.in_flight, life.was_paused = self._now, in_flight, True
+                life.paused_at, life.in_flight = self._now, in_flight
         self._scheduler.pause(handles, self._now)
         self._scheduler.check()
 
@@ -330,12 +326,13 @@ class _Simulation:
 
     def _step(self) -> None:
         self._note_overdue()
-        queue = self._queue()
+        self._watch.before_plan()
         plan = self._scheduler.plan(self._now)
         self._scheduler.check()
         if plan is not None:
             self._check_plan(plan)
-            self._check_turns(plan, queue)
+            self._watch.after_plan(plan)
+            assert self._watch.worst <= 1.0, "somebody starves"
             self._disturb()
             result = self._runner.run(plan)
             self._now += self._config.step_base_s + self._config.token_s * sum(plan.lengths)
@@ -359,29 +356,8 @@ class _Simulation:
     def _check_plan(self, plan: Plan) -> None:
         seated = {start.slot for start in plan.seated}
         for slot in {*plan.slots, *seated, *(slot for slot, _ in plan.grown)}:
-            life = self._lives[self._scheduler._running[slot].handle]
+            life = self._lives[self._scheduler.running(slot).handle]
             assert life.paused_at is None, "something is planned that nobody reads"
-
-    def _queue(self) -> dict[int, Status]:
-        """Whose waiting is bounded: those who wait for pages, and for no reader."""
-        return {s.handle: s.status for s in self._scheduler._waiting.willing}
-
-    def _check_turns(self, plan: Plan, queue: dict[int, Status]) -> None:
-        """The bound at the head of `engine.core.policy`."""
-        for start in plan.seated:
-            sequence = self._scheduler._running[start.slot]
-            brings_pages = queue.pop(sequence.handle, Status.PREEMPTED) is Status.STALLED
-            admitted = self._lives[sequence.handle]
-            admitted.passed_by = admitted.elders_admitted = 0
-            for handle, status in queue.items():
-                life = self._lives[handle]
-                if status is Status.STALLED or life.was_paused:
-                    continue
-                if (admitted.arrived_at, sequence.handle) < (life.arrived_at, handle):
-                    life.elders_admitted += 1
-                elif not brings_pages:
-                    life.passed_by += 1
-                assert life.passed_by <= (ELDER_TURN - 1) * (life.elders_admitted + 1), "somebody starves"
 
     def _disturb(self) -> None:
         """Messages that come while a step is being run."""

@@ -18,13 +18,23 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
-FLOORS = ("shared", "gateway", "engine.api", "engine.core", "engine.runtime", "engine.demo", "engine")
+FLOORS = (
+    "shared",
+    "gateway",
+    "engine.api",
+    "engine.bench",
+    "engine.core",
+    "engine.runtime",
+    "engine.demo",
+    "engine",
+)
 """Most specific first: the floor of `engine.core.loop` is `engine.core`."""
 
 MAY_IMPORT = {
     "shared": {"shared"},
     "gateway": {"gateway", "shared"},
     "engine.api": {"engine.api", "engine.core", "engine", "shared"},
+    "engine.bench": {"engine.bench", "engine.core", "shared"},
     "engine.core": {"engine.core", "shared"},
     "engine.runtime": {"engine.runtime", "engine.core", "shared"},
     "engine.demo": {"engine.demo"},
@@ -34,6 +44,7 @@ FORBIDDEN_PACKAGES = {
     "shared": {"torch", "aiohttp", "transformers"},
     "gateway": {"torch", "numpy", "transformers", "zmq"},
     "engine.api": {"torch", "numpy", "transformers"},
+    "engine.bench": {"torch", "numpy", "transformers", "aiohttp", "httpx", "zmq"},
     "engine.core": {"torch", "numpy", "transformers", "aiohttp", "httpx"},
     "engine.runtime": {"transformers", "aiohttp", "httpx", "zmq"},
     "engine.demo": {"transformers", "aiohttp", "httpx", "zmq"},
@@ -141,7 +152,7 @@ for module in pkgutil.walk_packages(package.__path__, {package!r} + '.'):
 """
 
 
-@pytest.mark.parametrize("package", ["gateway", "shared", "engine.api", "engine.core"])
+@pytest.mark.parametrize("package", ["gateway", "shared", "engine.api", "engine.bench", "engine.core"])
 def test_importing_needs_no_torch(package: str) -> None:
     blocked = {"torch", "triton", "numpy", "safetensors", "transformers"}
     if package in ("gateway", "shared"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from engine.core.messages import RunnerInfo
@@ -21,6 +22,9 @@ class SchedulerConfig:
     prefix_cache: bool = True
     stall_deadline_s: float = 60.0
     """A sequence that stays paused for so long ends."""
+    step_time_target_s: float = math.inf
+    """How long a step may take as far as prompts decide it: the gap that running streams see. What it
+    buys in tokens is learned, and `step_tokens_max` is its cap."""
 
     def __post_init__(self) -> None:
         assert self.step_tokens_max >= 1
@@ -28,6 +32,7 @@ class SchedulerConfig:
         assert 0.0 <= self.watermark < 1.0
         assert self.preemptions_max >= 1
         assert self.stall_deadline_s > 0.0
+        assert self.step_time_target_s > 0.0
 
     def check_against(self, runner: RunnerInfo) -> None:
         """The relations between our limits and the runner's."""

@@ -11,12 +11,14 @@ paused since the last one. It has one token budget, spent in this order:
    (`policy.choose_victims`): it gives all its pages back and recomputes them later, through the
    prefix cache.
 2. *Decodes*: one token for each running sequence that has one pending.
-3. *Chunks*: pending prompt of the other running sequences, oldest admission first.
-4. *Admissions*, by rank: into a free slot, when the whole uncached part fits into available pages
-   with a watermark to spare; pages of the stalled count as available, and are taken when nothing
-   else is left. The first that does not fit ends the admissions of its class and those below, so
-   nothing overtakes it for good, and nobody of its class takes the pages that a preempted sequence
-   just gave back. When it is the eldest's turn (`engine.core.policy`), it ends all admissions.
+3. *Prompts*, by rank (`engine.core.policy`): what is left of the budget, as far as the learned cost of
+   a step says that it keeps to `step_time_target_s`, goes to chunks of those who run and to admissions.
+   Somebody is admitted into a free slot, when the whole uncached part fits into available pages with a
+   watermark to spare; pages of the stalled count as available, and are taken when nothing else is
+   left. The first that does not fit ends the admissions of its class and those below, so nothing
+   overtakes it for good, and nobody of its class takes the pages that a preempted sequence just gave
+   back. When it is the eldest's turn, it ends all admissions. Of this budget a part is kept for the
+   prompt that has been computed for longest, so that those above it do not hold it up for ever.
 
 Rules
 
@@ -120,6 +122,15 @@ class Scheduler:
         """Whether somebody is here who is not paused: the next plan has rows."""
         return len(self._sequences) > len(self._paused)
 
+    @property
+    def willing(self) -> list[Sequence]:
+        """Those who wait for a slot, and for no reader."""
+        return self._waiting.willing
+
+    def running(self, slot: int) -> Sequence:
+        """Who holds this slot."""
+        return self._running[slot]
+
     def idle_s(self, now: float) -> float:
         """For how long there is nothing to plan unless a message comes: until the next stall deadline."""
         if self.has_work:
@@ -210,8 +221,8 @@ class Scheduler:
         self._stall_paused(now)
         batch = Batch(self._config.step_tokens_max)
         self._make_room(batch, now)
-        self._plan_running(batch)
-        self._admit(batch, now)
+        self._plan_decodes(batch)
+        self._spend(batch, now)
         assert bool(batch.rows) == self.has_work, "somebody is willing, and nobody moves"
         if not batch.rows:
             return None
@@ -253,7 +264,7 @@ class Scheduler:
         )
         for victim in victims or [needy]:
             assert victim.preemptions < self._config.preemptions_max, "rule C is broken"
-            batch.drop(self._leave_slot(victim))
+            batch.drop(self._leave_slot(victim), victim)
             self._preempt(victim, now)
 
     def _reclaimable(self, victims: Iterable[Sequence] = ()) -> set[int]:
@@ -275,34 +286,44 @@ class Scheduler:
         self._waiting.enter(victim)
         self._preemptions += 1
 
-    def _plan_running(self, batch: Batch) -> None:
-        prefilling = []
+    def _plan_decodes(self, batch: Batch) -> None:
         for slot, sequence in self._running.items():
             if sequence.pending_len == 1:
                 batch.add(slot, sequence, 1)
             else:
-                prefilling.append((slot, sequence))
-        for slot, sequence in prefilling:
-            if length := policy.chunk_len(sequence.pending_len, batch.budget_left):
-                batch.add(slot, sequence, length)
+                sequence.expected_len = sequence.pending_len
+                batch.chunks.append(sequence)
 
-    def _admit(self, batch: Batch, now: float) -> None:
-        if not self._slots_free and not self._is_outranked():
-            return  # before the queue is ranked for nothing
+    def _spend(self, batch: Batch, now: float) -> None:
+        """What the decodes left, by rank: on chunks of those who run, and on admissions."""
+        circumstances = self._circumstances(now)
+        room_s = self._config.step_time_target_s - circumstances.cost.seconds(batch.work)
+        position = max((sequence.computed_len for sequence in batch.chunks), default=0)
+        batch.budget_left = policy.prompt_budget(batch.budget_left, room_s, circumstances.cost, position)
+        batch.keep(policy.kept_for_eldest(batch.budget_left))
+        if self._slots_free or self._is_outranked():  # else the queue would be ranked for nothing
+            self._admit(batch, circumstances)
+        for sequence in self._waiting.rank(batch.unplanned, circumstances):
+            batch.add_chunk(sequence)
+
+    def _admit(self, batch: Batch, circumstances: Circumstances) -> None:
         blocked: ServiceClass | None = None
         passed = 0
-        for candidate in self._waiting.candidates(self._circumstances(now)):
+        for candidate in self._waiting.candidates(batch.unplanned, circumstances):
             sequence = candidate.sequence
             if not batch.budget_left or passed == PASSED_MAX or blocked is max(ServiceClass):
                 return
+            if sequence.status is Status.RUNNING:
+                batch.add_chunk(sequence)
+                continue
             if blocked is not None and sequence.service_class <= blocked and not candidate.in_turn:
                 continue
             start = sequence.pages or self._match(sequence)
             sequence.expected_len = self._uncached_len(sequence, start)
             if not candidate.in_turn and self._is_coming(sequence, len(start), batch):
                 passed += 1
-            elif self._fits(sequence, start) or self._displace(sequence, start, batch, now):
-                self._seat(sequence, start, batch, now)
+            elif self._fits(sequence, start) or self._displace(sequence, start, batch, circumstances.now):
+                self._seat(sequence, start, batch, circumstances.now)
             elif candidate.in_turn:
                 return
             else:
@@ -339,7 +360,7 @@ class Scheduler:
             if self._fits(sequence, start, fewer):
                 victims = fewer
         for victim in victims:
-            batch.drop(self._leave_slot(victim))
+            batch.drop(self._leave_slot(victim), victim)
             self._preempt(victim, now)
         return True
 
@@ -404,7 +425,8 @@ class Scheduler:
         seated = SlotStart(slot, sequence.tokens.tolist(), sequence.prompt_len, sequence.sampling)
         batch.seated.append(seated)
         batch.grown[slot] = list(pages)
-        batch.add(slot, sequence, policy.chunk_len(sequence.pending_len, batch.budget_left))
+        batch.chunks.append(sequence)
+        batch.add_chunk(sequence)
 
     # -- commit -----------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.core import policy
 from engine.core.cost import Work
 from engine.core.messages import Finished, SlotStart, Started, TokenLogprobs
 from engine.core.sequence import Sequence
@@ -18,7 +19,10 @@ class Batch:
     grown: dict[int, list[int]] = field(default_factory=dict)
     rows: list[Sequence] = field(default_factory=list)
     chunks: list[Sequence] = field(default_factory=list)
-    """Those of the rows that compute more than one token."""
+    """Those who have more than one token to compute, and run or are admitted by this plan; the first has
+    run for longest."""
+    kept: int = 0
+    """Of the budget, set aside for the first of the chunks."""
     slots: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
@@ -36,23 +40,43 @@ class Batch:
         assert 1 <= length <= self.budget_left
         self.budget_left -= length
         self.rows.append(sequence)
-        if length > 1:
-            self.chunks.append(sequence)
         self.slots.append(slot)
         self.positions.append(sequence.computed_len)
         self.lengths.append(length)
         self.samples.append(length == sequence.pending_len)
 
-    def drop(self, slot: int) -> None:
-        """Its owner must leave before it could compute anything: take back what was planned for it."""
+    @property
+    def unplanned(self) -> list[Sequence]:
+        """Of the chunks, those that have no row yet."""
+        planned = {id(sequence) for sequence in self.rows}
+        return [sequence for sequence in self.chunks if id(sequence) not in planned]
+
+    def keep(self, tokens: int) -> None:
+        """Set so much aside for the first of the chunks, if there is one."""
+        if self.chunks:
+            self.kept = min(tokens, self.chunks[0].pending_len)
+            self.budget_left -= self.kept
+
+    def add_chunk(self, sequence: Sequence) -> None:
+        """As much of its prompt as the budget allows, if any."""
+        if self.chunks and sequence is self.chunks[0]:
+            self.budget_left, self.kept = self.budget_left + self.kept, 0
+        length = policy.chunk_len(sequence.pending_len, self.budget_left)
+        if length:
+            assert sequence.slot is not None
+            self.add(sequence.slot, sequence, length)
+
+    def drop(self, slot: int, sequence: Sequence) -> None:
+        """It must leave before it could compute anything: take back what was planned for it."""
         self.grown.pop(slot, None)
+        if sequence in self.chunks:
+            if sequence is self.chunks[0]:
+                self.budget_left, self.kept = self.budget_left + self.kept, 0
+            self.chunks.remove(sequence)
         if slot not in self.slots:
             return
         row = self.slots.index(slot)
         self.budget_left += self.lengths[row]
-        sequence = self.rows[row]
-        if sequence in self.chunks:
-            self.chunks.remove(sequence)
         for column in (self.rows, self.slots, self.positions, self.lengths, self.samples):
             del column[row]
 

@@ -6,7 +6,7 @@ admissions since the last that was the eldest's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -66,15 +66,21 @@ class WaitingRoom:
             self._admitted_since_eldest = 0 if is_eldest else self._admitted_since_eldest + 1
         self.leave(sequence)
 
-    def candidates(self, circumstances: Circumstances) -> Iterator[Candidate]:
-        """In the order in which they may be admitted; each admission in between may give the eldest
-        its turn."""
-        for sequence in self._discipline.order(self.willing, circumstances):
+    def rank(self, sequences: Iterable[Sequence], circumstances: Circumstances) -> list[Sequence]:
+        """The first goes first."""
+        return self._discipline.order(sequences, circumstances)
+
+    def candidates(self, prefilling: Iterable[Sequence], circumstances: Circumstances) -> Iterator[Candidate]:
+        """Those who wait, and among them those who run and still compute their prompts, in the order in
+        which they are served; each admission in between may give the eldest its turn."""
+        running = set(prefilling)
+        for sequence in self.rank([*self.willing, *running], circumstances):
             while (
                 self._is_elders_turn and sequence.status is not Status.STALLED and (eldest := self._eldest())
             ):
                 yield Candidate(eldest, in_turn=True)
-            if sequence.status in self.queues:  # it was not admitted in its turn
+            waits = sequence.status in self.queues  # else it was admitted in its turn
+            if waits != (sequence in running):  # else it was preempted for one above it
                 yield Candidate(sequence, in_turn=False)
 
     @property

@@ -14,17 +14,21 @@ from shared.bench import figures
 from shared.bench.services import ServiceFailed
 
 BENCHES: Final = {
-    "engine": "tokens/s, time to first token and gap between tokens of an engine",
-    "gateway": "CPU time per event and per request, and the latency that the gateway adds",
+    "engine": ("shared.bench.engine", "tokens/s, time to first token and gap between tokens of an engine"),
+    "gateway": (
+        "shared.bench.gateway",
+        "CPU time per event and per request, and the latency that the gateway adds",
+    ),
+    "scheduler": ("engine.bench.scheduler", "the scheduler against simpler ones, in virtual time"),
 }
-"""Each is a module of `shared.bench` with `add_arguments(parser)` and `async run(options)`."""
+"""Each has a module with `add_arguments(parser)`, `async run(options)` and `BenchFailed`, and a summary."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `bench` to the command line."""
     bench = commands.add_parser("bench", help="measure what README claims")
     names = bench.add_subparsers(dest="bench", required=True, metavar="NAME")
-    for name, summary in BENCHES.items():
+    for name, (_, summary) in BENCHES.items():
         parser = names.add_parser(name, help=summary, description=_module(name).__doc__)
         _module(name).add_arguments(parser)
         parser.add_argument(
@@ -51,4 +55,4 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"shared.bench.{name}")
+    return importlib.import_module(BENCHES[name][0])

@@ -658,8 +658,8 @@ def test_as_few_as_possible_give_way() -> None:
 def test_who_is_protected_gives_way_to_no_class() -> None:
     h = Harness(slots=1, preemptions_max=2)
     h.add(1, [1] * 4, greedy(40), service_class=FLEX)
-    for handle in range(2, 12):
-        h.step()
+    for handle in range(2, 8):
+        h.steps(4)  # enough for the one before, and for the first to be back
         h.add(handle, [handle] * 4, greedy(2), service_class=PRIORITY)
     h.run()
     h.assert_all_as_solo()
@@ -685,7 +685,7 @@ def test_in_the_eldests_turn_pages_are_kept_for_it() -> None:
     h.add(100, [9] * 24, greedy(24))
     h.step()
     h.add(1, [1] * 44, greedy(1), service_class=FLEX)  # 11 pages beside at least 6
-    for handle in range(2, 20):
+    for handle in range(2, 22):
         h.add(handle, [handle], greedy(1), service_class=PRIORITY)
         h.step()
     assert 100 not in h.finished
@@ -705,3 +705,32 @@ def test_the_rate_of_prefill_is_learned_from_the_steps() -> None:
     h.now += STEP_S
     h.step()
     assert list(h.started) == [1, 3]
+
+
+def test_a_short_prompt_passes_a_long_one_that_has_begun() -> None:
+    h = Harness(step_tokens_max=16, slots=4)
+    h.add(1, [1] * 120, greedy(1))
+    h.step()
+    h.add(2, [2] * 4, greedy(1))
+    h.now += 1.0
+    h.step()
+    assert 2 in h.finished
+    assert h.plans[-1].lengths == [4, 12], "and what it leaves is the long one's"
+    h.run()
+    h.assert_all_as_solo()
+
+
+def test_a_long_prompt_that_has_begun_always_gets_on() -> None:
+    h = Harness(step_tokens_max=64, slots=8, prefix_cache=False)
+    h.add(1, [1] * 200, greedy(1))
+    h.step()
+    for handle in range(2, 400):
+        h.add(handle, [handle % 50] * 60, greedy(1))
+        h.step()
+        slot = next(start.slot for plan in h.plans for start in plan.seated if len(start.token_ids) == 200)
+        assert slot in h.plans[-1].slots, "it is in every step"
+        if 1 in h.finished:
+            break
+    assert 1 in h.finished
+    h.run()
+    h.assert_all_as_solo()

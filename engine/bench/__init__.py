@@ -1,0 +1,1 @@
+"""Benches that need the engine's own parts: `penstock bench scheduler`."""

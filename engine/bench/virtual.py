@@ -1,0 +1,187 @@
+"""The real scheduler on a runner that only costs time, in virtual time: an hour's traffic in seconds.
+
+    outcomes = run(requests, engine)
+
+Every decision is the scheduler's own; a step takes what `Engine.cost` says, and tokens mean nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from engine.core.config import SchedulerConfig
+from engine.core.cost import StepCost, Work
+from engine.core.messages import (
+    AddSequence,
+    Plan,
+    RunnerInfo,
+    RunResult,
+    SamplingParams,
+    ServiceClass,
+    StepOutput,
+)
+from engine.core.policy import ELDER_TURN, RESPONSE_RATIO, Discipline
+from engine.core.scheduler import Scheduler
+from engine.core.sequence import Status
+
+VOCAB_SIZE: Final = 1000
+UNBOUNDED: Final = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    at_s: float
+    prompt_len: int
+    output_len: int
+    tenant: str = ""
+    service_class: ServiceClass = ServiceClass.DEFAULT
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    cost: StepCost
+    pages: int = 8192
+    page_size: int = 64
+    slots: int = 256
+    step_tokens_max: int = 2048
+    step_time_target_s: float = 0.1
+    discipline: Discipline = RESPONSE_RATIO
+
+
+@dataclass(slots=True)
+class Outcome:
+    request: Request
+    first_token_s: float = math.nan
+    """Since its arrival."""
+    end_s: float = math.nan
+    gap_s_max: float = 0.0
+    """The longest time between two of its tokens."""
+    preemptions: int = 0
+    _last_token_at: float = field(default=math.nan, repr=False)
+
+    def on_token(self, now: float) -> None:
+        if math.isnan(self.first_token_s):
+            self.first_token_s = now - self.request.at_s
+        else:
+            self.gap_s_max = max(self.gap_s_max, now - self._last_token_at)
+        self._last_token_at = now
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    outcomes: list[Outcome]
+    makespan_s: float
+    steps: int
+    bound_use: float
+    """How near anybody came to the bound on waiting, at the head of `engine.core.policy`; 1 is there."""
+
+
+class TurnWatch:
+    """Counts, for everybody who waits, by how many who came later it was passed, and how many who came
+    before it were admitted. Who leaves the queue, or waits for its reader, is counted anew after that."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._queue: dict[int, tuple[float, Status]] = {}
+        self._passed_by: dict[int, int] = {}
+        self._elders_admitted: dict[int, int] = {}
+        self.worst: float = 0.0
+
+    def before_plan(self) -> None:
+        self._queue = {s.handle: (s.arrived_at, s.status) for s in self._scheduler.willing}
+        for counts in (self._passed_by, self._elders_admitted):
+            for handle in counts.keys() - self._queue.keys():
+                del counts[handle]
+
+    def after_plan(self, plan: Plan) -> None:
+        for start in plan.seated:
+            admitted = self._scheduler.running(start.slot)
+            _, status = self._queue.pop(admitted.handle, (0.0, Status.PREEMPTED))
+            self._passed_by.pop(admitted.handle, None)
+            self._elders_admitted.pop(admitted.handle, None)
+            self._count(admitted.arrived_at, admitted.handle, brings_pages=status is Status.STALLED)
+
+    def _count(self, arrived_at: float, handle: int, *, brings_pages: bool) -> None:
+        for other, (other_arrived_at, status) in self._queue.items():
+            if status is Status.STALLED:
+                continue
+            if (arrived_at, handle) < (other_arrived_at, other):
+                self._elders_admitted[other] = self._elders_admitted.get(other, 0) + 1
+            elif not brings_pages:
+                passed_by = self._passed_by[other] = self._passed_by.get(other, 0) + 1
+                bound = (ELDER_TURN - 1) * (self._elders_admitted.get(other, 0) + 1)
+                self.worst = max(self.worst, passed_by / bound)
+
+
+def run(requests: Sequence[Request], engine: Engine) -> Run:
+    """Serve these, which are in the order of their arrival, to their ends."""
+    return _Virtual(requests, engine).run()
+
+
+class _Virtual:
+    def __init__(self, requests: Sequence[Request], engine: Engine) -> None:
+        len_max = max(request.prompt_len + request.output_len for request in requests)
+        info = RunnerInfo(
+            engine.pages, engine.page_size, engine.slots, len_max, VOCAB_SIZE, "virtual", 0.0, 0.0
+        )
+        config = SchedulerConfig(
+            step_tokens_max=engine.step_tokens_max,
+            queue_len_max=UNBOUNDED,
+            prefix_cache=False,
+            step_time_target_s=engine.step_time_target_s,
+        )
+        self._cost = engine.cost
+        self._scheduler = Scheduler(config, info, engine.discipline)
+        self._watch = TurnWatch(self._scheduler)
+        self._requests = requests
+        self._outcomes = [Outcome(request) for request in requests]
+        self._now = 0.0
+        self._steps = 0
+
+    def run(self) -> Run:
+        arrived = 0
+        while arrived < len(self._requests) or self._scheduler.has_work:
+            if not self._scheduler.has_work:
+                self._now = max(self._now, self._requests[arrived].at_s)
+            while arrived < len(self._requests) and self._requests[arrived].at_s <= self._now:
+                self._scheduler.add(_message(arrived, self._requests[arrived]), self._requests[arrived].at_s)
+                arrived += 1
+            self._step()
+        return Run(self._outcomes, self._now, self._steps, self._watch.worst)
+
+    def _step(self) -> None:
+        self._watch.before_plan()
+        plan = self._scheduler.plan(self._now)
+        if plan is not None:
+            self._watch.after_plan(plan)
+            work = Work()
+            for position, length in zip(plan.positions, plan.lengths, strict=True):
+                work = work.with_row(position, length)
+            self._now += self._cost.seconds(work)
+            self._steps += 1
+            self._scheduler.commit(plan, RunResult([0] * sum(plan.samples), [], []), self._now)
+        output = self._scheduler.report()
+        if output is not None:
+            self._record(output)
+
+    def _record(self, output: StepOutput) -> None:
+        for handle in output.handles:
+            self._outcomes[handle].on_token(self._now)
+        for finished in output.finished:
+            outcome = self._outcomes[finished.handle]
+            outcome.end_s = self._now - outcome.request.at_s
+            outcome.preemptions = finished.preemptions
+
+
+def _message(handle: int, request: Request) -> AddSequence:
+    return AddSequence(
+        handle,
+        f"req_{handle}",
+        [1] * request.prompt_len,
+        SamplingParams(seed=1, max_tokens=request.output_len),
+        tenant=request.tenant,
+        service_class=request.service_class,
+    )
