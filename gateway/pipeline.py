@@ -51,7 +51,16 @@ from shared.errors import (
     TokensRateLimited,
     UpstreamUnreachable,
 )
-from shared.ids import REQUEST_ID_HEADER, TENANT_HEADER, TOKENIZER_HEADER, TRACEPARENT_HEADER, ReplicaId
+from shared.ids import (
+    QUEUE_TIMEOUT_HEADER,
+    REQUEST_ID_HEADER,
+    REQUEST_TIMEOUT_HEADER,
+    SERVICE_TIER_HEADER,
+    TENANT_HEADER,
+    TOKENIZER_HEADER,
+    TRACEPARENT_HEADER,
+    ReplicaId,
+)
 from shared.openai import (
     BODY_LEN_MAX,
     ChatRequest,
@@ -64,6 +73,9 @@ from shared.validation import Parsed, with_fields
 
 ProxiedRequest = GenerationRequest | TokenizeRequest | DetokenizeRequest
 NO_TOKENS = Count(prompt_tokens=0, longest=0, prompts=0, extension=None)
+
+CALLERS_BOUNDS = (REQUEST_TIMEOUT_HEADER, QUEUE_TIMEOUT_HEADER)
+"""Headers that the engine reads and checks."""
 
 
 class Pipeline:
@@ -261,8 +273,11 @@ def _outbound(
         (REQUEST_ID_HEADER, exchange.record.request_id),
         (TRACEPARENT_HEADER, exchange.stages.trace.traceparent),
         (TENANT_HEADER, principal.tenant),
+        (SERVICE_TIER_HEADER, exchange.directory.tenants.tenant(principal).service_tier),
     )
-    return Outbound("POST", exchange.request.path, headers, body)
+    bounds = [(name, exchange.request.headers.get(name)) for name in CALLERS_BOUNDS]
+    own = tuple((name, value) for name, value in bounds if value is not None)
+    return Outbound("POST", exchange.request.path, headers + own, body)
 
 
 def _refused(refusal: Refusal, tokens: int) -> ApiError:

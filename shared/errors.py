@@ -221,6 +221,23 @@ class TotalTimeout(ApiError):
     code = "total_timeout"
 
 
+class QueueTimeout(ApiError):
+    """The engine did not begin within the caller's bound on waiting."""
+
+    status = HTTPStatus.GATEWAY_TIMEOUT
+    type = "timeout_error"
+    code = "queue_timeout"
+    retryable = True
+
+
+class RequestTimeout(ApiError):
+    """The answer was not complete within the caller's own bound."""
+
+    status = HTTPStatus.GATEWAY_TIMEOUT
+    type = "timeout_error"
+    code = "request_timeout"
+
+
 class SlowClient(ApiError):
     """The client stopped reading its stream for longer than the slow-client deadline."""
 

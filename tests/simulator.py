@@ -10,8 +10,8 @@ After every step laws 1 and 2 are checked (`Scheduler.check`), and every plan (`
 computes nothing for a sequence that is paused; at every admission, that nobody who waits was passed by
 more of those who came later than the bound of `engine.core.policy` says; at the end, that every
 sequence ended exactly once, that its tokens are those of its solo run (law 3), that its times add up,
-that it ended at its stall deadline if it stayed paused so long and only then, and that all pages came
-back. A broken law is an AssertionError.
+that it ended at a deadline if it came to one and only then, and that all pages came back. A broken law
+is an AssertionError.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ class SimConfig:
     tenants: int = 1
     classes: int = 1
     """Service classes that requests are of."""
+    timeout_share: float = 0.15
+    """Sequences with a bound of their own on waiting, and those with one on their whole life."""
     arrival_gap_s: float = 0.02
     abort_share: float = 0.2
     """Sequences that are aborted at a random moment."""
@@ -106,6 +108,7 @@ def random_config(seed: int) -> SimConfig:
         prefixes=rng.randint(1, 5),
         salts=rng.randint(1, 2),
         tenants=rng.choice([1, 2, 5]),
+        timeout_share=rng.random() * rng.choice([0.0, 0.3, 1.0]),
         classes=rng.randint(1, 3),
         arrival_gap_s=rng.choice([0.0005, 0.005, 0.05]),
         abort_share=rng.random() * rng.choice([0.0, 0.3, 1.0]),
@@ -136,8 +139,8 @@ class Life:
     paused_at: float | None = None
     in_flight: bool = False
     """It was paused while a step was being run, which may bring it a last token."""
-    overdue_at: float | None = None
-    """When a step was planned and it had been paused for too long."""
+    overdue: dict[FinishReason, float] = field(default_factory=dict)
+    """By deadline: when first a step was planned after it."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -251,7 +254,13 @@ class _Simulation:
             salt,
             tenant=f"tenant_{rng.randrange(config.tenants)}",
             service_class=rng.choice(list(ServiceClass)[: config.classes]),
+            queue_timeout_s=self._timeout(0.2),
+            timeout_s=self._timeout(0.5),
         )
+
+    def _timeout(self, mean_s: float) -> float | None:
+        rng = self._rng
+        return rng.expovariate(1 / mean_s) if rng.random() < self._config.timeout_share else None
 
     def _pauses(self, handle: int, now: float) -> list[tuple[float, Message]]:
         rng, events = self._rng, list[tuple[float, Message]]()
@@ -348,10 +357,16 @@ class _Simulation:
 
     def _note_overdue(self) -> None:
         for life in self._living(list(self._lives)):
-            if life.paused_at is None or life.aborted_at is not None:
-                continue
-            if life.paused_at + self._config.scheduler.stall_deadline_s <= self._now:
-                life.overdue_at = self._now
+            message, arrived_at = life.message, life.arrived_at
+            bounds = [(FinishReason.TIMEOUT, arrived_at, message.timeout_s)]
+            if life.started is None:
+                bounds.append((FinishReason.QUEUE_TIMEOUT, arrived_at, message.queue_timeout_s))
+            if life.paused_at is not None:
+                stall_s = self._config.scheduler.stall_deadline_s
+                bounds.append((FinishReason.STALLED, life.paused_at, stall_s))
+            for reason, since, bound_s in bounds:
+                if bound_s is not None and since + bound_s <= self._now and life.aborted_at is None:
+                    life.overdue.setdefault(reason, self._now)
 
     def _check_plan(self, plan: Plan) -> None:
         seated = {start.slot for start in plan.seated}
@@ -424,8 +439,8 @@ class _Simulation:
             return
         assert _fits(message, self._config)
         alone = solo(message.prompt_ids, message.sampling, self._config.vocab_size)
-        overdue = finished.reason is FinishReason.STALLED
-        assert overdue == (life.overdue_at is not None), "the stall deadline is not where it was"
+        overdue = finished.reason in life.overdue
+        assert overdue == bool(life.overdue), "a deadline is not where it was"
         if overdue or finished.reason is FinishReason.ABORTED:
             assert life.tokens == alone.tokens[: len(life.tokens)]
             assert life.logprobs == alone.logprobs[: len(life.logprobs)]
@@ -450,7 +465,4 @@ def _ended_at(life: Life) -> float:
     if life.finished.reason is FinishReason.ABORTED:
         assert life.aborted_at is not None, "aborted by nobody"
         return life.aborted_at
-    if life.finished.reason is FinishReason.STALLED:
-        assert life.overdue_at is not None
-        return life.overdue_at
-    return life.finished_at
+    return life.overdue.get(life.finished.reason, life.finished_at)

@@ -7,6 +7,7 @@ ever queued. Every refusal names the `param` to change.
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from shared.errors import ContextLengthExceeded, InvalidRequest, NeverFits
 from shared.openai import ChatRequest, CompletionRequest
 
 SEED_MASK: Final = 2**64 - 1
+TIMEOUT_S_MAX: Final = 86_400.0
 
 AnyRequest = ChatRequest | CompletionRequest
 N = TypeVar("N", int, float)
@@ -136,6 +138,21 @@ def service_class(request: AnyRequest, tier_max: str | None) -> ServiceClass:
     elif request.service_tier in (None, "auto") and priority:
         asked = ServiceClass.PRIORITY if priority < 0 else ServiceClass.FLEX
     return min(asked, _CLASSES.get(tier_max or "", ServiceClass.PRIORITY))
+
+
+def timeout_s(header: str, value: str | None) -> float | None:
+    """The caller's own bound, in seconds; None without one. Raises InvalidRequest."""
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not 0.0 < seconds <= TIMEOUT_S_MAX:
+        raise InvalidRequest(
+            f"{header} must be a number of seconds above 0, up to {TIMEOUT_S_MAX:g}.", param=header
+        )
+    return seconds
 
 
 _CLASSES: Final = {service_class.name.lower(): service_class for service_class in ServiceClass}

@@ -67,6 +67,8 @@ class Share:
     tenant: str = ""
     service_class: ServiceClass = ServiceClass.DEFAULT
     cache_salt: bytes = b""
+    queue_timeout_s: float | None = None
+    timeout_s: float | None = None
 
 
 class CoreDied(Exception):
@@ -165,6 +167,8 @@ class CoreClient:
                     share.cache_salt,
                     share.tenant,
                     share.service_class,
+                    share.queue_timeout_s,
+                    share.timeout_s,
                 )
             )
         return handles

@@ -13,11 +13,19 @@ import structlog
 from engine.api.outputs import Timing
 from shared import logs, sse
 from shared.clock import Clock
-from shared.errors import ApiError, EngineFailed, InternalError, NotReady, RequestAborted, SlowClient
+from shared.errors import (
+    ApiError,
+    EngineFailed,
+    InternalError,
+    NotReady,
+    QueueTimeout,
+    RequestAborted,
+    RequestTimeout,
+    SlowClient,
+)
 from shared.http import Request, Responder
 from shared.ids import (
     REQUEST_ID_HEADER,
-    SERVICE_TIER_HEADER,
     TENANT_HEADER,
     TOKENIZER_HEADER,
     TRACEPARENT_HEADER,
@@ -56,7 +64,6 @@ class Exchange:
         self.responder = responder
         self.request_id = accept_request_id(request.headers.get(REQUEST_ID_HEADER))
         self.tenant = request.headers.get(TENANT_HEADER) or None
-        self.service_tier_max = request.headers.get(SERVICE_TIER_HEADER)
         self.stages = Stages("engine", clock, traceparent=request.headers.get(TRACEPARENT_HEADER))
         self.route = "unknown"
         self.stage = "accept"
@@ -207,6 +214,8 @@ def end_reason_of(error: ApiError, *, was_admitted: bool) -> str:
             return "aborted"
         case SlowClient():
             return "stalled"
+        case QueueTimeout() | RequestTimeout():
+            return error.code
         case EngineFailed():
             return "engine_failed"
         case InternalError():

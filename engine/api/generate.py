@@ -22,6 +22,7 @@ from engine.api.admission import (
     plan_choices,
     service_class,
     stop_ids,
+    timeout_s,
     trusted_ids,
 )
 from engine.api.core_client import Share
@@ -33,7 +34,12 @@ from engine.api.outputs import ChoiceOutput, Delta, RequestOutput, Timing
 from engine.api.state import EngineState
 from shared import sse
 from shared.errors import RequestAborted
-from shared.ids import IGNORED_FIELDS_HEADER
+from shared.ids import (
+    IGNORED_FIELDS_HEADER,
+    QUEUE_TIMEOUT_HEADER,
+    REQUEST_TIMEOUT_HEADER,
+    SERVICE_TIER_HEADER,
+)
 from shared.openai import (
     BODY_LEN_MAX,
     ChatRequest,
@@ -109,6 +115,17 @@ def _echo(model: ServedModel, text: str | None, ids: list[int], wants_starts: bo
     return Echo(model.tokenizer.decode(ids) if text is None else text, ids, starts)
 
 
+def _share(exchange: Exchange, request: AnyRequest) -> Share:
+    headers = exchange.request.headers
+    return Share(
+        tenant=exchange.tenant or "",
+        service_class=service_class(request, headers.get(SERVICE_TIER_HEADER)),
+        cache_salt=cache_salt(exchange.tenant, request.cache_salt),
+        queue_timeout_s=timeout_s(QUEUE_TIMEOUT_HEADER, headers.get(QUEUE_TIMEOUT_HEADER)),
+        timeout_s=timeout_s(REQUEST_TIMEOUT_HEADER, headers.get(REQUEST_TIMEOUT_HEADER)),
+    )
+
+
 class Generation:
     """One admitted request."""
 
@@ -126,6 +143,7 @@ class Generation:
         self._exchange = exchange
         self._request = request
         self._choices = choices
+        self._share = _share(exchange, request)
         self._ignored = parsed.ignored_header
         self._output = RequestOutput(len(choices), whole=not request.stream, on_end=self._on_end)
         self._outputs = [self._choice_output(model, i, choice) for i, choice in enumerate(choices)]
@@ -134,17 +152,11 @@ class Generation:
         self._is_settled = False
 
     async def run(self) -> None:
-        tenant = self._exchange.tenant
-        share = Share(
-            tenant=tenant or "",
-            service_class=service_class(self._request, self._exchange.service_tier_max),
-            cache_salt=cache_salt(tenant, self._request.cache_salt),
-        )
         sequences = [(choice.prompt_ids, choice.sampling) for choice in self._choices]
         self._exchange.stage = "queue"
         try:
             self._handles = self._state.core.submit(
-                self._exchange.request_id, sequences, self._outputs, share
+                self._exchange.request_id, sequences, self._outputs, self._share
             )
             self._exchange.tally = self._tally()
             await (self._stream() if self._request.stream else self._respond())

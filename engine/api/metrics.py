@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.core.messages import CoreStats, StepOutput
+from engine.core.messages import CoreStats, ServiceClass, StepOutput
 from shared import telemetry
 
 _LATENCY_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -111,6 +111,18 @@ class _CoreCollector(Collector):
         yield _gauge("running_sequences", "Sequences that hold a slot.", stats.running)
         yield _gauge("stalled_sequences", "Sequences whose client does not read.", stats.stalled)
         yield _gauge("core_waiting_sequences", "Sequences that wait in the core.", stats.waiting)
+        depth = GaugeMetricFamily(
+            "penstock_engine_class_waiting", "Sequences that wait for a slot.", labels=["service_class"]
+        )
+        age = GaugeMetricFamily(
+            "penstock_engine_class_waiting_age_seconds",
+            "How long ago the first of those came who wait.",
+            labels=["service_class"],
+        )
+        for family, values in ((depth, stats.class_waiting), (age, stats.class_waited_s)):
+            for service_class, value in zip(ServiceClass, values, strict=False):
+                family.add_metric([service_class.name.lower()], value)
+            yield family
         pages = GaugeMetricFamily("penstock_engine_kv_pages", "Pages of the KV cache.", labels=["state"])
         pages.add_metric(["free"], stats.pages_free)
         pages.add_metric(["cached"], stats.pages_cached)

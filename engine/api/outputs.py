@@ -29,7 +29,7 @@ import msgspec
 
 from engine.api.detokenizer import Detokenizer
 from engine.core.messages import Finished, FinishReason, Started, TokenLogprobs
-from shared.errors import ApiError, EngineFailed, Overloaded, SlowClient
+from shared.errors import ApiError, EngineFailed, Overloaded, QueueTimeout, RequestTimeout, SlowClient
 from shared.openai import FinishReasonName
 
 UNSENT_TOKENS_MAX: Final = 64
@@ -205,6 +205,10 @@ class ChoiceOutput:
                 self.output.fail(EngineFailed("The model's output for this request was not finite."))
             case FinishReason.STALLED:
                 self.output.fail(SlowClient("The client stopped reading its answer."))
+            case FinishReason.QUEUE_TIMEOUT:
+                self.output.fail(QueueTimeout("The engine did not begin within x-queue-timeout."))
+            case FinishReason.TIMEOUT:
+                self.output.fail(RequestTimeout("The answer was not complete within x-request-timeout."))
             case FinishReason.ABORTED:
                 self.output.fail(EngineFailed("The engine ended this request.", detail="aborted unasked"))
 

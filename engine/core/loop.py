@@ -1,7 +1,7 @@
 """The heart of the core process: inbox -> plan -> run -> commit -> emit.
 
 One thread, one step after another, and nothing else decides. The loop waits in two places only: for
-input when it has no work, until the next stall deadline if there is one; and for room when the API
+input when it has no work, until the next deadline if there is one; and for room when the API
 process has not read what was sent. Both end when that process dies.
 """
 

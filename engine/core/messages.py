@@ -36,6 +36,10 @@ class FinishReason(IntEnum):
     """The core would not take it: the queue was full, or it can never fit."""
     STALLED = 6
     """It stayed paused until its stall deadline."""
+    QUEUE_TIMEOUT = 7
+    """It was not admitted within its own bound on waiting."""
+    TIMEOUT = 8
+    """It did not end within its own bound."""
 
 
 class ServiceClass(IntEnum):
@@ -106,6 +110,10 @@ class AddSequence(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     tenant: str = ""
     """Whose it is: tenants share the engine fairly. A short key."""
     service_class: ServiceClass = ServiceClass.DEFAULT
+    queue_timeout_s: float | None = None
+    """It ends when it has waited so long for its first admission."""
+    timeout_s: float | None = None
+    """It ends after so long, wherever it is then."""
 
 
 class AbortSequences(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
@@ -215,6 +223,10 @@ class CoreStats(msgspec.Struct, array_like=True, frozen=True):
     step_tokens: int
     stalled: int = 0
     """Paused, with or without pages."""
+    class_waiting: tuple[int, ...] = ()
+    """By class, FLEX first: how many of `waiting` do not hold a slot, and for how long the one that came
+    first has been here."""
+    class_waited_s: tuple[float, ...] = ()
 
 
 class StepOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):

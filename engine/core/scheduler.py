@@ -3,7 +3,7 @@
     add, abort,     ->  plan(now)  ->  [the runner runs  ->  commit(plan, result, now)  ->  report()
     pause, resume                       the plan]
 
-A plan first ends those whose stall deadline has passed, and takes their slots from those who were
+A plan first ends those whose deadlines have passed, and takes their slots from those who were
 paused since the last one. It has one token budget, spent in this order:
 
 1. *Room*: every running sequence whose next token needs a new page gets one; when none is available,
@@ -66,6 +66,7 @@ from engine.core import policy
 from engine.core.block_manager import TOKENS, BlockManager, PageChain, pages_for
 from engine.core.config import SchedulerConfig
 from engine.core.cost import CostLearner
+from engine.core.deadlines import Deadlines
 from engine.core.messages import (
     NUMERIC_FAILURE,
     AddSequence,
@@ -107,9 +108,11 @@ class Scheduler:
         self._paused: dict[int, Sequence] = {}  # by handle, wherever they are, in the order of their pauses
         self._left: list[int] = []  # slots vacated since the last plan
         self._in_flight: dict[int, InFlight] = {}  # by step
+        self._deadlines = Deadlines(self._sequences)
         self._tenants = TenantCounters()
         self._learner = CostLearner()
         self._news = News()
+        self._now = 0.0  # when it last planned or committed
         self._step = 0
         self._step_s = 0.0
         self._step_tokens = 0
@@ -132,11 +135,12 @@ class Scheduler:
         return self._running[slot]
 
     def idle_s(self, now: float) -> float:
-        """For how long there is nothing to plan unless a message comes: until the next stall deadline."""
+        """For how long there is nothing to plan unless a message comes: until the next deadline."""
         if self.has_work:
             return 0.0
         first = next(iter(self._paused.values()), None)
-        return math.inf if first is None else max(0.0, self._deadline(first) - now)
+        stall_at = math.inf if first is None else self._deadline(first)
+        return max(0.0, min(stall_at, self._deadlines.next_at) - now)
 
     # -- the door ---------------------------------------------------------------------------------
 
@@ -160,6 +164,10 @@ class Scheduler:
         sequence.expected_len = self._uncached_len(sequence, self._match(sequence))
         self._sequences[sequence.handle] = sequence
         self._waiting.enter(sequence)
+        if message.queue_timeout_s is not None:
+            self._deadlines.add(now + message.queue_timeout_s, message.handle, FinishReason.QUEUE_TIMEOUT)
+        if message.timeout_s is not None:
+            self._deadlines.add(now + message.timeout_s, message.handle, FinishReason.TIMEOUT)
 
     def _can_ever_run(self, message: AddSequence) -> bool:
         prompt, max_tokens = message.prompt_ids, message.sampling.max_tokens
@@ -201,6 +209,10 @@ class Scheduler:
     def _end_overdue(self, now: float) -> None:
         while (first := next(iter(self._paused.values()), None)) and self._deadline(first) <= now:
             self._finish(first, FinishReason.STALLED, now)
+        for handle, reason in self._deadlines.passed(now):
+            sequence = self._sequences[handle]
+            if reason is FinishReason.TIMEOUT or sequence.status is Status.WAITING:
+                self._finish(sequence, reason, now)
 
     def _deadline(self, paused: Sequence) -> float:
         assert paused.paused_at is not None
@@ -217,6 +229,7 @@ class Scheduler:
     def plan(self, now: float) -> Plan | None:
         """The next step, or None when nobody is here who is not paused."""
         assert not self._in_flight, "a plan is being run"
+        self._now = now
         self._end_overdue(now)
         self._stall_paused(now)
         batch = Batch(self._config.step_tokens_max)
@@ -432,6 +445,7 @@ class Scheduler:
 
     def commit(self, plan: Plan, result: RunResult, now: float) -> None:
         """Take in what a plan brought. Rows of sequences that ended meanwhile bring nothing."""
+        self._now = now
         flight = self._in_flight.pop(plan.step)
         self._step_s = now - flight.planned_at
         self._step_tokens = sum(plan.lengths)
@@ -535,6 +549,7 @@ class Scheduler:
 
     def stats(self) -> CoreStats:
         idle = sum(s.is_paused for s in self._running.values())  # paused, and no plan was made since
+        class_waiting, class_waited_s = self._waiting.by_class(self._now)
         return CoreStats(
             waiting=len(self._sequences) - len(self._running) - len(self._paused) + idle,
             running=len(self._running),
@@ -547,6 +562,8 @@ class Scheduler:
             step_s=self._step_s,
             step_tokens=self._step_tokens,
             stalled=len(self._paused),
+            class_waiting=class_waiting,
+            class_waited_s=class_waited_s,
         )
 
     def check(self) -> None:

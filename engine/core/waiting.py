@@ -96,9 +96,10 @@ class WaitingRoom:
         ]
         return min(those, key=policy.age, default=None)
 
-    def waiting_by_class(self) -> dict[ServiceClass, list[Sequence]]:
-        """The willing."""
-        classes: dict[ServiceClass, list[Sequence]] = {each: [] for each in ServiceClass}
+    def by_class(self, now: float) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Of the willing of each class, how many, and how long the eldest has been here."""
+        arrivals: dict[ServiceClass, list[float]] = {each: [] for each in ServiceClass}
         for sequence in self.willing:
-            classes[sequence.service_class].append(sequence)
-        return classes
+            arrivals[sequence.service_class].append(sequence.arrived_at)
+        counts = tuple(len(those) for those in arrivals.values())
+        return counts, tuple(max(0.0, now - min(those, default=now)) for those in arrivals.values())

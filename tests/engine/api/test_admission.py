@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.api.admission import (
+    TIMEOUT_S_MAX,
     Limits,
     SamplingDefaults,
     cache_salt,
@@ -18,10 +19,11 @@ from engine.api.admission import (
     max_tokens_of,
     plan_choices,
     service_class,
+    timeout_s,
 )
 from engine.api.model import UnusableModel, read_sampling_defaults
 from engine.core.messages import SamplingParams, ServiceClass
-from shared.errors import ContextLengthExceeded, NeverFits
+from shared.errors import ContextLengthExceeded, InvalidRequest, NeverFits
 from shared.openai import ChatMessage, ChatRequest, CompletionRequest
 
 CHAT = ChatRequest(model="m", messages=[ChatMessage("user", "x")])
@@ -145,3 +147,17 @@ def test_the_class_is_what_was_asked_for_under_the_tenants_cap(
 ) -> None:
     body = {"model": "m", "prompt": "x", **fields}
     assert service_class(msgspec.convert(body, CompletionRequest), tier_max) is expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(None, None), ("5", 5.0), ("0.25", 0.25), ("86400", TIMEOUT_S_MAX)]
+)
+def test_the_callers_bounds_are_seconds(value: str | None, expected: float | None) -> None:
+    assert timeout_s("x-request-timeout", value) == expected
+
+
+@pytest.mark.parametrize("value", ["", "soon", "0", "-1", "nan", "inf", "86401", "5s"])
+def test_a_bound_that_is_none_is_refused(value: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        timeout_s("x-request-timeout", value)
+    assert refused.value.param == "x-request-timeout"

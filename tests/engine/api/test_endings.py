@@ -254,6 +254,8 @@ async def test_the_core_dies(serve: Serve, lines: list[MutableMapping[str, Any]]
     [
         (FinishReason.NUMERIC, 500, "engine_failed"),
         (FinishReason.REJECTED, 503, "queue_full"),
+        (FinishReason.QUEUE_TIMEOUT, 504, "queue_timeout"),
+        (FinishReason.TIMEOUT, 504, "request_timeout"),
         (FinishReason.ABORTED, 500, "engine_failed"),
     ],
 )

@@ -63,9 +63,19 @@ class Harness:
         *,
         tenant: str = "",
         service_class: ServiceClass = ServiceClass.DEFAULT,
+        queue_timeout_s: float | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         message = AddSequence(
-            handle, f"req_{handle}", prompt_ids, sampling, cache_salt, tenant, service_class
+            handle,
+            f"req_{handle}",
+            prompt_ids,
+            sampling,
+            cache_salt,
+            tenant,
+            service_class,
+            queue_timeout_s,
+            timeout_s,
         )
         self.messages[handle] = message
         self.tokens[handle] = []
