@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -52,10 +53,50 @@ def test_laws_hold_in_every_world(world: str) -> None:
     assert sum(len(report.lives) for report in reports) >= 300
 
 
-@pytest.mark.parametrize("first", range(0, 300, 20))
+RANDOM_WORLDS = 2000
+BATCH = 100
+LEAST = {
+    "worlds with hits": 20,
+    "preempted": 50,
+    "preempted, and finished all the same": 25,
+    "displaced": 20,
+    "stalled": 400,
+    FinishReason.STOP: 120,
+    FinishReason.LENGTH: 450,
+    FinishReason.ABORTED: 200,
+    FinishReason.STALLED: 100,
+    FinishReason.QUEUE_TIMEOUT: 40,
+    FinishReason.TIMEOUT: 40,
+    FinishReason.NUMERIC: 20,
+    FinishReason.REJECTED: 400,
+}
+"""Of each, so many in every batch of random worlds: laws that hold where nothing happens prove nothing.
+All the worlds together had 97,000 sequences, of which 2,266 were preempted, 21,527 stalled, 10,629 aborted
+and 13,839 met a deadline."""
+
+
+@pytest.mark.parametrize("first", range(0, RANDOM_WORLDS, BATCH))
 def test_laws_hold_in_random_worlds(first: int) -> None:
-    for seed in range(first, first + 20):
-        simulate(seed, random_config(seed))
+    seen: Counter[object] = Counter()
+    for seed in range(first, first + BATCH):
+        seen += tally(simulate(seed, random_config(seed)))
+    assert {what: seen[what] for what, least in LEAST.items() if seen[what] < least} == {}
+
+
+def tally(report: Report) -> Counter[object]:
+    """What happened in one world, by sequences."""
+    ends = [life.finished for life in report.lives if life.finished is not None]
+    done = (FinishReason.STOP, FinishReason.LENGTH)
+    return Counter[object](
+        {
+            "worlds with hits": min(1, report.hit_tokens),
+            "preempted": sum(end.preemptions > 0 for end in ends),
+            "preempted, and finished all the same": sum(e.preemptions > 0 and e.reason in done for e in ends),
+            "displaced": report.displaced,
+            "stalled": sum(end.stalled_s > 0 for end in ends),
+            **report.reasons,
+        }
+    )
 
 
 def test_the_worlds_are_as_wild_as_they_claim() -> None:
