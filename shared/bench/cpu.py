@@ -38,3 +38,12 @@ def descendants(pid: int) -> list[int]:
 def resident_bytes(pid: int) -> int:
     """Resident memory of a process and all below it. Shared pages count once for each."""
     return sum(int(Path(f"/proc/{p}/statm").read_text().split()[1]) for p in descendants(pid)) * _PAGE
+
+
+def proportional_bytes(pid: int) -> int:
+    """The same, but a page that several processes share counts once among them (PSS)."""
+    total_kib = 0
+    for p in descendants(pid):
+        rollup = Path(f"/proc/{p}/smaps_rollup").read_text()
+        total_kib += next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
+    return total_kib * 1024

@@ -1,8 +1,11 @@
 """`penstock bench engine`: tokens/s, time to first token and gap between tokens of an engine.
 
-Without `--url` it starts an engine of its own on a free port; with it, any OpenAI-compatible server
-is measured the same way. Prompts are random token ids, all different, so that no prefix cache helps;
-answers run to their full length with `ignore_eos`. Times are taken by a client in another process.
+Without `--url` it starts an engine of its own on a free port; with it, any OpenAI-compatible server is
+measured the same way. With `--against` the same load runs on a second server, piece by piece in turns
+(A B A B), because machines are noisy: the ratios are what to compare.
+
+Rows: `load` is the streams, `beside` a long prompt that arrives beside eight running streams, `idle` the
+CPU time of an engine with nothing to do, `memory` what all its processes hold after the loads.
 """
 
 from __future__ import annotations
@@ -10,34 +13,29 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import itertools
 import random
 import sys
-import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
+from typing import Final
 
-import msgspec
-
-from shared.bench.client import Endpoint, Exchange
-from shared.bench.cpu import resident_bytes
-from shared.bench.figures import Figure, figure, quantile
+from shared.bench.beside import STREAMS as BESIDE_STREAMS
+from shared.bench.beside import beside
+from shared.bench.client import Endpoint
+from shared.bench.figures import Figure, at_least, at_most, figure, quantile
+from shared.bench.load import BenchFailed, Load, Sample, Server, measure, warm_up
 from shared.bench.services import demo_model, free_port, service
 
-TOKEN_ID_MIN, TOKEN_ID_MAX = 300, 2000
-"""Prompt ids are drawn from here: plain tokens in every vocabulary that we know of."""
+__all__ = ["BenchFailed", "add_arguments", "run"]
 
-
-class BenchFailed(Exception):
-    """The server under test answered with an error."""
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    streams: int
-    rounds: int
-    prompt_len: int
-    output_len: int
+ROWS: Final = ("load", "beside", "idle", "memory")
+TOKENS_TARGET: Final = at_least(1.5)
+TTFT_TARGET: Final = at_most(0.7)
+BESIDE_TARGET: Final = at_most(2)
+IDLE_TARGET: Final = at_most(1)
+MEMORY_TARGET: Final = at_most(0.25)
+IDLE_S: Final = 5.0
+SETTLE_S: Final = 1.0
+"""After the last request, before an engine counts as idle."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,95 +47,146 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="model directory to start (default: the demo model), or with --url the model's name there",
     )
     parser.add_argument("--key", help="API key for --url")
+    parser.add_argument("--pid", type=int, nargs="+", default=[], help="with --url, its processes, if known")
+    parser.add_argument("--against", metavar="URL", help="base URL of a second server, measured in turns")
+    parser.add_argument("--against-model", metavar="NAME", help="its model's name (default: as --model)")
+    parser.add_argument("--against-pid", type=int, nargs="+", default=[], metavar="PID", help="its processes")
+    parser.add_argument(
+        "--rows", nargs="+", choices=ROWS, default=ROWS, metavar="ROW", help=f"of {', '.join(ROWS)}"
+    )
     parser.add_argument(
         "--streams", type=int, nargs="+", default=[1, 8, 32], help="concurrent streams, a run each"
     )
     parser.add_argument(
         "--rounds", type=int, default=2, help="requests that each stream makes, one after another"
     )
+    parser.add_argument(
+        "--turns", type=int, default=2, help="how often each load is repeated, in turns with --against"
+    )
     parser.add_argument("--prompt-tokens", type=int, default=200, help="length of every prompt")
     parser.add_argument("--output-tokens", type=int, default=64, help="length of every answer")
     parser.add_argument("--seed", type=int, default=0, help="of the random prompts")
+    parser.add_argument(
+        "engine_options", nargs="*", metavar="-- OPTION", help="for the engine that is started (after --)"
+    )
 
 
 async def run(options: argparse.Namespace) -> list[Figure]:
-    rng = random.Random(options.seed)
+    rng, rows = random.Random(options.seed), set(options.rows)
     figures: list[Figure] = []
-    async with _server(options) as (endpoint, model, pid):
-        await measure(endpoint, model, Load(1, 1, options.prompt_tokens, 8), rng)  # warm-up, not counted
-        for streams in options.streams:
+    async with _servers(options) as servers:
+        for server in servers:
+            await warm_up(server, options.prompt_tokens)
+        for streams in options.streams if "load" in rows else []:
             load = Load(streams, options.rounds, options.prompt_tokens, options.output_tokens)
-            figures += await measure(endpoint, model, load, rng)
-        if pid is not None:
-            figures.append(figure("resident memory", resident_bytes(pid) / 1e6, "MB"))
+            figures += await _in_turns(servers, load, options.turns, rng)
+        if "beside" in rows:
+            figures += await _beside(servers, rng)
+        if "idle" in rows:
+            figures += await _idle(servers)
+        if "memory" in rows:
+            figures += _memory(servers)
     return figures
 
 
-async def measure(endpoint: Endpoint, model: str, load: Load, rng: random.Random) -> list[Figure]:
-    """Figures of one load. Raises `BenchFailed` when any request fails."""
-    prompts = [
-        [
-            [rng.randint(TOKEN_ID_MIN, TOKEN_ID_MAX) for _ in range(load.prompt_len)]
-            for _ in range(load.rounds)
-        ]
-        for _ in range(load.streams)
-    ]
-    start = time.perf_counter()
-    done = await asyncio.gather(*(_stream(endpoint, model, load, mine) for mine in prompts))
-    elapsed_s = time.perf_counter() - start
-    exchanges = [exchange for mine in done for exchange in mine]
-    tokens = sum(_completion_tokens(exchange) for exchange in exchanges)
-    first = [1e3 * (exchange.event_times[0] - exchange.sent_at) for exchange in exchanges]
-    gaps = [1e3 * (b - a) for exchange in exchanges for a, b in itertools.pairwise(exchange.event_times)]
+async def _in_turns(servers: Sequence[Server], load: Load, turns: int, rng: random.Random) -> list[Figure]:
+    samples = [Sample() for _ in servers]
+    for _ in range(turns):
+        for server, sample in zip(servers, samples, strict=True):
+            await measure(server, load, rng, sample)
     name = f"{load.streams} stream" + ("s" if load.streams > 1 else "")
+    figures = []
+    for server, sample in zip(servers, samples, strict=True):
+        figures += [
+            figure(f"{server.name}{name}: output", sample.tokens_per_s, "tokens/s"),
+            figure(f"{server.name}{name}: TTFT p50", quantile(sample.first_ms, 0.5), "ms"),
+            figure(f"{server.name}{name}: TTFT p99", quantile(sample.first_ms, 0.99), "ms"),
+            figure(f"{server.name}{name}: gap p50", quantile(sample.gaps_ms, 0.5), "ms"),
+            figure(f"{server.name}{name}: gap p99", quantile(sample.gaps_ms, 0.99), "ms"),
+        ]
+    return figures + (_ratios(name, *samples) if len(samples) == 2 else [])
+
+
+def _ratios(name: str, ours: Sample, theirs: Sample) -> list[Figure]:
+    def ratio(values: str, q: float) -> float:
+        return quantile(getattr(ours, values), q) / quantile(getattr(theirs, values), q)
+
     return [
-        figure(f"{name}: output", tokens / elapsed_s, "tokens/s"),
-        figure(f"{name}: TTFT p50", quantile(first, 0.5), "ms"),
-        figure(f"{name}: TTFT p99", quantile(first, 0.99), "ms"),
-        figure(f"{name}: gap p50", quantile(gaps, 0.5), "ms"),
-        figure(f"{name}: gap p99", quantile(gaps, 0.99), "ms"),
+        figure(f"{name}: output, ratio", ours.tokens_per_s / theirs.tokens_per_s, "x", TOKENS_TARGET),
+        figure(f"{name}: TTFT p50, ratio", ratio("first_ms", 0.5), "x", TTFT_TARGET),
+        figure(f"{name}: TTFT p99, ratio", ratio("first_ms", 0.99), "x"),
+        figure(f"{name}: gap p50, ratio", ratio("gaps_ms", 0.5), "x"),
+        figure(f"{name}: gap p99, ratio", ratio("gaps_ms", 0.99), "x"),
     ]
 
 
-async def _stream(endpoint: Endpoint, model: str, load: Load, prompts: list[list[int]]) -> list[Exchange]:
-    connection = await endpoint.connect()
-    try:
-        done = []
-        for prompt in prompts:
-            body = {
-                "model": model,
-                "prompt": prompt,
-                "max_tokens": load.output_len,
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-            exchange = await connection.exchange(endpoint.request("/completions", msgspec.json.encode(body)))
-            if exchange.error is not None:
-                raise BenchFailed(exchange.error)
-            done.append(exchange)
-        return done
-    finally:
-        connection.close()
+async def _beside(servers: Sequence[Server], rng: random.Random) -> list[Figure]:
+    figures = []
+    for server in servers:
+        seen = await beside(server, rng)
+        name = f"{server.name}{BESIDE_STREAMS} streams"
+        what = f"a prompt of {seen.prompt_len}"
+        target = BESIDE_TARGET if server is servers[0] else None
+        figures += [
+            figure(f"{name}: gap p99 before {what}", seen.before_ms, "ms"),
+            figure(f"{name}: gap p99 during {what}", seen.during_ms, "ms"),
+            figure(f"{name}: gap p99, during / before", seen.during_ms / seen.before_ms, "x", target),
+            figure(f"{name}: TTFT of {what}", seen.first_ms, "ms"),
+        ]
+    return figures
 
 
-def _completion_tokens(exchange: Exchange) -> int:
-    """What the server says; where it says nothing, one token an event."""
-    usage = exchange.usage
-    return usage.completion_tokens if usage is not None else len(exchange.event_times)
+async def _idle(servers: Sequence[Server]) -> list[Figure]:
+    known = [server for server in servers if server.pids]
+    await asyncio.sleep(SETTLE_S)
+    before = [server.cpu_s for server in known]
+    await asyncio.sleep(IDLE_S)
+    return [
+        figure(
+            f"{server.name}idle: CPU time",
+            100 * (server.cpu_s - was) / IDLE_S,
+            "% of a core",
+            IDLE_TARGET if server is servers[0] else None,
+        )
+        for server, was in zip(known, before, strict=True)
+    ]
+
+
+def _memory(servers: Sequence[Server]) -> list[Figure]:
+    known = [server for server in servers if server.pids]
+    figures = []
+    for server in known:
+        figures += [
+            figure(f"{server.name}resident memory", server.resident_bytes / 1e6, "MB"),
+            figure(f"{server.name}resident memory, shared pages once", server.proportional_bytes / 1e6, "MB"),
+        ]
+    if len(known) == 2:
+        ratio = known[0].proportional_bytes / known[1].proportional_bytes
+        figures.append(figure("resident memory, ratio", ratio, "x", MEMORY_TARGET))
+    return figures
 
 
 @contextlib.asynccontextmanager
-async def _server(options: argparse.Namespace) -> AsyncIterator[tuple[Endpoint, str, int | None]]:
-    """The server under test: its endpoint, its model's name, and its process when it is ours."""
+async def _servers(options: argparse.Namespace) -> AsyncIterator[list[Server]]:
+    """Those under test: ours, or that of `--url`, then the one that it is measured against."""
+    async with _first(options) as first:
+        if options.against is None:
+            yield [first]
+            return
+        endpoint = Endpoint(options.against)
+        name = options.against_model or options.model or first.model
+        yield [first, Server("against, ", endpoint, name, tuple(options.against_pid))]
+
+
+@contextlib.asynccontextmanager
+async def _first(options: argparse.Namespace) -> AsyncIterator[Server]:
     if options.url is not None:
         if options.model is None:
             raise BenchFailed("--url needs --model: the name that the server knows its model by")
-        yield Endpoint(options.url, options.key), options.model, None
+        yield Server("", Endpoint(options.url, options.key), options.model, tuple(options.pid))
         return
     port = free_port()
     argv = [sys.executable, "-m", "engine", "serve", "--model", options.model or demo_model()]
-    argv += ["--served-model-name", "bench", "--port", str(port)]
+    argv += ["--served-model-name", "bench", "--port", str(port), *options.engine_options]
     async with service(argv, f"http://127.0.0.1:{port}/readyz") as process:
-        yield Endpoint(f"http://127.0.0.1:{port}/v1"), "bench", process.pid
+        yield Server("", Endpoint(f"http://127.0.0.1:{port}/v1"), "bench", (process.pid,))

@@ -1,0 +1,155 @@
+"""One load on one server of OpenAI's API: streams side by side, each with one request after another.
+
+Prompts are random token ids, all different, so that no prefix cache helps; answers run to their full
+length with `ignore_eos`. Times are taken by a client in another process than the server's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from shared.bench.client import Connection, Endpoint, Exchange
+from shared.bench.cpu import cpu_s, descendants, proportional_bytes, resident_bytes
+from shared.bench.services import get
+from shared.openai import ModelList
+
+TOKEN_ID_MIN, TOKEN_ID_MAX = 300, 2000
+"""Prompt ids are drawn from here: plain tokens in every vocabulary that we know of."""
+CONTEXT_LEN_UNKNOWN: Final = 2048
+"""Assumed of a server that does not tell."""
+
+
+class BenchFailed(Exception):
+    """The server under test answered with an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Who is measured. `pids` are the roots of its processes, none when it runs elsewhere."""
+
+    name: str
+    endpoint: Endpoint
+    model: str
+    pids: tuple[int, ...] = ()
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(map(resident_bytes, self.pids))
+
+    @property
+    def proportional_bytes(self) -> int:
+        return sum(map(proportional_bytes, self.pids))
+
+    @property
+    def cpu_s(self) -> float:
+        return sum(cpu_s(pid) for root in self.pids for pid in descendants(root))
+
+    async def context_len(self) -> int:
+        """As `/v1/models` tells it."""
+        models = msgspec.json.decode(await get(f"{self.endpoint.url}/models"), type=ModelList)
+        lengths = [model.max_model_len for model in models.data if model.id == self.model]
+        return next((length for length in lengths if length), CONTEXT_LEN_UNKNOWN)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    streams: int
+    rounds: int
+    prompt_len: int
+    output_len: int
+
+    def prompts(self, rng: random.Random) -> list[list[list[int]]]:
+        """For each stream its rounds' prompts."""
+        return [
+            [random_prompt(rng, self.prompt_len) for _ in range(self.rounds)] for _ in range(self.streams)
+        ]
+
+
+@dataclass(slots=True)
+class Sample:
+    """What a server did with a load, in as many pieces as it was measured in. Times in ms."""
+
+    tokens: int = 0
+    elapsed_s: float = 0.0
+    first_ms: list[float] = field(default_factory=list)
+    gaps_ms: list[float] = field(default_factory=list)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.elapsed_s
+
+    def add(self, exchanges: Iterable[Exchange], elapsed_s: float) -> None:
+        self.elapsed_s += elapsed_s
+        for exchange in exchanges:
+            self.tokens += completion_tokens(exchange)
+            times = token_times(exchange)
+            self.first_ms.append(1e3 * (times[0] - exchange.sent_at))
+            self.gaps_ms += (1e3 * (later - earlier) for earlier, later in itertools.pairwise(times))
+
+
+async def measure(server: Server, load: Load, rng: random.Random, into: Sample) -> None:
+    """Run a load to its end. Raises `BenchFailed` when any request fails."""
+    prompts = load.prompts(rng)
+    start = time.perf_counter()
+    done = await asyncio.gather(*(_stream(server, mine, load.output_len) for mine in prompts))
+    into.add([exchange for mine in done for exchange in mine], time.perf_counter() - start)
+
+
+async def warm_up(server: Server, prompt_len: int) -> None:
+    """A short answer, so that nothing is done for the first time while it is measured."""
+    await measure(server, Load(2, 1, prompt_len, 8), random.Random(), Sample())
+
+
+def random_prompt(rng: random.Random, length: int) -> list[int]:
+    return [rng.randint(TOKEN_ID_MIN, TOKEN_ID_MAX) for _ in range(length)]
+
+
+def request(server: Server, prompt: list[int], output_len: int) -> bytes:
+    body = {
+        "model": server.model,
+        "prompt": prompt,
+        "max_tokens": output_len,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return server.endpoint.request("/completions", msgspec.json.encode(body))
+
+
+async def finished(connection: Connection) -> Exchange:
+    exchange = await connection.finished()
+    if exchange.error is not None:
+        raise BenchFailed(exchange.error)
+    return exchange
+
+
+def token_times(exchange: Exchange) -> list[float]:
+    """When tokens came: of the events, those at the end bring none, but a reason or the usage."""
+    return exchange.event_times[: max(1, completion_tokens(exchange))]
+
+
+def completion_tokens(exchange: Exchange) -> int:
+    """What the server says; where it says nothing, one token an event."""
+    usage = exchange.usage
+    return usage.completion_tokens if usage is not None else len(exchange.event_times)
+
+
+async def _stream(server: Server, prompts: list[list[int]], output_len: int) -> list[Exchange]:
+    connection = await server.endpoint.connect()
+    try:
+        done = []
+        for prompt in prompts:
+            connection.begin(request(server, prompt, output_len))
+            done.append(await finished(connection))
+        return done
+    finally:
+        connection.close()
