@@ -6,8 +6,8 @@ import pytest
 
 from engine.core import policy
 from engine.core.messages import FinishReason, RunResult, ServiceClass
+from engine.core.planner import PASSED_MAX
 from engine.core.policy import ELDER_TURN
-from engine.core.scheduler import PASSED_MAX
 from tests.engine.core.harness import STEP_S, Harness, greedy
 from tests.fake_runner import NUMERIC_SEEDS, solo
 

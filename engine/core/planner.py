@@ -1,0 +1,115 @@
+"""Spends one step's token budget: decodes, then prompts by rank, on chunks and on admissions.
+
+The rules A to G that are named here stand at the head of `engine.core.scheduler`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from engine.core import policy
+from engine.core.config import SchedulerConfig
+from engine.core.cost import CostLearner
+from engine.core.messages import RunnerInfo, ServiceClass, SlotStart, Started
+from engine.core.policy import Circumstances
+from engine.core.room import Room
+from engine.core.sequence import Phase, Sequence, Status
+from engine.core.step import Batch, News
+from engine.core.tenants import TenantCounters
+from engine.core.waiting import WaitingRoom
+
+PASSED_MAX: Final = 16
+"""Sequences that one plan passes over by rule D."""
+
+
+@dataclass(slots=True)
+class Planner:
+    config: SchedulerConfig
+    runner: RunnerInfo
+    room: Room
+    waiting: WaitingRoom
+    tenants: TenantCounters
+    learner: CostLearner
+    prefix_query_tokens: int = 0
+    """Of all prompts admitted, and of those found in the cache."""
+    prefix_hit_tokens: int = 0
+
+    def fill(self, batch: Batch, news: News, now: float) -> None:
+        """Make room, and spend the whole budget as far as there is work for it."""
+        self.room.grow(batch, now)
+        self._plan_decodes(batch)
+        self._spend(batch, news, now)
+
+    def _plan_decodes(self, batch: Batch) -> None:
+        for slot, sequence in self.room.running.items():
+            if sequence.pending_len == 1:
+                batch.add(slot, sequence, 1)
+            else:
+                sequence.expected_len = sequence.pending_len
+                batch.chunks.append(sequence)
+
+    def _spend(self, batch: Batch, news: News, now: float) -> None:
+        """What the decodes left, by rank: on chunks of those who run, and on admissions."""
+        circumstances = self._circumstances(now)
+        room_s = self.config.step_time_target_s - circumstances.cost.seconds(batch.work)
+        position = max((sequence.computed_len for sequence in batch.chunks), default=0)
+        batch.budget_left = policy.prompt_budget(batch.budget_left, room_s, circumstances.cost, position)
+        batch.keep(policy.kept_for_eldest(batch.budget_left))
+        if self.room.has_free_slot or self.room.is_outranked():  # else the queue would be ranked for nothing
+            self._admit(batch, news, circumstances)
+        for sequence in self.waiting.rank(batch.unplanned, circumstances):
+            batch.add_chunk(sequence)
+
+    def _circumstances(self, now: float) -> Circumstances:
+        competing = {sequence.tenant for sequence in self.waiting.willing}
+        return Circumstances(now, self.learner.cost, self.tenants.leads(competing))
+
+    def _admit(self, batch: Batch, news: News, circumstances: Circumstances) -> None:
+        room, now = self.room, circumstances.now
+        blocked: ServiceClass | None = None
+        passed = 0
+        for candidate in self.waiting.candidates(batch.unplanned, circumstances):
+            sequence = candidate.sequence
+            if not batch.budget_left or passed == PASSED_MAX or blocked is max(ServiceClass):
+                return
+            if sequence.status is Status.RUNNING:
+                batch.add_chunk(sequence)
+                continue
+            if blocked is not None and sequence.service_class <= blocked and not candidate.in_turn:
+                continue
+            start = sequence.pages or room.match(sequence)
+            sequence.expected_len = room.uncached_len(sequence, start)
+            if not candidate.in_turn and self._is_coming(sequence, len(start), batch):
+                passed += 1
+            elif room.fits(sequence, start) or room.displace(sequence, start, batch, now):
+                self._seat(sequence, start, batch, news, now)
+            elif candidate.in_turn:
+                return
+            else:
+                blocked = sequence.service_class
+
+    def _is_coming(self, sequence: Sequence, hits_len: int, batch: Batch) -> bool:
+        """Whether a chunk of this very plan works towards the next page that `sequence` lacks (rule D)."""
+        if sequence.pages or not self.config.prefix_cache:
+            return False
+        if hits_len == sequence.reusable_len // self.runner.page_size:
+            return False
+        lacking = sequence.chain.identities[hits_len]
+        return any(lacking in other.chain.identities[hits_len : hits_len + 1] for other in batch.chunks)
+
+    def _seat(self, sequence: Sequence, start: list[int], batch: Batch, news: News, now: float) -> None:
+        is_new = sequence.status is Status.WAITING
+        self.room.seat(sequence, start, batch, now)
+        slot, cached_len = sequence.slot, sequence.computed_len
+        assert slot is not None
+        if is_new:
+            self.prefix_query_tokens += sequence.prompt_len
+            self.prefix_hit_tokens += cached_len
+            self.tenants.charge(sequence.tenant, sequence.prompt_len - cached_len)
+            news.started.append(Started(sequence.handle, cached_len, sequence.spent_s[Phase.QUEUE]))
+        seated = SlotStart(slot, sequence.tokens.tolist(), sequence.prompt_len, sequence.sampling)
+        batch.seated.append(seated)
+        batch.grown[slot] = list(sequence.pages)
+        batch.chunks.append(sequence)
+        batch.add_chunk(sequence)

@@ -1,0 +1,84 @@
+"""Takes in what a step brought: tokens to their sequences, full pages to the prefix cache, news to the
+next report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.core.block_manager import BlockManager
+from engine.core.config import SchedulerConfig
+from engine.core.messages import NUMERIC_FAILURE, FinishReason, Plan, RunResult, TokenLogprobs
+from engine.core.sequence import Sequence, Status
+from engine.core.step import InFlight, News
+from engine.core.tenants import TenantCounters
+
+
+@dataclass(slots=True)
+class Results:
+    config: SchedulerConfig
+    pages: BlockManager
+    tenants: TenantCounters
+
+    def take(
+        self, plan: Plan, flight: InFlight, result: RunResult, news: News, now: float
+    ) -> Iterator[tuple[Sequence, FinishReason]]:
+        """Row by row; yields those whom their token ends, to be ended before the next row. Rows of
+        sequences that ended meanwhile bring nothing."""
+        if result.prompt_logprobs:
+            self._take_prompt_logprobs(plan, flight.rows, result.prompt_logprobs, news)
+        assert len(result.tokens) == sum(plan.samples)
+        logprobs = result.logprobs or [None] * len(result.tokens)
+        sampled = zip(result.tokens, logprobs, strict=True)
+        for sequence, length, samples in zip(flight.rows, plan.lengths, plan.samples, strict=True):
+            brought = next(sampled) if samples else None
+            if sequence.status is not Status.RUNNING:
+                continue
+            self._advance(sequence, length)
+            if brought is not None:
+                reason = self._take_token(sequence, *brought, news, now)
+                if reason is not None:
+                    yield sequence, reason
+
+    def _advance(self, sequence: Sequence, length: int) -> None:
+        """The row's tokens are computed; pages that they fill can be found from now on."""
+        size = self.pages.page_size
+        full_before = sequence.computed_len // size
+        sequence.computed_len += length
+        full = sequence.computed_len // size
+        if full > full_before and self.config.prefix_cache:
+            identities = sequence.chain.extend(sequence.tokens, full)
+            for page in range(full_before, full):
+                self.pages.register(sequence.pages[page], identities[page])
+
+    def _take_token(
+        self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, news: News, now: float
+    ) -> FinishReason | None:
+        if token == NUMERIC_FAILURE:
+            self.pages.forget(sequence.pages)  # whatever broke it must not spread to its prefix's heirs
+            return FinishReason.NUMERIC
+        sequence.append(token, now)
+        self.tenants.charge(sequence.tenant, 1)
+        news.handles.append(sequence.handle)
+        news.tokens.append(token)
+        news.logprobs.append(logprobs)
+        if token in sequence.sampling.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if sequence.output_len == sequence.sampling.max_tokens else None
+
+    def _take_prompt_logprobs(
+        self,
+        plan: Plan,
+        rows: list[Sequence],
+        columns: list[tuple[int, list[TokenLogprobs]]],
+        news: News,
+    ) -> None:
+        """Pass on what was not sent before: a preempted sequence computes positions a second time."""
+        row_of = {slot: row for row, slot in enumerate(plan.slots)}
+        for slot, entries in columns:
+            row = row_of[slot]
+            sequence, start = rows[row], plan.positions[row]
+            fresh = entries[max(0, sequence.prompt_logprobs_sent - start) :]
+            if sequence.status is Status.RUNNING and fresh:
+                news.prompt_logprobs.append((sequence.handle, fresh))
+                sequence.prompt_logprobs_sent = start + len(entries)
