@@ -43,6 +43,7 @@ import hashlib
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import Final, NewType
 
 PageIdentity = NewType("PageIdentity", bytes)
@@ -130,6 +131,10 @@ class BlockManager:
     def unshared(self, pages: Iterable[int]) -> int:
         """How many of these `release` would make available."""
         return sum(self._refs[page] == 1 for page in pages)
+
+    def leading_shared(self, pages: Iterable[int]) -> int:
+        """How many of a table's first pages others refer to as well."""
+        return sum(1 for _ in takewhile(lambda page: self._refs[page] > 1, pages))
 
     def only_in(self, tables: Iterable[Iterable[int]]) -> set[int]:
         """Pages that are in no table but these: what releasing all of them would make available."""

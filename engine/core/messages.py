@@ -195,7 +195,7 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     decode_s: float
     """From the first token to the end, preempted time aside."""
     preempted_s: float
-    """From each preemption to the next admission."""
+    """From each preemption to the next admission, in host memory or nowhere."""
     preemptions: int
     """Those that it suffered while it ran. Giving way while nobody read it is not counted."""
     stalled_s: float = 0.0
@@ -227,6 +227,16 @@ class CoreStats(msgspec.Struct, array_like=True, frozen=True):
     """By class, FLEX first: how many of `waiting` do not hold a slot, and for how long the one that came
     first has been here."""
     class_waited_s: tuple[float, ...] = ()
+    swaps_out: int = 0
+    """Counters: of the preemptions, those that copied pages to host memory; and the admissions that copied
+    pages from there."""
+    swaps_in: int = 0
+    swapped_out_bytes: int = 0
+    swapped_in_bytes: int = 0
+    host_pages_used: int = 0
+    host_pages_free: int = 0
+    waiting_tokens: int = 0
+    """Prompt tokens of those who wait for their first admission."""
 
 
 class StepOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
@@ -262,7 +272,8 @@ class SlotStart(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Plan(msgspec.Struct, array_like=True, frozen=True):
-    """One step, decided. The runner executes it in this order: leave, seat, grow, compute, sample.
+    """One step, decided. The runner executes it in this order: leave, seat, grow, swap out, swap in,
+    compute, sample.
 
     Row i computes tokens `[positions[i], positions[i] + lengths[i])` of `slots[i]`, writes their
     keys and values to that slot's pages, and samples the next token when `samples[i]`. The runner
@@ -282,6 +293,10 @@ class Plan(msgspec.Struct, array_like=True, frozen=True):
     positions: list[int]
     lengths: list[int]
     samples: list[bool]
+    swapped_out: list[tuple[int, int]] = []
+    """(page, host page): copy the one to the other, before this plan writes to it."""
+    swapped_in: list[tuple[int, int]] = []
+    """(host page, page): copy it back, after all that go out and before anything is read."""
 
 
 class RunResult(msgspec.Struct, array_like=True, frozen=True):
@@ -310,6 +325,12 @@ class RunnerInfo(msgspec.Struct, array_like=True, frozen=True):
     dtype: str
     load_s: float
     warmup_s: float
+    page_bytes: int = 0
+    """Of one page, in all layers."""
+    host_pages: int = 0
+    """Pages in host memory, for those who are swapped out; 0: there is no such memory."""
+    page_copy_s: float = 0.0
+    """How long it takes to copy a page there or back, as measured while warming up; 0: not measured."""
 
 
 class Runner(Protocol):

@@ -12,7 +12,8 @@ The rank of those who wait is the *weighted response ratio*; the highest goes fi
   served already, and so on: a flood of requests pushes its own tail back, and no other tenant.
 - Who runs and still computes its prompt is ranked by what is left of it, so that a short prompt
   passes a long one that has begun, and a long one that is nearly done is finished before another.
-- A preempted sequence stands level with the best newcomer of its class or a lower one, and before it.
+- A preempted sequence, swapped or not, stands level with the best newcomer of its class or a lower one,
+  and before it.
 - Whoever holds pages already, back from a stall, goes first: seating it costs no computation.
 
 *Nobody starves.* A ratio alone promises nothing: a share may be tiny, and others keep coming. So the
@@ -86,15 +87,16 @@ def by_response_ratio(sequences: Iterable[Sequence], circumstances: Circumstance
     by_status: dict[Status, list[Sequence]] = defaultdict(list)
     for sequence in sequences:
         by_status[sequence.status].append(sequence)
+    preempted = by_status[Status.PREEMPTED] + by_status[Status.SWAPPED]
     ranks = _ranks_of_newcomers(by_status[Status.WAITING], circumstances)
     best = dict.fromkeys(ServiceClass, 0.0)
     for sequence in by_status[Status.WAITING]:
         for service_class in range(sequence.service_class, len(best)):
             best[ServiceClass(service_class)] = max(best[ServiceClass(service_class)], ranks[sequence.handle])
-    for sequence in (*by_status[Status.PREEMPTED], *by_status[Status.RUNNING]):
+    for sequence in (*preempted, *by_status[Status.RUNNING]):
         lead = circumstances.leads.get(sequence.tenant, 0)
         ranks[sequence.handle] = response_ratio(sequence, circumstances) * share(lead)
-    for sequence in by_status[Status.PREEMPTED]:
+    for sequence in preempted:
         ranks[sequence.handle] = max(ranks[sequence.handle], best[sequence.service_class])
 
     def key(sequence: Sequence) -> tuple[float, bool, float, int]:

@@ -5,18 +5,17 @@
                             |     ^ <---------- |
                     preempt |     |    admit    | preempt
                             v     | admit       |
-                            PREEMPTED <---------+
+                            PREEMPTED <---------+         or SWAPPED, as PREEMPTED in every move
 
 `MOVES` below is that drawing, and `_move` obeys it. Status and holdings change together, in the
 same method:
 
-                 slot    pages
-    WAITING       -        -
-    RUNNING      yes      yes
-    STALLED       -       yes
-    PREEMPTED     -        -
-
-(A status for a swapped sequence will hold neither, and be a new row of both tables.)
+                 slot    pages   host pages
+    WAITING       -        -         -
+    RUNNING      yes      yes        -
+    STALLED       -       yes        -
+    PREEMPTED     -        -         -
+    SWAPPED       -        -        yes
 
 Beside the status, which says what a sequence holds, it is *paused* or not, which says whether its
 reader keeps up. A pause may come and go at any moment of its life; the scheduler lets the status
@@ -50,14 +49,17 @@ class Status(Enum):
     """Its reader fell behind: it gave its slot back and keeps its pages, as long as nobody needs them."""
     PREEMPTED = "preempted"
     """Gave slot and pages back; in the queue again, ahead of newcomers."""
+    SWAPPED = "swapped"
+    """The same, and what its pages held lies in host memory."""
     FINISHED = "finished"
 
 
 MOVES: Final[Mapping[Status, frozenset[Status]]] = {
     Status.WAITING: frozenset({Status.RUNNING, Status.FINISHED}),
-    Status.RUNNING: frozenset({Status.STALLED, Status.PREEMPTED, Status.FINISHED}),
-    Status.STALLED: frozenset({Status.RUNNING, Status.PREEMPTED, Status.FINISHED}),
+    Status.RUNNING: frozenset({Status.STALLED, Status.PREEMPTED, Status.SWAPPED, Status.FINISHED}),
+    Status.STALLED: frozenset({Status.RUNNING, Status.PREEMPTED, Status.SWAPPED, Status.FINISHED}),
     Status.PREEMPTED: frozenset({Status.RUNNING, Status.FINISHED}),
+    Status.SWAPPED: frozenset({Status.RUNNING, Status.FINISHED}),
     Status.FINISHED: frozenset(),
 }
 
@@ -76,6 +78,17 @@ class Phase(Enum):
     STALLED = "stalled"
 
 
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """What a sequence holds in host memory."""
+
+    first: int
+    """Index in its page table of the first page that was copied."""
+    host_pages: list[int]
+    computed_len: int
+    """Of its tokens, those before the end of what was copied."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     handle: int
@@ -91,6 +104,7 @@ class Sequence:
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     computed_len: int = 0
+    swapped: Swapped | None = None
     expected_len: int = field(init=False)
     """While it waits: how many of its known tokens the prefix cache lacks, when last looked up."""
     paused_at: float | None = None
@@ -144,7 +158,7 @@ class Sequence:
             return Phase.STALLED
         if self.status is Status.WAITING:
             return Phase.QUEUE
-        if self.status is Status.PREEMPTED:
+        if self.status in (Status.PREEMPTED, Status.SWAPPED):
             return Phase.PREEMPTED
         return Phase.DECODE if self.output_len else Phase.PREFILL
 
@@ -164,7 +178,7 @@ class Sequence:
         assert 0 <= computed_len <= self.reusable_len
         assert not self.is_paused
         self._move(Status.RUNNING, now)
-        self.slot, self.pages, self.computed_len = slot, pages, computed_len
+        self.slot, self.pages, self.computed_len, self.swapped = slot, pages, computed_len, None
 
     def stall(self, now: float) -> None:
         """Give the slot back and keep the pages."""
@@ -172,11 +186,13 @@ class Sequence:
         self._move(Status.STALLED, now)
         self.slot = None
 
-    def preempt(self, now: float) -> None:
-        """Give everything back but the tokens. The caller has taken the pages to the block manager."""
+    def preempt(self, now: float, swapped: Swapped | None = None) -> None:
+        """Give everything back but the tokens, and what was copied. The caller has taken the pages to the
+        block manager."""
         self.preemptions += self.status is Status.RUNNING
-        self._move(Status.PREEMPTED, now)
+        self._move(Status.SWAPPED if swapped else Status.PREEMPTED, now)
         self._vacate()
+        self.swapped = swapped
 
     def finish(self, now: float) -> None:
         """Whatever it was doing, it is over. The caller has taken the pages to the block manager."""
@@ -205,7 +221,7 @@ class Sequence:
         )
 
     def _vacate(self) -> None:
-        self.slot, self.pages, self.computed_len = None, [], 0
+        self.slot, self.pages, self.computed_len, self.swapped = None, [], 0, None
 
     def _move(self, status: Status, now: float) -> None:
         if status not in MOVES[self.status]:

@@ -1,4 +1,5 @@
-"""Those who wait for a slot: newcomers, the preempted, and those who stalled and keep their pages.
+"""Those who wait for a slot: newcomers, the preempted, swapped or not, and those who stalled and keep their
+pages.
 
 Keeps the eldest's turn, on which the bound at the head of `engine.core.policy` rests: it counts the
 admissions since the last that was the eldest's.
@@ -29,6 +30,7 @@ class WaitingRoom:
         self.queues: Final[dict[Status, dict[int, Sequence]]] = {
             Status.WAITING: {},
             Status.PREEMPTED: {},
+            Status.SWAPPED: {},
             Status.STALLED: {},
         }
         """By status, by handle."""
@@ -90,9 +92,9 @@ class WaitingRoom:
     def _eldest(self) -> Sequence | None:
         those = [
             sequence
-            for status in (Status.WAITING, Status.PREEMPTED)
-            for sequence in self.queues[status].values()
-            if not sequence.is_paused
+            for status, queue in self.queues.items()
+            for sequence in queue.values()
+            if status is not Status.STALLED and not sequence.is_paused
         ]
         return min(those, key=policy.age, default=None)
 

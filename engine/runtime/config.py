@@ -30,6 +30,9 @@ class RunnerConfig:
     """None: `memory_fraction` of what is free once the weights are loaded, capped by what the slots
     could ever use."""
     memory_fraction: float = 0.5
+    swap_bytes: int | None = None
+    """Host memory for the pages of preempted sequences; 0: they are recomputed, always. None: up to 4 GiB,
+    and a quarter of what is free. It is taken from the system as it is first used."""
     max_num_seqs: int = 64
     """Slots: sequences that hold KV at the same time."""
     step_tokens_max: int = 2048
@@ -56,6 +59,8 @@ class RunnerConfig:
                 f"step_tokens_max must be at least max_num_seqs ({self.max_num_seqs}), so that all running "
                 f"sequences can decode in a step, and at most {STEP_TOKENS_MAX}; it is {self.step_tokens_max}"
             )
+        if self.swap_bytes is not None and self.swap_bytes < 0:
+            yield f"swap_bytes must be at least 0, not {self.swap_bytes}"
         for name in ("max_model_len", "kv_cache_bytes", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:

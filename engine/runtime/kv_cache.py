@@ -1,4 +1,4 @@
-"""Keys and values, in pages.
+"""Keys and values, in pages; and a second, larger place for pages, in host memory.
 
 Layout, per layer: `[page, kv_head, page_size, head_dim]`, keys and values apart. A page of one head
 is contiguous, which is the tile that attention reads.
@@ -9,10 +9,18 @@ weight of zero, and zero times NaN is NaN. Two rules keep garbage out:
   1. Attention reads only pages that belong to the row.
   2. A page that a step begins and does not fill is wiped before it is written, so what lies behind
      a sequence's last token, in its last page, is zero and never a previous owner's.
+
+Host memory (`HostPages`) has the same layout. Whole pages are copied there when their owner has to give
+way, and back before it computes again, so what the second rule promises of a page holds for its copy.
+On a GPU the memory is pinned and the copies are queued like any other work of the step, in the order
+that the plan gives them; on a CPU both pools are RAM, and a copy is a `memcpy`: still far cheaper than
+computing a page again.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,9 +31,17 @@ from engine.runtime.config import RunnerConfig
 from engine.runtime.errors import DoesNotFit
 from engine.runtime.models.config import ModelConfig
 
+Move = tuple[int, int]
+"""From a page to a page."""
+
 CACHE_MARGIN: Final = 0.25
 """Pages beyond what the slots can own, as a share of that: they keep prefixes of finished sequences."""
 PAGES_MIN: Final = 2
+SWAP_BYTES_DEFAULT: Final = 4 << 30
+SWAP_SHARE_DEFAULT: Final = 0.25
+"""Of what is available before the cache is allocated: the default is the lesser of the two."""
+MEASURED_PAGES: Final = 8
+MEASURED_ROUNDS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +93,45 @@ class KVCache:
         values[places.pages, :, places.offsets] = v
 
 
+class HostPages:
+    """Pages in host memory, beside a cache's own."""
+
+    def __init__(self, cache: KVCache, pages: int) -> None:
+        self.pages: Final = pages
+        self._cache: Final = cache
+        self.keys: Final = [_host_memory(layer, pages) for layer in cache.keys]
+        self.values: Final = [_host_memory(layer, pages) for layer in cache.values]
+
+    def copy(self, out: Sequence[Move], back: Sequence[Move]) -> None:
+        """First (page, host page) pairs out, then (host page, page) pairs back."""
+        cache = self._cache
+        for layer, host in zip((*cache.keys, *cache.values), (*self.keys, *self.values), strict=True):
+            for page, host_page in out:
+                host[host_page].copy_(layer[page], non_blocking=True)
+            for host_page, page in back:
+                layer[page].copy_(host[host_page], non_blocking=True)
+
+    def measure(self) -> float:
+        """Seconds to copy one page out or back, the least of a few: for a cache that nobody uses yet."""
+        everything = [(page, page) for page in range(min(self.pages, self._cache.pages, MEASURED_PAGES))]
+        if not everything:
+            return 0.0
+        rounds = []
+        for _ in range(MEASURED_ROUNDS):
+            started_s = time.perf_counter()
+            self.copy(everything, everything)
+            if self._cache.keys[0].is_cuda:
+                torch.cuda.synchronize()
+            rounds.append(time.perf_counter() - started_s)
+        return min(rounds) / (2 * len(everything))
+
+
+def _host_memory(layer: Tensor, pages: int) -> Tensor:
+    """Room for pages of this layer. Uninitialised, as the cache itself."""
+    is_pinned = layer.device.type == "cuda"
+    return torch.empty((pages, *layer.shape[1:]), dtype=layer.dtype, pin_memory=is_pinned)
+
+
 def page_count(
     config: RunnerConfig, model: ModelConfig, geometry: KVGeometry, max_model_len: int, available_bytes: int
 ) -> int:
@@ -86,8 +141,7 @@ def page_count(
     set aside first. The result is never more than the slots could own, plus a margin for the prefix
     cache: a tiny model on a large machine takes little.
     """
-    pages_per_sequence = -(-max_model_len // config.page_size)
-    useful = int(config.max_num_seqs * pages_per_sequence * (1 + CACHE_MARGIN))
+    useful = int(config.max_num_seqs * _pages_per_sequence(config, max_model_len) * (1 + CACHE_MARGIN))
     if config.kv_cache_bytes is not None:
         budget = config.kv_cache_bytes
     else:
@@ -99,6 +153,21 @@ def page_count(
             "raise kv_cache_bytes or memory_fraction, or lower step_tokens_max"
         )
     return pages
+
+
+def host_page_count(
+    config: RunnerConfig, geometry: KVGeometry, max_model_len: int, available_bytes: int
+) -> int:
+    """How many pages of host memory to set aside: never more than the slots could own."""
+    budget = config.swap_bytes
+    if budget is None:
+        budget = min(SWAP_BYTES_DEFAULT, int(available_bytes * SWAP_SHARE_DEFAULT))
+    useful = config.max_num_seqs * _pages_per_sequence(config, max_model_len)
+    return min(budget // geometry.page_bytes, useful)
+
+
+def _pages_per_sequence(config: RunnerConfig, max_model_len: int) -> int:
+    return -(-max_model_len // config.page_size)
 
 
 def step_bytes(config: RunnerConfig, model: ModelConfig) -> int:

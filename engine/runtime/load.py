@@ -17,7 +17,7 @@ from engine.runtime.attention.torch_paged import TorchDecode, TorchPrefill
 from engine.runtime.config import RunnerConfig
 from engine.runtime.errors import BadRunnerConfig
 from engine.runtime.hardware import available_memory_bytes, multiplies_bf16, usable_cores
-from engine.runtime.kv_cache import KVCache, KVGeometry, page_count
+from engine.runtime.kv_cache import HostPages, KVCache, KVGeometry, host_page_count, page_count
 from engine.runtime.model_runner import ModelRunner
 from engine.runtime.models.config import ModelConfig, read_model_config
 from engine.runtime.models.decoder import LM_HEAD, Decoder
@@ -44,7 +44,8 @@ def load_runner(config: RunnerConfig, progress: Progress) -> ModelRunner:
     progress(f"loading {model.architecture} in {_dtype_name(dtype)}")
     decoder = _load_decoder(model, model_dir, dtype)
     geometry = KVGeometry(model.layers, model.kv_heads, config.page_size, model.head_dim, dtype)
-    pages = page_count(config, model, geometry, max_model_len, available_memory_bytes())
+    available_bytes = available_memory_bytes()
+    pages = page_count(config, model, geometry, max_model_len, available_bytes)
     progress(f"allocating {pages} KV pages of {config.page_size} tokens")
     loaded_s = time.monotonic()
     info = RunnerInfo(
@@ -56,11 +57,14 @@ def load_runner(config: RunnerConfig, progress: Progress) -> ModelRunner:
         dtype=_dtype_name(dtype),
         load_s=loaded_s - started_s,
         warmup_s=0.0,
+        page_bytes=geometry.page_bytes,
+        host_pages=host_page_count(config, geometry, max_model_len, available_bytes),
     )
     runner = _runner(info, model, decoder, KVCache(geometry, pages))
     progress("warming up")
     warm_up(runner)
-    runner.info = msgspec.structs.replace(info, warmup_s=time.monotonic() - loaded_s)
+    page_copy_s, warmup_s = runner.host.measure(), time.monotonic() - loaded_s
+    runner.info = msgspec.structs.replace(info, warmup_s=warmup_s, page_copy_s=page_copy_s)
     return runner
 
 
@@ -96,6 +100,7 @@ def _runner(info: RunnerInfo, model: ModelConfig, decoder: Decoder, cache: KVCac
         info=info,
         decoder=decoder,
         cache=cache,
+        host=HostPages(cache, info.host_pages),
         slots=Slots(info.slots, info.max_model_len, info.page_size, info.vocab_size),
         decode=TorchDecode(cache, spec),
         prefill=TorchPrefill(cache, spec),

@@ -1,6 +1,7 @@
 """Executes plans: the tensors' side of `engine.core.messages.Runner`.
 
     leave, seat, grow     slots.apply
+    swap out, swap in     host.copy
     compute               assemble the rows, forward, logits for the tokens that sample
     sample                sampler, log-probabilities, the new tokens into the slots
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from engine.core.messages import Plan, RunnerInfo, RunResult, TokenLogprobs
 from engine.runtime.attention import BatchAttention, DecodeBackend, PrefillBackend
 from engine.runtime.batch import Batch, Row, assemble
-from engine.runtime.kv_cache import KVCache
+from engine.runtime.kv_cache import HostPages, KVCache
 from engine.runtime.logprobs import token_logprobs
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.sampler import sample
@@ -35,6 +36,7 @@ class ModelRunner:
     info: RunnerInfo
     decoder: Decoder
     cache: KVCache
+    host: HostPages
     slots: Slots
     decode: DecodeBackend
     prefill: PrefillBackend
@@ -43,6 +45,7 @@ class ModelRunner:
     def run(self, plan: Plan) -> RunResult:
         """Execute a plan. Asserts that it follows from the plans before."""
         self.slots.apply(plan)
+        self.host.copy(plan.swapped_out, plan.swapped_in)
         if not plan.slots:
             return RunResult([], [], [])
         batch = assemble(plan, self.slots)

@@ -88,7 +88,7 @@ class Slots:
         return seat
 
     def apply(self, plan: Plan) -> None:
-        """Leave, seat, grow: the first three of a plan's five acts."""
+        """Leave, seat, grow: the first three of a plan's acts."""
         for slot in plan.left:
             assert self._seats[slot] is not None, f"slot {slot} left twice"
             self._seats[slot] = None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -70,6 +71,40 @@ def test_the_chunk_that_fits_a_time_is_the_longest_that_does(name: str, position
     assert length > 2
     assert chunk_s(length) <= room_s * (1 + 1e-9) < chunk_s(length + 1) * (1 + 1e-9)
     assert cost.tokens_within(0.0, position) == cost.tokens_within(-1.0, position) == 0
+
+
+def test_copies_are_learned_beside_steps_that_make_none() -> None:
+    truth = StepCost(token_s=5e-5, row_s=1e-4, pair_s=2e-9, fixed_s=6e-3, page_s=4e-4)
+    learner, rng = CostLearner(page_s=2e-4), random.Random(1)
+    for step in range(300):
+        work = random_work(rng)
+        if step % 5 == 0:
+            work = replace(work, copied_pages=rng.randint(20, 60))
+        learner.observe(work, truth.seconds(work) * rng.uniform(0.98, 1.02))
+    assert learner.cost.page_s == pytest.approx(truth.page_s, rel=0.25)
+    assert learner.cost.service_s(4000) == pytest.approx(truth.service_s(4000), rel=0.1)
+
+
+def test_a_bad_reading_of_copies_fades() -> None:
+    """One copied page in a step that something else made slow: believed for ever, it would end copying."""
+    truth = StepCost(token_s=5e-5, row_s=1e-4, pair_s=2e-9, fixed_s=6e-3, page_s=2e-4)
+    learner, rng = CostLearner(truth.page_s), random.Random(1)
+    for _ in range(100):
+        work = random_work(rng)
+        learner.observe(work, truth.seconds(work))
+    slow = replace(random_work(rng), copied_pages=1)
+    learner.observe(slow, 2 * truth.seconds(slow))
+    for _ in range(300):
+        work = random_work(rng)
+        learner.observe(work, truth.seconds(work))
+    assert learner.cost.page_s == pytest.approx(truth.page_s, rel=0.1)
+
+
+@pytest.mark.parametrize("name", RUNNERS)
+def test_a_chunk_costs_what_it_adds_to_a_step(name: str) -> None:
+    cost, others = RUNNERS[name], Work(copied_pages=7).with_row(50, 1)
+    both = others.with_row(300, 40)
+    assert cost.chunk_s(300, 40) == pytest.approx(cost.seconds(both) - cost.seconds(others))
 
 
 def test_a_free_runner_has_no_bound_and_a_service_above_zero() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from engine.core.block_manager import PageChain
 from engine.core.messages import FinishReason
-from engine.core.sequence import MOVES, IllegalMove, Sequence, Status
+from engine.core.sequence import MOVES, IllegalMove, Sequence, Status, Swapped
 from tests.engine.core.harness import greedy
 
 
@@ -36,6 +36,8 @@ def move(seq: Sequence, status: Status) -> None:
                 seq.resume(10.0)
         case Status.PREEMPTED:
             seq.preempt(10.0)
+        case Status.SWAPPED:
+            seq.preempt(10.0, Swapped(0, [7], 3))
         case Status.FINISHED:
             seq.finish(10.0)
 
@@ -45,18 +47,20 @@ PATHS = {
     Status.RUNNING: [Status.RUNNING],
     Status.STALLED: [Status.RUNNING, Status.STALLED],
     Status.PREEMPTED: [Status.RUNNING, Status.PREEMPTED],
+    Status.SWAPPED: [Status.RUNNING, Status.SWAPPED],
     Status.FINISHED: [Status.FINISHED],
 }
 
 
 HOLDINGS = {
-    Status.WAITING: (False, False),
-    Status.RUNNING: (True, True),
-    Status.STALLED: (False, True),
-    Status.PREEMPTED: (False, False),
-    Status.FINISHED: (False, False),
+    Status.WAITING: (False, False, False),
+    Status.RUNNING: (True, True, False),
+    Status.STALLED: (False, True, False),
+    Status.PREEMPTED: (False, False, False),
+    Status.SWAPPED: (False, False, True),
+    Status.FINISHED: (False, False, False),
 }
-"""Of each status: a slot, pages."""
+"""Of each status: a slot, pages, host pages."""
 
 
 @pytest.mark.parametrize(("source", "target"), list(product(Status, Status)), ids=lambda s: s.value)
@@ -68,7 +72,7 @@ def test_moves_are_the_tables_and_no_others(source: Status, target: Status) -> N
     if target in MOVES[source]:
         move(seq, target)
         assert seq.status is target
-        assert (seq.slot is not None, bool(seq.pages)) == HOLDINGS[target]
+        assert (seq.slot is not None, bool(seq.pages), seq.swapped is not None) == HOLDINGS[target]
     else:
         with pytest.raises(IllegalMove):
             move(seq, target)
@@ -111,7 +115,7 @@ def test_time_is_booked_to_the_phase_it_was_spent_in() -> None:
     seq.admit(0, [1, 2], 0, 17.0)  # preempted 4
     seq.computed_len = 5
     seq.append(7, 25.0)  # prefill 8
-    seq.preempt(41.0)  # decode 16
+    seq.preempt(41.0, Swapped(0, [3, 4], 5))  # decode 16
     seq.finish(73.0)  # preempted 32
     report = seq.finished(FinishReason.ABORTED)
     assert (report.queue_s, report.prefill_s, report.decode_s, report.preempted_s) == (1, 10, 16, 36)

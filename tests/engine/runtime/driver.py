@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +20,7 @@ class Life:
     prompt_len: int
     sampling: SamplingParams
     pages: list[int] = field(default_factory=list)
+    host_pages: list[int] = field(default_factory=list)
     computed: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -31,18 +32,24 @@ class Life:
 
 class Driver:
     """Hands out pages in shuffled order, so that they never lie side by side. With `poison`, every page
-    that nobody owns holds NaN."""
+    that nobody owns holds NaN, in host memory, too."""
 
     def __init__(self, runner: ModelRunner, *, seed: int = 0, poison: bool = True) -> None:
         self.runner = runner
         self.lives: dict[int, Life] = {}
         self._free = list(range(runner.info.pages))
         random.Random(seed).shuffle(self._free)
+        self._host_free = list(range(runner.host.pages))
+        random.Random(seed).shuffle(self._host_free)
+        self._swapped_out: list[tuple[int, int]] = []
+        self._swapped_in: list[tuple[int, int]] = []
+        self._moved: list[tuple[int, list[int]]] = []
         self._poison = poison
         self._left: list[int] = []
         self._seated: list[SlotStart] = []
         if poison:
             self._spoil(self._free)
+            self._spoil_host(self._host_free)
 
     def seat(
         self,
@@ -63,10 +70,32 @@ class Driver:
         if self._poison:
             self._spoil(life.pages)
 
+    def swap_out(self, slot: int) -> Life:
+        """The slot is left, and its pages are copied to host memory by the next step, which may write to
+        them."""
+        life = self.lives.pop(slot)
+        self._left.append(slot)
+        kept = -(-life.computed // self.runner.info.page_size)
+        life.host_pages, self._host_free = self._host_free[:kept], self._host_free[kept:]
+        self._swapped_out += zip(life.pages, life.host_pages, strict=False)
+        self._free = life.pages + self._free
+        life.pages = []
+        return life
+
+    def swap_in(self, slot: int, life: Life) -> None:
+        """It takes a slot again, and its pages come back by the next step."""
+        self.lives[slot] = life
+        self._seated.append(SlotStart(slot, list(life.tokens), life.prompt_len, life.sampling))
+        count = len(life.host_pages)
+        life.pages, self._free = self._free[:count], self._free[count:]
+        self._swapped_in += zip(life.host_pages, life.pages, strict=True)
+        self._moved.append((slot, list(life.pages)))
+        life.host_pages = []
+
     def step(self, rows: Sequence[tuple[int, int]]) -> RunResult:
         """Compute so many further tokens of each slot; a row that reaches what is known samples."""
         size = self.runner.info.page_size
-        grown, positions, samples = [], [], []
+        grown, positions, samples = self._moved, [], []
         for slot, length in rows:
             life = self.lives[slot]
             end = life.computed + length
@@ -79,9 +108,15 @@ class Driver:
             samples.append(end == len(life.tokens))
             life.computed = end
         slots, lengths = [slot for slot, _ in rows], [length for _, length in rows]
-        plan = Plan(0, self._left, self._seated, grown, slots, positions, lengths, samples)
-        self._left, self._seated = [], []
+        copies = self._swapped_out, self._swapped_in
+        plan = Plan(0, self._left, self._seated, grown, slots, positions, lengths, samples, *copies)
+        self._left, self._seated, self._moved = [], [], []
+        self._swapped_out, self._swapped_in = [], []
         result = self.runner.run(plan)
+        if self._poison:
+            self._spoil(set(self._free).intersection(page for page, _ in copies[0]))
+            self._spoil_host([page for page, _ in copies[1]])
+        self._host_free += [page for page, _ in copies[1]]
         self._commit([slot for slot, sampled in zip(slots, samples, strict=True) if sampled], result)
         return result
 
@@ -107,6 +142,11 @@ class Driver:
             self.lives[slot].prompt_logprobs += entries
 
     @torch.inference_mode()
-    def _spoil(self, pages: Sequence[int]) -> None:
+    def _spoil(self, pages: Collection[int]) -> None:
         for cache in (*self.runner.cache.keys, *self.runner.cache.values):
             cache[list(pages)] = torch.nan
+
+    @torch.inference_mode()
+    def _spoil_host(self, pages: Collection[int]) -> None:
+        for host in (*self.runner.host.keys, *self.runner.host.values):
+            host[list(pages)] = torch.nan

@@ -1,4 +1,5 @@
-"""How many pages: what memory allows, never more than could be used, never too few to run."""
+"""How many pages: what memory allows, never more than could be used, never too few to run. And what is
+copied to host memory and back."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 
 from engine.runtime.config import RunnerConfig
 from engine.runtime.errors import BadRunnerConfig, DoesNotFit
-from engine.runtime.kv_cache import KVGeometry, page_count, step_bytes
+from engine.runtime.kv_cache import HostPages, KVCache, KVGeometry, host_page_count, page_count, step_bytes
 from engine.runtime.models.config import parse_model_config
 from tests.engine.runtime.test_model_config import BASE
 
@@ -46,6 +47,60 @@ def test_explicit_bytes_need_no_measuring() -> None:
         pages(0, RunnerConfig("m", page_size=16, max_num_seqs=4, step_tokens_max=64, kv_cache_bytes=1))
 
 
+def test_host_pages_as_told_and_never_more_than_the_slots_can_own() -> None:
+    def host_pages(swap_bytes: int | None, available: int = 1 << 40) -> int:
+        config = RunnerConfig("m", page_size=16, max_num_seqs=4, step_tokens_max=64, swap_bytes=swap_bytes)
+        return host_page_count(config, GEOMETRY, 100, available)
+
+    assert host_pages(0) == 0
+    assert host_pages(5 * GEOMETRY.page_bytes + 1) == 5
+    assert host_pages(1 << 40) == host_pages(None) == 4 * 7
+    assert host_pages(None, available=40 * GEOMETRY.page_bytes) == 10
+
+
+def some_pages(cache: KVCache, host: HostPages) -> list[torch.Tensor]:
+    """One layer of each, filled with what tells every page and layer from the others."""
+    pools = [*cache.keys, *cache.values, *host.keys, *host.values]
+    for pool, tensor in enumerate(pools):
+        tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + pool * 1e6)
+    return [tensor.clone() for tensor in pools]
+
+
+def test_copies_move_whole_pages_of_every_layer_and_touch_no_others() -> None:
+    cache = KVCache(GEOMETRY, 4)
+    host = HostPages(cache, 3)
+    before = some_pages(cache, host)
+    layers = 2 * GEOMETRY.layers
+    host.copy([(2, 0), (0, 1)], [])
+    hosts, devices, olds = [*host.keys, *host.values], before[:layers], before[layers:]
+    for layer, device, old in zip(hosts, devices, olds, strict=True):
+        assert torch.equal(layer, torch.stack([device[2], device[0], old[2]]))
+    host.copy([], [(0, 3)])
+    for layer, device in zip((*cache.keys, *cache.values), before[:layers], strict=True):
+        assert torch.equal(layer, torch.stack([device[0], device[1], device[2], device[2]]))
+
+
+def test_what_goes_out_goes_before_what_comes_back() -> None:
+    """Two sequences change places in one plan, through the same page; one comes back that just left."""
+    cache = KVCache(GEOMETRY, 3)
+    host = HostPages(cache, 2)
+    before = some_pages(cache, host)
+    layers = 2 * GEOMETRY.layers
+    host.copy([(1, 0)], [(1, 1), (0, 2)])
+    for layer, device, other in zip((*cache.keys, *cache.values), before, before[layers:], strict=False):
+        assert torch.equal(layer, torch.stack([device[0], other[1], device[1]]))
+
+
+def test_measuring_copies_leaves_the_cache_as_it_was() -> None:
+    cache = KVCache(GEOMETRY, 3)
+    host = HostPages(cache, 2)
+    before = some_pages(cache, host)
+    assert host.measure() > 0.0
+    for layer, was in zip((*cache.keys, *cache.values), before, strict=False):
+        assert torch.equal(layer, was)
+    assert HostPages(cache, 0).measure() == 0.0
+
+
 def test_settings_out_of_range_are_named_together() -> None:
     with pytest.raises(BadRunnerConfig) as caught:
         RunnerConfig(
@@ -56,6 +111,7 @@ def test_settings_out_of_range_are_named_together() -> None:
             step_tokens_max=64,
             memory_fraction=0,
             threads=0,
+            swap_bytes=-1,
         )
-    for name in ("dtype", "page_size", "step_tokens_max", "memory_fraction", "threads"):
+    for name in ("dtype", "page_size", "step_tokens_max", "memory_fraction", "threads", "swap_bytes"):
         assert name in str(caught.value)

@@ -36,6 +36,8 @@ def test_loading_tells_what_it_does_and_what_it_offers(tiny_model: MakeModel) ->
     assert (info.vocab_size, info.pages) == (VOCAB_SIZE, 3 * 2 * 5 // 4)
     assert info.load_s > 0
     assert info.warmup_s > 0
+    assert (info.page_bytes, info.host_pages) == (2 * 2 * 1 * 64 * 16 * 2, 3 * 2)
+    assert 0 < info.page_copy_s < 1
 
 
 @pytest.mark.parametrize(("native", "dtype"), [(True, "bfloat16"), (False, "float32")])
@@ -74,16 +76,15 @@ def test_warm_up_leaves_nothing_behind(runner: ModelRunner) -> None:
 def load_like(runner: ModelRunner) -> ModelRunner:
     """The same weights over a cache of its own."""
     from engine.runtime.attention.torch_paged import TorchDecode, TorchPrefill
-    from engine.runtime.kv_cache import KVCache
+    from engine.runtime.kv_cache import HostPages, KVCache
     from engine.runtime.slots import Slots
 
     info = runner.info
     cache = KVCache(runner.cache.geometry, info.pages)
     spec = runner.decode._spec  # type: ignore[attr-defined]
     slots = Slots(info.slots, info.max_model_len, info.page_size, info.vocab_size)
-    return ModelRunner(
-        info, runner.decoder, cache, slots, TorchDecode(cache, spec), TorchPrefill(cache, spec)
-    )
+    decode, prefill = TorchDecode(cache, spec), TorchPrefill(cache, spec)
+    return ModelRunner(info, runner.decoder, cache, HostPages(cache, 0), slots, decode, prefill)
 
 
 def test_a_plan_without_rows_still_moves_people(runner: ModelRunner) -> None:
@@ -110,6 +111,27 @@ def test_a_plan_that_does_not_follow_is_a_bug_and_says_so(runner: ModelRunner, p
     runner.run(Plan(0, [], [SlotStart(0, list(range(20)), 20, GREEDY)], [(0, [4])], [], [], [], []))
     with pytest.raises(AssertionError, match=law):
         runner.run(plan)
+
+
+def test_pages_change_places_within_one_step(runner: ModelRunner) -> None:
+    """One goes out, another comes back into the pages that it left, and a third is computed into the rest:
+    each goes on as if nothing had happened, in mid-prompt, too."""
+    driver, quiet = Driver(runner), Driver(load_like(runner), poison=False)
+    prompts = [[7 * slot + i for i in range(70)] for slot in range(3)]
+    undisturbed = [quiet.seat(slot, prompt, GREEDY) for slot, prompt in enumerate(prompts)]
+    quiet.finish(range(3), 20)
+
+    first, second = driver.seat(0, prompts[0], GREEDY), driver.seat(1, prompts[1], GREEDY)
+    driver.step([(0, 70), (1, 37)])
+    assert driver.swap_out(1) is second
+    driver.finish([0], 9)
+    driver.swap_out(0)
+    driver.swap_in(5, second)
+    third = driver.seat(2, prompts[2], GREEDY)
+    driver.step([(2, 40), (5, 33)])
+    driver.swap_in(0, first)
+    driver.finish([0, 2, 5], 20)
+    assert [life.output for life in (first, second, third)] == [life.output for life in undisturbed]
 
 
 def test_logprobs_only_for_those_who_ask(runner: ModelRunner) -> None:

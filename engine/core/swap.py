@@ -1,0 +1,198 @@
+"""Host memory as the second place for a sequence's pages, and when to use it.
+
+Who is preempted loses its pages and must be restored later, in one of two ways:
+
+    recompute    its tokens run through the model again; what the prefix cache still has is skipped
+    swap         its pages are copied to host memory now, and back when it is admitted again
+
+Either is exact. Which is cheaper depends on the machine and on the sequence, so both are estimated by the
+learned cost of a step (`engine.core.cost`): twice its pages at the rate of copies, against its tokens at
+the rate of prompts. Leading pages that others refer to as well are left out of both: they stay where they
+are, and are found again by their identities.
+
+      device   [ 7 | 3 | 9 | 4 | . ]       7 and 3 are shared: not copied, and released like the others
+                         |   |             9 is full, 4 has room for more tokens
+                         v   v
+      host             [ 0 | 2 ]           held by the sequence, behind its first two pages
+
+Rules
+
+1. `free + leaving + held == total` host pages, and no sequence holds one that another does (`check`
+   asserts both). A host page is never shared, and has no identity.
+2. The runner makes a plan's copies before it computes anything, all those to the host before all those
+   from there. So a page may be given away in the plan that copies it out.
+3. A host page that a plan copies from is *leaving*: it is free from the next plan on. Else a sequence
+   preempted in the same plan might be copied onto it first.
+4. When a sequence is admitted again and its shared pages are gone from the cache, what lies behind them is
+   of no use, as there is no way to compute the middle of a sequence alone: it is recomputed. When the
+   cache holds some that were copied, too, only the rest is copied back.
+5. Everything has a bound. When host pages do not suffice, or when one step's copies would take longer
+   than `COPY_SHARE` of its time, the sequence is recomputed. What the copies take is no longer there for
+   prompts (`engine.core.cost` counts them as work).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from engine.core.block_manager import BlockManager, pages_for
+from engine.core.cost import StepCost
+from engine.core.sequence import Sequence, Status, Swapped
+
+COPY_SHARE: Final = 0.5
+"""Of a step's time, for copies to the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restoration:
+    """What it takes to bring a sequence back whose pages are given away now."""
+
+    first: int
+    """Leading pages that others hold, too."""
+    pages: int
+    """Behind them, those that hold computed tokens."""
+    recompute_s: float
+    swap_s: float
+    """Out and in. Infinite when it cannot be."""
+
+    @property
+    def least_s(self) -> float:
+        return min(self.recompute_s, self.swap_s)
+
+
+Preference = Callable[[Restoration], bool]
+"""Whether to swap, if that is possible at all."""
+
+
+def if_cheaper(restoration: Restoration) -> bool:
+    return restoration.swap_s < restoration.recompute_s
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What the page table of a sequence begins with when it is admitted."""
+
+    pages: list[int]
+    """Its own, or such as the prefix cache has."""
+    host_pages: list[int]
+    """Copied into fresh pages behind those."""
+    computed_len: int
+
+
+class HostPool:
+    """Pages of host memory, by number; the runner owns the tensors. Every call is O(pages it names)."""
+
+    def __init__(self, pages: int) -> None:
+        self.total: Final = pages
+        self._free = list(reversed(range(pages)))
+        self._leaving: list[int] = []
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        return self.total - self.free
+
+    def allocate(self, count: int) -> list[int]:
+        assert 0 <= count <= self.free
+        return [self._free.pop() for _ in range(count)]
+
+    def release(self, pages: Iterable[int]) -> None:
+        """They are free at once: no plan that is not made yet copies from them."""
+        self._free += pages
+
+    def release_after_plan(self, pages: Iterable[int]) -> None:
+        """The plan in the making copies from them (rule 3)."""
+        self._leaving += pages
+
+    def plan_made(self) -> None:
+        self._free += self._leaving
+        self._leaving.clear()
+
+    def check(self, held: Iterable[Collection[int]]) -> None:
+        """Assert rule 1, given what the living sequences hold."""
+        everything = [*self._free, *self._leaving, *(page for pages in held for page in pages)]
+        assert sorted(everything) == list(range(self.total)), "a host page is lost, or in two places"
+
+
+class Swapper:
+    """Decides how victims are restored, and keeps the copies that the next plan makes."""
+
+    def __init__(
+        self, host_pages: int, pages: BlockManager, room_s: float, prefers: Preference = if_cheaper
+    ) -> None:
+        """`room_s` is how long a step may take."""
+        self.host: Final = HostPool(host_pages)
+        self._pages: Final = pages
+        self._copies_s_max: Final = room_s * COPY_SHARE
+        self._prefers: Final = prefers
+        self._out: list[tuple[int, int]] = []
+        self._in: list[tuple[int, int]] = []
+        self.sequences_out = 0
+        self.sequences_in = 0
+        self.pages_out = 0
+        self.pages_in = 0
+
+    @property
+    def copied_pages(self) -> int:
+        """By the plan in the making."""
+        return len(self._out) + len(self._in)
+
+    def restoration(self, victim: Sequence, cost: StepCost) -> Restoration:
+        """What it would take to restore it, were it preempted now."""
+        size = self._pages.page_size
+        first = self._pages.leading_shared(victim.pages)
+        pages = pages_for(victim.computed_len, size) - first
+        recompute_s = cost.chunk_s(first * size, victim.computed_len - first * size)
+        copies_s = cost.page_s * (self.copied_pages + pages)
+        is_possible = 0 < pages <= self.host.free and copies_s <= self._copies_s_max
+        swap_s = 2 * cost.page_s * pages if is_possible else math.inf
+        return Restoration(first, pages, recompute_s, swap_s)
+
+    def take_out(self, victim: Sequence, cost: StepCost) -> Swapped | None:
+        """Copy what it holds in the next plan, if that is possible and preferred. Its pages may be released
+        right after."""
+        plan = self.restoration(victim, cost)
+        if plan.swap_s == math.inf or not self._prefers(plan):
+            return None
+        host_pages = self.host.allocate(plan.pages)
+        end = plan.first + plan.pages
+        self._out += zip(victim.pages[plan.first : end], host_pages, strict=True)
+        self.sequences_out += 1
+        self.pages_out += plan.pages
+        return Swapped(plan.first, host_pages, victim.computed_len)
+
+    def start(self, sequence: Sequence, found: list[int]) -> Start:
+        """What it begins with, given the pages that the prefix cache has (rule 4)."""
+        if sequence.status is Status.STALLED:
+            return Start(sequence.pages, [], sequence.computed_len)
+        swapped, found_len = sequence.swapped, len(found) * self._pages.page_size
+        if swapped is None or len(found) < swapped.first or swapped.computed_len <= found_len:
+            return Start(found, [], found_len)
+        return Start(found, swapped.host_pages[len(found) - swapped.first :], swapped.computed_len)
+
+    def bring_in(self, sequence: Sequence, start: Start, fresh: Collection[int]) -> None:
+        """It is admitted: copy to the first of these fresh pages in the next plan. Lets go what it held."""
+        assert sequence.swapped is not None
+        self._in += zip(start.host_pages, fresh, strict=False)
+        self.host.release_after_plan(sequence.swapped.host_pages)
+        self.sequences_in += bool(start.host_pages)
+        self.pages_in += len(start.host_pages)
+
+    def drop(self, sequence: Sequence) -> None:
+        """It ended."""
+        if sequence.swapped is not None:
+            self.host.release(sequence.swapped.host_pages)
+
+    def take_copies(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """The copies of the plan that is made now: (device page, host page) out, (host page, device page)
+        in."""
+        self.host.plan_made()
+        copies = self._out, self._in
+        self._out, self._in = [], []
+        return copies
