@@ -8,26 +8,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
-from typing import Final, TypeVar
+from typing import Final
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Gauge
 
 from gateway.admission.quota import Decision, Settlement
 from gateway.relay.stream import Progress
 from shared import errors, logs
 from shared.errors import ApiError
 from shared.ids import KeyId, ReplicaId, RequestId, TenantId
+from shared.metrics import REGISTRY, Counter, Histogram
 from shared.sse import Closing
-from shared.telemetry import REGISTRY, Stages
+from shared.telemetry import Stages
 
 TENANTS_SHOWN_MAX: Final = 100
 STATUS_CLIENT_GONE: Final = 499
 """nginx's number for a client that left; never sent, only logged."""
 NONE: Final = "none"
 """The label where there is no value: the request ended before it had one."""
-
-M = TypeVar("M", Counter, Histogram)
 
 log = logs.get(__name__)
 
@@ -79,12 +77,6 @@ def end_reason_of(error: ApiError) -> EndReason:
     return EndReason.REFUSED if error.status < 500 or retried else EndReason.UPSTREAM_FAILED
 
 
-@cache
-def _child(metric: M, *labels: object) -> M:
-    """Kept, because looking one up costs more than counting. As bounded as the labels are."""
-    return metric.labels(*labels)
-
-
 @dataclass(slots=True)
 class RequestRecord:
     """Filled in as the request goes on its way. Holds no text of prompts or answers."""
@@ -134,65 +126,60 @@ class RequestRecord:
     def settlement(self, settlement: Settlement | None) -> None:
         if settlement is not None:
             self.settled = settlement.settled
-            _child(QUOTA_TOKENS, "settled").inc(settlement.settled)
-            _child(QUOTA_TOKENS, "released").inc(settlement.released)
-            _child(QUOTA_TOKENS, "overdrawn").inc(settlement.overdrawn)
+            QUOTA_TOKENS.inc("settled", by=settlement.settled)
+            QUOTA_TOKENS.inc("released", by=settlement.released)
+            QUOTA_TOKENS.inc("overdrawn", by=settlement.overdrawn)
 
 
 _LABELS: Final = ("endpoint", "model", "tenant", "status", "end_reason")
-REQUESTS: Final = Counter("penstock_gateway_requests", "Requests ended.", _LABELS, registry=REGISTRY)
+REQUESTS: Final = Counter("penstock_gateway_requests", "Requests ended.", _LABELS)
 IN_FLIGHT: Final = Gauge("penstock_gateway_requests_in_flight", "Requests in progress.", registry=REGISTRY)
 HTTP2_STREAMS: Final = Gauge(
     "penstock_gateway_http2_streams", "Streams to engines that are open.", registry=REGISTRY
 )
 TOKENS: Final = Counter(
-    "penstock_gateway_tokens", "Tokens as the engine counted.", ("model", "tenant", "kind"), registry=REGISTRY
+    "penstock_gateway_tokens", "Tokens as the engine counted.", ("model", "tenant", "kind")
 )
 FIRST_BYTE: Final = Histogram(
     "penstock_gateway_first_byte_seconds",
     "From a request's arrival to the first byte of its answer's body.",
     ("model", "stream"),
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120),
-    registry=REGISTRY,
 )
 SECONDS: Final = Histogram(
     "penstock_gateway_request_seconds",
     "From a request's arrival to its end.",
     ("model", "stream"),
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600),
-    registry=REGISTRY,
 )
 QUOTA: Final = Counter(
     "penstock_gateway_quota_decisions",
     "Reservations granted, and refused by which meter of whom.",
     ("decision", "meter", "scope"),
-    registry=REGISTRY,
 )
 QUOTA_TOKENS: Final = Counter(
     "penstock_gateway_quota_tokens",
     "reserved + overdrawn = settled + released + what is outstanding.",
     ("kind",),
-    registry=REGISTRY,
 )
 UPSTREAM_ATTEMPTS: Final = Counter(
     "penstock_gateway_upstream_attempts",
     "Dispatches to replicas, by whether a connection was had.",
     ("replica", "outcome"),
-    registry=REGISTRY,
 )
 
 
 def observe_attempt(replica: ReplicaId, outcome: str) -> None:
-    _child(UPSTREAM_ATTEMPTS, replica, outcome).inc()
+    UPSTREAM_ATTEMPTS.inc(replica, outcome)
 
 
 def observe_decision(decision: Decision, tokens: int) -> None:
     refusal = decision.refusal
     if refusal is None:
-        _child(QUOTA, "granted", NONE, NONE).inc()
-        _child(QUOTA_TOKENS, "reserved").inc(tokens)
+        QUOTA.inc("granted", NONE, NONE)
+        QUOTA_TOKENS.inc("reserved", by=tokens)
     else:
-        _child(QUOTA, "refused", refusal.meter, refusal.scope).inc()
+        QUOTA.inc("refused", refusal.meter.value, refusal.scope.value)
 
 
 class Reporter:
@@ -207,14 +194,14 @@ class Reporter:
         log.info("request.completed", **fields, total_ms=_ms(seconds), **stages.log_fields())
         stages.end(status=record.status, end_reason=record.end_reason, endpoint=record.endpoint)
         model, tenant = record.model or NONE, self._tenant_label(record.tenant)
-        _child(REQUESTS, record.endpoint, model, tenant, record.status, record.end_reason).inc()
-        _child(SECONDS, model, record.stream).observe(seconds)
+        REQUESTS.inc(record.endpoint, model, tenant, record.status, record.end_reason.value)
+        SECONDS.observe(seconds, model, record.stream)
         if record.first_byte_s is not None:
-            _child(FIRST_BYTE, model, record.stream).observe(record.first_byte_s)
+            FIRST_BYTE.observe(record.first_byte_s, model, record.stream)
         if (closing := record.closing) is not None:
-            _child(TOKENS, model, tenant, "prompt").inc(closing.prompt_tokens)
-            _child(TOKENS, model, tenant, "completion").inc(closing.completion_tokens)
-            _child(TOKENS, model, tenant, "cached").inc(closing.cached_tokens)
+            TOKENS.inc(model, tenant, "prompt", by=closing.prompt_tokens)
+            TOKENS.inc(model, tenant, "completion", by=closing.completion_tokens)
+            TOKENS.inc(model, tenant, "cached", by=closing.cached_tokens)
 
     def _tenant_label(self, tenant: TenantId | None) -> str:
         if tenant is None:

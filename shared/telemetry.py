@@ -17,22 +17,16 @@ from typing import Final
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from prometheus_client import CollectorRegistry, GCCollector, Histogram, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from shared.clock import SYSTEM_CLOCK, Clock
-
-REGISTRY: Final = CollectorRegistry()
-"""All metrics of this process."""
-ProcessCollector(registry=REGISTRY)
-PlatformCollector(registry=REGISTRY)
-GCCollector(registry=REGISTRY)
+from shared.metrics import REGISTRY, Histogram
 
 METRICS_CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 
 _STAGE_SECONDS: Final = Histogram(
     "penstock_stage_seconds",
-    "Time that a request spent in one stage.",
+    "Time that a request spent in one stage, all its visits together.",
     ("service", "stage"),
     buckets=(
         1e-4,
@@ -55,10 +49,7 @@ _STAGE_SECONDS: Final = Histogram(
         60,
         300,
     ),
-    registry=REGISTRY,
 )
-_stage_seconds: Final[dict[tuple[str, str], Histogram]] = {}
-"""The children of `_STAGE_SECONDS`, kept because looking one up costs more than a stage."""
 
 
 def metrics_text() -> bytes:
@@ -130,11 +121,6 @@ class Stages:
     def record(self, stage: str, seconds: float) -> None:
         """Add a duration that was measured elsewhere, and ended now."""
         self._seconds[stage] = self._seconds.get(stage, 0.0) + seconds
-        key = self._service, stage
-        child = _stage_seconds.get(key)
-        if child is None:
-            child = _stage_seconds[key] = _STAGE_SECONDS.labels(*key)
-        child.observe(seconds)
         if self._tracer is not None and self._span is not None:
             end_ns = int(self._clock.wall() * 1e9)
             parent = trace.set_span_in_context(self._span)
@@ -149,7 +135,10 @@ class Stages:
         return {f"{stage}_ms": round(seconds * 1e3, 3) for stage, seconds in self._seconds.items()}
 
     def end(self, **attributes: str | int | float | bool) -> None:
-        """Close the span of the request. `attributes` never hold prompt text."""
+        """Observe what each stage took, and close the span of the request. `attributes` never hold prompt
+        text."""
+        for stage, seconds in self._seconds.items():
+            _STAGE_SECONDS.observe(seconds, self._service, stage)
         if self._span is not None:
             self._span.set_attributes(attributes)
             self._span.end()

@@ -8,7 +8,8 @@ from opentelemetry import trace
 from opentelemetry.trace import ProxyTracerProvider, Span, SpanContext, TraceFlags, TracerProvider
 
 from shared import telemetry
-from shared.telemetry import REGISTRY, Stages, TraceContext, parse_traceparent
+from shared.metrics import REGISTRY
+from shared.telemetry import Stages, TraceContext, parse_traceparent
 from tests.fakes import VirtualClock
 
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -29,6 +30,8 @@ def test_one_name_for_header_log_and_metric() -> None:
     stages.record("quota", 0.5)
     assert stages.server_timing() == "auth;dur=0.12, quota;dur=500.00"
     assert stages.log_fields() == {"auth_ms": 0.12, "quota_ms": 500.0}
+    assert observed("svc", "quota") == (0, 0)
+    stages.end()
     assert observed("svc", "quota") == (1, 0.5)
     text = telemetry.metrics_text().decode()
     assert 'penstock_stage_seconds_bucket{le="0.5",service="svc",stage="quota"} 1.0' in text
