@@ -1,0 +1,398 @@
+"""Paged decode attention: one query token per row against that row's pages.
+
+Decode attention reads each key and value once and does little with it, so the only question is how close
+to the memory's rate it reads. Four decisions follow.
+
+**The group is the tile.** Query heads that share a key-value head are the rows of one matrix: the group's
+keys are read once, and `tl.dot` wants 16 rows anyway. What is left over is padding, and costs nothing that
+was not waiting for memory.
+
+**Splits of fixed size** (flash-decoding, Dao et al. 2023, with the size fixed). A row's keys are cut into
+splits of `SPLIT_TOKENS`, wider ones only where a row would have more than `SPLITS_MAX`. The cut follows from
+the row's length alone, which makes the result the same in every batch, bit by bit; cutting by batch size,
+as others do, makes it depend on the neighbours and loses half the speed at the seams.
+
+**Work is listed on the device.** `list_work` turns lengths into a list of (row, split), once a step for all
+layers that share a window. A fixed number of programs then walks the list, item i going to program i modulo
+their number. So one CUDA graph serves every mixture of lengths.
+
+**The last to arrive combines.** Splits leave an unnormalised sum, a maximum and a weight. A counter per
+(row, kv head) tells the program that completes a row; it adds the splits up in ascending order and sets the
+counter back for the next layer. Memory order: a program's stores, a barrier among its threads, then an
+acquire-release addition; the sums are read past the first-level cache.
+
+A row of length 0 comes out as zero: it is the padding of a graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SPLIT_TOKENS: Final = 256
+"""At group 4 and head size 128, partial sums are then 3 % of the bytes read; a batch of 1 at 2k still makes
+64 items of 8 kv heads."""
+SPLITS_MAX: Final = 128
+"""Per row. Bounds the partial sums, and what the last program has to add up."""
+PROGRAMS_PER_SM: Final = 2
+"""Two programs to a multiprocessor hide each other's arithmetic; registers and shared memory allow it."""
+DOT_ROWS_MIN: Final = 16
+WARPS: Final = 4
+STAGES: Final = 5
+"""Of the software pipeline, the page's lookup and the arithmetic included: between them, two tiles of keys
+and of values (64 KiB at head size 128) are in flight. With two programs that is 128 of a
+multiprocessor's 227 KiB, and four times what latency times bandwidth asks for (4.8 TB/s x 0.7 us / 132
+SMs = 26 KB)."""
+COMBINE_ELEMENTS: Final = 8192
+"""Of partial sums, added at once: 64 registers per thread."""
+HEAD_DIMS: Final = (16, 32, 64, 128, 256)
+
+LOG2_E: Final = 1.4426950408889634
+
+
+def split_count(length: int, window: int | None, page_size: int) -> int:
+    """How many splits a row of so many keys has. The kernels' rule, for the host."""
+    first = 0 if window is None else max(0, length - window) // page_size
+    pages = -(-length // page_size) - first
+    pages_per_split = max(SPLIT_TOKENS // page_size, -(-pages // SPLITS_MAX))
+    return max(1, -(-pages // pages_per_split))
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWork:
+    """What `list_work` fills, for at most so many rows: reused by every layer and every step."""
+
+    items: Tensor
+    """[rows * SPLITS_MAX] int32, row * SPLITS_MAX + split"""
+    total: Tensor
+    """[1] int32"""
+
+    @staticmethod
+    def empty(rows: int, device: torch.device) -> DecodeWork:
+        items = torch.zeros(rows * SPLITS_MAX, dtype=torch.int32, device=device)
+        return DecodeWork(items, torch.zeros(1, dtype=torch.int32, device=device))
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeScratch:
+    """Where splits meet. One per device: layers run one after the other."""
+
+    sums: Tensor
+    """[items, Hkv, group, D] float32"""
+    scales: Tensor
+    """[2, items, Hkv, group] float32: each split's maximum (base 2) and weight"""
+    arrivals: Tensor
+    """[rows, Hkv] int32, zero between launches"""
+
+    @staticmethod
+    def empty(
+        rows: int, heads: int, kv_heads: int, head_dim: int, splits: int, device: torch.device
+    ) -> DecodeScratch:
+        """`splits`: the most that a row can have, which is `split_count` of the longest."""
+        shape = (rows * splits, kv_heads, heads // kv_heads)
+        return DecodeScratch(
+            sums=torch.empty(*shape, head_dim, device=device),
+            scales=torch.empty(2, *shape, device=device),
+            arrivals=torch.zeros(rows, kv_heads, dtype=torch.int32, device=device),
+        )
+
+
+def list_work(lengths: Tensor, window: int | None, page_size: int, work: DecodeWork) -> None:
+    """lengths [R] int32, keys per row -> `work`, in order of rows and splits."""
+    rows = len(lengths)
+    assert rows * SPLITS_MAX <= len(work.items)
+    list_work_kernel[(rows,)](
+        lengths,
+        work.items,
+        work.total,
+        rows,
+        WINDOW=window or 0,
+        PAGE=page_size,
+        SPLIT_PAGES=max(1, SPLIT_TOKENS // page_size),
+        SPLITS_MAX=SPLITS_MAX,
+        ROWS_BLOCK=triton.next_power_of_2(rows),
+        num_warps=1,
+    )
+
+
+def paged_decode(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    work: DecodeWork,
+    scratch: DecodeScratch,
+    *,
+    scale: float,
+    window: int | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+    programs: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    """q [R, H, D]; keys, values [pages, Hkv, page_size, D]; tables [R, P], lengths [R] int32 -> [R, H, D].
+
+    `work` is `list_work` of the same lengths and window. `kv_scales` are what stored keys and values have
+    to be multiplied by (fp8). `programs`: PROGRAMS_PER_SM times the device's multiprocessors.
+    """
+    _, heads, head_dim = q.shape
+    _, kv_heads, page_size, _ = keys.shape
+    group = heads // kv_heads
+    assert head_dim in HEAD_DIMS, f"head size {head_dim} is none of {HEAD_DIMS}"
+    assert all(t.is_contiguous() for t in (q, keys, values))
+    assert tables.stride(1) == 1
+    out = torch.empty_like(q) if out is None else out
+    group_block = triton.next_power_of_2(group)
+    decode_kernel[(programs,)](
+        q,
+        keys,
+        values,
+        tables,
+        lengths,
+        work.items,
+        work.total,
+        scratch.sums,
+        scratch.scales[0],
+        scratch.scales[1],
+        scratch.arrivals,
+        out,
+        tables.stride(0),
+        scale * LOG2_E * kv_scales[0],
+        kv_scales[1],
+        WINDOW=window or 0,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        GROUP_BLOCK=group_block,
+        DOT_ROWS=max(DOT_ROWS_MIN, group_block),
+        D=head_dim,
+        PAGE=page_size,
+        SPLIT_PAGES=max(1, SPLIT_TOKENS // page_size),
+        SPLITS_MAX=SPLITS_MAX,
+        COMBINE=max(1, COMBINE_ELEMENTS // (group_block * head_dim)),
+        num_warps=WARPS,
+        num_stages=STAGES,
+    )
+    return out
+
+
+@triton.jit
+def _first_page(length, WINDOW: tl.constexpr, PAGE: tl.constexpr):
+    first = length * 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0) // PAGE
+    return first
+
+
+@triton.jit
+def _pages_per_split(pages, SPLIT_PAGES: tl.constexpr, SPLITS_MAX: tl.constexpr):
+    return tl.maximum(SPLIT_PAGES, (pages + SPLITS_MAX - 1) // SPLITS_MAX)
+
+
+@triton.jit
+def _split_count(
+    length,
+    WINDOW: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLIT_PAGES: tl.constexpr,
+    SPLITS_MAX: tl.constexpr,
+):
+    pages = (length + PAGE - 1) // PAGE - _first_page(length, WINDOW, PAGE)
+    each = _pages_per_split(pages, SPLIT_PAGES, SPLITS_MAX)
+    return tl.maximum((pages + each - 1) // each, 1)
+
+
+@triton.jit
+def list_work_kernel(
+    lengths,
+    items,
+    total,
+    rows,
+    WINDOW: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLIT_PAGES: tl.constexpr,
+    SPLITS_MAX: tl.constexpr,
+    ROWS_BLOCK: tl.constexpr,
+):
+    """One program per row: counts the splits of the rows before it, and lists its own after them."""
+    row = tl.program_id(0)
+    every = tl.arange(0, ROWS_BLOCK)
+    length = tl.load(lengths + every, mask=every < rows, other=0)
+    splits = _split_count(length, WINDOW, PAGE, SPLIT_PAGES, SPLITS_MAX)
+    before = tl.sum(tl.where(every < row, splits, 0))
+    own = tl.sum(tl.where(every == row, splits, 0))
+    split = tl.arange(0, SPLITS_MAX)
+    tl.store(items + before + split, row * SPLITS_MAX + split, mask=split < own)
+    if row == rows - 1:
+        tl.store(total, before + own)
+
+
+@triton.jit
+def decode_kernel(
+    q,
+    keys,
+    values,
+    tables,
+    lengths,
+    items,
+    total,
+    sums,
+    maxima,
+    weights,
+    arrivals,
+    out,
+    table_stride,
+    scale,
+    v_scale,
+    WINDOW: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    DOT_ROWS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLIT_PAGES: tl.constexpr,
+    SPLITS_MAX: tl.constexpr,
+    COMBINE: tl.constexpr,
+):
+    """Items i, i + programs, ...: kv heads of one split follow each other, as they lie in memory."""
+    for i in range(tl.program_id(0), tl.load(total) * KV_HEADS, tl.num_programs(0)):
+        place, head = i // KV_HEADS, i % KV_HEADS
+        item = tl.load(items + place)
+        row, split = item // SPLITS_MAX, item % SPLITS_MAX
+        length = tl.load(lengths + row)
+        splits = _split_count(length, WINDOW, PAGE, SPLIT_PAGES, SPLITS_MAX)
+        member = tl.arange(0, DOT_ROWS)
+        dim = tl.arange(0, D)
+        q_at = (row * KV_HEADS + head) * (GROUP * D) + member[:, None] * D + dim[None, :]
+        query = tl.load(q + q_at, mask=member[:, None] < GROUP, other=0.0)
+        acc, top, weight = _attend_split(
+            query, keys, values, tables + row.to(tl.int64) * table_stride, length, split, head, scale,
+            WINDOW, KV_HEADS, DOT_ROWS, D, PAGE, SPLIT_PAGES, SPLITS_MAX,
+        )  # fmt: skip
+        if splits == 1:
+            result = acc * v_scale / tl.where(weight > 0, weight, 1.0)[:, None]
+            tl.store(out + q_at, result.to(out.dtype.element_ty), mask=member[:, None] < GROUP)
+        else:
+            slot = (place * KV_HEADS + head) * GROUP + member.to(tl.int64)
+            tl.store(maxima + slot, top, mask=member < GROUP)
+            tl.store(weights + slot, weight, mask=member < GROUP)
+            tl.store(sums + slot[:, None] * D + dim[None, :], acc, mask=member[:, None] < GROUP)
+            tl.debug_barrier()
+            counter = arrivals + row * KV_HEADS + head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
+                tl.store(counter, 0)
+                _combine(
+                    sums, maxima, weights, out, place - split, splits, row, head, v_scale,
+                    KV_HEADS, GROUP, GROUP_BLOCK, D, SPLITS_MAX, COMBINE,
+                )  # fmt: skip
+
+
+@triton.jit
+def _attend_split(
+    query,
+    keys,
+    values,
+    table,
+    length,
+    split,
+    head,
+    scale,
+    WINDOW: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DOT_ROWS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLIT_PAGES: tl.constexpr,
+    SPLITS_MAX: tl.constexpr,
+):
+    """query [DOT_ROWS, D] -> (unnormalised sum, maximum, weight). Every page holds a key that is seen."""
+    first_page, end_page = _first_page(length, WINDOW, PAGE), (length + PAGE - 1) // PAGE
+    each = _pages_per_split(end_page - first_page, SPLIT_PAGES, SPLITS_MAX)
+    begin = first_page + split * each
+    in_page = tl.arange(0, PAGE)
+    tile = in_page[:, None] * D + tl.arange(0, D)[None, :]
+    acc = tl.zeros([DOT_ROWS, D], tl.float32)
+    top = tl.full([DOT_ROWS], float("-inf"), tl.float32)
+    weight = tl.zeros([DOT_ROWS], tl.float32)
+    for page in range(begin, tl.minimum(begin + each, end_page)):
+        start = (tl.load(table + page).to(tl.int64) * KV_HEADS + head) * (PAGE * D)
+        position = page * PAGE + in_page
+        seen = position < length
+        if WINDOW > 0:
+            seen = seen & (position >= length - WINDOW)
+        key = tl.load(keys + start + tile, mask=seen[:, None], other=0.0).to(query.dtype)
+        scores = tl.dot(query, key.T, input_precision="ieee") * scale
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        fade = tl.exp2(top - higher)
+        p = tl.exp2(scores - higher[:, None])
+        value = tl.load(values + start + tile, mask=seen[:, None], other=0.0).to(query.dtype)
+        acc = tl.dot(p.to(query.dtype), value, acc * fade[:, None], input_precision="ieee")
+        weight = weight * fade + tl.sum(p, 1)
+        top = higher
+    return acc, top, weight
+
+
+@triton.jit
+def _combine(
+    sums,
+    maxima,
+    weights,
+    out,
+    first,
+    splits,
+    row,
+    head,
+    v_scale,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    D: tl.constexpr,
+    SPLITS_MAX: tl.constexpr,
+    COMBINE: tl.constexpr,
+):
+    """Splits [first, first + splits) of the list, in ascending blocks of COMBINE, into the row's output."""
+    member = tl.arange(0, GROUP_BLOCK)
+    dim = tl.arange(0, D)
+    slot, here = _slots(first, 0, splits, head, KV_HEADS, GROUP, GROUP_BLOCK, SPLITS_MAX)
+    maximum = tl.load(maxima + slot, mask=here, other=float("-inf"), cache_modifier=".cg")
+    top = tl.max(tl.where(member[None, :] < GROUP, maximum, 0.0), 0)
+    weight = tl.load(weights + slot, mask=here, other=0.0, cache_modifier=".cg")
+    weight = tl.sum(weight * tl.exp2(maximum - top[None, :]), 0)
+    acc = tl.zeros([GROUP_BLOCK, D], tl.float32)
+    for begin in range(0, splits, COMBINE):
+        at, exists = _slots(first, begin, splits, head, KV_HEADS, GROUP, GROUP_BLOCK, COMBINE)
+        fade = tl.load(maxima + at, mask=exists, other=float("-inf"), cache_modifier=".cg") - top[None, :]
+        parts = tl.load(
+            sums + at[:, :, None] * D + dim[None, None, :],
+            mask=exists[:, :, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        acc += tl.sum(parts * tl.exp2(fade)[:, :, None], 0)
+    result = acc * v_scale / tl.where(weight > 0, weight, 1.0)[:, None]
+    out_at = (row * KV_HEADS + head) * (GROUP * D) + member[:, None] * D + dim[None, :]
+    tl.store(out + out_at, result.to(out.dtype.element_ty), mask=member[:, None] < GROUP)
+
+
+@triton.jit
+def _slots(
+    first,
+    begin,
+    splits,
+    head,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Where splits [begin, begin + BLOCK) left their sums, and whether they exist: [BLOCK, GROUP_BLOCK]."""
+    split = begin + tl.arange(0, BLOCK)[:, None]
+    member = tl.arange(0, GROUP_BLOCK)[None, :]
+    at = ((first + split) * KV_HEADS + head) * GROUP + member.to(tl.int64)
+    return at, (split < splits) & (member < GROUP)

@@ -1,0 +1,201 @@
+"""Compiles kernels for sm_90 on a machine without a GPU, exactly as they would be launched.
+
+A kernel is replaced by something that records its launch; the product's own function is called with tensors
+that have no memory; and what was recorded is compiled. Run as a program (the interpreter of the other tests
+cannot be switched off in their process): prints one JSON line per launch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from engine.runtime.kernels import decode_attention, prefill_attention
+
+HOPPER = GPUTarget("cuda", 90, 32)
+INSTRUCTIONS = (
+    "wgmma.mma_async",
+    "mma.sync",
+    "cp.async.cg",
+    "cp.async.bulk",
+    "st.local",
+    "atom.global.gpu.acq_rel",
+)
+TYPES = {
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int8: "*i8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+class Recorder:
+    """Stands where a kernel stands, and keeps what it is launched with."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self.launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
+        return lambda *args, **kwargs: self.launches.append((self._kernel, args, kwargs))
+
+
+@contextmanager
+def recorded(module: ModuleType, name: str) -> Iterator[Recorder]:
+    kernel = getattr(module, name)
+    recorder = Recorder(kernel)
+    setattr(module, name, recorder)
+    try:
+        yield recorder
+    finally:
+        setattr(module, name, kernel)
+
+
+def compile_launch(kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """With Triton's own specialisation: aligned pointers, integers that are 1 or divisible by 16."""
+    names: list[str] = kernel.arg_names
+    options = {k: v for k, v in kwargs.items() if k not in names}
+    given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for i, parameter in enumerate(kernel.params):
+        value = given[parameter.name]
+        aligned = isinstance(value, Tensor) or (type(value) is int and value % 16 == 0)
+        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, Tensor):
+            signature[parameter.name] = TYPES[value.dtype]
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+        if aligned and signature[parameter.name] != "constexpr":
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=HOPPER, options=options)
+
+
+def report(name: str, module: ModuleType, kernel: str, launch: Callable[[], object]) -> None:
+    with recorded(module, kernel) as recorder:
+        launch()
+    for recorded_kernel, args, kwargs in recorder.launches:
+        compiled = compile_launch(recorded_kernel, args, kwargs)
+        ptx = compiled.asm["ptx"]
+        print(  # noqa: T201
+            json.dumps(
+                {"name": name, "shared_bytes": compiled.metadata.shared}
+                | {word: len(re.findall(re.escape(word), ptx)) for word in INSTRUCTIONS}
+                | assembled(ptx)
+            ),
+            flush=True,
+        )
+
+
+def assembled(ptx: str) -> dict[str, int]:
+    """What the assembler says about registers: spilled bytes and registers per thread."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [get_ptxas(HOPPER.arch).path, "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True)
+    text = said.stdout + said.stderr
+    found = {"spill_bytes": r"(\d+) bytes spill stores", "registers": r"Used (\d+) registers"}
+    return {key: int(match[1]) for key, pattern in found.items() if (match := re.search(pattern, text))}
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def decode_launch(
+    heads: int, kv_heads: int, head_dim: int, window: int | None = None, **kv: Any
+) -> Callable[[], object]:
+    """Batch 32 of an 8B model."""
+    rows, device = 32, torch.device("meta")
+
+    def launch() -> Tensor:
+        cache = meta(1000, kv_heads, 64, head_dim, **kv)
+        return decode_attention.paged_decode(
+            meta(rows, heads, head_dim),
+            cache,
+            cache,
+            meta(rows, 128, dtype=torch.int32),
+            meta(rows, dtype=torch.int32),
+            decode_attention.DecodeWork.empty(rows, device),
+            decode_attention.DecodeScratch.empty(rows, heads, kv_heads, head_dim, 32, device),
+            scale=0.1,
+            window=window,
+            programs=264,
+        )
+
+    return launch
+
+
+def list_launch() -> None:
+    work = decode_attention.DecodeWork.empty(256, torch.device("meta"))
+    decode_attention.list_work(meta(256, dtype=torch.int32), None, 64, work)
+
+
+def report_decode() -> None:
+    module = decode_attention
+    report("list_work", module, "list_work_kernel", list_launch)
+    report("decode 8B", module, "decode_kernel", decode_launch(32, 8, 128))
+    report("decode group 7", module, "decode_kernel", decode_launch(28, 4, 128))
+    report("decode head size 64", module, "decode_kernel", decode_launch(32, 8, 64))
+    report("decode window", module, "decode_kernel", decode_launch(32, 8, 128, 4096))
+    report("decode fp8 cache", module, "decode_kernel", decode_launch(32, 8, 128, dtype=torch.float8_e4m3fn))
+
+
+def prefill_launch(
+    heads: int, kv_heads: int, head_dim: int, window: int | None = None, **kv: Any
+) -> Callable[[], object]:
+    """2k tokens of an 8B model."""
+
+    def launch() -> Tensor:
+        cache = meta(1000, kv_heads, 64, head_dim, **kv)
+        return prefill_attention.paged_prefill(
+            meta(2048, heads, head_dim),
+            cache,
+            cache,
+            meta(2, 128, dtype=torch.int32),
+            meta(2, 3, dtype=torch.int32),
+            meta(64, 2, dtype=torch.int32),
+            scale=0.1,
+            window=window,
+        )
+
+    return launch
+
+
+def report_prefill() -> None:
+    module = prefill_attention
+    report("prefill 8B", module, "prefill_kernel", prefill_launch(32, 8, 128))
+    report("prefill group 7", module, "prefill_kernel", prefill_launch(28, 4, 128))
+    report("prefill head size 64", module, "prefill_kernel", prefill_launch(32, 8, 64))
+    report("prefill window", module, "prefill_kernel", prefill_launch(32, 8, 128, 4096))
+    report(
+        "prefill fp8 cache", module, "prefill_kernel", prefill_launch(32, 8, 128, dtype=torch.float8_e4m3fn)
+    )
+
+
+if __name__ == "__main__":
+    report_decode()
+    report_prefill()
+    sys.exit(0)

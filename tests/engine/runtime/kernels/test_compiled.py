@@ -1,0 +1,61 @@
+"""What the kernels become on Hopper: the instructions that were meant, within the machine's limits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[4]
+SHARED_BYTES_MAX = 227 << 10
+"""Of one multiprocessor."""
+
+Report = dict[str, int]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {
+        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
+        "TRITON_DEFAULT_FP_FUSION": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, "-m", "tests.engine.runtime.kernels.compiled"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {line.pop("name"): line for line in lines}
+
+
+def test_nothing_spills_and_everything_fits(reports: dict[str, Report]) -> None:
+    for name, report in reports.items():
+        assert report["spill_bytes"] == 0, name
+        assert report["st.local"] == 0, name
+        assert report["shared_bytes"] <= SHARED_BYTES_MAX, name
+
+
+def test_decode_keeps_two_tiles_in_flight_on_either_of_two_programs(reports: dict[str, Report]) -> None:
+    tile = 2 * 64 * 128 * 2
+    report = reports["decode 8B"]
+    assert 2 * tile <= report["shared_bytes"] <= SHARED_BYTES_MAX // 2
+    assert 2 * 128 * report["registers"] <= 65536
+    for name in ("decode 8B", "decode group 7", "decode head size 64", "decode window", "decode fp8 cache"):
+        assert reports[name]["cp.async.cg"] > 0, name
+        assert reports[name]["mma.sync"] > 0, name
+        assert reports[name]["atom.global.gpu.acq_rel"] == 1, name
+
+
+def test_prefill_feeds_the_tensor_cores_from_shared_memory(reports: dict[str, Report]) -> None:
+    tile = 2 * 64 * 128 * 2
+    queries = 128 * 128 * 2
+    assert queries + 2 * tile <= reports["prefill 8B"]["shared_bytes"]
+    for name in ("8B", "group 7", "head size 64", "window", "fp8 cache"):
+        report = reports[f"prefill {name}"]
+        assert report["wgmma.mma_async"] > 0, name
+        assert report["mma.sync"] == 0, name
+        assert report["cp.async.cg"] > 0, name

@@ -1,0 +1,119 @@
+"""Paged decode attention in the interpreter, against its definition."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.runtime.kernels import decode_attention as kernels
+from tests.engine.runtime.kernels.cases import PagedCase, Shape, paged_case
+
+RAGGED = (700, 1, 64, 65, 300, 0, 512, 513)
+"""Less than a page, a page to the token, less than a split, splits to the token, none at all."""
+
+
+def run(
+    case: PagedCase, window: int | None = None, programs: int = 3, scales: tuple[float, float] = (1, 1)
+) -> Tensor:
+    rows, size = len(case.lengths), case.shape.page_size
+    lengths = torch.tensor(case.lengths, dtype=torch.int32)
+    work = kernels.DecodeWork.empty(rows, torch.device("cpu"))
+    splits = kernels.split_count(max(case.lengths), window, size)
+    shape = case.shape
+    scratch = kernels.DecodeScratch.empty(
+        rows, shape.heads, shape.kv_heads, shape.head_dim, splits, torch.device("cpu")
+    )
+    scratch.sums.fill_(torch.nan)
+    kernels.list_work(lengths, window, size, work)
+    out = kernels.paged_decode(
+        case.q,
+        case.keys,
+        case.values,
+        case.tables,
+        lengths,
+        work,
+        scratch,
+        scale=shape.head_dim**-0.5,
+        window=window,
+        kv_scales=scales,
+        programs=programs,
+    )
+    assert not scratch.arrivals.any(), "the counters are not ready for the next layer"
+    return out
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize(
+    "shape", [Shape(1, 1, 64), Shape(2, 4, 128), Shape(2, 7, 64), Shape(3, 2, 64)], ids=str
+)
+def test_equals_the_definition(shape: Shape, window: int | None) -> None:
+    case = paged_case(shape, [1] * len(RAGGED), RAGGED)
+    close(run(case, window), case.expected(window))
+
+
+@pytest.mark.parametrize("shape", [Shape(2, 2, 32, 16), Shape(1, 20, 16, 32), Shape(1, 4, 256)], ids=str)
+def test_other_pages_groups_and_head_sizes(shape: Shape) -> None:
+    case = paged_case(shape, [1, 1], [600, 17])
+    close(run(case), case.expected(None))
+
+
+def test_half_precision() -> None:
+    case = paged_case(Shape(2, 4, 64), [1] * len(RAGGED), RAGGED, dtype=torch.float16)
+    close(run(case), case.expected(None), 2e-3)
+
+
+def test_fp8_cache() -> None:
+    """What is stored is scaled; the answer is that of the stored numbers, unscaled."""
+    case = paged_case(Shape(2, 4, 64), [1, 1], [300, 40], kv_dtype=torch.float8_e4m3fn)
+    case.history = [(k.float() * 0.5, v.float() * 3.0) for k, v in case.history]
+    close(run(case, scales=(0.5, 3.0)), case.expected(None))
+
+
+def test_a_rows_bits_depend_on_nothing_but_the_row() -> None:
+    """Not on the neighbours, nor on where its pages lie, nor on how many programs share the work."""
+    shape = Shape(2, 2, 64)
+    case = paged_case(shape, [1] * len(RAGGED), RAGGED)
+    together = run(case)
+    alone = PagedCase(shape, [1], RAGGED[:1], case.q[:1], case.keys, case.values, case.tables[:1], [])
+    assert torch.equal(run(alone, programs=1), together[:1])
+    order = torch.tensor(random.Random(1).sample(range(len(RAGGED)), len(RAGGED)))
+    shuffled = PagedCase(
+        shape,
+        case.chunks,
+        [RAGGED[i] for i in order],
+        case.q[order],
+        case.keys,
+        case.values,
+        case.tables[order],
+        [],
+    )
+    assert torch.equal(run(shuffled, programs=7), together[order])
+
+
+@pytest.mark.parametrize("window", [None, 90])
+def test_the_list_of_work_is_the_hosts_rule(window: int | None) -> None:
+    page = 16
+    limit = kernels.SPLITS_MAX * kernels.SPLIT_TOKENS
+    lengths = [0, 1, 255, 256, 257, limit, limit + 1, 3 * limit + 5, 17]
+    counts = [kernels.split_count(length, window, page) for length in lengths]
+    expected = [
+        row * kernels.SPLITS_MAX + split for row, count in enumerate(counts) for split in range(count)
+    ]
+    assert listed(lengths, window, page) == expected
+    assert max(counts) <= kernels.SPLITS_MAX
+    if window is None:
+        assert counts == [1, 1, 1, 1, 2, 128, 121, 126, 1]
+
+
+def listed(lengths: Sequence[int], window: int | None, page: int) -> list[int]:
+    work = kernels.DecodeWork.empty(len(lengths), torch.device("cpu"))
+    kernels.list_work(torch.tensor(lengths, dtype=torch.int32), window, page, work)
+    return work.items[: work.total].tolist()
