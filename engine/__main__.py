@@ -64,6 +64,7 @@ def core(start: CoreStart) -> int:
     from engine.core.config import SchedulerConfig
     from engine.core.loop import CoreLoop, last_words
     from engine.core.messages import CoreFailed, CoreProgress
+    from engine.core.policy import DISCIPLINES
     from engine.core.transport import CoreTransport
     from engine.runtime.config import RunnerConfig
     from engine.runtime.errors import ModelError
@@ -104,7 +105,8 @@ def core(start: CoreStart) -> int:
             stall_deadline_s=config.stall_deadline_s,
             step_time_target_s=config.step_time_target_ms / 1e3,
         )
-        CoreLoop(runner, transport.inbox, transport.outbox, scheduling).run()
+        discipline = DISCIPLINES[config.discipline]
+        CoreLoop(runner, transport.inbox, transport.outbox, scheduling, discipline=discipline).run()
     return 0
 
 

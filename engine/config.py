@@ -17,6 +17,7 @@ from shared.arguments import Parser, port
 
 ENV_PREFIX: Final = "PENSTOCK_ENGINE_"
 DTYPES: Final = ("auto", "float32", "bfloat16")
+DISCIPLINES: Final = ("response-ratio", "fifo")
 PAGE_SIZES: Final = (16, 32, 64, 128, 256)
 
 _BYTES: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
@@ -40,6 +41,7 @@ class EngineConfig:
     max_step_tokens: int = 2048
     step_time_target_ms: float = 100.0
     max_queue_len: int = 256
+    discipline: str = "response-ratio"
     prefix_cache: bool = True
     threads: int | None = None
     tokenizer_threads: int = 2
@@ -146,6 +148,13 @@ def _add_memory_arguments(memory: argparse._ArgumentGroup) -> None:
         default=256,
         metavar="N",
         help="sequences that may wait; beyond it requests get 503 at once (default: 256)",
+    )
+    memory.add_argument(
+        "--discipline",
+        choices=DISCIPLINES,
+        default="response-ratio",
+        help="who of those who wait goes first: by class, tenant, length and waiting, or first come first "
+        "served (default: response-ratio)",
     )
     memory.add_argument(
         "--no-prefix-cache",

@@ -23,6 +23,7 @@ from engine.core.messages import (
     Runner,
     StopCore,
 )
+from engine.core.policy import RESPONSE_RATIO, Discipline
 from engine.core.scheduler import Scheduler
 from shared.clock import SYSTEM_CLOCK, Clock
 
@@ -54,12 +55,13 @@ class CoreLoop:
         outbox: Outbox,
         config: SchedulerConfig,
         clock: Clock = SYSTEM_CLOCK,
+        discipline: Discipline = RESPONSE_RATIO,
     ) -> None:
         self._runner = runner
         self._inbox = inbox
         self._outbox = outbox
         self._clock = clock
-        self._scheduler = Scheduler(config, runner.info)
+        self._scheduler = Scheduler(config, runner.info, discipline)
 
     def run(self) -> None:
         """Serve until `StopCore` or `Disconnected`. Another failure is sent as `CoreFailed`, then raised."""

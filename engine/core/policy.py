@@ -143,7 +143,15 @@ def age(sequence: Sequence) -> tuple[float, int]:
     return (sequence.arrived_at, sequence.handle)
 
 
+def by_arrival(sequences: Iterable[Sequence], _: Circumstances) -> list[Sequence]:
+    """First come, first served, whatever the class, the tenant or the length."""
+    return sorted(sequences, key=lambda sequence: (sequence.status is not Status.STALLED, age(sequence)))
+
+
 RESPONSE_RATIO: Final = Discipline(by_response_ratio, ELDER_TURN)
+FIFO: Final = Discipline(by_arrival, ELDER_TURN)
+DISCIPLINES: Final[Mapping[str, Discipline]] = {"response-ratio": RESPONSE_RATIO, "fifo": FIFO}
+"""By the names that an operator knows."""
 
 
 def chunk_len(pending_len: int, budget_left: int) -> int:

@@ -1,0 +1,26 @@
+"""The disciplines that an operator can choose from."""
+
+from __future__ import annotations
+
+from engine import config
+from engine.core import policy
+from engine.core.messages import ServiceClass
+from engine.core.policy import Circumstances
+from tests.engine.core.test_policy import COST, handles, sequence, stalled
+
+
+def test_the_option_names_them_all() -> None:
+    assert config.DISCIPLINES == tuple(policy.DISCIPLINES)
+    assert config.EngineConfig("dir", "name").discipline == "response-ratio"
+
+
+def test_first_come_is_first_served_whatever_the_class_the_tenant_or_the_length() -> None:
+    waiting = [
+        sequence(3, 2.0, service_class=ServiceClass.PRIORITY),
+        sequence(1, 1.0, prompt_len=4000, tenant="ahead"),
+        sequence(2, 1.0, prompt_len=10),
+        sequence(4, 3.0, preempted=True),
+        stalled(5, 9.0, resumed=True),
+    ]
+    order = policy.DISCIPLINES["fifo"].order(waiting, Circumstances(10.0, COST, {"ahead": 9000}))
+    assert handles(order) == [5, 1, 2, 3, 4]
