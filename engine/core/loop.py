@@ -1,13 +1,26 @@
-"""The heart of the core process: inbox -> plan -> run -> commit -> emit.
+"""The heart of the core process, in two forms that bring the same tokens.
 
-One thread, one step after another, and nothing else decides. The loop waits in two places only: for
-input when it has no work, until the next deadline if there is one; and for room when the API
-process has not read what was sent. Both end when that process dies.
+    plain         inbox -> plan N -> launch N -> collect N -> commit N -> emit N
+    overlapped    inbox -> plan N+1 -> launch N+1 -> collect N -> commit N -> emit N
+
+Plain, the device idles while the host plans and commits, and the host while the device computes. Overlapped,
+a step is planned before the one before it is back, so both work all the time:
+
+    host      | plan 2, commit 1 | plan 3, commit 2 | plan 4, commit 3 |
+    device    | 1                | 2                | 3                |
+
+The host is one step behind what it plans: what that costs and why it is safe stands at the head of
+`engine.core.scheduler`. It buys nothing with a runner that computes while it is launched, as on a CPU.
+
+One thread, one step after another, and nothing else decides. The loop waits in three places only: for
+input when it has no work, until the next deadline if there is one; for the device; and for room when the
+API process has not read what was sent. The first and the last end when that process dies.
 """
 
 from __future__ import annotations
 
 import traceback
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from engine.core.config import SchedulerConfig
@@ -19,6 +32,8 @@ from engine.core.messages import (
     CoreOutput,
     CoreReady,
     PauseSequences,
+    Pending,
+    Plan,
     ResumeSequences,
     Runner,
     StopCore,
@@ -47,6 +62,12 @@ class Outbox(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Launched:
+    plan: Plan
+    pending: Pending
+
+
 class CoreLoop:
     def __init__(
         self,
@@ -56,12 +77,16 @@ class CoreLoop:
         config: SchedulerConfig,
         clock: Clock = SYSTEM_CLOCK,
         discipline: Discipline = RESPONSE_RATIO,
+        *,
+        overlap: bool = False,
     ) -> None:
         self._runner = runner
         self._inbox = inbox
         self._outbox = outbox
         self._clock = clock
         self._scheduler = Scheduler(config, runner.info, discipline)
+        self._step = self._overlapped_step if overlap else self._plain_step
+        self._flying: Launched | None = None
 
     def run(self) -> None:
         """Serve until `StopCore` or `Disconnected`. Another failure is sent as `CoreFailed`, then raised."""
@@ -75,11 +100,28 @@ class CoreLoop:
             self._outbox.send(CoreFailed(last_words(error)))
             raise
 
-    def _step(self) -> None:
+    def _plain_step(self) -> None:
+        launched = self._launch_next()
+        if launched is not None:
+            self._land(launched)
+        self._emit()
+
+    def _overlapped_step(self) -> None:
+        following = self._launch_next()
+        if self._flying is not None:
+            self._land(self._flying)
+        self._flying = following
+        self._emit()
+
+    def _launch_next(self) -> Launched | None:
         plan = self._scheduler.plan(self._clock.monotonic())
-        if plan is not None:
-            result = self._runner.run(plan)
-            self._scheduler.commit(plan, result, self._clock.monotonic())
+        return None if plan is None else Launched(plan, self._runner.launch(plan))
+
+    def _land(self, launched: Launched) -> None:
+        result = launched.pending.collect()
+        self._scheduler.commit(launched.plan, result, self._clock.monotonic())
+
+    def _emit(self) -> None:
         output = self._scheduler.report()
         if output is not None:
             self._outbox.send(output)

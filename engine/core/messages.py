@@ -331,6 +331,17 @@ class RunnerInfo(msgspec.Struct, array_like=True, frozen=True):
     """Pages in host memory, for those who are swapped out; 0: there is no such memory."""
     page_copy_s: float = 0.0
     """How long it takes to copy a page there or back, as measured while warming up; 0: not measured."""
+    is_async: bool = False
+    """It computes beside the host: `launch` returns before the plan is executed."""
+
+
+class Pending(Protocol):
+    """A plan that a runner has taken on."""
+
+    def collect(self) -> RunResult:
+        """What it brought; waits until it is executed. To be called once for each plan, in the order of
+        their launches. Raises only when the whole engine is lost."""
+        ...
 
 
 class Runner(Protocol):
@@ -338,6 +349,8 @@ class Runner(Protocol):
 
     info: RunnerInfo
 
-    def run(self, plan: Plan) -> RunResult:
-        """Execute a plan. Raises only when the whole engine is lost."""
+    def launch(self, plan: Plan) -> Pending:
+        """Take on a plan. All that is launched is executed in the order of the launches, so a row may
+        compute the token that the launch before samples, which the host has not seen. Raises only when
+        the whole engine is lost."""
         ...

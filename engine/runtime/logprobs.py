@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -14,16 +15,32 @@ SORT_SHARE: Final = 8
 """Above this share of the row, finding and mending costs more than sorting."""
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
-    """logits [n, vocab] as the model gave them, tokens [n] int64 -> an entry per row, with `tops[i]` best."""
-    logprobs = logits.log_softmax(dim=-1)
-    chosen = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
-    values, ids = stable_topk(logprobs, min(max(tops), logits.shape[1]))
-    best_ids, best_values = ids.tolist(), values.tolist()
-    return [
-        TokenLogprobs(logprob, row_ids[:top], row_values[:top])
-        for logprob, row_ids, row_values, top in zip(chosen, best_ids, best_values, tops, strict=True)
-    ]
+@dataclass(frozen=True, slots=True)
+class LogprobColumns:
+    """Of n tokens, where they were computed."""
+
+    chosen: Tensor
+    """[n]"""
+    best_ids: Tensor
+    """[n, k], k the most that anybody asked for."""
+    best_values: Tensor
+    """[n, k]"""
+    tops: Sequence[int]
+
+    @staticmethod
+    def of(logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> LogprobColumns:
+        """logits [n, vocab] as the model gave them, tokens [n] int64; row i asks for `tops[i]`."""
+        logprobs = logits.log_softmax(dim=-1)
+        values, ids = stable_topk(logprobs, min(max(tops), logits.shape[1]))
+        return LogprobColumns(logprobs.gather(1, tokens[:, None])[:, 0], ids, values, tops)
+
+    def entries(self) -> list[TokenLogprobs]:
+        """One per row."""
+        columns = (self.chosen.tolist(), self.best_ids.tolist(), self.best_values.tolist(), self.tops)
+        return [
+            TokenLogprobs(logprob, row_ids[:top], row_values[:top])
+            for logprob, row_ids, row_values, top in zip(*columns, strict=True)
+        ]
 
 
 def stable_topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -5,23 +5,27 @@
     compute               assemble the rows, forward, logits for the tokens that sample
     sample                sampler, log-probabilities, the new tokens into the slots
 
-A step's host work is lists as long as its rows; results come back in one transfer.
+All of that is `launch`, and none of it needs a value that the device computes: a sampled token goes into
+its slot on the device, where the next step finds it, and counts of a sequence's history go with it. So
+the next plan can be launched before this one's values are here. `collect` reads them.
+
+A step's host work is lists as long as its rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from engine.core.messages import Plan, RunnerInfo, RunResult, TokenLogprobs
-from engine.runtime.attention import BatchAttention, DecodeBackend, PrefillBackend
+from engine.core.messages import Plan, RunnerInfo, RunResult
 from engine.runtime.batch import Batch, Row, assemble
 from engine.runtime.kv_cache import HostPages, KVCache
-from engine.runtime.logprobs import token_logprobs
-from engine.runtime.models.decoder import Decoder
+from engine.runtime.logprobs import LogprobColumns
+from engine.runtime.model import Model
 from engine.runtime.sampler import sample
 from engine.runtime.slots import Slots
 
@@ -29,45 +33,71 @@ PROMPT_LOGPROB_ROWS: Final = 128
 """Positions whose logits over the whole vocabulary exist at once."""
 
 
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Implements the `Pending` protocol: a step's results, where they were computed."""
+
+    tokens: Tensor | None = None
+    """[S] int64: one per row that sampled."""
+    tops: Sequence[int | None] = ()
+    """By row that sampled, what its sequence asked for."""
+    logprobs: LogprobColumns | None = None
+    """Of the rows that asked, if any did."""
+    prompt_logprobs: Sequence[tuple[int, Sequence[LogprobColumns]]] = ()
+    """By slot, in pieces."""
+
+    def collect(self) -> RunResult:
+        entries = iter(self.logprobs.entries() if self.logprobs else ())
+        return RunResult(
+            tokens=[] if self.tokens is None else self.tokens.tolist(),
+            logprobs=[None if top is None else next(entries) for top in self.tops] if self.logprobs else [],
+            prompt_logprobs=[
+                (slot, [entry for piece in pieces for entry in piece.entries()])
+                for slot, pieces in self.prompt_logprobs
+            ],
+        )
+
+
 @dataclass(slots=True)
 class ModelRunner:
     """Implements the `Runner` protocol."""
 
     info: RunnerInfo
-    decoder: Decoder
+    model: Model
     cache: KVCache
     host: HostPages
     slots: Slots
-    decode: DecodeBackend
-    prefill: PrefillBackend
+
+    def run(self, plan: Plan) -> RunResult:
+        """Launch and collect."""
+        return self.launch(plan).collect()
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> RunResult:
+    def launch(self, plan: Plan) -> Computed:
         """Execute a plan. Asserts that it follows from the plans before."""
         self.slots.apply(plan)
         self.host.copy(plan.swapped_out, plan.swapped_in)
         if not plan.slots:
-            return RunResult([], [], [])
+            return Computed()
         batch = assemble(plan, self.slots)
-        attention = BatchAttention(self.cache, batch, self.decode, self.prefill)
-        hidden = self.decoder.forward(batch.token_ids, batch.positions, attention)
+        hidden = self.model.forward(batch)
         prompt_logprobs = self._prompt_logprobs(batch, hidden)
         if not batch.sampled:
-            return RunResult([], [], prompt_logprobs)
-        tokens, logprobs = self._sample(batch, hidden)
-        return RunResult(tokens, logprobs, prompt_logprobs)
+            return Computed(prompt_logprobs=prompt_logprobs)
+        tops = [self.slots.seat(row.slot).sampling.logprobs for row in batch.sampled]
+        tokens, logits = self._sample(batch, hidden)
+        return Computed(tokens, tops, _asked_logprobs(logits, tokens, tops), prompt_logprobs)
 
-    def _sample(self, batch: Batch, hidden: Tensor) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """hidden [T, hidden] -> a token per sampling row, and its log-probabilities if any row asked."""
+    def _sample(self, batch: Batch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden [T, hidden] -> a token per sampling row, [S], and what it was chosen by, [S, vocab]."""
         slots = [row.slot for row in batch.sampled]
         seats = [self.slots.seat(slot) for slot in slots]
-        logits = self.decoder.logits(hidden[batch.sampled_at])
+        logits = self.model.logits(hidden[batch.sampled_at])
         tokens = sample(logits, slots, seats, self.slots.columns)
-        tops = [seat.sampling.logprobs for seat in seats]
         self.slots.append(slots, tokens)
-        return tokens.tolist(), _asked_logprobs(logits, tokens, tops)
+        return tokens, logits
 
-    def _prompt_logprobs(self, batch: Batch, hidden: Tensor) -> list[tuple[int, list[TokenLogprobs]]]:
+    def _prompt_logprobs(self, batch: Batch, hidden: Tensor) -> list[tuple[int, list[LogprobColumns]]]:
         found = []
         for row in batch.rows:
             seat = self.slots.seat(row.slot)
@@ -77,27 +107,23 @@ class ModelRunner:
                 found.append((row.slot, self._row_prompt_logprobs(row, followed, top, hidden)))
         return found
 
-    def _row_prompt_logprobs(self, row: Row, followed: int, top: int, hidden: Tensor) -> list[TokenLogprobs]:
+    def _row_prompt_logprobs(self, row: Row, followed: int, top: int, hidden: Tensor) -> list[LogprobColumns]:
         """For the row's first `followed` positions, how likely the prompt token after each was."""
         own = hidden[row.offset : row.offset + followed]
         targets = self.slots.tokens[row.slot, row.start + 1 : row.start + 1 + followed].long()
-        found: list[TokenLogprobs] = []
+        found = []
         for i in range(0, followed, PROMPT_LOGPROB_ROWS):
             wanted = targets[i : i + PROMPT_LOGPROB_ROWS]
-            logits = self.decoder.logits(own[i : i + PROMPT_LOGPROB_ROWS])
-            found += token_logprobs(logits, wanted, [top] * len(wanted))
+            logits = self.model.logits(own[i : i + PROMPT_LOGPROB_ROWS])
+            found.append(LogprobColumns.of(logits, wanted, [top] * len(wanted)))
         return found
 
 
-def _asked_logprobs(logits: Tensor, tokens: Tensor, tops: list[int | None]) -> list[TokenLogprobs | None]:
-    """One entry per row, or none at all when nobody asked."""
-    asking = [(i, top) for i, top in enumerate(tops) if top is not None]
+def _asked_logprobs(logits: Tensor, tokens: Tensor, tops: Sequence[int | None]) -> LogprobColumns | None:
+    """Of the rows that ask; None when none does."""
+    asking = [(row, top) for row, top in enumerate(tops) if top is not None]
     if not asking:
-        return []
-    rows = [i for i, _ in asking]
+        return None
+    rows = [row for row, _ in asking]
     # A failed row has no token; what is computed for it is never read.
-    computed = token_logprobs(logits[rows], tokens[rows].clamp_min(0), [top for _, top in asking])
-    found: list[TokenLogprobs | None] = [None] * len(tops)
-    for i, entry in zip(rows, computed, strict=True):
-        found[i] = entry
-    return found
+    return LogprobColumns.of(logits[rows], tokens[rows].clamp_min(0), [top for _, top in asking])

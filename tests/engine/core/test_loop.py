@@ -15,9 +15,9 @@ from engine.core.messages import (
     CoreReady,
     FinishReason,
     PauseSequences,
+    Pending,
     Plan,
     ResumeSequences,
-    RunResult,
     StepOutput,
     StopCore,
 )
@@ -68,11 +68,11 @@ class TickingRunner(FakeRunner):
         self.clock = clock
         self.fails_at = fails_at
 
-    def run(self, plan: Plan) -> RunResult:
+    def launch(self, plan: Plan) -> Pending:
         if plan.step == self.fails_at:
             raise RuntimeError("the device\nis lost")
         self.clock.advance(STEP_S)
-        return super().run(plan)
+        return super().launch(plan)
 
 
 class World:
