@@ -28,7 +28,7 @@ from gateway.edge import PIPELINE, Edge, error_response, probe_answer
 from gateway.engines import fetch_profile
 from gateway.live import LiveRequests
 from gateway.pipeline import Pipeline
-from gateway.record import HTTP2_STREAMS, DrainCut
+from gateway.record import HTTP2_STREAMS, IN_FLIGHT, DrainCut
 from gateway.relay.upstream import Upstream
 from gateway.routing.replicas import Replicas
 from shared import logs
@@ -77,6 +77,7 @@ class Gateway:
         self.directory = DirectoryReader(config, path, clock)
         self.replicas = Replicas(config.models)
         self._upstream = Upstream(config.hop)
+        IN_FLIGHT.set_function(lambda: len(self.live))
         HTTP2_STREAMS.set_function(lambda: self._upstream.streams)
         self.tokens = TokenCounter(
             config.models,

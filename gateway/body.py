@@ -23,15 +23,19 @@ async def read_body(request: web.BaseRequest, watch: Watch, len_max: int, within
     too_large = f"The request body is larger than {len_max} bytes."
     if (request.content_length or 0) > len_max:
         raise BodyTooLarge(too_large)
-    watch.expect(within_s, BodyTimeout, f"The request body did not arrive within {within_s:g} s.")
-    body = bytearray()
+    content = request.content
+    if not content.is_eof():  # most came with their headers
+        watch.expect(within_s, BodyTimeout, f"The request body did not arrive within {within_s:g} s.")
+    chunks: list[bytes] = []
+    room = len_max
     try:
         if request.headers.get("expect", "").lower() == "100-continue":
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             request.writer.output_size = 0
-        async for chunk in request.content.iter_any():
-            body += chunk
-            if len(body) > len_max:
+        while chunk := await content.readany():
+            chunks.append(chunk)
+            room -= len(chunk)
+            if room < 0:
                 raise BodyTooLarge(too_large)
     except ConnectionError:
         raise ClientGone from None
@@ -41,4 +45,4 @@ async def read_body(request: web.BaseRequest, watch: Watch, len_max: int, within
         detail = type(error).__name__
         raise InvalidRequest("The request body is not framed as its headers say.", detail=detail) from None
     watch.relax()
-    return bytes(body)
+    return b"".join(chunks)

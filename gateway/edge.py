@@ -116,8 +116,12 @@ class Edge:
 
     async def _answer(self, exchange: Exchange) -> web.StreamResponse:
         try:
-            with self._live.entered(exchange), exchange.watch:
-                return await self._serve(exchange)
+            self._live.enter(exchange)
+            try:
+                with exchange.watch:
+                    return await self._serve(exchange)
+            finally:
+                self._live.leave(exchange)
         except ApiError as error:
             return await self._fail(exchange, error)
         except ClientGone:

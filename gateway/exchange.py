@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from typing import Final
 
 from aiohttp import web
-from msgspec import Struct
+from msgspec import Struct, field
 
 from gateway.admission.quota import ReservationId, Window, Windows
 from gateway.config import TimeoutsConfig
@@ -24,8 +23,7 @@ ENGINE_TIMING_LEN_MAX: Final = 1024
 _TIMING: Final = re.compile(r"\s*[\w-]+(;[\w-]+=[\w.-]+)*\s*")
 
 
-@dataclass(slots=True, eq=False)
-class Exchange:
+class Exchange(Struct, eq=False):
     """What the stages of one request share. At every moment it is in exactly one stage, so that the
     stage times add up to the request's."""
 

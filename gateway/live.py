@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from gateway.admission.quota import ReservationId
 from gateway.exchange import Exchange
-from gateway.record import IN_FLIGHT
 from shared.errors import ApiError, NotReady, Overloaded
 from shared.ids import RequestId, TenantId
 
@@ -24,23 +22,19 @@ class LiveRequests:
     def __len__(self) -> int:
         return len(self._exchanges)
 
-    @contextmanager
-    def entered(self, exchange: Exchange) -> Iterator[None]:
-        """Raises NotReady while the gateway drains, and Overloaded when it is full."""
+    def enter(self, exchange: Exchange) -> None:
+        """`leave` must follow. Raises NotReady while the gateway drains, and Overloaded when it is full."""
         if self._stopping:
             raise NotReady("The gateway is shutting down.", retry_after_s=1.0)
         if len(self._exchanges) >= self._live_max:
             raise Overloaded("The gateway is serving as many requests as it may.", retry_after_s=1.0)
         self._exchanges.add(exchange)
         self._empty.clear()
-        IN_FLIGHT.inc()
-        try:
-            yield
-        finally:
-            self._exchanges.remove(exchange)
-            IN_FLIGHT.dec()
-            if not self._exchanges:
-                self._empty.set()
+
+    def leave(self, exchange: Exchange) -> None:
+        self._exchanges.remove(exchange)
+        if not self._exchanges:
+            self._empty.set()
 
     def end(self, tenant: TenantId, request_id: RequestId, reason: Callable[[], ApiError]) -> int:
         """End this tenant's requests of exactly this id. Several may carry it: the caller chose it."""

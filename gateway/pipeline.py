@@ -22,8 +22,6 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import cast
 
 from gateway.admission.quota import Meter, QuotaStore, Refusal, Subject
@@ -99,10 +97,17 @@ class Pipeline:
         parsed = await self._read(exchange)
         model = self._resolve(exchange, principal, parsed.request)
         count = await self._count(exchange, model, parsed.request)
-        async with self._reserved(exchange, principal, model, parsed.request, count) as tokens:
+        try:
+            tokens = await self._reserve(exchange, principal, model, parsed.request, count)
             outbound = _outbound(exchange, principal, model, parsed, count)
-            async with self._dispatched(exchange, model, outbound, tokens) as answer:
-                await self._relay(exchange, answer)
+            replica, answer = await self._send(exchange, model, outbound, tokens)
+            try:
+                await self._relay(exchange, model, answer)
+            finally:
+                self._replicas.give_back(replica, tokens)
+                await answer.aclose()  # tells the engine to stop, if there is more
+        finally:
+            await self._settle(exchange, count.prompt_tokens)
 
     def authenticate(self, exchange: Exchange) -> Principal:
         exchange.enter("auth")
@@ -141,16 +146,15 @@ class Pipeline:
         self._tokens.check_fits(model, request, count)
         return count
 
-    @asynccontextmanager
-    async def _reserved(
+    async def _reserve(
         self,
         exchange: Exchange,
         principal: Principal,
         model: ModelConfig,
         request: ProxiedRequest,
         count: Count,
-    ) -> AsyncIterator[int]:
-        """The reserved tokens, held until the block is left, and settled then."""
+    ) -> int:
+        """The reserved tokens."""
         exchange.enter("quota")
         subjects = subjects_of(exchange.directory, principal)
         tokens = 0
@@ -158,35 +162,19 @@ class Pipeline:
             limits = [s.limits.tokens_per_min for s in subjects if s.limits.tokens_per_min is not None]
             most = self._config.admission.completion_estimate
             tokens = self._tokens.reservation(model, request, count, most, min(limits, default=None))
-        try:
-            decision = await self._quotas.reserve(exchange.reservation, subjects, tokens)
-            exchange.windows, exchange.record.decision = decision.windows, decision
-            observe_decision(decision, tokens)
-            if decision.refusal is not None:
-                raise _refused(decision.refusal, tokens)
-            exchange.record.reserved = tokens
-            yield tokens
-        finally:
-            exchange.settling()
-            await shielded(self._settle(exchange, count.prompt_tokens))
+        decision = await self._quotas.reserve(exchange.reservation, subjects, tokens)
+        exchange.windows, exchange.record.decision = decision.windows, decision
+        observe_decision(decision, tokens)
+        if decision.refusal is not None:
+            raise _refused(decision.refusal, tokens)
+        exchange.record.reserved = tokens
+        return tokens
 
     async def _settle(self, exchange: Exchange, prompt_tokens: int) -> None:
+        """Whatever was reserved, and whether or not anybody heard that it was."""
+        exchange.settling()
         used = used_tokens(exchange.progress, prompt_tokens, exchange.record.reserved)
-        exchange.record.settlement(await self._quotas.settle(exchange.reservation, used))
-
-    @asynccontextmanager
-    async def _dispatched(
-        self, exchange: Exchange, model: ModelConfig, outbound: Outbound, tokens: int
-    ) -> AsyncIterator[Answer]:
-        """The engine's answer, its headers read. Leaving the block early tells the engine to stop."""
-        replica, answer = await self._send(exchange, model, outbound, tokens)
-        try:
-            self._tokens.observe(model, answer.headers.get(TOKENIZER_HEADER))
-            exchange.take_engine_timing(answer.headers.get("server-timing", ""))
-            yield answer
-        finally:
-            self._replicas.give_back(replica, tokens)
-            await answer.aclose()
+        await shielded(self._quotas.settle(exchange.reservation, used), exchange.record.settlement)
 
     async def _send(
         self, exchange: Exchange, model: ModelConfig, outbound: Outbound, tokens: int
@@ -229,7 +217,9 @@ class Pipeline:
         observe_attempt(replica.id, "connected")
         return answer
 
-    async def _relay(self, exchange: Exchange, answer: Answer) -> None:
+    async def _relay(self, exchange: Exchange, model: ModelConfig, answer: Answer) -> None:
+        self._tokens.observe(model, answer.headers.get(TOKENIZER_HEADER))
+        exchange.take_engine_timing(answer.headers.get("server-timing", ""))
         relay = Relay(
             exchange.client,
             exchange.watch,

@@ -6,10 +6,10 @@ constants of the code. Tenants beyond `TENANTS_SHOWN_MAX` share one label.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from msgspec import Struct
 from prometheus_client import Gauge
 
 from gateway.admission.quota import Decision, Settlement
@@ -77,8 +77,7 @@ def end_reason_of(error: ApiError) -> EndReason:
     return EndReason.REFUSED if error.status < 500 or retried else EndReason.UPSTREAM_FAILED
 
 
-@dataclass(slots=True)
-class RequestRecord:
+class RequestRecord(Struct, eq=False):
     """Filled in as the request goes on its way. Holds no text of prompts or answers."""
 
     request_id: RequestId

@@ -3,26 +3,45 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
 
-async def shielded(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` to its end whatever happens to the caller; a cancellation is raised afterwards.
+class Done(Generic[T]):
+    """An awaitable that is over already: the answer of whoever had no need to wait."""
+
+    __slots__ = ("result",)
+
+    def __init__(self, result: T) -> None:
+        self.result = result
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self.result
+        yield  # a generator, by this
+
+
+async def shielded(work: Awaitable[T], then: Callable[[T], None] = lambda _: None) -> None:
+    """Run `work` to its end whatever happens to the caller, tell `then` its result, and only after that
+    raise a cancellation that came meanwhile.
 
     `work` must be bounded: the caller cannot leave before it is done.
     """
-    task = asyncio.create_task(work)
+    if isinstance(work, Done):  # nothing to shield, and a task would cost more than the work did
+        then(work.result)
+        return
+    future = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
-    while not task.done():
+    while not future.done():
         try:
-            await asyncio.shield(task)
+            await asyncio.shield(future)
         except asyncio.CancelledError as error:
-            if task.cancelled():
+            if future.cancelled():
                 raise
             cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    return task.result()
+    failed = future.exception()
+    if failed is None:
+        then(future.result())
+    if (reason := cancelled or failed) is not None:
+        raise reason

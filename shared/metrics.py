@@ -50,7 +50,9 @@ class Counter(Collector):
 
 
 class Histogram(Collector):
-    def __init__(self, name: str, documentation: str, labels: Sequence[str], buckets: Sequence[float]) -> None:
+    def __init__(
+        self, name: str, documentation: str, labels: Sequence[str], buckets: Sequence[float]
+    ) -> None:
         """`buckets`: their upper bounds, ascending; the last, without a bound, is added."""
         assert list(buckets) == sorted(set(buckets))
         self._name = name

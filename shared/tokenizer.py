@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -42,6 +43,10 @@ _BEGUN_MAX: Final = 3
 PROMPT_TAIL_LEN: Final = 8
 """Prompt tokens that the first output tokens are decoded after, for their spacing."""
 assert _BEGUN_MAX < PENDING_MAX <= PROMPT_TAIL_LEN
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+"""The library would hand even one short text to threads of its own, which takes longer than encoding it.
+Ours, a bounded number, are in `TokenizerThreads`."""
 
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 _SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token")

@@ -64,7 +64,8 @@ def parse(body: bytes, type_: type[T]) -> Parsed[T]:
         raise _invalid_json(body, str(error)) from None
     if isinstance(request, ChatRequest | CompletionRequest):
         check(request)
-    ignored = tuple(name for name in fields if name not in _names(type_))
+    known = _names(type_)
+    ignored = () if fields.keys() <= known else tuple(name for name in fields if name not in known)
     return Parsed(request, fields, ignored)
 
 

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from msgspec import Struct
+
 from gateway.admission import quota
 from gateway.admission.quota import (
     Decision,
@@ -26,14 +28,14 @@ from gateway.admission.quota import (
     Usage,
     Windows,
 )
+from gateway.shield import Done
 from shared.clock import SYSTEM_CLOCK, Clock
 
 LEASE_TTL_MS: Final = 60_000
 _EMPTY: Final = Usage()
 
 
-@dataclass(slots=True)
-class _Reservation:
+class _Reservation(Struct):
     subjects: tuple[Subject, ...]
     tokens: int
     expires_ms: int
@@ -63,7 +65,7 @@ class MemoryStore:
         self._reservations: OrderedDict[ReservationId, _Reservation] = OrderedDict()
         self.ledger = Ledger()
 
-    async def reserve(self, reservation: ReservationId, subjects: Sequence[Subject], tokens: int) -> Decision:
+    def reserve(self, reservation: ReservationId, subjects: Sequence[Subject], tokens: int) -> Done[Decision]:
         assert reservation not in self._reservations
         assert tokens >= 0
         now_ms = self._now_ms()
@@ -76,31 +78,32 @@ class MemoryStore:
             self._reservations[reservation] = entry
             self.ledger.reserved += tokens
             self.ledger.outstanding += tokens
-        return Decision(refusal, quota.windows_of(self._holdings(subjects), now_ms))
+        return Done(Decision(refusal, quota.windows_of(self._holdings(subjects), now_ms)))
 
-    async def settle(self, reservation: ReservationId, tokens: int) -> Settlement | None:
+    def settle(self, reservation: ReservationId, tokens: int) -> Done[Settlement | None]:
         assert tokens >= 0
         now_ms = self._now_ms()
         self._expire(now_ms)
         entry = self._reservations.pop(reservation, None)
         if entry is None:
-            return None
+            return Done(None)
         settlement = Settlement(entry.tokens, tokens)
         for subject in entry.subjects:
             self._put(subject, quota.settle(subject.limits, self._of(subject), settlement, now_ms))
         self._book(settlement)
-        return settlement
+        return Done(settlement)
 
-    async def renew(self, reservations: Sequence[ReservationId]) -> None:
+    def renew(self, reservations: Sequence[ReservationId]) -> Done[None]:
         now_ms = self._now_ms()
         self._expire(now_ms)
         for reservation in reservations:
             if (entry := self._reservations.get(reservation)) is not None:
                 entry.expires_ms = now_ms + LEASE_TTL_MS
                 self._reservations.move_to_end(reservation)
+        return Done(None)
 
-    async def windows(self, subjects: Sequence[Subject]) -> Windows:
-        return quota.windows_of(self._holdings(subjects), self._now_ms())
+    def windows(self, subjects: Sequence[Subject]) -> Done[Windows]:
+        return Done(quota.windows_of(self._holdings(subjects), self._now_ms()))
 
     @property
     def live(self) -> int:

@@ -18,10 +18,11 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Iterable, Sequence
 from enum import StrEnum
 from typing import Final, NewType, Protocol
+
+from msgspec import Struct
 
 from gateway.config import QUOTA_MAX, QuotaLimits
 
@@ -41,12 +42,13 @@ class Meter(StrEnum):
 
 
 class Scope(StrEnum):
+    __hash__ = str.__hash__  # accounts are looked up by it, and Enum's own is slow
+
     KEY = "key"
     TENANT = "tenant"
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
+class Subject(Struct, frozen=True):
     """Somebody whose quotas a request counts against."""
 
     scope: Scope
@@ -54,8 +56,7 @@ class Subject:
     limits: QuotaLimits
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
+class Bucket(Struct, frozen=True):
     level: int = 0
     """In units: what was charged and has not drained yet."""
     at_ms: int = 0
@@ -77,8 +78,7 @@ class Bucket:
         return max(0, -(-excess // per_min)) if per_min else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(Struct, frozen=True):
     """What a subject has used, as a store keeps it."""
 
     requests: Bucket = Bucket()
@@ -89,8 +89,7 @@ class Usage:
     """Tokens against the budget: used and reserved."""
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(Struct, frozen=True):
     """One meter as `x-ratelimit-*` shows it."""
 
     limit: int
@@ -99,16 +98,14 @@ class Window:
     """Until the bucket is empty, when nothing more is charged."""
 
 
-@dataclass(frozen=True, slots=True)
-class Windows:
+class Windows(Struct, frozen=True):
     """The tightest window of each kind over all subjects; None where nobody has a limit."""
 
     requests: Window | None = None
     tokens: Window | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(Struct, frozen=True):
     meter: Meter
     scope: Scope
     limit: int
@@ -116,14 +113,12 @@ class Refusal:
     """None: waiting does not help, the request is larger than the limit or the budget is spent."""
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(Struct, frozen=True):
     refusal: Refusal | None
     windows: Windows
 
 
-@dataclass(frozen=True, slots=True)
-class Settlement:
+class Settlement(Struct, frozen=True):
     """What became of a reservation: `reserved + overdrawn == settled + released`."""
 
     reserved: int
@@ -142,22 +137,25 @@ Holding = tuple[Subject, Usage]
 
 
 class QuotaStore(Protocol):
-    """Where usage lives. Each call is atomic, whoever else calls at the same moment."""
+    """Where usage lives. Each call is atomic, whoever else calls at the same moment. A store that need not
+    wait answers with `shield.Done`."""
 
-    async def reserve(self, reservation: ReservationId, subjects: Sequence[Subject], tokens: int) -> Decision:
+    def reserve(
+        self, reservation: ReservationId, subjects: Sequence[Subject], tokens: int
+    ) -> Awaitable[Decision]:
         """Everything or nothing. A granted reservation holds one lease of every subject until it is
         settled or, unless renewed, until the lease's time to live is over."""
         ...
 
-    async def settle(self, reservation: ReservationId, tokens: int) -> Settlement | None:
+    def settle(self, reservation: ReservationId, tokens: int) -> Awaitable[Settlement | None]:
         """Idempotent: None when it was settled before, or expired, or never granted."""
         ...
 
-    async def renew(self, reservations: Sequence[ReservationId]) -> None:
+    def renew(self, reservations: Sequence[ReservationId]) -> Awaitable[None]:
         """Extend the leases; those that are gone are passed over."""
         ...
 
-    async def windows(self, subjects: Sequence[Subject]) -> Windows:
+    def windows(self, subjects: Sequence[Subject]) -> Awaitable[Windows]:
         """How things stand, charging nothing."""
         ...
 
@@ -197,7 +195,7 @@ def settle(limits: QuotaLimits, usage: Usage, settlement: Settlement, now_ms: in
 def expire(usage: Usage) -> Usage:
     """A lease ran out unsettled: the seat is free again, the reserved tokens stay charged."""
     assert usage.live > 0
-    return replace(usage, live=usage.live - 1)
+    return Usage(usage.requests, usage.tokens, usage.live - 1, usage.spent)
 
 
 def windows_of(holdings: Iterable[Holding], now_ms: int) -> Windows:

@@ -22,6 +22,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
+from msgspec import Struct
+
 from gateway.config import ModelConfig
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
@@ -58,8 +60,7 @@ class EngineProfile:
         return self.bundle is None or self.max_model_len is not None
 
 
-@dataclass(frozen=True, slots=True)
-class Count:
+class Count(Struct, frozen=True):
     prompt_tokens: int
     """Of all prompts together."""
     longest: int

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import re
 import secrets
 import string
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Self
 
 from gateway.config import HASH_PREFIX, KeyConfig, QuotaLimits
 from shared.errors import Unauthenticated
@@ -79,15 +80,33 @@ def hash_key(text: str) -> str:
     return HASH_PREFIX + _digest(text).hex()
 
 
+@dataclass(frozen=True, slots=True)
+class _Record:
+    principal: Principal
+    digest: bytes = field(repr=False)
+    disabled: bool
+    expires_s: float
+    """On the wall clock; infinity is never."""
+
+    @classmethod
+    def of(cls, key: KeyConfig) -> Self:
+        return cls(
+            Principal(key.key_id, key.tenant_id, key.models, key.limits),
+            bytes.fromhex(key.hash.removeprefix(HASH_PREFIX)),
+            key.disabled,
+            math.inf if key.expires is None else key.expires.timestamp(),
+        )
+
+
 class KeyTable:
     """All keys at one moment. Immutable: a reload builds another."""
 
     __slots__ = ("_by_digest", "_by_id")
 
     def __init__(self, keys: Iterable[KeyConfig]) -> None:
-        records = [(key, bytes.fromhex(key.hash.removeprefix(HASH_PREFIX))) for key in keys]
-        self._by_id: Final = {key.key_id: (key, digest) for key, digest in records}
-        self._by_digest: Final = {digest: (key, digest) for key, digest in records}
+        records = [_Record.of(key) for key in keys]
+        self._by_id: Final = {record.principal.key: record for record in records}
+        self._by_digest: Final = {record.digest: record for record in records}
 
     def authenticate(self, authorization: str | None, now_s: float) -> Principal:
         """The caller named by an `Authorization` header.
@@ -99,16 +118,17 @@ class KeyTable:
         digest = _digest(text)
         minted = _MINTED.fullmatch(text)
         found = self._by_id.get(KeyId(minted[1])) if minted else None
-        key, known = found or self._by_digest.get(digest) or (None, _DUMMY)
-        same = hmac.compare_digest(digest, known)
-        if key is None or not same:
+        record = found or self._by_digest.get(digest)
+        same = hmac.compare_digest(digest, _DUMMY if record is None else record.digest)
+        if record is None or not same:
             named = f" with id {minted[1]}" if minted else ""
             raise Unauthenticated("Incorrect API key provided.", detail=f"unknown key{named}")
-        if key.disabled:
-            raise Unauthenticated("This API key has been revoked.", detail=f"key {key.id} is disabled")
-        if key.expires is not None and now_s >= key.expires.timestamp():
-            raise Unauthenticated("This API key has expired.", detail=f"key {key.id} has expired")
-        return Principal(key.key_id, key.tenant_id, key.models, key.limits)
+        key = record.principal.key
+        if record.disabled:
+            raise Unauthenticated("This API key has been revoked.", detail=f"key {key} is disabled")
+        if now_s >= record.expires_s:
+            raise Unauthenticated("This API key has expired.", detail=f"key {key} has expired")
+        return record.principal
 
 
 def _bearer(authorization: str | None) -> str:

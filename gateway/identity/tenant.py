@@ -55,5 +55,8 @@ class TenantPolicy:
         return [(name, model) for name, model in self._names.items() if self._allows(principal, model)]
 
     def _allows(self, principal: Principal, model: ModelConfig) -> bool:
-        tenant = self.tenant(principal)
-        return all(ANY in allowed or model.name in allowed for allowed in (tenant.models, principal.models))
+        return _allows(self.tenant(principal).models, model) and _allows(principal.models, model)
+
+
+def _allows(allowed: tuple[str, ...], model: ModelConfig) -> bool:
+    return ANY in allowed or model.name in allowed

@@ -17,12 +17,12 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Final
 
 from aiohttp import web
 from aiohttp.http import StreamWriter
+from msgspec import Struct, field
 
 from gateway.config import TimeoutsConfig
 from gateway.relay.foreign import ForeignStream, Source, usage_of
@@ -44,8 +44,7 @@ class ClientGone(Exception):
     """The client's connection broke while it was written to."""
 
 
-@dataclass(slots=True)
-class Progress:
+class Progress(Struct, eq=False):
     """How far an answer came; true at every moment, whoever interrupts."""
 
     scanner: TailScanner = field(default_factory=TailScanner)
@@ -176,8 +175,7 @@ class Client:
             transport.abort()
 
 
-@dataclass(frozen=True, slots=True)
-class Relay:
+class Relay(Struct, frozen=True, eq=False):
     """Passes one answer on, to its end."""
 
     client: Client

@@ -15,7 +15,6 @@ from __future__ import annotations
 import ssl
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from http import HTTPStatus
 from typing import Final
@@ -40,8 +39,7 @@ FETCH_LEN_MAX: Final = 64 * 1024 * 1024
 """A tokenizer of 250,000 tokens takes about 30 MB."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outbound:
+class Outbound(msgspec.Struct, frozen=True):
     """A request as it goes to whichever replica is chosen."""
 
     method: str

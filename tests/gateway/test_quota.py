@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeVar
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +26,8 @@ from gateway.admission.quota import (
 )
 from gateway.config import QuotaLimits
 from tests.fakes import VirtualClock
+
+T = TypeVar("T")
 
 LIMITS: Final = st.integers(1, 10**9)
 
@@ -235,6 +237,13 @@ async def test_without_limits_nothing_is_shown_or_kept(clock_and_store: Both) ->
 # -- law 4 ----------------------------------------------------------------------------------------
 
 
+def run(call: Awaitable[T]) -> T:
+    async def awaited() -> T:
+        return await call
+
+    return asyncio.run(awaited())
+
+
 class Law4(RuleBasedStateMachine):
     """Reserved = settled + released (and overdrawn, and outstanding) whatever comes in whatever order,
     and no lease outlives its time to live."""
@@ -254,7 +263,7 @@ class Law4(RuleBasedStateMachine):
     def reserve(self, tokens: int, subjects: int) -> None:
         self.count += 1
         name = rid(self.count)
-        if asyncio.run(self.store.reserve(name, self.who[:subjects], tokens)).refusal is None:
+        if run(self.store.reserve(name, self.who[:subjects], tokens)).refusal is None:
             self.granted[name] = self.clock.monotonic()
 
     @precondition(lambda self: self.granted)
@@ -262,19 +271,19 @@ class Law4(RuleBasedStateMachine):
     def settle(self, data: st.DataObject, tokens: int) -> None:
         name = data.draw(st.sampled_from(sorted(self.granted)))
         started = self.granted.pop(name)
-        settlement = asyncio.run(self.store.settle(name, tokens))
+        settlement = run(self.store.settle(name, tokens))
         expired = self.clock.monotonic() - started >= LEASE_TTL_MS / 1000
         assert (settlement is None) == expired
         if settlement is not None:
             assert settlement.reserved + settlement.overdrawn == settlement.settled + settlement.released
-        assert asyncio.run(self.store.settle(name, tokens)) is None
+        assert run(self.store.settle(name, tokens)) is None
 
     @precondition(lambda self: self.granted)
     @rule(data=st.data())
     def renew(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.granted)))
         expired = self.clock.monotonic() - self.granted[name] >= LEASE_TTL_MS / 1000
-        asyncio.run(self.store.renew([name]))
+        run(self.store.renew([name]))
         if not expired:
             self.granted[name] = self.clock.monotonic()
 
@@ -292,7 +301,7 @@ class Law4(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.clock.advance(LEASE_TTL_MS / 1000)
-        asyncio.run(self.store.renew([]))
+        run(self.store.renew([]))
         assert self.store.live == 0
         assert self.store.ledger.outstanding == 0
         assert all(usage.live == 0 for usage in self.store._usage.values())

@@ -55,5 +55,3 @@ def test_a_histogram_reads_as_the_librarys(values: list[float]) -> None:
 def test_labels_are_as_many_as_were_declared(counter: Counter) -> None:
     with pytest.raises(AssertionError):
         counter.inc("a")
-
-
