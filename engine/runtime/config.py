@@ -9,6 +9,8 @@ from typing import Final
 from engine.runtime.errors import BadRunnerConfig
 
 DTYPES: Final = ("auto", "float32", "bfloat16")
+KERNELS: Final = ("auto", "native", "torch")
+WEIGHTS: Final = ("plain", "int8")
 PAGE_SIZE_MAX: Final = 1024
 SLOTS_MAX: Final = 4096
 STEP_TOKENS_MAX: Final = 1 << 20
@@ -22,6 +24,10 @@ class RunnerConfig:
     """A Hugging Face model directory: config.json and safetensors."""
     dtype: str = "auto"
     """`auto` is bfloat16 where the processor multiplies it natively, else float32."""
+    weights: str = "plain"
+    """`int8` stores matrices with a scale per output, half of bfloat16's bytes. Native kernels only."""
+    kernels: str = "auto"
+    """`auto` is native where they are built and take the model, else torch."""
     max_model_len: int | None = None
     """Prompt and output together. None: what the model was made for."""
     page_size: int = 64
@@ -48,6 +54,10 @@ class RunnerConfig:
     def _problems(self) -> Iterator[str]:
         if self.dtype not in DTYPES:
             yield f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}"
+        if self.kernels not in KERNELS:
+            yield f"kernels must be one of {', '.join(KERNELS)}, not {self.kernels!r}"
+        if self.weights not in WEIGHTS:
+            yield f"weights must be one of {', '.join(WEIGHTS)}, not {self.weights!r}"
         if not 1 <= self.page_size <= PAGE_SIZE_MAX or self.page_size & (self.page_size - 1):
             yield f"page_size must be a power of two up to {PAGE_SIZE_MAX}, not {self.page_size}"
         if not 0.0 < self.memory_fraction <= 1.0:

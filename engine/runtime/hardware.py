@@ -34,11 +34,16 @@ def available_memory_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 
 def multiplies_bf16(proc: Path = PROC) -> bool:
     """Whether the processor has bfloat16 dot products, so that bfloat16 is faster and not just smaller."""
+    return not _NATIVE_BF16_FLAGS.isdisjoint(processor_flags(proc))
+
+
+def processor_flags(proc: Path = PROC) -> frozenset[str]:
+    """What the processor can do, by the kernel's names; none where it does not say."""
     for line in _read(proc / "cpuinfo").splitlines():
         name, _, value = line.partition(":")
         if name.strip() in ("flags", "Features"):
-            return not _NATIVE_BF16_FLAGS.isdisjoint(value.split())
-    return False
+            return frozenset(value.split())
+    return frozenset()
 
 
 def _physical_cores(cpuinfo: str, allowed: set[int]) -> int:

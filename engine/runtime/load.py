@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 import torch
@@ -18,10 +19,14 @@ from engine.runtime.config import RunnerConfig
 from engine.runtime.errors import BadRunnerConfig
 from engine.runtime.hardware import available_memory_bytes, multiplies_bf16, usable_cores
 from engine.runtime.kv_cache import HostPages, KVCache, KVGeometry, host_page_count, page_count
+from engine.runtime.model import Model, TorchModel
 from engine.runtime.model_runner import ModelRunner
 from engine.runtime.models.config import ModelConfig, read_model_config
-from engine.runtime.models.decoder import LM_HEAD, Decoder
+from engine.runtime.models.decoder import Decoder
+from engine.runtime.models.parameters import LM_HEAD
 from engine.runtime.models.registry import DECODERS
+from engine.runtime.native.decoder import NativeDecoder, misfit
+from engine.runtime.native.library import built_isas
 from engine.runtime.slots import Slots
 from engine.runtime.weights import Checkpoint, Inspection, checkpoint_files
 
@@ -42,7 +47,8 @@ def load_runner(config: RunnerConfig, progress: Progress) -> ModelRunner:
     dtype = _dtype(config.dtype)
     max_model_len = _max_model_len(config, model)
     progress(f"loading {model.architecture} in {_dtype_name(dtype)}")
-    decoder = _load_decoder(model, model_dir, dtype)
+    network = _load_network(config, model, model_dir, dtype, max_model_len)
+    progress(f"computing with {network.name}")
     geometry = KVGeometry(model.layers, model.kv_heads, config.page_size, model.head_dim, dtype)
     available_bytes = available_memory_bytes()
     pages = page_count(config, model, geometry, max_model_len, available_bytes)
@@ -60,7 +66,14 @@ def load_runner(config: RunnerConfig, progress: Progress) -> ModelRunner:
         page_bytes=geometry.page_bytes,
         host_pages=host_page_count(config, geometry, max_model_len, available_bytes),
     )
-    runner = _runner(info, model, decoder, KVCache(geometry, pages))
+    cache = KVCache(geometry, pages)
+    runner = ModelRunner(
+        info=info,
+        model=network.attach(cache),
+        cache=cache,
+        host=HostPages(cache, info.host_pages),
+        slots=Slots(info.slots, info.max_model_len, info.page_size, info.vocab_size),
+    )
     progress("warming up")
     warm_up(runner)
     page_copy_s, warmup_s = runner.host.measure(), time.monotonic() - loaded_s
@@ -84,27 +97,70 @@ def warm_up(runner: ModelRunner) -> None:
     runner.run(Plan(3, [0], [], [], [], [], [], []))
 
 
-def _load_decoder(model: ModelConfig, model_dir: Path, dtype: torch.dtype) -> Decoder:
+class Network(Protocol):
+    """Loaded weights, before there is a cache."""
+
+    @property
+    def name(self) -> str:
+        """What computes, for the log."""
+        ...
+
+    def attach(self, cache: KVCache) -> Model: ...
+
+
+def _load_network(
+    config: RunnerConfig, model: ModelConfig, model_dir: Path, dtype: torch.dtype, max_model_len: int
+) -> Network:
     """Checked against the files' headers first: nothing is read of a checkpoint that does not match."""
     files = checkpoint_files(model_dir)
     decoder = DECODERS[model.architecture]
     inspection = Inspection(files, dtype)
     decoder(model, inspection)
     inspection.verify(unused=[LM_HEAD] if model.tied_embeddings else [])
-    return decoder(model, Checkpoint(files, dtype))
-
-
-def _runner(info: RunnerInfo, model: ModelConfig, decoder: Decoder, cache: KVCache) -> ModelRunner:
-    spec = AttentionSpec(model.heads, model.kv_heads, model.head_dim, model.windows)
-    return ModelRunner(
-        info=info,
-        decoder=decoder,
-        cache=cache,
-        host=HostPages(cache, info.host_pages),
-        slots=Slots(info.slots, info.max_model_len, info.page_size, info.vocab_size),
-        decode=TorchDecode(cache, spec),
-        prefill=TorchPrefill(cache, spec),
+    checkpoint = Checkpoint(files, dtype)
+    hindrance = _hindrance(config, model)
+    if hindrance is not None:
+        return TorchNetwork(decoder(model, checkpoint), model, hindrance)
+    return NativeDecoder(
+        built_isas()[0],
+        model,
+        checkpoint,
+        dtype=dtype,
+        page_size=config.page_size,
+        max_model_len=max_model_len,
+        threads=config.threads or usable_cores(),
+        int8=config.weights == "int8",
     )
+
+
+def _hindrance(config: RunnerConfig, model: ModelConfig) -> str | None:
+    """Why torch computes; None where the native kernels do. Raises BadRunnerConfig if that was ruled out."""
+    if config.kernels == "torch":
+        hindrance = "asked for"
+    elif not built_isas():
+        hindrance = "native kernels are not built"
+    else:
+        hindrance = misfit(model, config.page_size)
+    if hindrance is not None and (config.kernels == "native" or config.weights == "int8"):
+        what = "int8 weights need" if config.weights == "int8" else "kernels=native needs"
+        raise BadRunnerConfig(f"{what} the native kernels: {hindrance}")
+    return hindrance
+
+
+@dataclass(frozen=True, slots=True)
+class TorchNetwork:
+    decoder: Decoder
+    config: ModelConfig
+    reason: str
+
+    @property
+    def name(self) -> str:
+        return f"torch kernels ({self.reason})"
+
+    def attach(self, cache: KVCache) -> Model:
+        config = self.config
+        spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.windows)
+        return TorchModel(self.decoder, cache, TorchDecode(cache, spec), TorchPrefill(cache, spec))
 
 
 def _dtype(name: str) -> torch.dtype:

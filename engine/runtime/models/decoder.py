@@ -9,7 +9,6 @@ token may see which, where keys and values lie) is the attention's business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,10 +18,8 @@ from torch import Tensor
 
 from engine.runtime.layers import Linear, Rotary, rms_norm, rotate
 from engine.runtime.models.config import ModelConfig
+from engine.runtime.models.parameters import EMBEDDING, FINAL_NORM, LM_HEAD, LayerParameters
 from engine.runtime.weights import WeightSource
-
-EMBEDDING = "model.embed_tokens.weight"
-LM_HEAD = "lm_head.weight"
 
 
 class StepAttention(Protocol):
@@ -54,7 +51,7 @@ class Decoder:
         vocab, hidden = config.vocab_size, config.hidden_size
         self._embedding = source.stack([EMBEDDING], [vocab], hidden)
         self._layers = [_load_layer(config, source, layer) for layer in range(config.layers)]
-        self._norm = source.stack(["model.norm.weight"], [hidden])
+        self._norm = source.stack([FINAL_NORM], [hidden])
         # Tied weights are kept twice on CPU, once to look rows up and once laid out for the multiplication.
         tied = config.tied_embeddings
         self._lm_head = Linear(self._embedding if tied else source.stack([LM_HEAD], [vocab], hidden))
@@ -87,27 +84,18 @@ class Decoder:
 
 
 def _load_layer(config: ModelConfig, source: WeightSource, layer: int) -> _Layer:
-    prefix = f"model.layers.{layer}"
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
-
-    def linear(module: str, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool) -> Linear:
-        paths = [f"{prefix}.{module}.{name}" for name in names]
-        weight = source.stack([f"{path}.weight" for path in paths], rows, columns)
-        return Linear(weight, source.stack([f"{path}.bias" for path in paths], rows) if bias else None)
+    own = LayerParameters(config, layer)
 
     def qk_norm() -> Tensor:
-        q = source.stack([f"{prefix}.self_attn.q_norm.weight"], [config.head_dim])
-        k = source.stack([f"{prefix}.self_attn.k_norm.weight"], [config.head_dim])
+        q, k = own.qk_norm(source)
         return torch.cat((q.expand(config.heads, -1), k.expand(config.kv_heads, -1)))
 
-    qkv, gate_up = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
     return _Layer(
-        input_norm=source.stack([f"{prefix}.input_layernorm.weight"], [hidden]),
-        qkv=linear("self_attn", qkv, [q_rows, kv_rows, kv_rows], hidden, config.qkv_bias),
+        input_norm=own.input_norm(source),
+        qkv=Linear(*own.qkv.read(source)),
         qk_norm=qk_norm() if config.qk_norm else None,
-        output=linear("self_attn", ("o_proj",), [hidden], q_rows, config.output_bias),
-        mlp_norm=source.stack([f"{prefix}.post_attention_layernorm.weight"], [hidden]),
-        gate_up=linear("mlp", gate_up, [inner, inner], hidden, config.mlp_bias),
-        down=linear("mlp", ("down_proj",), [hidden], inner, config.mlp_bias),
+        output=Linear(*own.output.read(source)),
+        mlp_norm=own.mlp_norm(source),
+        gate_up=Linear(*own.gate_up.read(source)),
+        down=Linear(*own.down.read(source)),
     )

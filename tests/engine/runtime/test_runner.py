@@ -24,13 +24,19 @@ def runner(tiny_model: MakeModel) -> ModelRunner:
     return load(tiny_model("qwen2"))
 
 
+@pytest.fixture
+def twin(tiny_model: MakeModel) -> ModelRunner:
+    """The same weights over a cache of its own."""
+    return load(tiny_model("qwen2"))
+
+
 def test_loading_tells_what_it_does_and_what_it_offers(tiny_model: MakeModel) -> None:
     stages: list[str] = []
     config = RunnerConfig(
         str(tiny_model("qwen2")), dtype="bfloat16", max_model_len=100, max_num_seqs=3, threads=1
     )
     info = load_runner(config, stages.append).info
-    assert [stage.split()[0] for stage in stages] == ["loading", "allocating", "warming"]
+    assert [stage.split()[0] for stage in stages] == ["loading", "computing", "allocating", "warming"]
     assert "Qwen2ForCausalLM" in stages[0]
     assert (info.dtype, info.max_model_len, info.slots, info.page_size) == ("bfloat16", 100, 3, 64)
     assert (info.vocab_size, info.pages) == (VOCAB_SIZE, 3 * 2 * 5 // 4)
@@ -62,29 +68,15 @@ def test_warm_up_fits_into_the_smallest_pool(tiny_model: MakeModel, context: int
     load(tiny_model("qwen2"), max_model_len=context, max_num_seqs=2, kv_cache_bytes=pages * page_bytes)
 
 
-def test_warm_up_leaves_nothing_behind(runner: ModelRunner) -> None:
+def test_warm_up_leaves_nothing_behind(runner: ModelRunner, twin: ModelRunner) -> None:
     """Every slot can be seated, and nothing that warm-up left in a page is seen."""
     driver = Driver(runner, poison=False)
-    clean = Driver(load_like(runner), poison=True)
+    clean = Driver(twin, poison=True)
     for slot in range(runner.info.slots):
         first, second = (d.seat(slot, [slot + 1, 5, 9], GREEDY) for d in (driver, clean))
         driver.finish([slot], 5)
         clean.finish([slot], 5)
         assert first.output == second.output
-
-
-def load_like(runner: ModelRunner) -> ModelRunner:
-    """The same weights over a cache of its own."""
-    from engine.runtime.attention.torch_paged import TorchDecode, TorchPrefill
-    from engine.runtime.kv_cache import HostPages, KVCache
-    from engine.runtime.slots import Slots
-
-    info = runner.info
-    cache = KVCache(runner.cache.geometry, info.pages)
-    spec = runner.decode._spec  # type: ignore[attr-defined]
-    slots = Slots(info.slots, info.max_model_len, info.page_size, info.vocab_size)
-    decode, prefill = TorchDecode(cache, spec), TorchPrefill(cache, spec)
-    return ModelRunner(info, runner.decoder, cache, HostPages(cache, 0), slots, decode, prefill)
 
 
 def test_a_plan_without_rows_still_moves_people(runner: ModelRunner) -> None:
@@ -113,10 +105,10 @@ def test_a_plan_that_does_not_follow_is_a_bug_and_says_so(runner: ModelRunner, p
         runner.run(plan)
 
 
-def test_pages_change_places_within_one_step(runner: ModelRunner) -> None:
+def test_pages_change_places_within_one_step(runner: ModelRunner, twin: ModelRunner) -> None:
     """One goes out, another comes back into the pages that it left, and a third is computed into the rest:
     each goes on as if nothing had happened, in mid-prompt, too."""
-    driver, quiet = Driver(runner), Driver(load_like(runner), poison=False)
+    driver, quiet = Driver(runner), Driver(twin, poison=False)
     prompts = [[7 * slot + i for i in range(70)] for slot in range(3)]
     undisturbed = [quiet.seat(slot, prompt, GREEDY) for slot, prompt in enumerate(prompts)]
     quiet.finish(range(3), 20)

@@ -1,0 +1,42 @@
+"""A model with its KV cache, as the runner calls it: a step's batch in, hidden states out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.runtime.attention import BatchAttention, DecodeBackend, PrefillBackend
+from engine.runtime.batch import Batch
+from engine.runtime.kv_cache import KVCache
+from engine.runtime.models.decoder import Decoder
+
+
+class Model(Protocol):
+    """The forward pass. Implemented in torch below, and in C++ by engine/runtime/native."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Stores the tokens' keys and values -> final hidden states [T, hidden], normed."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, hidden] -> [S, vocab], float32."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TorchModel:
+    """Operation by operation: runs wherever torch does, and says what the other one must compute."""
+
+    decoder: Decoder
+    cache: KVCache
+    decode: DecodeBackend
+    prefill: PrefillBackend
+
+    def forward(self, batch: Batch) -> Tensor:
+        attention = BatchAttention(self.cache, batch, self.decode, self.prefill)
+        return self.decoder.forward(batch.token_ids, batch.positions, attention)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.decoder.logits(hidden)

@@ -1,0 +1,103 @@
+"""Compiles the C++ sources beside this file, once per instruction set.
+
+    python engine/runtime/native/build.py
+
+An installation does that too (hatch_hook.py), editable ones included. Each library's name carries the
+digest of what it was made from, so that one older than its sources is never loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+HERE: Final = Path(__file__).parent
+LIBRARIES: Final = HERE / "lib"
+SOURCE: Final = "decoder.cpp"
+FLAGS: Final = (
+    "-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fno-trapping-math",
+    "-mprefer-vector-width=512", "-Wall", "-Wextra", "-Wno-psabi", "-static-libstdc++", "-static-libgcc",
+)  # fmt: skip
+ISAS: Final[Mapping[str, tuple[str, ...]]] = {
+    "avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16"),
+    "avx512": ("-march=x86-64-v4",),
+    "avx2": ("-march=x86-64-v3",),
+    "portable": (),
+}
+"""Best first."""
+COMPILE_TIMEOUT_S: Final = 300.0
+
+
+class BuildFailed(Exception):
+    """There is no compiler, or not for this machine, or it refused."""
+
+
+def library_path(isa: str) -> Path:
+    """Where the library for an instruction set is, once the sources as they are now have been built."""
+    return LIBRARIES / f"penstock-{isa}-{_digest(isa)}.so"
+
+
+def build() -> None:
+    """Compile what is missing, all at once, and remove what is stale. Raises BuildFailed."""
+    missing = {isa: library_path(isa) for isa in ISAS if not library_path(isa).exists()}
+    if not missing:
+        return
+    compiler = _compiler()
+    LIBRARIES.mkdir(exist_ok=True)
+    jobs = {path: _compile(compiler, isa, path) for isa, path in missing.items()}
+    complaints = [_finish(path, job) for path, job in jobs.items()]
+    if any(complaints):
+        raise BuildFailed("\n".join(filter(None, complaints)))
+    current = {library_path(isa) for isa in ISAS}
+    for stale in set(LIBRARIES.glob("*.so")) - current:
+        stale.unlink(missing_ok=True)
+
+
+def _compiler() -> str:
+    if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
+        raise BuildFailed(f"there are no kernels for {platform.machine()} on {sys.platform}")
+    found = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++", "c++", "clang++"))), None)
+    if found is None:
+        raise BuildFailed("no C++ compiler (g++, c++, clang++, or CXX)")
+    return found
+
+
+def _compile(compiler: str, isa: str, path: Path) -> subprocess.Popen[str]:
+    command = [compiler, *FLAGS, *ISAS[isa], str(HERE / SOURCE), "-o", f"{path}.{os.getpid()}"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def _finish(path: Path, job: subprocess.Popen[str]) -> str | None:
+    """What the compiler had to say, if it failed. Else the library appears in one move."""
+    try:
+        said, _ = job.communicate(timeout=COMPILE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        job.kill()
+        said, _ = job.communicate()
+    made = Path(f"{path}.{job.args[-1].rpartition('.')[2]}")  # type: ignore[index, union-attr]
+    if job.returncode == 0:
+        made.replace(path)
+        return None
+    made.unlink(missing_ok=True)
+    return said or f"{path.name}: the compiler was stopped"
+
+
+def _digest(isa: str) -> str:
+    digest = hashlib.sha256(" ".join((*FLAGS, *ISAS[isa])).encode())
+    for source in sorted((*HERE.glob("*.h"), *HERE.glob("*.cpp"))):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+if __name__ == "__main__":
+    try:
+        build()
+    except BuildFailed as failure:
+        sys.exit(f"not built: {failure}")

@@ -1,0 +1,340 @@
+// The whole forward pass of a dense decoder in one call, on a few threads of its own.
+//
+//     x += output(attention(rotate(norm(q)), rotate(norm(k)), v))     q, k, v = qkv(rms_norm(x))
+//     x += down(silu(gate) * up)                                      gate, up = gate_up(rms_norm(x))
+//
+// It is models/decoder.py again, without an interpreter between two operations: a step of a small model,
+// or of a large one with few rows, is some two hundred loops too short to be called one by one.
+//
+// The residual x is float32; what is multiplied is rounded to the element type just before. All loops
+// share their items among the pool's threads; no item reads what another of the same loop writes.
+//
+// The interface is C, with plain pointers, and no exception crosses it: the caller has checked all shapes.
+// Every call on one model comes from one thread at a time.
+
+#include <algorithm>
+
+#include "attention.h"
+#include "pool.h"
+
+namespace penstock {
+
+extern "C" {
+
+struct PenstockShape {
+  int64_t vocab, hidden, inner, layers, heads, kv_heads, head_dim, page_size;
+  float norm_eps;
+  int32_t bf16, quantised;
+};
+
+// What a step computes. Row i is tokens [starts[i], starts[i] + lengths[i]) of a sequence, packed one
+// after another; its pages are tables[i * table_stride ...].
+struct PenstockStep {
+  int64_t rows, table_stride;
+  const int64_t *starts, *lengths, *token_ids, *tables;
+};
+
+enum PenstockLinear : int32_t { QKV, OUTPUT, GATE_UP, DOWN, LM_HEAD, LINEARS };
+enum PenstockNorm : int32_t { INPUT_NORM, MLP_NORM, FINAL_NORM, QK_NORM, NORMS };
+}
+
+struct Model {
+  virtual ~Model() = default;
+  virtual void set_linear(int64_t layer, int32_t which, const void* weight, const float* bias) = 0;
+  virtual void forward(const PenstockStep& step, void* hidden) = 0;
+  virtual void logits(const void* hidden, int64_t rows, float* out) = 0;
+
+  struct Layer {
+    Linear linear[LM_HEAD];
+    Buffer<float> norm[NORMS];
+    int64_t window = 0;
+    void *keys = nullptr, *values = nullptr;
+  };
+  std::vector<Layer> layers;
+  Layer top;  // of which the final norm is used
+  const void* embedding = nullptr;  // [vocab][hidden]; null: the rows of lm_head
+  const float *cosines = nullptr, *sines = nullptr;  // [positions][head_dim / 2]
+};
+
+template <class E>
+class Decoder final : public Model {
+  using T = typename E::T;
+  static constexpr int per_word = E::PER_WORD;
+  static constexpr int64_t ROWS = 96;  // of x, which a panel meets while both are cached
+  static constexpr int64_t ITEM_BYTES = 32 << 10, WRITTEN_TOKENS = 16;
+
+ public:
+  Decoder(const PenstockShape& shape, int threads)
+      : shape_(shape), heads_{shape.heads, shape.kv_heads, shape.head_dim, shape.page_size}, pool_(threads) {
+    layers = std::vector<Layer>(shape.layers);
+    const int64_t longest = std::max({shape.hidden, shape.inner, shape.heads * shape.head_dim});
+    for (int i = 0; i < threads; ++i) {
+      scratch_.emplace_back(heads_);
+      products_.emplace_back(ROWS * PANEL);
+      panels_.emplace_back(shape.quantised ? longest / per_word * PANEL : 0);
+    }
+  }
+
+  void set_linear(int64_t layer, int32_t which, const void* weight, const float* bias) override {
+    const auto& s = shape_;
+    const int64_t attended = s.heads * s.head_dim, qkv = attended + 2 * s.kv_heads * s.head_dim;
+    const int64_t outputs[] = {qkv, s.hidden, 2 * s.inner, s.hidden, s.vocab};
+    const int64_t inputs[] = {s.hidden, attended, s.hidden, s.inner, s.hidden};
+    Linear& linear = which == LM_HEAD ? lm_head_ : layers[layer].linear[which];
+    linear.outputs = outputs[which];
+    linear.words = inputs[which] / per_word;
+    linear.panels = (linear.outputs + PANEL - 1) / PANEL;
+    const size_t padded = linear.panels * PANEL;
+    if (s.quantised) {
+      linear.quantised.reserve(padded * inputs[which]);
+      linear.scale.reserve(padded);
+    } else {
+      linear.weights.reserve(padded * linear.words);
+    }
+    if (bias) {
+      linear.bias.reserve(padded);
+      for (size_t place = 0; place < padded; ++place)
+        linear.bias.get()[place] =
+            int64_t(place) < linear.outputs ? bias[row_of(place, linear.outputs, which == GATE_UP)] : 0.0f;
+    }
+    pool_.each(linear.panels, [&](int, int64_t panel) {
+      pack_panel<E>(linear, static_cast<const T*>(weight), panel, which == GATE_UP);
+    });
+  }
+
+  void forward(const PenstockStep& step, void* hidden) override {
+    prepare(step);
+    embed(step.token_ids);
+    for (auto& layer : layers) {
+      norm(layer.norm[INPUT_NORM].get(), normed_.get());
+      project(layer.linear[QKV], normed_.get(), tokens_, [&](int64_t token, int64_t place, const float* y) {
+        std::memcpy(qkv_.get() + token * qkv_width() + place, y, used(layer.linear[QKV], place) * sizeof(float));
+      });
+      each_span(written_, 1, [&](int, const Span& span, int64_t) { rotate_and_write(layer, span); });
+      each_span(attended_spans_, shape_.kv_heads, [&](int worker, const Span& span, int64_t kv_head) {
+        attend<E>(heads_, span, kv_head, layer.window, q_.get(), static_cast<const T*>(layer.keys),
+                  static_cast<const T*>(layer.values), attended_.get(), scratch_[worker]);
+      });
+      add_projected(layer.linear[OUTPUT], attended_.get());
+      norm(layer.norm[MLP_NORM].get(), normed_.get());
+      project(layer.linear[GATE_UP], normed_.get(), tokens_, [&](int64_t token, int64_t place, const float* y) {
+        T* to = gated_.get() + token * shape_.inner + place / 2;
+        for (int n = 0; n < used(layer.linear[GATE_UP], place); n += 2 * LANES)
+          E::narrow(to + n / 2, silu(load<vf>(y + n)) * load<vf>(y + n + LANES));
+      });
+      add_projected(layer.linear[DOWN], gated_.get());
+    }
+    norm(top.norm[FINAL_NORM].get(), static_cast<T*>(hidden));
+  }
+
+  void logits(const void* hidden, int64_t rows, float* out) override {
+    project(lm_head_, static_cast<const T*>(hidden), rows, [&](int64_t row, int64_t place, const float* y) {
+      std::memcpy(out + row * shape_.vocab + place, y, used(lm_head_, place) * sizeof(float));
+    });
+  }
+
+ private:
+  int64_t qkv_width() const { return (shape_.heads + 2 * shape_.kv_heads) * shape_.head_dim; }
+  static int used(const Linear& w, int64_t place) { return int(std::min<int64_t>(PANEL, w.outputs - place)); }
+
+  // Room for the step's tokens, and its rows cut into spans: short ones to write, blocks of queries to attend.
+  void prepare(const PenstockStep& step) {
+    written_.clear();
+    attended_spans_.clear();
+    tokens_ = 0;
+    for (int64_t row = 0; row < step.rows; tokens_ += step.lengths[row++]) {
+      const Span whole{step.tables + row * step.table_stride, step.starts[row], tokens_, step.lengths[row], 0, 0};
+      cut(whole, WRITTEN_TOKENS, written_);
+      cut(whole, heads_.block_tokens(), attended_spans_);
+    }
+    x_.reserve(tokens_ * shape_.hidden);
+    normed_.reserve(tokens_ * shape_.hidden);
+    qkv_.reserve(tokens_ * qkv_width());
+    q_.reserve(tokens_ * shape_.heads * shape_.head_dim);
+    attended_.reserve(tokens_ * shape_.heads * shape_.head_dim);
+    gated_.reserve(tokens_ * shape_.inner);
+  }
+
+  static void cut(const Span& whole, int64_t size, std::vector<Span>& spans) {
+    for (int64_t i = 0; i < whole.count; i += size) {
+      const int64_t count = std::min(size, whole.count - i);
+      spans.push_back({whole.table, whole.position + i, whole.token + i, count, i, whole.count - i - count});
+    }
+  }
+
+  // The last spans of a row see the most, so they go first.
+  template <class Body>
+  void each_span(const std::vector<Span>& spans, int64_t parts, Body&& body) {
+    pool_.each(int64_t(spans.size()) * parts, [&](int worker, int64_t item) {
+      body(worker, spans[spans.size() - 1 - item / parts], item % parts);
+    });
+  }
+
+  // each(token, place, y) for every 32 outputs [place, place + 32) of x W^T + b.
+  template <class Each>
+  void project(const Linear& w, const T* x, int64_t tokens, Each&& each) {
+    const int64_t blocks = (tokens + ROWS - 1) / ROWS;
+    const int64_t fair = std::max<int64_t>(1, w.panels / (4 * pool_.threads()));
+    const int64_t group = std::min(fair, std::max<int64_t>(1, ITEM_BYTES / w.panel_bytes(per_word)));
+    const int64_t groups = (w.panels + group - 1) / group;
+    pool_.each(blocks * groups, [&](int worker, int64_t item) {
+      const int64_t first = item / groups * ROWS, rows = std::min(ROWS, tokens - first);
+      float* y = products_[worker].get();
+      for (int64_t panel = item % groups * group, i = 0; i < group && panel < w.panels; ++panel, ++i) {
+        const uint32_t* b = unpack_panel<E>(w, panel, panels_[worker].get());
+        const uint32_t* a = reinterpret_cast<const uint32_t*>(x) + first * w.words;
+        gemm<E>(a, w.words, rows, b, PANEL, PANEL, w.words, y, PANEL, false);
+        for (int64_t row = 0; row < rows; ++row) {
+          finish(w, panel * PANEL, y + row * PANEL);
+          each(first + row, panel * PANEL, y + row * PANEL);
+        }
+      }
+    });
+  }
+
+  static void finish(const Linear& w, int64_t place, float* y) {
+    for (int n = 0; n < PANEL; n += LANES) {
+      if (w.scale) store(y + n, load<vf>(y + n) * load<vf>(w.scale.get() + place + n));
+      if (w.bias) store(y + n, load<vf>(y + n) + load<vf>(w.bias.get() + place + n));
+    }
+  }
+
+  void add_projected(const Linear& w, const T* from) {
+    project(w, from, tokens_, [&](int64_t token, int64_t place, const float* y) {
+      float* x = x_.get() + token * shape_.hidden + place;
+      for (int n = 0; n < used(w, place); ++n) x[n] += y[n];
+    });
+  }
+
+  template <class Body>
+  void each_token(Body&& body) {
+    pool_.each((tokens_ + 7) / 8, [&](int, int64_t item) {
+      for (int64_t token = item * 8; token < std::min(tokens_, item * 8 + 8); ++token) body(token);
+    });
+  }
+
+  void embed(const int64_t* ids) {
+    each_token([&](int64_t token) {
+      float* x = x_.get() + token * shape_.hidden;
+      if (embedding) {
+        const T* row = static_cast<const T*>(embedding) + ids[token] * shape_.hidden;
+        for (int64_t i = 0; i < shape_.hidden; ++i) x[i] = E::widen(row[i]);
+        return;
+      }
+      const uint32_t* lane = lm_head_.weights.get() + ids[token] / PANEL * lm_head_.words * PANEL + ids[token] % PANEL;
+      for (int64_t i = 0; i < shape_.hidden; ++i) {
+        T element[per_word];
+        std::memcpy(element, lane + i / per_word * PANEL, 4);
+        x[i] = E::widen(element[i % per_word]);
+      }
+    });
+  }
+
+  void norm(const float* weight, T* out) {
+    const int64_t hidden = shape_.hidden;
+    each_token([&](int64_t token) {
+      const float* x = x_.get() + token * hidden;
+      const float scale = inverse_rms(x, hidden);
+      for (int64_t i = 0; i < hidden; i += LANES)
+        E::narrow(out + token * hidden + i, load<vf>(x + i) * scale * load<vf>(weight + i));
+    });
+  }
+
+  float inverse_rms(const float* x, int64_t n) const {
+    vf squares{};
+    for (int64_t i = 0; i < n; i += LANES) squares += load<vf>(x + i) * load<vf>(x + i);
+    return 1.0f / std::sqrt(sum(squares) / float(n) + shape_.norm_eps);
+  }
+
+  void rotate_and_write(const Layer& layer, const Span& span) {
+    const int64_t dim = shape_.head_dim, heads = shape_.heads, kv_heads = shape_.kv_heads, size = shape_.page_size;
+    for (int64_t i = 0; i < span.count; ++i) {
+      const int64_t token = span.token + i, position = span.position + i, offset = position % size;
+      float* q = qkv_.get() + token * qkv_width();
+      for (int64_t head = 0; head < heads + kv_heads; ++head)
+        rotate(q + head * dim, layer.norm[QK_NORM].get(), head < heads ? 0 : dim, position);
+      for (int64_t d = 0; d < heads * dim; d += LANES) E::narrow(q_.get() + token * heads * dim + d, load<vf>(q + d));
+      const bool led = i + span.earlier > 0, follows = i + 1 < span.count + span.later;
+      for (int64_t head = 0; head < kv_heads; ++head) {
+        const int64_t at = (span.table[position / size] * kv_heads + head) * heads_.tile_elements();
+        const float* value = q + (heads + kv_heads + head) * dim;
+        write_key<E>(heads_, static_cast<T*>(layer.keys) + at, offset, q + (heads + head) * dim);
+        if (per_word == 2 && offset % 2 && led) continue;  // the token before has written it
+        write_value<E>(heads_, static_cast<T*>(layer.values) + at, offset, value, follows ? value + qkv_width() : nullptr);
+      }
+    }
+  }
+
+  // One head [head_dim], normed if the model does that, and turned by its position.
+  void rotate(float* x, const float* weights, int64_t which, int64_t position) const {
+    const int64_t dim = shape_.head_dim, half = dim / 2;
+    if (weights) {
+      const float scale = inverse_rms(x, dim);
+      for (int64_t d = 0; d < dim; ++d) x[d] *= scale * weights[which + d];
+    }
+    const float *cosine = cosines + position * half, *sine = sines + position * half;
+    for (int64_t d = 0; d < half; ++d) {
+      const float first = x[d], second = x[d + half];
+      x[d] = first * cosine[d] - second * sine[d];
+      x[d + half] = second * cosine[d] + first * sine[d];
+    }
+  }
+
+  const PenstockShape shape_;
+  const AttentionShape heads_;
+  Pool pool_;
+  Linear lm_head_;
+  int64_t tokens_ = 0;
+  std::vector<Span> written_, attended_spans_;
+  Buffer<float> x_, qkv_;
+  Buffer<T> normed_, q_, attended_, gated_;
+  std::vector<AttentionScratch<E>> scratch_;  // by worker, as the two below
+  std::vector<Buffer<float>> products_;
+  std::vector<Buffer<uint32_t>> panels_;
+};
+
+extern "C" {
+
+const char* penstock_isa() { return PENSTOCK_ISA; }
+
+Model* penstock_new(const PenstockShape* shape, int32_t threads) {
+  if (shape->bf16) return new Decoder<Bf16>(*shape, threads);
+  return new Decoder<Fp32>(*shape, threads);
+}
+
+void penstock_delete(Model* model) { delete model; }
+
+// weight [outputs][inputs] of the element type, copied; bias float32 or null, copied.
+void penstock_set_linear(Model* model, int64_t layer, int32_t which, const void* weight, const float* bias) {
+  model->set_linear(layer, which, weight, bias);
+}
+
+// float32, copied. QK_NORM: [2][head_dim], the queries' and the keys'.
+void penstock_set_norm(Model* model, int64_t layer, int32_t which, const float* weight, int64_t count) {
+  Buffer<float>& norm = (which == FINAL_NORM ? model->top : model->layers[layer]).norm[which];
+  norm.reserve(count);
+  std::copy(weight, weight + count, norm.get());
+}
+
+// One layer's pages, and how many of the latest tokens a token sees there (0: all). Borrowed.
+void penstock_set_cache(Model* model, int64_t layer, void* keys, void* values, int64_t window) {
+  model->layers[layer].keys = keys;
+  model->layers[layer].values = values;
+  model->layers[layer].window = window;
+}
+
+// Borrowed. `embedding` may be null, and is then read from lm_head, which must not be quantised.
+void penstock_set_tables(Model* model, const void* embedding, const float* cosines, const float* sines) {
+  model->embedding = embedding;
+  model->cosines = cosines;
+  model->sines = sines;
+}
+
+// hidden [T][hidden], of the element type, after the last norm.
+void penstock_forward(Model* model, const PenstockStep* step, void* hidden) { model->forward(*step, hidden); }
+
+// hidden [rows][hidden] -> out [rows][vocab].
+void penstock_logits(Model* model, const void* hidden, int64_t rows, float* out) { model->logits(hidden, rows, out); }
+}
+
+}  // namespace penstock

@@ -1,0 +1,157 @@
+"""The C++ decoder as a `Model`: hands it weights, pages and steps."""
+
+from __future__ import annotations
+
+import weakref
+from ctypes import byref, c_int64
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from engine.runtime.batch import Batch
+from engine.runtime.kv_cache import KVCache
+from engine.runtime.layers import Rotary
+from engine.runtime.models.config import ModelConfig
+from engine.runtime.models.parameters import EMBEDDING, FINAL_NORM, LM_HEAD, LayerParameters
+from engine.runtime.native.library import Shape, Step, library
+from engine.runtime.weights import WeightSource
+
+_QKV, _OUTPUT, _GATE_UP, _DOWN, _LM_HEAD = range(5)
+_INPUT_NORM, _MLP_NORM, _FINAL_NORM, _QK_NORM = range(4)
+LANES_MAX: Final = 16
+"""What is cut into vectors must divide by their length."""
+
+
+def misfit(config: ModelConfig, page_size: int) -> str | None:
+    """Why this model cannot be computed here, if it cannot."""
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "head_dim": config.head_dim,
+        "page_size": page_size,
+    }
+    odd = [f"{name} {size}" for name, size in sizes.items() if size % LANES_MAX]
+    return f"{', '.join(odd)} cannot be divided by {LANES_MAX}" if odd else None
+
+
+class NativeDecoder:
+    """Weights are copied once, into the kernels' order. `attach` a cache before the first step."""
+
+    def __init__(
+        self,
+        isa: str,
+        config: ModelConfig,
+        source: WeightSource,
+        *,
+        dtype: torch.dtype,
+        page_size: int,
+        max_model_len: int,
+        threads: int,
+        int8: bool = False,
+    ) -> None:
+        """`int8`: matrices as int8 with a scale per output; embeddings and norms stay as they are."""
+        assert misfit(config, page_size) is None
+        self.name: Final = f"native kernels ({isa}{', int8 weights' if int8 else ''}, {threads} threads)"
+        self._library = library(isa)
+        self._config = config
+        self._dtype = dtype
+        shape = Shape(
+            vocab=config.vocab_size,
+            hidden=config.hidden_size,
+            inner=config.intermediate_size,
+            layers=config.layers,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            page_size=page_size,
+            norm_eps=config.norm_eps,
+            bf16=dtype == torch.bfloat16,
+            quantised=int8,
+        )
+        self._model = self._library.penstock_new(byref(shape), threads)
+        weakref.finalize(self, self._library.penstock_delete, self._model)
+        self._pages: tuple[Tensor, ...] = ()
+        self._borrowed = self._set_top(source, max_model_len, keep_embedding=int8)
+        for layer in range(config.layers):
+            self._set_layer(layer, source)
+
+    def attach(self, cache: KVCache) -> NativeDecoder:
+        """Itself: keys and values go to this cache from now on.
+
+        Inside a page they lie in an order of our own (attention.h).
+        """
+        for layer, window in enumerate(self._config.windows):
+            keys, values = cache.keys[layer], cache.values[layer]
+            self._library.penstock_set_cache(
+                self._model, layer, keys.data_ptr(), values.data_ptr(), window or 0
+            )
+        self._pages = (*cache.keys, *cache.values)
+        return self
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Stores the tokens' keys and values -> final hidden states [T, hidden], normed."""
+        rows, tables = batch.rows, batch.page_tables
+        column = c_int64 * len(rows)
+        step = Step(
+            rows=len(rows),
+            table_stride=tables.stride(0),
+            starts=column(*[row.start for row in rows]),
+            lengths=column(*[row.length for row in rows]),
+            token_ids=batch.token_ids.data_ptr(),
+            tables=tables.data_ptr(),
+        )
+        hidden = torch.empty(len(batch.token_ids), self._config.hidden_size, dtype=self._dtype)
+        self._library.penstock_forward(self._model, byref(step), hidden.data_ptr())
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, hidden] -> [S, vocab], float32."""
+        assert hidden.dtype == self._dtype
+        assert hidden.is_contiguous()
+        logits = torch.empty(len(hidden), self._config.vocab_size)
+        self._library.penstock_logits(self._model, hidden.data_ptr(), len(hidden), logits.data_ptr())
+        return logits
+
+    def _set_top(
+        self, source: WeightSource, max_model_len: int, *, keep_embedding: bool
+    ) -> tuple[Tensor, ...]:
+        """What the library borrows: the table of embeddings, unless lm_head is the same, and of angles."""
+        config = self._config
+        table = source.stack([EMBEDDING], [config.vocab_size], config.hidden_size)
+        head = table
+        if not config.tied_embeddings:
+            head = source.stack([LM_HEAD], [config.vocab_size], config.hidden_size)
+        self._set_linear(0, _LM_HEAD, head, None)
+        self._set_norm(0, _FINAL_NORM, source.stack([FINAL_NORM], [config.hidden_size]))
+        angles = Rotary(config.rope, config.head_dim).angles(torch.arange(max_model_len), torch.float32)
+        cosines, sines = (part.contiguous() for part in angles)
+        shared = config.tied_embeddings and not keep_embedding
+        embedding = None if shared else table.data_ptr()
+        self._library.penstock_set_tables(self._model, embedding, cosines.data_ptr(), sines.data_ptr())
+        return (cosines, sines) if shared else (cosines, sines, table)
+
+    def _set_layer(self, layer: int, source: WeightSource) -> None:
+        own = LayerParameters(self._config, layer)
+        linears = ((_QKV, own.qkv), (_OUTPUT, own.output), (_GATE_UP, own.gate_up), (_DOWN, own.down))
+        for which, parameters in linears:
+            self._set_linear(layer, which, *parameters.read(source))
+        self._set_norm(layer, _INPUT_NORM, own.input_norm(source))
+        self._set_norm(layer, _MLP_NORM, own.mlp_norm(source))
+        if self._config.qk_norm:
+            self._set_norm(layer, _QK_NORM, own.qk_norm(source))
+
+    def _set_linear(self, layer: int, which: int, weight: Tensor, bias: Tensor | None) -> None:
+        assert weight.dtype == self._dtype
+        exact = None if bias is None else bias.float().contiguous()
+        self._library.penstock_set_linear(
+            self._model,
+            layer,
+            which,
+            weight.contiguous().data_ptr(),
+            None if exact is None else exact.data_ptr(),
+        )
+
+    def _set_norm(self, layer: int, which: int, weight: Tensor) -> None:
+        exact = weight.float().contiguous()
+        self._library.penstock_set_norm(self._model, layer, which, exact.data_ptr(), exact.numel())

@@ -1,0 +1,164 @@
+// Products of small rows with packed weights: y[m][n] = sum over k of a[m][k] * b[k][n].
+//
+// The right-hand operand lies in panels of 32 outputs, [panel][word][32]; the left-hand one in plain rows.
+// A tile of up to TILE_ROWS x 2 vectors is summed in registers while a word of each row is spread over a
+// vector. One row streams the weights at the memory's speed, a tile's worth of rows keeps the multipliers
+// busy, and there is nothing in between to tune.
+//
+// Every output is summed over k in order in one lane, whatever the number of rows. So a row's result does
+// not depend, to the bit, on who shares its batch.
+#pragma once
+
+#include <cmath>
+#include <cstdlib>
+#include <utility>
+#include <sys/mman.h>
+
+#include "simd.h"
+
+namespace penstock {
+
+constexpr int PANEL = 32;
+static_assert(PANEL % (2 * LANES) == 0);
+
+template <class E, int M, int N>
+void tile(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t words, float* c, int64_t ldc,
+          bool add) {
+  vf acc[M][N];
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) acc[m][n] = add ? load<vf>(c + m * ldc + n * LANES) : vf{};
+  for (int64_t k = 0; k < words; ++k) {
+    vu column[N];
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) column[n] = load<vu>(b + k * ldb + n * LANES);
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+      const vu x = vu{} + a[m * lda + k];
+#pragma GCC unroll 2
+      for (int n = 0; n < N; ++n) acc[m][n] = E::dot(acc[m][n], x, column[n]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) store(c + m * ldc + n * LANES, acc[m][n]);
+}
+
+using Tile = void (*)(const uint32_t*, int64_t, const uint32_t*, int64_t, int64_t, float*, int64_t, bool);
+
+template <class E, int N, int... M>
+Tile tile_of(int rows, std::integer_sequence<int, M...>) {
+  static constexpr Tile tiles[] = {tile<E, M + 1, N>...};
+  return tiles[rows - 1];
+}
+
+// a [rows][lda words], b [words][ldb words] of which `lanes` are used (a multiple of 16), c [rows][ldc].
+template <class E>
+void gemm(const uint32_t* a, int64_t lda, int64_t rows, const uint32_t* b, int64_t ldb, int64_t lanes,
+          int64_t words, float* c, int64_t ldc, bool add) {
+  const int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+  for (int64_t i = 0; i < tiles; ++i) {
+    const int64_t m = rows * i / tiles, count = rows * (i + 1) / tiles - m;
+    const auto sizes = std::make_integer_sequence<int, TILE_ROWS>();
+    for (int64_t n = 0, width; n < lanes; n += width) {
+      const bool wide = lanes - n >= 2 * LANES;
+      width = wide ? 2 * LANES : LANES;
+      const Tile run = wide ? tile_of<E, 2>(int(count), sizes) : tile_of<E, 1>(int(count), sizes);
+      run(a + m * lda, lda, b + n, ldb, words, c + m * ldc + n, ldc, add);
+    }
+  }
+}
+
+// Memory in huge pages where the system gives them; uninitialised.
+template <class T>
+class Buffer {
+ public:
+  Buffer() = default;
+  explicit Buffer(size_t count) { reserve(count); }
+  ~Buffer() { std::free(data_); }
+  Buffer(Buffer&& other) noexcept : data_(other.data_), count_(other.count_) { other.data_ = nullptr; }
+  Buffer& operator=(Buffer&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(count_, other.count_);
+    return *this;
+  }
+
+  void reserve(size_t count) {  // what it held is lost when it grows
+    if (count <= count_) return;
+    std::free(data_);
+    const size_t align = count * sizeof(T) >= HUGE ? HUGE : 64;
+    const size_t bytes = (count * sizeof(T) + align - 1) / align * align;
+    data_ = static_cast<T*>(std::aligned_alloc(align, bytes));
+    if (!data_) std::abort();  // as the system would, a moment later
+    if (align == HUGE) madvise(data_, bytes, MADV_HUGEPAGE);
+    count_ = count;
+  }
+
+  T* get() const { return data_; }
+  explicit operator bool() const { return data_ != nullptr; }
+
+ private:
+  static constexpr size_t HUGE = 2 << 20;
+  T* data_ = nullptr;
+  size_t count_ = 0;
+};
+
+// y = x W^T + b. Weights are words of E, or int8 with a scale per output, which are spread to words when
+// they are used: [panel][word][element of the word][32].
+struct Linear {
+  int64_t outputs = 0, words = 0, panels = 0;
+  Buffer<uint32_t> weights;
+  Buffer<int8_t> quantised;
+  Buffer<float> scale, bias;
+
+  int64_t panel_bytes(int per_word) const { return words * PANEL * (quantised ? per_word : 4); }
+};
+
+// The row of W that lies in a lane of a panel. A pair of matrices is dealt out in turns of LANES, so that
+// element i of the one and of the other are in the two vectors of one tile.
+inline int64_t row_of(int64_t place, int64_t outputs, bool paired) {
+  if (!paired) return place;
+  const int64_t turn = place / LANES;
+  return turn / 2 * LANES + place % LANES + (turn % 2 ? outputs / 2 : 0);
+}
+
+template <class E>
+void pack_panel(Linear& linear, const typename E::T* w, int64_t panel, bool paired) {
+  constexpr int per_word = E::PER_WORD;
+  const int64_t columns = linear.words * per_word;
+  for (int lane = 0; lane < PANEL; ++lane) {
+    const int64_t place = panel * PANEL + lane, row = row_of(place, linear.outputs, paired);
+    const typename E::T* from = place < linear.outputs ? w + row * columns : nullptr;
+    if (linear.quantised) {
+      float peak = 0.0f;
+      for (int64_t k = 0; from && k < columns; ++k) peak = std::fmax(peak, std::fabs(E::widen(from[k])));
+      linear.scale.get()[place] = peak / 127.0f;
+      const float inverse = peak > 0.0f ? 127.0f / peak : 0.0f;
+      int8_t* to = linear.quantised.get() + panel * columns * PANEL + lane;
+      for (int64_t k = 0; k < columns; ++k)
+        to[k * PANEL] = from ? int8_t(std::lrint(E::widen(from[k]) * inverse)) : int8_t(0);
+    } else {
+      uint32_t* to = linear.weights.get() + panel * linear.words * PANEL + lane;
+      for (int64_t k = 0; k < linear.words; ++k) {
+        to[k * PANEL] = 0;
+        if (from) std::memcpy(to + k * PANEL, from + k * per_word, 4);
+      }
+    }
+  }
+}
+
+// The panel's words: where they are, or spread into `room` [words][32].
+template <class E>
+const uint32_t* unpack_panel(const Linear& linear, int64_t panel, uint32_t* room) {
+  if (!linear.quantised) return linear.weights.get() + panel * linear.words * PANEL;
+  constexpr int per_word = E::PER_WORD;
+  const int8_t* from = linear.quantised.get() + panel * linear.words * per_word * PANEL;
+  for (int64_t k = 0; k < linear.words; ++k)
+    for (int n = 0; n < PANEL; n += LANES)
+      store(room + k * PANEL + n, E::expand(from + k * per_word * PANEL + n, PANEL));
+  return room;
+}
+
+}  // namespace penstock

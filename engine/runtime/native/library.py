@@ -1,0 +1,82 @@
+"""The compiled library, through ctypes: plain pointers, and the interpreter lock released in every call."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from engine.runtime.hardware import PROC, processor_flags
+from engine.runtime.native.build import ISAS, library_path
+
+NEEDED_FLAGS: Final[Mapping[str, frozenset[str]]] = {
+    "avx512_bf16": frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_bf16"}),
+    "avx512": frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
+    "avx2": frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}),
+    "portable": frozenset(),
+}
+assert list(NEEDED_FLAGS) == list(ISAS)
+
+
+class Shape(ctypes.Structure):
+    """`PenstockShape` in decoder.cpp."""
+
+    _fields_ = (
+        ("vocab", c_int64),
+        ("hidden", c_int64),
+        ("inner", c_int64),
+        ("layers", c_int64),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("page_size", c_int64),
+        ("norm_eps", c_float),
+        ("bf16", c_int32),
+        ("quantised", c_int32),
+    )
+
+
+class Step(ctypes.Structure):
+    """`PenstockStep` in decoder.cpp."""
+
+    _fields_ = (
+        ("rows", c_int64),
+        ("table_stride", c_int64),
+        ("starts", POINTER(c_int64)),
+        ("lengths", POINTER(c_int64)),
+        ("token_ids", c_void_p),
+        ("tables", c_void_p),
+    )
+
+
+_SIGNATURES: Final[Mapping[str, tuple[Any, tuple[Any, ...]]]] = {
+    "penstock_isa": (c_char_p, ()),
+    "penstock_new": (c_void_p, (POINTER(Shape), c_int32)),
+    "penstock_delete": (None, (c_void_p,)),
+    "penstock_set_linear": (None, (c_void_p, c_int64, c_int32, c_void_p, c_void_p)),
+    "penstock_set_norm": (None, (c_void_p, c_int64, c_int32, c_void_p, c_int64)),
+    "penstock_set_cache": (None, (c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
+    "penstock_set_tables": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),
+    "penstock_forward": (None, (c_void_p, POINTER(Step), c_void_p)),
+    "penstock_logits": (None, (c_void_p, c_void_p, c_int64, c_void_p)),
+}
+
+
+def built_isas(proc: Path = PROC) -> list[str]:
+    """Instruction sets that there is a library for and that this processor has, best first."""
+    flags = processor_flags(proc)
+    return [isa for isa, needed in NEEDED_FLAGS.items() if needed <= flags and library_path(isa).exists()]
+
+
+@cache
+def library(isa: str) -> ctypes.CDLL:
+    """The library for one of `built_isas()`."""
+    loaded = ctypes.CDLL(str(library_path(isa)))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    assert loaded.penstock_isa() == isa.encode()
+    return loaded

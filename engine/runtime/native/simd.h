@@ -1,0 +1,146 @@
+// Vectors of one width, fixed when this file is compiled, and the two element types.
+//
+// Every source here is compiled once per instruction set (see build.py), each into a library of its own,
+// so that nothing inlined for one processor is ever linked into the code for another.
+//
+// A *word* is 32 bits of an operand: one float, or two bfloat16 that follow each other along the summed
+// dimension. `dot` adds the product of two words, lane by lane; all matrix code below is written in words.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace penstock {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16, TILE_ROWS = 12;  // 24 of 32 registers accumulate
+#elif defined(__AVX2__)
+constexpr int LANES = 8, TILE_ROWS = 6;  // 12 of 16
+#else
+constexpr int LANES = 4, TILE_ROWS = 4;
+#endif
+
+#if defined(__AVX512BF16__)
+#define PENSTOCK_ISA "avx512_bf16"
+#elif defined(__AVX512F__)
+#define PENSTOCK_ISA "avx512"
+#elif defined(__AVX2__)
+#define PENSTOCK_ISA "avx2"
+#else
+#define PENSTOCK_ISA "portable"
+#endif
+
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+typedef int8_t vb __attribute__((vector_size(LANES)));
+
+template <class V>
+inline V load(const void* from) {
+  V v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+template <class V>
+inline void store(void* to, V v) {
+  std::memcpy(to, &v, sizeof v);
+}
+
+inline vf splat(float x) { return vf{} + x; }
+inline vf larger(vf a, vf b) { return a > b ? a : b; }
+
+inline float sum(vf x) {  // in halves, always the same order
+  float lane[LANES];
+  store(lane, x);
+  for (int width = LANES / 2; width; width /= 2)
+    for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
+  return lane[0];
+}
+
+inline float largest(vf x) {
+  float best = x[0];
+  for (int i = 1; i < LANES; ++i) best = x[i] > best ? x[i] : best;
+  return best;
+}
+
+// Cephes' expf: 2 ulp where the result is a normal number; NaN stays NaN, below -87 it is about 1e-38.
+inline vf exponential(vf x) {
+  x = x < -87.0f ? splat(-87.0f) : x;
+  x = x > 88.0f ? splat(88.0f) : x;
+  const vf magic = splat(12582912.0f);  // adding 1.5 * 2^23 rounds to whole numbers
+  const vf shifted = x * 1.44269504088896341f + magic;
+  const vf n = shifted - magic;
+  const vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  vf p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const vi exponent = ((vi)shifted - (vi)magic) << 23;
+  return (vf)((vi)p + exponent);
+}
+
+inline vf silu(vf x) { return x / (1.0f + exponential(-x)); }
+
+struct Fp32 {
+  using T = float;
+  static constexpr int PER_WORD = 1;
+  static vf dot(vf sum, vu a, vu b) { return sum + (vf)a * (vf)b; }
+  static vf widen(const T* from) { return load<vf>(from); }
+  static void narrow(T* to, vf x) { store(to, x); }
+  static T narrow(float x) { return x; }
+  static float widen(T x) { return x; }
+  // int8 -> LANES words
+  static vu expand(const int8_t* from, int) { return (vu)__builtin_convertvector(load<vb>(from), vf); }
+};
+
+struct Bf16 {
+  using T = uint16_t;
+  static constexpr int PER_WORD = 2;
+  static vf dot(vf sum, vu a, vu b) {
+#if defined(__AVX512BF16__)
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+    sum += (vf)(a << 16) * (vf)(b << 16);
+    return sum + (vf)(a & 0xffff0000u) * (vf)(b & 0xffff0000u);
+#endif
+  }
+  static vf widen(const T* from) { return (vf)(__builtin_convertvector(load<vh>(from), vu) << 16); }
+  static void narrow(T* to, vf x) {
+#if defined(__AVX512BF16__)
+    const __m256bh half = _mm512_cvtneps_pbh((__m512)x);
+    std::memcpy(to, &half, sizeof half);
+#else
+    vu bits = (vu)x;
+    bits = x == x ? (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16 : (bits >> 16) | 0x40u;  // to nearest, even
+    store(to, __builtin_convertvector(bits, vh));
+#endif
+  }
+  static T narrow(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return T(x == x ? (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16 : (bits >> 16) | 0x40u);
+  }
+  static float widen(T x) {
+    const uint32_t bits = uint32_t(x) << 16;
+    float f;
+    std::memcpy(&f, &bits, 4);
+    return f;
+  }
+  // int8, first elements of the words, then `apart` bytes later the second ones -> LANES words.
+  // Exact: bfloat16 holds every integer up to 256.
+  static vu expand(const int8_t* from, int apart) {
+    const vu low = (vu)__builtin_convertvector(load<vb>(from), vf);
+    const vu high = (vu)__builtin_convertvector(load<vb>(from + apart), vf);
+    return (low >> 16) | high;
+  }
+};
+
+}  // namespace penstock
