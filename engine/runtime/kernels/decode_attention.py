@@ -137,6 +137,8 @@ def paged_decode(
 ) -> Tensor:
     """q [R, H, D]; keys, values [pages, Hkv, page_size, D]; tables [R, P], lengths [R] int32 -> [R, H, D].
 
+    A token's heads lie side by side; tokens may lie apart.
+
     `work` is `list_work` of the same lengths and window. `kv_scales` are what stored keys and values have
     to be multiplied by (fp8). `programs`: PROGRAMS_PER_SM times the device's multiprocessors.
     """
@@ -144,9 +146,9 @@ def paged_decode(
     _, kv_heads, page_size, _ = keys.shape
     group = heads // kv_heads
     assert head_dim in HEAD_DIMS, f"head size {head_dim} is none of {HEAD_DIMS}"
-    assert all(t.is_contiguous() for t in (q, keys, values))
+    assert all(t.is_contiguous() for t in (q[0], keys, values))
     assert tables.stride(1) == 1
-    out = torch.empty_like(q) if out is None else out
+    out = q.new_empty(q.shape) if out is None else out
     group_block = triton.next_power_of_2(group)
     decode_kernel[(programs,)](
         q,
@@ -161,6 +163,7 @@ def paged_decode(
         scratch.scales[1],
         scratch.arrivals,
         out,
+        q.stride(0),
         tables.stride(0),
         scale * LOG2_E * kv_scales[0],
         kv_scales[1],
@@ -245,6 +248,7 @@ def decode_kernel(
     weights,
     arrivals,
     out,
+    q_stride,
     table_stride,
     scale,
     v_scale,
@@ -268,15 +272,19 @@ def decode_kernel(
         splits = _split_count(length, WINDOW, PAGE, SPLIT_PAGES, SPLITS_MAX)
         member = tl.arange(0, DOT_ROWS)
         dim = tl.arange(0, D)
-        q_at = (row * KV_HEADS + head) * (GROUP * D) + member[:, None] * D + dim[None, :]
-        query = tl.load(q + q_at, mask=member[:, None] < GROUP, other=0.0)
+        in_row = (head * GROUP + member[:, None]) * D + dim[None, :]
+        query = tl.load(q + row * q_stride + in_row, mask=member[:, None] < GROUP, other=0.0)
         acc, top, weight = _attend_split(
             query, keys, values, tables + row.to(tl.int64) * table_stride, length, split, head, scale,
             WINDOW, KV_HEADS, DOT_ROWS, D, PAGE, SPLIT_PAGES, SPLITS_MAX,
         )  # fmt: skip
         if splits == 1:
             result = acc * v_scale / tl.where(weight > 0, weight, 1.0)[:, None]
-            tl.store(out + q_at, result.to(out.dtype.element_ty), mask=member[:, None] < GROUP)
+            tl.store(
+                out + row * (KV_HEADS * GROUP * D) + in_row,
+                result.to(out.dtype.element_ty),
+                mask=member[:, None] < GROUP,
+            )
         else:
             slot = (place * KV_HEADS + head) * GROUP + member.to(tl.int64)
             tl.store(maxima + slot, top, mask=member < GROUP)

@@ -87,9 +87,9 @@ def paged_prefill(
     group = heads // kv_heads
     assert head_dim in HEAD_DIMS, f"head size {head_dim} is none of {HEAD_DIMS}"
     assert group <= BLOCK_M
-    assert all(t.is_contiguous() for t in (q, keys, values, chunks, tiles))
+    assert all(t.is_contiguous() for t in (q[0], keys, values, chunks, tiles))
     assert tables.stride(1) == 1
-    out = torch.empty_like(q) if out is None else out
+    out = q.new_empty(q.shape) if out is None else out
     prefill_kernel[(len(tiles) * kv_heads,)](
         q,
         keys,
@@ -98,6 +98,7 @@ def paged_prefill(
         chunks,
         tiles,
         out,
+        q.stride(0),
         tables.stride(0),
         scale * LOG2_E * kv_scales[0],
         kv_scales[1],
@@ -122,6 +123,7 @@ def prefill_kernel(
     chunks,
     tiles,
     out,
+    q_stride,
     table_stride,
     scale,
     v_scale,
@@ -141,9 +143,9 @@ def prefill_kernel(
     token, member = first + tl.arange(0, BLOCK_M) // GROUP, tl.arange(0, BLOCK_M) % GROUP
     last = tl.minimum(first + tokens, length) - 1
     exists = token <= last
-    q_row = (offset + token).to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + member
-    at = q_row[:, None] * D + tl.arange(0, D)[None, :]
-    query = tl.load(q + at, mask=exists[:, None], other=0.0)
+    packed = (offset + token).to(tl.int64)
+    in_token = (head * GROUP + member)[:, None] * D + tl.arange(0, D)[None, :]
+    query = tl.load(q + packed[:, None] * q_stride + in_token, mask=exists[:, None], other=0.0)
     position = start + token
 
     # Pages [begin, low) and [high, end) have an edge in them; those between are seen whole by every token.
@@ -171,7 +173,8 @@ def prefill_kernel(
         True, WINDOW, KV_HEADS, D, PAGE,
     )  # fmt: skip
     result = acc * (v_scale / tl.where(weight > 0, weight, 1.0))[:, None]
-    tl.store(out + at, result.to(out.dtype.element_ty), mask=exists[:, None])
+    out_at = packed[:, None] * (KV_HEADS * GROUP * D) + in_token
+    tl.store(out + out_at, result.to(out.dtype.element_ty), mask=exists[:, None])
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from engine.runtime.kernels import decode_attention, prefill_attention
+from engine.runtime.kernels import decode_attention, fused, prefill_attention
 
 HOPPER = GPUTarget("cuda", 90, 32)
 INSTRUCTIONS = (
@@ -195,7 +195,26 @@ def report_prefill() -> None:
     )
 
 
+def store_launch(**kv: Any) -> Tensor:
+    """32 tokens of a Qwen3-8B."""
+    cache, place = meta(1000, 8, 64, 128, **kv), meta(32, dtype=torch.int64)
+    norm = fused.QKNorm(meta(128), meta(128), 1e-6)
+    return fused.norm_rotate_store(
+        meta(32, 48 * 128), (meta(32, 64), meta(32, 64)), norm, cache, cache, place, place
+    )
+
+
+def report_fused() -> None:
+    x, weight = meta(32, 4096), meta(4096)
+    report("rms_norm", fused, "rms_norm_kernel", lambda: fused.rms_norm(x, weight, 1e-6, x))
+    report("norm_rotate_store", fused, "norm_rotate_store_kernel", store_launch)
+    fp8 = torch.float8_e4m3fn
+    report("norm_rotate_store fp8", fused, "norm_rotate_store_kernel", lambda: store_launch(dtype=fp8))
+    report("silu_mul", fused, "silu_mul_kernel", lambda: fused.silu_mul(meta(32, 2 * 14336)))
+
+
 if __name__ == "__main__":
+    report_fused()
     report_decode()
     report_prefill()
     sys.exit(0)

@@ -1,0 +1,228 @@
+"""What lies between a layer's matrix multiplications, in four kernels instead of a dozen.
+
+At batch 1 a layer's small operations cost no memory traffic worth naming; each costs a kernel's start and
+end, 1.5 to 2.5 us in a CUDA graph. At batch 256 each costs a pass over the activations. Fusing saves both:
+
+    rms_norm             residual += x; norm(residual) * weight
+    norm_rotate_store    queries and keys normed (where the model does) and rotated; keys and values stored
+    silu_mul             silu(gate) * up
+
+Everything is computed in float32 and rounded once, when it is stored; the sum with the residual is rounded
+before it is normed, because the rounded one is what the next layer sees. One row is one program, so a row's
+bits do not depend on the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NORM_WARPS: Final = 8
+"""A row of 4,096 is then 16 elements per thread: two wide loads."""
+HEADS_BLOCK: Final = 8
+"""Heads per program: 8 x 128 elements are 8 per thread, and a batch of 1 still makes 5 programs of 8B's
+48 heads."""
+SILU_BLOCK: Final = 1024
+FP8_MAX: Final = 448.0
+"""The largest e4m3."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """x [T, hidden] -> the same shape. With `residual`, in place: residual += x, and that is normed.
+
+    Zhang and Sennrich 2019.
+    """
+    rows, hidden = x.shape
+    assert x.is_contiguous()
+    assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
+    out = torch.empty_like(x)
+    rms_norm_kernel[(rows,)](
+        x,
+        residual,
+        weight,
+        out,
+        hidden,
+        eps,
+        BLOCK=triton.next_power_of_2(hidden),
+        num_warps=NORM_WARPS,
+    )
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class QKNorm:
+    """Norms of single heads, as Qwen3 has them."""
+
+    q_weight: Tensor
+    """[D]"""
+    k_weight: Tensor
+    """[D]"""
+    eps: float
+
+
+def norm_rotate_store(
+    qkv: Tensor,
+    angles: tuple[Tensor, Tensor],
+    norm: QKNorm | None,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    offsets: Tensor,
+    *,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> Tensor:
+    """qkv [T, (H + 2 Hkv) D] -> queries [T, H, D]; keys and values go to (page, offset) [T] of the cache.
+
+    angles: cos and sin, [T, D/2] each. keys, values [pages, Hkv, page_size, D]. What is stored is divided by
+    `kv_scales` and, in fp8, held to what the type can hold.
+    """
+    tokens = len(qkv)
+    _, kv_heads, page_size, head_dim = keys.shape
+    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    cos, sin = angles
+    assert all(t.is_contiguous() for t in (qkv, cos, sin, keys, values))
+    assert cos.numel() == tokens * head_dim // 2
+    q = qkv.new_empty(tokens, heads, head_dim)
+    q_blocks = triton.cdiv(heads, HEADS_BLOCK)
+    grid = (tokens, q_blocks + triton.cdiv(kv_heads, HEADS_BLOCK))
+    norm_rotate_store_kernel[grid](
+        qkv,
+        q,
+        cos,
+        sin,
+        norm.q_weight if norm else None,
+        norm.k_weight if norm else None,
+        norm.eps if norm else 0.0,
+        keys,
+        values,
+        pages,
+        offsets,
+        1.0 / kv_scales[0],
+        1.0 / kv_scales[1],
+        NORM=norm is not None,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        Q_BLOCKS=q_blocks,
+        HALF=head_dim // 2,
+        PAGE=page_size,
+        LIMIT=FP8_MAX if keys.dtype == torch.float8_e4m3fn else 0.0,
+        HEADS_BLOCK=HEADS_BLOCK,
+        num_warps=4,
+    )
+    return q
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """gate_up [T, 2 I], the gate's half first -> silu(gate) * up, [T, I]."""
+    rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.is_contiguous()
+    out = gate_up.new_empty(rows, inner)
+    grid = (rows, triton.cdiv(inner, SILU_BLOCK))
+    silu_mul_kernel[grid](gate_up, out, inner, BLOCK=SILU_BLOCK, num_warps=4)
+    return out
+
+
+@triton.jit
+def rms_norm_kernel(x, residual, weight, out, hidden, eps, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    inside = column < hidden
+    at = tl.program_id(0).to(tl.int64) * hidden + column
+    row = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if residual is not None:
+        row += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        rounded = row.to(residual.dtype.element_ty)
+        tl.store(residual + at, rounded, mask=inside)
+        row = rounded.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(row * row) / hidden + eps)
+    normed = row * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, normed.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def norm_rotate_store_kernel(
+    qkv,
+    q,
+    cos,
+    sin,
+    q_weight,
+    k_weight,
+    eps,
+    keys,
+    values,
+    pages,
+    offsets,
+    k_factor,
+    v_factor,
+    NORM: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    Q_BLOCKS: tl.constexpr,
+    HALF: tl.constexpr,
+    PAGE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+):
+    """One program per token and block of heads: first the blocks of queries, then those of keys."""
+    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    dim = tl.arange(0, HALF)
+    cosine = tl.load(cos + token * HALF + dim).to(tl.float32)[None, :]
+    sine = tl.load(sin + token * HALF + dim).to(tl.float32)[None, :]
+    source = qkv + token * ((HEADS + 2 * KV_HEADS) * 2 * HALF)
+    if block < Q_BLOCKS:
+        head = block * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)[:, None]
+        at = head * (2 * HALF) + dim[None, :]
+        first, second = _turned(source + at, head < HEADS, q_weight, eps, cosine, sine, NORM, HALF)
+        target = q + token * (HEADS * 2 * HALF) + at
+        tl.store(target, first.to(q.dtype.element_ty), mask=head < HEADS)
+        tl.store(target + HALF, second.to(q.dtype.element_ty), mask=head < HEADS)
+    else:
+        head = (block - Q_BLOCKS) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)[:, None]
+        inside = head < KV_HEADS
+        k_at = source + (HEADS + head) * (2 * HALF) + dim[None, :]
+        page = tl.load(pages + token).to(tl.int64)
+        place = ((page * KV_HEADS + head) * PAGE + tl.load(offsets + token)) * (2 * HALF) + dim[None, :]
+        first, second = _turned(k_at, inside, k_weight, eps, cosine, sine, NORM, HALF)
+        _store(keys + place, first * k_factor, inside, LIMIT)
+        _store(keys + place + HALF, second * k_factor, inside, LIMIT)
+        for half in tl.static_range(2):
+            v_at = k_at + KV_HEADS * 2 * HALF + half * HALF
+            value = tl.load(v_at, mask=inside, other=0.0).to(tl.float32)
+            _store(values + place + half * HALF, value * v_factor, inside, LIMIT)
+
+
+@triton.jit
+def _turned(at, inside, weight, eps, cosine, sine, NORM: tl.constexpr, HALF: tl.constexpr):
+    """Both halves of heads, normed if need be and rotated, [HEADS_BLOCK, D/2] float32 each."""
+    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        scale = (1.0 / tl.sqrt(squares / (2 * HALF) + eps))[:, None]
+        dim = tl.arange(0, HALF)[None, :]
+        first *= scale * tl.load(weight + dim).to(tl.float32)
+        second *= scale * tl.load(weight + HALF + dim).to(tl.float32)
+    return first * cosine - second * sine, second * cosine + first * sine
+
+
+@triton.jit
+def _store(at, value, inside, LIMIT: tl.constexpr):
+    if LIMIT > 0:
+        value = tl.minimum(tl.maximum(value, -LIMIT), LIMIT)
+    tl.store(at, value.to(at.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def silu_mul_kernel(gate_up, out, inner, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < inner
+    at = gate_up + row * 2 * inner + column
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + inner, mask=inside, other=0.0).to(tl.float32)
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * inner + column, result.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,76 @@
+"""The fused kernels in the interpreter, against the CPU's layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from engine.runtime.kernels import fused
+from engine.runtime.layers import Rotary, rms_norm, rotate
+from engine.runtime.models.config import RopeConfig
+
+DTYPES = (torch.float32, torch.float16)
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [64, 896])
+def test_norm_with_and_without_residual(hidden: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, residual = torch.randn(2, 5, hidden).to(dtype)
+    weight = torch.rand(hidden).to(dtype)
+    close = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
+    torch.testing.assert_close(fused.rms_norm(x, weight, 1e-6), rms_norm(x, weight, 1e-6), **close)
+    total = x + residual
+    found = fused.rms_norm(x, weight, 1e-6, residual)
+    assert torch.equal(residual, total)
+    torch.testing.assert_close(found, rms_norm(total, weight, 1e-6), **close)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (20, 10, 32), (7, 1, 128)])
+def test_norm_rotate_store(
+    heads: int, kv_heads: int, head_dim: int, normed: bool, dtype: torch.dtype
+) -> None:
+    """Nothing but the tokens' own places in the cache is touched."""
+    torch.manual_seed(0)
+    tokens, size, pages = 6, 16, 9
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim).to(dtype)
+    angles = Rotary(RopeConfig(10_000.0), head_dim).angles(torch.tensor([0, 1, 2, 500, 77, 3]), torch.float32)
+    weights = torch.rand(2, head_dim)
+    cache = torch.full((2, pages, kv_heads, size, head_dim), torch.nan, dtype=dtype)
+    page, offset = torch.tensor([8, 8, 8, 0, 3, 5]), torch.tensor([14, 15, 0, 7, 1, 2])
+    norm = fused.QKNorm(*weights, 1e-6) if normed else None
+    found = fused.norm_rotate_store(qkv, angles, norm, *cache, page, offset)
+
+    by_head = qkv.view(tokens, -1, head_dim).float()
+    q, k, v = by_head.split([heads, kv_heads, kv_heads], dim=1)
+    if normed:
+        q, k = rms_norm(q, weights[0], 1e-6), rms_norm(k, weights[1], 1e-6)
+    close = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
+    torch.testing.assert_close(found.float(), rotate(q, angles), **close)
+    torch.testing.assert_close(cache[0][page, :, offset].float(), rotate(k, angles), **close)
+    assert torch.equal(cache[1][page, :, offset].float(), v)
+    assert cache.isnan().sum() == cache.numel() - 2 * tokens * kv_heads * head_dim
+
+
+def test_an_fp8_cache_is_scaled_and_never_overflows() -> None:
+    qkv = torch.tensor([[1.0] * 32 + [2.0] * 32 + [10_000.0] * 16 + [-3.0] * 16])
+    angles = (torch.ones(1, 16), torch.zeros(1, 16))
+    cache = torch.zeros(2, 1, 1, 16, 32).to(torch.float8_e4m3fn)
+    place = torch.zeros(1, dtype=torch.int64)
+    fused.norm_rotate_store(qkv, angles, None, *cache, place, place, kv_scales=(0.5, 2.0))
+    assert cache[0, 0, 0, 0].float().tolist() == [4.0] * 32
+    assert cache[1, 0, 0, 0].float().tolist() == [448.0] * 16 + [-1.5] * 16
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inner", [96, 1500])
+def test_silu_mul(inner: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    gate_up = torch.randn(3, 2 * inner).to(dtype)
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    close = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
+    torch.testing.assert_close(fused.silu_mul(gate_up).float(), silu(gate) * up, **close)
