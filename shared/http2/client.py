@@ -38,9 +38,9 @@ from shared.http import CONNECTED
 from shared.http2.connection import ConnectionConfig, Phase
 from shared.http2.endpoint import Endpoint, WatchConfig
 from shared.http2.errors import ConnectionLost, Http2Error, StreamFailed, StreamRefused
-from shared.http2.headers import BadHeader, bounded, fields
+from shared.http2.headers import BadHeader, HeaderList, bounded, fields
 from shared.http2.pool import OriginPool
-from shared.http2.stream import HeaderList, Stream
+from shared.http2.stream import Stream
 
 ATTEMPTS_MAX: Final = 3
 CONNECTIONS_MAX: Final = 16

@@ -1,8 +1,10 @@
 """One HTTP/2 connection: the core that client and server share. No I/O.
 
-Theory. `h2` keeps the protocol's state; this module decides when to let bytes through. Bytes come in by
-`receive`, go out by `take_output`; in between are streams. The owner (an end of ours, or a test) moves the
-bytes, is told by `Owner` what happened, and calls `pump` when there is room again.
+Theory. This module decides when to let bytes through. Bytes come in by `receive`, go out by `take_output`; in
+between are streams. The owner (an end of ours, or a test) moves the bytes, is told by `Owner` what happened,
+and calls `pump` when there is room again. SETTINGS and PING are `h2`'s affair. Frames of streams are a
+path's: `FastPath` reads and builds them by hand, `PlainPath` has `h2` do it; both say by `received_...` what
+came.
 
 Rules.
 
@@ -13,8 +15,9 @@ Rules.
    waits for its own window is in no queue. After every call from outside: backlog non-empty means that
    nothing can be sent.
 3. A change of SETTINGS can open every window, so it looks at every stream.
-4. After a reset, from either side, frames of that stream may still be on their way. They are dropped, their
-   bytes credited to the connection, and HEADERS still go through HPACK, whose state belongs to all.
+4. After a reset, from either side, frames of that stream may still be on their way (`abandoned`). They are
+   dropped, their bytes credited to the connection, and HEADERS still go through HPACK, whose state belongs
+   to all.
 5. GOAWAY never reaches `h2`, in either direction: `h2` would close the connection with it, while its point
    is that streams which run may finish. After the peer's GOAWAY no stream is opened; those above its last id
    were never processed, and fail with StreamRefused.
@@ -47,11 +50,13 @@ from shared.http2.errors import (
     StreamReset,
 )
 from shared.http2.fastpath import FastPath
+from shared.http2.headers import HeaderList
 from shared.http2.plainpath import PlainPath
 from shared.http2.state import ProtocolState
-from shared.http2.stream import HeaderList, Stream
+from shared.http2.stream import Stream
 
 DRAIN_PING: Final = b"draining"
+LAST_ID_TO_OPEN: Final = frames.STREAM_ID_MAX - 2
 ENDS: Final = frames.END_STREAM | frames.END_HEADERS
 
 
@@ -70,7 +75,7 @@ PHASES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class ConnectionConfig:
-    fast: bool = True  # DATA and WINDOW_UPDATE beside h2 (fastpath.py) or through it (plainpath.py)
+    fast: bool = True  # streams beside h2 (fastpath.py) or through it (plainpath.py)
     stream_window_len: int = limits.STREAM_WINDOW_LEN
     connection_window_len: int = limits.CONNECTION_WINDOW_LEN
     streams_max: int = limits.STREAMS_MAX  # open at once; a client's may be less, if the server says so
@@ -110,10 +115,13 @@ class Connection:
         self.error: ConnectionLost | None = None  # why it closed
         self.credit_at = max(1, config.stream_window_len // 2)
         self.handing_over: list[Stream] = []  # whose readers take what came in this turn
+        self.abandoned: dict[int, None] = {}  # ids closed by a reset, oldest first
         self._owner = owner
         self._out = bytearray()
         self._backlog: deque[Stream] = deque()
-        self._abandoned: dict[int, None] = {}  # ids closed by a reset, oldest first
+        self._opened_id = -1  # the last stream opened by us
+        self._accepted_id = 0  # and by the peer
+        self._allowed = 0  # streams open at once, by us, as the peer's SETTINGS say
         self._announcing = False  # our first GOAWAY is on its way
         self._accept_max = frames.STREAM_ID_MAX  # streams above are refused
         self._splitter = frames.Splitter(b"" if client else frames.PREFACE)
@@ -132,18 +140,20 @@ class Connection:
         )
         self._out += self.h2.greeting
         self.path = FastPath(self) if config.fast else PlainPath(self)
+        self._handlers: dict[type[events.Event], Callable[[Any], None]] = {
+            events.RemoteSettingsChanged: self._on_settings,
+            events.PingAckReceived: self._on_pong,
+            **self.path.handlers,
+        }
 
     # -- what the owner asks ------------------------------------------------------------------
 
     @property
     def streams_room(self) -> int:
         """How many more streams may be opened by us."""
-        if self.phase is not Phase.OPEN or not self.greeted:
+        if self.phase is not Phase.OPEN or self._opened_id >= LAST_ID_TO_OPEN:
             return 0
-        if self.h2.highest_outbound_stream_id >= frames.STREAM_ID_MAX - 2:
-            return 0
-        allowed = min(self.h2.remote_settings.max_concurrent_streams, self.config.streams_max)
-        return allowed - len(self.streams)
+        return self._allowed - len(self.streams)
 
     @property
     def may_close(self) -> bool:
@@ -193,28 +203,28 @@ class Connection:
         """A client's: sends a request's header list. Asserts that there is room for a stream."""
         assert self.client
         assert self.streams_room > 0
-        stream = Stream(self.h2.get_next_available_stream_id(), self)
-        self.h2.send_headers(stream.id, head, end_stream=end)
+        self._opened_id += 2
+        stream = Stream(self._opened_id, self)
+        if (b":method", b"HEAD") in head:
+            stream.left = 0
+        self.path.send_head(stream, head, end=end)
         self.path.opened(stream)
         self.streams[stream.id] = stream
         stream.sent_all = end
-        self.collect()
         return stream
 
     def respond(self, stream: Stream, head: HeaderList, *, end: bool) -> None:
         """A server's: sends a response's header list."""
         if stream.error is not None:
             raise stream.error.with_traceback(None)
-        self.h2.send_headers(stream.id, head, end_stream=end)
-        self.collect()
+        self.path.send_head(stream, head, end=end)
         if end:
             self._ended(stream)
 
     def inform(self, stream: Stream, status: bytes) -> None:
         """A server's: an interim response (1xx)."""
         if stream.error is None:
-            self.h2.send_headers(stream.id, [(b":status", status)])
-            self.collect()
+            self.path.send_head(stream, [(b":status", status)], end=False)
 
     def ping(self, data: bytes) -> None:
         self.h2.ping(data)
@@ -236,7 +246,7 @@ class Connection:
         """GOAWAY, and every stream fails."""
         if self.phase is Phase.CLOSED:
             return
-        self.put(frames.goaway(self.h2.highest_inbound_stream_id, code))
+        self.put(frames.goaway(self._accepted_id, code))
         self.lost(error)
 
     def lost(self, error: ConnectionLost) -> None:
@@ -285,13 +295,11 @@ class Connection:
             self._backlog.append(stream)
 
     def end(self, stream: Stream) -> None:
-        self.h2.end_stream(stream.id)
-        self.collect()
+        self.path.end(stream)
         self._ended(stream)
 
     def reset(self, stream: Stream, error: StreamFailed, code: ErrorCode) -> None:
-        self.h2.reset_stream(stream.id, code)
-        self.collect()
+        self.path.reset(stream, code)
         self._abandon(stream, error)
 
     def credit_stream(self, stream: Stream, length: int) -> None:
@@ -311,8 +319,70 @@ class Connection:
 
     def punish(self, stream: Stream, error: StreamFailed, code: ErrorCode) -> None:
         """A reset that the peer brought about, and pays for."""
-        self._budgets[frames.RST_STREAM].spend()
+        self.spend_reset()
         self.reset(stream, error, code)
+
+    def spend_reset(self) -> None:
+        self._budgets[frames.RST_STREAM].spend()
+
+    def check_known(self, stream_id: int) -> None:
+        """Raises ProtocolViolation unless somebody opened this stream."""
+        if stream_id % 2 != 1 or stream_id > max(self._opened_id, self._accepted_id):
+            raise ProtocolViolation(ErrorCode.PROTOCOL_ERROR, f"a frame of stream {stream_id}, which is idle")
+
+    def check_opening(self, stream_id: int) -> None:
+        """Raises ProtocolViolation unless HEADERS may come: the stream is new, open, or was reset."""
+        if stream_id in self.streams or stream_id in self.abandoned:
+            return
+        if self.client or stream_id % 2 != 1 or stream_id <= self._accepted_id:
+            raise ProtocolViolation(ErrorCode.PROTOCOL_ERROR, f"HEADERS for stream {stream_id}")
+
+    def received_request(self, stream_id: int, head: HeaderList) -> None:
+        self._accepted_id = stream_id
+        stream = Stream(stream_id, self)
+        self.path.opened(stream)
+        refuse = stream_id > self._accept_max or len(self.streams) >= self.config.streams_max
+        self.streams[stream_id] = stream
+        if refuse:
+            self.punish(stream, StreamRefused("draining or full"), ErrorCode.REFUSED_STREAM)
+            return
+        stream.deliver_head(head)
+        self._owner.stream_opened(stream)
+
+    def received_end(self, stream: Stream) -> None:
+        stream.deliver_end()
+        self._close_if_done(stream)
+
+    def received_reset(self, stream: Stream, code: int) -> None:
+        if code == ErrorCode.REFUSED_STREAM:
+            self._abandon(stream, StreamRefused("refused by peer"))
+        else:
+            self._abandon(stream, StreamReset(code, by_peer=True))
+
+    def decline(self, stream: Stream) -> None:
+        """The peer had ended it, and sends more."""
+        code = ErrorCode.STREAM_CLOSED
+        self.punish(stream, StreamReset(code, by_peer=False), code)
+
+    def received_stray(self, stream_id: int, length: int) -> bool:
+        """Whether DATA came for a stream that does not expect any more. It is told so."""
+        stream = self.streams.get(stream_id)
+        if stream is not None and not stream.received_all:
+            return False
+        self.path.drop(length)
+        if stream is not None:
+            self.decline(stream)
+        else:
+            self.check_known(stream_id)
+            self.spend_reset()
+            self.put(frames.rst_stream(stream_id, ErrorCode.STREAM_CLOSED))
+        return True
+
+    def was_reset(self, stream: Stream | None, code: int) -> None:
+        """By the path itself, since the peer broke a rule."""
+        self.spend_reset()
+        if stream is not None:
+            self._abandon(stream, StreamReset(code, by_peer=False))
 
     # -- what the peer sent -------------------------------------------------------------------
 
@@ -335,7 +405,7 @@ class Connection:
 
     def _receive(self, data: bytes) -> None:
         """`h2` is fed runs of frames that are as long as possible; a frame that we take ends a run."""
-        budgets, abandoned, takes = self._budgets, self._abandoned, self.path.takes
+        budgets, abandoned, takes = self._budgets, self.abandoned, self.path.takes
         data, whole = self._splitter.feed(data)
         fed = done = 0
         for kind, flags, stream_id, start, stop in whole:
@@ -364,7 +434,7 @@ class Connection:
         if kind == frames.GOAWAY:
             self._on_goaway(*frames.parse_goaway(payload))
             return True
-        if stream_id in self._abandoned:
+        if stream_id in self.abandoned:
             if kind == frames.DATA:
                 self.path.drop(len(payload))
             return kind in (frames.DATA, frames.WINDOW_UPDATE, frames.RST_STREAM)
@@ -377,50 +447,12 @@ class Connection:
             raise ProtocolViolation(ErrorCode(error.error_code), str(error)) from error
         self.collect()
         for event in happened:
-            if (handle := _HANDLERS.get(type(event))) is not None:
-                handle(self, event)
-
-    def _on_head(self, event: events.RequestReceived | events.ResponseReceived) -> None:
-        if self.client:
-            if (known := self.streams.get(event.stream_id)) is not None:
-                known.deliver_head(list(event.headers))
-            return
-        stream = Stream(event.stream_id, self)
-        self.path.opened(stream)
-        refuse = event.stream_id > self._accept_max or len(self.streams) >= self.config.streams_max
-        self.streams[stream.id] = stream
-        if refuse:
-            self.punish(stream, StreamRefused("draining or full"), ErrorCode.REFUSED_STREAM)
-            return
-        stream.deliver_head(list(event.headers))
-        self._owner.stream_opened(stream)
-
-    def _on_data(self, event: events.DataReceived) -> None:
-        self.path.arrived(self.streams.get(event.stream_id), event)
-
-    def _on_end(self, event: events.StreamEnded) -> None:
-        if (stream := self.streams.get(event.stream_id)) is not None:
-            stream.deliver_end()
-            self._close_if_done(stream)
-
-    def _on_reset(self, event: events.StreamReset) -> None:
-        """`h2` resets by itself when a frame breaks a rule of its stream: the peer pays for those too."""
-        if not event.remote_reset:
-            self._budgets[frames.RST_STREAM].spend()
-        if (stream := self.streams.get(event.stream_id)) is None:
-            return
-        code = int(event.error_code or 0)
-        if code == ErrorCode.REFUSED_STREAM and event.remote_reset:
-            self._abandon(stream, StreamRefused("refused by peer"))
-        else:
-            self._abandon(stream, StreamReset(code, by_peer=event.remote_reset))
-
-    def _on_window(self, event: events.WindowUpdated) -> None:
-        if event.stream_id and (stream := self.streams.get(event.stream_id)) is not None:
-            self.enqueue(stream)
+            if (handle := self._handlers.get(type(event))) is not None:
+                handle(event)
 
     def _on_settings(self, event: events.RemoteSettingsChanged) -> None:
         self.greeted = True
+        self._allowed = min(self.h2.remote_settings.max_concurrent_streams, self.config.streams_max)
         self.path.settings_changed()
         for stream in self.streams.values():
             self.enqueue(stream)
@@ -429,7 +461,7 @@ class Connection:
     def _on_pong(self, event: events.PingAckReceived) -> None:
         if event.ping_data == DRAIN_PING and self._announcing and self.phase is Phase.RETIRING:
             self._announcing = False
-            self._accept_max = self.h2.highest_inbound_stream_id
+            self._accept_max = self._accepted_id
             self.put(frames.goaway(self._accept_max, ErrorCode.NO_ERROR))
             self._owner.peer_changed()
 
@@ -450,26 +482,14 @@ class Connection:
 
     def _close_if_done(self, stream: Stream) -> None:
         if stream.received_all and stream.sent_all and self.streams.pop(stream.id, None) is not None:
-            self.h2.forget(stream.id)
+            self.path.closed(stream)
             self._owner.stream_closed(stream)
 
     def _abandon(self, stream: Stream, error: StreamFailed) -> None:
-        self._abandoned[stream.id] = None
-        if len(self._abandoned) > limits.ABANDONED_MAX:
-            del self._abandoned[next(iter(self._abandoned))]
+        self.abandoned[stream.id] = None
+        if len(self.abandoned) > limits.ABANDONED_MAX:
+            del self.abandoned[next(iter(self.abandoned))]
         del self.streams[stream.id]
-        self.h2.forget(stream.id)
+        self.path.closed(stream)
         stream.fail(error)
         self._owner.stream_closed(stream)
-
-
-_HANDLERS: Final[dict[type[events.Event], Callable[[Connection, Any], None]]] = {
-    events.RequestReceived: Connection._on_head,
-    events.ResponseReceived: Connection._on_head,
-    events.DataReceived: Connection._on_data,
-    events.StreamEnded: Connection._on_end,
-    events.StreamReset: Connection._on_reset,
-    events.WindowUpdated: Connection._on_window,
-    events.RemoteSettingsChanged: Connection._on_settings,
-    events.PingAckReceived: Connection._on_pong,
-}

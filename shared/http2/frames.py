@@ -3,7 +3,7 @@
 `h2` parses and judges frames. It is fed through a `Splitter` because three things must happen before
 it sees them: a frame that is too long is refused by its header, before it is buffered; GOAWAY is kept
 from it (it would close its state machine, and the streams that GOAWAY promises to finish with it);
-and the fast path takes DATA and WINDOW_UPDATE for itself.
+and the fast path takes the frames of streams for itself.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from shared.http2.limits import CONTINUATION_COUNT_MAX, FRAME_LEN_MAX, HEADER_LI
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEADER_LEN: Final = 9
 STREAM_ID_MAX: Final = 2**31 - 1
+PRIORITY_LEN: Final = 5
 
 DATA: Final = 0x0
 HEADERS: Final = 0x1
@@ -32,7 +33,9 @@ CONTINUATION: Final = 0x9
 END_STREAM: Final = 0x1
 END_HEADERS: Final = 0x4
 PADDED: Final = 0x8
+PRIORITIZED: Final = 0x20
 
+_ORDERED: Final = frozenset({HEADERS, PUSH_PROMISE, CONTINUATION})
 _HEADER: Final = struct.Struct(">HBBBL")  # length / 256, length % 256, type, flags, stream id
 _SETTING: Final = struct.Struct(">HL")
 _TWO_WORDS: Final = struct.Struct(">LL")
@@ -54,12 +57,39 @@ def window_update(stream_id: int, increment: int) -> bytes:
     return _HEADER.pack(0, 4, WINDOW_UPDATE, 0, stream_id) + increment.to_bytes(4, "big")
 
 
+def rst_stream(stream_id: int, code: int) -> bytes:
+    return _HEADER.pack(0, 4, RST_STREAM, 0, stream_id) + code.to_bytes(4, "big")
+
+
 def settings(values: dict[int, int]) -> bytes:
     return frame(SETTINGS, 0, 0, b"".join(_SETTING.pack(code, value) for code, value in values.items()))
 
 
 def goaway(last_stream_id: int, code: int, debug: bytes = b"") -> bytes:
     return frame(GOAWAY, 0, 0, _TWO_WORDS.pack(last_stream_id, code) + debug)
+
+
+def unpadded(payload: bytes, flags: int) -> bytes:
+    """DATA's or HEADERS' payload without padding (RFC 9113, 6.1)."""
+    if not flags & PADDED:
+        return payload
+    if not payload:
+        raise ProtocolViolation(ErrorCode.FRAME_SIZE_ERROR, "a padded frame without a length")
+    if payload[0] > len(payload) - 1:
+        raise ProtocolViolation(ErrorCode.PROTOCOL_ERROR, "more padding than frame")
+    return payload[1 : len(payload) - payload[0]]
+
+
+def header_fragment(payload: bytes, flags: int, stream_id: int) -> bytes:
+    """What HEADERS brings of a header block (RFC 9113, 6.2)."""
+    payload = unpadded(payload, flags)
+    if not flags & PRIORITIZED:
+        return payload
+    if len(payload) < PRIORITY_LEN:
+        raise ProtocolViolation(ErrorCode.FRAME_SIZE_ERROR, "HEADERS is too short for its priority")
+    if int.from_bytes(payload[:4], "big") & STREAM_ID_MAX == stream_id:
+        raise ProtocolViolation(ErrorCode.PROTOCOL_ERROR, "a stream that depends on itself")
+    return payload[PRIORITY_LEN:]
 
 
 def parse_goaway(payload: bytes) -> tuple[int, int]:
@@ -75,7 +105,7 @@ class Splitter:
 
     Holds at most one frame of FRAME_LEN_MAX plus what one read of the socket brought. Raises
     ProtocolViolation for a wrong preface, a first frame that is not SETTINGS, a frame that is too
-    long, and a header block that is interrupted or too long.
+    long, a header block that is interrupted or too long, and a push.
     """
 
     __slots__ = ("_block_frames", "_block_len", "_block_stream", "_greeted", "_partial", "_preface", "whole")
@@ -111,7 +141,7 @@ class Splitter:
             if stop > size:
                 break
             stream_id &= STREAM_ID_MAX
-            if self._block_stream or kind in (HEADERS, CONTINUATION) or not self._greeted:
+            if self._block_stream or kind in _ORDERED or not self._greeted:
                 self._check_order(kind, flags, stream_id, length)
             frames.append((kind, flags, stream_id, start, stop))
             start = stop
@@ -136,6 +166,8 @@ class Splitter:
                 raise ProtocolViolation(ErrorCode.PROTOCOL_ERROR, "a header block was interrupted")
             self._block_frames += 1
             self._block_len += length
+        elif kind == PUSH_PROMISE:
+            raise ProtocolViolation(ErrorCode.PROTOCOL_ERROR, "push is off")
         elif kind == CONTINUATION:
             raise ProtocolViolation(ErrorCode.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
         elif kind == HEADERS:

@@ -2,17 +2,22 @@
 
 Ours are checked before they reach HPACK: a header that is found wrong half way through an encoded list leaves
 the compression state of the connection different at its two ends.
+
+The peer's are checked by RFC 9113, 8.2 and 8.3, when they come. A list is checked as a whole, not header by
+header: names are joined by line ends, and so are values, as neither may hold one. That costs a tenth.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import permutations
 from typing import Final
 
-from shared.http2.errors import Http2Error
+from shared.http2.errors import ErrorCode, Http2Error, ProtocolViolation
 from shared.http2.limits import SENT_HEADER_LIST_LEN_MAX
-from shared.http2.stream import HeaderList
+
+HeaderList = list[tuple[bytes, bytes]]
 
 CONNECTION_SPECIFIC: Final = frozenset(
     [b"connection", b"host", b"http2-settings", b"keep-alive", b"proxy-connection", b"te",
@@ -20,6 +25,7 @@ CONNECTION_SPECIFIC: Final = frozenset(
 )  # fmt: skip
 """RFC 9113, 8.2.2: meant for one HTTP/1.1 connection; `host` travels as `:authority`."""
 
+CONTENT_LENGTH_DIGITS: Final = 18  # more than anybody sends, and an int of one word
 _NAME: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
 _VALUE: Final = re.compile(rb"[^\0\r\n]*")
 
@@ -46,6 +52,102 @@ def bounded(head: HeaderList) -> HeaderList:
     if sum(len(name) + len(value) + 32 for name, value in head) > SENT_HEADER_LIST_LEN_MAX:
         raise BadHeader(f"the headers are larger than {SENT_HEADER_LIST_LEN_MAX} bytes")
     return head
+
+
+# -- the peer's -----------------------------------------------------------------------------------
+
+_CONNECTION_FIELDS: Final = frozenset(
+    [b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"]
+)
+_NAMES: Final = re.compile(rb"((?::[a-z]+\n)*)(?:[!-9;-@\[-~]+\n)*")
+"""Pseudo-headers first, then visible ASCII without capitals and colons."""
+_LINE_END_MISPLACED: Final = (b"\n ", b"\n\t", b" \n", b"\t\n")
+
+
+def _orders(*names: bytes) -> set[bytes]:
+    return {b"".join(b"%b\n" % name for name in order) for order in permutations(names)}
+
+
+_STATUS: Final = b":status\n"
+_CONNECT: Final = _orders(b":method", b":authority") | _orders(b":method")
+_REQUEST: Final = _orders(b":method", b":scheme", b":path") | _orders(
+    b":method", b":scheme", b":path", b":authority"
+)
+
+
+def _malformed(what: str) -> ProtocolViolation:
+    """Names and values are not shown: they may be secrets."""
+    return ProtocolViolation(ErrorCode.PROTOCOL_ERROR, f"malformed message: {what}")
+
+
+def _screened(head: HeaderList) -> tuple[bytes, dict[bytes, bytes]]:
+    """The pseudo-headers' names, and values by name. Raises ProtocolViolation."""
+    if not head:
+        return b"", {}
+    names, values = zip(*head, strict=True)
+    listed = b"%b\n" % b"\n".join(names)
+    matched = _NAMES.fullmatch(listed)
+    if matched is None or listed.count(b"\n") != len(names):
+        raise _malformed("a header's name, or the place of a pseudo-header")
+    text = b"\n%b\n" % b"\n".join(values)
+    if b"\0" in text or b"\r" in text or text.count(b"\n") != len(values) + 1:
+        raise _malformed("a forbidden character in a header's value")
+    if (b" " in text or b"\t" in text) and any(edge in text for edge in _LINE_END_MISPLACED):
+        raise _malformed("space around a header's value")
+    by_name = dict(head)
+    if not _CONNECTION_FIELDS.isdisjoint(by_name):
+        raise _malformed("a header of HTTP/1.1's")
+    if b"te" in by_name and any(name == b"te" and value.lower() != b"trailers" for name, value in head):
+        raise _malformed("TE")
+    return matched[1], by_name
+
+
+def check_request(head: HeaderList) -> None:
+    """Raises ProtocolViolation."""
+    pseudo, values = _screened(head)
+    if pseudo not in (_CONNECT if values.get(b":method") == b"CONNECT" else _REQUEST):
+        raise _malformed("a request's pseudo-headers")
+    if values.get(b":path") == b"":
+        raise _malformed("an empty path")
+    authority, host = values.get(b":authority"), values.get(b"host")
+    if host is None:
+        if authority is None:
+            raise _malformed("neither :authority nor Host")
+    elif authority not in (None, host) or sum(name == b"host" for name, _ in head) > 1:
+        raise _malformed("more than one host")
+
+
+def check_response(head: HeaderList) -> bool:
+    """Whether it is an interim one. Raises ProtocolViolation."""
+    pseudo, _ = _screened(head)
+    if pseudo != _STATUS:
+        raise _malformed("a response's pseudo-headers")
+    return check_status(head)
+
+
+def check_status(head: HeaderList) -> bool:
+    status = head[0][1]
+    if len(status) != 3 or not status.isdigit() or status < b"100":
+        raise _malformed("a status that is none")
+    return status < b"200"
+
+
+def check_trailers(head: HeaderList) -> None:
+    """Raises ProtocolViolation."""
+    pseudo, _ = _screened(head)
+    if pseudo:
+        raise _malformed("pseudo-headers in trailers")
+
+
+def content_length(head: HeaderList) -> int | None:
+    """What the message declares, if anything. Raises ProtocolViolation."""
+    declared: bytes | None = None
+    for name, value in head:
+        if name == b"content-length":
+            if not value.isdigit() or len(value) > CONTENT_LENGTH_DIGITS or declared not in (None, value):
+                raise _malformed("content-length")
+            declared = value
+    return None if declared is None else int(declared)
 
 
 class Headers(Mapping[str, str]):

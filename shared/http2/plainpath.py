@@ -1,12 +1,18 @@
-"""DATA and WINDOW_UPDATE through `h2`: the twin that the fast path is tested against."""
+"""Streams through `h2`: the twin that the fast path is tested against.
+
+h2 lets pass what RFC 9113 forbids in a few places; those are checked here too, so that the two paths agree.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import h2.events as events
 
 from shared.http2 import frames
+from shared.http2.errors import ErrorCode, ProtocolViolation
+from shared.http2.headers import HeaderList, check_status
 from shared.http2.stream import Stream
 
 if TYPE_CHECKING:
@@ -14,7 +20,9 @@ if TYPE_CHECKING:
 
 
 class PlainPath:
-    takes: ClassVar[frozenset[int]] = frozenset({frames.GOAWAY})
+    takes: ClassVar[frozenset[int]] = frozenset(
+        {frames.DATA, frames.HEADERS, frames.RST_STREAM, frames.GOAWAY}
+    )
     """Kinds of frames that are not simply fed to h2."""
 
     def __init__(self, connection: Connection) -> None:
@@ -23,6 +31,14 @@ class PlainPath:
         self._credit_at = connection.config.connection_window_len // 16
         self._uncredited = 0
         self._dropped = 0
+        self.handlers: Mapping[type[events.Event], Callable[[Any], None]] = {
+            events.RequestReceived: self._on_request,
+            events.ResponseReceived: self._on_response,
+            events.DataReceived: self._on_data,
+            events.StreamEnded: self._on_end,
+            events.StreamReset: self._on_reset,
+            events.WindowUpdated: self._on_window,
+        }
 
     @property
     def window(self) -> int:
@@ -36,6 +52,9 @@ class PlainPath:
 
     def opened(self, stream: Stream) -> None:
         """h2 keeps the stream's windows."""
+
+    def closed(self, stream: Stream) -> None:
+        self._h2.forget(stream.id)
 
     def settings_changed(self) -> None:
         """h2 has moved every window."""
@@ -53,25 +72,70 @@ class PlainPath:
         """What its own window allows, whatever the connection's does."""
         return self._h2.streams[stream.id].outbound_flow_control_window
 
+    def send_head(self, stream: Stream, head: HeaderList, *, end: bool) -> None:
+        self._h2.send_headers(stream.id, head, end_stream=end)
+        self._connection.collect()
+
     def send(self, stream: Stream, data: bytes | memoryview, *, end: bool = False) -> None:
         self._h2.send_data(stream.id, data, end_stream=end)
+        self._connection.collect()
+
+    def end(self, stream: Stream) -> None:
+        self._h2.end_stream(stream.id)
+        self._connection.collect()
+
+    def reset(self, stream: Stream, code: ErrorCode) -> None:
+        self._h2.reset_stream(stream.id, code)
         self._connection.collect()
 
     # -- receiving ----------------------------------------------------------------------------
 
     def take(self, kind: int, flags: int, stream_id: int, payload: bytes) -> bool:
         """Whether the frame is dealt with, so that h2 must not see it."""
+        if kind == frames.DATA:
+            return self._connection.received_stray(stream_id, len(payload))
+        if kind == frames.HEADERS:
+            self._connection.check_opening(stream_id)
+        elif kind == frames.RST_STREAM:
+            self._connection.check_known(stream_id)
         return False
 
-    def arrived(self, stream: Stream | None, event: events.DataReceived) -> None:
-        """h2 saw DATA; of no stream, if the stream was reset a moment ago."""
+    def _on_request(self, event: events.RequestReceived) -> None:
+        self._connection.received_request(event.stream_id, list(event.headers))
+
+    def _on_response(self, event: events.ResponseReceived) -> None:
+        if (stream := self._connection.streams.get(event.stream_id)) is not None:
+            head = list(event.headers)
+            check_status(head)
+            stream.deliver_head(head)
+
+    def _on_data(self, event: events.DataReceived) -> None:
+        """Of no stream, if the stream was reset a moment ago."""
         self._uncredited += event.flow_controlled_length
-        if stream is not None:
+        if (stream := self._connection.streams.get(event.stream_id)) is not None:
             stream.deliver(event.data, event.flow_controlled_length)
+
+    def _on_end(self, event: events.StreamEnded) -> None:
+        if (stream := self._connection.streams.get(event.stream_id)) is not None:
+            self._connection.received_end(stream)
+
+    def _on_reset(self, event: events.StreamReset) -> None:
+        """h2 resets by itself when a frame breaks a rule of its stream."""
+        stream, code = self._connection.streams.get(event.stream_id), int(event.error_code or 0)
+        if not event.remote_reset:
+            self._connection.was_reset(stream, code)
+        elif stream is not None:
+            self._connection.received_reset(stream, code)
+
+    def _on_window(self, event: events.WindowUpdated) -> None:
+        if event.stream_id and (stream := self._connection.streams.get(event.stream_id)) is not None:
+            self._connection.enqueue(stream)
 
     def drop(self, length: int) -> None:
         """DATA that h2 never saw came for a stream that was reset."""
         self._dropped += length
+        if self.window < 0:
+            raise ProtocolViolation(ErrorCode.FLOW_CONTROL_ERROR, "the peer sent more than its window")
 
     def credit_stream(self, stream: Stream, length: int) -> None:
         self._h2.increment_flow_control_window(length, stream.id)

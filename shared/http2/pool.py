@@ -24,7 +24,8 @@ import httpx
 
 from shared.http2.connection import Phase
 from shared.http2.endpoint import Endpoint
-from shared.http2.stream import HeaderList, Stream
+from shared.http2.headers import HeaderList
+from shared.http2.stream import Stream
 
 WAITING_MAX: Final = 4096
 

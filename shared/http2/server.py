@@ -24,8 +24,8 @@ from shared.http import ClientGone
 from shared.http2.connection import Connection, ConnectionConfig, Phase
 from shared.http2.endpoint import WATCH, Endpoint, WatchConfig
 from shared.http2.errors import ConnectionLost, ErrorCode, StreamFailed
-from shared.http2.headers import Headers, bounded, fields
-from shared.http2.stream import HeaderList, Stream
+from shared.http2.headers import HeaderList, Headers, bounded, fields
+from shared.http2.stream import Stream
 
 log = logging.getLogger(__name__)
 

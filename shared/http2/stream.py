@@ -18,14 +18,16 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from shared.http2.errors import ErrorCode, StreamFailed, StreamReset
+from shared.http2.errors import ErrorCode, ProtocolViolation, StreamFailed, StreamReset
+from shared.http2.headers import HeaderList, content_length
 
 if TYPE_CHECKING:
     from shared.http2.connection import Connection
 
-HeaderList = list[tuple[bytes, bytes]]
+BODILESS: Final = frozenset([(b":status", b"204"), (b":status", b"304")])
+"""Whatever they declare (RFC 9110, 8.6), nothing comes."""
 
 
 class Stream:
@@ -39,13 +41,13 @@ class Stream:
         "error",
         "head",
         "id",
+        "left",
         "pending",
         "queued",
         "receive_window",
         "received_all",
         "send_window",
         "sent_all",
-        "sized",
         "uncredited",
     )
 
@@ -59,7 +61,7 @@ class Stream:
         self.uncredited = 0  # bytes read and not yet given back to the peer's window
         self.pending: memoryview | None = None  # what `write` could not yet send
         self.queued = False  # in the connection's backlog
-        self.sized = False  # the peer declared a content-length
+        self.left: int | None = None  # bytes that the peer declared and did not send yet
         self.send_window = 0  # kept by the fast path alone, like the next
         self.receive_window = 0
         self._connection = connection
@@ -196,12 +198,19 @@ class Stream:
     # -- for the connection -------------------------------------------------------------------
 
     def deliver_head(self, head: HeaderList) -> None:
+        """Raises ProtocolViolation for a content-length that is none."""
         self.head = head
-        self.sized = any(name == b"content-length" for name, _ in head)
+        if self.left is None and head[0] not in BODILESS:
+            self.left = content_length(head)
         _wake(self._reader)
 
     def deliver(self, data: bytes, flow_len: int) -> None:
-        """`flow_len` counts padding too, which is consumed by arriving."""
+        """`flow_len` counts padding too, which is consumed by arriving. Raises ProtocolViolation when it is
+        more than was declared."""
+        if self.left is not None:
+            self.left -= len(data)
+            if self.left < 0:
+                raise ProtocolViolation(ErrorCode.PROTOCOL_ERROR, "a message longer than its content-length")
         if data:
             if self._accept is None:
                 _wake(self._reader)
@@ -213,6 +222,9 @@ class Stream:
             self._consumed(flow_len - len(data))
 
     def deliver_end(self) -> None:
+        """Raises ProtocolViolation when more was declared."""
+        if self.left:
+            raise ProtocolViolation(ErrorCode.PROTOCOL_ERROR, "a message shorter than its content-length")
         self.received_all = True
         _wake(self._reader)
 

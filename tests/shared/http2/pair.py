@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from shared.http2 import frames
 from shared.http2.connection import Connection, ConnectionConfig
-from shared.http2.stream import HeaderList, Stream
+from shared.http2.headers import HeaderList
+from shared.http2.stream import Stream
 
 REQUEST: HeaderList = [
     (b":method", b"POST"),

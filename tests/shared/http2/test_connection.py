@@ -146,8 +146,7 @@ def test_interim_responses_and_trailers_are_passed_over(pair: Pair) -> None:
     assert ours.head is None
     pair.server.connection.respond(theirs, RESPONSE, end=False)
     pair.server.write(theirs, b"answer")
-    pair.server.connection.h2.send_headers(theirs.id, [(b"x-checksum", b"1")], end_stream=True)
-    pair.server.connection.collect()
+    pair.server.connection.path.send_head(theirs, [(b"x-checksum", b"1")], end=True)
     pair.settle()
     assert ours.head == RESPONSE
     assert ours.take() == b"answer"

@@ -1,13 +1,15 @@
-"""Our header blocks, read by other people's decoder."""
+"""Our header blocks, read by other people's decoder, and other people's, read by ours."""
 
 from __future__ import annotations
 
 import pytest
-from hpack import Decoder
+from hpack import Decoder, Encoder
+from hpack.exceptions import HPACKError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.http2.hpack import LiteralEncoder
+from shared.http2.errors import ErrorCode, ProtocolViolation
+from shared.http2.hpack import BlockDecoder, LiteralEncoder, _stateless
 from tests.shared.http2.pair import REQUEST, RESPONSE
 
 lengths = st.sampled_from([0, 1, 14, 15, 126, 127, 128, 254, 255, 256, 5000])
@@ -40,3 +42,56 @@ def test_whatever_table_the_peer_allows(table_len):
     encoder, decoder = LiteralEncoder(), Decoder()
     encoder.header_table_size = decoder.max_allowed_table_size = table_len
     assert decoder.decode(encoder.encode(RESPONSE), raw=True) == RESPONSE
+
+
+@given(st.lists(st.lists(fields | known, max_size=8), min_size=1, max_size=4))
+def test_ours_is_read_without_a_table_and_as_it_was(heads):
+    encoder = LiteralEncoder()
+    encoder.encode([])  # which says that there is no table
+    assert [_stateless(encoder.encode(head)) for head in heads] == heads
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(fields | known, max_size=8), st.booleans(), st.booleans()), min_size=1, max_size=5
+    )
+)
+def test_blocks_with_and_without_a_table_may_come_in_any_order(blocks):
+    table, literal, decoder = Encoder(), LiteralEncoder(), BlockDecoder()
+    literal.encode([])
+    for head, with_table, huffman in blocks:
+        block = table.encode(head, huffman=huffman) if with_table else literal.encode(head)
+        assert decoder.decode(block) == head
+
+
+pieces = st.sampled_from(
+    [
+        *(b"\x82", b"\x88", b"\xbd", b"\xbe", b"\x80"),  # indexed; the last two by the table, and by nothing
+        *(b"\x00", b"\x10", b"\x04", b"\x0f\x10", b"\x0f\x80\x01", b"\x40", b"\x20", b"\x3f\xe1\x1f"),
+        *(b"\x00", b"\x01v", b"\x7f\x00", b"\x7f\x80\x01", b"\x81\x1f", b"v" * 127, b"v" * 255),  # strings
+    ]
+)
+
+
+@given(st.lists(pieces | st.binary(max_size=4), max_size=10).map(b"".join))
+def test_whatever_comes_is_read_as_others_read_it(block):
+    try:
+        expected = [tuple(field) for field in Decoder().decode(block, raw=True)]
+    except HPACKError:
+        expected = None
+    assert _stateless(block) in (None, expected)
+    if expected is not None:
+        assert BlockDecoder().decode(block) == expected
+        return
+    with pytest.raises(ProtocolViolation) as caught:
+        BlockDecoder().decode(block)
+    assert caught.value.code == ErrorCode.COMPRESSION_ERROR
+
+
+def test_a_list_that_grows_beyond_its_limit_is_refused():
+    """By one byte each: a field of the static table."""
+    decoder = BlockDecoder()
+    assert len(decoder.decode(b"\x90" * 1_000)) == 1_000
+    with pytest.raises(ProtocolViolation) as caught:
+        decoder.decode(b"\x90" * 2_000)
+    assert caught.value.code == ErrorCode.ENHANCE_YOUR_CALM

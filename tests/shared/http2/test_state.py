@@ -2,8 +2,10 @@ from __future__ import annotations
 
 from h2.connection import H2Connection
 
-from shared.http2.connection import Connection
+from shared.http2.connection import Connection, ConnectionConfig
 from tests.shared.http2.pair import RESPONSE, Pair
+
+PLAIN = ConnectionConfig(fast=False)
 
 
 def counted(connection: Connection) -> tuple[int, int]:
@@ -12,7 +14,7 @@ def counted(connection: Connection) -> tuple[int, int]:
 
 def test_open_streams_are_counted_as_h2_counts_them() -> None:
     assert "_open_streams" in vars(H2Connection), "what we override is gone"
-    pair = Pair()
+    pair = Pair(PLAIN, PLAIN)
     streams = [pair.exchange(end=True) for _ in range(5)]
     assert counted(pair.client.connection) == (5, 0)
     assert counted(pair.server.connection) == (0, 5)
@@ -26,7 +28,7 @@ def test_open_streams_are_counted_as_h2_counts_them() -> None:
 
 
 def test_what_comes_late_for_a_closed_stream_is_judged_by_how_it_closed() -> None:
-    pair = Pair()
+    pair = Pair(PLAIN, PLAIN)
     ours, theirs = pair.request(end=True)
     pair.server.connection.respond(theirs, RESPONSE, end=True)
     pair.settle()
