@@ -93,6 +93,10 @@ class Edge:
         self._quotas = quotas
         self._lifecycle = lifecycle
         self._clock = clock
+        timeouts = config.timeouts
+        self._soonest_s = min(
+            timeouts.body_s, timeouts.first_token_s, timeouts.inter_token_s, timeouts.slow_client_s
+        )
         self._started_s = int(clock.wall())
         self._reporter = Reporter()
         self._name = secrets.token_hex(8)
@@ -202,7 +206,7 @@ class Edge:
 
     def _open(self, request: web.BaseRequest) -> Exchange:
         headers, now_s = request.headers, self._clock.monotonic()
-        watch = Watch(self._config.timeouts.total_s)
+        watch = Watch(self._config.timeouts.total_s, self._soonest_s)
         request_id = accept_request_id(headers.get(REQUEST_ID_HEADER))
         return Exchange(
             request=request,

@@ -188,9 +188,14 @@ class Reporter:
         self._tenants: set[TenantId] = set()
 
     def completed(self, record: RequestRecord, stages: Stages, seconds: float) -> None:
-        fields = _fields(record)
-        fields["trace_id"] = stages.trace.trace_id
-        log.info("request.completed", **fields, total_ms=_ms(seconds), **stages.log_fields())
+        trace_id, total_ms = stages.trace.trace_id, _ms(seconds)
+        log.info(
+            "request.completed",
+            **_fields(record),
+            trace_id=trace_id,
+            total_ms=total_ms,
+            **stages.log_fields(),
+        )
         stages.end(status=record.status, end_reason=record.end_reason, endpoint=record.endpoint)
         model, tenant = record.model or NONE, self._tenant_label(record.tenant)
         REQUESTS.inc(record.endpoint, model, tenant, record.status, record.end_reason.value)

@@ -39,8 +39,11 @@ class Counter(Collector):
         REGISTRY.register(self)
 
     def inc(self, *labels: object, by: float = 1) -> None:
-        assert len(labels) == len(self._labels)
-        self._values[labels] = self._values.get(labels, 0) + by
+        value = self._values.get(labels)
+        if value is None:
+            assert len(labels) == len(self._labels)
+            value = 0
+        self._values[labels] = value + by
 
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(self._name, self._documentation, labels=self._labels)
@@ -59,24 +62,22 @@ class Histogram(Collector):
         self._documentation = documentation
         self._labels = tuple(labels)
         self._bounds = tuple(buckets)
-        self._counts: dict[tuple[object, ...], list[int]] = {}
-        """Observations in each bucket, those of lower ones not counted."""
-        self._sums: dict[tuple[object, ...], float] = {}
+        self._cells: dict[tuple[object, ...], list[float]] = {}
+        """Of each bucket its own observations, those of lower ones not counted; last, the sum of all."""
         REGISTRY.register(self)
 
     def observe(self, value: float, *labels: object) -> None:
-        assert len(labels) == len(self._labels)
-        counts = self._counts.get(labels)
-        if counts is None:
-            counts = self._counts[labels] = [0] * (len(self._bounds) + 1)
-            self._sums[labels] = 0.0
-        counts[bisect_left(self._bounds, value)] += 1
-        self._sums[labels] += value
+        cell = self._cells.get(labels)
+        if cell is None:
+            assert len(labels) == len(self._labels)
+            cell = self._cells[labels] = [0] * (len(self._bounds) + 2)
+        cell[bisect_left(self._bounds, value)] += 1
+        cell[-1] += value
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
-        for labels, counts in self._counts.items():
+        for labels, (*counts, total) in self._cells.items():
             buckets = list(zip(bounds, accumulate(counts), strict=True))
-            family.add_metric([str(label) for label in labels], buckets, self._sums[labels])
+            family.add_metric([str(label) for label in labels], buckets, total)
         yield family

@@ -15,10 +15,14 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+from functools import lru_cache
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from shared.errors import ApiError, TotalTimeout
+
+TOTALS_MAX: Final = 1024
+"""Totals whose message is kept: a caller may state one of its own."""
 
 
 class Watch:
@@ -27,6 +31,7 @@ class Watch:
     __slots__ = (
         "_deadline_s",
         "_error",
+        "_first_look_at_s",
         "_loop",
         "_reason",
         "_started_s",
@@ -36,11 +41,14 @@ class Watch:
         "_total_error",
     )
 
-    def __init__(self, total_s: float) -> None:
+    def __init__(self, total_s: float, soonest_s: float | None = None) -> None:
+        """`soonest_s`: the shortest of the bounds that will be asked for, as far as it is known. The timer
+        is set for it at once, so that none of them has to set it anew."""
         self._loop = asyncio.get_running_loop()
         self._started_s = self._loop.time()
         self._total_error = _total_error(total_s)
         self._total_at_s = self._deadline_s = self._started_s + total_s
+        self._first_look_at_s = self._started_s + min(total_s, soonest_s or total_s)
         self._error: tuple[type[ApiError], str] = self._total_error
         self._reason: ApiError | None = None
         self._task: asyncio.Task[object] | None = None
@@ -49,7 +57,7 @@ class Watch:
     def __enter__(self) -> Self:
         self._task = asyncio.current_task()
         assert self._task is not None
-        self._set_timer()
+        self._timer = self._loop.call_at(self._first_look_at_s, self._fire)
         return self
 
     def __exit__(
@@ -104,5 +112,6 @@ class Watch:
             self.end(error(message))
 
 
+@lru_cache(maxsize=TOTALS_MAX)
 def _total_error(total_s: float) -> tuple[type[ApiError], str]:
     return TotalTimeout, f"The request did not finish within {total_s:g} s."
