@@ -1,40 +1,67 @@
-"""Waits as a picture, when matplotlib is installed."""
+"""Waits and gaps as a picture, when matplotlib is installed."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from engine.bench.virtual import Run
+from engine.bench.workloads import CHAT, TRACE
 from shared.bench.streams import BenchFailed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+POINTS_MAX: Final = 2000
+"""Of one curve."""
+_WORKLOADS: Final = {workload.name: workload for workload in (CHAT, TRACE)}
 
 
 def check() -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise BenchFailed("--plot needs matplotlib: pip install matplotlib")
+        raise BenchFailed("--plot needs matplotlib: pip install 'penstock[bench]'")
 
 
-def draw(runs_of: Mapping[str, Sequence[Run]], path: Path) -> None:
-    """The share of requests that waited longer, over the time to their first token."""
+def draw(runs_of: Mapping[str, Mapping[str, Sequence[Run]]], path: Path) -> None:
+    """Write a PNG: a row for each workload."""
+    picture(runs_of).savefig(path, format="png", dpi=120)
+
+
+def picture(runs_of: Mapping[str, Mapping[str, Sequence[Run]]]) -> Figure:
+    """The share of requests that waited longer, of short prompts and of long ones, and of gaps in streams
+    that were longer; a curve for each discipline. Needs no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    lens = sorted({o.request.prompt_len for runs in runs_of.values() for run in runs for o in run.outcomes})
-    figure = Figure(figsize=(5.0 * len(lens), 4.0), layout="constrained")
-    for axes, prompt_len in zip(figure.subplots(1, len(lens), squeeze=False)[0], lens, strict=True):
-        for name, runs in runs_of.items():
-            waits = sorted(
-                o.first_token_s for run in runs for o in run.outcomes if o.request.prompt_len == prompt_len
-            )
-            above = [1 - i / len(waits) for i in range(len(waits))]
-            axes.plot(waits, above, label=name)
-        axes.set(
-            title=f"prompts of {prompt_len} tokens",
-            xlabel="time to first token, s",
-            ylabel="share that waited longer",
-            xscale="log",
-            yscale="log",
-        )
-        axes.grid(visible=True, alpha=0.3)
-        axes.legend()
-    figure.savefig(path, format="png", dpi=120)
+    figure = Figure(figsize=(15.0, 4.0 * len(runs_of)), layout="constrained")
+    FigureCanvasAgg(figure)
+    rows = figure.subplots(len(runs_of), 3, squeeze=False)
+    for row, (name, by_discipline) in zip(rows, runs_of.items(), strict=True):
+        short, long, gaps = row
+        workload = _WORKLOADS[name]
+        for discipline, runs in by_discipline.items():
+            outcomes = [outcome for run in runs for outcome in run.outcomes]
+            _curve(short, discipline, [o.first_token_s for o in outcomes if workload.is_short(o.request)])
+            _curve(long, discipline, [o.first_token_s for o in outcomes if workload.is_long(o.request)])
+            _curve(gaps, discipline, [gap_s for o in outcomes for gap_s in o.gaps_s])
+        up_to, from_on = workload.short_len_max, workload.long_len_min
+        _label(short, f"{name}: prompts of up to {up_to} tokens", "time to first token, s")
+        _label(long, f"{name}: prompts of {from_on} tokens and more", "time to first token, s")
+        _label(gaps, f"{name}: gaps in streams", "time between two tokens, s")
+    return figure
+
+
+def _curve(axes: Axes, name: str, values: Sequence[float]) -> None:
+    ordered = sorted(values)
+    every = max(1, len(ordered) // POINTS_MAX)
+    tail = [*range(0, len(ordered), every), *range(max(0, len(ordered) - every), len(ordered))]
+    axes.plot([ordered[i] for i in tail], [1 - i / len(ordered) for i in tail], label=name)
+
+
+def _label(axes: Axes, title: str, x: str) -> None:
+    axes.set(title=title, xlabel=x, ylabel="share above", xscale="log", yscale="log")
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()

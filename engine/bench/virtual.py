@@ -8,6 +8,7 @@ Every decision is the scheduler's own; a step takes what `Engine.cost` says, and
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -23,6 +24,7 @@ from engine.core.messages import (
     ServiceClass,
     StepOutput,
 )
+from engine.core.planner import Planner
 from engine.core.policy import ELDER_TURN, RESPONSE_RATIO, Discipline
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Status
@@ -49,6 +51,7 @@ class Engine:
     step_tokens_max: int = 2048
     step_time_target_s: float = 0.1
     discipline: Discipline = RESPONSE_RATIO
+    planner: type[Planner] = Planner
 
 
 @dataclass(slots=True)
@@ -57,8 +60,8 @@ class Outcome:
     first_token_s: float = math.nan
     """Since its arrival."""
     end_s: float = math.nan
-    gap_s_max: float = 0.0
-    """The longest time between two of its tokens."""
+    gaps_s: array[float] = field(default_factory=lambda: array("d"), repr=False)
+    """Between its tokens."""
     preemptions: int = 0
     _last_token_at: float = field(default=math.nan, repr=False)
 
@@ -66,8 +69,12 @@ class Outcome:
         if math.isnan(self.first_token_s):
             self.first_token_s = now - self.request.at_s
         else:
-            self.gap_s_max = max(self.gap_s_max, now - self._last_token_at)
+            self.gaps_s.append(now - self._last_token_at)
         self._last_token_at = now
+
+    @property
+    def gap_s_max(self) -> float:
+        return max(self.gaps_s, default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +104,10 @@ class TurnWatch:
                 del counts[handle]
 
     def after_plan(self, plan: Plan) -> None:
-        for start in plan.seated:
-            admitted = self._scheduler.running(start.slot)
+        seated = [self._scheduler.running(start.slot) for start in plan.seated]
+        here = {s.handle for s in (*self._scheduler.willing, *seated)}
+        self._queue = {handle: entry for handle, entry in self._queue.items() if handle in here}
+        for admitted in seated:
             _, status = self._queue.pop(admitted.handle, (0.0, Status.PREEMPTED))
             self._passed_by.pop(admitted.handle, None)
             self._elders_admitted.pop(admitted.handle, None)
@@ -134,7 +143,7 @@ class _Virtual:
             step_time_target_s=engine.step_time_target_s,
         )
         self._cost = engine.cost
-        self._scheduler = Scheduler(config, info, engine.discipline)
+        self._scheduler = Scheduler(config, info, engine.discipline, engine.planner)
         self._watch = TurnWatch(self._scheduler)
         self._requests = requests
         self._outcomes = [Outcome(request) for request in requests]

@@ -91,7 +91,11 @@ from engine.core.waiting import WaitingRoom
 
 class Scheduler:
     def __init__(
-        self, config: SchedulerConfig, runner: RunnerInfo, discipline: Discipline = RESPONSE_RATIO
+        self,
+        config: SchedulerConfig,
+        runner: RunnerInfo,
+        discipline: Discipline = RESPONSE_RATIO,
+        planner: type[Planner] = Planner,
     ) -> None:
         config.check_against(runner)
         self._config = config
@@ -103,7 +107,7 @@ class Scheduler:
         self._deadlines = Deadlines(self._sequences)
         self._tenants = TenantCounters()
         self._learner = CostLearner()
-        self._planner = Planner(config, runner, self._room, self._waiting, self._tenants, self._learner)
+        self._planner = planner(config, runner, self._room, self._waiting, self._tenants, self._learner)
         self._results = Results(config, self._room.pages, self._tenants)
         self._in_flight: dict[int, InFlight] = {}  # by step
         self._news = News()

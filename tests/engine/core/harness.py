@@ -14,6 +14,7 @@ from engine.core.messages import (
     StepOutput,
     TokenLogprobs,
 )
+from engine.core.policy import RESPONSE_RATIO, Discipline
 from engine.core.scheduler import Scheduler
 from tests.fake_runner import FakeRunner, Solo, runner_info, solo
 
@@ -39,13 +40,14 @@ class Harness:
         preemptions_max: int = 3,
         prefix_cache: bool = True,
         stall_deadline_s: float = 60.0,
+        discipline: Discipline = RESPONSE_RATIO,
     ) -> None:
         config = SchedulerConfig(
             step_tokens_max, queue_len_max, watermark, preemptions_max, prefix_cache, stall_deadline_s
         )
         info = runner_info(pages=pages, page_size=page_size, slots=slots, max_model_len=max_model_len)
         self.now = 100.0
-        self.scheduler = Scheduler(config, info)
+        self.scheduler = Scheduler(config, info, discipline)
         self.runner = FakeRunner(info, step_tokens_max)
         self.messages: dict[int, AddSequence] = {}
         self.tokens: dict[int, list[int]] = {}

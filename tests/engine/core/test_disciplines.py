@@ -10,7 +10,7 @@ from tests.engine.core.test_policy import COST, handles, sequence, stalled
 
 
 def test_the_option_names_them_all() -> None:
-    assert config.DISCIPLINES == tuple(policy.DISCIPLINES)
+    assert tuple(policy.DISCIPLINES) == config.DISCIPLINES
     assert config.EngineConfig("dir", "name").discipline == "response-ratio"
 
 

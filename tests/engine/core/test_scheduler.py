@@ -7,7 +7,7 @@ import pytest
 from engine.core import policy
 from engine.core.messages import FinishReason, RunResult, ServiceClass
 from engine.core.planner import PASSED_MAX
-from engine.core.policy import ELDER_TURN
+from engine.core.policy import ELDER_TURN, FIFO
 from tests.engine.core.harness import STEP_S, Harness, greedy
 from tests.fake_runner import NUMERIC_SEEDS, solo
 
@@ -264,7 +264,7 @@ def test_a_plan_looks_at_a_bounded_number_of_those_who_wait_for_a_common_page() 
     h = Harness(slots=20, step_tokens_max=40)
     for handle in range(1, PASSED_MAX + 2):
         h.add(handle, [7] * 33, greedy(2, seed=handle))
-    h.add(100, [8], greedy(2))
+    h.add(100, [8] * 33, greedy(2))
     h.step()
     assert h.started.keys() == {1}
     h.step()
@@ -355,7 +355,7 @@ def test_preemptions_of_one_sequence_are_bounded(preemptions_max: int) -> None:
 
 
 def test_a_protected_sequence_lets_nobody_in_who_could_displace_it() -> None:
-    h = Harness(pages=8, preemptions_max=1)
+    h = Harness(pages=8, preemptions_max=1, discipline=FIFO)
     h.add(1, [1] * 8, greedy(20))
     h.add(2, [2] * 8, greedy(20))
     while 1 not in h.finished:
@@ -387,7 +387,7 @@ def test_beside_a_protected_sequence_there_is_room_for_what_ends_small() -> None
 
 
 def test_the_watermark_holds_admissions_back_while_somebody_runs() -> None:
-    h = Harness(pages=8, watermark=0.25)
+    h = Harness(pages=8, watermark=0.25, discipline=FIFO)
     h.add(1, [1] * 12, greedy(2))
     h.add(2, [2] * 13, greedy(2))  # 4 of the 5 pages left, 2 must remain
     h.add(3, [3], greedy(2))
@@ -398,7 +398,7 @@ def test_the_watermark_holds_admissions_back_while_somebody_runs() -> None:
 
 
 def test_nobody_takes_what_a_preempted_sequence_gave_back() -> None:
-    h = Harness(pages=8, slots=2)
+    h = Harness(pages=8, slots=2, discipline=FIFO)
     h.add(1, [1] * 8, greedy(20))
     h.add(2, [2] * 8, greedy(20))
     h.add(3, [3], greedy(1))
@@ -642,7 +642,7 @@ def test_nobody_is_preempted_for_one_who_would_not_fit_all_the_same() -> None:
 
 
 def test_as_few_as_possible_give_way() -> None:
-    h = Harness(pages=12)
+    h = Harness(pages=12, discipline=FIFO)
     h.add(1, [1] * 4, greedy(8), service_class=FLEX)
     h.add(2, [2] * 20, greedy(8), service_class=FLEX)
     h.add(3, [3] * 8, greedy(8), service_class=FLEX)

@@ -1,0 +1,72 @@
+"""What the scheduler is compared with: other orders of the queue, and another plan of a step.
+
+`FIFO` and `priority`, which is vLLM's (the class orders the queue), plan a step as we do: decodes first, and
+prompts as long as a step may take. `prefill-first` is what vLLM V0, Mini-SGLang and nano-vllm do: a step
+computes prompts, as many tokens as its budget allows, or decodes when there are none. `shortest` is the
+best that short prompts can have, and starves long ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Final
+
+from engine.bench.virtual import Engine
+from engine.core import policy
+from engine.core.planner import Planner
+from engine.core.policy import Circumstances, Discipline
+from engine.core.sequence import Sequence, Status
+from engine.core.step import Batch, News
+
+FIFO: Final = "FIFO"
+PRIORITY: Final = "priority"
+PREFILL_FIRST: Final = "prefill-first"
+SHORTEST: Final = "shortest"
+OURS: Final = "penstock"
+NAMES: Final = (FIFO, PRIORITY, PREFILL_FIRST, SHORTEST, OURS)
+
+NEVER: Final = 1 << 60
+
+
+class PrefillFirst(Planner):
+    def fill(self, batch: Batch, news: News, now: float) -> None:
+        self.room.grow(batch, now)
+        for sequence in self.room.running.values():
+            if sequence.pending_len > 1:
+                sequence.expected_len = sequence.pending_len
+                batch.chunks.append(sequence)
+        self._spend(batch, news, now)
+        if not batch.rows:
+            self._plan_decodes(batch)
+
+
+def served_by(name: str, engine: Engine) -> Engine:
+    """This engine, with the discipline of that name."""
+    if name == PREFILL_FIRST:
+        return replace(engine, discipline=policy.FIFO, planner=PrefillFirst, step_time_target_s=math.inf)
+    return replace(engine, discipline=_DISCIPLINES[name])
+
+
+def _by(key: Callable[[Sequence], float]) -> Discipline:
+    """Those who run, then those who did, then newcomers; each by this key, then by arrival."""
+
+    def order(sequences: Iterable[Sequence], _: Circumstances) -> list[Sequence]:
+        return sorted(sequences, key=lambda s: (_rank(s), key(s), s.arrived_at, s.handle))
+
+    return Discipline(order, NEVER)
+
+
+def _rank(sequence: Sequence) -> int:
+    if sequence.status is Status.WAITING:
+        return 2
+    return int(sequence.status not in (Status.RUNNING, Status.STALLED))
+
+
+_DISCIPLINES: Final = {
+    FIFO: policy.FIFO,
+    PRIORITY: _by(lambda sequence: -sequence.service_class),
+    SHORTEST: _by(lambda sequence: sequence.expected_len),
+    OURS: policy.RESPONSE_RATIO,
+}
