@@ -27,7 +27,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from engine.runtime.kernels import decode_attention, fused, prefill_attention
+from engine.runtime.kernels import decode_attention, fused, prefill_attention, sampling
 
 HOPPER = GPUTarget("cuda", 90, 32)
 INSTRUCTIONS = (
@@ -60,8 +60,9 @@ class Recorder:
 
 @contextmanager
 def recorded(module: ModuleType, name: str) -> Iterator[Recorder]:
+    """One that is recorded already stays so."""
     kernel = getattr(module, name)
-    recorder = Recorder(kernel)
+    recorder = kernel if isinstance(kernel, Recorder) else Recorder(kernel)
     setattr(module, name, recorder)
     try:
         yield recorder
@@ -213,8 +214,28 @@ def report_fused() -> None:
     report("silu_mul", fused, "silu_mul_kernel", lambda: fused.silu_mul(meta(32, 2 * 14336)))
 
 
+def sample_launch() -> object:
+    """A batch of 32 over Qwen3's vocabulary."""
+    rows, vocab, device = 32, 151_936, torch.device("meta")
+    columns = sampling.DeviceSampling.empty(64, vocab, device)
+    scratch = sampling.SamplingScratch.empty(rows, vocab, device)
+    row = meta(rows, dtype=torch.int32)
+    with (
+        recorded(sampling, "measure_kernel"),
+        recorded(sampling, "weigh_kernel"),
+        recorded(sampling, "choose_kernel"),
+    ):
+        return sampling.sample(meta(rows, vocab, dtype=torch.float32), row, row, columns, scratch)
+
+
+def report_sampling() -> None:
+    for kernel in ("measure_kernel", "weigh_kernel", "choose_kernel"):
+        report(kernel.removesuffix("_kernel"), sampling, kernel, sample_launch)
+
+
 if __name__ == "__main__":
     report_fused()
     report_decode()
     report_prefill()
+    report_sampling()
     sys.exit(0)

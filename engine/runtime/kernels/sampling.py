@@ -1,0 +1,570 @@
+"""From logits to tokens on the device: the distribution of `engine.runtime.sampler`, to the token.
+
+**One number per token.** Gumbel-max would hash a random number for every entry of the vocabulary; the CPU's
+rule needs one: the token at u in the cumulative distribution, u being philox(seed, position). The kernels
+follow the same rule in the same order (ids ascending; where top-k or top-p cut, likeliest first), so that a
+seed gives the same tokens on both, but for logits that differ or a u within rounding of a boundary.
+
+**Masses are integers.** A weight exp((x - best) / T) is at most 1; as an integer in units of 2^-44 it sums
+exactly, in whatever order, and a vocabulary of 2^18 still fits 63 bits. That makes any division of the work
+the same to the bit, and "the first whose cumulative mass exceeds u times the total" an exact question.
+
+**No sort.** A position in the sorted order is found by value: distances from the best, (best - x) / T, are
+non-negative floats, whose bits ascend as they do. Eleven rounds of three bits, each one pass that sums the
+mass (or count) below seven pivots, find the value at which the sum passes a target; equals are told apart by
+id. Top-k is such a search by count, top-p one by mass, and the draw itself one by mass. They run over the
+candidates within `NEAR` of the best, hundreds where there are 152k; rows whose top-k or top-p reaches
+further, which no likely distribution does, take all.
+
+Three launches, the first two spread over (row, chunk of the vocabulary):
+
+    measure   edits the rows that ask for it; maximum, soundness, log-sum-exp of each chunk
+    weigh     the mass of each chunk
+    choose    one program per row: greedy, by chunks, or among candidates; log-probability; counts
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.core.messages import NUMERIC_FAILURE, SamplingParams
+from shared.openai import LOGIT_BIAS_MAX, STOP_TOKEN_IDS_MAX
+
+CHUNK: Final = 4096
+"""Of the vocabulary, per program: a row of 152k then has 38 programs, enough to fill a GPU at batch 4."""
+EDITS_MAX: Final = 1024
+"""Entries of `logit_bias` per sequence."""
+STOPS_MAX: Final = 128
+"""Stop tokens per sequence that `min_tokens` holds back: a request's own, and the model's."""
+assert EDITS_MAX >= LOGIT_BIAS_MAX
+assert STOPS_MAX > STOP_TOKEN_IDS_MAX
+WARPS: Final = 8
+CANDIDATE_BLOCK: Final = 512
+"""With eight pivots: 16 sums of 64 bits per thread. Twice that spills."""
+
+MASS_BITS: Final = 44
+NEAR: Final = 16.0
+"""In nats of the tempered distribution: what is left out weighs less than e^-16 of the best, each."""
+
+_UNIT = tl.constexpr(float(1 << MASS_BITS))
+_NEAR = tl.constexpr(NEAR)
+_FAILURE = tl.constexpr(NUMERIC_FAILURE)
+_NOBODY = tl.constexpr(0x7F800000 << 32)  # infinitely far: no mass
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSampling:
+    """Every slot's parameters, on the device: `seat` writes them, a step reads them by slot."""
+
+    temperature: Tensor
+    top_k: Tensor
+    """The vocabulary's size when off."""
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    penalties: Tensor
+    """[slots, 3] float32: repetition, frequency, presence"""
+    counts: Tensor
+    """[slots, 2, vocab] int32: how often each token was put out, and how often it was in the prompt. Read and
+    written for slots with penalties only."""
+    bias_ids: Tensor
+    """[slots, EDITS_MAX]"""
+    bias_values: Tensor
+    biases: Tensor
+    """[slots]: how many"""
+    stop_ids: Tensor
+    """[slots, STOPS_MAX]"""
+    stops: Tensor
+    held_until: Tensor
+    """[slots] int32: stop tokens cannot be had before this position."""
+
+    @staticmethod
+    def empty(slots: int, vocab_size: int, device: torch.device) -> DeviceSampling:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(slots, *shape, dtype=dtype, device=device)
+
+        return DeviceSampling(
+            temperature=zeros(dtype=torch.float32),
+            top_k=zeros(),
+            top_p=zeros(dtype=torch.float64),
+            min_p=zeros(dtype=torch.float32),
+            seed=zeros(dtype=torch.int64),
+            penalties=zeros(3, dtype=torch.float32),
+            counts=zeros(2, vocab_size),
+            bias_ids=zeros(EDITS_MAX),
+            bias_values=zeros(EDITS_MAX, dtype=torch.float32),
+            biases=zeros(),
+            stop_ids=zeros(STOPS_MAX),
+            stops=zeros(),
+            held_until=zeros(),
+        )
+
+    def seat(self, slot: int, params: SamplingParams, prompt: Tensor, output: Tensor) -> None:
+        """A sequence takes a slot; prompt and output [n] int: its tokens so far."""
+        vocab_size = self.counts.shape[2]
+        stops = [token for token in params.stop_token_ids if token < vocab_size]
+        assert len(params.logit_bias) <= EDITS_MAX
+        assert len(stops) <= STOPS_MAX
+        self.temperature[slot] = params.temperature
+        self.top_k[slot] = min(params.top_k, vocab_size) or vocab_size
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
+        self.seed[slot] = params.seed - (1 << 64) if params.seed >> 63 else params.seed
+        self.penalties[slot] = self.penalties.new_tensor(
+            [params.repetition_penalty, params.frequency_penalty, params.presence_penalty]
+        )
+        self.biases[slot], self.stops[slot] = len(params.logit_bias), len(stops)
+        self.held_until[slot] = len(prompt) + params.min_tokens
+        if params.logit_bias:
+            ids, values = zip(*params.logit_bias, strict=True)
+            self.bias_ids[slot, : len(ids)] = self.bias_ids.new_tensor(ids)
+            self.bias_values[slot, : len(ids)] = self.bias_values.new_tensor(values)
+        if stops:
+            self.stop_ids[slot, : len(stops)] = self.stop_ids.new_tensor(stops)
+        if params.needs_history:
+            for row, tokens in enumerate((output, prompt)):
+                self.counts[slot, row] = torch.bincount(tokens, minlength=vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingScratch:
+    """Memory between the launches, for at most so many rows."""
+
+    edited: Tensor
+    """[rows, vocab] float32, written for rows that edit"""
+    candidates: Tensor
+    """[rows, vocab] int64: distance's bits above, id below"""
+    measures: Tensor
+    """[3, rows, chunks] float32: best edited logit, best logit, sum of exp(logit - best)"""
+    places: Tensor
+    """[rows, chunks] int32: the best edited logit's id; NUMERIC_FAILURE where a logit is not finite"""
+    masses: Tensor
+    """[rows, chunks] int64"""
+
+    @staticmethod
+    def empty(rows: int, vocab_size: int, device: torch.device) -> SamplingScratch:
+        chunks = triton.cdiv(vocab_size, CHUNK)
+        return SamplingScratch(
+            edited=torch.empty(rows, vocab_size, device=device),
+            candidates=torch.empty(rows, vocab_size, dtype=torch.int64, device=device),
+            measures=torch.empty(3, rows, chunks, device=device),
+            places=torch.empty(rows, chunks, dtype=torch.int32, device=device),
+            masses=torch.empty(rows, chunks, dtype=torch.int64, device=device),
+        )
+
+
+def sample(
+    logits: Tensor, slots: Tensor, positions: Tensor, columns: DeviceSampling, scratch: SamplingScratch
+) -> tuple[Tensor, Tensor]:
+    """logits [S, vocab] float32, left as they are; slots, positions [S] int32 -> tokens, logprobs [S].
+
+    `positions`: where the tokens will stand. A token is NUMERIC_FAILURE where its row is not finite. The
+    log-probability is that of the model's own distribution, before anything edits it. Tokens are counted.
+    """
+    rows, vocab_size = logits.shape
+    assert logits.is_contiguous()
+    assert vocab_size == columns.counts.shape[2]
+    assert vocab_size < 1 << 63 - MASS_BITS
+    chunks = triton.cdiv(vocab_size, CHUNK)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    best, raw_best, raw_sum = scratch.measures
+    size = {"CHUNK": CHUNK, "CHUNKS_BLOCK": triton.next_power_of_2(chunks), "num_warps": WARPS}
+    measure_kernel[(rows, chunks)](
+        logits,
+        scratch.edited,
+        slots,
+        positions,
+        columns.penalties,
+        columns.counts,
+        columns.bias_ids,
+        columns.bias_values,
+        columns.biases,
+        columns.stop_ids,
+        columns.stops,
+        columns.held_until,
+        best,
+        raw_best,
+        raw_sum,
+        scratch.places,
+        vocab_size,
+        EDITS_MAX=EDITS_MAX,
+        STOPS_MAX=STOPS_MAX,
+        CHUNK=CHUNK,
+        num_warps=WARPS,
+    )
+    limits = (columns.temperature, columns.top_k, columns.top_p, columns.min_p)
+    edits = (columns.penalties, columns.biases, columns.stops, columns.held_until)
+    weigh_kernel[(rows, chunks)](
+        logits, scratch.edited, slots, positions, *limits, *edits, best, scratch.masses, vocab_size, **size
+    )
+    choose_kernel[(rows,)](
+        logits,
+        scratch.edited,
+        slots,
+        positions,
+        *limits,
+        *edits,
+        columns.seed,
+        columns.counts,
+        best,
+        raw_best,
+        raw_sum,
+        scratch.places,
+        scratch.masses,
+        scratch.candidates,
+        tokens,
+        logprobs,
+        vocab_size,
+        CANDIDATE_BLOCK=CANDIDATE_BLOCK,
+        **size,
+    )
+    return tokens, logprobs
+
+
+@triton.jit
+def _edits(slot, position, penalties, biases, stops, held_until):
+    """(whether the slot looks back, whether anything at all edits its logits)"""
+    repetition, frequency = tl.load(penalties + slot * 3), tl.load(penalties + slot * 3 + 1)
+    looks_back = (repetition != 1.0) | (frequency != 0.0) | (tl.load(penalties + slot * 3 + 2) != 0.0)
+    held = (tl.load(stops + slot) > 0) & (position < tl.load(held_until + slot))
+    return looks_back, looks_back | held | (tl.load(biases + slot) > 0)
+
+
+@triton.jit
+def measure_kernel(
+    logits,
+    edited,
+    slots,
+    positions,
+    penalties,
+    counts,
+    bias_ids,
+    bias_values,
+    biases,
+    stop_ids,
+    stops,
+    held_until,
+    best,
+    raw_best,
+    raw_sum,
+    places,
+    vocab,
+    EDITS_MAX: tl.constexpr,
+    STOPS_MAX: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + row).to(tl.int64)
+    position = tl.load(positions + row)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = ids < vocab
+    x = tl.load(logits + row * vocab + ids, mask=inside, other=float("-inf"))
+    unsound = tl.sum((inside & ((tl.abs(x) < float("inf")) == 0)).to(tl.int32))
+    top = tl.max(x)
+    at = row * tl.num_programs(1) + chunk
+    tl.store(raw_best + at, top)
+    tl.store(raw_sum + at, tl.sum(tl.where(inside, tl.exp(x - top), 0.0)))
+    looks_back, edits = _edits(slot, position, penalties, biases, stops, held_until)
+    if edits:
+        if looks_back:
+            x = _penalised(x, ids, inside, penalties + slot * 3, counts + slot * 2 * vocab, vocab)
+        target = edited + row * vocab
+        tl.store(target + ids, x, mask=inside)
+        tl.debug_barrier()  # a token's bias is added by another thread than the one that stored it
+        entry = tl.arange(0, EDITS_MAX)
+        bias_id = tl.load(bias_ids + slot * EDITS_MAX + entry)
+        here = (entry < tl.load(biases + slot)) & (bias_id // CHUNK == chunk) & (bias_id < vocab)
+        biased = tl.load(target + bias_id, mask=here) + tl.load(bias_values + slot * EDITS_MAX + entry)
+        tl.store(target + bias_id, biased, mask=here)
+        tl.debug_barrier()
+        stop_entry = tl.arange(0, STOPS_MAX)
+        stop = tl.load(stop_ids + slot * STOPS_MAX + stop_entry)
+        stop_count = tl.where(position < tl.load(held_until + slot), tl.load(stops + slot), 0)
+        held = (stop_entry < stop_count) & (stop // CHUNK == chunk)
+        tl.store(target + stop, tl.full([STOPS_MAX], float("-inf"), tl.float32), mask=held)
+        tl.debug_barrier()
+        x = tl.load(target + ids, mask=inside, other=float("-inf"))
+    top, place = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(best + at, top)
+    tl.store(places + at, tl.where(unsound > 0, _FAILURE, chunk * CHUNK + place))
+
+
+@triton.jit
+def _penalised(x, ids, inside, penalties, counts, vocab):
+    """The CPU's order of operations: repetition, frequency, presence."""
+    repetition = tl.load(penalties)
+    output = tl.load(counts + ids, mask=inside, other=0)
+    prompt = tl.load(counts + vocab + ids, mask=inside, other=0)
+    punished = tl.where(x > 0, x / repetition, x * repetition)
+    x = tl.where((output > 0) | (prompt > 0), punished, x)
+    x -= tl.load(penalties + 1) * output.to(tl.float32)
+    return x - tl.load(penalties + 2) * (output > 0).to(tl.float32)
+
+
+@triton.jit
+def _mass(distance):
+    """exp(-distance) in units of 2^-44."""
+    return (tl.exp(-distance) * _UNIT).to(tl.int64)
+
+
+@triton.jit
+def weigh_kernel(
+    logits,
+    edited,
+    slots,
+    positions,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    penalties,
+    biases,
+    stops,
+    held_until,
+    best,
+    masses,
+    vocab,
+    CHUNK: tl.constexpr,
+    CHUNKS_BLOCK: tl.constexpr,
+):
+    """Mass of each chunk: of all tokens where top-p wants a share of them, else of those that min-p keeps."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + row).to(tl.int64)
+    heat = tl.load(temperature + slot)
+    chunks = tl.num_programs(1)
+    if heat > 0:
+        every = tl.arange(0, CHUNKS_BLOCK)
+        tops = tl.load(best + row * chunks + every, mask=every < chunks, other=float("-inf"))
+        _, edits = _edits(slot, tl.load(positions + row), penalties, biases, stops, held_until)
+        source = logits
+        if edits:
+            source = edited
+        ids = chunk * CHUNK + tl.arange(0, CHUNK)
+        x = tl.load(source + row * vocab + ids, mask=ids < vocab, other=float("-inf"))
+        distance = tl.div_rn(tl.max(tops) - x, heat)
+        whole = (tl.load(top_k + slot) < vocab) | (tl.load(top_p + slot) < 1.0)
+        kept = whole | (tl.exp(-distance) >= tl.load(min_p + slot))
+        mass = tl.where(kept & (ids < vocab), _mass(distance), 0)
+        tl.store(masses + row * chunks + chunk, tl.sum(mass))
+
+
+@triton.jit
+def choose_kernel(
+    logits,
+    edited,
+    slots,
+    positions,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    penalties,
+    biases,
+    stops,
+    held_until,
+    seed,
+    counts,
+    best,
+    raw_best,
+    raw_sum,
+    places,
+    masses,
+    candidates,
+    tokens,
+    logprobs,
+    vocab,
+    CANDIDATE_BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS_BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    position = tl.load(positions + row)
+    chunks: tl.constexpr = CHUNKS_BLOCK
+    every = tl.arange(0, chunks)
+    count = tl.cdiv(vocab, CHUNK)
+    at, exists = row * count + every, every < count
+    tops = tl.load(best + at, mask=exists, other=float("-inf"))
+    top, chunk = tl.max(tops, 0, return_indices=True, return_indices_tie_break_left=True)
+    place = tl.load(places + at, mask=exists, other=0)
+    sound = tl.min(place) >= 0
+    token = tl.sum(tl.where(every == chunk, place, 0))
+    looks_back, edits = _edits(slot, position, penalties, biases, stops, held_until)
+    heat = tl.load(temperature + slot)
+    if sound & (heat > 0):
+        source = logits
+        if edits:
+            source = edited
+        source = source + row * vocab
+        mass = tl.load(masses + at, mask=exists, other=0)
+        k, p, floor = tl.load(top_k + slot), tl.load(top_p + slot), tl.load(min_p + slot)
+        u = _uniform(tl.load(seed + slot), position)
+        if (k < vocab) | (p < 1.0):
+            token = _draw_sorted(
+                source,
+                candidates + row * vocab,
+                top,
+                heat,
+                tl.sum(mass),
+                k,
+                p,
+                floor,
+                u,
+                vocab,
+                CANDIDATE_BLOCK,
+            )
+        else:
+            token = _draw_by_id(source, mass, top, heat, floor, u, vocab, CHUNK, CHUNKS_BLOCK)
+    raw_tops = tl.load(raw_best + at, mask=exists, other=float("-inf"))
+    raw_top = tl.max(raw_tops)
+    total = tl.sum(
+        tl.where(exists, tl.load(raw_sum + at, mask=exists, other=0.0) * tl.exp(raw_tops - raw_top), 0.0)
+    )
+    chosen = tl.load(logits + row * vocab + tl.maximum(token, 0))
+    tl.store(logprobs + row, chosen - raw_top - tl.log(total))
+    tl.store(tokens + row, tl.where(sound, token, _FAILURE).to(tl.int64))
+    if looks_back & sound:
+        seen = counts + slot * 2 * vocab + token
+        tl.store(seen, tl.load(seen) + 1)
+
+
+@triton.jit
+def _uniform(seed, position):
+    """philox(seed, position) in [0, 1), with all 53 bits: `engine.runtime.philox.uniforms`."""
+    zero = position.to(tl.uint32) * 0
+    high, low, _, _ = tl.philox(seed, position.to(tl.uint32), zero, zero, zero)
+    bits = (high >> 5).to(tl.int64) * (1 << 26) + (low >> 6).to(tl.int64)
+    return bits.to(tl.float64) * 1.1102230246251565e-16  # 2^-53
+
+
+@triton.jit
+def _share(u, total):
+    """u of a mass, less than all of it."""
+    return tl.minimum((u * total.to(tl.float64)).to(tl.int64), total - 1)
+
+
+@triton.jit
+def _draw_by_id(source, mass, top, heat, floor, u, vocab, CHUNK: tl.constexpr, CHUNKS_BLOCK: tl.constexpr):
+    """First the chunk at u of the cumulative mass, then the token in it."""
+    ends = tl.cumsum(mass, 0)
+    target = _share(u, tl.sum(mass))
+    chunk = tl.sum((ends <= target).to(tl.int32))
+    chunk = tl.minimum(chunk, CHUNKS_BLOCK - 1)
+    before = tl.sum(tl.where(tl.arange(0, CHUNKS_BLOCK) < chunk, mass, 0))
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    distance = tl.div_rn(top - tl.load(source + ids, mask=ids < vocab, other=float("-inf")), heat)
+    own = tl.where((tl.exp(-distance) >= floor) & (ids < vocab), _mass(distance), 0)
+    return chunk * CHUNK + tl.sum((before + tl.cumsum(own, 0) <= target).to(tl.int32))
+
+
+@triton.jit
+def _draw_sorted(source, candidates, top, heat, total, k, p, floor, u, vocab, BLOCK: tl.constexpr):
+    """The token at u of what top-k, top-p and min-p leave, likeliest first, lower ids first among equals."""
+    n, near_mass = _gather(source, candidates, top, heat, _NEAR, vocab, BLOCK)
+    reached = tl.where(k < vocab, n >= k, near_mass.to(tl.float64) >= p * total.to(tl.float64))
+    if reached == 0:
+        n, near_mass = _gather(source, candidates, top, heat, float("inf"), vocab, BLOCK)
+    tl.debug_barrier()
+    kept = total
+    if k < vocab:
+        key, before = _search(candidates, n, k.to(tl.int64) - 1, True, BLOCK)
+        kept = _mass_before(candidates, n, key, BLOCK) + (k - before) * _mass_of(key)
+    if p < 1.0:
+        reach = tl.maximum(tl.ceil(p * kept.to(tl.float64)).to(tl.int64), 1)
+        key, before = _search(candidates, n, reach - 1, False, BLOCK)
+        each = tl.maximum(_mass_of(key), 1)
+        kept = tl.minimum(kept, before + (reach - before + each - 1) // each * each)
+    if floor > 0:
+        kept = tl.minimum(kept, _mass_above(candidates, n, floor, BLOCK))
+    target = _share(u, kept)
+    key, before = _search(candidates, n, target, False, BLOCK)
+    return _equal(candidates, n, key, (target - before) // tl.maximum(_mass_of(key), 1), BLOCK)
+
+
+@triton.jit
+def _gather(source, candidates, top, heat, limit, vocab, BLOCK: tl.constexpr):
+    """Tokens within `limit` of the best, in order of their ids -> (how many, their mass)."""
+    n = tl.full([], 0, tl.int64)
+    mass = tl.full([], 0, tl.int64)
+    for start in range(0, vocab, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        x = tl.load(source + ids, mask=ids < vocab, other=float("-inf"))
+        distance = tl.div_rn(top - x, heat)
+        near = (distance <= limit) & (ids < vocab)
+        packed = (distance.to(tl.int32, bitcast=True).to(tl.int64) << 32) | ids
+        tl.store(candidates + n + tl.cumsum(near.to(tl.int64), 0) - 1, packed, mask=near)
+        n += tl.sum(near.to(tl.int64))
+        mass += tl.sum(tl.where(near, _mass(distance), 0))
+    return n, mass
+
+
+@triton.jit
+def _mass_of(key):
+    """The mass of a token whose distance has these bits."""
+    return _mass(key.to(tl.int32).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _search(candidates, n, target, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """The distance (bits) at which the running mass (or count) first exceeds `target`, and the sum before."""
+    key, before = target * 0, target * 0
+    pivot = tl.arange(0, 8).to(tl.int64)
+    for step in range(11):
+        pivots = key + ((pivot + 1) << (30 - 3 * step))
+        sums = tl.zeros([8], tl.int64)
+        for start in range(0, n, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            keys = tl.load(candidates + at, mask=at < n, other=_NOBODY) >> 32
+            amount = tl.full([BLOCK], 1, tl.int64)
+            if COUNT == 0:
+                amount = _mass_of(keys)
+            below = (keys[:, None] < pivots[None, :]) & (at < n)[:, None]
+            sums += tl.sum(tl.where(below, amount[:, None], 0), 0)
+        passed = (sums <= target) & (pivot < 7)
+        key += tl.sum(passed.to(tl.int64)) << (30 - 3 * step)
+        before = tl.maximum(before, tl.max(tl.where(passed, sums, 0)))
+    return key, before
+
+
+@triton.jit
+def _mass_before(candidates, n, key, BLOCK: tl.constexpr):
+    total = key * 0
+    for start in range(0, n, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        keys = tl.load(candidates + at, mask=at < n, other=_NOBODY) >> 32
+        total += tl.sum(tl.where(keys < key, _mass_of(keys), 0))
+    return total
+
+
+@triton.jit
+def _mass_above(candidates, n, floor, BLOCK: tl.constexpr):
+    """Of the tokens with at least `floor` of the best one's weight."""
+    total = n * 0
+    for start in range(0, n, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        keys = tl.load(candidates + at, mask=at < n, other=_NOBODY) >> 32
+        weight = tl.exp(-keys.to(tl.int32).to(tl.float32, bitcast=True))
+        total += tl.sum(tl.where((weight >= floor) & (at < n), _mass_of(keys), 0))
+    return total
+
+
+@triton.jit
+def _equal(candidates, n, key, rank, BLOCK: tl.constexpr):
+    """The id of the rank-th candidate, from 0, at exactly this distance."""
+    seen = rank * 0
+    token = rank * 0
+    for start in range(0, n, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        packed = tl.load(candidates + at, mask=at < n, other=_NOBODY)
+        match = (packed >> 32) == key
+        order = seen + tl.cumsum(match.to(tl.int64), 0) - 1
+        token += tl.sum(tl.where(match & (order == rank), packed & 0xFFFFFFFF, 0))
+        seen += tl.sum(match.to(tl.int64))
+    return token.to(tl.int32)

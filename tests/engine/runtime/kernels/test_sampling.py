@@ -1,0 +1,146 @@
+"""The device's sampler in the interpreter: the CPU's tokens, one for one, and so its distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.core.messages import NUMERIC_FAILURE, SamplingParams
+from engine.runtime import sampler
+from engine.runtime.kernels import sampling as kernels
+from engine.runtime.slots import SamplingColumns, Seat
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, where a row is not finite
+
+CPU = torch.device("cpu")
+VOCAB = 300
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three chunks, the last not full; candidates in blocks of which a row needs several."""
+    monkeypatch.setattr(kernels, "CHUNK", 128)
+    monkeypatch.setattr(kernels, "CANDIDATE_BLOCK", 128)
+
+
+def params(**settings: Any) -> SamplingParams:
+    return SamplingParams(**({"seed": 7, "max_tokens": 1} | settings))
+
+
+def histories(rows: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """Prompt and output of each row."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (
+            torch.randint(VOCAB, (5 + i,), generator=generator),
+            torch.randint(VOCAB, (i % 4,), generator=generator),
+        )
+        for i in range(rows)
+    ]
+
+
+def on_cpu(logits: Tensor, asked: Sequence[SamplingParams], past: list[tuple[Tensor, Tensor]]) -> list[int]:
+    columns = SamplingColumns.empty(len(asked))
+    seats = []
+    for slot, (own, (prompt, output)) in enumerate(zip(asked, past, strict=True)):
+        columns.seat(slot, own, VOCAB)
+        seat = Seat(own, len(prompt), len(prompt) + len(output))
+        if own.needs_history:
+            seat.history = torch.stack([torch.bincount(t, minlength=VOCAB).int() for t in (output, prompt)])
+        seats.append(seat)
+    return sampler.sample(logits, list(range(len(asked))), seats, columns).tolist()
+
+
+def on_device(
+    logits: Tensor, asked: Sequence[SamplingParams], past: list[tuple[Tensor, Tensor]]
+) -> tuple[list[int], Tensor, kernels.DeviceSampling]:
+    """Rows sit in slots from the last to the first."""
+    rows = len(asked)
+    columns = kernels.DeviceSampling.empty(rows, VOCAB, CPU)
+    scratch = kernels.SamplingScratch.empty(rows, VOCAB, CPU)
+    for row, (own, (prompt, output)) in enumerate(zip(asked, past, strict=True)):
+        columns.seat(rows - 1 - row, own, prompt, output)
+    slots = torch.arange(rows - 1, -1, -1, dtype=torch.int32)
+    positions = torch.tensor([len(prompt) + len(output) for prompt, output in past], dtype=torch.int32)
+    tokens, logprobs = kernels.sample(logits, slots, positions, columns, scratch)
+    return tokens.tolist(), logprobs, columns
+
+
+LIMITS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "plain": {},
+    "cold": {"temperature": 0.05},
+    "min-p": {"min_p": 0.1},
+    "top-k": {"top_k": 5},
+    "top-p": {"top_p": 0.9},
+    "top-p of nearly all": {"top_p": 0.9999, "temperature": 3.0},
+    "top-p of nothing": {"top_p": 1e-9},
+    "all at once": {"top_k": 40, "top_p": 0.8, "min_p": 0.02, "temperature": 0.8},
+    "k beyond what is near": {"top_k": 290, "temperature": 0.2},
+    "p beyond what is near": {"top_p": 0.999999999, "temperature": 0.3},
+}
+
+
+@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS.keys())
+def test_a_seed_gives_the_cpus_tokens(limits: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    rows = 4
+    logits = torch.randn(rows, VOCAB) * 3
+    asked = [params(seed=(1 << 63) + row * 977, **limits) for row in range(rows)]
+    past = histories(rows, 2)
+    found, logprobs, _ = on_device(logits, asked, past)
+    assert found == on_cpu(logits, asked, past)
+    own = logits.log_softmax(-1).gather(1, torch.tensor(found)[:, None])[:, 0]
+    torch.testing.assert_close(logprobs, own, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("limits", [{"top_k": 10}, {"top_p": 0.5}, {"temperature": 0.0}, {}], ids=str)
+def test_equals_are_told_apart_by_id(limits: dict[str, Any]) -> None:
+    """Logits of four values: cuts go through equals, and every draw lands among them."""
+    torch.manual_seed(0)
+    logits = torch.randint(4, (4, VOCAB)).float()
+    asked = [params(seed=row, **limits) for row in range(4)]
+    assert on_device(logits, asked, histories(4, 3))[0] == on_cpu(logits, asked, histories(4, 3))
+
+
+def test_edits_and_neighbours_of_every_kind() -> None:
+    """Penalties, biases, held stop tokens; greedy, random and truncated rows in one batch; counts go on."""
+    torch.manual_seed(4)
+    edits: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.8},
+        {"frequency_penalty": 1.1, "presence_penalty": -0.7},
+        {"logit_bias": ((3, 8.0), (64, -100.0), (299, 9.0))},
+        {"stop_token_ids": (1, 2, 299, 5000), "min_tokens": 3},
+        {"repetition_penalty": 0.6, "logit_bias": ((7, 9.0),), "stop_token_ids": (7,), "min_tokens": 9},
+        {},
+    ]
+    limits: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_p": 0.7}]
+    asked = [params(seed=i, **edit, **limit) for i, edit in enumerate(edits) for limit in limits]
+    past = histories(len(asked), 5)
+    logits = torch.randn(len(asked), VOCAB) * 2
+    before = logits.clone()
+    found, logprobs, columns = on_device(logits, asked, past)
+    assert found == on_cpu(logits, asked, past)
+    assert torch.equal(logits, before)
+    own = logits.log_softmax(-1).gather(1, torch.tensor(found)[:, None])[:, 0]
+    torch.testing.assert_close(logprobs, own, atol=2e-6, rtol=1e-5)
+    for row, (own_params, (_, output)) in enumerate(zip(asked, past, strict=True)):
+        expected = torch.bincount(torch.tensor([*output.tolist(), found[row]]), minlength=VOCAB)
+        counted = columns.counts[len(asked) - 1 - row, 0]
+        assert torch.equal(counted, expected.int() if own_params.needs_history else torch.zeros_like(counted))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_that_is_not_finite_fails_alone(bad: float) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(6, VOCAB)
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_k": 5}]
+    asked = [params(**kinds[row % 3]) for row in range(6)]
+    logits[:3, 200] = bad
+    found = on_device(logits, asked, histories(6, 1))[0]
+    assert found[:3] == [NUMERIC_FAILURE] * 3
+    assert found == on_cpu(logits, asked, histories(6, 1))
