@@ -185,11 +185,13 @@ class Reporter:
     """Writes the completed line and counts, once per request."""
 
     def __init__(self) -> None:
+        """Logs are configured by now."""
+        self._log = log.bind()
         self._tenants: set[TenantId] = set()
 
     def completed(self, record: RequestRecord, stages: Stages, seconds: float) -> None:
         trace_id, total_ms = stages.trace.trace_id, _ms(seconds)
-        log.info(
+        self._log.info(
             "request.completed",
             **_fields(record),
             trace_id=trace_id,

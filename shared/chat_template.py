@@ -40,6 +40,7 @@ class ChatTemplate:
             self._template = _environment(clock).from_string(source)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template does not compile: {error}") from error
+        self._template.globals = dict(self._template.globals)  # a ChainMap: each rendering copies it twice
         self._special_tokens = special_tokens
         self._knows_developer = "developer" in source
 
