@@ -105,8 +105,14 @@ def core(start: CoreStart) -> int:
             stall_deadline_s=config.stall_deadline_s,
             step_time_target_s=config.step_time_target_ms / 1e3,
         )
-        discipline = DISCIPLINES[config.discipline]
-        CoreLoop(runner, transport.inbox, transport.outbox, scheduling, discipline=discipline).run()
+        CoreLoop(
+            runner,
+            transport.inbox,
+            transport.outbox,
+            scheduling,
+            discipline=DISCIPLINES[config.discipline],
+            overlap=runner.info.is_async if config.overlap is None else config.overlap,
+        ).run()
     return 0
 
 

@@ -43,6 +43,8 @@ class EngineConfig:
     max_queue_len: int = 256
     discipline: str = "response-ratio"
     prefix_cache: bool = True
+    overlap: bool | None = None
+    """Plan the next step while one is computed. None: when the device computes beside the host."""
     threads: int | None = None
     tokenizer_threads: int = 2
     startup_timeout_s: float = 900.0
@@ -161,6 +163,11 @@ def _add_memory_arguments(memory: argparse._ArgumentGroup) -> None:
         dest="prefix_cache",
         action="store_false",
         help="compute every prompt from its first token",
+    )
+    memory.add_argument(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        help="plan the next step while one is computed (default: on a GPU; a CPU gains nothing)",
     )
     memory.add_argument(
         "--threads", type=_count(1), metavar="N", help="compute threads on CPU (default: one per core)"

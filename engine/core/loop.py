@@ -85,15 +85,16 @@ class CoreLoop:
         self._outbox = outbox
         self._clock = clock
         self._scheduler = Scheduler(config, runner.info, discipline)
-        self._step = self._overlapped_step if overlap else self._plain_step
+        self._overlap = overlap
         self._flying: Launched | None = None
 
     def run(self) -> None:
         """Serve until `StopCore` or `Disconnected`. Another failure is sent as `CoreFailed`, then raised."""
         try:
-            self._outbox.send(_ready(self._runner))
+            self._outbox.send(_ready(self._runner, self._overlap))
+            step = self._overlapped_step if self._overlap else self._plain_step
             while self._take_in():
-                self._step()
+                step()
         except Disconnected:
             return
         except Exception as error:
@@ -145,7 +146,7 @@ class CoreLoop:
         return True
 
 
-def _ready(runner: Runner) -> CoreReady:
+def _ready(runner: Runner, overlap: bool) -> CoreReady:
     info = runner.info
     return CoreReady(
         pages=info.pages,
@@ -156,6 +157,7 @@ def _ready(runner: Runner) -> CoreReady:
         dtype=info.dtype,
         load_s=info.load_s,
         warmup_s=info.warmup_s,
+        overlap=overlap,
     )
 
 

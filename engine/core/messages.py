@@ -160,6 +160,8 @@ class CoreReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
     dtype: str
     load_s: float
     warmup_s: float
+    overlap: bool = False
+    """A step is planned while another is computed."""
 
 
 class CoreFailed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):

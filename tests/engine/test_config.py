@@ -35,6 +35,13 @@ def test_options() -> None:
     assert (config.prefix_cache, config.port) == (False, 0)
 
 
+def test_overlap_is_the_devices_to_say_unless_it_is_told() -> None:
+    assert from_args(MINIMAL, {}).overlap is None
+    assert from_args([*MINIMAL, "--overlap"], {}).overlap is True
+    assert from_args([*MINIMAL, "--no-overlap"], {"PENSTOCK_ENGINE_OVERLAP": "true"}).overlap is False
+    assert from_args(MINIMAL, {"PENSTOCK_ENGINE_OVERLAP": "false"}).overlap is False
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [("2MiB", 2 * 2**20), ("2M", 2 * 2**20), ("2MB", 2_000_000), ("4194304", 4194304), ("1g", 2**30)],
