@@ -22,14 +22,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.runtime.kernels.fp8 import FP8_MAX
+
 NORM_WARPS: Final = 8
 """A row of 4,096 is then 16 elements per thread: two wide loads."""
 HEADS_BLOCK: Final = 8
 """Heads per program: 8 x 128 elements are 8 per thread, and a batch of 1 still makes 5 programs of 8B's
 48 heads."""
 SILU_BLOCK: Final = 1024
-FP8_MAX: Final = 448.0
-"""The largest e4m3."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:

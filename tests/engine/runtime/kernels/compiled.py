@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from engine.runtime.kernels import decode_attention, fused, prefill_attention, sampling
+from engine.runtime.kernels import decode_attention, fused, matmul, prefill_attention, sampling
 
 HOPPER = GPUTarget("cuda", 90, 32)
 INSTRUCTIONS = (
@@ -233,9 +233,25 @@ def report_sampling() -> None:
         report(kernel.removesuffix("_kernel"), sampling, kernel, sample_launch)
 
 
+def report_matmul() -> None:
+    """8B's output projection, by every tile; batch 16 and fp8 by one."""
+
+    def launch(rows: int, tile: matmul.Tile, dtype: torch.dtype) -> Callable[[], object]:
+        scales = meta(4096, dtype=torch.float32) if dtype == torch.float8_e4m3fn else None
+        weight = meta(4096, 4096, dtype=dtype)
+        return lambda: matmul.skinny_matmul(meta(rows, 4096), weight, tile, scales=scales)
+
+    for tile in matmul.TILES[::4]:
+        report(f"matmul {tile.n}x{tile.k}", matmul, "skinny_kernel", launch(8, tile, torch.bfloat16))
+    tile = matmul.TILES[1]
+    report("matmul 64 rows", matmul, "skinny_kernel", launch(64, tile, torch.bfloat16))
+    report("matmul fp8", matmul, "skinny_kernel", launch(8, tile, torch.float8_e4m3fn))
+
+
 if __name__ == "__main__":
     report_fused()
     report_decode()
     report_prefill()
     report_sampling()
+    report_matmul()
     sys.exit(0)

@@ -1,0 +1,96 @@
+"""Which kernel multiplies a weight with so many rows: measured once, at warm-up, on the device at hand.
+
+The library stays unless one of our tiles beats it by `MARGIN`: a difference below that is noise, and the
+library's kernel is the better-known one. An fp8 weight has no rival in the library at these sizes, so there
+the best tile wins. Rows beyond `matmul.ROWS_MAX` always go to the library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.runtime.kernels.fp8 import Fp8Weight
+from engine.runtime.kernels.matmul import ROWS, ROWS_MAX, TILES, Tile, row_bucket, skinny_matmul
+
+MARGIN: Final = 1.05
+Weight = Tensor | Fp8Weight
+Timer = Callable[[Callable[[], object]], float]
+"""Runs it several times, weights not in the cache, and returns the best time in us."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulShape:
+    height: int
+    """N: rows of the weight."""
+    width: int
+    """K"""
+    rows: int
+    """One of `matmul.ROWS`."""
+    fp8: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A shape's winner; `tile` None is the library."""
+
+    tile: Tile | None
+    best_us: float
+    library_us: float | None
+
+
+class MatmulTable:
+    """Multiplies by the fastest way known. Shapes that were never measured go the way that always works."""
+
+    def __init__(self, measured: Mapping[MatmulShape, Measured]) -> None:
+        self.measured: Final = measured
+
+    @staticmethod
+    def fill(weights: Iterable[Weight], activations: torch.dtype, timer: Timer) -> MatmulTable:
+        """Measure every distinct shape among `weights` at every row count."""
+        measured: dict[MatmulShape, Measured] = {}
+        for weight in weights:
+            for rows in ROWS:
+                shape = _shape(weight, rows)
+                if shape not in measured:
+                    measured[shape] = _measure(weight, rows, activations, timer)
+        return MatmulTable(measured)
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        """x [M, K] -> [M, N]."""
+        if len(x) <= ROWS_MAX:
+            found = self.measured.get(_shape(weight, row_bucket(len(x))))
+            if found is not None and found.tile is not None:
+                return _by_tile(x, weight, found.tile, bias)
+            if found is None and isinstance(weight, Fp8Weight):
+                return _by_tile(x, weight, TILES[1], bias)
+        return weight.linear(x, bias) if isinstance(weight, Fp8Weight) else F.linear(x, weight, bias)
+
+
+def _measure(weight: Weight, rows: int, activations: torch.dtype, timer: Timer) -> Measured:
+    values = weight.values if isinstance(weight, Fp8Weight) else weight
+    x = torch.zeros(rows, values.shape[1], dtype=activations, device=values.device)
+    times = {tile: timer(lambda tile=tile: _by_tile(x, weight, tile, None)) for tile in TILES}
+    tile = min(times, key=lambda tile: times[tile])
+    if isinstance(weight, Fp8Weight):
+        return Measured(tile, times[tile], None)
+    library_us = timer(lambda: F.linear(x, weight))
+    if times[tile] * MARGIN < library_us:
+        return Measured(tile, times[tile], library_us)
+    return Measured(None, library_us, library_us)
+
+
+def _by_tile(x: Tensor, weight: Weight, tile: Tile, bias: Tensor | None) -> Tensor:
+    if isinstance(weight, Fp8Weight):
+        return skinny_matmul(x, weight.values, tile, scales=weight.scales, bias=bias)
+    return skinny_matmul(x, weight, tile, bias=bias)
+
+
+def _shape(weight: Weight, rows: int) -> MatmulShape:
+    values = weight.values if isinstance(weight, Fp8Weight) else weight
+    return MatmulShape(values.shape[0], values.shape[1], rows, isinstance(weight, Fp8Weight))

@@ -1,0 +1,132 @@
+"""Multiplication by few rows: the kernel in the interpreter, fp8 weights, and the table on a fake timer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from engine.runtime.kernels import autotune, matmul
+from engine.runtime.kernels.autotune import MatmulShape, MatmulTable
+from engine.runtime.kernels.fp8 import FP8_MAX, Fp8Weight, quantise
+from engine.runtime.kernels.matmul import TILES, Tile, row_bucket, skinny_matmul
+
+SMALL = Tile(16, 32, 4, 3)
+
+
+@pytest.mark.parametrize("tile", [SMALL, Tile(32, 64, 4, 3)], ids=str)
+@pytest.mark.parametrize(("rows", "height", "width"), [(1, 48, 64), (17, 33, 40), (64, 64, 128)])
+def test_equals_the_library(rows: int, height: int, width: int, tile: Tile) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(rows, width), torch.randn(height, width), torch.randn(height)
+    torch.testing.assert_close(skinny_matmul(x, weight, tile), linear(x, weight), atol=1e-5, rtol=1e-5)
+    found = skinny_matmul(x, weight, tile, bias=bias)
+    torch.testing.assert_close(found, linear(x, weight, bias), atol=1e-5, rtol=1e-5)
+
+
+def test_a_rows_bits_do_not_depend_on_the_others() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(40, 64), torch.randn(32, 64)
+    together = skinny_matmul(x, weight, SMALL)
+    assert torch.equal(skinny_matmul(x[7:8], weight, SMALL), together[7:8])
+
+
+def test_fp8_weights() -> None:
+    """Either way of multiplying is exact for what was quantised."""
+    torch.manual_seed(0)
+    weight = torch.randn(48, 256) * torch.logspace(-3, 2, 48)[:, None]
+    weight[5] = 0.0
+    quantised = quantise(weight)
+    restored = quantised.values.float() * quantised.scales[:, None]
+    assert quantised.values.float().abs().amax(dim=1).tolist() == [
+        0.0 if i == 5 else FP8_MAX for i in range(48)
+    ]
+    assert torch.equal(restored[5], weight[5])
+    x, bias = torch.randn(3, 256), torch.randn(48)
+    expected = linear(x, restored, bias)
+    by_kernel = skinny_matmul(x, quantised.values, SMALL, scales=quantised.scales, bias=bias)
+    torch.testing.assert_close(by_kernel, expected, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(quantised.linear(x, bias), expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("spread", ["normal", "uniform", "outliers"])
+def test_the_error_of_fp8_is_the_formats(spread: str) -> None:
+    """The head of fp8.py: 2.6 % of a weight, and as much of a product."""
+    torch.manual_seed(0)
+    weight = torch.rand(64, 1024) - 0.5 if spread == "uniform" else torch.randn(64, 1024)
+    if spread == "outliers":
+        weight[:, 17] *= 50.0
+    quantised = quantise(weight)
+    restored = quantised.values.float() * quantised.scales[:, None]
+    assert (restored - weight).norm() / weight.norm() < 0.03
+    x = torch.randn(16, 1024)
+    product = linear(x, weight)
+    assert (linear(x, restored) - product).norm() / product.norm() < 0.03
+
+
+class FakeTimer:
+    """Knows how long each call takes by what it calls."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, library_us: float, tiles_us: dict[Tile, float]
+    ) -> None:
+        self.calls = 0
+        self._took = 0.0
+
+        def by_tile(x: Tensor, weight: autotune.Weight, tile: Tile, bias: Tensor | None) -> None:
+            self._took = tiles_us.get(tile, 100.0)
+
+        def by_library(x: Tensor, weight: Tensor) -> None:
+            self._took = library_us
+
+        monkeypatch.setattr(autotune, "_by_tile", by_tile)
+        monkeypatch.setattr(autotune.F, "linear", by_library)
+
+    def __call__(self, run: Callable[[], object]) -> float:
+        self.calls += 1
+        run()
+        return self._took
+
+
+@pytest.mark.parametrize(
+    ("library_us", "winner"), [(10.0, None), (11.9, None), (12.0, None), (12.7, TILES[2])], ids=str
+)
+def test_the_library_stays_unless_clearly_beaten(
+    monkeypatch: pytest.MonkeyPatch, library_us: float, winner: Tile | None
+) -> None:
+    with monkeypatch.context() as patch:
+        timer = FakeTimer(patch, library_us, {TILES[2]: 12.0, TILES[0]: 13.0})
+        weight = torch.zeros(64, 32)
+        table = MatmulTable.fill([weight, weight, weight], torch.float32, timer)
+    assert timer.calls == len(matmul.ROWS) * (len(TILES) + 1), "a shape is measured once"
+    assert {shape.rows for shape in table.measured} == set(matmul.ROWS)
+    assert {found.tile for found in table.measured.values()} == {winner}
+
+
+def test_the_table_multiplies_whatever_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured or not, few rows or many, fp8 or not."""
+    torch.manual_seed(0)
+    weight = torch.randn(32, 64)
+    quantised = quantise(weight)
+    with monkeypatch.context() as patch:
+        timer = FakeTimer(patch, 99.0, {TILES[1]: 1.0})
+        filled = MatmulTable.fill([weight, quantised], torch.float32, timer)
+    assert filled.measured[MatmulShape(32, 64, 16, False)].tile == TILES[1]
+    restored = quantised.values.float() * quantised.scales[:, None]
+    for table in (filled, MatmulTable({})):
+        for rows in (1, 70):
+            x = torch.randn(rows, 64)
+            torch.testing.assert_close(table.linear(x, weight), linear(x, weight), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(table.linear(x, quantised), linear(x, restored), atol=1e-4, rtol=1e-4)
+
+
+def test_row_buckets() -> None:
+    assert [row_bucket(rows) for rows in (1, 16, 17, 32, 33, 64)] == [16, 16, 32, 32, 64, 64]
+
+
+def test_an_fp8_weight_is_what_it_says() -> None:
+    with pytest.raises(AssertionError):
+        Fp8Weight(torch.zeros(2, 2), torch.zeros(2))
