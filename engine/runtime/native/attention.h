@@ -100,6 +100,10 @@ void softmax_page(const AttentionShape& s, float* scores, typename E::T* weights
     for (int64_t d = 0; d < s.head_dim; d += LANES) store(sums + d, load<vf>(sums + d) * keep);
 }
 
+inline void prefetch(const void* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
+}
+
 // q, out [T][heads * head_dim]; keys, values: one layer's pages [page][kv_head][tile].
 // `window`: how many of the latest tokens a token sees, itself included; 0 for all.
 template <class E>
@@ -121,11 +125,15 @@ void attend(const AttentionShape& s, const Span& span, int64_t kv_head, int64_t 
     own.total.get()[row] = 0.0f;
   }
   const int64_t end = span.position + span.count;
+  // A decode's time is that of reading pages, and a page is too short for the processor to see it coming:
+  // asking for a tile while the one before is used reads 27 GB/s instead of 19 on two Zen 4 cores.
+  const bool brief = rows <= 2 * TILE_ROWS;
   const int64_t start = window && span.position >= window ? span.position - window + 1 : 0;
   for (int64_t page = start / size; page * size < end; ++page) {
     const int64_t base = page * size, seen = end - base < size ? end - base : size;
     const int64_t width = (seen + 15) / 16 * 16;
     const int64_t at = (span.table[page] * s.kv_heads + kv_head) * s.tile_elements();
+    if (brief) prefetch(values + at, seen * dim * sizeof(T));
     gemm<E>(words(own.q.get()), dim / per_word, rows, words(keys + at), size, width, dim / per_word,
             own.scores.get(), size, false);
     for (int64_t row = 0; row < rows; ++row) {
@@ -134,6 +142,8 @@ void attend(const AttentionShape& s, const Span& span, int64_t kv_head, int64_t 
                       window ? position - window + 1 - base : 0, position + 1 - base, width, scale,
                       own.peak.get()[row], own.total.get()[row], own.sums.get() + row * dim);
     }
+    if (brief && base + size < end)
+      prefetch(keys + (span.table[page + 1] * s.kv_heads + kv_head) * s.tile_elements(), s.tile_elements() * sizeof(T));
     gemm<E>(words(own.weights.get()), size / per_word, rows, words(values + at), dim, dim,
             (seen + per_word - 1) / per_word, own.sums.get(), dim, true);
   }

@@ -13,9 +13,12 @@ import torch
 from engine.runtime.config import RunnerConfig
 from engine.runtime.load import load_runner
 from engine.runtime.model_runner import ModelRunner
+from engine.runtime.native.build import build
 from tests.engine.models import make_tiny_model
 
 MakeModel = Callable[..., Path]
+
+build()  # what an installation does; a checkout whose sources have changed since needs it again
 
 
 @pytest.fixture(scope="session", autouse=True)

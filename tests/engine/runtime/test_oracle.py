@@ -19,6 +19,8 @@ from tests.engine.models import VOCAB_SIZE, reference_logprobs, reference_model
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.driver import Driver, Life
 
+pytestmark = pytest.mark.parametrize("kernels", ["native", "torch"])
+
 TOLERANCE = 1e-4
 OUTPUTS = 64
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -92,9 +94,9 @@ def distance(entries: list[TokenLogprobs], tokens: list[int], expected: Tensor) 
     return max(differences)
 
 
-def test_greedy_tokens_and_logprobs(path: Path) -> None:
+def test_greedy_tokens_and_logprobs(path: Path, kernels: str) -> None:
     """Whole, then in chunks that cut pages and windows, then together with strangers of mixed lengths."""
-    model, driver = reference_model(path), Driver(load(path))
+    model, driver = reference_model(path), Driver(load(path, kernels=kernels))
     whole, chunked = driver.seat(0, prompt_of(60), greedy()), driver.seat(1, prompt_of(60), greedy())
     driver.finish([0], OUTPUTS)
     check_against(model, whole)
@@ -112,10 +114,10 @@ def test_greedy_tokens_and_logprobs(path: Path) -> None:
     assert lives[-1].output == whole.output
 
 
-def test_several_prompts_in_one_step(tiny_model: MakeModel) -> None:
+def test_several_prompts_in_one_step(tiny_model: MakeModel, kernels: str) -> None:
     """Packed prefill, beside decodes that are far ahead."""
     path = tiny_model("llama")
-    model, driver = reference_model(path), Driver(load(path))
+    model, driver = reference_model(path), Driver(load(path, kernels=kernels))
     early = driver.seat(5, prompt_of(300), greedy(80))
     driver.finish([5], 3)
     late = [driver.seat(slot, prompt_of(10 + slot), greedy()) for slot in range(4)]
@@ -125,9 +127,9 @@ def test_several_prompts_in_one_step(tiny_model: MakeModel) -> None:
         check_against(model, life)
 
 
-def test_a_preempted_sequence_takes_up_where_it_was(tiny_model: MakeModel) -> None:
+def test_a_preempted_sequence_takes_up_where_it_was(tiny_model: MakeModel, kernels: str) -> None:
     path = tiny_model("qwen3")
-    model, driver = reference_model(path), Driver(load(path))
+    model, driver = reference_model(path), Driver(load(path, kernels=kernels))
     life = driver.seat(0, prompt_of(20), greedy())
     driver.finish([0], 30)
     driver.leave(0)
@@ -138,10 +140,10 @@ def test_a_preempted_sequence_takes_up_where_it_was(tiny_model: MakeModel) -> No
 
 
 @pytest.mark.parametrize("chunk", [200, 13])
-def test_prompt_logprobs(tiny_model: MakeModel, chunk: int) -> None:
+def test_prompt_logprobs(tiny_model: MakeModel, chunk: int, kernels: str) -> None:
     """Of every prompt token but the first, whatever the chunks; of output tokens, none."""
     path = tiny_model("mistral")
-    prompt, driver = prompt_of(150), Driver(load(path))
+    prompt, driver = prompt_of(150), Driver(load(path, kernels=kernels))
     params = SamplingParams(seed=0, max_tokens=2, temperature=0.0, prompt_logprobs=4)
     life, silent = driver.seat(1, prompt, params), driver.seat(2, prompt_of(8), greedy())
     driver.finish([1, 2], 2, chunk=chunk)
@@ -153,13 +155,15 @@ def test_prompt_logprobs(tiny_model: MakeModel, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_bfloat16_is_as_close_to_fp32_as_transformers_is(tiny_model: MakeModel, family: str) -> None:
+def test_bfloat16_is_as_close_to_fp32_as_transformers_is(
+    tiny_model: MakeModel, family: str, kernels: str
+) -> None:
     """Teacher-forced, half by prefill and half by decode; L2 over whole distributions."""
     path = tiny_model(family)
     tokens = prompt_of(120)
     exact = reference_logprobs(reference_model(path), tokens)[:-1]
     theirs = reference_logprobs(reference_model(path, torch.bfloat16), tokens)[:-1]
-    driver = Driver(load(path, dtype="bfloat16"))
+    driver = Driver(load(path, dtype="bfloat16", kernels=kernels))
     params = SamplingParams(seed=0, max_tokens=1, prompt_logprobs=VOCAB_SIZE)
     life = driver.seat(0, tokens, params)
     driver.step([(0, 60)])

@@ -1,0 +1,288 @@
+"""The C++ decoder beside its twin in torch: the same weights, the same steps, a cache each, full of NaN."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.core.messages import Plan, SamplingParams, SlotStart
+from engine.runtime import load as loading
+from engine.runtime.attention import AttentionSpec
+from engine.runtime.attention.torch_paged import TorchDecode, TorchPrefill
+from engine.runtime.batch import assemble
+from engine.runtime.errors import BadRunnerConfig
+from engine.runtime.kv_cache import KVCache, KVGeometry
+from engine.runtime.model import Model, TorchModel
+from engine.runtime.models.config import ModelConfig, RopeConfig
+from engine.runtime.models.decoder import Decoder
+from engine.runtime.native import build
+from engine.runtime.native.decoder import NativeDecoder, misfit
+from engine.runtime.native.library import built_isas
+from engine.runtime.slots import Slots
+from tests.engine.runtime.conftest import MakeModel, load
+
+PAGE_SIZE, MAX_LEN, VOCAB = 16, 256, 100
+ISAS = built_isas()
+Rows = Sequence[tuple[int, int]]
+
+RAGGED: dict[str, Rows] = {
+    # (start, length) per row, decodes first
+    "one decode": [(0, 1)],
+    "decodes": [(3, 1), (0, 1), (70, 1), (15, 1), (16, 1), (7, 1), (200, 1)],
+    "whole prompts": [(0, 9), (0, 2), (0, 33), (0, 130)],
+    "chunks": [(5, 6), (8, 1), (8, 8), (37, 103)],
+    "mixed": [(11, 1), (64, 1), (0, 17), (13, 20), (4, 4), (0, 1)],
+}
+PLAIN = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=80,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    norm_eps=1e-5,
+    context_len=MAX_LEN,
+    rope=RopeConfig(10_000.0),
+    windows=(None, None),
+    tied_embeddings=True,
+)
+SHAPES: dict[str, ModelConfig] = {
+    "plain": PLAIN,
+    "group of 1, norms": replace(PLAIN, heads=2, qk_norm=True),
+    "group of 4, biases": replace(PLAIN, kv_heads=1, qkv_bias=True, output_bias=True, mlp_bias=True),
+    "group of 7, untied": replace(PLAIN, heads=7, kv_heads=1, hidden_size=112, tied_embeddings=False),
+    "heads of 64, window": replace(PLAIN, head_dim=64, windows=(24, None)),
+    "heads of 128, tiny window": replace(PLAIN, head_dim=128, windows=(1, 24)),
+    "heads of 256": replace(PLAIN, heads=2, head_dim=256, hidden_size=48),
+    "heads of 16": replace(PLAIN, head_dim=16),
+}
+
+
+class Weights:
+    """A source that makes up every tensor from its name."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
+        parts = []
+        for name, count in zip(names, rows, strict=True):
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            part = torch.randn(count, *columns, generator=generator)
+            parts.append(1 + part / 5 if "norm" in name else part / (columns[0] ** 0.5 if columns else 2))
+        return torch.cat(parts).bfloat16().to(self._dtype)
+
+
+@dataclass
+class Stage:
+    """One model, and sequences whose tokens and pages depend on their number alone."""
+
+    model: Model
+    slots: Slots
+
+    @staticmethod
+    def of(
+        config: ModelConfig,
+        dtype: torch.dtype = torch.float32,
+        isa: str | None = None,
+        page_size: int = PAGE_SIZE,
+        **native: Any,
+    ) -> Stage:
+        """In torch, unless `isa` names a library."""
+        pages = 10 * MAX_LEN // page_size
+        geometry = KVGeometry(config.layers, config.kv_heads, page_size, config.head_dim, dtype)
+        cache = KVCache(geometry, pages)
+        for tensor in (*cache.keys, *cache.values):
+            tensor.fill_(torch.nan)
+        model: Model
+        if isa is None:
+            spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.windows)
+            decoder = Decoder(config, Weights(dtype))
+            model = TorchModel(decoder, cache, TorchDecode(cache, spec), TorchPrefill(cache, spec))
+        else:
+            settings = {"dtype": dtype, "page_size": page_size, "max_model_len": MAX_LEN, "threads": 2}
+            model = NativeDecoder(isa, config, Weights(dtype), **(settings | native)).attach(cache)  # type: ignore[arg-type]
+        return Stage(model, Slots(10, MAX_LEN, page_size, VOCAB))
+
+    def seat(self, ends: Sequence[int], seed: int = 0) -> None:
+        """Sequence i in slot i, on pages shuffled by the seed."""
+        size = self.slots.page_size
+        free = random.Random(seed).sample(range(10 * MAX_LEN // size), 10 * MAX_LEN // size)
+        greedy = SamplingParams(seed=0, max_tokens=1)
+        tokens = [[(7 * i + 13 * j + j * j) % VOCAB for j in range(end)] for i, end in enumerate(ends)]
+        seated = [SlotStart(i, ids, len(ids), greedy) for i, ids in enumerate(tokens)]
+        grown = [(i, [free.pop() for _ in range(-(-end // size))]) for i, end in enumerate(ends)]
+        self.slots.apply(Plan(0, [], seated, grown, [], [], [], []))
+
+    def step(self, rows: Sequence[tuple[int, int, int]]) -> list[Tensor]:
+        """(slot, start, length) -> hidden states [length, hidden] of each row."""
+        columns = [list(column) for column in zip(*rows, strict=True)]
+        batch = assemble(Plan(0, [], [], [], *columns, [False] * len(rows)), self.slots)
+        hidden = self.model.forward(batch)
+        return list(hidden.split([length for _, _, length in rows]))
+
+    def run(self, rows: Rows, seed: int = 0) -> Tensor:
+        """The past of each row in one chunk, then the rows together."""
+        self.seat([start + length for start, length in rows], seed)
+        for slot, (start, _) in enumerate(rows):
+            if start:
+                self.step([(slot, 0, start)])
+        return torch.cat(self.step([(slot, *row) for slot, row in enumerate(rows)]))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("rows", RAGGED.values(), ids=RAGGED.keys())
+def test_equals_torch_in_float32(rows: Rows, config: ModelConfig, isa: str) -> None:
+    expected, found = Stage.of(config), Stage.of(config, isa=isa)
+    hidden = found.run(rows)
+    torch.testing.assert_close(hidden, expected.run(rows), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        found.model.logits(hidden), expected.model.logits(hidden), atol=1e-4, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
+def test_bfloat16_is_no_further_from_float32_than_torch_is(config: ModelConfig, isa: str) -> None:
+    rows = [row for kind in ("decodes", "mixed") for row in RAGGED[kind][:4]]
+    exact = Stage.of(config).run(rows)
+    torchs = Stage.of(config, torch.bfloat16).run(rows).float()
+    ours = Stage.of(config, torch.bfloat16, isa).run(rows).float()
+    assert (ours - exact).norm() <= 1.1 * (torchs - exact).norm()
+    assert (ours - exact).norm() < 0.02 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("isa", ISAS)
+def test_company_chunks_pages_and_threads_change_nothing(isa: str, dtype: torch.dtype) -> None:
+    """To the bit, in bfloat16 too: every sum is taken in one order."""
+    config = replace(PLAIN, windows=(None, 24), qk_norm=True)
+    ends = [130, 1, 33, 77, 16, 15, 90, 64]
+    alone = Stage.of(config, dtype, isa)
+    alone.seat(ends)
+    expected = [alone.step([(slot, 0, end)])[0] for slot, end in enumerate(ends)]
+
+    crowd = Stage.of(config, dtype, isa, threads=3)
+    crowd.seat(ends, seed=5)
+    computed = [0] * len(ends)
+    found: list[list[Tensor]] = [[] for _ in ends]
+    rng = random.Random(1)
+    while any(done < end for done, end in zip(computed, ends, strict=True)):
+        unfinished = [slot for slot, end in enumerate(ends) if computed[slot] < end]
+        lengths = {
+            slot: min(rng.choice([1, 1, 1, 2, 7, 50]), ends[slot] - computed[slot]) for slot in unfinished
+        }
+        rows = sorted(((slot, computed[slot], lengths[slot]) for slot in unfinished), key=lambda row: row[2])
+        for (slot, _, length), hidden in zip(rows, crowd.step(rows), strict=True):
+            found[slot].append(hidden)
+            computed[slot] += length
+    for parts, whole in zip(found, expected, strict=True):
+        assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("page_size", [16, 64, 256])
+def test_page_sizes(page_size: int) -> None:
+    rows = RAGGED["mixed"]
+    found = Stage.of(PLAIN, isa=ISAS[0], page_size=page_size).run(rows)
+    torch.testing.assert_close(found, Stage.of(PLAIN).run(rows), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("isa", ISAS)
+def test_int8_weights_are_close(isa: str, dtype: torch.dtype, tied: bool) -> None:
+    config, rows = replace(PLAIN, tied_embeddings=tied), RAGGED["mixed"]
+    exact, found = Stage.of(config), Stage.of(config, dtype, isa, int8=True)
+    wanted, hidden = exact.run(rows), found.run(rows)
+    assert 1e-4 < (hidden.float() - wanted).norm() / wanted.norm() < 0.03
+    logits, wanted_logits = found.model.logits(hidden), exact.model.logits(wanted)
+    assert (logits - wanted_logits).norm() / wanted_logits.norm() < 0.03
+
+
+def test_what_is_not_finite_shows() -> None:
+    """A NaN in one row reaches that row's logits, and nobody else's."""
+    stage = Stage.of(PLAIN, isa=ISAS[0])
+    stage.seat([4, 4])
+    stage.step([(0, 0, 3), (1, 0, 3)])
+    assert isinstance(stage.model, NativeDecoder)
+    page = int(stage.slots.page_table[0, 0])
+    stage.model._pages[0][page] = torch.nan
+    bad, good = stage.model.logits(torch.cat(stage.step([(0, 3, 1), (1, 3, 1)])))
+    assert bad.isnan().all()
+    assert good.isfinite().all()
+
+
+def test_the_best_library_for_a_processor(tmp_path: Path) -> None:
+    old = "avx2 bmi1 bmi2 f16c fma movbe"
+    new = f"{old} avx512f avx512bw avx512cd avx512dq avx512vl"
+    flags = {
+        f"{new} avx512_bf16": "avx512_bf16",
+        new: "avx512",
+        f"{old} avx512f avx512_bf16": "avx2",
+        "fpu sse2": "portable",
+    }
+    for line, isa in flags.items():
+        (tmp_path / "cpuinfo").write_text(f"flags : {line}\n")
+        assert built_isas(tmp_path)[0] == isa
+    assert built_isas() == ISAS
+
+
+def test_a_library_older_than_its_sources_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert built_isas()
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DNEWER"))
+    assert not built_isas()
+
+
+def test_without_a_compiler_nothing_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(build, "LIBRARIES", tmp_path)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(build.BuildFailed, match="no C\\+\\+ compiler"):
+        build.build()
+
+
+def test_a_compiler_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(build, "LIBRARIES", tmp_path)
+    monkeypatch.setattr(build, "ISAS", {"avx2": ("-march=abacus",)})
+    with pytest.raises(build.BuildFailed, match="abacus"):
+        build.build()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_does_not_fit_the_vectors_goes_to_torch(tiny_model: MakeModel) -> None:
+    odd = tiny_model("llama", intermediate_size=90)
+    said: list[str] = []
+    config = loading.RunnerConfig(str(odd), dtype="float32", max_num_seqs=2, threads=1)
+    loading.load_runner(config, said.append)
+    assert "computing with torch kernels (intermediate_size 90 cannot be divided by 16)" in said
+    assert misfit(PLAIN, 8) == "page_size 8 cannot be divided by 16"
+    with pytest.raises(
+        BadRunnerConfig, match="kernels=native needs the native kernels: intermediate_size 90"
+    ):
+        load(odd, kernels="native")
+
+
+def test_without_libraries_torch_computes_and_int8_is_refused(
+    tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "built_isas", list)
+    assert isinstance(load(tiny_model("llama")).model, TorchModel)
+    with pytest.raises(BadRunnerConfig, match=r"int8 weights need the native kernels: .* not built"):
+        load(tiny_model("llama"), weights="int8")
+
+
+def test_the_log_says_what_computes(tiny_model: MakeModel) -> None:
+    said: list[str] = []
+    config = loading.RunnerConfig(str(tiny_model("llama")), max_num_seqs=2, threads=1, weights="int8")
+    loading.load_runner(config, said.append)
+    assert f"computing with native kernels ({ISAS[0]}, int8 weights, 1 threads)" in said
