@@ -82,6 +82,8 @@ def core(start: CoreStart) -> int:
                 RunnerConfig(
                     model_dir=config.model,
                     dtype=config.dtype,
+                    weights=config.weights,
+                    kernels=config.kernels,
                     max_model_len=config.max_model_len,
                     page_size=config.page_size,
                     kv_cache_bytes=config.kv_cache_memory,
