@@ -141,8 +141,8 @@ class Life:
     aborted_at: float | None = None
     """When first, if before its end."""
     paused_at: float | None = None
-    in_flight: bool = False
-    """It was paused while a step was being run, which may bring it a last token."""
+    in_flight: int = 0
+    """Steps that were being run when it was paused, each of which may bring it one more token."""
     overdue: dict[FinishReason, float] = field(default_factory=dict)
     """By deadline: when first a step was planned after it."""
     tokens: list[int] = field(default_factory=list)
@@ -311,7 +311,7 @@ class _Simulation:
             case AbortSequences(handles):
                 self._abort(handles)
             case PauseSequences(handles):
-                self._pause(handles, in_flight=False)
+                self._pause(handles, in_flight=0)
             case ResumeSequences(handles):
                 self._resume(handles)
 
@@ -331,7 +331,7 @@ class _Simulation:
         self._scheduler.abort(handles, self._now)
         self._check_laws()
 
-    def _pause(self, handles: list[int], *, in_flight: bool) -> None:
+    def _pause(self, handles: list[int], *, in_flight: int) -> None:
         for life in self._living(handles):
             if life.paused_at is None:
                 life.paused_at, life.in_flight = self._now, in_flight
@@ -396,7 +396,7 @@ class _Simulation:
             self._abort(some(0))
         if rng.random() < config.in_flight_pause_share:
             living = [handle for handle, life in self._lives.items() if life.finished is None]
-            self._pause([*some(0), rng.choice(living)] if living else some(0), in_flight=True)
+            self._pause([*some(0), rng.choice(living)] if living else some(0), in_flight=1)
         if rng.random() < config.in_flight_pause_share:
             paused = [handle for handle, life in self._lives.items() if life.paused_at is not None]
             self._resume([*some(0), *paused[:: rng.randint(1, 3)]])
@@ -415,7 +415,7 @@ class _Simulation:
             life = self._open(handle)
             assert life.started is not None
             assert life.paused_at is None or life.in_flight, "a token that nobody reads"
-            life.in_flight = False  # there was one of these
+            life.in_flight -= life.paused_at is not None  # there was one of these
             life.tokens.append(token)
             if output.logprobs and (logprobs := output.logprobs[row]) is not None:
                 life.logprobs.append(logprobs)

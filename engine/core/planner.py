@@ -5,6 +5,7 @@ The rules A to G that are named here stand at the head of `engine.core.scheduler
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,7 +16,8 @@ from engine.core.messages import RunnerInfo, ServiceClass, SlotStart, Started
 from engine.core.policy import Circumstances
 from engine.core.room import Room
 from engine.core.sequence import Phase, Sequence, Status
-from engine.core.step import Batch, News
+from engine.core.step import Batch, InFlight, News
+from engine.core.swap import Start
 from engine.core.tenants import TenantCounters
 from engine.core.waiting import WaitingRoom
 
@@ -31,6 +33,8 @@ class Planner:
     waiting: WaitingRoom
     tenants: TenantCounters
     learner: CostLearner
+    in_flight: Mapping[int, InFlight]
+    """By step."""
     prefix_query_tokens: int = 0
     """Of all prompts admitted, and of those found in the cache."""
     prefix_hit_tokens: int = 0
@@ -43,6 +47,8 @@ class Planner:
 
     def _plan_decodes(self, batch: Batch) -> None:
         for slot, sequence in self.room.running.items():
+            if not sequence.is_due:
+                continue
             if sequence.pending_len == 1:
                 batch.add(slot, sequence, 1)
             else:
@@ -52,8 +58,9 @@ class Planner:
     def _spend(self, batch: Batch, news: News, now: float) -> None:
         """What the decodes left, by rank: on chunks of those who run, and on admissions."""
         circumstances = self._circumstances(now)
+        batch.copies_charged = batch.copied_pages
         room_s = self.config.step_time_target_s - circumstances.cost.seconds(batch.work)
-        position = max((sequence.computed_len for sequence in batch.chunks), default=0)
+        position = max((sequence.planned_len for sequence in batch.chunks), default=0)
         batch.budget_left = policy.prompt_budget(batch.budget_left, room_s, circumstances.cost, position)
         batch.keep(policy.kept_for_eldest(batch.budget_left))
         if self.room.has_free_slot or self.room.is_outranked():  # else the queue would be ranked for nothing
@@ -78,9 +85,9 @@ class Planner:
                 continue
             if blocked is not None and sequence.service_class <= blocked and not candidate.in_turn:
                 continue
-            start = sequence.pages or room.match(sequence)
-            sequence.expected_len = room.uncached_len(sequence, start)
-            if not candidate.in_turn and self._is_coming(sequence, len(start), batch):
+            start = room.start(sequence)
+            sequence.expected_len = len(sequence.tokens) - start.computed_len
+            if not candidate.in_turn and self._is_coming(sequence, start, batch):
                 passed += 1
             elif room.fits(sequence, start) or room.displace(sequence, start, batch, now):
                 self._seat(sequence, start, batch, news, now)
@@ -89,16 +96,21 @@ class Planner:
             else:
                 blocked = sequence.service_class
 
-    def _is_coming(self, sequence: Sequence, hits_len: int, batch: Batch) -> bool:
-        """Whether a chunk of this very plan works towards the next page that `sequence` lacks (rule D)."""
-        if sequence.pages or not self.config.prefix_cache:
+    def _is_coming(self, sequence: Sequence, start: Start, batch: Batch) -> bool:
+        """Whether a chunk of this very plan, or of one in flight, works towards the next page that
+        `sequence` lacks (rule D)."""
+        if sequence.pages or start.host_pages or not self.config.prefix_cache:
             return False
+        hits_len = len(start.pages)
         if hits_len == sequence.reusable_len // self.runner.page_size:
             return False
         lacking = sequence.chain.identities[hits_len]
-        return any(lacking in other.chain.identities[hits_len : hits_len + 1] for other in batch.chunks)
+        flying = [s for flight in self.in_flight.values() for s in flight.chunks if s.slot is not None]
+        return any(
+            lacking in other.chain.identities[hits_len : hits_len + 1] for other in (*batch.chunks, *flying)
+        )
 
-    def _seat(self, sequence: Sequence, start: list[int], batch: Batch, news: News, now: float) -> None:
+    def _seat(self, sequence: Sequence, start: Start, batch: Batch, news: News, now: float) -> None:
         is_new = sequence.status is Status.WAITING
         self.room.seat(sequence, start, batch, now)
         slot, cached_len = sequence.slot, sequence.computed_len
@@ -112,4 +124,5 @@ class Planner:
         batch.seated.append(seated)
         batch.grown[slot] = list(sequence.pages)
         batch.chunks.append(sequence)
+        batch.charge_copies(self.learner.cost)
         batch.add_chunk(sequence)

@@ -208,22 +208,21 @@ def choose_stalled(stalled: Iterable[Sequence], pages_freed: Callable[[Sequence]
     return min(stalled, key=cost)
 
 
-def by_expendability(running: Iterable[Sequence], pages_freed: Callable[[Sequence], int]) -> list[Sequence]:
-    """Whom to preempt first: the lowest class; of that, who is restored at the least cost; of those,
-    who came last.
+def by_expendability(running: Iterable[Sequence], restore_s: Callable[[Sequence], float]) -> list[Sequence]:
+    """Whom to preempt first: the lowest class; of that, who is restored at the least cost, by whichever way
+    is cheaper (`engine.core.swap`); of those, who came last."""
 
-    What a victim must compute again is at most what nobody else remembers: the pages that it frees.
-    """
-
-    def key(sequence: Sequence) -> tuple[int, int, float, int]:
-        restored_len = pages_freed(sequence)
-        return (sequence.service_class, restored_len, -sequence.arrived_at, -sequence.handle)
+    def key(sequence: Sequence) -> tuple[int, float, float, int]:
+        return (sequence.service_class, restore_s(sequence), -sequence.arrived_at, -sequence.handle)
 
     return sorted(running, key=key)
 
 
 def choose_victims(
-    running: Iterable[Sequence], pages_needed: int, pages_freed: Callable[[Sequence], int]
+    running: Iterable[Sequence],
+    pages_needed: int,
+    pages_freed: Callable[[Sequence], int],
+    restore_s: Callable[[Sequence], float],
 ) -> list[Sequence]:
     """Whom to preempt so that `pages_needed` become available, when no stalled sequence can help: in
     the order of expendability, as few as do.
@@ -233,7 +232,7 @@ def choose_victims(
     enough, nobody is chosen.
     """
     victims, pages = [], 0
-    for sequence in by_expendability(running, pages_freed):
+    for sequence in by_expendability(running, restore_s):
         if pages >= pages_needed:
             break
         if freed := pages_freed(sequence):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from engine.core.block_manager import BlockManager
 from engine.core.config import SchedulerConfig
-from engine.core.messages import NUMERIC_FAILURE, FinishReason, Plan, RunResult, TokenLogprobs
+from engine.core.messages import NUMERIC_FAILURE, FinishReason, RunResult, TokenLogprobs
 from engine.core.sequence import Sequence, Status
 from engine.core.step import InFlight, News
 from engine.core.tenants import TenantCounters
@@ -21,30 +21,31 @@ class Results:
     tenants: TenantCounters
 
     def take(
-        self, plan: Plan, flight: InFlight, result: RunResult, news: News, now: float
+        self, flight: InFlight, result: RunResult, news: News, now: float
     ) -> Iterator[tuple[Sequence, FinishReason]]:
         """Row by row; yields those whom their token ends, to be ended before the next row. Rows of
-        sequences that ended meanwhile bring nothing."""
+        sequences that ended meanwhile bring nothing (rule H)."""
+        plan = flight.plan
         if result.prompt_logprobs:
-            self._take_prompt_logprobs(plan, flight.rows, result.prompt_logprobs, news)
+            self._take_prompt_logprobs(flight, result.prompt_logprobs, news)
         assert len(result.tokens) == sum(plan.samples)
         logprobs = result.logprobs or [None] * len(result.tokens)
         sampled = zip(result.tokens, logprobs, strict=True)
         for sequence, length, samples in zip(flight.rows, plan.lengths, plan.samples, strict=True):
             brought = next(sampled) if samples else None
-            if sequence.status is not Status.RUNNING:
+            if sequence.status is Status.FINISHED:
                 continue
-            self._advance(sequence, length)
+            self._advance(sequence, length, samples)
             if brought is not None:
                 reason = self._take_token(sequence, *brought, news, now)
                 if reason is not None:
                     yield sequence, reason
 
-    def _advance(self, sequence: Sequence, length: int) -> None:
+    def _advance(self, sequence: Sequence, length: int, samples: bool) -> None:
         """The row's tokens are computed; pages that they fill can be found from now on."""
         size = self.pages.page_size
         full_before = sequence.computed_len // size
-        sequence.computed_len += length
+        sequence.land(length, samples)
         full = sequence.computed_len // size
         if full > full_before and self.config.prefix_cache:
             identities = sequence.chain.extend(sequence.tokens, full)
@@ -67,18 +68,14 @@ class Results:
         return FinishReason.LENGTH if sequence.output_len == sequence.sampling.max_tokens else None
 
     def _take_prompt_logprobs(
-        self,
-        plan: Plan,
-        rows: list[Sequence],
-        columns: list[tuple[int, list[TokenLogprobs]]],
-        news: News,
+        self, flight: InFlight, columns: list[tuple[int, list[TokenLogprobs]]], news: News
     ) -> None:
         """Pass on what was not sent before: a preempted sequence computes positions a second time."""
-        row_of = {slot: row for row, slot in enumerate(plan.slots)}
+        row_of = {slot: row for row, slot in enumerate(flight.plan.slots)}
         for slot, entries in columns:
             row = row_of[slot]
-            sequence, start = rows[row], plan.positions[row]
+            sequence, start = flight.rows[row], flight.plan.positions[row]
             fresh = entries[max(0, sequence.prompt_logprobs_sent - start) :]
-            if sequence.status is Status.RUNNING and fresh:
+            if sequence.status is not Status.FINISHED and fresh:
                 news.prompt_logprobs.append((sequence.handle, fresh))
                 sequence.prompt_logprobs_sent = start + len(entries)

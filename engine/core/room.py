@@ -6,15 +6,17 @@ The rules A to G that are named here stand at the head of `engine.core.scheduler
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 from engine.core import policy
 from engine.core.block_manager import BlockManager, pages_for
 from engine.core.config import SchedulerConfig
+from engine.core.cost import CostLearner
 from engine.core.messages import RunnerInfo, ServiceClass
 from engine.core.sequence import Sequence, Status
-from engine.core.step import Batch
+from engine.core.step import Batch, InFlight
+from engine.core.swap import Preference, Start, Swapper
 from engine.core.waiting import WaitingRoom
 
 
@@ -22,14 +24,26 @@ class Room:
     """Slots and pages. Sequences enter by `seat`, and leave by `vacate`, `stall_paused`, or when they are
     preempted, for one that runs and grows (`grow`) or for one that enters (`displace`)."""
 
-    def __init__(self, config: SchedulerConfig, runner: RunnerInfo, waiting: WaitingRoom) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        runner: RunnerInfo,
+        waiting: WaitingRoom,
+        in_flight: Mapping[int, InFlight],
+        learner: CostLearner,
+        prefers_swap: Preference,
+    ) -> None:
         self._config: Final = config
         self._runner: Final = runner
         self._waiting: Final = waiting
+        self._in_flight: Final = in_flight
+        self._learner: Final = learner
         self._watermark_pages = math.ceil(config.watermark * runner.pages)
         self._slots_free = list(reversed(range(runner.slots)))
         self._left: list[int] = []
+        self._is_wanted = False
         self.pages: Final = BlockManager(runner.pages, runner.page_size)
+        self.swapper: Final = Swapper(runner.host_pages, self.pages, config.step_time_target_s, prefers_swap)
         self.running: Final[dict[int, Sequence]] = {}
         """By slot, in the order of admission."""
         self.preemptions = 0
@@ -46,25 +60,27 @@ class Room:
 
     # -- entering ---------------------------------------------------------------------------------
 
-    def match(self, sequence: Sequence) -> list[int]:
-        """Cached pages that `sequence` may start from."""
+    def start(self, sequence: Sequence) -> Start:
+        """What its page table would begin with, were it admitted now: its own pages when it was stalled,
+        else what the prefix cache has of it, and what it keeps in host memory."""
+        if sequence.status is Status.STALLED:
+            return Start(sequence.pages, [], sequence.computed_len)
+        return self.swapper.start(sequence, self._match(sequence))
+
+    def _match(self, sequence: Sequence) -> list[int]:
         if not self._config.prefix_cache:
             return []
         pages_len = sequence.reusable_len // self._runner.page_size
         identities = sequence.chain.extend(sequence.tokens, pages_len)
         return self.pages.match(identities[:pages_len])
 
-    def uncached_len(self, sequence: Sequence, start: list[int]) -> int:
-        """How many of its known tokens are to be computed when it starts from these pages."""
-        return len(sequence.tokens) - len(start) * self._runner.page_size
-
-    def fits(self, sequence: Sequence, start: list[int], victims: Collection[Sequence] = ()) -> bool:
+    def fits(self, sequence: Sequence, start: Start, victims: Collection[Sequence] = ()) -> bool:
         """Whether there is a slot, its known tokens fit now, and leave what those who run may need to
         grow: when these victims are preempted, and the stalled give way."""
         if not (self._slots_free or victims):
             return False
         known_pages = pages_for(len(sequence.tokens), self._runner.page_size)
-        takes = known_pages - len(start) + self.pages.unreferenced(start)
+        takes = known_pages - len(start.pages) + self.pages.unreferenced(start.pages)
         running = [other for other in self.running.values() if other not in victims]
         headroom = self._watermark_pages if running else 0
         everybody = [sequence, *running]
@@ -72,7 +88,7 @@ class Room:
             growth = sum(self._pages_max(s) - len(s.pages) for s in everybody)
             headroom = max(headroom, growth - (known_pages - len(sequence.pages)))
         lacking = takes + headroom - self.pages.available
-        return lacking <= 0 or lacking <= len(self._reclaimable(victims) - set(start))
+        return lacking <= 0 or lacking <= len(self._reclaimable(victims) - set(start.pages))
 
     def _pages_max(self, sequence: Sequence) -> int:
         return pages_for(sequence.kv_len_max, self._runner.page_size)
@@ -82,7 +98,7 @@ class Room:
         highest = max((s.service_class for s in self._waiting.willing), default=min(ServiceClass))
         return any(s.service_class < highest for s in self.running.values())
 
-    def displace(self, sequence: Sequence, start: list[int], batch: Batch, now: float) -> bool:
+    def displace(self, sequence: Sequence, start: Start, batch: Batch, now: float) -> bool:
         """Preempt some who run and are of lower classes, so that this one fits; nobody, when all of them
         would not be enough (rule G)."""
         seated = {started.slot for started in batch.seated}
@@ -95,7 +111,10 @@ class Room:
         ]
         if not lower or not self.fits(sequence, start, lower):
             return False
-        ordered = policy.by_expendability(lower, self._pages_freed)
+        if self._in_flight:
+            self._is_wanted = True  # by this one, once nothing is in flight (rule I)
+            return False
+        ordered = policy.by_expendability(lower, self._restore_s)
         victims: list[Sequence] = []
         while not self.fits(sequence, start, victims):
             victims.append(ordered[len(victims)])
@@ -107,28 +126,51 @@ class Room:
             self._preempt(victim, batch, now)
         return True
 
-    def seat(self, sequence: Sequence, start: list[int], batch: Batch, now: float) -> None:
-        """Admit one that fits. Its table starts with these pages: its own when it was stalled, else the
-        cache's."""
-        size, is_stalled = self._runner.page_size, sequence.status is Status.STALLED
-        computed_len = sequence.computed_len if is_stalled else len(start) * size
+    def seat(self, sequence: Sequence, start: Start, batch: Batch, now: float) -> None:
+        """Admit one that fits."""
         self._waiting.admit(sequence)
-        if not is_stalled:
-            self.pages.acquire(start)
-        fresh = pages_for(len(sequence.tokens), size) - len(start)
+        if sequence.status is not Status.STALLED:
+            self.pages.acquire(start.pages)
+        fresh = pages_for(len(sequence.tokens), self._runner.page_size) - len(start.pages)
         self._reclaim(fresh, batch, now)
-        pages = start + self.pages.allocate(fresh)
+        pages = start.pages + self.pages.allocate(fresh)
+        if sequence.swapped is not None:
+            self._bring_in(sequence, start, pages)
+            batch.copied_pages = self.swapper.copied_pages
         slot = self._slots_free.pop()
-        sequence.admit(slot, pages, computed_len, now)
+        sequence.admit(slot, pages, start.computed_len, now)
         self.running[slot] = sequence
+
+    def _bring_in(self, sequence: Sequence, start: Start, pages: list[int]) -> None:
+        """Its plan copies what it has in host memory before anything is computed, so full pages can be found
+        at once."""
+        self.swapper.bring_in(sequence, start, pages[len(start.pages) :])
+        if self._config.prefix_cache:
+            for page in range(len(start.pages), start.computed_len // self._runner.page_size):
+                self.pages.register(pages[page], sequence.chain.identities[page])
 
     # -- growing ----------------------------------------------------------------------------------
 
+    def must_wait(self) -> bool:
+        """Whether somebody who runs has to give way, which none does while anything is in flight (rule I)."""
+        if not self._in_flight:
+            self._is_wanted = False
+            return False
+        if self._is_wanted:
+            return True
+        if len(self.running) <= self.pages.available:
+            return False
+        lacking = len(self._crossing()) - self.pages.available
+        return lacking > 0 and lacking > len(self._reclaimable())
+
+    def _crossing(self) -> list[Sequence]:
+        """Those whose next token needs a new page."""
+        size = self._runner.page_size
+        return [s for s in self.running.values() if s.planned_len == len(s.pages) * size and s.is_due]
+
     def grow(self, batch: Batch, now: float) -> None:
         """A page for every decode that crosses into a new one, as long as it need not give way."""
-        size = self._runner.page_size
-        crossing = [s for s in self.running.values() if s.computed_len == len(s.pages) * size]
-        for sequence in crossing:
+        for sequence in self._crossing():
             if sequence.status is not Status.RUNNING:
                 continue  # it gave way to one before it
             if not self.pages.available:
@@ -143,7 +185,8 @@ class Room:
         if self._reclaimable():
             self._reclaim(1, batch, now)
             return
-        for victim in policy.choose_victims(self.running.values(), 1, self._pages_freed) or [needy]:
+        running = self.running.values()
+        for victim in policy.choose_victims(running, 1, self._pages_freed, self._restore_s) or [needy]:
             assert victim.preemptions < self._config.preemptions_max, "rule C is broken"
             self._preempt(victim, batch, now)
 
@@ -151,6 +194,9 @@ class Room:
 
     def _pages_freed(self, sequence: Sequence) -> int:
         return self.pages.unshared(sequence.pages)
+
+    def _restore_s(self, sequence: Sequence) -> float:
+        return self.swapper.restoration(sequence, self._learner.cost).least_s
 
     def _reclaimable(self, victims: Iterable[Sequence] = ()) -> set[int]:
         """Pages that become available when these victims and all stalled sequences give theirs back."""
@@ -164,28 +210,38 @@ class Room:
             )
 
     def _preempt(self, victim: Sequence, batch: Batch, now: float) -> None:
-        """Take everything back from one that runs or is stalled, and what was planned for it."""
+        """Take everything back from one that runs or is stalled, and what was planned for it. What it has
+        computed may be copied to host memory first."""
         if victim.status is Status.RUNNING:
+            assert not self._in_flight, "rule I is broken"
             batch.drop(self._leave_slot(victim), victim)
         else:
             self._waiting.leave(victim)
+        swapped = self.swapper.take_out(victim, self._learner.cost)
+        batch.copied_pages = self.swapper.copied_pages
         self.pages.release(victim.pages)
-        victim.preempt(now)
+        victim.preempt(now, swapped)
         self._waiting.enter(victim)
         self.preemptions += 1
 
     # -- leaving ----------------------------------------------------------------------------------
 
     def stall_paused(self, now: float) -> None:
-        """Whoever runs and is paused gives its slot back, and keeps its pages."""
-        for sequence in [s for s in self.running.values() if s.is_paused]:
+        """Whoever runs, is paused, and has nothing in flight, gives its slot back, and keeps its pages."""
+        for sequence in [s for s in self.running.values() if s.is_paused and not s.in_flight_len]:
             self._leave_slot(sequence)
             sequence.stall(now)
             self._waiting.enter(sequence)
 
     def vacate(self, sequence: Sequence) -> None:
-        """It ends: take back whatever it holds, wherever it is."""
-        self.pages.release(sequence.pages)
+        """It ends: take back whatever it holds, wherever it is. Behind a step in flight that works on it,
+        nobody gets it before that is committed (rule H)."""
+        self.swapper.drop(sequence)
+        last = self._in_flight.get(sequence.last_step)
+        if last is None:
+            self.pages.release(sequence.pages)
+        else:
+            last.tables.append(sequence.pages)
         if sequence.status is Status.RUNNING:
             self._leave_slot(sequence)
         else:
@@ -193,28 +249,40 @@ class Room:
 
     def _leave_slot(self, sequence: Sequence) -> int:
         """Take a running sequence's slot back, and return it."""
-        slot = sequence.slot
+        slot, last = sequence.slot, self._in_flight.get(sequence.last_step)
         assert slot is not None
         del self.running[slot]
-        self._slots_free.append(slot)
+        (self._slots_free if last is None else last.slots).append(slot)
         self._left.append(slot)
         return slot
+
+    def settle(self, landed: InFlight) -> None:
+        """This step is committed: what it held back can be handed out again."""
+        for table in landed.tables:
+            self.pages.release(table)
+        self._slots_free += landed.slots
 
     def check(self) -> None:
         """Assert law 1, and that everybody holds what its status says."""
         everybody = [*self._waiting, *self.running.values()]
-        self.pages.check([sequence.pages for sequence in everybody])
-        slots = [*self._slots_free, *self.running]
+        held = [table for flight in self._in_flight.values() for table in flight.tables]
+        self.pages.check([*(sequence.pages for sequence in everybody), *held])
+        self.swapper.host.check([s.swapped.host_pages for s in everybody if s.swapped is not None])
+        held_slots = [slot for flight in self._in_flight.values() for slot in flight.slots]
+        slots = [*self._slots_free, *held_slots, *self.running]
         assert sorted(slots) == list(range(self._runner.slots)), "a slot is lost, or owned twice"
         for status, queue in self._waiting.queues.items():
             for sequence in queue.values():
                 assert sequence.status is status
                 assert sequence.slot is None
                 assert bool(sequence.pages) == (status is Status.STALLED)
+                assert (sequence.swapped is not None) == (status is Status.SWAPPED)
         for slot, sequence in self.running.items():
             assert sequence.slot == slot
             assert sequence.status is Status.RUNNING
+            assert sequence.swapped is None
         for sequence in everybody:
             assert sequence.pending_len >= 1
-            assert sequence.computed_len <= len(sequence.pages) * self._runner.page_size
+            assert sequence.planned_len <= len(sequence.pages) * self._runner.page_size
+            assert sequence.status is Status.RUNNING or not (sequence.in_flight_len or sequence.coming)
             assert sequence.preemptions <= self._config.preemptions_max

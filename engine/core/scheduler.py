@@ -3,13 +3,16 @@
     add, abort,     ->  plan(now)  ->  [the runner runs  ->  commit(plan, result, now)  ->  report()
     pause, resume                       the plan]
 
+From its plan to its commit a step is *in flight*. The next may be planned and launched meanwhile, so that
+the device need not wait for the host (`engine.core.loop`).
+
 A plan first ends those whose deadlines have passed, and takes their slots from those who were
 paused since the last one. It has one token budget, spent in this order:
 
 1. *Room*: every running sequence whose next token needs a new page gets one; when none is available,
    somebody is preempted, a stalled sequence before one that runs, and of those the least first
-   (`policy.choose_victims`): it gives all its pages back and recomputes them later, through the
-   prefix cache.
+   (`policy.choose_victims`): it gives all its pages back, and is restored later, by whichever is
+   cheaper: recomputed through the prefix cache, or from copies in host memory (`engine.core.swap`).
 2. *Decodes*: one token for each running sequence that has one pending.
 3. *Prompts*, by rank (`engine.core.policy`): what is left of the budget, as far as the learned cost of
    a step says that it keeps to `step_time_target_s`, goes to chunks of those who run and to admissions.
@@ -24,7 +27,7 @@ Rules
 
 A. Pages for all known tokens are taken at admission, so only decodes grow, one page at a time.
 B. What a sequence has sent, it never sends again: after a preemption its output is part of its
-   known tokens and is recomputed, not sampled.
+   known tokens and is restored, not sampled.
 C. A sequence that was preempted `preemptions_max` times is *protected*: from its next admission on,
    nobody is admitted unless all who run, itself included, can grow to their ends, into pages that
    are available or that the stalled hold. So nobody is preempted while it runs, and no sequence is
@@ -33,13 +36,24 @@ D. A sequence waits, and others pass it, while another computes the very page th
    the `n` children of one request compute their prompt once. (`PASSED_MAX` of them end the
    admissions, so that planning stays cheap.) In its turn the eldest does not wait.
 E. A paused sequence is in no plan. What was in flight when the pause came still counts. It harms
-   nobody: the slot goes at once, as seating it again costs no computation; the pages go when
+   nobody: the slot goes at the next plan at which nothing of it is in flight, as seating it again
+   costs no computation; the pages go when
    somebody lacks them, before anybody who runs is preempted, and this is not counted against rule C,
    since it is the reader's doing: each pause costs it its pages once at most.
 F. Back from a stall it needs a slot, and is admitted as others are (first in rank), except that it
    brings its pages along. So rule C holds for it, too.
 G. Who does not fit takes slot and pages from those who run and are of a lower class, if that is
    enough; else nobody is touched. The protected and those admitted by this very plan are spared.
+H. A plan with a step in flight goes by lengths, which are known ahead, and not by tokens, which are not:
+   the runner finds a token that is coming where the step in flight leaves it. Who comes to `max_tokens`
+   by what is in flight gets no further row. Who ends otherwise (by a stop token, an abort, a deadline, a
+   numeric failure) may leave rows in flight behind; these are *late*, and bring nothing. Its slot and
+   its pages are held back until the last step that works on them is committed, and count as taken until
+   then. Pages are given to the prefix cache when a commit knows their tokens.
+I. Nobody who runs gives way while anything is in flight: its pages would be free only later, and until
+   then every plan would find too few and take more. When somebody has to, `plan` returns None, what is in
+   flight is committed, and the next plan is made as if steps had never overlapped. So rules C and G hold as
+   they stand, and only what a sequence ended with is ever late, never what it will go on from.
 
 Why it never stops. A sequence whose longest form would not fit into the whole pool is rejected at
 the door. Call those who are not paused *willing*. When no one runs, every page is available or held
@@ -49,7 +63,9 @@ slot, and a decode that finds no page gets one from a stalled one, from another 
 the last one left has the whole pool to itself, so somebody stays. Hence as long as anybody willing
 is here, every plan has rows, and by rules C and E what they compute is thrown away a bounded number
 of times. So every one of them finishes, and who stays paused ends at the stall deadline: with nobody
-willing there is no plan, and `idle_s` says until when.
+willing there is no plan, and `idle_s` says until when. With steps in flight a plan may have no rows, or
+wait by rule I; but then nothing new is launched, what is in flight is committed, and the argument above
+holds for the plan after that.
 
 Nothing here costs time for each step that grows with a sequence's length: a decode touches its
 newest token and at most one page.
@@ -64,6 +80,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable
+from typing import Final
 
 from engine.core.block_manager import TOKENS, PageChain, pages_for
 from engine.core.config import SchedulerConfig
@@ -85,8 +102,12 @@ from engine.core.results import Results
 from engine.core.room import Room
 from engine.core.sequence import Sequence, Status
 from engine.core.step import Batch, InFlight, News
+from engine.core.swap import Preference, if_cheaper
 from engine.core.tenants import TenantCounters
 from engine.core.waiting import WaitingRoom
+
+STEPS_AHEAD_MAX: Final = 1
+"""Steps in flight while another is planned: one keeps a device busy, more would add late rows."""
 
 
 class Scheduler:
@@ -96,6 +117,7 @@ class Scheduler:
         runner: RunnerInfo,
         discipline: Discipline = RESPONSE_RATIO,
         planner: type[Planner] = Planner,
+        prefers_swap: Preference = if_cheaper,
     ) -> None:
         config.check_against(runner)
         self._config = config
@@ -103,22 +125,27 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}  # by handle: all that live
         self._paused: dict[int, Sequence] = {}  # by handle, wherever they are, in the order of their pauses
         self._waiting = WaitingRoom(discipline)
-        self._room = Room(config, runner, self._waiting)
+        self._learner = CostLearner(runner.page_copy_s)
+        self._in_flight: dict[int, InFlight] = {}  # by step, in their order
+        self._room = Room(config, runner, self._waiting, self._in_flight, self._learner, prefers_swap)
         self._deadlines = Deadlines(self._sequences)
         self._tenants = TenantCounters()
-        self._learner = CostLearner()
-        self._planner = planner(config, runner, self._room, self._waiting, self._tenants, self._learner)
+        self._planner = planner(
+            config, runner, self._room, self._waiting, self._tenants, self._learner, self._in_flight
+        )
         self._results = Results(config, self._room.pages, self._tenants)
-        self._in_flight: dict[int, InFlight] = {}  # by step
         self._news = News()
         self._now = 0.0  # when it last planned or committed
-        self._step = 0
+        self._step = 0  # the last planned, and the last committed
+        self._committed = 0
+        self._committed_at = 0.0
         self._step_s = 0.0
         self._step_tokens = 0
 
     @property
     def has_work(self) -> bool:
-        """Whether somebody is here who is not paused: the next plan has rows."""
+        """Whether somebody is here who is not paused: the next plan has rows, unless they wait for what is
+        in flight."""
         return len(self._sequences) > len(self._paused)
 
     @property
@@ -131,8 +158,8 @@ class Scheduler:
         return self._room.running[slot]
 
     def idle_s(self, now: float) -> float:
-        """For how long there is nothing to plan unless a message comes: until the next deadline."""
-        if self.has_work:
+        """For how long there is nothing to do unless a message comes: until the next deadline."""
+        if self.has_work or self._in_flight:
             return 0.0
         first = next(iter(self._paused.values()), None)
         stall_at = math.inf if first is None else self._deadline(first)
@@ -157,7 +184,7 @@ class Scheduler:
             tenant=message.tenant,
             service_class=message.service_class,
         )
-        sequence.expected_len = self._room.uncached_len(sequence, self._room.match(sequence))
+        sequence.expected_len -= self._room.start(sequence).computed_len
         self._sequences[sequence.handle] = sequence
         self._waiting.enter(sequence)
         if message.queue_timeout_s is not None:
@@ -176,8 +203,8 @@ class Scheduler:
     def abort(self, handles: Iterable[int], now: float) -> None:
         """End these now, wherever they are; unknown and finished ones are passed over.
 
-        One that is in flight ends at once as well: `commit` will drop what it brings, and no plan
-        can use its slot and pages before that.
+        One that is in flight ends at once as well: `commit` drops what it brings, and no plan uses its
+        slot and pages before that.
         """
         for handle in handles:
             sequence = self._sequences.get(handle)
@@ -217,19 +244,26 @@ class Scheduler:
     # -- plan -------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> Plan | None:
-        """The next step, or None when nobody is here who is not paused."""
-        assert not self._in_flight, "a plan is being run"
+        """The next step; up to `STEPS_AHEAD_MAX` before it may be in flight.
+
+        None when nobody is here who is not paused, or when all who are must wait until what is in
+        flight is committed: then commit, and plan again."""
+        assert len(self._in_flight) <= STEPS_AHEAD_MAX
         self._now = now
         self._end_overdue(now)
         self._room.stall_paused(now)
+        if self._room.must_wait():
+            return None
         batch = Batch(self._config.step_tokens_max)
         self._planner.fill(batch, self._news, now)
-        assert bool(batch.rows) == self.has_work, "somebody is willing, and nobody moves"
-        if not batch.rows:
-            return None
+        assert self._in_flight or bool(batch.rows) == self.has_work, "somebody is willing, and nobody moves"
+        return self._launch(batch, now) if batch.rows else None
+
+    def _launch(self, batch: Batch, now: float) -> Plan:
+        """From here on it is in flight."""
         self._step += 1
-        self._in_flight[self._step] = InFlight(batch.rows, batch.work, now)
-        return Plan(
+        swapped_out, swapped_in = self._room.swapper.take_copies()
+        plan = Plan(
             step=self._step,
             left=self._room.take_left(),
             seated=batch.seated,
@@ -238,20 +272,29 @@ class Scheduler:
             positions=batch.positions,
             lengths=batch.lengths,
             samples=batch.samples,
+            swapped_out=swapped_out,
+            swapped_in=swapped_in,
         )
+        for sequence, length, samples in zip(batch.rows, batch.lengths, batch.samples, strict=True):
+            sequence.launch(self._step, length, samples)
+        self._in_flight[self._step] = InFlight(plan, batch.rows, batch.chunks, batch.work, now)
+        return plan
 
     # -- commit -----------------------------------------------------------------------------------
 
     def commit(self, plan: Plan, result: RunResult, now: float) -> None:
-        """Take in what a plan brought. Rows of sequences that ended meanwhile bring nothing."""
-        self._now = now
+        """Take in what the eldest plan in flight brought. Rows of sequences that ended meanwhile bring
+        nothing."""
         flight = self._in_flight.pop(plan.step)
-        self._step_s = now - flight.planned_at
+        assert all(plan.step < other for other in self._in_flight), "out of order"
+        self._step_s = now - max(flight.planned_at, self._committed_at)
         self._step_tokens = sum(plan.lengths)
+        self._committed, self._committed_at, self._now = plan.step, now, now
         self._learner.observe(flight.work, self._step_s)
         self._news.is_due = True
-        for sequence, reason in self._results.take(plan, flight, result, self._news, now):
+        for sequence, reason in self._results.take(flight, result, self._news, now):
             self._finish(sequence, reason, now)
+        self._room.settle(flight)
 
     # -- leaving ----------------------------------------------------------------------------------
 
@@ -273,7 +316,7 @@ class Scheduler:
         self._news = News()
         has_logprobs = any(entry is not None for entry in news.logprobs)
         return StepOutput(
-            step=self._step,
+            step=self._committed,
             handles=news.handles,
             tokens=news.tokens,
             logprobs=news.logprobs if has_logprobs else [],
@@ -284,7 +327,7 @@ class Scheduler:
         )
 
     def stats(self) -> CoreStats:
-        pages, running = self._room.pages, self._room.running
+        pages, running, swapper = self._room.pages, self._room.running, self._room.swapper
         idle = sum(s.is_paused for s in running.values())  # paused, and no plan was made since
         class_waiting, class_waited_s = self._waiting.by_class(self._now)
         return CoreStats(
@@ -301,14 +344,38 @@ class Scheduler:
             stalled=len(self._paused),
             class_waiting=class_waiting,
             class_waited_s=class_waited_s,
+            swaps_out=swapper.sequences_out,
+            swaps_in=swapper.sequences_in,
+            swapped_out_bytes=swapper.pages_out * self._runner.page_bytes,
+            swapped_in_bytes=swapper.pages_in * self._runner.page_bytes,
+            host_pages_used=swapper.host.used,
+            host_pages_free=swapper.host.free,
         )
 
     def check(self) -> None:
         """Assert laws 1 and 2 over everything held here. For tests: O(pages + sequences)."""
         self._room.check()
+        self._check_flights()
         everybody = [*self._waiting, *self._room.running.values()]
         assert {sequence.handle: sequence for sequence in everybody} == self._sequences
         assert len(everybody) == len(self._sequences), "a sequence is in two places"
         assert self._paused == {s.handle: s for s in everybody if s.is_paused}
         pauses = [self._deadline(sequence) for sequence in self._paused.values()]
         assert pauses == sorted(pauses), "the first is not the first to end"
+
+    def _check_flights(self) -> None:
+        """What is in flight is what its sequences know of it, and nobody else is in flight."""
+        assert len(self._in_flight) <= STEPS_AHEAD_MAX + 1
+        assert list(self._in_flight) == sorted(self._in_flight)
+        flying: dict[int, list[int]] = {handle: [0, 0, 0] for handle in self._sequences}
+        for step, flight in self._in_flight.items():
+            plan = flight.plan
+            for sequence, length, samples in zip(flight.rows, plan.lengths, plan.samples, strict=True):
+                if sequence.status is Status.FINISHED:
+                    continue
+                before = flying[sequence.handle]
+                flying[sequence.handle] = [before[0] + length, before[1] + samples, step]
+        for handle, (length, coming, step) in flying.items():
+            sequence = self._sequences[handle]
+            assert [sequence.in_flight_len, sequence.coming] == [length, coming]
+            assert not step or sequence.last_step == step, "a fence in the wrong place"

@@ -26,6 +26,16 @@ Two lengths say where a sequence stands. `tokens` are all that are known, prompt
 what the next rows compute: a whole prompt after admission, one token in decode, and prompt plus
 output after a preemption. So prefill, decode and recomputation are one thing to the scheduler, and
 at least one token is always pending, because the newest token is sampled before it is computed.
+
+What steps in flight do for it is counted beside them until it is committed: `in_flight_len` tokens
+being computed, and `coming` tokens being sampled, whose values nobody here knows yet.
+
+    tokens   [ p p p p p p o o ] ? ?             computed_len 7, in_flight_len 2, coming 2
+    pages    [ x x x x x x x . . ]               planned_len 9, pending_len 1: it may go on at once
+
+A plan goes by `planned_len`. What needs a token's value, as a page's identity does, waits for the commit.
+Only a running sequence has anything in flight, so a stalled or preempted one holds what it has computed
+and nothing changes it. One that finishes may leave rows in flight behind; they bring nothing.
 """
 
 from __future__ import annotations
@@ -104,6 +114,10 @@ class Sequence:
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     computed_len: int = 0
+    in_flight_len: int = 0
+    coming: int = 0
+    last_step: int = 0
+    """The newest that computes for it, in flight or committed."""
     swapped: Swapped | None = None
     expected_len: int = field(init=False)
     """While it waits: how many of its known tokens the prefix cache lacks, when last looked up."""
@@ -127,9 +141,19 @@ class Sequence:
         return len(self.tokens) - self.prompt_len
 
     @property
+    def planned_len(self) -> int:
+        """Its tokens that are computed, when all steps in flight are done."""
+        return self.computed_len + self.in_flight_len
+
+    @property
     def pending_len(self) -> int:
-        """Known tokens that are not computed; at least one while the sequence lives."""
-        return len(self.tokens) - self.computed_len
+        """Its tokens that no plan computes yet, those coming included; at least one while it lives."""
+        return len(self.tokens) + self.coming - self.planned_len
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next plan may compute for it: it is read, and its last token is not coming yet."""
+        return self.paused_at is None and self.output_len + self.coming < self.sampling.max_tokens
 
     @property
     def kv_len_max(self) -> int:
@@ -183,12 +207,14 @@ class Sequence:
     def stall(self, now: float) -> None:
         """Give the slot back and keep the pages."""
         assert self.is_paused
+        assert not self.in_flight_len
         self._move(Status.STALLED, now)
         self.slot = None
 
     def preempt(self, now: float, swapped: Swapped | None = None) -> None:
         """Give everything back but the tokens, and what was copied. The caller has taken the pages to the
         block manager."""
+        assert not self.in_flight_len
         self.preemptions += self.status is Status.RUNNING
         self._move(Status.SWAPPED if swapped else Status.PREEMPTED, now)
         self._vacate()
@@ -199,10 +225,25 @@ class Sequence:
         self._move(Status.FINISHED, now)
         self._vacate()
 
+    def launch(self, step: int, length: int, samples: bool) -> None:
+        """A step computes its next `length` tokens, and may sample one."""
+        assert self.status is Status.RUNNING
+        assert step > self.last_step
+        self.last_step = step
+        self.in_flight_len += length
+        self.coming += samples
+
+    def land(self, length: int, samples: bool) -> None:
+        """The first of what is in flight is computed. A token that was sampled is given to `append` next."""
+        assert self.status is Status.RUNNING
+        self.computed_len += length
+        self.in_flight_len -= length
+        self.coming -= samples
+
     def append(self, token: int, now: float) -> None:
         """A sampled token becomes known."""
         assert self.status is Status.RUNNING
-        assert self.pending_len == 0
+        assert self.computed_len == len(self.tokens)
         if not self.output_len:
             self._charge(now)
         self.tokens.append(token)

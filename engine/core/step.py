@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.core import policy
-from engine.core.cost import Work
-from engine.core.messages import Finished, SlotStart, Started, TokenLogprobs
+from engine.core.cost import StepCost, Work
+from engine.core.messages import Finished, Plan, SlotStart, Started, TokenLogprobs
 from engine.core.sequence import Sequence
 
 
@@ -27,10 +27,13 @@ class Batch:
     positions: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
+    copied_pages: int = 0
+    """To host memory and from there, and of those the ones that the budget has been charged for."""
+    copies_charged: int = 0
 
     @property
     def work(self) -> Work:
-        work = Work()
+        work = Work(copied_pages=self.copied_pages)
         for position, length in zip(self.positions, self.lengths, strict=True):
             work = work.with_row(position, length)
         return work
@@ -41,7 +44,7 @@ class Batch:
         self.budget_left -= length
         self.rows.append(sequence)
         self.slots.append(slot)
-        self.positions.append(sequence.computed_len)
+        self.positions.append(sequence.planned_len)
         self.lengths.append(length)
         self.samples.append(length == sequence.pending_len)
 
@@ -66,6 +69,13 @@ class Batch:
             assert sequence.slot is not None
             self.add(sequence.slot, sequence, length)
 
+    def charge_copies(self, cost: StepCost) -> None:
+        """In the time that pages were copied, so many tokens could have been computed: all but one of those
+        left, at most."""
+        copies_s = cost.page_s * (self.copied_pages - self.copies_charged)
+        self.copies_charged = self.copied_pages
+        self.budget_left = max(1, self.budget_left - cost.tokens_within(copies_s, 0))
+
     def drop(self, slot: int, sequence: Sequence) -> None:
         """It must leave before it could compute anything: take back what was planned for it."""
         self.grown.pop(slot, None)
@@ -83,11 +93,17 @@ class Batch:
 
 @dataclass(slots=True)
 class InFlight:
-    """What `commit` must know of a plan that is being run."""
+    """A step from its plan to its commit: what `commit` must know of it, and what it holds back."""
 
+    plan: Plan
     rows: list[Sequence]
+    chunks: list[Sequence]
     work: Work
     planned_at: float
+    tables: list[list[int]] = field(default_factory=list)
+    """Pages of those who ended and whose last row is in this step: theirs until it is committed."""
+    slots: list[int] = field(default_factory=list)
+    """The same of slots."""
 
 
 @dataclass(slots=True)

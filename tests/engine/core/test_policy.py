@@ -146,7 +146,10 @@ def test_chunk_len(pending: int, budget: int, length: int) -> None:
 def test_victims(freed: dict[int, int], needed: int, victims: list[int]) -> None:
     flex = sequence(4, 0.0, service_class=FLEX)
     running = [sequence(2, 2.0), sequence(3, 3.0), sequence(1, 1.0), flex]
-    assert handles(policy.choose_victims(running, needed, lambda seq: freed[seq.handle])) == victims
+    chosen = policy.choose_victims(
+        running, needed, lambda seq: freed[seq.handle], lambda seq: 0.1 * freed[seq.handle]
+    )
+    assert handles(chosen) == victims
 
 
 @pytest.mark.parametrize(

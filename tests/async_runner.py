@@ -1,0 +1,122 @@
+"""A fake runner that computes beside the host, as a GPU does, and as late as it may: a plan is executed
+when it is collected, so nothing that the host needs of it can be had before.
+
+What makes overlapped steps hard is that a plan is made while an earlier one still works. So at every launch
+this compares what the new plan touches with what those in flight read and write, and asserts that nobody
+is given a slot or a page that is still somebody else's, or reads a page that is not written yet: the fences
+of `engine.core.scheduler`, rules H and I, seen from the other side.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+from engine.core.messages import Plan, RunnerInfo, RunResult
+from tests.fake_runner import FakeRunner
+
+COPIES = -1
+"""Who reads or writes a page that is copied to host memory or from there."""
+
+
+def nobody() -> Collection[int]:
+    return ()
+
+
+@dataclass(slots=True)
+class Occupant:
+    """A slot's owner, as the host knows it when it launches."""
+
+    number: int
+    table: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Flight:
+    runner: AsyncRunner
+    plan: Plan
+    unread: frozenset[int]
+    """Slots whose readers were behind when it was launched."""
+    reads: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    """By page, who."""
+    writes: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+
+    def collect(self) -> RunResult:
+        return self.runner.execute(self)
+
+
+class AsyncRunner(FakeRunner):
+    """`unread` names the slots of those who are paused: no row is missed there."""
+
+    def __init__(
+        self, info: RunnerInfo, step_tokens_max: int, unread: Callable[[], Collection[int]] = nobody
+    ) -> None:
+        super().__init__(info, step_tokens_max)
+        self.in_flight: list[Flight] = []
+        self.events: list[tuple[str, int]] = []
+        """("launch" or "collect", step)"""
+        self.overlaps = 0
+        """Launches while another step was in flight."""
+        self._unread = unread
+        self._occupants: dict[int, Occupant] = {}
+        self._numbers: Iterator[int] = count()
+
+    def launch(self, plan: Plan) -> Flight:
+        flight = Flight(self, plan, frozenset(self._unread()))
+        self._seat(plan)
+        self._trace(flight)
+        for other in self.in_flight:
+            _assert_apart(flight, other)
+        self.overlaps += bool(self.in_flight)
+        self.in_flight.append(flight)
+        self.events.append(("launch", plan.step))
+        return flight
+
+    def execute(self, flight: Flight) -> RunResult:
+        assert self.in_flight[0] is flight, "collected out of order"
+        result = self.run(flight.plan)
+        del self.in_flight[0]
+        self.events.append(("collect", flight.plan.step))
+        return result
+
+    def _seat(self, plan: Plan) -> None:
+        for slot in plan.left:
+            del self._occupants[slot]
+        for start in plan.seated:
+            used = [slot for flight in self.in_flight for slot in flight.plan.slots]
+            assert start.slot not in used, "seated where a step in flight still works for another"
+            self._occupants[start.slot] = Occupant(next(self._numbers))
+        for slot, pages in plan.grown:
+            self._occupants[slot].table += pages
+
+    def _trace(self, flight: Flight) -> None:
+        plan, size = flight.plan, self.info.page_size
+        for slot, position, length in zip(plan.slots, plan.positions, plan.lengths, strict=True):
+            owner = self._occupants[slot]
+            last = (position + length - 1) // size
+            for page in owner.table[: last + 1]:
+                flight.reads[page].add(owner.number)
+            for page in owner.table[position // size : last + 1]:
+                flight.writes[page].add(owner.number)
+        for page, _ in plan.swapped_out:
+            flight.reads[page].add(COPIES)
+
+    def _idle(self, plan: Plan) -> set[int]:
+        """Who is paused keeps its slot until what is in flight has landed; so does who has its last token."""
+        idle = set(self.in_flight[0].unread)
+        for slot, seat in self.seats.items():
+            if len(seat.tokens) - seat.start.prompt_len == seat.start.sampling.max_tokens:
+                idle.add(slot)
+        return idle - set(plan.slots)
+
+
+def _assert_apart(flight: Flight, before: Flight) -> None:
+    for page, owners in flight.writes.items():
+        others = before.reads[page] | before.writes[page]
+        assert others <= owners, "a page is written that a step in flight uses for another"
+    for page, owners in flight.reads.items():
+        assert before.writes[page] <= owners, "a page is read that a step in flight writes for another"
+    for _, page in flight.plan.swapped_in:
+        assert not before.reads[page], "a page is copied onto that a step in flight uses"

@@ -1,0 +1,83 @@
+"""The random worlds of `tests.simulator`, with one step in flight while the next is planned.
+
+    report = simulate_overlapped(seed, SimConfig(...))
+
+The same laws hold, with the same messages at the same kinds of moments, and some that a plain loop does not
+have: aborts and pauses come between a plan and its launch, between launches, and with two steps in flight.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+
+from engine.core.messages import Plan
+from tests.async_runner import AsyncRunner, Flight
+from tests.simulator import Report, SimConfig, _Simulation
+
+
+def simulate_overlapped(seed: int, config: SimConfig) -> Report:
+    """One run to the end. Raises AssertionError when a law is broken."""
+    return OverlappedSimulation(random.Random(seed), config).run()
+
+
+class OverlappedSimulation(_Simulation):
+    def __init__(self, rng: random.Random, config: SimConfig) -> None:
+        super().__init__(rng, config)
+        self._runner: AsyncRunner = AsyncRunner(
+            self._runner.info, config.scheduler.step_tokens_max, self._unread_slots
+        )
+        self._flying: tuple[Plan, Flight] | None = None
+        self._uncommitted = 0
+
+    @property
+    def runner(self) -> AsyncRunner:
+        return self._runner
+
+    def _unread_slots(self) -> list[int]:
+        unread = []
+        for slot in range(self._config.slots):
+            with suppress(KeyError):
+                if self._scheduler.running(slot).is_paused:
+                    unread.append(slot)
+        return unread
+
+    def _pause(self, handles: list[int], *, in_flight: int) -> None:
+        super()._pause(handles, in_flight=self._uncommitted)
+
+    def _step(self) -> None:
+        self._note_overdue()
+        self._watch.before_plan()
+        following = self._launch_next()
+        if self._flying is not None:
+            self._land(*self._flying)
+        is_due = self._flying is not None
+        self._flying = following
+        output = self._scheduler.report()
+        assert output is not None or not is_due, "a step without a report"
+        if output is not None:
+            self._record(output)
+
+    def _launch_next(self) -> tuple[Plan, Flight] | None:
+        plan = self._scheduler.plan(self._now)
+        self._scheduler.check()
+        if plan is None:
+            return None
+        self._uncommitted += 1
+        self._check_plan(plan)
+        self._watch.after_plan(plan)
+        assert self._watch.worst <= 1.0, "somebody starves"
+        flight = self._runner.launch(plan)
+        self._disturb()
+        self._steps += 1
+        self._computed_tokens += sum(plan.lengths)
+        return plan, flight
+
+    def _land(self, plan: Plan, flight: Flight) -> None:
+        self._disturb()
+        result = flight.collect()
+        self._now += self._config.step_base_s + self._config.token_s * sum(plan.lengths)
+        self._disturb()
+        self._scheduler.commit(plan, result, self._now)
+        self._uncommitted -= 1
+        self._scheduler.check()
