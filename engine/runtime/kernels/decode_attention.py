@@ -48,6 +48,8 @@ STAGES: Final = 5
 and of values (64 KiB at head size 128) are in flight. With two programs that is 128 of a
 multiprocessor's 227 KiB, and four times what latency times bandwidth asks for (4.8 TB/s x 0.7 us / 132
 SMs = 26 KB)."""
+REGISTERS_MAX: Final = 240
+"""Per thread. Two programs have room for it; left to itself, the assembler spills to make room for three."""
 COMBINE_ELEMENTS: Final = 8192
 """Of partial sums, added at once: 64 registers per thread."""
 HEAD_DIMS: Final = (16, 32, 64, 128, 256)
@@ -179,6 +181,7 @@ def paged_decode(
         COMBINE=max(1, COMBINE_ELEMENTS // (group_block * head_dim)),
         num_warps=WARPS,
         num_stages=STAGES,
+        maxnreg=REGISTERS_MAX,
     )
     return out
 
