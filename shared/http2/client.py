@@ -6,7 +6,8 @@
             while (data := await stream.read()) is not None: ...
 
 `stream.read()` hands over everything that is queued, and is cheaper than `response.aiter_raw()`, which works
-as well.
+as well. Cheaper by far is `transport.exchange(...)`, which makes none of httpx's objects and returns such a
+stream, with the response's status and headers.
 
 Promises.
 
@@ -18,7 +19,8 @@ Promises.
 - `http://` is HTTP/2 with prior knowledge; `https://` must agree on `h2` by ALPN. There is no fall-back: a
   server that does not speak HTTP/2 is NotHttp2, a ConnectError.
 - Of httpx's timeouts, `connect` bounds making the connection, `pool` waiting for a free stream, `read` each
-  wait for headers or data, `write` each piece of the request's body.
+  wait for headers or data, `write` each piece of the request's body. A connection is given up after the
+  watch's `greeting_timeout_s`, or later if somebody's `connect` is longer.
 - A callable in the extension `CONNECTED` (shared.http) is called once there is a connection with room:
   whatever fails before was not dispatched.
 """
@@ -27,7 +29,8 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Final
 
@@ -38,7 +41,7 @@ from shared.http import CONNECTED
 from shared.http2.connection import ConnectionConfig, Phase
 from shared.http2.endpoint import Endpoint, WatchConfig
 from shared.http2.errors import ConnectionLost, Http2Error, StreamFailed, StreamRefused
-from shared.http2.headers import BadHeader, HeaderList, bounded, fields
+from shared.http2.headers import BadHeader, HeaderList, Headers, bounded, fields
 from shared.http2.pool import OriginPool
 from shared.http2.stream import Stream
 
@@ -48,7 +51,18 @@ ORIGINS_MAX: Final = 1024
 CLIENT_WATCH: Final = WatchConfig(idle_timeout_s=60.0)
 STREAM_EXTENSION: Final = "penstock_stream"
 
-Timeouts = Mapping[str, float | None]
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """What each bounds is said above. None: nothing does."""
+
+    connect_s: float | None = None
+    pool_s: float | None = None
+    read_s: float | None = None
+    write_s: float | None = None
+
+
+NO_TIMEOUTS: Final = Timeouts()
 
 
 class RequestUnprocessed(httpx.RemoteProtocolError):
@@ -90,7 +104,8 @@ class ClientEndpoint(Endpoint):
 
     def stream_closed(self, stream: Stream) -> None:
         super().stream_closed(stream)
-        self._loop.call_soon(self._pool.changed)
+        if self._pool.waiting:
+            self._loop.call_soon(self._pool.changed)
 
     def peer_changed(self) -> None:
         super().peer_changed()
@@ -100,12 +115,23 @@ class ClientEndpoint(Endpoint):
 
 
 class ResponseStream(httpx.AsyncByteStream):
-    """The body of a response, and the upload of its request while that runs."""
+    """A response whose body is still to be read, and the upload of its request while that runs."""
 
-    def __init__(self, stream: Stream, upload: _Upload, read_timeout_s: float | None) -> None:
+    def __init__(
+        self, head: HeaderList, stream: Stream, upload: _Upload, read_timeout_s: float | None
+    ) -> None:
+        self.head = head
         self._stream = stream
         self._upload = upload
         self._read_timeout_s = read_timeout_s
+
+    @property
+    def status(self) -> int:
+        return int(self.head[0][1])
+
+    @property
+    def headers(self) -> Headers:
+        return Headers(self.head)
 
     async def read(self) -> bytes | None:
         """All bytes that are queued, at least one; None at the end. Raises httpx's errors."""
@@ -170,16 +196,45 @@ class Http2Transport(httpx.AsyncBaseTransport):
             await pool.close()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        assert isinstance(request.stream, httpx.AsyncByteStream)
-        timeouts: Timeouts = request.extensions.get("timeout", {})
-        upload = _Upload(request.stream, timeouts.get("write"))
+        content = request.stream
+        assert isinstance(content, httpx.AsyncByteStream)
+        response = await self.exchange(
+            request.method,
+            request.url,
+            request.headers.raw,
+            b"".join(content) if isinstance(content, httpx.ByteStream) else content,
+            timeouts=_timeouts(request.extensions.get("timeout", {})),
+            connected=request.extensions.get(CONNECTED),
+        )
+        return httpx.Response(
+            status_code=response.status,
+            headers=response.head[1:],
+            stream=response,
+            extensions={"http_version": b"HTTP/2", STREAM_EXTENSION: response},
+        )
+
+    async def exchange(
+        self,
+        method: str,
+        url: httpx.URL,
+        headers: Iterable[tuple[bytes, bytes]],
+        content: bytes | httpx.AsyncByteStream,
+        *,
+        timeouts: Timeouts = NO_TIMEOUTS,
+        connected: Callable[[], None] | None = None,
+    ) -> ResponseStream:
+        """As `handle_async_request`, without the objects of httpx, which cost as much as all the rest.
+
+        The response is the caller's to close.
+        """
         try:
-            head = _request_head(request)
+            head = _request_head(method, url, headers)
         except BadHeader as error:
             raise httpx.LocalProtocolError(str(error)) from error
+        upload = _Upload(content, timeouts.write_s)
         for attempts_left in reversed(range(ATTEMPTS_MAX)):
             try:
-                return await self._attempt(request, head, upload)
+                return await self._attempt(url, head, upload, timeouts, connected)
             except StreamRefused as error:
                 if not attempts_left or not upload.whole:
                     raise _mapped(error) from error
@@ -187,36 +242,34 @@ class Http2Transport(httpx.AsyncBaseTransport):
                 raise upload.error or _mapped(error) from error
         raise AssertionError("the last attempt returns or raises")
 
-    async def _attempt(self, request: httpx.Request, head: HeaderList, upload: _Upload) -> httpx.Response:
-        timeouts: Timeouts = request.extensions.get("timeout", {})
-        connected = request.extensions.get(CONNECTED)
-        stream = await self._pool(request.url).open(
-            head,
-            end=upload.empty,
-            connect_timeout_s=timeouts.get("connect"),
-            pool_timeout_s=timeouts.get("pool"),
+    async def _attempt(
+        self,
+        url: httpx.URL,
+        head: HeaderList,
+        upload: _Upload,
+        timeouts: Timeouts,
+        connected: Callable[[], None] | None,
+    ) -> ResponseStream:
+        stream = await self._pool(url).open(
+            head, end=upload.empty, connect_timeout_s=timeouts.connect_s, pool_timeout_s=timeouts.pool_s
         )
-        read_timeout_s = timeouts.get("read")
         try:
             if connected is not None:
                 connected()
             if not upload.empty:
                 upload.start(stream)
-            async with asyncio.timeout(read_timeout_s):
+            if timeouts.read_s is None:
                 received = await stream.wait_head()
+            else:
+                async with asyncio.timeout(timeouts.read_s):
+                    received = await stream.wait_head()
         except BaseException as error:
             upload.cancel()
             stream.reset()
             if isinstance(error, TimeoutError):
-                raise httpx.ReadTimeout(f"no response within {read_timeout_s or 0:g} s") from None
+                raise httpx.ReadTimeout(f"no response within {timeouts.read_s or 0:g} s") from None
             raise
-        content = ResponseStream(stream, upload, read_timeout_s)
-        return httpx.Response(
-            status_code=int(received[0][1]),
-            headers=received[1:],
-            stream=content,
-            extensions={"http_version": b"HTTP/2", STREAM_EXTENSION: content},
-        )
+        return ResponseStream(received, stream, upload, timeouts.read_s)
 
     # -- connections --------------------------------------------------------------------------
 
@@ -236,21 +289,23 @@ class Http2Transport(httpx.AsyncBaseTransport):
             if len(self._pools) >= ORIGINS_MAX:
                 raise httpx.PoolTimeout("too many origins")
 
-            async def connect(pool: OriginPool) -> Endpoint:
-                return await self._connect(origin, pool)
+            async def connect(pool: OriginPool, patience_s: float) -> Endpoint:
+                return await self._connect(origin, pool, patience_s)
 
             pool = self._pools[origin] = OriginPool(connect, self._connections_max)
         return pool
 
-    async def _connect(self, origin: tuple[str, str, int], pool: OriginPool) -> Endpoint:
+    async def _connect(self, origin: tuple[str, str, int], pool: OriginPool, patience_s: float) -> Endpoint:
         """Raises ConnectError, ConnectTimeout."""
         scheme, host, port = origin
+        limit_s = max(self._watch.greeting_timeout_s, patience_s)
+        watch = replace(self._watch, greeting_timeout_s=limit_s)
 
         def protocol() -> ClientEndpoint:
-            return ClientEndpoint(pool, config=self._config, watch=self._watch, clock=self._clock)
+            return ClientEndpoint(pool, config=self._config, watch=watch, clock=self._clock)
 
         try:
-            async with asyncio.timeout(self._watch.greeting_timeout_s):
+            async with asyncio.timeout(limit_s):
                 transport, endpoint = await asyncio.get_running_loop().create_connection(
                     protocol, host, port, ssl=self._tls() if scheme == "https" else None
                 )
@@ -279,16 +334,21 @@ def _check_alpn(transport: asyncio.BaseTransport) -> None:
         raise NotHttp2(f"the server chose {chosen or 'no protocol'} by ALPN, and not h2")
 
 
-def _request_head(request: httpx.Request) -> HeaderList:
-    url = request.url
-    authority = request.headers.get("host") or url.netloc.decode("ascii")
+def _timeouts(given: Mapping[str, float | None]) -> Timeouts:
+    """httpx's."""
+    return Timeouts(given.get("connect"), given.get("pool"), given.get("read"), given.get("write"))
+
+
+def _request_head(method: str, url: httpx.URL, headers: Iterable[tuple[bytes, bytes]]) -> HeaderList:
+    given = list(headers)
+    host = next((value for name, value in given if name.lower() == b"host"), b"")
     return bounded(
         [
-            (b":method", request.method.encode("ascii")),
+            (b":method", method.encode("ascii")),
             (b":scheme", url.raw_scheme),
-            (b":authority", authority.encode("ascii")),
+            (b":authority", host or url.netloc),
             (b":path", url.raw_path),
-            *fields(request.headers.raw),
+            *fields(given),
         ]
     )
 
@@ -296,21 +356,21 @@ def _request_head(request: httpx.Request) -> HeaderList:
 class _Upload:
     """A request's body on its way. `whole` while nothing of it is lost, so that it can be sent (again)."""
 
-    def __init__(self, content: httpx.AsyncByteStream, timeout_s: float | None) -> None:
+    def __init__(self, content: bytes | httpx.AsyncByteStream, timeout_s: float | None) -> None:
         self._content = content
         self._timeout_s = timeout_s
-        self._data = b"".join(content) if isinstance(content, httpx.ByteStream) else None
         self._task: asyncio.Task[None] | None = None
-        self.empty = self._data == b""
+        self.empty = content == b""
         self.whole = True
         self.error: Exception | None = None  # why we reset the stream
 
     def start(self, stream: Stream) -> None:
         """What fits the windows goes at once; the rest is a task's."""
-        if self._data is None:
+        content = self._content
+        if not isinstance(content, bytes):
             self.whole = False
-            self._task = asyncio.create_task(self._run(stream, self._content))
-        elif (rest := stream.offer(self._data, end=True)) is not None:
+            self._task = asyncio.create_task(self._run(stream, content))
+        elif (rest := stream.offer(content, end=True)) is not None:
             self._task = asyncio.create_task(self._run(stream, _one(rest)))
         else:
             stream.finish()

@@ -117,7 +117,7 @@ class Splitter:
         self._block_stream = 0  # the stream whose header block is open, 0 if none
         self._block_len = 0
         self._block_frames = 0
-        self.whole = 0  # frames seen to their end
+        self.whole = 0  # frames seen to their end; a header block counts as one
 
     @property
     def unfinished(self) -> bool:
@@ -176,3 +176,5 @@ class Splitter:
             raise ProtocolViolation(ErrorCode.ENHANCE_YOUR_CALM, "a header block is too long")
         if kind in (HEADERS, CONTINUATION) and flags & END_HEADERS:
             self._block_stream = self._block_len = self._block_frames = 0
+        elif self._block_stream:
+            self.whole -= 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from itertools import permutations
 from typing import Final
 
@@ -26,8 +27,9 @@ CONNECTION_SPECIFIC: Final = frozenset(
 """RFC 9113, 8.2.2: meant for one HTTP/1.1 connection; `host` travels as `:authority`."""
 
 CONTENT_LENGTH_DIGITS: Final = 18  # more than anybody sends, and an int of one word
+SENT_NAMES_MAX: Final = 1024
 _NAME: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
-_VALUE: Final = re.compile(rb"[^\0\r\n]*")
+_NO_VALUE: Final = re.compile(rb"[\0\r\n]")
 
 
 class BadHeader(Http2Error):
@@ -38,13 +40,23 @@ def fields(pairs: Iterable[tuple[bytes, bytes]]) -> HeaderList:
     """Lower-cased, stripped, without what belongs to HTTP/1.1 alone. Raises BadHeader."""
     result: HeaderList = []
     for raw_name, raw_value in pairs:
-        name, value = raw_name.lower(), raw_value.strip(b" \t")
-        if name in CONNECTION_SPECIFIC:
-            continue
-        if not _NAME.fullmatch(name) or not _VALUE.fullmatch(value):
-            raise BadHeader(f"header {raw_name!r} cannot be sent")
-        result.append((name, value))
+        if (name := _sent_name(raw_name)) is not None:
+            value = raw_value.strip(b" \t")
+            if _NO_VALUE.search(value):
+                raise BadHeader(f"header {raw_name!r} cannot be sent")
+            result.append((name, value))
     return result
+
+
+@lru_cache(maxsize=SENT_NAMES_MAX)
+def _sent_name(raw_name: bytes) -> bytes | None:
+    """None for what belongs to HTTP/1.1 alone. Raises BadHeader."""
+    name = raw_name.lower()
+    if name in CONNECTION_SPECIFIC:
+        return None
+    if not _NAME.fullmatch(name):
+        raise BadHeader(f"header {raw_name!r} cannot be sent")
+    return name
 
 
 def bounded(head: HeaderList) -> HeaderList:

@@ -32,6 +32,8 @@ _STATIC_FIELD_LEN_MAX: Final = max(len(name) + len(value) for name, value in _ST
 _INDEX_BITS: Final = 0x0F
 _LEN_BITS: Final = 0x7F
 
+_LENGTHS: Final = [bytes((length,)) for length in range(_LEN_BITS)]
+
 _NO_TABLE: Final = b"\x20"
 """A change of the table's size, to zero. Said once, it fits every size that the peer may allow later."""
 _INDEXED: Final = {pair: bytes([0x80 | at]) for at, pair in enumerate(_STATIC, 1) if pair[1]}
@@ -48,13 +50,12 @@ class LiteralEncoder:
 
     def encode(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
         opening, self._opening = self._opening, b""
-        return opening + b"".join(
-            [_INDEXED.get((name, value)) or _literal(name, value) for name, value in headers]
-        )
+        return opening + b"".join([_INDEXED.get(field) or _literal(*field) for field in headers])
 
 
 def _literal(name: bytes, value: bytes) -> bytes:
-    return _name(name) + _integer(0x00, 7, len(value)) + value
+    length = len(value)
+    return _name(name) + (_LENGTHS[length] if length < _LEN_BITS else _integer(0x00, 7, length)) + value
 
 
 @lru_cache(maxsize=NAMES_MAX)

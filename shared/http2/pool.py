@@ -36,11 +36,15 @@ class Place:
 
     head: HeaderList
     end: bool
+    connect_timeout_s: float | None
     opened: asyncio.Future[Stream]
 
 
 class OriginPool:
-    def __init__(self, connect: Callable[[OriginPool], Awaitable[Endpoint]], connections_max: int) -> None:
+    def __init__(
+        self, connect: Callable[[OriginPool, float], Awaitable[Endpoint]], connections_max: int
+    ) -> None:
+        """`connect` is told for how long somebody is ready to wait, in seconds."""
         assert connections_max > 0
         self._connect = connect
         self._connections_max = connections_max
@@ -64,7 +68,7 @@ class OriginPool:
             return endpoint.connection.open(head, end=end)
         if len(self._waiting) >= WAITING_MAX:
             raise httpx.PoolTimeout("too many requests wait for a stream")
-        place = Place(head, end, asyncio.get_running_loop().create_future())
+        place = Place(head, end, connect_timeout_s, asyncio.get_running_loop().create_future())
         self._waiting.append(place)
         self._serve()
         connected = bool(self.endpoints)
@@ -121,8 +125,9 @@ class OriginPool:
         return sum(one.connection.phase is Phase.OPEN for one in self.endpoints)
 
     async def _grow(self) -> None:
+        patience_s = max((place.connect_timeout_s or 0.0 for place in self._waiting), default=0.0)
         try:
-            self.endpoints.append(await self._connect(self))
+            self.endpoints.append(await self._connect(self, patience_s))
         except httpx.TransportError as error:
             if not self._live:
                 self._fail_waiting(error)

@@ -11,6 +11,7 @@ from shared.http import CONNECTED
 from shared.http2 import frames, limits
 from shared.http2.client import STREAM_EXTENSION, Http2Transport, NotHttp2, RequestUnprocessed
 from shared.http2.connection import ConnectionConfig, Phase
+from shared.http2.endpoint import WatchConfig
 from shared.http2.errors import ErrorCode
 from shared.http2.server import Http2Server, ServerEndpoint, ServerRequest, ServerResponder
 from shared.http2.stream import Stream
@@ -47,6 +48,24 @@ async def test_a_request_and_its_answer(fast: bool) -> None:
             assert answer.http_version == "HTTP/2"
             assert (await http.get(served.url)).content == b""
             assert len(endpoints(transport)) == 1
+
+
+async def test_a_request_without_the_objects_of_httpx(fast: bool) -> None:
+    async with serving(echo, fast=fast) as served:
+        transport = Http2Transport(config=ConnectionConfig(fast=fast))
+        async with transport:
+            url = httpx.URL(served.url + "/a?b=c")
+            headers = [(b"X-Name", b" v "), (b"connection", b"close"), (b"Host", b"engine")]
+            answer = await transport.exchange("POST", url, headers, b"question")
+            assert answer.status == 200
+            assert answer.headers["Content-Length"] == "8"
+            assert [await answer.read(), await answer.read()] == [b"question", None]
+            await answer.aclose()
+            with pytest.raises(httpx.LocalProtocolError):
+                await transport.exchange("GET", url, [(b"x-bad", b"two\nlines")], b"")
+            unread = await transport.exchange("POST", url, [], bytes(1_000_000))
+            await unread.aclose()
+            assert not endpoints(transport)[0].connection.streams
 
 
 @pytest.mark.parametrize("size", [1, limits.STREAM_WINDOW_LEN, 5_000_001])
@@ -355,6 +374,29 @@ async def test_a_server_that_does_not_greet_is_a_connect_timeout() -> None:
         url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
         with pytest.raises(httpx.ConnectTimeout):
             await http.get(url, timeout=httpx.Timeout(None, connect=0.01))
+
+
+async def test_who_is_ready_to_wait_longer_for_a_greeting_does() -> None:
+    """The connection's own limit is for those who say nothing of their own."""
+    loop = asyncio.get_running_loop()
+    greeted_by = loop.time() + 0.05
+    deaf: list[Deaf] = []
+
+    def slow() -> Deaf:
+        deaf.append(Deaf())
+        return deaf[-1]
+
+    transport = Http2Transport(watch=WatchConfig(greeting_timeout_s=0.01))
+    async with listening(slow) as listener, client(transport) as http:
+        url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        with pytest.raises((httpx.ConnectTimeout, NotHttp2)):
+            await http.get(url)
+        call = asyncio.create_task(http.get(url, timeout=httpx.Timeout(None, connect=PATIENCE_S)))
+        await until(lambda: loop.time() > greeted_by)
+        assert not call.done()
+        deaf[-1].transport.write(frames.settings({0x3: 100}))
+        await until(lambda: any(endpoint.connection.streams for endpoint in endpoints(transport)))
+        call.cancel()
 
 
 async def test_an_http_1_server_is_a_connect_error_that_says_so() -> None:

@@ -262,16 +262,24 @@ async def test_a_peer_that_says_too_little_is_hung_up_on(says: bytes, waits_s: l
     listener.close()
 
 
-async def test_a_peer_that_drips_a_frame_is_hung_up_on() -> None:
+@pytest.mark.parametrize(
+    ("begins", "drop"),
+    [
+        (b"\0\x20\0\x01\x04\0\0\0\x01", b"\0"),
+        (frames.frame(frames.HEADERS, 0, 1, b"\x82"), frames.frame(frames.CONTINUATION, 0, 1, b"\x84")),
+    ],
+    ids=["frame", "header block"],
+)
+async def test_a_peer_that_drips_a_frame_or_a_header_block_is_hung_up_on(begins: bytes, drop: bytes) -> None:
     clock = VirtualClock()
     server, listener = await clocked(hello, clock)
     peer = await raw(listener.sockets[0].getsockname()[1])
-    peer.transport.write(frames.PREFACE + frames.settings({}) + b"\0\x20\0\x01\x04\0\0\0\x01")
+    peer.transport.write(frames.PREFACE + frames.settings({}) + begins)
     await until(lambda: len(server.endpoints) == 1)
     (endpoint,) = server.endpoints
     for wait_s in (10.0, 5.0, 5.0):
         heard = endpoint.connection.receives + 1
-        peer.transport.write(b"\0")
+        peer.transport.write(drop)
         await until(lambda: endpoint.connection.receives == heard and clock.sleeping == 1)  # noqa: B023
         clock.advance(wait_s)
     async with asyncio.timeout(PATIENCE_S):
