@@ -7,7 +7,7 @@ it from tensors on the device alone (`on_device`), so that a CUDA graph can hold
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -127,7 +127,7 @@ class TritonPrefillStep:
         )
 
 
-def _to_device(numbers: list[int] | list[tuple[int, ...]], device: torch.device) -> Tensor:
+def _to_device(numbers: Sequence[int] | Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
     """int32, from pinned memory where there is a device to copy to: the host does not wait."""
     host = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)

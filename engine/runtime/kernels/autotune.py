@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -75,7 +76,7 @@ class MatmulTable:
 def _measure(weight: Weight, rows: int, activations: torch.dtype, timer: Timer) -> Measured:
     values = weight.values if isinstance(weight, Fp8Weight) else weight
     x = torch.zeros(rows, values.shape[1], dtype=activations, device=values.device)
-    times = {tile: timer(lambda tile=tile: _by_tile(x, weight, tile, None)) for tile in TILES}
+    times = {tile: timer(partial(_by_tile, x, weight, tile, None)) for tile in TILES}
     tile = min(times, key=lambda tile: times[tile])
     if isinstance(weight, Fp8Weight):
         return Measured(tile, times[tile], None)

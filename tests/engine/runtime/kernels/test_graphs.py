@@ -1,0 +1,120 @@
+"""Graph logic on a device that captures by remembering what was launched, and on which memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.runtime.graphs import DecodeGraphs, DecodeInputs, batch_buckets
+
+CPU = torch.device("cpu")
+PADDING = 9
+
+
+@dataclass
+class FakeCaptured:
+    """Replays into the memory that it was captured with."""
+
+    run: Callable[[], Tensor]
+    output: Tensor
+
+    def replay(self) -> None:
+        self.output.copy_(self.run())
+
+
+@dataclass
+class FakeDevice:
+    log: list[str] = field(default_factory=list)
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        self.log.append("warm")
+        run()
+
+    def capture(self, run: Callable[[], Tensor]) -> FakeCaptured:
+        output = run()
+        self.log.append(f"capture {len(output)}")
+        return FakeCaptured(run, output)
+
+
+class Model:
+    """A step whose answer says which row it came from, and that counts the padding it saw."""
+
+    def __init__(self) -> None:
+        self.state = torch.arange(10, 20)
+        self.seen: list[list[int]] = []
+
+    def step(self, inputs: DecodeInputs) -> Tensor:
+        self.seen.append(inputs.slots.tolist())
+        return self.state[inputs.slots] * 100 + inputs.lengths
+
+
+def graphs(model: Model, rows_max: int = 12) -> DecodeGraphs[Tensor]:
+    return DecodeGraphs(model.step, rows_max, PADDING, CPU)
+
+
+@given(st.integers(1, 600))
+def test_buckets_ascend_to_the_largest_batch_and_waste_little(rows_max: int) -> None:
+    buckets = batch_buckets(rows_max)
+    assert list(buckets) == sorted(set(buckets))
+    assert buckets[-1] == rows_max
+    for rows in range(1, rows_max + 1):
+        bucket = min(size for size in buckets if size >= rows)
+        assert bucket < 2 * rows
+        assert bucket - rows < 16
+
+
+def test_the_largest_is_captured_first_and_each_is_warm_before() -> None:
+    device, heard = FakeDevice(), []
+    graphs(Model()).capture(device, lambda done, of: heard.append((done, of)))
+    sizes = [12, 8, 4, 2, 1]
+    assert device.log == [line for size in sizes for line in ("warm", f"capture {size}")]
+    assert heard == [(done, 5) for done in range(6)]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 12])
+def test_a_replay_is_the_eager_step(rows: int) -> None:
+    model = Model()
+    own = graphs(model)
+    own.capture(FakeDevice(), lambda done, of: None)
+    slots, lengths = [i % 9 for i in range(rows)], list(range(3, 3 + rows))
+    replayed = own.replay(slots, lengths).clone()
+    assert torch.equal(replayed, own.eager(slots, lengths))
+    assert replayed[:rows].tolist() == [(10 + s) * 100 + n for s, n in zip(slots, lengths, strict=True)]
+    padding = own.bucket(rows) - rows
+    assert replayed[rows:].tolist() == [1901] * padding
+    assert model.seen[-1] == slots + [PADDING] * padding
+
+
+def test_a_replay_reads_what_is_on_the_device_then() -> None:
+    """State that changes between replays is read anew, and a bucket keeps its place for results."""
+    model = Model()
+    own = graphs(model)
+    own.capture(FakeDevice(), lambda done, of: None)
+    first = own.replay([3], [1])
+    assert first.tolist() == [1301]
+    model.state[3] = 50
+    assert own.replay([3], [1]) is first
+    assert first.tolist() == [5001]
+
+
+def test_consecutive_steps_are_staged_apart() -> None:
+    """Until two further steps were filled, a step's host copy is left alone."""
+    own = graphs(Model())
+    own.eager([1, 2], [7, 8])
+    staged = own._staged[0].clone()
+    own.eager([3, 4], [1, 1])
+    own.eager([5, 6], [1, 1])
+    assert torch.equal(own._staged[0], staged)
+
+
+def test_too_many_rows_and_a_taken_padding_slot_are_the_callers_mistake() -> None:
+    own = graphs(Model())
+    for slots in ([], list(range(8)) * 2, [PADDING]):
+        with pytest.raises(AssertionError):
+            own.eager(slots, [1] * len(slots))
