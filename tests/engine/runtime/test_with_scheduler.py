@@ -7,11 +7,20 @@ the next, prefixes found in the cache, recomputation after preemption. The oracl
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 
 import pytest
 
 from engine.core.config import SchedulerConfig
-from engine.core.messages import AddSequence, FinishReason, SamplingParams, StepOutput, TokenLogprobs
+from engine.core.messages import (
+    AddSequence,
+    FinishReason,
+    Pending,
+    Plan,
+    SamplingParams,
+    StepOutput,
+    TokenLogprobs,
+)
 from engine.core.scheduler import Scheduler
 from engine.runtime.model_runner import ModelRunner
 from tests.engine.models import FAMILIES, VOCAB_SIZE, reference_logprobs, reference_model
@@ -65,6 +74,79 @@ def test_many_together_twice_under_pressure(tiny_model: MakeModel, family: str) 
     assert last.prefix_hit_tokens > 200
     assert last.pages_owned == 0
     assert last.pages_free + last.pages_cached == PAGES
+
+
+def serve_overlapped(scheduler: Scheduler, runner: ModelRunner, added: list[AddSequence]) -> list[StepOutput]:
+    """The same, each step launched before the one before it is collected."""
+    steps: list[StepOutput] = []
+    flying: tuple[Plan, Pending] | None = None
+    overlaps = 0
+    for now, message in enumerate(added):
+        scheduler.add(message, float(now))
+    while scheduler.has_work or flying:
+        plan = scheduler.plan(100.0 + len(steps))
+        following = None if plan is None else (plan, runner.launch(plan))
+        if flying is not None:
+            overlaps += following is not None
+            scheduler.commit(flying[0], flying[1].collect(), 100.5 + len(steps))
+        scheduler.check()
+        flying = following
+        if report := scheduler.report():
+            steps.append(report)
+    assert overlaps > len(steps) / 2
+    return steps
+
+
+def all_said(steps: list[StepOutput]) -> tuple[dict[int, list[int]], dict[int, list[float]]]:
+    """By handle: its tokens and then why it ended; and the log-probabilities of prompt and output."""
+    tokens: dict[int, list[int]] = defaultdict(list)
+    logprobs: dict[int, list[float]] = defaultdict(list)
+    for step in steps:
+        for handle, entries in step.prompt_logprobs:
+            logprobs[handle] += [entry.logprob for entry in entries]
+        for row, handle in enumerate(step.handles):
+            tokens[handle].append(step.tokens[row])
+            if step.logprobs and (entry := step.logprobs[row]) is not None:
+                logprobs[handle].append(entry.logprob)
+        for end in step.finished:
+            tokens[end.handle].append(end.reason)
+    return tokens, logprobs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_overlapped_equals_plain_token_by_token(tiny_model: MakeModel, family: str) -> None:
+    """Greedy, drawn, penalised for what came before, stopped, with log-probabilities; under pressure."""
+    path = tiny_model(family)
+    rng = random.Random(11)
+    company = [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "top_p": 0.9},
+        {"temperature": 0.8, "top_k": 20, "presence_penalty": 0.7, "frequency_penalty": 0.5},
+        {"temperature": 0.0, "repetition_penalty": 1.4},
+        {"temperature": 1.0, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 9)), "min_tokens": 5},
+        {"temperature": 0.7, "logprobs": 3, "prompt_logprobs": 2},
+        {"temperature": 1.0, "min_p": 0.1, "logit_bias": ((3, 2.0),), "logprobs": 0},
+    ]
+    added = []
+    for handle in range(14):
+        prompt = rng.choices(range(VOCAB_SIZE), k=rng.choice([1, 7, 16, 33, 90]))
+        sampling = SamplingParams(**{"seed": handle, "max_tokens": 24} | company[handle % len(company)])
+        added.append(AddSequence(handle, f"req-{handle}", prompt, sampling))
+    geometry = load(path).cache.geometry
+    said = []
+    for drive in (serve, serve_overlapped):
+        runner = load(path, max_num_seqs=5, step_tokens_max=24, kv_cache_bytes=9 * geometry.page_bytes)
+        scheduler = Scheduler(SchedulerConfig(step_tokens_max=24, queue_len_max=64), runner.info)
+        steps = drive(scheduler, runner, added)
+        said.append(all_said(steps))
+        assert steps[-1].stats.preemptions > 0
+        assert steps[-1].stats.pages_owned == 0
+    (tokens, logprobs), (tokens_overlapped, logprobs_overlapped) = said
+    assert tokens_overlapped == tokens
+    assert {said[-1] for said in tokens.values()} == {FinishReason.LENGTH, FinishReason.STOP}
+    assert logprobs_overlapped.keys() == logprobs.keys()
+    for handle, values in logprobs.items():
+        assert logprobs_overlapped[handle] == pytest.approx(values, abs=TOLERANCE)
 
 
 def collect(steps: list[StepOutput]) -> tuple[dict[int, list[int]], dict[int, list[TokenLogprobs]]]:
