@@ -38,6 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(serve(config, args.config))
+    except ConfigError as error:
+        sys.stderr.write(f"{args.config} is not a usable configuration:\n{error}\n")
+        return 2
     except (ListenFailed, UnusableTls) as error:
         sys.stderr.write(f"{error}\n")
         return 1

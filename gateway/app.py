@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 import socket
 import ssl
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +25,7 @@ from gateway.admission.quota import QuotaStore
 from gateway.admission.tokens import TokenCounter
 from gateway.admission.validate import warm
 from gateway.config import GatewayConfig, TlsConfig, timeouts_of
+from gateway.credentials import Credentials
 from gateway.directory import DirectoryReader
 from gateway.edge import PIPELINE, Edge, error_response, probe_answer
 from gateway.engines import fetch_profile
@@ -67,9 +70,12 @@ class Gateway:
         *,
         path: Path | None = None,
         quotas: QuotaStore | None = None,
+        env: Mapping[str, str] = os.environ,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """`path`: the file to read keys and tenants from again."""
+        """`path`: the file to read keys and tenants from again. `env`: where models' keys may be.
+        Raises ConfigError when one is not there."""
+        credentials = Credentials(config.models, env)
         self.config = config
         self.lifecycle = Lifecycle()
         self.quotas = quotas or MemoryStore(clock)
@@ -81,11 +87,16 @@ class Gateway:
         HTTP2_STREAMS.set_function(lambda: self._upstream.streams)
         self.tokens = TokenCounter(
             config.models,
-            lambda model: fetch_profile(self._upstream, model, timeouts_of(config.timeouts, model).connect_s),
+            lambda model: fetch_profile(
+                self._upstream,
+                model,
+                timeouts_of(config.timeouts, model).connect_s,
+                credentials.headers(model),
+            ),
             config.limits.tokenizer_threads,
             clock,
         )
-        pipeline = Pipeline(config, self.tokens, self.quotas, self.replicas, self._upstream)
+        pipeline = Pipeline(config, self.tokens, self.quotas, self.replicas, self._upstream, credentials)
         self._edge = Edge(
             config, self.directory, pipeline, self.live, self.tokens, self.quotas, self.lifecycle, clock
         )

@@ -6,8 +6,9 @@
     [limits]            sizes and counts
     [timeouts]          seconds
     [admission]         unknown_fields, completion_estimate
-    [[models]]          name, aliases, replicas, protocol, upstream_model, timeouts
-    [[tenants]]         id, models, limits, service_tier, timeouts
+    [[models]]          name, aliases, replicas, protocol, upstream_model, api_key_env, api_key_file,
+                        timeouts, queue_timeout_s, request_timeout_s
+    [[tenants]]         id, models, limits, service_tier, timeouts, queue_timeout_s, request_timeout_s
     [[keys]]            id, hash, tenant, models, limits, expires, disabled
 
 Keys and tenants are read again when the file changes; everything else takes a restart.
@@ -20,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
@@ -160,6 +162,7 @@ class QuotaLimits:
 
 
 Protocol = Literal["http2", "http1"]
+Tier = Literal["flex", "default", "priority"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +178,14 @@ class ModelConfig:
     """What the engine calls it, when that is not `name`."""
     timeouts: TimeoutOverrides | None = None
     """Each wins over the one in `[timeouts]`."""
+    queue_timeout_s: Seconds | None = None
+    """In the engine's queue: what a caller gets who names no bound, and the most that one may name."""
+    request_timeout_s: Seconds | None = None
+    """The same for the whole answer, as the engine counts it."""
+    api_key_env: Name | None = None
+    """The environment variable with the key that the replicas ask for."""
+    api_key_file: Name | None = None
+    """Or the path of a file with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +194,13 @@ class TenantConfig:
     models: tuple[Name, ...] = ALL_MODELS
     """Names of models (not aliases) that it may use; `*` is all."""
     limits: QuotaLimits = QuotaLimits()
-    service_tier: Literal["flex", "default", "priority"] = "priority"
+    service_tier: Tier = "priority"
     """The highest that its requests may have."""
     timeouts: TimeoutOverrides | None = None
     """Each wins over the model's and the one in `[timeouts]`, be it shorter or longer."""
+    queue_timeout_s: Seconds | None = None
+    """Wins over the model's, as the next."""
+    request_timeout_s: Seconds | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +238,10 @@ class GatewayConfig:
     admission: AdmissionConfig = AdmissionConfig()
 
 
+OVERRIDES_KEPT: Final = 1024
+"""Combinations that are kept: working one out takes longer than a request's other checks together."""
+
+
 def load(source: Path | Mapping[str, Any], env: Mapping[str, str]) -> GatewayConfig:
     """From a TOML file, or what one would hold. Raises ConfigError, which lists all that is wrong."""
     loaded = config.load(GatewayConfig, source, env, ENV_PREFIX)
@@ -237,9 +255,15 @@ def timeouts_of(
 ) -> TimeoutsConfig:
     """The most specific setting wins, each by itself, as a route's over its cluster's in Envoy: only so
     can a tenant's be longer than everybody's, too."""
-    for overrides in (model.timeouts, tenant.timeouts if tenant else None):
-        if overrides is not None:
-            config = overrides.over(config)
+    overrides = (model.timeouts, tenant.timeouts if tenant else None)
+    return config if overrides == (None, None) else _overridden(config, *overrides)
+
+
+@lru_cache(maxsize=OVERRIDES_KEPT)
+def _overridden(config: TimeoutsConfig, *overrides: TimeoutOverrides | None) -> TimeoutsConfig:
+    for own in overrides:
+        if own is not None:
+            config = own.over(config)
     return config
 
 
@@ -255,6 +279,8 @@ def _contradictions(config: GatewayConfig) -> Iterator[str]:
     yield from _repeated("keys", (key.hash for key in config.keys))
     protocols: dict[str, Protocol] = {}
     for model in config.models:
+        if model.api_key_env is not None and model.api_key_file is not None:
+            yield f"models.{model.name}: api_key_env and api_key_file exclude each other"
         for url in model.replicas:
             if not _is_base_url(url):
                 yield f"models.{model.name}: {url!r} is no base URL like http://host:port"

@@ -17,6 +17,8 @@ from shared.tokenizer import TokenizerBundle
 FETCH_S: Final = 30.0
 """For one replica, everything included."""
 
+Headers = tuple[tuple[str, str], ...]
+
 
 class _Model(msgspec.Struct):
     """Read leniently: other engines say less, and more."""
@@ -30,13 +32,15 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-async def fetch_profile(upstream: Upstream, model: ModelConfig, connect_s: float) -> EngineProfile:
+async def fetch_profile(
+    upstream: Upstream, model: ModelConfig, connect_s: float, headers: Headers
+) -> EngineProfile:
     """Ask one replica after the other. Raises the last one's ApiError when none answers."""
     failure: ApiError | None = None
     for url in model.replicas:
         try:
             async with asyncio.timeout(FETCH_S):
-                return await _fetch(upstream, model, url.rstrip("/"), connect_s)
+                return await _fetch(upstream, model, url.rstrip("/"), connect_s, headers)
         except ApiError as error:
             failure = error
         except TimeoutError:
@@ -45,9 +49,11 @@ async def fetch_profile(upstream: Upstream, model: ModelConfig, connect_s: float
     raise failure
 
 
-async def _fetch(upstream: Upstream, model: ModelConfig, url: str, connect_s: float) -> EngineProfile:
+async def _fetch(
+    upstream: Upstream, model: ModelConfig, url: str, connect_s: float, headers: Headers
+) -> EngineProfile:
     name = model.upstream_model or model.name
-    _, body = await upstream.fetch(model.protocol, url, "/v1/models", connect_s)
+    _, body = await upstream.fetch(model.protocol, url, "/v1/models", connect_s, headers)
     try:
         models = msgspec.json.decode(body, type=_Models)
     except msgspec.DecodeError as error:
@@ -55,16 +61,16 @@ async def _fetch(upstream: Upstream, model: ModelConfig, url: str, connect_s: fl
     served = next((entry for entry in models.data if entry.id == name), None)
     if served is None:
         raise UpstreamFailed("The engine does not serve this model.", detail=f"{url} does not list {name!r}")
-    bundle = await _fetch_bundle(upstream, model, url, connect_s)
+    bundle = await _fetch_bundle(upstream, model, url, connect_s, headers)
     return EngineProfile(bundle, served.max_model_len, served.created)
 
 
 async def _fetch_bundle(
-    upstream: Upstream, model: ModelConfig, url: str, connect_s: float
+    upstream: Upstream, model: ModelConfig, url: str, connect_s: float, headers: Headers
 ) -> TokenizerBundle | None:
     """None for an engine that has none to give: it is not one of ours."""
     try:
-        headers, body = await upstream.fetch(model.protocol, url, "/penstock/tokenizer", connect_s)
+        told, body = await upstream.fetch(model.protocol, url, "/penstock/tokenizer", connect_s, headers)
     except (ConnectTimeout, UpstreamUnreachable):
         raise
     except ApiError:
@@ -73,6 +79,6 @@ async def _fetch_bundle(
         bundle = await asyncio.to_thread(msgspec.json.decode, body, type=TokenizerBundle)
     except msgspec.DecodeError as error:
         raise UpstreamFailed("The engine's tokenizer cannot be read.", detail=str(error)) from error
-    if bundle.hash != headers.get(TOKENIZER_HEADER, bundle.hash):
+    if bundle.hash != told.get(TOKENIZER_HEADER, bundle.hash):
         raise UpstreamFailed("The engine's tokenizer is damaged.", detail="its hash is not the one announced")
     return bundle

@@ -17,12 +17,14 @@ Rules:
 1. What is reserved is settled, whichever way the request ends, also when the client leaves: usage as
    the engine reports it; failing that (the client left, the engine died) the prompt, once it was
    dispatched, and a token for each event passed on; nothing when the engine refused.
-2. Nothing is dispatched twice, except to another replica when no connection was had to the first.
+2. Nothing is dispatched twice, except to another replica when no connection was had to the first, or
+   when that one refused at its door (503). When it was its queue that was full, no more than
+   `ELSEWHERE_MAX` others are asked: a crowd before all doors is not to be multiplied by their number.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Final, cast
 
 from gateway.admission.quota import Meter, QuotaStore, Refusal, Subject
 from gateway.admission.quota import Scope as QuotaScope
@@ -30,9 +32,11 @@ from gateway.admission.tokens import Count, TokenCounter
 from gateway.admission.validate import validate
 from gateway.body import read_body
 from gateway.config import GatewayConfig, ModelConfig, timeouts_of
+from gateway.credentials import Credentials
 from gateway.directory import Directory
 from gateway.exchange import Exchange
 from gateway.identity.keys import Principal
+from gateway.outbound import outbound
 from gateway.record import observe_attempt, observe_decision
 from gateway.relay.stream import Progress, Relay
 from gateway.relay.upstream import Answer, Outbound, Upstream
@@ -44,36 +48,27 @@ from shared.errors import (
     ConnectTimeout,
     FirstTokenTimeout,
     NotReady,
+    Overloaded,
     RateLimited,
     RequestExceedsQuota,
     TokensRateLimited,
     UpstreamUnreachable,
 )
-from shared.ids import (
-    QUEUE_TIMEOUT_HEADER,
-    REQUEST_ID_HEADER,
-    REQUEST_TIMEOUT_HEADER,
-    SERVICE_TIER_HEADER,
-    TENANT_HEADER,
-    TOKENIZER_HEADER,
-    TRACEPARENT_HEADER,
-    ReplicaId,
-)
+from shared.ids import TOKENIZER_HEADER, ReplicaId
 from shared.openai import (
-    BODY_LEN_MAX,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
     TokenizeRequest,
 )
-from shared.validation import Parsed, with_fields
+from shared.validation import Parsed
 
 ProxiedRequest = GenerationRequest | TokenizeRequest | DetokenizeRequest
 NO_TOKENS = Count(prompt_tokens=0, longest=0, prompts=0, extension=None)
 
-CALLERS_BOUNDS = (REQUEST_TIMEOUT_HEADER, QUEUE_TIMEOUT_HEADER)
-"""Headers that the engine reads and checks."""
+ELSEWHERE_MAX: Final = 1
+"""Other replicas that are asked when one's queue is full."""
 
 
 class Pipeline:
@@ -84,12 +79,14 @@ class Pipeline:
         quotas: QuotaStore,
         replicas: Replicas,
         upstream: Upstream,
+        credentials: Credentials,
     ) -> None:
         self._config = config
         self._tokens = tokens
         self._quotas = quotas
         self._replicas = replicas
         self._upstream = upstream
+        self._credentials = credentials
 
     async def run(self, exchange: Exchange) -> None:
         """Answer one request. Raises ApiError, ClientGone or CancelledError; by then all is settled."""
@@ -99,8 +96,8 @@ class Pipeline:
         count = await self._count(exchange, model, parsed.request)
         try:
             tokens = await self._reserve(exchange, principal, model, parsed.request, count)
-            outbound = _outbound(exchange, principal, model, parsed, count)
-            replica, answer = await self._send(exchange, model, outbound, tokens)
+            request = self._outbound(exchange, principal, model, parsed, count)
+            replica, answer = await self._send(exchange, model, request, tokens)
             try:
                 await self._relay(exchange, model, answer)
             finally:
@@ -176,30 +173,46 @@ class Pipeline:
         used = used_tokens(exchange.progress, prompt_tokens, exchange.record.reserved)
         await shielded(self._quotas.settle(exchange.reservation, used), exchange.record.settlement)
 
+    def _outbound(
+        self,
+        exchange: Exchange,
+        principal: Principal,
+        model: ModelConfig,
+        parsed: Parsed[ProxiedRequest],
+        count: Count,
+    ) -> Outbound:
+        tenant, ours = exchange.directory.tenants.tenant(principal), not self._tokens.is_foreign(model)
+        credentials = self._credentials.headers(model)
+        return outbound(exchange, tenant, model, parsed, count, ours=ours, credentials=credentials)
+
     async def _send(
-        self, exchange: Exchange, model: ModelConfig, outbound: Outbound, tokens: int
+        self, exchange: Exchange, model: ModelConfig, request: Outbound, tokens: int
     ) -> tuple[Replica, Answer]:
+        """Rule 2."""
         failure: ApiError = UpstreamUnreachable("No engine serves this model.")
         tried: set[ReplicaId] = set()
+        full = 0
         while True:
             exchange.enter("route")
-            replica = self._replicas.take(model.name, tokens, tried)
+            enough = full > ELSEWHERE_MAX
+            replica = None if enough else self._replicas.take(model.name, tokens, tried)
             if replica is None:
                 raise failure
             exchange.record.attempts += 1
             try:
-                return replica, await self._connect(exchange, replica, outbound)
-            except (ConnectTimeout, UpstreamUnreachable, NotReady) as error:
+                return replica, await self._connect(exchange, replica, request)
+            except (ConnectTimeout, UpstreamUnreachable, NotReady, Overloaded) as error:
                 failure = error
                 tried.add(replica.id)
-                exchange.progress.dispatched = False  # or the engine said that it did nothing
+                full += isinstance(error, Overloaded)
+                exchange.progress.dispatched = exchange.progress.refused = False  # nothing was done there
                 self._replicas.give_back(replica, tokens)
                 observe_attempt(replica.id, error.code)
             except BaseException:
                 self._replicas.give_back(replica, tokens)
                 raise
 
-    async def _connect(self, exchange: Exchange, replica: Replica, outbound: Outbound) -> Answer:
+    async def _connect(self, exchange: Exchange, replica: Replica, request: Outbound) -> Answer:
         exchange.enter("connect")
         exchange.record.replica = replica.id
         if exchange.record.stream:
@@ -213,8 +226,14 @@ class Pipeline:
             exchange.enter("wait")
 
         connect_s = exchange.timeouts.connect_s
-        answer = await self._upstream.send(replica.protocol, replica.url, outbound, connect_s, connected)
+        answer = await self._upstream.send(replica.protocol, replica.url, request, connect_s, connected)
         observe_attempt(replica.id, "connected")
+        if answer.status == NotReady.status:  # over HTTP/2 the connection may have said so: both are NotReady
+            exchange.progress.refused = True
+            try:
+                raise await answer.error()
+            finally:
+                await answer.aclose()
         return answer
 
     async def _relay(self, exchange: Exchange, model: ModelConfig, answer: Answer) -> None:
@@ -248,26 +267,6 @@ def used_tokens(progress: Progress, prompt_tokens: int, reserved: int) -> int:
     if progress.complete and not progress.events:  # a foreign engine's unary answer: nobody counted
         return reserved
     return prompt_tokens + progress.events
-
-
-def _outbound(
-    exchange: Exchange, principal: Principal, model: ModelConfig, parsed: Parsed[ProxiedRequest], count: Count
-) -> Outbound:
-    fields, name = parsed.fields, model.upstream_model or model.name
-    ids = {} if count.extension is None else {"penstock": count.extension}
-    body = with_fields(fields, model=name, **ids)
-    if len(body) > BODY_LEN_MAX:  # with the ids of a huge prompt: the engine counts it again
-        body = with_fields(fields, model=name)
-    headers = (
-        ("content-type", "application/json"),
-        (REQUEST_ID_HEADER, exchange.record.request_id),
-        (TRACEPARENT_HEADER, exchange.stages.trace.traceparent),
-        (TENANT_HEADER, principal.tenant),
-        (SERVICE_TIER_HEADER, exchange.directory.tenants.tenant(principal).service_tier),
-    )
-    bounds = [(name, exchange.request.headers.get(name)) for name in CALLERS_BOUNDS]
-    own = tuple((name, value) for name, value in bounds if value is not None)
-    return Outbound("POST", exchange.request.path, headers + own, body)
 
 
 def _refused(refusal: Refusal, tokens: int) -> ApiError:

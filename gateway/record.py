@@ -219,6 +219,12 @@ class Reporter:
         return tenant
 
 
+_OF_THE_ENGINE: Final = tuple(
+    (name, f"engine_{name}") for name in Closing.__struct_fields__ if not name.endswith("_tokens")
+)
+"""All that a closing says, beside the tokens."""
+
+
 def _fields(record: RequestRecord) -> dict[str, object]:
     error, closing, decision = record.error, record.closing, record.decision
     fields: dict[str, object] = {
@@ -249,14 +255,7 @@ def _fields(record: RequestRecord) -> dict[str, object]:
     if decision is not None and decision.refusal is not None:
         fields |= {"quota_meter": decision.refusal.meter.value, "quota_scope": decision.refusal.scope.value}
     if closing is not None:
-        fields |= {
-            "engine_end_reason": closing.end_reason,
-            "engine_queue_ms": closing.queue_ms,
-            "engine_prefill_ms": closing.prefill_ms,
-            "engine_decode_ms": closing.decode_ms,
-            "engine_preempted_ms": closing.preempted_ms,
-            "engine_preemptions": closing.preemptions,
-        }
+        fields |= {label: getattr(closing, name) for name, label in _OF_THE_ENGINE}
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -104,6 +104,11 @@ class TokenCounter:
     def profile(self, model: ModelConfig) -> EngineProfile | None:
         return self._known[model.name].profile
 
+    def is_foreign(self, model: ModelConfig) -> bool:
+        """Whether it is known that the engine is none of ours."""
+        profile = self._known[model.name].profile
+        return profile is not None and profile.bundle is None
+
     async def count(self, model: ModelConfig, request: PromptRequest) -> Count:
         """Raises InvalidRequest for a prompt that is empty or that the chat template refuses."""
         threads = self._known[model.name].threads

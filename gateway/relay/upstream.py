@@ -160,10 +160,15 @@ class Upstream:
             raise _ours(error) from error
 
     async def fetch(
-        self, protocol: Protocol, base_url: str, path: str, connect_s: float
+        self,
+        protocol: Protocol,
+        base_url: str,
+        path: str,
+        connect_s: float,
+        headers: tuple[tuple[str, str], ...] = (),
     ) -> tuple[Mapping[str, str], bytes]:
         """A GET of the gateway's own. Raises ApiError for every answer but a good one."""
-        answer = await self.send(protocol, base_url, Outbound("GET", path, ()), connect_s)
+        answer = await self.send(protocol, base_url, Outbound("GET", path, headers), connect_s)
         try:
             if answer.status >= HTTPStatus.BAD_REQUEST:
                 raise await answer.error()

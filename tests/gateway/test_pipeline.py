@@ -16,11 +16,12 @@ from gateway.admission.tokens import estimate
 from gateway.identity.keys import hash_key
 from shared.errors import EngineFailed
 from shared.openai import ChatMessage, ChatRequest
-from shared.sse import closing_comment, error_event
+from shared.sse import Closing, closing_comment, error_event
 from tests.gateway.conftest import KEY, OTHER_KEY, PATIENCE_S, House, Open, until
 from tests.gateway.fake_engine import (
     CUT,
     HEADERS,
+    FakeEngine,
     Script,
     byte_bundle,
     chunk,
@@ -556,6 +557,52 @@ async def test_what_is_reserved(house: House) -> None:
             pass
     reserved = [line["reserved_tokens"] - len(PROMPT) for line in await house.lines(4)]
     assert reserved == [7, 21, 1024, 9]
+
+
+@pytest.mark.parametrize("code", ["queue_full", "not_ready"])
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_a_replica_that_refuses_at_its_door_is_passed_over(
+    open_house: Open, code: str, streaming: bool
+) -> None:
+    async with FakeEngine(bundle=byte_bundle()) as full:
+        full.script = refusal(503, code)
+        house = await open_house(full.url)
+        house.engine.script = stream(chunk("a")) if streaming else unary()
+        for _ in range(2):  # equals take turns: one of the two comes to the full one first
+            async with house.chat(stream=streaming) as answer:
+                assert answer.status == 200
+                await answer.read()
+        assert full.seen
+        assert len(house.engine.seen) == 2
+        lines = await house.lines(2)
+        assert sum(line["attempts"] for line in lines) == len(full.seen) + 2
+        assert all(line["end_reason"] == "ok" and line["settled_tokens"] == 13 for line in lines)
+        await house.at_rest()
+
+
+@pytest.mark.parametrize(("code", "asked"), [("queue_full", 2), ("not_ready", 3)])
+async def test_a_crowd_is_not_sent_from_door_to_door(open_house: Open, code: str, asked: int) -> None:
+    async with FakeEngine(bundle=byte_bundle()) as second, FakeEngine(bundle=byte_bundle()) as third:
+        house = await open_house(second.url, third.url)
+        for engine in (house.engine, second, third):
+            engine.script = refusal(503, code, retry_after="7")
+        async with house.chat() as answer:
+            assert answer.status == 503
+            assert answer.headers["retry-after"] == "7"
+        line = await house.line()
+        assert (line["attempts"], line["error_code"], line["settled_tokens"]) == (asked, code, 0)
+        await house.at_rest()
+
+
+async def test_all_that_the_engine_says_of_its_time_is_in_the_line(house: House) -> None:
+    times = {"queue_ms": 1.0, "prefill_ms": 2.0, "decode_ms": 3.0, "preempted_ms": 4.0, "stalled_ms": 5.0}
+    end = Closing(end_reason="length", prompt_tokens=10, completion_tokens=3, preemptions=6, **times)
+    house.engine.script = unary(end=end)
+    async with house.chat() as answer:
+        assert answer.status == 200
+    line = await house.line()
+    told = {name.removeprefix("engine_"): line[name] for name in line if name.startswith("engine_")}
+    assert told == times | {"end_reason": "length", "preemptions": 6}
 
 
 # -- probes, metrics, drain -----------------------------------------------------------------------

@@ -1,0 +1,164 @@
+"""What a replica is told, and what it is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.config import ModelConfig, load
+from gateway.credentials import Credentials
+from gateway.outbound import bound
+from shared.config import ConfigError
+from shared.ids import (
+    QUEUE_TIMEOUT_HEADER,
+    REQUEST_ID_HEADER,
+    REQUEST_TIMEOUT_HEADER,
+    SERVICE_TIER_HEADER,
+    TENANT_HEADER,
+    TRACEPARENT_HEADER,
+)
+from tests.gateway.conftest import KEY, House, Open, settings
+from tests.gateway.fake_engine import refusal, unary
+
+OURS = (TENANT_HEADER, SERVICE_TIER_HEADER, QUEUE_TIMEOUT_HEADER, REQUEST_TIMEOUT_HEADER)
+SECRET = "sk-upstream-0123"
+
+
+@pytest.mark.parametrize(
+    ("asked", "most_s", "told"),
+    [
+        (None, None, None),
+        ("3", None, "3"),
+        (None, 2.5, "2.5"),
+        ("1", 2.5, "1"),
+        ("2.5", 2.5, "2.5"),
+        ("1e3", 2.5, "2.5"),
+        ("inf", 2.5, "2.5"),
+        ("nan", 2.5, "nan"),
+        ("-1", 2.5, "-1"),
+        ("soon", 2.5, "soon"),
+    ],
+)
+def test_a_caller_may_ask_for_less_and_never_for_more(
+    asked: str | None, most_s: float | None, told: str | None
+) -> None:
+    assert bound(asked, most_s) == told
+
+
+async def told(house: House, **headers: str) -> tuple[str | None, str | None]:
+    house.engine.script = unary()
+    async with house.chat(headers=headers) as answer:
+        assert answer.status == 200
+    seen = house.engine.seen[-1].headers
+    return seen.get(QUEUE_TIMEOUT_HEADER), seen.get(REQUEST_TIMEOUT_HEADER)
+
+
+async def test_deadlines_of_the_model_and_of_the_tenant(open_house: Open) -> None:
+    house = await open_house(
+        model={"queue_timeout_s": 20, "request_timeout_s": 300}, tenant={"queue_timeout_s": 5}
+    )
+    assert await told(house) == ("5.0", "300.0")
+    longer = {QUEUE_TIMEOUT_HEADER: "6", REQUEST_TIMEOUT_HEADER: "600"}
+    assert await told(house, **longer) == ("5.0", "300.0")
+    assert await told(house, **{QUEUE_TIMEOUT_HEADER: "1", REQUEST_TIMEOUT_HEADER: "9"}) == ("1", "9")
+
+
+# -- engines that are not ours --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tier_max", "asked", "sent"),
+    [
+        ("priority", "priority", "priority"),
+        ("default", "priority", "default"),
+        ("flex", "auto", "flex"),
+        ("default", "auto", "auto"),
+        ("flex", "flex", "flex"),
+        ("flex", None, None),
+    ],
+)
+async def test_another_engine_is_sent_openais_fields_alone(
+    open_house: Open, tier_max: str, asked: str | None, sent: str | None
+) -> None:
+    house = await open_house(
+        bundle=None, tenant={"service_tier": tier_max, "queue_timeout_s": 5, "request_timeout_s": 9}
+    )
+    house.engine.script = unary()
+    own = {} if asked is None else {"service_tier": asked}
+    headers = {QUEUE_TIMEOUT_HEADER: "1"}
+    async with house.chat(priority=-5, temperature=0.5, their_own=[1], headers=headers, **own) as answer:
+        assert answer.status == 200
+    [seen] = house.engine.seen
+    assert not {"priority", "penstock"} & seen.body.keys()
+    assert (seen.body.get("service_tier"), seen.body["temperature"]) == (sent, 0.5)
+    assert seen.body["their_own"] == [1]
+    assert not any(name in seen.headers for name in OURS)
+    assert seen.headers[REQUEST_ID_HEADER]
+    assert seen.headers[TRACEPARENT_HEADER]
+
+
+async def test_ours_is_sent_all_fields_and_the_class_that_bounds_them(open_house: Open) -> None:
+    house = await open_house(tenant={"service_tier": "default"})
+    house.engine.script = unary()
+    async with house.chat(priority=-5, service_tier="auto") as answer:
+        assert answer.status == 200
+    [seen] = house.engine.seen
+    assert (seen.body["priority"], seen.headers[SERVICE_TIER_HEADER]) == (-5, "default")
+
+
+# -- the gateway's own key ------------------------------------------------------------------------
+
+
+async def test_an_engine_is_shown_the_gateways_key_and_not_the_callers(
+    open_house: Open, tmp_path: Path
+) -> None:
+    path = tmp_path / "key"
+    path.write_text(f"{SECRET}\n")
+    house = await open_house(model={"api_key_file": str(path)})
+    house.engine.script = unary()
+    async with house.chat() as answer:
+        assert answer.status == 200
+    house.engine.script = refusal(401, "invalid_api_key", "who are you?")
+    async with house.chat() as answer:
+        assert answer.status == 502
+    assert [seen.headers["authorization"] for seen in house.engine.seen] == [f"Bearer {SECRET}"] * 2
+    await house.lines(2)
+    assert SECRET not in house.log.getvalue()
+    assert SECRET not in repr(house.gateway.config)
+
+
+async def test_without_one_an_engine_is_shown_none(house: House) -> None:
+    house.engine.script = unary()
+    async with house.chat() as answer:
+        assert answer.status == 200
+    [seen] = house.engine.seen
+    assert "authorization" not in seen.headers
+    assert KEY not in str(seen.headers)
+
+
+def model(**fields: Any) -> ModelConfig:
+    return ModelConfig(name="m", replicas=("http://a:1",), **fields)
+
+
+def test_a_key_from_the_environment() -> None:
+    credentials = Credentials([model(api_key_env="KEY")], {"KEY": SECRET})
+    assert credentials.headers(model()) == (("authorization", f"Bearer {SECRET}"),)
+    assert SECRET not in repr(credentials)
+
+
+@pytest.mark.parametrize("value", ["", " ", "two words", "new\nline", "\u00e4", "x" * 9000])
+def test_keys_that_are_none_are_told_together_and_not_shown(tmp_path: Path, value: str) -> None:
+    models = [model(api_key_env="KEY"), model(api_key_env="GONE"), model(api_key_file=str(tmp_path / "no"))]
+    with pytest.raises(ConfigError) as caught:
+        Credentials(models, {"KEY": value})
+    bad, gone, file = caught.value.problems
+    assert bad == "models.m: the environment variable KEY holds no key"
+    assert gone == "models.m: the environment variable GONE holds no key"
+    assert file.endswith("cannot be read: FileNotFoundError")
+
+
+def test_a_key_has_one_source() -> None:
+    with pytest.raises(ConfigError, match="exclude each other"):
+        load(settings("http://a:1", model={"api_key_env": "A", "api_key_file": "b"}), {})
