@@ -19,6 +19,7 @@ from shared import telemetry
 
 _LATENCY_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _STEP_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+_SHARES: Final = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,9 @@ class CoreReading:
 
 
 class EngineMetrics:
-    def __init__(self) -> None:
+    def __init__(self, step_tokens_max: int) -> None:
+        """`step_tokens_max` is the budget of one step."""
+        self._step_tokens_max = step_tokens_max
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "penstock_engine_requests", "Requests, by how they ended.", ["end_reason"], registry=self.registry
@@ -50,6 +53,12 @@ class EngineMetrics:
             "How long the runner took for one step.",
             registry=self.registry,
             buckets=_STEP_S,
+        )
+        self.budget_use = Histogram(
+            "penstock_engine_step_budget_use",
+            "Of the tokens that one step may compute, those that it did.",
+            registry=self.registry,
+            buckets=_SHARES,
         )
         self.ttft_s = Histogram(
             "penstock_engine_time_to_first_token_seconds",
@@ -85,6 +94,7 @@ class EngineMetrics:
         if step.step != self._last_step:  # there is news without a step
             self._last_step = step.step
             self.step_s.observe(step.stats.step_s)
+            self.budget_use.observe(step.stats.step_tokens / self._step_tokens_max)
         if step.tokens:
             self.generated_tokens.inc(len(step.tokens))
 
@@ -111,26 +121,53 @@ class _CoreCollector(Collector):
         yield _gauge("running_sequences", "Sequences that hold a slot.", stats.running)
         yield _gauge("stalled_sequences", "Sequences whose client does not read.", stats.stalled)
         yield _gauge("core_waiting_sequences", "Sequences that wait in the core.", stats.waiting)
-        depth = GaugeMetricFamily(
-            "penstock_engine_class_waiting", "Sequences that wait for a slot.", labels=["service_class"]
+        yield _gauge(
+            "waiting_tokens", "Prompt tokens that wait for their first admission.", stats.waiting_tokens
         )
-        age = GaugeMetricFamily(
-            "penstock_engine_class_waiting_age_seconds",
-            "How long ago the first of those came who wait.",
-            labels=["service_class"],
-        )
-        for family, values in ((depth, stats.class_waiting), (age, stats.class_waited_s)):
-            for service_class, value in zip(ServiceClass, values, strict=False):
-                family.add_metric([service_class.name.lower()], value)
-            yield family
-        pages = GaugeMetricFamily("penstock_engine_kv_pages", "Pages of the KV cache.", labels=["state"])
-        pages.add_metric(["free"], stats.pages_free)
-        pages.add_metric(["cached"], stats.pages_cached)
-        pages.add_metric(["owned"], stats.pages_owned)
-        yield pages
+        yield from _by_class(stats)
+        yield from _memory(stats)
         yield _counter("prefix_query_tokens", "Prompt tokens looked up.", stats.prefix_query_tokens)
         yield _counter("prefix_hit_tokens", "Prompt tokens found cached.", stats.prefix_hit_tokens)
-        yield _counter("preemptions", "Sequences sent back to the queue.", stats.preemptions)
+
+
+def _by_class(stats: CoreStats) -> Iterator[Metric]:
+    depth = GaugeMetricFamily(
+        "penstock_engine_class_waiting", "Sequences that wait for a slot.", labels=["service_class"]
+    )
+    age = GaugeMetricFamily(
+        "penstock_engine_class_waiting_age_seconds",
+        "How long ago the first of those came who wait.",
+        labels=["service_class"],
+    )
+    for family, values in ((depth, stats.class_waiting), (age, stats.class_waited_s)):
+        for service_class, value in zip(ServiceClass, values, strict=False):
+            family.add_metric([service_class.name.lower()], value)
+        yield family
+
+
+def _memory(stats: CoreStats) -> Iterator[Metric]:
+    pages = GaugeMetricFamily("penstock_engine_kv_pages", "Pages of the KV cache.", labels=["state"])
+    pages.add_metric(["free"], stats.pages_free)
+    pages.add_metric(["cached"], stats.pages_cached)
+    pages.add_metric(["owned"], stats.pages_owned)
+    yield pages
+    host = GaugeMetricFamily("penstock_engine_host_pages", "Pages in host memory.", labels=["state"])
+    host.add_metric(["free"], stats.host_pages_free)
+    host.add_metric(["used"], stats.host_pages_used)
+    yield host
+    preemptions = CounterMetricFamily(
+        "penstock_engine_preemptions", "Sequences that gave their pages back, and how.", labels=["kind"]
+    )
+    preemptions.add_metric(["recompute"], stats.preemptions - stats.swaps_out)
+    preemptions.add_metric(["swap"], stats.swaps_out)
+    yield preemptions
+    yield _counter("swaps_in", "Sequences whose pages came back from host memory.", stats.swaps_in)
+    swapped = CounterMetricFamily(
+        "penstock_engine_swapped_bytes", "Copied to host memory, and back.", labels=["direction"]
+    )
+    swapped.add_metric(["out"], stats.swapped_out_bytes)
+    swapped.add_metric(["in"], stats.swapped_in_bytes)
+    yield swapped
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

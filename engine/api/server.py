@@ -57,7 +57,7 @@ class Engine:
         self._resolve = resolve
         self._make_link = make_link
         self._clock = clock
-        metrics = EngineMetrics()
+        metrics = EngineMetrics(config.max_step_tokens)
         core = CoreClient(queue_len_max=config.max_queue_len, metrics=metrics, clock=clock)
         self.state = EngineState(config, core, metrics, clock)
         self.server = HttpServer(

@@ -48,6 +48,8 @@ class Workload:
     long_len_min: int
     gap_shape: float = 1.0
     """Of the Gamma distribution of the gaps between arrivals; 1 is a Poisson process, less is burstier."""
+    has_exact_shares: bool = False
+    """Else each request's kind is drawn by itself, and a short run may have far more work than another."""
 
     def is_short(self, request: Request) -> bool:
         return request.prompt_len <= self.short_len_max
@@ -58,11 +60,18 @@ class Workload:
     def traffic(self, seed: int, count: int, per_s: float) -> list[Request]:
         """`count` requests, `per_s` of them a second on average."""
         rng, now, requests = random.Random(seed), 0.0, []
-        for kind in rng.choices(self.kinds, [kind.share for kind in self.kinds], k=count):
+        for kind in self._kinds_of(count, rng):
             now += rng.gammavariate(self.gap_shape, 1 / (self.gap_shape * per_s))
             lens = kind.prompt_len(rng), kind.output_len(rng)
             requests.append(Request(now, *lens, kind.tenant(rng), kind.service_class))
         return requests
+
+    def _kinds_of(self, count: int, rng: random.Random) -> list[Kind]:
+        if not self.has_exact_shares:
+            return rng.choices(self.kinds, [kind.share for kind in self.kinds], k=count)
+        kinds = [kind for kind in self.kinds for _ in range(math.ceil(kind.share * count))]
+        rng.shuffle(kinds)
+        return kinds[:count]
 
 
 def always(length: int) -> Length:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import pytest
 
 from shared.openai import BODY_LEN_MAX
@@ -231,6 +232,32 @@ async def test_a_full_queue_is_said_at_once(serve: Serve) -> None:
         served.core.admits = True
         served.core.release()
         assert [(await task).status_code for task in waiting] == [200, 200]
+        served.assert_nothing_leaks()
+
+
+async def test_one_tenant_fills_its_part_of_the_queue_and_others_still_get_in(serve: Serve) -> None:
+    """Three quarters of the places; what a flood may not have is there for everybody else."""
+    async with serve(max_queue_len=8) as served:
+        served.core.admits = False
+        served.says("x")
+
+        def ask(tenant: str) -> asyncio.Task[httpx.Response]:
+            headers = {"x-penstock-tenant": tenant}
+            return asyncio.create_task(served.http.post("/v1/completions", json=TEXT, headers=headers))
+
+        flood = [ask("flooding") for _ in range(20)]
+        await until(lambda: sum(task.done() for task in flood) == 14)
+        assert served.engine.state.core.waiting == 6
+        for task in flood:
+            if task.done():
+                assert error_of(task.result(), 503)["code"] == "queue_full"
+        others = [ask("other"), ask("another")]
+        await until(lambda: served.engine.state.core.waiting == 8)
+        assert error_of(await ask("flooding"), 503)["code"] == "queue_full"
+        served.core.admits = True
+        served.core.release()
+        assert [(await task).status_code for task in others] == [200, 200]
+        assert sorted([(await task).status_code for task in flood]) == [200] * 6 + [503] * 14
         served.assert_nothing_leaks()
 
 

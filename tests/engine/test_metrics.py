@@ -1,0 +1,123 @@
+"""What a running engine tells of itself: its metrics, and where each request's time went.
+
+The engine is real, and so is the parser. Two `flex` streams hold both slots; those of higher classes that
+come after them wait, then take their slots.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.services import Line, Service, client, engine, gauges, until
+
+BODY = {"model": "model", "prompt": [400] * 130, "stream": True, "ignore_eos": True, "temperature": 0}
+SLOTS, BUDGET = 2, 96
+TIMES = ("queue_ms", "prefill_ms", "decode_ms", "preempted_ms", "stalled_ms")
+HEADERS = {"x-penstock-tenant": "acme"}
+
+
+@pytest.fixture
+def serving(short_tmp: Path) -> Iterator[tuple[Service, httpx.Client]]:
+    options = ("--max-num-seqs", str(SLOTS), "--max-step-tokens", str(BUDGET))
+    with engine(short_tmp, *options) as process, client(process) as http:
+        yield process, http
+
+
+@contextmanager
+def stream(http: httpx.Client, tokens: int, **fields: Any) -> Iterator[httpx.Response]:
+    body = {**BODY, "max_tokens": tokens, **fields}
+    with http.stream("POST", "/v1/completions", json=body, headers=HEADERS) as response:
+        assert response.status_code == 200
+        yield response
+
+
+def closing_of(response: httpx.Response) -> Line:
+    comment = re.search(r"^: penstock (\{.*\})$", response.read().decode(), re.MULTILINE)
+    assert comment is not None
+    closing: Line = json.loads(comment[1])
+    return closing
+
+
+def test_the_queue_by_class_and_age_and_what_preemption_costs_whom(
+    serving: tuple[Service, httpx.Client],
+) -> None:
+    process, http = serving
+    with ExitStack() as stack:
+        flex = [stack.enter_context(stream(http, 400, service_tier="flex")) for _ in range(SLOTS)]
+        until(lambda: gauges(http.base_url)["running_sequences"] == SLOTS)
+        high = stack.enter_context(stream(http, 300, service_tier="priority"))
+        waiting = [stack.enter_context(stream(http, 4, service_tier="flex")) for _ in range(2)]
+        until(lambda: gauges(http.base_url)["class_waiting:flex"] == 3)
+        now = gauges(http.base_url)
+        assert (now["running_sequences"], now["core_waiting_sequences"]) == (SLOTS, 3)
+        assert now["class_waiting:priority"] == now["class_waiting:default"] == 0
+        assert now["queue_depth"] == 2, "of newcomers"
+        assert now["preemptions:recompute"] + now["preemptions:swap"] == 1
+        assert now["class_waiting_age_seconds:flex"] > 0
+        assert now["class_waiting_age_seconds:priority"] == 0
+        closings = [closing_of(response) for response in (*flex, high, *waiting)]
+    until(lambda: len(process.completed) == 5)
+    assert [closing["preemptions"] for closing in closings].count(1) == 1
+    for closing in closings:
+        assert (closing["preempted_ms"] > 0) == (closing["preemptions"] == 1)
+        assert closing["prefill_ms"] > 0
+        assert closing["decode_ms"] > 0
+    assert closings[3]["queue_ms"] > closings[2]["queue_ms"], "the low waited for the high"
+    assert_the_lines_agree(process, closings)
+
+
+def assert_the_lines_agree(process: Service, closings: list[Line]) -> None:
+    """A request's completed line tells the times of its closing comment."""
+    told = [tuple(round(line.get(name, 0.0), 3) for name in TIMES) for line in process.completed]
+    for closing in closings:
+        assert tuple(round(closing[name], 3) for name in TIMES) in told
+
+
+def test_pages_hits_steps_and_the_use_of_their_budget(serving: tuple[Service, httpx.Client]) -> None:
+    process, http = serving
+    for _ in range(2):
+        with stream(http, 20) as response:
+            closing = closing_of(response)
+    until(lambda: len(process.completed) == 2)
+    assert closing["cached_tokens"] == 128, "two pages of 64"
+    now = gauges(http.base_url)
+    assert (now["prefix_query_tokens"], now["prefix_hit_tokens"]) == (260, 128)
+    assert now["kv_pages:owned"] == 0
+    assert now["kv_pages:cached"] == 2
+    assert now["kv_pages:free"] > 2
+    assert now["prompt_tokens"] == 260
+    assert now["generated_tokens"] == 40
+    assert (now["running_sequences"], now["stalled_sequences"], now["waiting_tokens"]) == (0, 0, 0)
+
+    # 130 prompt tokens and 19 of the output, then 2 and 19: nothing else is computed
+    families = {f.name: f for f in text_string_to_metric_families(http.get("/metrics").text)}
+    use = {sample.name: sample.value for sample in families["penstock_engine_step_budget_use"].samples}
+    time = {sample.name: sample.value for sample in families["penstock_engine_step_seconds"].samples}
+    assert use["penstock_engine_step_budget_use_sum"] * BUDGET == pytest.approx(130 + 19 + 2 + 19)
+    assert use["penstock_engine_step_budget_use_count"] == time["penstock_engine_step_seconds_count"]
+    assert time["penstock_engine_step_seconds_sum"] > 0
+
+
+def test_each_figure_is_there_before_anything_happened(serving: tuple[Service, httpx.Client]) -> None:
+    """Those that the core keeps come with its first step."""
+    process, http = serving
+    with stream(http, 1) as response:
+        closing_of(response)
+    until(lambda: len(process.completed) == 1)
+    assert {
+        "queue_depth", "class_waiting:priority", "class_waiting:default", "class_waiting:flex",
+        "class_waiting_age_seconds:default", "running_sequences", "stalled_sequences", "waiting_tokens",
+        "kv_pages:free", "kv_pages:cached", "kv_pages:owned", "host_pages:free", "host_pages:used",
+        "prefix_query_tokens", "prefix_hit_tokens", "preemptions:recompute", "preemptions:swap", "swaps_in",
+        "swapped_bytes:out", "swapped_bytes:in", "step_budget_use_count", "step_seconds_count",
+        "time_to_first_token_seconds_count", "queue_seconds_count", "requests:ok",
+    } <= gauges(http.base_url).keys()  # fmt: skip
