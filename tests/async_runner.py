@@ -17,9 +17,6 @@ from itertools import count
 from engine.core.messages import Plan, RunnerInfo, RunResult
 from tests.fake_runner import FakeRunner
 
-COPIES = -1
-"""Who reads or writes a page that is copied to host memory or from there."""
-
 
 def nobody() -> Collection[int]:
     return ()
@@ -100,8 +97,6 @@ class AsyncRunner(FakeRunner):
                 flight.reads[page].add(owner.number)
             for page in owner.table[position // size : last + 1]:
                 flight.writes[page].add(owner.number)
-        for page, _ in plan.swapped_out:
-            flight.reads[page].add(COPIES)
 
     def _idle(self, plan: Plan) -> set[int]:
         """Who is paused keeps its slot until what is in flight has landed; so does who has its last token."""
@@ -118,5 +113,8 @@ def _assert_apart(flight: Flight, before: Flight) -> None:
         assert others <= owners, "a page is written that a step in flight uses for another"
     for page, owners in flight.reads.items():
         assert before.writes[page] <= owners, "a page is read that a step in flight writes for another"
+    # A plan's own copies are made before it computes: who comes after a plan comes after its copies.
+    for page, _ in flight.plan.swapped_out:
+        assert not before.writes[page], "a page is copied that a step in flight writes"
     for _, page in flight.plan.swapped_in:
         assert not before.reads[page], "a page is copied onto that a step in flight uses"

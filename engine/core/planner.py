@@ -50,7 +50,7 @@ class Planner:
             if not sequence.is_due:
                 continue
             if sequence.pending_len == 1:
-                batch.add(slot, sequence, 1)
+                batch.add_decode(slot, sequence)
             else:
                 sequence.expected_len = sequence.pending_len
                 batch.chunks.append(sequence)

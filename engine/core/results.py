@@ -3,6 +3,7 @@ next report."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -31,15 +32,19 @@ class Results:
         assert len(result.tokens) == sum(plan.samples)
         logprobs = result.logprobs or [None] * len(result.tokens)
         sampled = zip(result.tokens, logprobs, strict=True)
+        served: Counter[str] = Counter()
         for sequence, length, samples in zip(flight.rows, plan.lengths, plan.samples, strict=True):
             brought = next(sampled) if samples else None
             if sequence.status is Status.FINISHED:
                 continue
             self._advance(sequence, length, samples)
             if brought is not None:
+                served[sequence.tenant] += brought[0] != NUMERIC_FAILURE
                 reason = self._take_token(sequence, *brought, news, now)
                 if reason is not None:
                     yield sequence, reason
+        for tenant, tokens in served.items():
+            self.tenants.charge(tenant, tokens)
 
     def _advance(self, sequence: Sequence, length: int, samples: bool) -> None:
         """The row's tokens are computed; pages that they fill can be found from now on."""
@@ -59,7 +64,6 @@ class Results:
             self.pages.forget(sequence.pages)  # whatever broke it must not spread to its prefix's heirs
             return FinishReason.NUMERIC
         sequence.append(token, now)
-        self.tenants.charge(sequence.tenant, 1)
         news.handles.append(sequence.handle)
         news.tokens.append(token)
         news.logprobs.append(logprobs)

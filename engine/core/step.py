@@ -33,10 +33,20 @@ class Batch:
 
     @property
     def work(self) -> Work:
-        work = Work(copied_pages=self.copied_pages)
-        for position, length in zip(self.positions, self.lengths, strict=True):
-            work = work.with_row(position, length)
-        return work
+        rows = zip(self.positions, self.lengths, strict=True)
+        pairs = sum([length * (position + (length + 1) / 2) for position, length in rows])
+        decode_rows = self.lengths.count(1)
+        return Work(sum(self.lengths) - decode_rows, decode_rows, pairs, self.copied_pages)
+
+    def add_decode(self, slot: int, sequence: Sequence) -> None:
+        """A row for one that has one token pending."""
+        assert self.budget_left >= 1
+        self.budget_left -= 1
+        self.rows.append(sequence)
+        self.slots.append(slot)
+        self.positions.append(sequence.planned_len)
+        self.lengths.append(1)
+        self.samples.append(True)
 
     def add(self, slot: int, sequence: Sequence, length: int) -> None:
         """A row. It samples when nothing stays pending behind it."""
