@@ -8,6 +8,7 @@ which drains before it ends the core; should this process die, the kernel tells 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -19,7 +20,6 @@ from typing import Final
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from engine.api.core_client import CoreDied
 from engine.config import CoreStart, EngineConfig
@@ -41,9 +41,11 @@ class CoreProcess:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._context = zmq.asyncio.Context()
-        self._plain_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self._context)
-        self._receiver: zmq.asyncio.Socket | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._receiver: zmq.Socket[bytes] | None = None
+        self._arrival: asyncio.Future[None] | None = None
+        """Waits for the receiver's descriptor."""
+        self._is_watched = False
         self._sender: zmq.Socket[bytes] | None = None
         self._process: Process | None = None
         self._directory: Path | None = None
@@ -70,7 +72,7 @@ class CoreProcess:
 
     def _bind(self, start: CoreStart) -> None:
         self._receiver = self._context.socket(zmq.PULL)
-        self._sender = self._plain_context.socket(zmq.PUSH)
+        self._sender = self._context.socket(zmq.PUSH)
         self._sender.set_hwm(SEND_QUEUE_LEN_MAX)
         try:
             self._receiver.bind(start.outbox)
@@ -79,12 +81,45 @@ class CoreProcess:
             raise CoreDied(f"{self._directory}: {error}") from error
 
     async def receive(self) -> CoreOutput:
+        """Not by `zmq.asyncio`, whose three callbacks and two futures for a message cost more than all else
+        that is done with it."""
         assert self._receiver is not None
         try:
-            message: CoreOutput = self._decoder.decode(await self._receiver.recv())
+            while True:
+                with contextlib.suppress(zmq.Again):
+                    frame = self._receiver.recv(zmq.NOBLOCK)
+                    break
+                await self._wait()
+            message: CoreOutput = self._decoder.decode(frame)
         except (msgspec.DecodeError, zmq.ZMQError) as error:
             raise CoreDied(f"a message from the core could not be read: {error}") from error
         return message
+
+    async def _wait(self) -> None:
+        """Until something may have come. ZeroMQ's descriptor tells that there is news, and not which; it
+        is still once a `recv` has found nothing, as one did before this is called."""
+        assert self._receiver is not None
+        loop = asyncio.get_running_loop()
+        if not self._is_watched:
+            self._is_watched = True
+            loop.add_reader(self._receiver.fileno(), self._on_arrival)
+        self._arrival = loop.create_future()
+        try:
+            await self._arrival
+        finally:
+            self._arrival = None
+
+    def _on_arrival(self) -> None:
+        if self._arrival is None:  # nobody takes it, and it would be told again and again
+            self._stop_watching()
+        elif not self._arrival.done():
+            self._arrival.set_result(None)
+
+    def _stop_watching(self) -> None:
+        if self._is_watched:
+            self._is_watched = False
+            assert self._receiver is not None
+            asyncio.get_running_loop().remove_reader(self._receiver.fileno())
 
     async def died(self) -> str:
         assert self._process is not None
@@ -102,6 +137,7 @@ class CoreProcess:
 
     async def close(self, grace_s: float) -> None:
         await self._end_process(grace_s)
+        self._stop_watching()
         for socket in (self._receiver, self._sender):
             if socket is not None:
                 socket.close(linger=0)
