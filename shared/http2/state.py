@@ -35,6 +35,7 @@ class ProtocolState(H2Connection):
                 header_encoding=None,
                 validate_outbound_headers=False,  # `headers.fields` has done both
                 normalize_outbound_headers=False,
+                normalize_inbound_headers=False,  # joining cookies is `headers.Headers`'s
             )
         )
         self.encoder = LiteralEncoder()  # type: ignore[assignment]  # it has what h2 asks for
