@@ -5,8 +5,8 @@ A captured step is a fixed list of kernels over fixed addresses. Rules that foll
   1. A graph per batch size would be many; there is one per bucket, and a batch is padded to the next.
      Padding rows sit in a slot of their own whose only page belongs to nobody else, with one token: they
      read and write there and nowhere else.
-  2. What differs between steps is in `DecodeInputs`: which slot a row is, and how many tokens it has. All else
-     (tokens, page tables, parameters) lies on the device by slot, and the step gathers it.
+  2. What differs between steps is in `DecodeInputs`: which slot a row is, and how many tokens it has. All
+     else (tokens, page tables, parameters) lies on the device by slot, and the step gathers it.
   3. Graphs share one memory pool. The largest is captured first, so that the smaller ones fit into what it
      freed instead of adding to it.
   4. Results lie where the graph put them: the next replay of any graph overwrites them. Whoever needs them

@@ -42,10 +42,11 @@ class TritonDecode:
         heads = spec.heads, spec.kv_heads, spec.head_dim
         self._scratch = DecodeScratch.empty(rows_max, *heads, splits, device)
 
-    def prepare(self, batch: Batch) -> TritonDecodeStep:
+    def prepare(self, batch: Batch, tables: Tensor | None = None) -> TritonDecodeStep:
+        """`tables`: the decode rows' page tables, if they are on the device already."""
         rows = batch.decode_rows
         lengths = _to_device([row.end for row in batch.rows[:rows]], self._cache.keys[0].device)
-        return self.on_device(batch.page_tables[:rows], lengths)
+        return self.on_device(batch.page_tables[:rows] if tables is None else tables, lengths)
 
     def on_device(self, tables: Tensor, lengths: Tensor) -> TritonDecodeStep:
         """tables [R, P], lengths [R] int32, both on the device: launches only, nothing is read back."""
@@ -90,7 +91,8 @@ class TritonPrefill:
         self._cache = cache
         self._spec = spec
 
-    def prepare(self, batch: Batch) -> TritonPrefillStep:
+    def prepare(self, batch: Batch, tables: Tensor | None = None) -> TritonPrefillStep:
+        """`tables`: the page tables of the rows after the decode rows, if they are on the device already."""
         rows, device = batch.rows[batch.decode_rows :], self._cache.keys[0].device
         base = rows[0].offset
         chunks = [Chunk(row.start, row.length, row.offset - base) for row in rows]
@@ -99,9 +101,8 @@ class TritonPrefill:
             window: _to_device(tile_list(chunks, group, window), device) for window in set(self._spec.windows)
         }
         columns = _to_device([(chunk.start, chunk.length, chunk.offset) for chunk in chunks], device)
-        return TritonPrefillStep(
-            self._cache, self._spec, batch.page_tables[batch.decode_rows :], columns, tiles
-        )
+        tables = batch.page_tables[batch.decode_rows :] if tables is None else tables
+        return TritonPrefillStep(self._cache, self._spec, tables, columns, tiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +113,8 @@ class TritonPrefillStep:
     chunks: Tensor
     tiles: Mapping[int | None, Tensor]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T', H, D] -> the same shape. Keys and values are read from the cache."""
+    def __call__(self, layer: int, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
+        """q [T', H, D] -> the same shape. Keys and values are read from the cache, wherever else they are."""
         window = self.spec.windows[layer]
         return paged_prefill(
             q,

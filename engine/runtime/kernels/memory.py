@@ -45,9 +45,9 @@ def kv_page_count(profile: MemoryProfile, utilization: float, page_bytes: int, u
     if pages < PAGES_MIN:
         raise DoesNotFit(
             f"{_gib(allowed)} do not hold weights {_gib(profile.weights)}, a step {_gib(profile.step_peak)}, "
-            f"graphs {_gib(profile.graphs)}, libraries {_gib(profile.outside_torch)} and {PAGES_MIN} KV pages "
-            f"of {page_bytes >> 10} KiB: raise gpu_memory_utilization, lower step_tokens_max or max_num_seqs, "
-            "or use fp8 weights"
+            f"graphs {_gib(profile.graphs)}, libraries {_gib(profile.outside_torch)} and {PAGES_MIN} KV "
+            f"pages of {page_bytes >> 10} KiB: raise gpu_memory_utilization, lower step_tokens_max or "
+            "max_num_seqs, or use fp8 weights"
         )
     return pages
 

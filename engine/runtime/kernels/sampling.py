@@ -95,7 +95,7 @@ class DeviceSampling:
             top_p=zeros(dtype=torch.float64),
             min_p=zeros(dtype=torch.float32),
             seed=zeros(dtype=torch.int64),
-            penalties=zeros(3, dtype=torch.float32),
+            penalties=torch.tensor([[1.0, 0.0, 0.0]], device=device).repeat(slots, 1),
             counts=zeros(2, vocab_size),
             bias_ids=zeros(EDITS_MAX),
             bias_values=zeros(EDITS_MAX, dtype=torch.float32),

@@ -1,47 +1,12 @@
-"""The Triton back ends in the place of torch's, over whole batches and a whole model."""
+"""What the back ends prepare for a step. Whole models run on them in test_decoder.py."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 import torch
 
-from engine.core.messages import SamplingParams
 from engine.runtime.attention import AttentionSpec
-from engine.runtime.kernels.attention import TritonDecode, TritonPrefill
+from engine.runtime.kernels.attention import TritonDecode
 from engine.runtime.kv_cache import KVCache, KVGeometry
-from engine.runtime.model import TorchModel
-from engine.runtime.model_runner import ModelRunner
-from engine.runtime.models.config import read_model_config
-from tests.engine.runtime.conftest import MakeModel, load
-from tests.engine.runtime.driver import Driver
-
-
-def load_with(path: Path, *, triton: bool) -> ModelRunner:
-    runner = load(path, max_num_seqs=4, max_model_len=128, kernels="torch")
-    if triton:
-        config, info, model = read_model_config(path), runner.info, runner.model
-        assert isinstance(model, TorchModel)
-        spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.windows)
-        decode = TritonDecode(
-            runner.cache, spec, rows_max=info.slots, length_max=info.max_model_len, programs=2
-        )
-        runner.model = TorchModel(model.decoder, runner.cache, decode, TritonPrefill(runner.cache, spec))
-    return runner
-
-
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
-def test_a_model_says_the_same_with_either(tiny_model: MakeModel, family: str) -> None:
-    """Chunked prompts, mixed batches, poisoned pages; a window of 24, a group of 7, a group of 1."""
-    greedy = SamplingParams(seed=0, max_tokens=8, temperature=0.0)
-    outputs = []
-    for triton in (False, True):
-        driver = Driver(load_with(tiny_model(family), triton=triton))
-        lives = [driver.seat(slot, range(2, 2 + length), greedy) for slot, length in enumerate((50, 3, 17))]
-        driver.finish([0, 1, 2], 3, chunk=20)
-        outputs.append([life.output for life in lives])
-    assert outputs[0] == outputs[1]
 
 
 def test_decode_prepares_from_the_device_alone() -> None:

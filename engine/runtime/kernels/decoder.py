@@ -1,0 +1,228 @@
+"""The dense decoder on a GPU: the network of `engine.runtime.models.decoder`, in fewer and larger kernels.
+
+Per layer, in decode: norm, QKV, norm-rotate-store, attention, output, norm, gate-up, SiLU, down. Every matrix
+multiplication goes through a `MatmulTable`; weights may be fp8, but for the embedding and the head.
+
+`DecodeStep` is the whole of a decode step as a function of tensors on the device: gather the tokens, run the
+network, sample, put the tokens where the next step finds them. It is what `engine.runtime.graphs` captures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.runtime.batch import Batch
+from engine.runtime.graphs import DecodeInputs
+from engine.runtime.kernels.attention import TritonDecode, TritonPrefill
+from engine.runtime.kernels.autotune import MatmulTable, Weight
+from engine.runtime.kernels.fp8 import quantise
+from engine.runtime.kernels.fused import QKNorm, norm_rotate_store, rms_norm, silu_mul
+from engine.runtime.kernels.sampling import DeviceSampling, SamplingScratch, sample
+from engine.runtime.kv_cache import KVCache
+from engine.runtime.layers import Rotary
+from engine.runtime.models.config import ModelConfig
+from engine.runtime.models.parameters import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    LayerParameters,
+    LinearParameters,
+)
+from engine.runtime.weights import WeightSource
+
+Attend = Callable[[int, Tensor], Tensor]
+"""(layer, queries [T, H, D]) -> the same shape; keys and values are in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """[T] each, on the device: a step's tokens, packed."""
+
+    token_ids: Tensor
+    positions: Tensor
+    pages: Tensor
+    """Where keys and values go: the page,"""
+    offsets: Tensor
+    """and the place in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    weight: Weight
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: Tensor
+    qkv: _Linear
+    qk_norm: QKNorm | None
+    output: _Linear
+    mlp_norm: Tensor
+    gate_up: _Linear
+    down: _Linear
+
+    @property
+    def linears(self) -> tuple[_Linear, ...]:
+        return self.qkv, self.output, self.gate_up, self.down
+
+
+class DeviceDecoder:
+    """Weights on a device, and the forward pass."""
+
+    def __init__(
+        self, config: ModelConfig, source: WeightSource, device: torch.device, *, fp8: bool = False
+    ) -> None:
+        self.config: Final = config
+        self.device: Final = device
+        self.table = MatmulTable({})
+        """Replaced once the device's own was measured."""
+        with device:
+            self._rotary = Rotary(config.rope, config.head_dim)
+        load = _Loader(config, source, device, fp8)
+        vocab, hidden = config.vocab_size, config.hidden_size
+        self._embedding = source.stack([EMBEDDING], [vocab], hidden).to(device)
+        self._layers = [load.layer(layer) for layer in range(config.layers)]
+        self._norm = source.stack([FINAL_NORM], [hidden]).to(device)
+        tied = config.tied_embeddings
+        self._lm_head = self._embedding if tied else source.stack([LM_HEAD], [vocab], hidden).to(device)
+
+    @property
+    def weights(self) -> list[Weight]:
+        """All that is multiplied with."""
+        return [linear.weight for layer in self._layers for linear in layer.linears] + [self._lm_head]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._embedding.dtype
+
+    def forward(self, step: StepTokens, cache: KVCache, attend: Attend) -> Tensor:
+        """-> final hidden states [T, hidden], normed. Keys and values are stored."""
+        config, table = self.config, self.table
+        eps = config.norm_eps
+        angles = self._rotary.angles(step.positions, torch.float32)
+        residual = F.embedding(step.token_ids, self._embedding)
+        change: Tensor | None = None
+        for index, layer in enumerate(self._layers):
+            x = _normed(change, residual, layer.input_norm, eps)
+            qkv = table.linear(x, layer.qkv.weight, layer.qkv.bias)
+            keys, values = cache.keys[index], cache.values[index]
+            q = norm_rotate_store(qkv, angles, layer.qk_norm, keys, values, step.pages, step.offsets)
+            change = table.linear(attend(index, q).flatten(1), layer.output.weight, layer.output.bias)
+            x = _normed(change, residual, layer.mlp_norm, eps)
+            inner = silu_mul(table.linear(x, layer.gate_up.weight, layer.gate_up.bias))
+            change = table.linear(inner, layer.down.weight, layer.down.bias)
+        return _normed(change, residual, self._norm, eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, hidden] -> [S, vocab], float32."""
+        return self.table.linear(hidden, self._lm_head).float()
+
+
+def _normed(change: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """residual += change, in place, and its norm."""
+    return rms_norm(residual, weight, eps) if change is None else rms_norm(change, weight, eps, residual)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loader:
+    config: ModelConfig
+    source: WeightSource
+    device: torch.device
+    fp8: bool
+
+    def layer(self, layer: int) -> _Layer:
+        own, config = LayerParameters(self.config, layer), self.config
+        qk_norm = None
+        if config.qk_norm:
+            q_weight, k_weight = own.qk_norm(self.source).to(self.device)
+            qk_norm = QKNorm(q_weight, k_weight, config.norm_eps)
+        return _Layer(
+            input_norm=own.input_norm(self.source).to(self.device),
+            qkv=self._linear(own.qkv),
+            qk_norm=qk_norm,
+            output=self._linear(own.output),
+            mlp_norm=own.mlp_norm(self.source).to(self.device),
+            gate_up=self._linear(own.gate_up),
+            down=self._linear(own.down),
+        )
+
+    def _linear(self, parameters: LinearParameters) -> _Linear:
+        weight, bias = parameters.read(self.source)
+        weight = weight.to(self.device)
+        return _Linear(
+            quantise(weight) if self.fp8 else weight, None if bias is None else bias.to(self.device)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceModel:
+    """`engine.runtime.model.Model`: whole batches, prefill and decode rows, launched kernel by kernel."""
+
+    decoder: DeviceDecoder
+    cache: KVCache
+    decode: TritonDecode
+    prefill: TritonPrefill
+
+    def forward(self, batch: Batch) -> Tensor:
+        """[T, hidden], on the device. What the batch has on the host is copied without waiting."""
+        n = batch.decode_rows
+        tables = batch.page_tables.to(self.decoder.device, non_blocking=True)
+        decode = self.decode.prepare(batch, tables[:n]) if n else None
+        prefill = self.prefill.prepare(batch, tables[n:]) if n < len(batch.rows) else None
+
+        def attend(layer: int, q: Tensor) -> Tensor:
+            if prefill is None:
+                assert decode is not None
+                return decode(layer, q)
+            if decode is None:
+                return prefill(layer, q)
+            return torch.cat((decode(layer, q[:n]), prefill(layer, q[n:])))
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(self.decoder.device, non_blocking=True)
+
+        places = batch.places
+        step = StepTokens(
+            moved(batch.token_ids), moved(batch.positions), moved(places.pages), moved(places.offsets)
+        )
+        return self.decoder.forward(step, self.cache, attend)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.decoder.logits(hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """One token for each of some slots, from what lies on the device by slot."""
+
+    decoder: DeviceDecoder
+    cache: KVCache
+    attention: TritonDecode
+    tokens: Tensor
+    """[slots, max_model_len] int32: read at length - 1, written at length"""
+    page_table: Tensor
+    """[slots, pages per sequence] int32"""
+    sampling: DeviceSampling
+    scratch: SamplingScratch
+
+    def __call__(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
+        """-> tokens [rows] int64, NUMERIC_FAILURE where logits were not finite; log-probabilities [rows]."""
+        size = self.cache.geometry.page_size
+        slots, lengths = inputs.slots.long(), inputs.lengths.long()
+        positions = lengths - 1
+        tables = self.page_table[slots]
+        pages = tables.gather(1, (positions // size)[:, None])[:, 0]
+        attend = self.attention.on_device(tables, inputs.lengths)
+        step = StepTokens(self.tokens[slots, positions], positions, pages, positions % size)
+        hidden = self.decoder.forward(step, self.cache, attend)
+        logits = self.decoder.logits(hidden)
+        found, logprobs = sample(logits, inputs.slots, inputs.lengths, self.sampling, self.scratch)
+        self.tokens[slots, lengths] = found.clamp_min(0).int()
+        return found, logprobs
