@@ -21,8 +21,11 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_it_serves_frees_and_tells_when_its_core_is_killed(short_tmp: Path) -> None:
-    with engine(short_tmp) as process, client(process) as http:
+@pytest.mark.parametrize("loop", ["--overlap", "--no-overlap"])
+def test_it_serves_frees_and_tells_when_its_core_is_killed(short_tmp: Path, loop: str) -> None:
+    with engine(short_tmp, loop) as process, client(process) as http:
+        assert process.line("core.ready")["overlap"] is (loop == "--overlap")
+
         # an answer
         answer = http.post("/v1/chat/completions", json=CHAT)
         assert answer.text.count("data: [DONE]") == 1
