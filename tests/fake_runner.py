@@ -35,9 +35,28 @@ NUMERIC_SEEDS = 16
 
 
 def runner_info(
-    *, pages: int = 64, page_size: int = 4, slots: int = 8, max_model_len: int = 256, vocab_size: int = 50
+    *,
+    pages: int = 64,
+    page_size: int = 4,
+    slots: int = 8,
+    max_model_len: int = 256,
+    vocab_size: int = 50,
+    host_pages: int = 0,
+    page_copy_s: float = 0.0,
 ) -> RunnerInfo:
-    return RunnerInfo(pages, page_size, slots, max_model_len, vocab_size, "fake", 0.0, 0.0)
+    return RunnerInfo(
+        pages=pages,
+        page_size=page_size,
+        slots=slots,
+        max_model_len=max_model_len,
+        vocab_size=vocab_size,
+        dtype="fake",
+        load_s=0.0,
+        warmup_s=0.0,
+        page_bytes=8 * page_size,
+        host_pages=host_pages,
+        page_copy_s=page_copy_s,
+    )
 
 
 # -- the model ------------------------------------------------------------------------------------
@@ -131,6 +150,8 @@ class FakeRunner:
         self._part_full: dict[int, tuple[int, list[int]]] = {}
         """By page that its last owner left part full: how far, and the owner's tokens."""
         self._store = array("q", bytes(8 * info.pages * info.page_size))
+        self._host_part_full: dict[int, tuple[int, list[int]]] = {}
+        self._host_store = array("q", bytes(8 * info.host_pages * info.page_size))
 
     def launch(self, plan: Plan) -> Pending:
         """Computes at once."""
@@ -138,6 +159,7 @@ class FakeRunner:
 
     def run(self, plan: Plan) -> RunResult:
         self._change_seats(plan)
+        self._swap(plan)
         self._check(plan)
         result = RunResult([], [], [])
         wants_logprobs = False
@@ -175,6 +197,26 @@ class FakeRunner:
             assert all(0 <= page < self.info.pages for page in pages)
             self.seats[slot].table += pages
 
+    def _swap(self, plan: Plan) -> None:
+        """Copies in the plan's order. Of a page that is left part full, who left it goes along."""
+        size = self.info.page_size
+        there = [host_page for _, host_page in plan.swapped_out]
+        assert len(set(there)) == len(there), "two pages are copied to one place"
+        assert {page for _, page in plan.swapped_in} <= {p for _, pages in plan.grown for p in pages}
+        for page, host_page in plan.swapped_out:
+            assert host_page < self.info.host_pages
+            copied = self._store[page * size : (page + 1) * size]
+            self._host_store[host_page * size : (host_page + 1) * size] = copied
+            self._host_part_full.pop(host_page, None)
+            if page in self._part_full:
+                self._host_part_full[host_page] = self._part_full[page]
+        for host_page, page in plan.swapped_in:
+            copied = self._host_store[host_page * size : (host_page + 1) * size]
+            self._store[page * size : (page + 1) * size] = copied
+            self._part_full.pop(page, None)
+            if host_page in self._host_part_full:
+                self._part_full[page] = self._host_part_full[host_page]
+
     def _check(self, plan: Plan) -> None:
         assert plan.slots
         assert len(set(plan.slots)) == len(plan.slots), "two rows for one slot"
@@ -200,7 +242,9 @@ class FakeRunner:
             assert position == seat.computed_len, "a row continues where its slot stands"
         elif position % size:
             left = self._part_full.get(seat.table[position // size])
-            assert left == (position, seat.tokens), "a prefix hit is whole pages; else it was stalled here"
+            assert left == (position, seat.tokens), (
+                "a prefix hit is whole pages; else it was stalled or swapped"
+            )
         assert length >= 1
         assert end <= len(seat.tokens), "only known tokens can be computed"
         assert samples == (end == len(seat.tokens))

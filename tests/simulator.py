@@ -20,6 +20,7 @@ import math
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Final, Literal
 
 from engine.bench.virtual import TurnWatch
 from engine.core.config import SchedulerConfig
@@ -38,6 +39,7 @@ from engine.core.messages import (
     TokenLogprobs,
 )
 from engine.core.scheduler import Scheduler
+from engine.core.swap import Preference, if_cheaper
 from tests.fake_runner import FakeRunner, runner_info, solo
 
 UNBOUNDED_QUEUE = SchedulerConfig(step_tokens_max=16, queue_len_max=1_000_000, stall_deadline_s=0.5)
@@ -48,6 +50,11 @@ are: a check costs as much as there are pages."""
 
 Message = AddSequence | AbortSequences | PauseSequences | ResumeSequences
 
+Swaps = Literal["if cheaper", "always"]
+PREFERENCES: Final[dict[Swaps, Preference]] = {"if cheaper": if_cheaper, "always": lambda _: True}
+"""Who is swapped, of those for whom there are host pages."""
+PAGE_COPY_S: Final = 0.001
+
 
 @dataclass(frozen=True, slots=True)
 class SimConfig:
@@ -56,6 +63,9 @@ class SimConfig:
     n_max: int = 3
     pages: int = 40
     page_size: int = 4
+    host_pages: int = 0
+    """For those who are preempted, next to computing them again."""
+    swaps: Swaps = "if cheaper"
     slots: int = 6
     vocab_size: int = 50
     prompt_len_max: int = 40
@@ -105,6 +115,8 @@ def random_config(seed: int) -> SimConfig:
         pages=max(2, rng.randint(context_pages // 2, context_pages * 4 + 2)),
         page_size=page_size,
         slots=slots,
+        host_pages=rng.choice([0, 3, 1000]),
+        swaps=rng.choice(list(PREFERENCES)),
         vocab_size=rng.choice([10, 50, 1000]),
         prompt_len_max=rng.randint(1, 60),
         max_tokens_max=rng.randint(1, 40),
@@ -159,6 +171,8 @@ class Report:
     steps: int
     computed_tokens: int
     preemptions: int
+    swaps_out: int
+    swaps_in: int
     hit_tokens: int
     elapsed_s: float
 
@@ -196,9 +210,11 @@ class _Simulation:
             slots=config.slots,
             max_model_len=config.max_model_len,
             vocab_size=config.vocab_size,
+            host_pages=config.host_pages,
+            page_copy_s=PAGE_COPY_S,
         )
         self._runner = FakeRunner(info, config.scheduler.step_tokens_max)
-        self._scheduler = Scheduler(config.scheduler, info)
+        self._scheduler = Scheduler(config.scheduler, info, prefers_swap=PREFERENCES[config.swaps])
         self._watch = TurnWatch(self._scheduler)
         self._moments_per_check = 1 + config.pages // PAGES_CHECKED_ALWAYS
         self._moments = 0
@@ -224,6 +240,8 @@ class _Simulation:
             steps=self._steps,
             computed_tokens=self._computed_tokens,
             preemptions=stats.preemptions,
+            swaps_out=stats.swaps_out,
+            swaps_in=stats.swaps_in,
             hit_tokens=stats.prefix_hit_tokens,
             elapsed_s=self._now,
         )
@@ -355,7 +373,7 @@ class _Simulation:
             assert self._watch.worst <= 1.0, "somebody starves"
             self._disturb()
             result = self._runner.run(plan)
-            self._now += self._config.step_base_s + self._config.token_s * sum(plan.lengths)
+            self._now += self._step_s(plan)
             self._steps += 1
             self._computed_tokens += sum(plan.lengths)
             self._disturb()
@@ -365,6 +383,11 @@ class _Simulation:
         assert plan is None or output is not None, "a step without a report"
         if output is not None:
             self._record(output)
+
+    def _step_s(self, plan: Plan) -> float:
+        copies = len(plan.swapped_out) + len(plan.swapped_in)
+        computed_s = self._config.token_s * sum(plan.lengths)
+        return self._config.step_base_s + computed_s + PAGE_COPY_S * copies
 
     def _note_overdue(self) -> None:
         for life in self._living(list(self._lives)):
@@ -435,6 +458,7 @@ class _Simulation:
         stats = self._scheduler.stats()
         assert (stats.waiting, stats.running, stats.pages_owned) == (0, 0, 0)
         assert stats.pages_free + stats.pages_cached == self._config.pages, "not all pages came back"
+        assert (stats.host_pages_used, stats.host_pages_free) == (0, self._config.host_pages)
         for life in self._lives.values():
             self._check_life(life)
 

@@ -104,8 +104,9 @@ class CostLearner:
         """A step of so much work took so long."""
         if seconds <= 0.0:
             return  # a clock too coarse to tell
-        if self._has_learned:
-            seconds = min(seconds, OUTLIER * self.cost.seconds(work))
+        estimate_s = self.cost.seconds(work)
+        if self._has_learned and estimate_s > 0.0:
+            seconds = min(seconds, OUTLIER * estimate_s)
         self._has_learned = True
         features = (work.prompt_tokens, work.decode_rows, work.pairs, 1, work.copied_pages)
         scaled = [feature / seconds for feature in features]

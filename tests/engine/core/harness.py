@@ -16,6 +16,7 @@ from engine.core.messages import (
 )
 from engine.core.policy import RESPONSE_RATIO, Discipline
 from engine.core.scheduler import Scheduler
+from engine.core.swap import Preference, if_cheaper
 from tests.fake_runner import FakeRunner, Solo, runner_info, solo
 
 STEP_S = 0.01
@@ -41,13 +42,24 @@ class Harness:
         prefix_cache: bool = True,
         stall_deadline_s: float = 60.0,
         discipline: Discipline = RESPONSE_RATIO,
+        queue_tokens_max: int = 1 << 30,
+        host_pages: int = 0,
+        prefers_swap: Preference = if_cheaper,
     ) -> None:
         config = SchedulerConfig(
-            step_tokens_max, queue_len_max, watermark, preemptions_max, prefix_cache, stall_deadline_s
+            step_tokens_max,
+            queue_len_max,
+            watermark,
+            preemptions_max,
+            prefix_cache,
+            stall_deadline_s,
+            queue_tokens_max=queue_tokens_max,
         )
-        info = runner_info(pages=pages, page_size=page_size, slots=slots, max_model_len=max_model_len)
+        info = runner_info(
+            pages=pages, page_size=page_size, slots=slots, max_model_len=max_model_len, host_pages=host_pages
+        )
         self.now = 100.0
-        self.scheduler = Scheduler(config, info, discipline)
+        self.scheduler = Scheduler(config, info, discipline, prefers_swap=prefers_swap)
         self.runner = FakeRunner(info, step_tokens_max)
         self.messages: dict[int, AddSequence] = {}
         self.tokens: dict[int, list[int]] = {}
@@ -158,4 +170,5 @@ class Harness:
             alone = self.solo(handle)
             assert (self.tokens[handle], self.reason(handle)) == (alone.tokens, alone.reason)
             assert self.prompt_logprobs[handle] == alone.prompt_logprobs
-        assert self.scheduler.stats().pages_owned == 0
+        stats = self.scheduler.stats()
+        assert (stats.pages_owned, stats.host_pages_used) == (0, 0)

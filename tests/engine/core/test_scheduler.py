@@ -163,6 +163,24 @@ def test_a_full_queue_rejects_at_once_and_the_queued_are_served() -> None:
     assert h.reason(4) is FinishReason.LENGTH
 
 
+def test_a_queue_full_of_tokens_rejects_but_one_may_wait_alone() -> None:
+    h = Harness(slots=1, queue_tokens_max=25)
+    h.add(1, [1] * 40, greedy(2))
+    assert h.scheduler.stats().waiting_tokens == 40
+    h.add(2, PROMPT, greedy(2))
+    h.step()
+    for handle, tokens in ((3, 10), (4, 10), (5, 10), (6, 5)):
+        h.add(handle, [handle] * tokens, greedy(2))
+    h.read()
+    assert h.finished.keys() == {2, 5}, "of 25 there were 40, and 20"
+    assert h.scheduler.stats().waiting_tokens == 25
+    h.abort(4)
+    h.add(7, [7] * 10, greedy(2))
+    h.run()
+    assert {handle for handle in h.finished if h.reason(handle) is FinishReason.LENGTH} == {1, 3, 6, 7}
+    assert h.scheduler.stats().waiting_tokens == 0
+
+
 def test_preempted_work_takes_no_place_in_the_queue() -> None:
     h = Harness(pages=6, queue_len_max=1, slots=2)
     h.add(1, [1] * 8, greedy(12))
@@ -421,10 +439,10 @@ def test_one_victim_serves_all_whom_its_pages_suffice() -> None:
     h.assert_all_as_solo()
 
 
-def test_the_one_that_needs_a_page_yields_itself_when_it_came_last() -> None:
-    h = Harness(pages=6)
-    h.add(1, [1] * 9, greedy(8))
-    h.add(2, [2] * 12, greedy(8))
+def test_the_one_that_needs_a_page_yields_itself_when_it_is_the_least() -> None:
+    h = Harness(pages=7)
+    h.add(1, [1] * 13, greedy(8))
+    h.add(2, [2] * 10, greedy(8))
     h.run()
     h.assert_all_as_solo()
     assert (h.finished[1].preemptions, h.finished[2].preemptions) == (0, 1)

@@ -42,6 +42,18 @@ WORLDS = {
     "slow readers and one slot": SimConfig(slots=1, requests=30, pause_share=1.0, in_flight_pause_share=0.3),
     "readers that never return": SimConfig(pause_share=1.0, lost_share=1.0, abort_share=0.0),
     "everybody asks prompt logprobs": SimConfig(pages=18, prompt_logprobs_share=1.0),
+    "swapped whenever it can be": SimConfig(pages=16, host_pages=1000, swaps="always", arrival_gap_s=0.005),
+    "swapped if cheaper": SimConfig(pages=16, host_pages=40, arrival_gap_s=0.005, prefixes=1, salts=1),
+    "few host pages": SimConfig(pages=16, host_pages=7, swaps="always", classes=3, pause_share=0.6),
+    "swapped without prefix cache": SimConfig(
+        pages=20,
+        host_pages=40,
+        swaps="always",
+        scheduler=SchedulerConfig(16, UNBOUNDED, prefix_cache=False),
+    ),
+    "swapped children of one prompt": SimConfig(
+        prefixes=1, n_max=8, requests=25, salts=1, pages=16, host_pages=60, swaps="always", slots=4
+    ),
     "one prompt, many children": SimConfig(prefixes=1, n_max=8, requests=25, salts=1),
 }
 SEEDS = 8
