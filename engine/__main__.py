@@ -87,6 +87,7 @@ def core(start: CoreStart) -> int:
                     max_model_len=config.max_model_len,
                     page_size=config.page_size,
                     kv_cache_bytes=config.kv_cache_memory,
+                    swap_bytes=config.swap_memory,
                     max_num_seqs=config.max_num_seqs,
                     step_tokens_max=config.max_step_tokens,
                     threads=config.threads,
@@ -103,6 +104,7 @@ def core(start: CoreStart) -> int:
             step_tokens_max=config.max_step_tokens,
             # the API process keeps the bound; here it may be passed by one request and by those preempted
             queue_len_max=config.max_queue_len + config.max_num_seqs + PROMPTS_MAX,
+            queue_tokens_max=config.max_queue_tokens + PROMPTS_MAX * runner.info.max_model_len,
             prefix_cache=config.prefix_cache,
             stall_deadline_s=config.stall_deadline_s,
             step_time_target_s=config.step_time_target_ms / 1e3,

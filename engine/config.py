@@ -41,10 +41,13 @@ class EngineConfig:
     page_size: int = 64
     kv_cache_memory: int | None = None
     """Bytes. None: measured from what is free."""
+    swap_memory: int | None = None
+    """Bytes of host memory. None: measured as well. 0: the preempted are recomputed, always."""
     max_num_seqs: int = 64
     max_step_tokens: int = 2048
     step_time_target_ms: float = 100.0
     max_queue_len: int = 256
+    max_queue_tokens: int = 1 << 20
     discipline: str = "response-ratio"
     prefix_cache: bool = True
     overlap: bool | None = None
@@ -140,6 +143,14 @@ def _add_memory_arguments(memory: argparse._ArgumentGroup) -> None:
         help="memory for the KV cache, as 512MiB or 2GiB (default: from what is free)",
     )
     memory.add_argument(
+        "--swap-memory",
+        type=_byte_count_or_0,
+        metavar="BYTES",
+        help="host memory that pages of preempted sequences are copied to where that is cheaper than "
+        "computing them again, which it nearly always is, on a CPU too; 0: never (default: up to 4GiB, and a "
+        "quarter of what is free; taken as it is used)",
+    )
+    memory.add_argument(
         "--max-num-seqs",
         type=_count(1),
         default=64,
@@ -167,6 +178,14 @@ def _add_memory_arguments(memory: argparse._ArgumentGroup) -> None:
         default=256,
         metavar="N",
         help="sequences that may wait; beyond it requests get 503 at once (default: 256)",
+    )
+    memory.add_argument(
+        "--max-queue-tokens",
+        type=_count(1),
+        default=1 << 20,
+        metavar="TOKENS",
+        help="prompt tokens that may wait; the same beyond it, though one request may always wait alone "
+        "(default: 1048576)",
     )
     memory.add_argument(
         "--discipline",
@@ -337,6 +356,10 @@ def _milliseconds(text: str) -> float:
     if not value > 0.0:
         raise argparse.ArgumentTypeError(f"must be a number of milliseconds above 0, or inf, got {text!r}")
     return value
+
+
+def _byte_count_or_0(text: str) -> int:
+    return 0 if text.strip() == "0" else _byte_count(text)
 
 
 def _byte_count(text: str) -> int:

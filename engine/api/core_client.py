@@ -100,15 +100,25 @@ class CoreLink(Protocol):
 
 
 class CoreClient:
-    def __init__(self, *, queue_len_max: int, metrics: EngineMetrics, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self,
+        *,
+        queue_len_max: int,
+        queue_tokens_max: float = math.inf,
+        metrics: EngineMetrics,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
         self._link: CoreLink | None = None
         self._queue_len_max = queue_len_max
+        self._queue_tokens_max = queue_tokens_max
         self._metrics = metrics
         self._clock = clock
         self._handles = itertools.count(1)
         self._live: dict[int, ChoiceOutput] = {}
         self._waiting: dict[int, str] = {}  # by handle: its tenant
         self._waiting_of: Counter[str] = Counter()
+        self._waiting_lens: dict[int, int] = {}  # by handle: its prompt's
+        self._waiting_tokens = 0
         self._paused: set[int] = set()
         self._queue_s = 0.0
         """How long the sequence that started last had waited."""
@@ -150,7 +160,7 @@ class CoreClient:
             raise self._refusal.with_traceback(None)
         if self.info is None:
             raise NotReady("The engine is still starting.", retry_after_s=RETRY_AFTER_S_MIN)
-        self._check_queue(share.tenant, len(sequences))
+        self._check_queue(share.tenant, len(sequences), sum(len(prompt_ids) for prompt_ids, _ in sequences))
         handles = []
         for (prompt_ids, sampling), output in zip(sequences, outputs, strict=True):
             handle = next(self._handles)
@@ -158,6 +168,8 @@ class CoreClient:
             self._live[handle] = output
             self._waiting[handle] = share.tenant
             self._waiting_of[share.tenant] += 1
+            self._waiting_lens[handle] = len(prompt_ids)
+            self._waiting_tokens += len(prompt_ids)
             self._send(
                 AddSequence(
                     handle,
@@ -173,20 +185,24 @@ class CoreClient:
             )
         return handles
 
-    def _check_queue(self, tenant: str, more: int) -> None:
+    def _check_queue(self, tenant: str, more: int, tokens: int) -> None:
         waiting, own = len(self._waiting), self._waiting_of[tenant]
         own_max = self._queue_len_max * TENANT_QUEUE_SHARE if tenant else math.inf
-        if (waiting and waiting + more > self._queue_len_max) or (own and own + more > own_max):
+        has_room = waiting + more <= self._queue_len_max
+        has_room &= self._waiting_tokens + tokens <= self._queue_tokens_max
+        if (waiting and not has_room) or (own and own + more > own_max):
             raise Overloaded(
                 "The engine's queue is full. Please try again later.",
                 retry_after_s=min(max(RETRY_AFTER_S_MIN, math.ceil(self._queue_s)), RETRY_AFTER_S_MAX),
-                detail=f"{waiting} waiting, {own} of the tenant, {more} more, bound {self._queue_len_max}",
+                detail=f"{waiting} waiting, {own} of the tenant, {more} more, bound {self._queue_len_max}; "
+                f"{self._waiting_tokens} tokens, {tokens} more, bound {self._queue_tokens_max}",
             )
 
     def _on_left_queue(self, handle: int) -> None:
         tenant = self._waiting.pop(handle, None)
         if tenant is None:
             return
+        self._waiting_tokens -= self._waiting_lens.pop(handle)
         self._waiting_of[tenant] -= 1
         if not self._waiting_of[tenant]:
             del self._waiting_of[tenant]
@@ -298,6 +314,8 @@ class CoreClient:
         self._live.clear()
         self._waiting.clear()
         self._waiting_of.clear()
+        self._waiting_lens.clear()
+        self._waiting_tokens = 0
         self._paused.clear()
         self.settled.set()
 

@@ -58,7 +58,12 @@ class Engine:
         self._make_link = make_link
         self._clock = clock
         metrics = EngineMetrics(config.max_step_tokens)
-        core = CoreClient(queue_len_max=config.max_queue_len, metrics=metrics, clock=clock)
+        core = CoreClient(
+            queue_len_max=config.max_queue_len,
+            queue_tokens_max=config.max_queue_tokens,
+            metrics=metrics,
+            clock=clock,
+        )
         self.state = EngineState(config, core, metrics, clock)
         self.server = HttpServer(
             Service(self.state).handle,

@@ -22,16 +22,24 @@ class SchedulerConfig:
     prefix_cache: bool = True
     stall_deadline_s: float = 60.0
     """A sequence that stays paused for so long ends."""
+    paused_max: int = 256
+    """Sequences that may be paused at once: one more, and the one paused for longest ends before its
+    deadline. What readers who do not read can hold is so bounded, however many there are."""
     step_time_target_s: float = math.inf
     """How long a step may take as far as prompts decide it: the gap that running streams see. What it
     buys in tokens is learned, and `step_tokens_max` is its cap."""
 
+    queue_tokens_max: int = 1 << 30
+    """Prompt tokens that may wait for their first admission. One that waits alone may have more."""
+
     def __post_init__(self) -> None:
         assert self.step_tokens_max >= 1
         assert self.queue_len_max >= 1
+        assert self.queue_tokens_max >= 1
         assert 0.0 <= self.watermark < 1.0
         assert self.preemptions_max >= 1
         assert self.stall_deadline_s > 0.0
+        assert self.paused_max >= 1
         assert self.step_time_target_s > 0.0
 
     def check_against(self, runner: RunnerInfo) -> None:

@@ -170,7 +170,7 @@ class Scheduler:
     def add(self, message: AddSequence, now: float) -> None:
         """Queue a sequence, or reject it: too many wait, or it can never be served here."""
         assert message.handle not in self._sequences, "handles are never reused"
-        if self._waiting.newcomers >= self._config.queue_len_max or not self._can_ever_run(message):
+        if self._is_full(len(message.prompt_ids)) or not self._can_ever_run(message):
             nothing = Finished(message.handle, FinishReason.REJECTED, 0.0, 0.0, 0.0, 0.0, 0)
             self._news.finished.append(nothing)
             return
@@ -191,6 +191,11 @@ class Scheduler:
             self._deadlines.add(now + message.queue_timeout_s, message.handle, FinishReason.QUEUE_TIMEOUT)
         if message.timeout_s is not None:
             self._deadlines.add(now + message.timeout_s, message.handle, FinishReason.TIMEOUT)
+
+    def _is_full(self, prompt_len: int) -> bool:
+        newcomers, tokens = self._waiting.newcomers, self._waiting.newcomer_tokens
+        has_too_many = newcomers >= self._config.queue_len_max
+        return has_too_many or (newcomers > 0 and tokens + prompt_len > self._config.queue_tokens_max)
 
     def _can_ever_run(self, message: AddSequence) -> bool:
         prompt, max_tokens = message.prompt_ids, message.sampling.max_tokens
@@ -214,13 +219,16 @@ class Scheduler:
     # -- readers who fall behind ------------------------------------------------------------------
 
     def pause(self, handles: Iterable[int], now: float) -> None:
-        """Leave these out of every plan from the next on; unknown and finished ones are passed over."""
+        """Leave these out of every plan from the next on; unknown and finished ones are passed over. Where
+        more than `paused_max` are paused then, those who have been for longest end."""
         for handle in handles:
             sequence = self._sequences.get(handle)
             if sequence is not None and not sequence.is_paused:
                 sequence.pause(now)
                 self._paused[handle] = sequence
                 self._news.is_due = True
+        while len(self._paused) > self._config.paused_max:
+            self._finish(next(iter(self._paused.values())), FinishReason.STALLED, now)
 
     def resume(self, handles: Iterable[int], now: float) -> None:
         """Take these in again; those who are not paused are passed over."""
@@ -350,6 +358,7 @@ class Scheduler:
             swapped_in_bytes=swapper.pages_in * self._runner.page_bytes,
             host_pages_used=swapper.host.used,
             host_pages_free=swapper.host.free,
+            waiting_tokens=self._waiting.newcomer_tokens,
         )
 
     def check(self) -> None:

@@ -34,6 +34,8 @@ class WaitingRoom:
             Status.STALLED: {},
         }
         """By status, by handle."""
+        self.newcomer_tokens = 0
+        """In the prompts of the newcomers."""
         self._admitted_since_eldest = 0
 
     @property
@@ -56,10 +58,14 @@ class WaitingRoom:
 
     def enter(self, sequence: Sequence) -> None:
         self.queues[sequence.status][sequence.handle] = sequence
+        if sequence.status is Status.WAITING:
+            self.newcomer_tokens += sequence.prompt_len
 
     def leave(self, sequence: Sequence) -> None:
         """It ended, or a stalled one lost its pages. Call it before the status changes."""
         del self.queues[sequence.status][sequence.handle]
+        if sequence.status is Status.WAITING:
+            self.newcomer_tokens -= sequence.prompt_len
 
     def admit(self, sequence: Sequence) -> None:
         """It is seated. Call it before the status changes."""
