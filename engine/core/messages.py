@@ -126,8 +126,8 @@ class PauseSequences(msgspec.Struct, array_like=True, frozen=True, tag="pause"):
     """Nobody reads what these bring: compute nothing for them until they are resumed.
 
     Idempotent, wherever they are: waiting, running, preempted; handles that are unknown or finished
-    already are passed over. A token that is being computed while this arrives still comes. Who stays
-    paused for `stall_deadline_s` ends there.
+    already are passed over. Tokens that are being computed while this arrives still come, one for each
+    step in flight. Who stays paused for `stall_deadline_s` ends there.
     """
 
     handles: list[int]
@@ -341,8 +341,9 @@ class Pending(Protocol):
     """A plan that a runner has taken on."""
 
     def collect(self) -> RunResult:
-        """What it brought; waits until it is executed. To be called once for each plan, in the order of
-        their launches. Raises only when the whole engine is lost."""
+        """What it brought; waits until it is executed, and for nothing that was launched after it. To be
+        called once for each plan, in the order of their launches. Raises only when the whole engine is
+        lost."""
         ...
 
 
