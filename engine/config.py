@@ -87,7 +87,8 @@ class CoreStart:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The engine's options, for `python -m engine serve` and for `penstock engine` alike."""
     _add_model_arguments(parser.add_argument_group("model"))
-    _add_memory_arguments(parser.add_argument_group("memory and scheduling"))
+    _add_memory_arguments(parser.add_argument_group("memory"))
+    _add_scheduling_arguments(parser.add_argument_group("scheduling and threads"))
     _add_http_arguments(parser.add_argument_group("network"))
 
 
@@ -150,21 +151,24 @@ def _add_memory_arguments(memory: argparse._ArgumentGroup) -> None:
         "computing them again, which it nearly always is, on a CPU too; 0: never (default: up to 4GiB, and a "
         "quarter of what is free; taken as it is used)",
     )
-    memory.add_argument(
+
+
+def _add_scheduling_arguments(scheduling: argparse._ArgumentGroup) -> None:
+    scheduling.add_argument(
         "--max-num-seqs",
         type=_count(1),
         default=64,
         metavar="N",
         help="sequences that run at once (default: 64)",
     )
-    memory.add_argument(
+    scheduling.add_argument(
         "--max-step-tokens",
         type=_count(1),
         default=2048,
         metavar="TOKENS",
         help="token budget of one step; at least --max-num-seqs (default: 2048)",
     )
-    memory.add_argument(
+    scheduling.add_argument(
         "--step-time-target-ms",
         type=_milliseconds,
         default=100.0,
@@ -172,14 +176,14 @@ def _add_memory_arguments(memory: argparse._ArgumentGroup) -> None:
         help="how long prompts may make one step, the gap that running streams see; inf: as long as "
         "--max-step-tokens takes (default: 100)",
     )
-    memory.add_argument(
+    scheduling.add_argument(
         "--max-queue-len",
         type=_count(1),
         default=256,
         metavar="N",
         help="sequences that may wait; beyond it requests get 503 at once (default: 256)",
     )
-    memory.add_argument(
+    scheduling.add_argument(
         "--max-queue-tokens",
         type=_count(1),
         default=1 << 20,
@@ -187,28 +191,28 @@ def _add_memory_arguments(memory: argparse._ArgumentGroup) -> None:
         help="prompt tokens that may wait; the same beyond it, though one request may always wait alone "
         "(default: 1048576)",
     )
-    memory.add_argument(
+    scheduling.add_argument(
         "--discipline",
         choices=DISCIPLINES,
         default="response-ratio",
         help="who of those who wait goes first: by class, tenant, length and waiting, or first come first "
         "served (default: response-ratio)",
     )
-    memory.add_argument(
+    scheduling.add_argument(
         "--no-prefix-cache",
         dest="prefix_cache",
         action="store_false",
         help="compute every prompt from its first token",
     )
-    memory.add_argument(
+    scheduling.add_argument(
         "--overlap",
         action=argparse.BooleanOptionalAction,
         help="plan the next step while one is computed (default: on a GPU; a CPU gains nothing)",
     )
-    memory.add_argument(
+    scheduling.add_argument(
         "--threads", type=_count(1), metavar="N", help="compute threads on CPU (default: one per core)"
     )
-    memory.add_argument(
+    scheduling.add_argument(
         "--tokenizer-threads",
         type=_count(1),
         default=2,

@@ -41,6 +41,7 @@ class Room:
         self._watermark_pages = math.ceil(config.watermark * runner.pages)
         self._slots_free = list(reversed(range(runner.slots)))
         self._left: list[int] = []
+        self._replaced: list[tuple[Sequence, int]] = []
         self._is_wanted = False
         self.pages: Final = BlockManager(runner.pages, runner.page_size)
         self.swapper: Final = Swapper(runner.host_pages, self.pages, config.step_time_target_s, prefers_swap)
@@ -57,6 +58,11 @@ class Room:
         """Slots vacated since this was last asked."""
         left, self._left = self._left, []
         return left
+
+    def take_replaced(self) -> list[tuple[int, int, int]]:
+        """(slot, index, page): what changed within page tables since this was last asked."""
+        replaced, self._replaced = self._replaced, []
+        return [(s.slot, index, s.pages[index]) for s, index in replaced if s.slot is not None]
 
     # -- entering ---------------------------------------------------------------------------------
 
@@ -234,27 +240,43 @@ class Room:
             self._waiting.enter(sequence)
 
     def vacate(self, sequence: Sequence) -> None:
-        """It ends: take back whatever it holds, wherever it is. Behind a step in flight that works on it,
-        nobody gets it before that is committed (rule H)."""
+        """It ends: take back whatever it holds, wherever it is."""
         self.swapper.drop(sequence)
-        last = self._in_flight.get(sequence.last_step)
-        if last is None:
-            self.pages.release(sequence.pages)
-        else:
-            last.tables.append(sequence.pages)
+        self._release(sequence, sequence.pages)
         if sequence.status is Status.RUNNING:
             self._leave_slot(sequence)
         else:
             self._waiting.leave(sequence)
 
+    def _release(self, sequence: Sequence, pages: list[int]) -> None:
+        """Take these pages of its table back. Nobody gets them before the last step in flight that works on
+        them is committed (rule H)."""
+        last = self._in_flight.get(sequence.last_step)
+        if last is None:
+            self.pages.release(pages)
+        else:
+            last.tables.append(pages)
+
     def _leave_slot(self, sequence: Sequence) -> int:
-        """Take a running sequence's slot back, and return it."""
+        """Take a running sequence's slot back, and return it. It is fenced as pages are."""
         slot, last = sequence.slot, self._in_flight.get(sequence.last_step)
         assert slot is not None
         del self.running[slot]
         (self._slots_free if last is None else last.slots).append(slot)
         self._left.append(slot)
         return slot
+
+    def merge(self, sequence: Sequence, index: int, page: int) -> None:
+        """Its own page at this index holds what that page does: refer to that one, and give up its own. A
+        step in flight still reads it."""
+        self.pages.acquire([page])
+        own, sequence.pages[index] = sequence.pages[index], page
+        last = self._in_flight.get(sequence.last_step)
+        if last is None:
+            self.pages.release([own])
+        else:
+            last.tables.append([own])
+        self._replaced.append((sequence, index))
 
     def settle(self, landed: InFlight) -> None:
         """This step is committed: what it held back can be handed out again."""
