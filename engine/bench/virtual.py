@@ -50,6 +50,8 @@ class Engine:
     slots: int = 256
     step_tokens_max: int = 2048
     step_time_target_s: float = 0.1
+    host_pages: int = 0
+    """In host memory, for those who are swapped out."""
     discipline: Discipline = RESPONSE_RATIO
     planner: type[Planner] = Planner
 
@@ -134,7 +136,16 @@ class _Virtual:
     def __init__(self, requests: Sequence[Request], engine: Engine) -> None:
         len_max = max(request.prompt_len + request.output_len for request in requests)
         info = RunnerInfo(
-            engine.pages, engine.page_size, engine.slots, len_max, VOCAB_SIZE, "virtual", 0.0, 0.0
+            engine.pages,
+            engine.page_size,
+            engine.slots,
+            len_max,
+            VOCAB_SIZE,
+            "virtual",
+            load_s=0.0,
+            warmup_s=0.0,
+            host_pages=engine.host_pages,
+            page_copy_s=engine.cost.page_s if engine.host_pages else 0.0,
         )
         config = SchedulerConfig(
             step_tokens_max=engine.step_tokens_max,
@@ -166,7 +177,7 @@ class _Virtual:
         plan = self._scheduler.plan(self._now)
         if plan is not None:
             self._watch.after_plan(plan)
-            work = Work()
+            work = Work(copied_pages=len(plan.swapped_out) + len(plan.swapped_in))
             for position, length in zip(plan.positions, plan.lengths, strict=True):
                 work = work.with_row(position, length)
             self._now += self._cost.seconds(work)
