@@ -377,5 +377,8 @@ def test_bytes_in_are_bytes_out_and_no_credit_is_lost(
             assert run.wrote[writer].startswith(run.read[reader])
             if near.id in run.clean:
                 assert run.wrote[writer] == run.read[reader]
-    assert pair.client.connection.phase is Phase.OPEN
-    assert pair.server.connection.phase is Phase.OPEN
+    for connection in (pair.client.connection, pair.server.connection):
+        assert connection.phase is Phase.OPEN
+        assert all(stream.open for stream in connection.streams.values()), "what ended is kept nowhere"
+        assert not connection._backlog
+        assert not connection.handing_over
