@@ -14,7 +14,7 @@ class SchedulerConfig:
     """The token budget of one step: what all its rows may compute together."""
     queue_len_max: int = 256
     """Sequences that may wait. One more is rejected at once."""
-    watermark: float = 0.01
+    watermark: float = 0.02
     """Share of the pages that an admission leaves available, so that those who run can grow a while
     before somebody must be preempted. Rounded up to whole pages."""
     preemptions_max: int = 3

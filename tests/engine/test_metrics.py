@@ -60,7 +60,7 @@ def test_the_queue_by_class_and_age_and_what_preemption_costs_whom(
         now = gauges(http.base_url)
         assert (now["running_sequences"], now["core_waiting_sequences"]) == (SLOTS, 3)
         assert now["class_waiting:priority"] == now["class_waiting:default"] == 0
-        assert now["queue_depth"] == 2, "of newcomers"
+        assert (now["queue_depth"], now["waiting_tokens"]) == (2, 260), "of newcomers"
         assert now["preemptions:recompute"] + now["preemptions:swap"] == 1
         assert now["class_waiting_age_seconds:flex"] > 0
         assert now["class_waiting_age_seconds:priority"] == 0
