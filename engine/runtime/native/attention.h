@@ -93,11 +93,13 @@ void softmax_page(const AttentionShape& s, float* scores, typename E::T* weights
     added += weight;
     E::narrow(weights + n, weight);
   }
-  const float keep = exponential(splat(peak - now))[0];
-  peak = now;
-  total = total * keep + sum(added);
-  if (keep != 1.0f)
+  if (now != peak) {
+    const vf keep = exponential(splat(peak - now));
     for (int64_t d = 0; d < s.head_dim; d += LANES) store(sums + d, load<vf>(sums + d) * keep);
+    total *= keep[0];
+    peak = now;
+  }
+  total += sum(added);
 }
 
 inline void prefetch(const void* from, int64_t bytes) {

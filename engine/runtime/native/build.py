@@ -24,6 +24,7 @@ SOURCE: Final = "decoder.cpp"
 FLAGS: Final = (
     "-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fno-trapping-math",
     "-mprefer-vector-width=512", "-Wall", "-Wextra", "-Wno-psabi", "-static-libstdc++", "-static-libgcc",
+    "-Wno-maybe-uninitialized",  # GCC 12 complains of its own intrinsics
 )  # fmt: skip
 ISAS: Final[Mapping[str, tuple[str, ...]]] = {
     "avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16"),

@@ -181,9 +181,8 @@ class Decoder final : public Model {
       const int64_t first = item / groups * ROWS, rows = std::min(ROWS, tokens - first);
       float* y = products_[worker].get();
       for (int64_t panel = item % groups * group, i = 0; i < group && panel < w.panels; ++panel, ++i) {
-        const uint32_t* b = unpack_panel<E>(w, panel, panels_[worker].get());
         const uint32_t* a = reinterpret_cast<const uint32_t*>(x) + first * w.words;
-        gemm<E>(a, w.words, rows, b, PANEL, PANEL, w.words, y, PANEL, false);
+        multiply_panel<E>(w, panel, a, rows, y, panels_[worker].get());
         for (int64_t row = 0; row < rows; ++row) {
           finish(w, panel * PANEL, y + row * PANEL);
           each(first + row, panel * PANEL, y + row * PANEL);

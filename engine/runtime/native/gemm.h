@@ -21,7 +21,8 @@ namespace penstock {
 constexpr int PANEL = 32;
 static_assert(PANEL % (2 * LANES) == 0);
 
-template <class E, int M, int N>
+// Q: b is int8, [word][element of the word][32], and spread to words on the way.
+template <class E, bool Q, int M, int N>
 void tile(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t words, float* c, int64_t ldc,
           bool add) {
   vf acc[M][N];
@@ -32,7 +33,12 @@ void tile(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_
   for (int64_t k = 0; k < words; ++k) {
     vu column[N];
 #pragma GCC unroll 2
-    for (int n = 0; n < N; ++n) column[n] = load<vu>(b + k * ldb + n * LANES);
+    for (int n = 0; n < N; ++n) {
+      if constexpr (Q)
+        column[n] = E::expand(reinterpret_cast<const int8_t*>(b) + k * E::PER_WORD * PANEL + n * LANES, PANEL);
+      else
+        column[n] = load<vu>(b + k * ldb + n * LANES);
+    }
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
       const vu x = vu{} + a[m * lda + k];
@@ -48,14 +54,14 @@ void tile(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_
 
 using Tile = void (*)(const uint32_t*, int64_t, const uint32_t*, int64_t, int64_t, float*, int64_t, bool);
 
-template <class E, int N, int... M>
+template <class E, bool Q, int N, int... M>
 Tile tile_of(int rows, std::integer_sequence<int, M...>) {
-  static constexpr Tile tiles[] = {tile<E, M + 1, N>...};
+  static constexpr Tile tiles[] = {tile<E, Q, M + 1, N>...};
   return tiles[rows - 1];
 }
 
 // a [rows][lda words], b [words][ldb words] of which `lanes` are used (a multiple of 16), c [rows][ldc].
-template <class E>
+template <class E, bool Q = false>
 void gemm(const uint32_t* a, int64_t lda, int64_t rows, const uint32_t* b, int64_t ldb, int64_t lanes,
           int64_t words, float* c, int64_t ldc, bool add) {
   const int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
@@ -65,8 +71,9 @@ void gemm(const uint32_t* a, int64_t lda, int64_t rows, const uint32_t* b, int64
     for (int64_t n = 0, width; n < lanes; n += width) {
       const bool wide = lanes - n >= 2 * LANES;
       width = wide ? 2 * LANES : LANES;
-      const Tile run = wide ? tile_of<E, 2>(int(count), sizes) : tile_of<E, 1>(int(count), sizes);
-      run(a + m * lda, lda, b + n, ldb, words, c + m * ldc + n, ldc, add);
+      const Tile run = wide ? tile_of<E, Q, 2>(int(count), sizes) : tile_of<E, Q, 1>(int(count), sizes);
+      const uint32_t* column = Q ? reinterpret_cast<const uint32_t*>(reinterpret_cast<const int8_t*>(b) + n) : b + n;
+      run(a + m * lda, lda, column, ldb, words, c + m * ldc + n, ldc, add);
     }
   }
 }
@@ -149,16 +156,22 @@ void pack_panel(Linear& linear, const typename E::T* w, int64_t panel, bool pair
   }
 }
 
-// The panel's words: where they are, or spread into `room` [words][32].
+// c [rows][32] = a [rows][words] times a panel. int8 is spread to words in passing where a tile takes all
+// rows, and into `room` [words][32] where several tiles would do it again.
 template <class E>
-const uint32_t* unpack_panel(const Linear& linear, int64_t panel, uint32_t* room) {
-  if (!linear.quantised) return linear.weights.get() + panel * linear.words * PANEL;
-  constexpr int per_word = E::PER_WORD;
-  const int8_t* from = linear.quantised.get() + panel * linear.words * per_word * PANEL;
-  for (int64_t k = 0; k < linear.words; ++k)
-    for (int n = 0; n < PANEL; n += LANES)
-      store(room + k * PANEL + n, E::expand(from + k * per_word * PANEL + n, PANEL));
-  return room;
+void multiply_panel(const Linear& w, int64_t panel, const uint32_t* a, int64_t rows, float* c, uint32_t* room) {
+  const uint32_t* words = w.weights.get() + panel * w.words * PANEL;
+  if (w.quantised) {
+    constexpr int per_word = E::PER_WORD;
+    const int8_t* from = w.quantised.get() + panel * w.words * per_word * PANEL;
+    const uint32_t* bytes = reinterpret_cast<const uint32_t*>(from);
+    if (rows <= TILE_ROWS) return gemm<E, true>(a, w.words, rows, bytes, PANEL, PANEL, w.words, c, PANEL, false);
+    for (int64_t k = 0; k < w.words; ++k)
+      for (int n = 0; n < PANEL; n += LANES)
+        store(room + k * PANEL + n, E::expand(from + k * per_word * PANEL + n, PANEL));
+    words = room;
+  }
+  gemm<E>(a, w.words, rows, words, PANEL, PANEL, w.words, c, PANEL, false);
 }
 
 }  // namespace penstock

@@ -37,7 +37,6 @@ typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
-typedef int8_t vb __attribute__((vector_size(LANES)));
 
 template <class V>
 inline V load(const void* from) {
@@ -54,18 +53,22 @@ inline void store(void* to, V v) {
 inline vf splat(float x) { return vf{} + x; }
 inline vf larger(vf a, vf b) { return a > b ? a : b; }
 
-inline float sum(vf x) {  // in halves, always the same order
-  float lane[LANES];
-  store(lane, x);
-  for (int width = LANES / 2; width; width /= 2)
-    for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
-  return lane[0];
+// Across a vector, by quarters of 4 lanes and then within the quarter: always in the same order.
+template <class Both>
+inline float across(vf x, Both both) {
+  typedef float v4 __attribute__((vector_size(16)));
+  v4 part[LANES / 4];
+  std::memcpy(part, &x, sizeof x);
+  for (int i = 1; i < LANES / 4; ++i) part[0] = both(part[0], part[i]);
+  return both(both(part[0][0], part[0][1]), both(part[0][2], part[0][3]));
+}
+
+inline float sum(vf x) {
+  return across(x, [](auto a, auto b) { return a + b; });
 }
 
 inline float largest(vf x) {
-  float best = x[0];
-  for (int i = 1; i < LANES; ++i) best = x[i] > best ? x[i] : best;
-  return best;
+  return across(x, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 // Cephes' expf: 2 ulp where the result is a normal number; NaN stays NaN, below -87 it is about 1e-38.
@@ -89,16 +92,26 @@ inline vf exponential(vf x) {
 
 inline vf silu(vf x) { return x / (1.0f + exponential(-x)); }
 
+// int8 -> float. The first two are what GCC 12 does not find by itself.
+inline vf whole(const int8_t* from) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__)
+  return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+  return vf{float(from[0]), float(from[1]), float(from[2]), float(from[3])};
+#endif
+}
+
 struct Fp32 {
   using T = float;
   static constexpr int PER_WORD = 1;
   static vf dot(vf sum, vu a, vu b) { return sum + (vf)a * (vf)b; }
-  static vf widen(const T* from) { return load<vf>(from); }
   static void narrow(T* to, vf x) { store(to, x); }
   static T narrow(float x) { return x; }
   static float widen(T x) { return x; }
   // int8 -> LANES words
-  static vu expand(const int8_t* from, int) { return (vu)__builtin_convertvector(load<vb>(from), vf); }
+  static vu expand(const int8_t* from, int) { return (vu)whole(from); }
 };
 
 struct Bf16 {
@@ -112,7 +125,6 @@ struct Bf16 {
     return sum + (vf)(a & 0xffff0000u) * (vf)(b & 0xffff0000u);
 #endif
   }
-  static vf widen(const T* from) { return (vf)(__builtin_convertvector(load<vh>(from), vu) << 16); }
   static void narrow(T* to, vf x) {
 #if defined(__AVX512BF16__)
     const __m256bh half = _mm512_cvtneps_pbh((__m512)x);
@@ -137,9 +149,7 @@ struct Bf16 {
   // int8, first elements of the words, then `apart` bytes later the second ones -> LANES words.
   // Exact: bfloat16 holds every integer up to 256.
   static vu expand(const int8_t* from, int apart) {
-    const vu low = (vu)__builtin_convertvector(load<vb>(from), vf);
-    const vu high = (vu)__builtin_convertvector(load<vb>(from + apart), vf);
-    return (low >> 16) | high;
+    return ((vu)whole(from) >> 16) | (vu)whole(from + apart);
   }
 };
 
