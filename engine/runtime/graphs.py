@@ -93,14 +93,16 @@ class GraphDevice(Protocol):
 
 
 class DecodeGraphs(Generic[Output]):
-    """Runs decode steps of up to `rows_max` rows."""
+    """Runs decode steps of up to the largest bucket's rows."""
 
     def __init__(
-        self, step: DecodeStep[Output], rows_max: int, padding_slot: int, device: torch.device
+        self, step: DecodeStep[Output], buckets: Sequence[int], padding_slot: int, device: torch.device
     ) -> None:
+        """`buckets`: ascending row counts, as of `batch_buckets`."""
         self._step = step
         self._padding_slot = padding_slot
-        self.buckets: Final = batch_buckets(rows_max)
+        rows_max = buckets[-1]
+        self.buckets: Final = tuple(buckets)
         self._inputs = DecodeInputs.empty(rows_max, device)
         pinned = device.type == "cuda"
         self._staged = [torch.zeros(2, rows_max, dtype=torch.int32, pin_memory=pinned) for _ in range(STAGES)]

@@ -93,15 +93,19 @@ class TritonPrefill:
 
     def prepare(self, batch: Batch, tables: Tensor | None = None) -> TritonPrefillStep:
         """`tables`: the page tables of the rows after the decode rows, if they are on the device already."""
-        rows, device = batch.rows[batch.decode_rows :], self._cache.keys[0].device
+        rows = batch.rows[batch.decode_rows :]
         base = rows[0].offset
         chunks = [Chunk(row.start, row.length, row.offset - base) for row in rows]
-        group = self._spec.heads // self._spec.kv_heads
+        tables = batch.page_tables[batch.decode_rows :] if tables is None else tables
+        return self.of_chunks(chunks, tables)
+
+    def of_chunks(self, chunks: Sequence[Chunk], tables: Tensor) -> TritonPrefillStep:
+        """tables [R, P], a row per chunk, on the device."""
+        device, group = tables.device, self._spec.heads // self._spec.kv_heads
         tiles = {
             window: _to_device(tile_list(chunks, group, window), device) for window in set(self._spec.windows)
         }
         columns = _to_device([(chunk.start, chunk.length, chunk.offset) for chunk in chunks], device)
-        tables = batch.page_tables[batch.decode_rows :] if tables is None else tables
         return TritonPrefillStep(self._cache, self._spec, tables, columns, tiles)
 
 

@@ -42,7 +42,7 @@ class PagedCase:
     history: list[tuple[Tensor, Tensor]]
     """Per row, keys and values [length, Hkv, D], as stored."""
 
-    def moved(self, device: str) -> PagedCase:
+    def moved(self, device: torch.device) -> PagedCase:
         tensors = (t.to(device) for t in (self.q, self.keys, self.values, self.tables))
         q, keys, values, tables = tensors
         return PagedCase(self.shape, self.chunks, self.lengths, q, keys, values, tables, self.history)

@@ -12,21 +12,27 @@ from torch import Tensor
 from engine.runtime.kernels import decode_attention as kernels
 from tests.engine.runtime.kernels.cases import PagedCase, Shape, paged_case
 
+CPU = torch.device("cpu")
 RAGGED = (700, 1, 64, 65, 300, 0, 512, 513)
 """Less than a page, a page to the token, less than a split, splits to the token, none at all."""
 
 
 def run(
-    case: PagedCase, window: int | None = None, programs: int = 3, scales: tuple[float, float] = (1, 1)
+    case: PagedCase,
+    window: int | None = None,
+    programs: int = 3,
+    scales: tuple[float, float] = (1, 1),
+    device: torch.device = CPU,
 ) -> Tensor:
-    rows, size = len(case.lengths), case.shape.page_size
-    lengths = torch.tensor(case.lengths, dtype=torch.int32)
-    work = kernels.DecodeWork.empty(rows, torch.device("cpu"))
+    """On whatever device; tests/gpu calls it too."""
+    case = case.moved(device)
+    rows, shape = len(case.lengths), case.shape
+    size = shape.page_size
+    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
+    work = kernels.DecodeWork.empty(rows, device)
     splits = kernels.split_count(max(case.lengths), window, size)
-    shape = case.shape
-    scratch = kernels.DecodeScratch.empty(
-        rows, shape.heads, shape.kv_heads, shape.head_dim, splits, torch.device("cpu")
-    )
+    heads = shape.heads, shape.kv_heads, shape.head_dim
+    scratch = kernels.DecodeScratch.empty(rows, *heads, splits, device)
     scratch.sums.fill_(torch.nan)
     kernels.list_work(lengths, window, size, work)
     out = kernels.paged_decode(
@@ -43,7 +49,7 @@ def run(
         programs=programs,
     )
     assert not scratch.arrivals.any(), "the counters are not ready for the next layer"
-    return out
+    return out.cpu()
 
 
 def close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:

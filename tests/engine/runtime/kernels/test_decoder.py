@@ -9,7 +9,7 @@ import torch
 
 from engine.core.messages import SamplingParams
 from engine.runtime.attention import AttentionSpec
-from engine.runtime.graphs import DecodeGraphs
+from engine.runtime.graphs import DecodeGraphs, batch_buckets
 from engine.runtime.kernels.attention import TritonDecode, TritonPrefill
 from engine.runtime.kernels.decoder import DecodeStep, DeviceDecoder, DeviceModel
 from engine.runtime.kernels.sampling import DeviceSampling, SamplingScratch
@@ -87,7 +87,7 @@ def test_decode_steps_from_the_device_go_on_where_the_runner_stopped(tiny_model:
         table[slot, len(life.pages)] = spare.pop()
     scratch = SamplingScratch.empty(4, vocab, CPU)
     step = DecodeStep(model.decoder, runner.cache, model.decode, tokens, table, sampling, scratch)
-    graphs = DecodeGraphs(step, 4, padding, CPU)
+    graphs = DecodeGraphs(step, batch_buckets(4), padding, CPU)
     lengths = [len(life.tokens) for life in lives]
     found = [graphs.eager([0, 1, 2], [length + i for length in lengths])[0][:3].tolist() for i in range(3)]
 

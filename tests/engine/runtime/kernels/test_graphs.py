@@ -55,7 +55,7 @@ class Model:
 
 
 def graphs(model: Model, rows_max: int = 12) -> DecodeGraphs[Tensor]:
-    return DecodeGraphs(model.step, rows_max, PADDING, CPU)
+    return DecodeGraphs(model.step, batch_buckets(rows_max), PADDING, CPU)
 
 
 @given(st.integers(1, 600))

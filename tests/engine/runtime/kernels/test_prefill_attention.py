@@ -14,28 +14,37 @@ from engine.runtime.kernels import prefill_attention as kernels
 from engine.runtime.kernels.prefill_attention import BLOCK_M, Chunk, tile_list
 from tests.engine.runtime.kernels.cases import PagedCase, Shape, paged_case
 
+CPU = torch.device("cpu")
 CHUNKS, LENGTHS = (70, 1, 200, 64, 5), (70, 100, 200, 192, 133)
 """A prompt over a page, one token after a hundred, more than a tile, a page on a page boundary, a tail."""
 
 
-def run(case: PagedCase, window: int | None = None, scales: tuple[float, float] = (1, 1)) -> Tensor:
+def run(
+    case: PagedCase,
+    window: int | None = None,
+    scales: tuple[float, float] = (1, 1),
+    device: torch.device = CPU,
+) -> Tensor:
+    """On whatever device; tests/gpu calls it too."""
+    case = case.moved(device)
     offsets = accumulate(case.chunks, initial=0)
     chunks = [
         Chunk(length - chunk, chunk, offset)
         for chunk, length, offset in zip(case.chunks, case.lengths, offsets, strict=False)
     ]
-    tiles = tile_list(chunks, case.shape.group, window)
-    return kernels.paged_prefill(
+    columns = [(chunk.start, chunk.length, chunk.offset) for chunk in chunks]
+    out = kernels.paged_prefill(
         case.q,
         case.keys,
         case.values,
         case.tables,
-        torch.tensor([(c.start, c.length, c.offset) for c in chunks], dtype=torch.int32),
-        torch.tensor(tiles, dtype=torch.int32),
+        torch.tensor(columns, dtype=torch.int32, device=device),
+        torch.tensor(tile_list(chunks, case.shape.group, window), dtype=torch.int32, device=device),
         scale=case.shape.head_dim**-0.5,
         window=window,
         kv_scales=scales,
     )
+    return out.cpu()
 
 
 def close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:

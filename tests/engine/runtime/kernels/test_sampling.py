@@ -31,43 +31,47 @@ def params(**settings: Any) -> SamplingParams:
     return SamplingParams(**({"seed": 7, "max_tokens": 1} | settings))
 
 
-def histories(rows: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+def histories(rows: int, seed: int, vocab: int = VOCAB) -> list[tuple[Tensor, Tensor]]:
     """Prompt and output of each row."""
     generator = torch.Generator().manual_seed(seed)
-    return [
-        (
-            torch.randint(VOCAB, (5 + i,), generator=generator),
-            torch.randint(VOCAB, (i % 4,), generator=generator),
-        )
-        for i in range(rows)
-    ]
+
+    def drawn(length: int) -> Tensor:
+        return torch.randint(vocab, (length,), generator=generator)
+
+    return [(drawn(5 + row), drawn(row % 4)) for row in range(rows)]
 
 
 def on_cpu(logits: Tensor, asked: Sequence[SamplingParams], past: list[tuple[Tensor, Tensor]]) -> list[int]:
     columns = SamplingColumns.empty(len(asked))
     seats = []
     for slot, (own, (prompt, output)) in enumerate(zip(asked, past, strict=True)):
-        columns.seat(slot, own, VOCAB)
+        columns.seat(slot, own, logits.shape[1])
         seat = Seat(own, len(prompt), len(prompt) + len(output))
         if own.needs_history:
-            seat.history = torch.stack([torch.bincount(t, minlength=VOCAB).int() for t in (output, prompt)])
+            seat.history = torch.stack(
+                [torch.bincount(t, minlength=logits.shape[1]).int() for t in (output, prompt)]
+            )
         seats.append(seat)
     return sampler.sample(logits, list(range(len(asked))), seats, columns).tolist()
 
 
 def on_device(
-    logits: Tensor, asked: Sequence[SamplingParams], past: list[tuple[Tensor, Tensor]]
+    logits: Tensor,
+    asked: Sequence[SamplingParams],
+    past: list[tuple[Tensor, Tensor]],
+    device: torch.device = CPU,
 ) -> tuple[list[int], Tensor, kernels.DeviceSampling]:
-    """Rows sit in slots from the last to the first."""
-    rows = len(asked)
-    columns = kernels.DeviceSampling.empty(rows, VOCAB, CPU)
-    scratch = kernels.SamplingScratch.empty(rows, VOCAB, CPU)
+    """Rows sit in slots from the last to the first. tests/gpu calls it too."""
+    rows, vocab = logits.shape
+    columns = kernels.DeviceSampling.empty(rows, vocab, device)
+    scratch = kernels.SamplingScratch.empty(rows, vocab, device)
     for row, (own, (prompt, output)) in enumerate(zip(asked, past, strict=True)):
-        columns.seat(rows - 1 - row, own, prompt, output)
-    slots = torch.arange(rows - 1, -1, -1, dtype=torch.int32)
-    positions = torch.tensor([len(prompt) + len(output) for prompt, output in past], dtype=torch.int32)
-    tokens, logprobs = kernels.sample(logits, slots, positions, columns, scratch)
-    return tokens.tolist(), logprobs, columns
+        columns.seat(rows - 1 - row, own, prompt.to(device), output.to(device))
+    slots = torch.arange(rows - 1, -1, -1, dtype=torch.int32, device=device)
+    lengths = [len(prompt) + len(output) for prompt, output in past]
+    positions = torch.tensor(lengths, dtype=torch.int32, device=device)
+    tokens, logprobs = kernels.sample(logits.to(device), slots, positions, columns, scratch)
+    return tokens.tolist(), logprobs.cpu(), columns
 
 
 LIMITS: dict[str, dict[str, Any]] = {

@@ -1,0 +1,42 @@
+"""How long a kernel takes when what it reads is in memory, not in the cache.
+
+In a decode step every weight is read once and meanwhile pushed out of the cache by the others. Repeating one
+kernel would find its weight there and report a rate that no step reaches, so the cache is overwritten before
+each repetition. That also keeps the device busy while the next kernel is being launched, so that the events
+around it measure the kernel and not the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+WARM_UPS: Final = 2
+"""The first compiles."""
+REPETITIONS: Final = 8
+CACHE_BYTES: Final = 256 << 20
+"""Several times the largest last-level cache of a GPU."""
+
+
+class DeviceTimer:
+    """An `autotune.Timer` on the current CUDA device."""
+
+    def __init__(self) -> None:
+        self._cache = torch.empty(CACHE_BYTES, dtype=torch.int8, device="cuda")
+
+    def __call__(self, run: Callable[[], object]) -> float:
+        """The best of several, in us."""
+        for _ in range(WARM_UPS):
+            run()
+        spans = []
+        for _ in range(REPETITIONS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._cache.zero_()
+            begin.record()
+            run()
+            end.record()
+            spans.append((begin, end))
+        torch.cuda.synchronize()
+        return min(float(begin.elapsed_time(end)) for begin, end in spans) * 1e3

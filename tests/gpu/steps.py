@@ -1,0 +1,122 @@
+"""Whole decode steps and prefills of true shapes, random weights, bf16, as shares of their floors."""
+
+from __future__ import annotations
+
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.core.messages import SamplingParams
+from engine.runtime.attention import AttentionSpec
+from engine.runtime.graphs import CudaGraphDevice, DecodeGraphs
+from engine.runtime.kernels.attention import TritonDecode, TritonPrefill
+from engine.runtime.kernels.autotune import MatmulTable
+from engine.runtime.kernels.decode_attention import PROGRAMS_PER_SM
+from engine.runtime.kernels.decoder import DecodeStep, DeviceDecoder, StepTokens
+from engine.runtime.kernels.prefill_attention import Chunk
+from engine.runtime.kernels.sampling import DeviceSampling, SamplingScratch
+from engine.runtime.kernels.timing import DeviceTimer
+from engine.runtime.kv_cache import KVCache, KVGeometry
+from engine.runtime.models.config import ModelConfig
+from tests.gpu.results import check, floors, span_ms, write
+from tests.gpu.shapes import LLAMA_8B, QWEN3_06B, RandomWeights, decode_floor_s, prefill_floor_s
+
+CUDA = torch.device("cuda")
+PAGE = 64
+
+
+class Bench:
+    """A model of random weights, tuned to the card."""
+
+    def __init__(self, name: str, config: ModelConfig, *, fp8: bool = False) -> None:
+        began = time.perf_counter()
+        self.name, self.config, self.fp8 = name, config, fp8
+        self.spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.windows)
+        self.decoder = DeviceDecoder(config, RandomWeights(CUDA), CUDA, fp8=fp8)
+        layer = self.decoder.weights[:4] + self.decoder.weights[-1:]
+        self.decoder.table = MatmulTable.fill(layer, torch.bfloat16, DeviceTimer())
+        self.programs = PROGRAMS_PER_SM * torch.cuda.get_device_properties(0).multi_processor_count
+        write("steps", f"{name} made and tuned", took_s=time.perf_counter() - began)
+
+    def cache(self, tokens: int) -> KVCache:
+        config = self.config
+        geometry = KVGeometry(config.layers, config.kv_heads, PAGE, config.head_dim, torch.bfloat16)
+        with CUDA:
+            cache = KVCache(geometry, -(-tokens // PAGE) + 1)
+        for part in (*cache.keys, *cache.values):
+            part.normal_()
+        return cache
+
+    def decode(self, batch: int, context: int) -> dict[str, Any]:
+        """A step of random tokens, each row at `context`, sampled at temperature 1, as a graph."""
+        config, width = self.config, -(-context // PAGE)
+        cache = self.cache(batch * width * PAGE)
+        attention = TritonDecode(cache, self.spec, rows_max=batch, length_max=context, programs=self.programs)
+        table = torch.zeros(batch + 1, width, dtype=torch.int32, device=CUDA)
+        table[:batch] = torch.randperm(batch * width, device=CUDA).int().view(batch, width)
+        table[batch] = batch * width
+        tokens = torch.randint(config.vocab_size, (batch + 1, context + 1), device=CUDA).int()
+        sampling = DeviceSampling.empty(batch + 1, config.vocab_size, CUDA)
+        for slot in range(batch):
+            sampling.seat(slot, SamplingParams(seed=slot, max_tokens=1), tokens[slot], tokens[slot, :0])
+        scratch = SamplingScratch.empty(batch, config.vocab_size, CUDA)
+        step = DecodeStep(self.decoder, cache, attention, tokens, table, sampling, scratch)
+        graphs = DecodeGraphs(step, [batch], batch, CUDA)
+        graphs.capture(CudaGraphDevice(), lambda done, of: None)
+        slots, lengths = list(range(batch)), [context] * batch
+        found = graphs.replay(slots, lengths)[0]
+        assert (found >= 0).all(), "logits are not finite"
+        ms = span_ms(lambda: graphs.replay(slots, lengths))
+        floor_ms = decode_floor_s(config, batch, context, floors(), 1.0 if self.fp8 else 2.0) * 1e3
+        fields = {"model": self.name, "batch": batch, "context": context, "ms": ms, "floor_ms": floor_ms}
+        return fields | {"share": floor_ms / ms, "tokens_per_s": batch / ms * 1e3}
+
+    def prefill(self, length: int) -> dict[str, Any]:
+        """One prompt of random tokens, without a cached context, and the logits of its last token."""
+        config, cache = self.config, self.cache(length)
+        positions = torch.arange(length, device=CUDA)
+        tables = torch.randperm(cache.pages - 1, device=CUDA).int()[None]
+        pages = tables[0].long()[positions // PAGE]
+        token_ids = torch.randint(config.vocab_size, (length,), device=CUDA)
+        step = StepTokens(token_ids, positions, pages, positions % PAGE)
+        attend = TritonPrefill(cache, self.spec).of_chunks([Chunk(0, length, 0)], tables)
+
+        def run() -> Tensor:
+            return self.decoder.logits(self.decoder.forward(step, cache, attend)[-1:])
+
+        assert torch.isfinite(run()).all(), "logits are not finite"
+        ms = span_ms(run, 5)
+        floor_ms = prefill_floor_s(config, length, floors()[1]) * 1e3
+        fields = {"model": self.name, "tokens": length, "ms": ms, "floor_ms": floor_ms}
+        return fields | {"share": floor_ms / ms, "tokens_per_s": length / ms * 1e3}
+
+
+def run_model(name: str, config: ModelConfig, batches: tuple[int, ...], prompts: tuple[int, ...]) -> bool:
+    ok, bench = True, Bench(name, config)
+    for batch in batches:
+        row = f"decode {name} batch {batch} context 2048"
+        ok &= check("steps", row, partial(bench.decode, batch, 2048))
+        torch.cuda.empty_cache()
+    for length in prompts:
+        ok &= check("steps", f"prefill {name} {length}", partial(bench.prefill, length))
+        torch.cuda.empty_cache()
+    return ok
+
+
+@torch.inference_mode()
+def main() -> int:
+    ok = run_model("Qwen3-0.6B", QWEN3_06B, (1, 32, 256), (2048,))
+    torch.cuda.empty_cache()
+    ok &= run_model("Llama-3.1-8B", LLAMA_8B, (1, 32, 256), (2048, 8192))
+    torch.cuda.empty_cache()
+    fp8 = Bench("Llama-3.1-8B fp8", LLAMA_8B, fp8=True)
+    ok &= check("steps", "decode Llama-3.1-8B fp8 batch 1 context 2048", partial(fp8.decode, 1, 2048))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

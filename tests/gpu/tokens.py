@@ -1,0 +1,130 @@
+"""Small random models of every family on the GPU: tokens against transformers, and graph against eager."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.core.messages import SamplingParams
+from engine.runtime.attention import AttentionSpec
+from engine.runtime.batch import Batch
+from engine.runtime.graphs import CudaGraphDevice, DecodeGraphs, batch_buckets
+from engine.runtime.kernels.attention import TritonDecode, TritonPrefill
+from engine.runtime.kernels.decoder import DecodeStep, DeviceDecoder, DeviceModel
+from engine.runtime.kernels.sampling import DeviceSampling, SamplingScratch
+from engine.runtime.kv_cache import KVCache
+from engine.runtime.model_runner import ModelRunner
+from engine.runtime.models.config import read_model_config
+from engine.runtime.weights import Checkpoint, checkpoint_files
+from tests.engine.models import FAMILIES, make_tiny_model, reference_greedy
+from tests.engine.runtime.conftest import load
+from tests.engine.runtime.driver import Driver
+from tests.gpu.results import check
+
+CUDA = torch.device("cuda")
+PROMPTS = [list(range(2, 2 + length)) for length in (90, 3, 40)]
+OUTPUTS = 24
+STEPS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class HostLogits:
+    """A device's model for a runner whose slots and sampler are on the host."""
+
+    model: DeviceModel
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.model.forward(batch)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.model.logits(hidden).cpu()
+
+
+def on_gpu(path: Path) -> tuple[ModelRunner, DeviceModel]:
+    """A runner whose network and cache are on the GPU; the cache begins as NaN."""
+    runner = load(path, max_num_seqs=4, max_model_len=256, kernels="torch")
+    config, info = read_model_config(path), runner.info
+    with CUDA:
+        cache = KVCache(runner.cache.geometry, runner.cache.pages)
+    for part in (*cache.keys, *cache.values):
+        part.fill_(torch.nan)
+    decoder = DeviceDecoder(config, Checkpoint(checkpoint_files(path), torch.float32), CUDA)
+    spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.windows)
+    decode = TritonDecode(cache, spec, rows_max=info.slots + 1, length_max=info.max_model_len, programs=264)
+    model = DeviceModel(decoder, cache, decode, TritonPrefill(cache, spec))
+    runner.model = HostLogits(model)
+    return runner, model
+
+
+def tokens(path: Path) -> dict[str, Any]:
+    """Chunks, mixed batches, shuffled pages."""
+    runner, _ = on_gpu(path)
+    driver = Driver(runner, poison=False)
+    greedy = SamplingParams(seed=0, max_tokens=OUTPUTS, temperature=0.0)
+    lives = [driver.seat(slot, prompt, greedy) for slot, prompt in enumerate(PROMPTS)]
+    driver.finish([0, 1, 2], OUTPUTS, chunk=32)
+    expected = reference_greedy(path, PROMPTS, OUTPUTS)
+    assert [life.output for life in lives] == expected, "tokens differ from transformers'"
+    return {"tokens": OUTPUTS * len(PROMPTS)}
+
+
+def graph(path: Path) -> dict[str, Any]:
+    """The same steps twice: kernel by kernel, then replayed."""
+    runner, model = on_gpu(path)
+    driver = Driver(runner, poison=False)
+    asked = [SamplingParams(seed=s, max_tokens=OUTPUTS, temperature=s / 2, top_k=40 * s) for s in range(3)]
+    lives = [
+        driver.seat(slot, prompt, own) for slot, (prompt, own) in enumerate(zip(PROMPTS, asked, strict=True))
+    ]
+    driver.finish([0, 1, 2], 1)
+    slots, padding, vocab = runner.slots, runner.info.slots, runner.info.vocab_size
+    table = torch.cat((slots.page_table, torch.zeros_like(slots.page_table[:1])))
+    spare = sorted(set(range(runner.info.pages)) - {page for life in lives for page in life.pages})
+    table[padding, 0] = spare.pop()
+    sampling = DeviceSampling.empty(padding + 1, vocab, CUDA)
+    for slot, (life, own) in enumerate(zip(lives, asked, strict=True)):
+        prompt, output = (torch.tensor(t, device=CUDA) for t in (PROMPTS[slot], life.output))
+        sampling.seat(slot, own, prompt, output)
+        for place in range(len(life.pages), len(life.pages) + 2):
+            table[slot, place] = spare.pop()
+    tokens = torch.cat((slots.tokens, torch.zeros_like(slots.tokens[:1]))).to(CUDA)
+    scratch = SamplingScratch.empty(4, vocab, CUDA)
+    step = DecodeStep(model.decoder, model.cache, model.decode, tokens, table.to(CUDA), sampling, scratch)
+    graphs = DecodeGraphs(step, batch_buckets(4), padding, CUDA)
+    graphs.capture(CudaGraphDevice(), lambda done, of: None)
+    lengths = [len(life.tokens) for life in lives]
+
+    def run(by_graph: bool) -> list[tuple[list[int], list[float]]]:
+        go = graphs.replay if by_graph else graphs.eager
+        found = []
+        for i in range(STEPS):
+            now, logprobs = go([0, 1, 2], [length + i for length in lengths])
+            found.append((now[:3].tolist(), logprobs[:3].tolist()))
+        return found
+
+    for (eager, eager_logprobs), (replayed, logprobs) in zip(run(False), run(True), strict=True):
+        assert eager == replayed, "tokens differ between graph and eager"
+        assert eager_logprobs == logprobs, "log-probabilities differ between graph and eager"
+    return {"steps": STEPS}
+
+
+def main() -> int:
+    ok = True
+    with tempfile.TemporaryDirectory() as directory:
+        for family in FAMILIES:
+            path = make_tiny_model(family, Path(directory) / family)
+            with torch.inference_mode():
+                ok &= check("tokens", f"{family} against transformers", partial(tokens, path))
+                ok &= check("tokens", f"{family} graph against eager", partial(graph, path))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
