@@ -196,6 +196,13 @@ class FakeRunner:
             assert pages
             assert all(0 <= page < self.info.pages for page in pages)
             self.seats[slot].table += pages
+        for slot, index, page in plan.replaced:
+            table = self.seats[slot].table
+            assert self._page(self._store, table[index]) == self._page(self._store, page), "no double"
+            table[index] = page
+
+    def _page(self, store: array[int], page: int) -> array[int]:
+        return store[page * self.info.page_size : (page + 1) * self.info.page_size]
 
     def _swap(self, plan: Plan) -> None:
         """Copies in the plan's order. Of a page that is left part full, who left it goes along."""

@@ -34,7 +34,9 @@ Rules
 4. Pages are released tail first, and evicted in the order of their release: a prefix loses its end
    before its beginning, because a page is of use only when all its ancestors are.
 5. Two sequences may compute the same page at the same time. The first to finish it gives it its
-   identity; the second's page stays anonymous, serves its owner, and is free when released.
+   identity; the second then refers to that page, too, and gives its own back (`register` names the
+   one to keep, `engine.core.room` changes the table). Both hold the same keys and values: to the bit
+   when they were computed in batches of the same shapes, else as near as the runner's rounding allows.
 """
 
 from __future__ import annotations
@@ -165,13 +167,15 @@ class BlockManager:
         self._forget(page)
         return page
 
-    def register(self, page: int, identity: PageIdentity) -> None:
-        """A page is full and computed: it may be found from now on (see rule 5)."""
+    def register(self, page: int, identity: PageIdentity) -> int:
+        """A page is full and computed: it may be found from now on. Returns the page that is found: this one,
+        or another that was there before (see rule 5)."""
         assert self._refs[page] >= 1
         assert self._identity[page] is None
-        if identity not in self._by_identity:
-            self._by_identity[identity] = page
+        found = self._by_identity.setdefault(identity, page)
+        if found == page:
             self._identity[page] = identity
+        return found
 
     def release(self, pages: Sequence[int]) -> None:
         """Drop one reference to each page of a table, the tail first (see rule 4)."""

@@ -274,8 +274,8 @@ class SlotStart(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Plan(msgspec.Struct, array_like=True, frozen=True):
-    """One step, decided. The runner executes it in this order: leave, seat, grow, swap out, swap in,
-    compute, sample.
+    """One step, decided. The runner executes it in this order: leave, seat, grow, replace, swap out,
+    swap in, compute, sample.
 
     Row i computes tokens `[positions[i], positions[i] + lengths[i])` of `slots[i]`, writes their
     keys and values to that slot's pages, and samples the next token when `samples[i]`. The runner
@@ -299,6 +299,8 @@ class Plan(msgspec.Struct, array_like=True, frozen=True):
     """(page, host page): copy the one to the other, before this plan writes to it."""
     swapped_in: list[tuple[int, int]] = []
     """(host page, page): copy it back, after all that go out and before anything is read."""
+    replaced: list[tuple[int, int, int]] = []
+    """(slot, index, page): this entry of its page table names another page now, which holds the same."""
 
 
 class RunResult(msgspec.Struct, array_like=True, frozen=True):

@@ -4,7 +4,7 @@ next report."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from engine.core.block_manager import BlockManager
@@ -20,6 +20,8 @@ class Results:
     config: SchedulerConfig
     pages: BlockManager
     tenants: TenantCounters
+    merge: Callable[[Sequence, int, int], None]
+    """A sequence's page at this index is another page's double: refer to that one."""
 
     def take(
         self, flight: InFlight, result: RunResult, news: News, now: float
@@ -54,8 +56,10 @@ class Results:
         full = sequence.computed_len // size
         if full > full_before and self.config.prefix_cache:
             identities = sequence.chain.extend(sequence.tokens, full)
-            for page in range(full_before, full):
-                self.pages.register(sequence.pages[page], identities[page])
+            for index in range(full_before, full):
+                found = self.pages.register(sequence.pages[index], identities[index])
+                if found != sequence.pages[index]:
+                    self.merge(sequence, index, found)
 
     def _take_token(
         self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, news: News, now: float

@@ -267,15 +267,11 @@ class Room:
         return slot
 
     def merge(self, sequence: Sequence, index: int, page: int) -> None:
-        """Its own page at this index holds what that page does: refer to that one, and give up its own. A
-        step in flight still reads it."""
+        """Its own page at this index holds what that page does: refer to that one, and give up its own,
+        which a step in flight may still read."""
         self.pages.acquire([page])
         own, sequence.pages[index] = sequence.pages[index], page
-        last = self._in_flight.get(sequence.last_step)
-        if last is None:
-            self.pages.release([own])
-        else:
-            last.tables.append([own])
+        self._release(sequence, [own])
         self._replaced.append((sequence, index))
 
     def settle(self, landed: InFlight) -> None:

@@ -133,7 +133,7 @@ class Scheduler:
         self._planner = planner(
             config, runner, self._room, self._waiting, self._tenants, self._learner, self._in_flight
         )
-        self._results = Results(config, self._room.pages, self._tenants)
+        self._results = Results(config, self._room.pages, self._tenants, self._room.merge)
         self._news = News()
         self._now = 0.0  # when it last planned or committed
         self._step = 0  # the last planned, and the last committed
@@ -282,6 +282,7 @@ class Scheduler:
             samples=batch.samples,
             swapped_out=swapped_out,
             swapped_in=swapped_in,
+            replaced=self._room.take_replaced(),
         )
         for sequence, length, samples in zip(batch.rows, batch.lengths, batch.samples, strict=True):
             sequence.launch(self._step, length, samples)

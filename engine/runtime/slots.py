@@ -96,6 +96,9 @@ class Slots:
             self._take(start)
         for slot, pages in plan.grown:
             self._grow(slot, pages)
+        for slot, index, page in plan.replaced:
+            assert index < self.seat(slot).pages, f"slot {slot} has no page {index}"
+            self.page_table[slot, index] = page
 
     def append(self, slots: Sequence[int], tokens: Tensor) -> None:
         """One sampled token each, int64 [S]. A failed row's -1 is stored as 0: its sequence ends anyway."""

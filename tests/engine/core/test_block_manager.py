@@ -105,9 +105,10 @@ def test_free_pages_go_before_cached_ones() -> None:
     assert len(manager.match(chain_of([1] * 4))) == 1
 
 
-def test_second_page_of_the_same_content_stays_anonymous() -> None:
+def test_second_page_of_the_same_content_is_told_the_first() -> None:
     manager = BlockManager(4, SIZE)
-    first, second = filled(manager, [1] * 4), filled(manager, [1] * 4)
+    first, second = filled(manager, [1] * 4), manager.allocate(1)
+    assert manager.register(second[0], chain_of([1] * 4)[0]) == first[0]
     assert manager.match(chain_of([1] * 4)) == first
     manager.release(second)
     assert (manager.free, manager.cached) == (3, 0)

@@ -6,7 +6,7 @@ import pytest
 
 from engine.core import policy
 from engine.core.messages import FinishReason, RunResult, ServiceClass
-from engine.core.planner import PASSED_MAX
+from engine.core.planner import PASSED_MAX, Planner
 from engine.core.policy import ELDER_TURN, FIFO
 from tests.engine.core.harness import STEP_S, Harness, greedy
 from tests.fake_runner import NUMERIC_SEEDS, solo
@@ -161,6 +161,42 @@ def test_a_full_queue_rejects_at_once_and_the_queued_are_served() -> None:
     h.add(4, PROMPT, greedy(2))
     h.run()
     assert h.reason(4) is FinishReason.LENGTH
+
+
+def replaced_of(h: Harness) -> list[tuple[int, int, int]]:
+    return [change for plan in h.plans for change in plan.replaced]
+
+
+def test_doubles_are_merged_while_both_go_on() -> None:
+    """Their prompts share a beginning and are computed one after the other; what they put out is the same,
+    and fills the same page in the same step."""
+    h = Harness()
+    h.add(1, [1] * 9, greedy(8))
+    h.add(2, [1] * 9, greedy(8))
+    while not replaced_of(h):
+        h.step()
+    assert h.scheduler.stats().pages_owned == 5, "three in common, and one each"
+    h.run()
+    h.assert_all_as_solo()
+    assert h.scheduler.stats().pages_cached == 4
+    assert len(replaced_of(h)) == 1
+
+
+def test_prompts_computed_beside_each_other_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without rule D, which makes the second wait for the first."""
+    monkeypatch.setattr(Planner, "_is_coming", lambda *_: False)
+    h = Harness()
+    for handle in (1, 2, 3):
+        h.add(handle, [1] * 14, greedy(3))
+    h.step()
+    h.abort(2)
+    h.step()
+    assert sorted(index for _, index, _ in replaced_of(h)) == [0, 1, 2], "of the one that is left"
+    assert h.scheduler.stats().pages_owned == 5
+    h.add(4, [1] * 14, greedy(3))
+    h.run()
+    assert h.tokens[1] == h.tokens[3] == h.tokens[4] == h.solo(1).tokens
+    assert h.scheduler.stats().pages_owned == 0
 
 
 def test_a_queue_full_of_tokens_rejects_but_one_may_wait_alone() -> None:
