@@ -18,6 +18,7 @@ import torch
 from engine.core.config import SchedulerConfig
 from engine.core.messages import AddSequence, FinishReason, SamplingParams, TokenLogprobs
 from engine.core.scheduler import Scheduler
+from engine.core.swap import Preference
 from engine.runtime.config import RunnerConfig
 from engine.runtime.load import load_runner
 from engine.runtime.model_runner import ModelRunner
@@ -34,9 +35,17 @@ TOLERANCE = 1e-4
 class Engine:
     """The core without its loop: one runner, one scheduler, stepped until nobody is left."""
 
-    def __init__(self, path: Path, pages: int | None = None) -> None:
-        self.runner = self._load(path, pages)
-        self.scheduler = Scheduler(SchedulerConfig(step_tokens_max=STEP_TOKENS_MAX), self.runner.info)
+    def __init__(
+        self,
+        path: Path,
+        pages: int | None = None,
+        host_pages: int = 0,
+        prefers_swap: Preference = lambda _: True,
+    ) -> None:
+        self.runner = self._load(path, pages, host_pages)
+        self.scheduler = Scheduler(
+            SchedulerConfig(step_tokens_max=STEP_TOKENS_MAX), self.runner.info, prefers_swap=prefers_swap
+        )
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.logprobs: dict[int, list[TokenLogprobs]] = defaultdict(list)
         self.prompt_logprobs: dict[int, list[TokenLogprobs]] = defaultdict(list)
@@ -44,9 +53,10 @@ class Engine:
         self.reasons: dict[int, FinishReason] = {}
         self.preemptions = 0
         self.longest_step = 0
+        self.replaced = 0
 
     @staticmethod
-    def _load(path: Path, pages: int | None) -> ModelRunner:
+    def _load(path: Path, pages: int | None, host_pages: int) -> ModelRunner:
         settings = RunnerConfig(
             str(path),
             dtype="float32",
@@ -56,8 +66,9 @@ class Engine:
             threads=1,
         )
         runner = load_runner(settings, lambda stage: None)
-        if pages is not None:  # the scheduler sees fewer pages than there are
-            runner.info = msgspec.structs.replace(runner.info, pages=pages)
+        # the scheduler sees fewer pages than there are
+        info = msgspec.structs.replace(runner.info, pages=pages or runner.info.pages, host_pages=host_pages)
+        runner.info = info
         return runner
 
     def run(self, prompts: dict[int, list[int]], sampling: SamplingParams) -> None:
@@ -67,7 +78,18 @@ class Engine:
             self.longest_step = max(self.longest_step, sum(plan.lengths))
             self.scheduler.commit(plan, self.runner.run(plan), 0.0)
             self.scheduler.check()
+            self._poison()
+            self.replaced += len(plan.replaced)
             self._take(self.scheduler.report())
+
+    @torch.inference_mode()
+    def _poison(self) -> None:
+        """What nobody holds is not a number, on either side."""
+        room, cache, host = self.scheduler._room, self.runner.cache, self.runner.host
+        for layer in (*cache.keys, *cache.values):
+            layer[room.pages._free] = torch.nan
+        for layer in (*host.keys, *host.values):
+            layer[room.swapper.host._free] = torch.nan
 
     def _take(self, output) -> None:
         for i, handle in enumerate(output.handles):
@@ -136,6 +158,31 @@ def test_tokens_equal_transformers_under_preemption(model, prompts):
     assert engine.preemptions > 0
     for handle, prompt in enumerate(prompts):
         assert_greedy(oracle, prompt, engine.tokens[handle], engine.logprobs[handle])
+
+
+@pytest.mark.parametrize("host_pages", [40, 5], ids=["all are swapped", "some have no room"])
+def test_tokens_equal_transformers_when_swapped(model, prompts, host_pages):
+    path, oracle = model
+    engine = Engine(path, pages=24, host_pages=host_pages)
+    engine.run(dict(enumerate(prompts)), greedy())
+    stats = engine.scheduler.stats()
+    assert min(stats.swaps_out, stats.swaps_in) > 0
+    assert (stats.swaps_out == stats.preemptions) == (host_pages == 40)
+    for handle, prompt in enumerate(prompts):
+        assert_greedy(oracle, prompt, engine.tokens[handle], engine.logprobs[handle])
+
+
+def test_doubles_are_merged_and_nobody_notices(model, prompts):
+    """Two of the same prompt put out the same, into pages of their own until these are full."""
+    path, oracle = model
+    engine = Engine(path)
+    engine.run({1: prompts[6], 2: prompts[6], 3: prompts[3]}, greedy())
+    for handle, prompt in ((1, prompts[6]), (2, prompts[6]), (3, prompts[3])):
+        assert_greedy(oracle, prompt, engine.tokens[handle], engine.logprobs[handle])
+    assert (
+        engine.replaced
+        == (len(prompts[6]) + OUTPUT_LEN - 1) // PAGE_SIZE - (len(prompts[6]) - 1) // PAGE_SIZE
+    )
 
 
 def test_prompt_logprobs_equal_transformers_under_preemption(model, prompts):

@@ -219,6 +219,21 @@ async def test_expect_continue(served: Served) -> None:
     writer.close()
 
 
+async def test_a_queue_is_full_of_tokens_too_but_one_request_may_wait_alone(serve: Serve) -> None:
+    async with serve(max_queue_tokens=1) as served:
+        served.core.admits = False
+        served.says("x")
+        waiting = asyncio.create_task(served.http.post("/v1/completions", json=TEXT))
+        await until(lambda: served.engine.state.core.waiting == 1)
+        response = await served.http.post("/v1/completions", json=TEXT)
+        assert error_of(response, 503)["code"] == "queue_full"
+        served.core.admits = True
+        served.core.release()
+        assert (await waiting).status_code == 200
+        assert (await served.http.post("/v1/completions", json=TEXT)).status_code == 200
+        served.assert_nothing_leaks()
+
+
 async def test_a_full_queue_is_said_at_once(serve: Serve) -> None:
     async with serve(max_queue_len=2) as served:
         served.core.admits = False
