@@ -20,10 +20,10 @@ def held(h: Harness) -> tuple[int, int, int, int]:
 
 def shares_pages(h: Harness, count: int) -> None:
     """So many sequences run, whose prompts have two pages in common."""
-    h.add(1, [7] * 12, greedy(20, seed=1))
+    h.add(1, [7] * 8 + [1] * 4, greedy(20, seed=1))
     h.step()
     for handle in range(2, count + 1):
-        h.add(handle, [7] * 12, greedy(20, seed=handle))
+        h.add(handle, [7] * 8 + [handle] * 4, greedy(20, seed=handle))
     h.step()
     assert held(h) == (0, count, 0, 3 + count), "two pages in common"
 
