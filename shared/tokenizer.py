@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 import tokenizers
@@ -31,6 +31,8 @@ from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import InvalidRequest, Overloaded
 from shared.openai import ChatMessage, ChatRequest, CompletionRequest
 from shared.validation import prompt_count
+
+T = TypeVar("T")
 
 FILE_LEN_MAX: Final = 128 * 1024 * 1024
 WAITING_MAX: Final = 1024
@@ -346,11 +348,15 @@ class TokenizerThreads:
 
     async def prompt_ids(self, request: ChatRequest | CompletionRequest) -> list[list[int]]:
         """As `Tokenizer.prompt_ids`. Raises Overloaded when too many wait already."""
+        return await self.run(lambda: self.tokenizer.prompt_ids(request))
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Do it in one of these threads. Raises Overloaded when too many wait already."""
         if self._waiting >= WAITING_MAX:
-            raise Overloaded("Too many prompts wait to be tokenized.", retry_after_s=1.0)
+            raise Overloaded("Too many texts wait for the tokenizer.", retry_after_s=1.0)
         self._waiting += 1
         try:
-            return await asyncio.wrap_future(self._pool.submit(self.tokenizer.prompt_ids, request))
+            return await asyncio.wrap_future(self._pool.submit(work))
         finally:
             self._waiting -= 1
 

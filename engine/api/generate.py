@@ -9,7 +9,6 @@ drop exactly the sequences that have not ended.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Sequence
 from typing import TypeVar
@@ -92,7 +91,7 @@ async def _echoes(model: ServedModel, request: AnyRequest, prompts: list[list[in
     if not isinstance(request, CompletionRequest) or not request.echo:
         return None
     wants_starts = request.logprobs is not None
-    return await asyncio.to_thread(
+    return await model.threads.run(
         lambda: [_echo(model, text, ids, wants_starts) for text, ids in _texts(request, prompts)]
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -97,8 +96,10 @@ async def tokenize(state: EngineState, exchange: Exchange) -> None:
             chat = ChatRequest(model=model.name, messages=request.messages)
             [ids] = await model.threads.prompt_ids(chat)
         else:
-            ids = await asyncio.to_thread(
-                model.tokenizer.encode, request.prompt or "", add_special_tokens=request.add_special_tokens
+            ids = await model.threads.run(
+                lambda: model.tokenizer.encode(
+                    request.prompt or "", add_special_tokens=request.add_special_tokens
+                )
             )
     await exchange.send(_encode(TokenizeResponse(len(ids), limits.max_model_len, ids)))
 
@@ -109,7 +110,9 @@ async def detokenize(state: EngineState, exchange: Exchange) -> None:
     if any(token >= limits.vocab_size for token in request.tokens):
         raise InvalidRequest(f"tokens has an id of {limits.vocab_size} or more.", param="tokens")
     with exchange.enter("detokenize"):
-        text = await asyncio.to_thread(model.tokenizer.decode, request.tokens, skip_special_tokens=False)
+        text = await model.threads.run(
+            lambda: model.tokenizer.decode(request.tokens, skip_special_tokens=False)
+        )
     await exchange.send(_encode(DetokenizeResponse(text)))
 
 

@@ -6,7 +6,8 @@ Rules:
    then stops the children in order: first the one started last, which depends on those before it.
 2. A child ends with its parent, however that ends (`shared.lifecycle.die_with_parent`).
 3. Stopping is SIGTERM, a bounded wait, SIGKILL. After `hurry` it is SIGKILL at once.
-4. What a child writes goes to its log file; the end of that file says why it died.
+4. What a child writes goes to its log file; the end of that file says why it died. A file that has grown
+   to `LOG_LEN_MAX` is moved aside, in place of the one that was moved before: two such files at most.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import shutil
 from asyncio.subprocess import Process
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -33,6 +35,9 @@ PROBE_TIMEOUT_S: Final = 5.0
 TAIL_LEN: Final = 64 * 1024
 """Bytes of a log that are read for its last lines."""
 TAIL_LINES: Final = 12
+LOG_LEN_MAX: Final = 64 * 1024 * 1024
+"""Bytes, about a hundred thousand requests."""
+assert TAIL_LEN < LOG_LEN_MAX
 LINE_LEN_MAX: Final = 400
 
 T = TypeVar("T")
@@ -63,7 +68,8 @@ class Service:
 
     @classmethod
     async def start(cls, spec: ServiceSpec, clock: Clock = SYSTEM_CLOCK) -> Service:
-        with spec.log.open("wb") as log:
+        spec.log.write_bytes(b"")
+        with spec.log.open("ab") as log:  # what the child writes goes to the end, wherever that is by then
             process = await asyncio.create_subprocess_exec(
                 *spec.argv,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -101,6 +107,7 @@ class Service:
                     pause = asyncio.ensure_future(self._clock.sleep(LIVE_POLL_S))
                     await asyncio.wait({exited, pause}, return_when=asyncio.FIRST_COMPLETED)
                     pause.cancel()
+                    keep_short(self.spec.log)
                     if not exited.done() and await self._answers(client, "/livez", status=500):
                         break
         finally:
@@ -181,6 +188,14 @@ async def unless(event: asyncio.Event, work: Awaitable[Any]) -> bool:
 
 
 # -- logs, for people -----------------------------------------------------------------------------
+
+
+def keep_short(log: Path, len_max: int = LOG_LEN_MAX) -> None:
+    """Move aside what a log holds once it is so long. Its writer goes on in the same file, so it is copied
+    and cut: a line that is written between the two is lost."""
+    if log.stat().st_size >= len_max:
+        shutil.copyfile(log, log.with_suffix(".old.log"))
+        os.truncate(log, 0)
 
 
 def log_tail(path: Path) -> str:

@@ -13,6 +13,7 @@ Rules.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final, Protocol
@@ -188,7 +189,12 @@ class ServerEndpoint(Endpoint):
     def stream_closed(self, stream: Stream) -> None:
         super().stream_closed(stream)
         if stream.error is not None and (task := self._handlers.get(stream)) is not None:
-            task.cancel()
+            coroutine = task.get_coro()
+            assert asyncio.iscoroutine(coroutine)
+            if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+                self._loop.call_soon(task.cancel)  # once it has begun: who never runs cannot tell its end
+            else:
+                task.cancel()
 
     def peer_changed(self) -> None:
         super().peer_changed()

@@ -491,3 +491,17 @@ def test_the_tail_of_a_long_log_is_its_end(tmp_path: Path) -> None:
     lines = supervisor.log_tail(log).splitlines()
     assert len(lines) == supervisor.TAIL_LINES
     assert lines[-1] == "    line 99999"
+
+
+def test_a_log_that_has_grown_is_moved_aside_once(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    log.touch()
+    with log.open("ab", buffering=0) as writer:
+        for number in range(3):
+            writer.write(b"%d" % number * 10)
+            supervisor.keep_short(log, len_max=11)
+            writer.write(b".")
+            supervisor.keep_short(log, len_max=11)
+    assert log.read_bytes() == b""
+    assert (tmp_path / "engine.old.log").read_bytes() == b"2" * 10 + b"."
+    assert len(list(tmp_path.iterdir())) == 2

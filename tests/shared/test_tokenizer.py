@@ -508,6 +508,8 @@ async def test_the_line_before_the_threads_is_bounded(monkeypatch: pytest.Monkey
     await asyncio.sleep(0)
     with pytest.raises(Overloaded):
         await threads.prompt_ids(request)
+    with pytest.raises(Overloaded):
+        await threads.run(lambda: 1)
     waiting[2].cancel()
     await asyncio.gather(waiting[2], return_exceptions=True)
     another = asyncio.create_task(threads.prompt_ids(request))

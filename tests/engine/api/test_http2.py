@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, MutableMapping
 from contextlib import suppress
+from typing import Any
 
 import httpx
 import pytest
 
 from engine.core.messages import FinishReason
 from shared.http2.client import Http2Transport
+from shared.http2.connection import ConnectionConfig
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Served, until
+from tests.shared.http2.pair import REQUEST, End
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "seed": 1}
 VOLATILE = ("id", "created")
@@ -76,6 +79,25 @@ async def test_the_client_leaves_and_its_connection_stays(
     assert (await http2.get("/livez")).status_code == 200
     assert served.engine.server._http2 is not None
     assert len(served.engine.server._http2.endpoints) == 1
+
+
+async def test_a_stream_that_is_reset_in_the_turn_it_opens_has_its_line(
+    served: Served, lines: list[MutableMapping[str, Any]]
+) -> None:
+    """Its handler has not run by then, and tells of its end all the same."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.engine.port)
+    peer = End(client=True, config=ConnectionConfig())
+    peer.flush()
+    writer.write(peer.wire)
+    while not peer.connection.greeted:
+        peer.connection.receive(await reader.read(65536))
+    peer.wire = b""
+    peer.connection.open([*REQUEST, (b"x-request-id", b"r-reset")], end=False).reset()
+    peer.flush()
+    writer.write(peer.wire)
+    await until(lambda: bool(lines))
+    assert [(line["request_id"], line["end_reason"]) for line in lines] == [("r-reset", "client_gone")]
+    writer.close()
 
 
 async def _read_all(http2: httpx.AsyncClient, streams: bool) -> None:
