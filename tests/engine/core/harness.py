@@ -45,6 +45,7 @@ class Harness:
         queue_tokens_max: int = 1 << 30,
         host_pages: int = 0,
         prefers_swap: Preference = if_cheaper,
+        paused_max: int = 256,
     ) -> None:
         config = SchedulerConfig(
             step_tokens_max,
@@ -53,6 +54,7 @@ class Harness:
             preemptions_max,
             prefix_cache,
             stall_deadline_s,
+            paused_max,
             queue_tokens_max=queue_tokens_max,
         )
         info = runner_info(

@@ -360,3 +360,21 @@ def test_deadlines_come_in_the_order_of_the_pauses() -> None:
         ends.append(h.now)
     assert list(h.finished) == [1, 2, 3]
     assert ends == pytest.approx([106.01, 107.01, 108.01])
+
+
+def test_more_than_may_be_paused_end_those_paused_for_longest() -> None:
+    h = Harness(paused_max=2)
+    for handle in (1, 2, 3, 4):
+        h.add(handle, [handle, *PROMPT], greedy(9))
+    h.step()
+    for handle in (2, 4, 1):
+        h.pause(handle)
+    h.step()
+    assert h.reason(2) is FinishReason.STALLED
+    assert set(h.finished) == {2}
+    h.resume(4)
+    h.pause(3)
+    h.resume(1)
+    h.resume(3)
+    h.run()
+    assert [h.reason(handle) for handle in (1, 3, 4)] == [FinishReason.LENGTH] * 3
