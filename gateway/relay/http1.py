@@ -1,4 +1,4 @@
-"""HTTP/1.1 to the engines, as an `httpx.AsyncBaseTransport` on aiohttp's client.
+"""HTTP/1.1 to the engines: `exchange`, as `shared.http2.client.Http2Transport` has it, on aiohttp's client.
 
 httpx's own transport is measured and not used: httpcore walks all its connections twice, one inside
 the other, for every request (8 ms of CPU each with 256 open), and parses in Python. The same load
@@ -11,7 +11,7 @@ import asyncio
 import io
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, Final
@@ -21,7 +21,7 @@ import httpx
 from aiohttp.connector import AddrInfoType
 from yarl import URL
 
-from shared.http import CONNECTED
+from shared.http2.client import NO_TIMEOUTS, Timeouts
 
 IDLE_S: Final = 15.0
 """How long an unused connection is kept: below any engine's own limit, or requests would be sent
@@ -37,7 +37,7 @@ _OWN_HEADERS: Final = frozenset({"user-agent", "accept", "accept-encoding"})
 """That aiohttp would add."""
 
 
-class Http1Transport(httpx.AsyncBaseTransport):
+class Http1Transport:
     """Make it in a running loop. There are as many connections as requests in flight: quotas and
     queues throttle, not the pool."""
 
@@ -56,41 +56,51 @@ class Http1Transport(httpx.AsyncBaseTransport):
             trace_configs=[tracing],
         )
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        connect_s = request.extensions.get("timeout", {}).get("connect")
+    async def exchange(
+        self,
+        method: str,
+        url: httpx.URL,
+        headers: Iterable[tuple[bytes, bytes]],
+        content: bytes,
+        *,
+        timeouts: Timeouts = NO_TIMEOUTS,
+        connected: Callable[[], None] | None = None,
+    ) -> ResponseStream:
+        """Send, and wait for the response's headers; it is the caller's to close. Of the timeouts only
+        `connect_s` is applied. `connected` is told when there is a connection, new or kept: what fails
+        before was not dispatched. Raises httpx's errors."""
         try:
             answer = await self._session.request(
-                request.method,
-                _url(str(request.url)),
-                data=_sendable(await request.aread()),
-                headers=request.headers.multi_items(),
-                timeout=aiohttp.ClientTimeout(total=None, connect=connect_s),
+                method,
+                _url(str(url)),
+                data=_sendable(content),
+                headers=[(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers],
+                timeout=aiohttp.ClientTimeout(total=None, connect=timeouts.connect_s),
                 allow_redirects=False,
-                trace_request_ctx=request.extensions.get(CONNECTED),
+                trace_request_ctx=connected,
             )
         except (aiohttp.ClientError, OSError) as error:
-            raise _translated(error, request) from error
-        return httpx.Response(
-            answer.status, headers=answer.raw_headers, stream=_Body(answer, request), request=request
-        )
+            raise _translated(error) from error
+        return ResponseStream(answer)
 
     async def aclose(self) -> None:
         await self._session.close()
 
 
-class _Body(httpx.AsyncByteStream):
-    """Bytes as they come. Closed before its end, it closes the connection."""
+class ResponseStream:
+    """A response whose body is still to be read. Closed before its end, it closes the connection."""
 
-    def __init__(self, answer: aiohttp.ClientResponse, request: httpx.Request) -> None:
+    def __init__(self, answer: aiohttp.ClientResponse) -> None:
+        self.status: Final = answer.status
+        self.headers: Final[Mapping[str, str]] = answer.headers
         self._answer = answer
-        self._request = request
 
     async def read(self) -> bytes | None:
         """All bytes that are there, at least one; None at the end."""
         try:
             return await self._answer.content.readany() or None
         except (aiohttp.ClientError, OSError) as error:
-            raise _translated(error, self._request) from error
+            raise _translated(error) from error
 
     async def pass_on(self, accept: Callable[[bytes], bool]) -> bool:
         """As `shared.http2.stream.Stream.pass_on`, one read after the other."""
@@ -98,10 +108,6 @@ class _Body(httpx.AsyncByteStream):
             if not accept(data):
                 return True
         return False
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        while (chunk := await self.read()) is not None:
-            yield chunk
 
     async def aclose(self) -> None:
         self._answer.close()  # does nothing to a connection that was given back at the answer's end
@@ -129,14 +135,14 @@ def _socket(address: AddrInfoType) -> socket.socket:
     return made
 
 
-def _translated(error: Exception, request: httpx.Request) -> httpx.TransportError:
+def _translated(error: Exception) -> httpx.TransportError:
     text = f"{type(error).__name__}: {error}"
     match error:
         case aiohttp.ConnectionTimeoutError() | asyncio.TimeoutError():
-            return httpx.ConnectTimeout(text, request=request)
+            return httpx.ConnectTimeout(text)
         case aiohttp.ClientConnectorError():
-            return httpx.ConnectError(text, request=request)
+            return httpx.ConnectError(text)
         case aiohttp.ClientPayloadError() | aiohttp.ServerDisconnectedError():
-            return httpx.RemoteProtocolError(text, request=request)
+            return httpx.RemoteProtocolError(text)
         case _:
-            return httpx.ReadError(text, request=request)
+            return httpx.ReadError(text)

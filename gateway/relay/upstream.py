@@ -1,10 +1,9 @@
 """The engine's end of a request: send, read, give up.
 
-The seam to the wire is `httpx.AsyncBaseTransport`: HTTP/2 by `shared.http2`, HTTP/1.1, for engines
-that have nothing better, by `relay.http1`. It is called directly, without `httpx.AsyncClient`, whose
-redirects, cookies and proxies are no business of a hop; and bodies are read by their streams' own
-`read`, which takes all that is there, rather than piece by piece. Timeouts are the `Watch`'s, except
-for connecting, which only the transport can tell apart.
+The seam to the wire is `Transport`: HTTP/2 by `shared.http2`, HTTP/1.1, for engines that have nothing
+better, by `relay.http1`. httpx gives it its errors; its requests and responses are not made, as each pair
+costs more than the hop itself, and its redirects, cookies and proxies are no business of a hop. Timeouts
+are the `Watch`'s, except for connecting, which only the transport can tell apart.
 
 Closing an unfinished answer resets its stream, or closes its HTTP/1.1 connection, which is what tells
 the engine to stop.
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 import ssl
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from http import HTTPStatus
 from typing import Final
@@ -27,8 +26,7 @@ from gateway.relay.http1 import Http1Transport
 from gateway.shield import shielded
 from shared import errors
 from shared.errors import ApiError, ConnectTimeout, NotReady, UpstreamFailed, UpstreamUnreachable
-from shared.http import CONNECTED
-from shared.http2.client import Draining, Http2Transport, NotHttp2, RequestUnprocessed
+from shared.http2.client import Draining, Http2Transport, NotHttp2, RequestUnprocessed, Timeouts
 from shared.tls import client_context
 
 URLS_MAX: Final = 1024
@@ -48,12 +46,35 @@ class Outbound(msgspec.Struct, frozen=True):
     content: bytes = b""
 
 
-class ReadableStream(typing.Protocol):
-    """What the bodies of both transports are."""
+class Response(typing.Protocol):
+    """Its head is read, its body is to come."""
+
+    @property
+    def status(self) -> int: ...
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Looked up without regard to case."""
+        ...
 
     async def read(self) -> bytes | None: ...
 
     async def pass_on(self, accept: Callable[[bytes], bool]) -> bool: ...
+
+    async def aclose(self) -> None: ...
+
+
+class Transport(typing.Protocol):
+    async def exchange(
+        self,
+        method: str,
+        url: httpx.URL,
+        headers: Iterable[tuple[bytes, bytes]],
+        content: bytes,
+        *,
+        timeouts: Timeouts,
+        connected: Callable[[], None] | None,
+    ) -> Response: ...
 
     async def aclose(self) -> None: ...
 
@@ -63,13 +84,12 @@ class Answer:
 
     __slots__ = ("_stream", "finished", "headers", "status")
 
-    def __init__(self, response: httpx.Response) -> None:
-        self.status: Final = response.status_code
-        self.headers: Final = _plain(response.headers)
-        """By lower-case name."""
+    def __init__(self, response: Response) -> None:
+        self.status: Final = response.status
+        self.headers: Final = response.headers
         self.finished = False
         """Whether the whole answer was read."""
-        self._stream: Final = typing.cast(ReadableStream, response.stream)
+        self._stream: Final = response
 
     @property
     def is_stream(self) -> bool:
@@ -123,7 +143,7 @@ class Upstream:
             return client_context(ca=hop.ca, cert=hop.cert, key=hop.key)
 
         self._http2: Final = Http2Transport(ssl_context=context())
-        self._transports: Final[dict[Protocol, httpx.AsyncBaseTransport]] = {
+        self._transports: Final[dict[Protocol, Transport]] = {
             "http1": Http1Transport(context()),
             "http2": self._http2,
         }
@@ -147,17 +167,21 @@ class Upstream:
             ConnectTimeout, UpstreamUnreachable, NotReady: nothing was dispatched.
             UpstreamFailed: anything later.
         """
-        request = httpx.Request(
-            outbound.method,
-            _url(base_url + outbound.path),
-            headers=[*outbound.headers, ("content-length", str(len(outbound.content)))],
-            stream=httpx.ByteStream(outbound.content),  # given `content`, httpx spends 10 us on more headers
-            extensions={"timeout": {"connect": connect_s, "pool": connect_s}, CONNECTED: connected},
-        )
+        content = outbound.content
+        headers = [(name.encode(), value.encode()) for name, value in outbound.headers]
+        headers.append((b"content-length", b"%d" % len(content)))
         try:
-            return Answer(await self._transports[protocol].handle_async_request(request))
+            response = await self._transports[protocol].exchange(
+                outbound.method,
+                _url(base_url + outbound.path),
+                headers,
+                content,
+                timeouts=Timeouts(connect_s=connect_s, pool_s=connect_s),
+                connected=connected,
+            )
         except httpx.HTTPError as error:
             raise _ours(error) from error
+        return Answer(response)
 
     async def fetch(
         self,
@@ -179,11 +203,6 @@ class Upstream:
     async def aclose(self) -> None:
         for transport in self._transports.values():
             await transport.aclose()
-
-
-def _plain(headers: httpx.Headers) -> Mapping[str, str]:
-    """httpx decodes anew at each look."""
-    return {name.lower().decode("latin-1"): value.decode("latin-1") for name, value in headers.raw}
 
 
 @lru_cache(maxsize=URLS_MAX)

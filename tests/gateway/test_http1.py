@@ -1,14 +1,14 @@
-"""The HTTP/1.1 transport by itself, as any `httpx.AsyncBaseTransport` is used."""
+"""The HTTP/1.1 transport by itself."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import httpx
 import pytest
 
-from gateway.relay.http1 import CONNECTED, Http1Transport
+from gateway.relay.http1 import Http1Transport, ResponseStream
 from tests.gateway.conftest import PATIENCE_S, until
 
 
@@ -42,22 +42,26 @@ async def server() -> AsyncIterator[tuple[Server, str]]:
 
 @pytest.fixture
 async def transport() -> AsyncIterator[Http1Transport]:
-    async with Http1Transport() as transport:
-        yield transport
+    transport = Http1Transport()
+    yield transport
+    await transport.aclose()
 
 
-def get(url: str, **extensions: object) -> httpx.Request:
-    return httpx.Request("GET", url, extensions=extensions)
+async def get(
+    transport: Http1Transport, url: str, connected: Callable[[], None] | None = None
+) -> ResponseStream:
+    return await transport.exchange("GET", httpx.URL(url), [], b"", connected=connected)
 
 
 async def test_a_connection_is_kept_and_told_of(
     server: tuple[Server, str], transport: Http1Transport
 ) -> None:
-    told = []
+    told: list[int] = []
     for _ in range(3):
-        request = get(server[1], **{CONNECTED: lambda: told.append(1)})
-        response = await transport.handle_async_request(request)
-        assert await response.aread() == b"ok"
+        response = await get(transport, server[1], lambda: told.append(1))
+        assert (response.status, response.headers["Content-Length"]) == (200, "2")
+        assert await response.read() == b"ok"
+        assert await response.read() is None
         await response.aclose()
     assert server[0].opened == 1
     assert len(told) == 3
@@ -67,10 +71,8 @@ async def test_an_unfinished_answer_closes_its_connection(
     server: tuple[Server, str], transport: Http1Transport
 ) -> None:
     server[0].answer = b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nhalf"
-    response = await transport.handle_async_request(get(server[1]))
-    chunks = aiter(response.stream)  # type: ignore[arg-type]
-    assert await anext(chunks) == b"half"
-    await chunks.aclose()  # type: ignore[attr-defined]
+    response = await get(transport, server[1])
+    assert await response.read() == b"half"
     await response.aclose()
     await until(lambda: server[0].closed == 1)
 
@@ -79,7 +81,7 @@ async def test_a_cancelled_request_closes_its_connection(
     server: tuple[Server, str], transport: Http1Transport
 ) -> None:
     server[0].answer = b""
-    task = asyncio.create_task(transport.handle_async_request(get(server[1])))
+    task = asyncio.create_task(get(transport, server[1]))
     await until(lambda: server[0].opened == 1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -98,9 +100,10 @@ async def test_a_server_that_speaks_no_http(
     server[0].answer = answer
 
     async def whole() -> None:
-        response = await transport.handle_async_request(get(server[1]))
+        response = await get(transport, server[1])
         try:
-            await response.aread()
+            while await response.read() is not None:
+                pass
         finally:
             await response.aclose()
 
@@ -111,6 +114,6 @@ async def test_a_server_that_speaks_no_http(
 async def test_nobody_there(transport: Http1Transport) -> None:
     async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(httpx.ConnectError):
-            await transport.handle_async_request(get("http://127.0.0.1:1"))
+            await get(transport, "http://127.0.0.1:1")
         with pytest.raises(httpx.ConnectError):
-            await transport.handle_async_request(get("http://no-such-host.invalid"))
+            await get(transport, "http://no-such-host.invalid")
