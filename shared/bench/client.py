@@ -15,8 +15,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from shared.openai import Usage
-
 HEADERS_LEN_MAX: Final = 64 * 1024
 EXCHANGE_DEADLINE_S: Final = 600.0
 
@@ -73,6 +71,13 @@ class Exchange:
             return msgspec.json.decode(raw, type=_WithUsage).usage
         except msgspec.DecodeError:
             return None
+
+
+class Usage(msgspec.Struct):
+    """Of a server's account what every server gives: some leave the details out, or say null."""
+
+    prompt_tokens: int
+    completion_tokens: int
 
 
 class _WithUsage(msgspec.Struct):

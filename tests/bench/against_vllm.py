@@ -44,7 +44,7 @@ TURNS: Final = {"0.9M": 4, "29M": 3, "474M": 1}
 
 
 @contextlib.contextmanager
-def vllm(python: Path, model: Path, *, tcmalloc: str | None, all_cores: bool) -> Iterator[tuple[str, int]]:
+def vllm(python: Path, model: Path, tcmalloc: str | None, *, all_cores: bool) -> Iterator[tuple[str, int]]:
     """A vLLM server on a model directory: its base URL and its process."""
     port = free_port()
     libraries = [*python.parent.parent.glob("lib/libiomp5.so"), *([tcmalloc] if tcmalloc else [])]
@@ -82,12 +82,11 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -
     raise SystemExit(f"vLLM did not start:\n{log.read_text(errors='replace')[-3000:]}")
 
 
-def compare(name: str, model: Path, url: str, pid: int, options: argparse.Namespace) -> list[Figure]:
+def compare(name: str, model: Path, url: str, pid: int, options: argparse.Namespace) -> Iterator[Figure]:
     """One model, in pieces that each have the machine to themselves (`--alone`)."""
     pieces = [(["load"], streams) for streams in STREAMS[name]]
     pieces[-1][0].append("memory")  # of engines that have worked
     pieces.append((["beside"], 1))
-    figures = []
     for rows, streams in pieces:
         argv = [*options.alone, sys.executable, "-m", "shared.cli", "bench", "engine", "--json"]
         argv += ["--model", str(model), "--against", url, "--against-model", "bench"]
@@ -101,9 +100,9 @@ def compare(name: str, model: Path, url: str, pid: int, options: argparse.Namesp
             *options.engine,
         ]
         done = subprocess.run(argv, stdout=subprocess.PIPE, check=True)
-        read = [msgspec.json.decode(line, type=Figure) for line in done.stdout.splitlines()]
-        figures += [msgspec.structs.replace(figure, name=f"{name}: {figure.name}") for figure in read]
-    return figures
+        for line in done.stdout.splitlines():
+            figure = msgspec.json.decode(line, type=Figure)
+            yield msgspec.structs.replace(figure, name=f"{name}: {figure.name}")
 
 
 def main() -> int:
@@ -124,16 +123,15 @@ def main() -> int:
     options = parser.parse_args()
     options.engine = [f"--{option}" for option in options.engine]
     figures = []
-    for name in options.models:
-        model = make_model(options.dir / name, SHAPES[name])
-        with vllm(options.vllm, model, tcmalloc=options.tcmalloc, all_cores=options.all_cores) as (url, pid):
-            measured = compare(name, model, url, pid, options)
-        write(measured)
-        sys.stdout.flush()
-        figures += measured
-    if options.out is not None:
-        with options.out.open("w") as out:
-            write(figures, out, as_json=True)
+    with options.out.open("w") if options.out else contextlib.nullcontext() as out:
+        for name in options.models:
+            model = make_model(options.dir / name, SHAPES[name])
+            with vllm(options.vllm, model, options.tcmalloc, all_cores=options.all_cores) as (url, pid):
+                for figure in compare(name, model, url, pid, options):
+                    figures.append(figure)
+                    for target in (sys.stdout, *([out] if out else [])):
+                        write([figure], target, as_json=True)
+                        target.flush()
     return exit_code(figures, check=options.check)
 
 

@@ -1,0 +1,66 @@
+"""What the bench of engines makes of the times that it took."""
+
+from __future__ import annotations
+
+import argparse
+import random
+
+import pytest
+
+from shared.bench import engine
+from shared.bench.client import Endpoint, Exchange
+from shared.bench.engine import TOKENS_TARGET, add_arguments
+from shared.bench.load import Load, Sample, Server, token_times
+
+USAGE = b'data: {"usage":{"prompt_tokens":1,"completion_tokens":%d,"total_tokens":1}}'
+
+
+def exchange(*times: float, tokens: int) -> Exchange:
+    return Exchange(sent_at=1.0, event_times=list(times), last_event=USAGE % tokens)
+
+
+def test_events_that_bring_no_token_are_no_gaps() -> None:
+    assert token_times(exchange(1.5, 1.6, 1.8, 1.8, 1.8, tokens=3)) == [1.5, 1.6, 1.8]
+
+
+def test_events_that_bring_several_tokens_are_all_counted() -> None:
+    assert token_times(exchange(1.5, 1.6, tokens=8)) == [1.5, 1.6]
+
+
+def test_a_sample_grows_by_pieces() -> None:
+    sample = Sample()
+    sample.add([exchange(1.5, 1.6, 1.6, tokens=2)], elapsed_s=1.0)
+    sample.add([exchange(1.25, 1.75, 1.75, tokens=2)], elapsed_s=3.0)
+    assert sample.tokens_per_s == 1.0
+    assert sample.first_ms == pytest.approx([500, 250])
+    assert sample.gaps_ms == pytest.approx([100, 500])
+
+
+def test_no_prompt_comes_twice_and_a_seed_makes_the_same() -> None:
+    load = Load(streams=4, rounds=3, prompt_len=20, output_len=1)
+    prompts = load.prompts(random.Random(5))
+    assert len({tuple(prompt) for stream in prompts for prompt in stream}) == 12
+    assert prompts == load.prompts(random.Random(5))
+
+
+async def test_servers_take_turns_and_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[str] = []
+
+    async def measure(server: Server, load: Load, rng: random.Random, into: Sample) -> None:
+        turns.append(server.name)
+        into.add([exchange(1.1, 1.2, tokens=2)], elapsed_s=1.0 if server.name == "" else 2.0)
+
+    monkeypatch.setattr(engine, "measure", measure)
+    servers = [Server(name, Endpoint("http://h"), "m") for name in ("", "against, ")]
+    figures = await engine._in_turns(servers, Load(1, 1, 1, 2), 3, random.Random(0))
+    assert turns == ["", "against, "] * 3
+    [ratio] = [figure for figure in figures if figure.name == "1 stream: output, ratio"]
+    assert (ratio.value, ratio.target, ratio.ok) == (2.0, str(TOKENS_TARGET), True)
+    assert len(figures) == 15
+
+
+def test_options_behind_the_dashes_are_the_engines() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    options = parser.parse_args(["--streams", "1", "--", "--threads", "1"])
+    assert options.engine_options == ["--threads", "1"]
