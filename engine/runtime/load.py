@@ -135,6 +135,7 @@ def _load_network(
 
 def _hindrance(config: RunnerConfig, model: ModelConfig) -> str | None:
     """Why torch computes; None where the native kernels do. Raises BadRunnerConfig if that was ruled out."""
+    hindrance: str | None
     if config.kernels == "torch":
         hindrance = "asked for"
     elif not built_isas():

@@ -52,8 +52,10 @@ def build() -> None:
         return
     compiler = _compiler()
     LIBRARIES.mkdir(exist_ok=True)
-    jobs = {path: _compile(compiler, isa, path) for isa, path in missing.items()}
-    complaints = [_finish(path, job) for path, job in jobs.items()]
+    # Made under a name of this process: whoever looks meanwhile sees a whole library, or none.
+    made = {path: path.with_suffix(f".{os.getpid()}") for path in missing.values()}
+    jobs = [(path, _compile(compiler, isa, made[path])) for isa, path in missing.items()]
+    complaints = [_finish(path, made[path], job) for path, job in jobs]
     if any(complaints):
         raise BuildFailed("\n".join(filter(None, complaints)))
     current = {library_path(isa) for isa in ISAS}
@@ -70,19 +72,18 @@ def _compiler() -> str:
     return found
 
 
-def _compile(compiler: str, isa: str, path: Path) -> subprocess.Popen[str]:
-    command = [compiler, *FLAGS, *ISAS[isa], str(HERE / SOURCE), "-o", f"{path}.{os.getpid()}"]
+def _compile(compiler: str, isa: str, made: Path) -> subprocess.Popen[str]:
+    command = [compiler, *FLAGS, *ISAS[isa], str(HERE / SOURCE), "-o", str(made)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def _finish(path: Path, job: subprocess.Popen[str]) -> str | None:
+def _finish(path: Path, made: Path, job: subprocess.Popen[str]) -> str | None:
     """What the compiler had to say, if it failed. Else the library appears in one move."""
     try:
         said, _ = job.communicate(timeout=COMPILE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         job.kill()
         said, _ = job.communicate()
-    made = Path(f"{path}.{job.args[-1].rpartition('.')[2]}")  # type: ignore[index, union-attr]
     if job.returncode == 0:
         made.replace(path)
         return None
