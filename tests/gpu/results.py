@@ -16,11 +16,15 @@ def path() -> Path:
 
 
 def write(part: str, row: str, **fields: Any) -> None:
-    """`row` names what was checked or measured; it is how the table finds it."""
+    """Keep and show. `row` names what was checked or measured; it is how the table finds it."""
+    print(keep(part, row, **fields))
+
+
+def keep(part: str, row: str, **fields: Any) -> str:
     line = json.dumps({"part": part, "row": row, **fields})
     with path().open("a") as file:
         file.write(line + "\n")
-    print(line)
+    return line
 
 
 def read() -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.core.messages import SamplingParams
 from engine.runtime.attention import AttentionSpec
 from engine.runtime.graphs import CudaGraphDevice, DecodeGraphs
-from engine.runtime.kernels.attention import TritonDecode, TritonPrefill
+from engine.runtime.kernels.attention import LibraryPrefill, TritonDecode, TritonPrefill
 from engine.runtime.kernels.autotune import MatmulTable
 from engine.runtime.kernels.decode_attention import PROGRAMS_PER_SM
 from engine.runtime.kernels.decoder import DecodeStep, DeviceDecoder, StepTokens
@@ -75,7 +75,7 @@ class Bench:
         fields = {"model": self.name, "batch": batch, "context": context, "ms": ms, "floor_ms": floor_ms}
         return fields | {"share": floor_ms / ms, "tokens_per_s": batch / ms * 1e3}
 
-    def prefill(self, length: int) -> dict[str, Any]:
+    def prefill(self, length: int, backend: type[TritonPrefill] | type[LibraryPrefill]) -> dict[str, Any]:
         """One prompt of random tokens, without a cached context, and the logits of its last token."""
         config, cache = self.config, self.cache(length)
         positions = torch.arange(length, device=CUDA)
@@ -83,7 +83,7 @@ class Bench:
         pages = tables[0].long()[positions // PAGE]
         token_ids = torch.randint(config.vocab_size, (length,), device=CUDA)
         step = StepTokens(token_ids, positions, pages, positions % PAGE)
-        attend = TritonPrefill(cache, self.spec).of_chunks([Chunk(0, length, 0)], tables)
+        attend = backend(cache, self.spec).of_chunks([Chunk(0, length, 0)], tables)
 
         def run() -> Tensor:
             return self.decoder.logits(self.decoder.forward(step, cache, attend)[-1:])
@@ -102,7 +102,9 @@ def run_model(name: str, config: ModelConfig, batches: tuple[int, ...], prompts:
         ok &= check("steps", row, partial(bench.decode, batch, 2048))
         torch.cuda.empty_cache()
     for length in prompts:
-        ok &= check("steps", f"prefill {name} {length}", partial(bench.prefill, length))
+        ok &= check("steps", f"prefill {name} {length}", partial(bench.prefill, length, TritonPrefill))
+        by_library = partial(bench.prefill, length, LibraryPrefill)
+        ok &= check("steps", f"prefill {name} {length} by the library's attention", by_library)
         torch.cuda.empty_cache()
     return ok
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tests.gpu.results import read, write
+from tests.gpu.results import keep, read
 
 Line = dict[str, Any]
 
@@ -75,10 +75,8 @@ def main() -> int:
         measured = target.share(lines) if target.rows and len(lines) == len(target.rows) else None
         said = "not measured" if measured is None else f"{measured:.2f}"
         print(f"{target.what:50} {said:>14} {target.target:8.2f} {target.unit}")
-        if measured is None:
-            write("table", target.what, measured="not measured", target=target.target, unit=target.unit)
-        else:
-            write("table", target.what, measured=measured, target=target.target, unit=target.unit)
+        value = "not measured" if measured is None else measured
+        keep("table", target.what, measured=value, target=target.target, unit=target.unit)
     print(f"{len(failed)} checks failed" + "".join(f"\n  {line['row']}: {line['error']}" for line in failed))
     return 0
 

@@ -7,11 +7,14 @@ it from tensors on the device alone (`on_device`), so that a CUDA graph can hold
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.runtime.attention import AttentionSpec
 from engine.runtime.batch import Batch
@@ -24,6 +27,23 @@ from engine.runtime.kernels.decode_attention import (
 )
 from engine.runtime.kernels.prefill_attention import Chunk, paged_prefill, tile_list
 from engine.runtime.kv_cache import KVCache
+
+FRESH_TOKENS_MIN: Final = 1024
+"""Shorter prompts are several to a step, and the library's is one launch each."""
+
+
+class PrefillRows(Protocol):
+    """A step's rows of several tokens, over keys and values that are in the cache."""
+
+    def __call__(self, layer: int, q: Tensor) -> Tensor:
+        """q [T', H, D] -> the same shape."""
+        ...
+
+
+class PrefillPages(Protocol):
+    """A prefill back end that reads the cache alone."""
+
+    def prepare(self, batch: Batch, tables: Tensor | None = None) -> PrefillRows: ...
 
 
 class TritonDecode:
@@ -93,11 +113,8 @@ class TritonPrefill:
 
     def prepare(self, batch: Batch, tables: Tensor | None = None) -> TritonPrefillStep:
         """`tables`: the page tables of the rows after the decode rows, if they are on the device already."""
-        rows = batch.rows[batch.decode_rows :]
-        base = rows[0].offset
-        chunks = [Chunk(row.start, row.length, row.offset - base) for row in rows]
         tables = batch.page_tables[batch.decode_rows :] if tables is None else tables
-        return self.of_chunks(chunks, tables)
+        return self.of_chunks(_chunks(batch), tables)
 
     def of_chunks(self, chunks: Sequence[Chunk], tables: Tensor) -> TritonPrefillStep:
         """tables [R, P], a row per chunk, on the device."""
@@ -117,7 +134,15 @@ class TritonPrefillStep:
     chunks: Tensor
     tiles: Mapping[int | None, Tensor]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """q [T', H, D] -> the same shape. Keys and values are read from the cache, wherever else they are."""
         window = self.spec.windows[layer]
         return paged_prefill(
@@ -129,7 +154,90 @@ class TritonPrefillStep:
             self.tiles[window],
             scale=self.spec.scale,
             window=window,
+            out=out,
         )
+
+
+Library = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Causal attention of one prompt: q [H, L, D], k and v [Hkv, L, D] -> [H, L, D]."""
+
+
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """cuDNN's kernel, the fastest for whole prompts on Hopper; FlashAttention where cuDNN declines."""
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        out = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)
+    return out[0]
+
+
+class LibraryPrefill:
+    """Long prompts without a cached past through the library, the other rows through our kernel.
+
+    The library wants keys and values side by side: they are copied out of their pages, which takes a
+    hundredth of the time that a prompt of `FRESH_TOKENS_MIN` spends in attention. Layers with a window
+    shorter than the prompt stay with our kernel, which skips what the window hides.
+    """
+
+    def __init__(self, cache: KVCache, spec: AttentionSpec, library: Library = cudnn_attention) -> None:
+        self._cache = cache
+        self._spec = spec
+        self._library = library
+        self._triton = TritonPrefill(cache, spec)
+
+    def prepare(self, batch: Batch, tables: Tensor | None = None) -> PrefillRows:
+        """`tables`: the page tables of the rows after the decode rows, if they are on the device already."""
+        tables = batch.page_tables[batch.decode_rows :] if tables is None else tables
+        return self.of_chunks(_chunks(batch), tables)
+
+    def of_chunks(self, chunks: Sequence[Chunk], tables: Tensor) -> PrefillRows:
+        """tables [R, P], a row per chunk, on the device."""
+        whole = self._triton.of_chunks(chunks, tables)
+        fresh = [i for i, chunk in enumerate(chunks) if chunk.start == 0 and chunk.length >= FRESH_TOKENS_MIN]
+        if not fresh:
+            return whole
+        others = [i for i in range(len(chunks)) if i not in fresh]
+        rest = self._triton.of_chunks([chunks[i] for i in others], tables[others]) if others else None
+        rows = [(chunks[i], tables[i]) for i in fresh]
+        return LibraryPrefillStep(self._cache, self._spec, self._library, rows, rest, whole)
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryPrefillStep:
+    cache: KVCache
+    spec: AttentionSpec
+    library: Library
+    fresh: Sequence[tuple[Chunk, Tensor]]
+    """With their page tables [P]."""
+    rest: TritonPrefillStep | None
+    whole: TritonPrefillStep
+    """All rows, for layers with a window."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
+        """q [T', H, D] -> the same shape. Keys and values are read from the cache, wherever else they are."""
+        if self.spec.windows[layer] is not None:
+            return self.whole(layer, q)
+        out = q.new_empty(q.shape)
+        if self.rest is not None:
+            self.rest(layer, q, out=out)
+        for chunk, table in self.fresh:
+            own = slice(chunk.offset, chunk.offset + chunk.length)
+            keys, values = (
+                self._copied(part[layer], table, chunk.length)
+                for part in (self.cache.keys, self.cache.values)
+            )
+            out[own] = self.library(q[own].transpose(0, 1), keys, values).transpose(0, 1)
+        return out
+
+    def _copied(self, pages: Tensor, table: Tensor, length: int) -> Tensor:
+        """Out of [pages, Hkv, page_size, D]: [Hkv, length, D]."""
+        count = -(-length // pages.shape[2])
+        found = pages[table[:count]].transpose(0, 1).reshape(pages.shape[1], -1, pages.shape[3])
+        return found[:, :length]
+
+
+def _chunks(batch: Batch) -> list[Chunk]:
+    """The rows after the decode rows, packed from 0."""
+    rows = batch.rows[batch.decode_rows :]
+    return [Chunk(row.start, row.length, row.offset - rows[0].offset) for row in rows]
 
 
 def _to_device(numbers: Sequence[int] | Sequence[tuple[int, ...]], device: torch.device) -> Tensor:

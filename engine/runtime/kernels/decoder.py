@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.runtime.batch import Batch
 from engine.runtime.graphs import DecodeInputs
-from engine.runtime.kernels.attention import TritonDecode, TritonPrefill
+from engine.runtime.kernels.attention import PrefillPages, TritonDecode
 from engine.runtime.kernels.autotune import MatmulTable, Weight
 from engine.runtime.kernels.fp8 import quantise
 from engine.runtime.kernels.fused import QKNorm, norm_rotate_store, rms_norm, silu_mul
@@ -168,7 +168,7 @@ class DeviceModel:
     decoder: DeviceDecoder
     cache: KVCache
     decode: TritonDecode
-    prefill: TritonPrefill
+    prefill: PrefillPages
 
     def forward(self, batch: Batch) -> Tensor:
         """[T, hidden], on the device. What the batch has on the host is copied without waiting."""

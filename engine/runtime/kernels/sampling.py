@@ -461,7 +461,8 @@ def _draw_by_id(source, mass, top, heat, floor, u, vocab, CHUNK: tl.constexpr, C
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     distance = tl.div_rn(top - tl.load(source + ids, mask=ids < vocab, other=float("-inf")), heat)
     own = tl.where((tl.exp(-distance) >= floor) & (ids < vocab), _mass(distance), 0)
-    return chunk * CHUNK + tl.sum((before + tl.cumsum(own, 0) <= target).to(tl.int32))
+    token = chunk * CHUNK + tl.sum((before + tl.cumsum(own, 0) <= target).to(tl.int32))
+    return tl.minimum(token, vocab - 1)
 
 
 @triton.jit

@@ -32,7 +32,7 @@ class DeviceTimer:
             run()
         spans = []
         for _ in range(REPETITIONS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             self._cache.zero_()
             begin.record()
             run()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from engine.runtime.attention import AttentionSpec
-from engine.runtime.kernels.attention import TritonDecode
+from engine.runtime.kernels import attention
+from engine.runtime.kernels.attention import LibraryPrefill, TritonDecode, TritonPrefill
+from engine.runtime.kernels.prefill_attention import Chunk
 from engine.runtime.kv_cache import KVCache, KVGeometry
 
 
@@ -29,3 +34,31 @@ def test_decode_prepares_from_the_device_alone() -> None:
     full, windowed = step(0, q), step(1, q)
     torch.testing.assert_close(full[1], windowed[1])  # 7 keys, all within the window
     assert not torch.allclose(full[0], windowed[0])
+
+
+def test_long_fresh_prompts_go_to_the_library_and_the_rest_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two fresh rows, one too short, one over a cached past; a layer with a window stays with our kernel."""
+    monkeypatch.setattr(attention, "FRESH_TOKENS_MIN", 20)
+    torch.manual_seed(0)
+    cache = KVCache(KVGeometry(2, 2, 16, 16, torch.float32), pages=12)
+    for part in (*cache.keys, *cache.values):
+        part.normal_()
+    spec = AttentionSpec(4, 2, 16, [None, 8])
+    chunks = [Chunk(0, 33, 0), Chunk(0, 5, 33), Chunk(10, 21, 38), Chunk(0, 20, 59)]
+    tables = torch.randperm(12).view(4, 3)
+    q = torch.randn(79, 4, 16)
+    lengths: list[int] = []
+
+    def library(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        lengths.append(q.shape[1])
+        return scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+
+    ours = TritonPrefill(cache, spec).of_chunks(chunks, tables)
+    both = LibraryPrefill(cache, spec, library).of_chunks(chunks, tables)
+    torch.testing.assert_close(both(0, q), ours(0, q), atol=1e-5, rtol=1e-5)
+    assert lengths == [33, 20]
+    assert torch.equal(both(1, q), ours(1, q))
+    assert lengths == [33, 20]
+    short = LibraryPrefill(cache, spec, library).of_chunks(chunks[1:2], tables[1:2])
+    assert short(0, q[33:38]).shape == (5, 4, 16)
+    assert lengths == [33, 20]
