@@ -123,7 +123,8 @@ class TritonPrefill:
             window: _to_device(tile_list(chunks, group, window), device) for window in set(self._spec.windows)
         }
         columns = _to_device([(chunk.start, chunk.length, chunk.offset) for chunk in chunks], device)
-        return TritonPrefillStep(self._cache, self._spec, tables, columns, tiles)
+        tokens = max(chunk.offset + chunk.length for chunk in chunks)
+        return TritonPrefillStep(self._cache, self._spec, tables, columns, tiles, tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,8 @@ class TritonPrefillStep:
     tables: Tensor
     chunks: Tensor
     tiles: Mapping[int | None, Tensor]
+    tokens: int
+    """That the chunks reach among the packed ones."""
 
     def __call__(
         self,
@@ -144,6 +147,7 @@ class TritonPrefillStep:
         out: Tensor | None = None,
     ) -> Tensor:
         """q [T', H, D] -> the same shape. Keys and values are read from the cache, wherever else they are."""
+        assert self.tokens <= len(q)
         window = self.spec.windows[layer]
         return paged_prefill(
             q,

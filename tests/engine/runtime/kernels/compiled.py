@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from engine.runtime.kernels import decode_attention, fused, matmul, prefill_attention, sampling
@@ -103,22 +103,22 @@ def report(name: str, module: ModuleType, kernel: str, launch: Callable[[], obje
             json.dumps(
                 {"name": name, "shared_bytes": compiled.metadata.shared}
                 | {word: len(re.findall(re.escape(word), ptx)) for word in INSTRUCTIONS}
-                | assembled(ptx)
+                | assembled(compiled.asm["cubin"])
             ),
             flush=True,
         )
 
 
-def assembled(ptx: str) -> dict[str, int]:
-    """What the assembler says about registers: spilled bytes and registers per thread."""
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
+def assembled(cubin: bytes) -> dict[str, int]:
+    """What the machine code takes: registers per thread, and the stack, which is where they spill to."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
         file.flush()
-        command = [get_ptxas(HOPPER.arch).path, "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True)
-    text = said.stdout + said.stderr
-    found = {"spill_bytes": r"(\d+) bytes spill stores", "registers": r"Used (\d+) registers"}
-    return {key: int(match[1]) for key, pattern in found.items() if (match := re.search(pattern, text))}
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found, said
+    return {"registers": int(found[1]), "stack_bytes": int(found[2])}
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -186,8 +186,7 @@ def prefill_launch(
 def report_prefill() -> None:
     module = prefill_attention
     report("prefill 8B", module, "prefill_kernel", prefill_launch(32, 8, 128))
-    report("prefill group 7", module, "prefill_kernel", prefill_launch(28, 4, 128))
-    report("prefill window", module, "prefill_kernel", prefill_launch(32, 8, 128, 4096))
+    report("prefill window", module, "prefill_kernel", prefill_launch(28, 4, 128, 4096))
     report(
         "prefill fp8 cache", module, "prefill_kernel", prefill_launch(32, 8, 128, dtype=torch.float8_e4m3fn)
     )

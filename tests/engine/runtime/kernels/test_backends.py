@@ -59,6 +59,16 @@ def test_long_fresh_prompts_go_to_the_library_and_the_rest_does_not(monkeypatch:
     assert lengths == [33, 20]
     assert torch.equal(both(1, q), ours(1, q))
     assert lengths == [33, 20]
-    short = LibraryPrefill(cache, spec, library).of_chunks(chunks[1:2], tables[1:2])
+    short = LibraryPrefill(cache, spec, library).of_chunks([Chunk(0, 5, 0)], tables[1:2])
     assert short(0, q[33:38]).shape == (5, 4, 16)
     assert lengths == [33, 20]
+
+
+def test_queries_that_a_chunk_does_not_have_are_the_callers_mistake() -> None:
+    """A kernel would read and write beyond the tensor."""
+    cache = KVCache(KVGeometry(1, 2, 16, 16, torch.float32), pages=1)
+    step = TritonPrefill(cache, AttentionSpec(4, 2, 16, [None])).of_chunks(
+        [Chunk(0, 5, 33)], torch.zeros(1, 1)
+    )
+    with pytest.raises(AssertionError):
+        step(0, torch.zeros(5, 4, 16))
