@@ -39,9 +39,9 @@ def runner_for(path: Path) -> ModelRunner:
     return load(path, max_num_seqs=4, max_model_len=96, kernels="torch")
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
 def test_a_model_says_the_same_in_kernels(tiny_model: MakeModel, family: str) -> None:
-    """Chunked prompts, mixed batches, poisoned pages; RoPE scaling, a window of 24, biases, QK norm."""
+    """Chunked prompts, mixed batches, poisoned pages; a window of 24, biases, QK norm."""
     path = tiny_model(family)
     outputs = []
     for kernels in (False, True):
@@ -108,7 +108,7 @@ def test_fp8_weights_stay_near(tiny_model: MakeModel) -> None:
         runner = runner_for(path)
         runner.model = device_model(path, runner, fp8=fp8)
         driver = Driver(runner)
-        life = driver.seat(0, range(2, 34), asked)
+        life = driver.seat(0, range(2, 26), asked)
         driver.finish([0], 1)
         said.append(torch.tensor([entry.logprob for entry in life.prompt_logprobs]))
     exact, near = said

@@ -51,9 +51,9 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
     torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("window", [None, 1, 50, 130])
+@pytest.mark.parametrize("window", [None, 1, 100])
 @pytest.mark.parametrize(
-    "shape", [Shape(1, 1, 64), Shape(2, 4, 128), Shape(1, 7, 64), Shape(2, 2, 64)], ids=str
+    "shape", [Shape(1, 1, 64), Shape(1, 4, 128), Shape(1, 7, 64), Shape(2, 2, 64)], ids=str
 )
 def test_equals_the_definition(shape: Shape, window: int | None) -> None:
     case = paged_case(shape, CHUNKS, LENGTHS)
