@@ -173,8 +173,8 @@ def _add_scheduling_arguments(scheduling: argparse._ArgumentGroup) -> None:
         type=_milliseconds,
         default=100.0,
         metavar="MS",
-        help="how long prompts may make one step, the gap that running streams see; inf: as long as "
-        "--max-step-tokens takes (default: 100)",
+        help="how long prompts may make one step, the longest gap that running streams see (one prompt at "
+        "most doubles theirs); inf: as long as --max-step-tokens takes (default: 100)",
     )
     scheduling.add_argument(
         "--max-queue-len",

@@ -26,8 +26,9 @@ class SchedulerConfig:
     """Sequences that may be paused at once: one more, and the one paused for longest ends before its
     deadline. What readers who do not read can hold is so bounded, however many there are."""
     step_time_target_s: float = math.inf
-    """How long a step may take as far as prompts decide it: the gap that running streams see. What it
-    buys in tokens is learned, and `step_tokens_max` is its cap."""
+    """How long a step may take as far as prompts decide it: the longest gap that running streams see.
+    Few prompts take less (`policy.prompt_room_s`). What it buys in tokens is learned, and
+    `step_tokens_max` is its cap. Infinite: prompts may take whatever the budget of tokens allows."""
 
     queue_tokens_max: int = 1 << 30
     """Prompt tokens that may wait for their first admission. One that waits alone may have more."""

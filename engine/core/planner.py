@@ -59,7 +59,10 @@ class Planner:
         """What the decodes left, by rank: on chunks of those who run, and on admissions."""
         circumstances = self._circumstances(now)
         batch.copies_charged = batch.copied_pages
-        room_s = self.config.step_time_target_s - circumstances.cost.seconds(batch.work)
+        decodes_s = circumstances.cost.seconds(batch.work)
+        prompts = len(batch.chunks) + len(self.waiting.willing)
+        target_s = self.config.step_time_target_s
+        room_s = policy.prompt_room_s(target_s, decodes_s, batch.work.decode_rows, prompts)
         position = max((sequence.planned_len for sequence in batch.chunks), default=0)
         batch.budget_left = policy.prompt_budget(batch.budget_left, room_s, circumstances.cost, position)
         batch.keep(policy.kept_for_eldest(batch.budget_left))

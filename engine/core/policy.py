@@ -68,7 +68,7 @@ SHARE_FREE: Final = 2048
 SHARE_HALVED_BY: Final = 1024
 """Both in tokens."""
 ELDER_TURN: Final = 16
-PROMPT_TOKENS_MIN: Final = 32
+PROMPT_TOKENS_MIN: Final = 16
 _HALVINGS_MAX: Final = 512.0
 """Beyond this a share counts as 2 ** -512, so that it stays a number above zero."""
 assert list(WEIGHTS) == sorted(ServiceClass)
@@ -176,6 +176,19 @@ DISCIPLINES: Final[Mapping[str, Discipline]] = {"response-ratio": RESPONSE_RATIO
 def chunk_len(pending_len: int, budget_left: int) -> int:
     """Tokens of one sequence to compute in this step: at least one, while any budget is left."""
     return min(pending_len, budget_left)
+
+
+def prompt_room_s(target_s: float, decodes_s: float, decode_rows: int, prompts: int) -> float:
+    """Of a step's time, what prompts may take beside decodes that take `decodes_s`: each that waits or is
+    being computed as long again as all the decodes, and together what keeps the step to `target_s`.
+
+    So one long prompt at most doubles the gap that streams see, and the more prompts there are the more
+    they get: where they come faster than they are computed, up to the target. A fixed share would cap the
+    rate of prompts instead, and queues would grow for ever that could be served.
+    """
+    if target_s == math.inf or not decode_rows:
+        return target_s - decodes_s
+    return min(target_s - decodes_s, prompts * decodes_s)
 
 
 def prompt_budget(budget_left: int, room_s: float, cost: StepCost, position: int) -> int:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Mapping
 
@@ -129,6 +130,23 @@ def test_an_order_loses_and_doubles_nobody_and_puts_no_preempted_behind_its_clas
 @pytest.mark.parametrize(("pending", "budget", "length"), [(5, 9, 5), (9, 5, 5), (9, 0, 0)])
 def test_chunk_len(pending: int, budget: int, length: int) -> None:
     assert policy.chunk_len(pending, budget) == length
+
+
+@pytest.mark.parametrize(
+    ("target_s", "decodes_s", "rows", "prompts", "room_s"),
+    [
+        (0.1, 0.01, 8, 1, 0.01),  # one prompt: a gap twice as long, and no longer
+        (0.1, 0.01, 8, 3, 0.03),
+        (0.1, 0.01, 8, 50, 0.09),  # they come faster than they are computed: all that the target leaves
+        (0.1, 0.2, 64, 1, -0.1),  # the decodes alone take longer
+        (0.1, 0.01, 0, 1, 0.09),  # nobody streams
+        (math.inf, 0.01, 8, 1, math.inf),  # and nobody set a target
+    ],
+)
+def test_prompts_get_as_long_as_the_decodes_each_up_to_the_target(
+    target_s: float, decodes_s: float, rows: int, prompts: int, room_s: float
+) -> None:
+    assert policy.prompt_room_s(target_s, decodes_s, rows, prompts) == pytest.approx(room_s)
 
 
 @pytest.mark.parametrize(
