@@ -3,13 +3,18 @@
 Rows are packed: token t of the step belongs to the row whose `[offset, offset + length)` holds t.
 All of it follows from (slot, start, length) per row and from what the slots hold, so nothing here
 waits for a device.
+
+Tensors are gathered when they are first asked for, since the native forward pass asks for none: it reads
+the slots' own columns.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from functools import cached_property
+from itertools import accumulate, compress, takewhile
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -18,8 +23,7 @@ from engine.runtime.kv_cache import TokenPlaces
 from engine.runtime.slots import Slots
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True, gc=False):
     """Tokens [start, end) of a slot, at [offset, offset + length) of the step."""
 
     slot: int
@@ -32,67 +36,89 @@ class Row:
         return self.start + self.length
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Batch:
-    """T tokens in R rows. The first `decode_rows` rows have one token each."""
+    """T tokens in R rows. To be read before the slots change."""
 
+    plan: Plan
+    slots: Slots
     rows: tuple[Row, ...]
-    decode_rows: int
-    token_ids: Tensor
-    """[T] int64"""
-    positions: Tensor
-    """[T] int64"""
-    page_tables: Tensor
-    """[R, P] int64, P pages for the longest row; entries behind a row's own are meaningless."""
-    places: TokenPlaces
     sampled: tuple[Row, ...]
-    sampled_at: Tensor
-    """[S] int64: the last token of each row that samples."""
+
+    @cached_property
+    def tokens(self) -> int:
+        """T"""
+        return sum(self.plan.lengths)
+
+    @cached_property
+    def decode_rows(self) -> int:
+        """How many of the first rows have one token each."""
+        return sum(1 for _ in takewhile(lambda length: length == 1, self.plan.lengths))
+
+    @cached_property
+    def token_ids(self) -> Tensor:
+        """[T] int64"""
+        return self.slots.tokens[self._token_slots, self.positions].long()
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[T] int64"""
+        before = torch.tensor([row.start - row.offset for row in self.rows])
+        return torch.arange(self.tokens) + before[self._row_of]
+
+    @cached_property
+    def page_tables(self) -> Tensor:
+        """[R, P] int64, P pages for the longest row; entries behind a row's own are meaningless."""
+        pages_max = -(-max(row.end for row in self.rows) // self.slots.page_size)
+        return self.slots.page_table[torch.tensor(self.plan.slots), :pages_max].long()
+
+    @cached_property
+    def places(self) -> TokenPlaces:
+        size = self.slots.page_size
+        return TokenPlaces(
+            pages=self.slots.page_table[self._token_slots, self.positions // size].long(),
+            offsets=self.positions % size,
+            begun_pages=self._begun_pages(),
+        )
+
+    @cached_property
+    def sampled_at(self) -> Tensor:
+        """[S] int64: the last token of each row that samples."""
+        return torch.tensor([row.offset + row.length - 1 for row in self.sampled], dtype=torch.int64)
+
+    @cached_property
+    def _row_of(self) -> Tensor:
+        """[T] int64"""
+        return torch.repeat_interleave(torch.tensor(self.plan.lengths), output_size=self.tokens)
+
+    @cached_property
+    def _token_slots(self) -> Tensor:
+        """[T] int64"""
+        return torch.tensor(self.plan.slots)[self._row_of]
+
+    def _begun_pages(self) -> Tensor | None:
+        """Pages whose first token is among the step's and whose last is not."""
+        size = self.slots.page_size
+        lasts = ((row, row.end // size) for row in self.rows if row.end % size)
+        begun = [(row.slot, last) for row, last in lasts if last * size >= row.start]
+        if not begun:
+            return None
+        owners, places = zip(*begun, strict=True)
+        return self.slots.page_table[torch.tensor(owners), torch.tensor(places)].long()
 
 
 def assemble(plan: Plan, slots: Slots) -> Batch:
-    """The plan's rows as tensors. Asserts that they follow from what the slots hold."""
-    offsets = list(accumulate(plan.lengths, initial=0))
+    """The plan's rows. Asserts that they follow from what the slots hold."""
+    offsets = accumulate(plan.lengths, initial=0)
     rows = tuple(map(Row, plan.slots, plan.positions, plan.lengths, offsets))
     for row, samples in zip(rows, plan.samples, strict=True):
         _check(row, samples, slots)
-    row_slots, starts = torch.tensor(plan.slots), torch.tensor(plan.positions)
-    lengths = torch.tensor(plan.lengths)
-    row_of = torch.repeat_interleave(lengths, output_size=offsets[-1])
-    positions = torch.arange(offsets[-1]) + (starts - torch.tensor(offsets[:-1]))[row_of]
-    token_slots = row_slots[row_of]
-    page_of = positions // slots.page_size
-    pages_max = -(-max(row.end for row in rows) // slots.page_size)
-    sampled = tuple(row for row, samples in zip(rows, plan.samples, strict=True) if samples)
-    return Batch(
-        rows=rows,
-        decode_rows=sum(1 for _ in takewhile(lambda row: row.length == 1, rows)),
-        token_ids=slots.tokens[token_slots, positions].long(),
-        positions=positions,
-        page_tables=slots.page_table[row_slots, :pages_max].long(),
-        places=TokenPlaces(
-            pages=slots.page_table[token_slots, page_of].long(),
-            offsets=positions % slots.page_size,
-            begun_pages=_begun_pages(rows, slots),
-        ),
-        sampled=sampled,
-        sampled_at=torch.tensor([row.offset + row.length - 1 for row in sampled], dtype=torch.int64),
-    )
-
-
-def _begun_pages(rows: tuple[Row, ...], slots: Slots) -> Tensor | None:
-    """Pages whose first token is among the step's and whose last is not."""
-    size = slots.page_size
-    lasts = ((row, row.end // size) for row in rows if row.end % size)
-    begun = [(row.slot, last) for row, last in lasts if last * size >= row.start]
-    if not begun:
-        return None
-    owners, places = zip(*begun, strict=True)
-    return slots.page_table[torch.tensor(owners), torch.tensor(places)].long()
+    sampled = rows if all(plan.samples) else tuple(compress(rows, plan.samples))
+    return Batch(plan, slots, rows, sampled)
 
 
 def _check(row: Row, samples: bool, slots: Slots) -> None:
-    seat = slots.seat(row.slot)
-    assert 0 <= row.start < row.end <= seat.known_len, f"slot {row.slot} knows {seat.known_len} tokens: {row}"
-    assert row.end <= seat.pages * slots.page_size, f"slot {row.slot} has {seat.pages} pages: {row}"
-    assert not samples or row.end == seat.known_len, f"slot {row.slot} samples before its end: {row}"
+    seat, end = slots.seat(row.slot), row.end
+    assert 0 <= row.start < end <= seat.known_len, f"slot {row.slot} knows {seat.known_len} tokens: {row}"
+    assert end <= seat.pages * slots.page_size, f"slot {row.slot} has {seat.pages} pages: {row}"
+    assert not samples or end == seat.known_len, f"slot {row.slot} samples before its end: {row}"

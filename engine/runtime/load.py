@@ -27,6 +27,7 @@ from engine.runtime.models.parameters import LM_HEAD
 from engine.runtime.models.registry import DECODERS
 from engine.runtime.native.decoder import NativeDecoder, misfit
 from engine.runtime.native.library import built_isas
+from engine.runtime.sampler import DrawPlain
 from engine.runtime.slots import Slots
 from engine.runtime.weights import Checkpoint, Inspection, checkpoint_files
 
@@ -73,6 +74,7 @@ def load_runner(config: RunnerConfig, progress: Progress) -> ModelRunner:
         cache=cache,
         host=HostPages(cache, info.host_pages),
         slots=Slots(info.slots, info.max_model_len, info.page_size, info.vocab_size),
+        draw_plain=network.draw_plain,
     )
     progress("warming up")
     warm_up(runner)
@@ -103,6 +105,11 @@ class Network(Protocol):
     @property
     def name(self) -> str:
         """What computes, for the log."""
+        ...
+
+    @property
+    def draw_plain(self) -> DrawPlain | None:
+        """None: torch draws those rows like any other."""
         ...
 
     def attach(self, cache: KVCache) -> Model: ...
@@ -157,6 +164,10 @@ class TorchNetwork:
     @property
     def name(self) -> str:
         return f"torch kernels ({self.reason})"
+
+    @property
+    def draw_plain(self) -> None:
+        return None
 
     def attach(self, cache: KVCache) -> Model:
         config = self.config

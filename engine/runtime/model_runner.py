@@ -26,7 +26,7 @@ from engine.runtime.batch import Batch, Row, assemble
 from engine.runtime.kv_cache import HostPages, KVCache
 from engine.runtime.logprobs import LogprobColumns
 from engine.runtime.model import Model
-from engine.runtime.sampler import sample
+from engine.runtime.sampler import DrawPlain, sample
 from engine.runtime.slots import Slots
 
 PROMPT_LOGPROB_ROWS: Final = 128
@@ -67,6 +67,7 @@ class ModelRunner:
     cache: KVCache
     host: HostPages
     slots: Slots
+    draw_plain: DrawPlain | None = None
 
     def run(self, plan: Plan) -> RunResult:
         """Launch and collect."""
@@ -92,8 +93,8 @@ class ModelRunner:
         """hidden [T, hidden] -> a token per sampling row, [S], and what it was chosen by, [S, vocab]."""
         slots = [row.slot for row in batch.sampled]
         seats = [self.slots.seat(slot) for slot in slots]
-        logits = self.model.logits(hidden[batch.sampled_at])
-        tokens = sample(logits, slots, seats, self.slots.columns)
+        logits = self.model.logits(hidden if len(slots) == batch.tokens else hidden[batch.sampled_at])
+        tokens = sample(logits, slots, seats, self.slots.columns, self.draw_plain)
         self.slots.append(slots, tokens)
         return tokens, logits
 
@@ -102,8 +103,10 @@ class ModelRunner:
         for row in batch.rows:
             seat = self.slots.seat(row.slot)
             top = seat.sampling.prompt_logprobs
+            if top is None:
+                continue
             followed = min(row.end, seat.prompt_len - 1) - row.start
-            if top is not None and followed > 0:
+            if followed > 0:
                 found.append((row.slot, self._row_prompt_logprobs(row, followed, top, hidden)))
         return found
 

@@ -15,12 +15,15 @@ The reference distribution, in this order:
 Every row is worked out from that row alone, with sums in float64 and a fixed order, so that a token
 never depends on who shares the batch. Rows that need no edit are not copied, rows that truncate
 nothing are not sorted, and a batch that is all greedy is one argmax.
+
+Rows that neither edit nor truncate, which most are, may be left to whoever draws them faster
+(`DrawPlain`). That is decided row by row, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -39,8 +42,34 @@ CDF_BLOCK: Final = 128
 """Divides the vocabulary of most models, so that nothing is padded."""
 
 
-def sample(logits: Tensor, slots: Sequence[int], seats: Sequence[Seat], columns: SamplingColumns) -> Tensor:
+class DrawPlain(Protocol):
+    def __call__(
+        self, logits: Tensor, slots: Sequence[int], positions: Sequence[int], columns: SamplingColumns
+    ) -> Tensor:
+        """As `sample`, of rows whose seats are plain; what it answers for others is meaningless. The tokens
+        are `sample`'s, unless u is as near to a border between two as float32 weights are exact."""
+        ...
+
+
+def sample(
+    logits: Tensor,
+    slots: Sequence[int],
+    seats: Sequence[Seat],
+    columns: SamplingColumns,
+    draw_plain: DrawPlain | None = None,
+) -> Tensor:
     """logits [S, vocab] float32, left as they are -> tokens [S] int64, NUMERIC_FAILURE where not finite."""
+    if draw_plain is None:
+        return _sample(logits, slots, seats, columns)
+    tokens = draw_plain(logits, slots, [seat.known_len for seat in seats], columns)
+    others = [i for i, seat in enumerate(seats) if not seat.is_plain]
+    if others:
+        own = logits if len(others) == len(seats) else logits[others]
+        tokens[others] = _sample(own, [slots[i] for i in others], [seats[i] for i in others], columns)
+    return tokens
+
+
+def _sample(logits: Tensor, slots: Sequence[int], seats: Sequence[Seat], columns: SamplingColumns) -> Tensor:
     # One pass: a sum is finite only when every term is.
     sound = logits.sum(dim=-1).isfinite()
     edited = _edited(logits, seats)

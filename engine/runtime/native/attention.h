@@ -31,7 +31,7 @@ struct AttentionShape {
 
 // Consecutive tokens of one row: `count` from `position` on, at `token` of the step.
 struct Span {
-  const int64_t* table;  // the row's pages
+  const int32_t* table;  // the row's pages
   int64_t position, token, count;
   int64_t earlier, later;  // tokens of the row that this step has before and after these
 };

@@ -16,6 +16,7 @@
 
 #include "attention.h"
 #include "pool.h"
+#include "sampling.h"
 
 namespace penstock {
 
@@ -27,11 +28,22 @@ struct PenstockShape {
   int32_t bf16, quantised;
 };
 
-// What a step computes. Row i is tokens [starts[i], starts[i] + lengths[i]) of a sequence, packed one
-// after another; its pages are tables[i * table_stride ...].
+// What a step computes. Row i is tokens [starts[i], starts[i] + lengths[i]) of a slot, packed one after
+// another; a slot's tokens are tokens[slot * tokens_stride ...], its pages tables[slot * tables_stride ...].
 struct PenstockStep {
-  int64_t rows, table_stride;
-  const int64_t *starts, *lengths, *token_ids, *tables;
+  int64_t rows;
+  const int64_t *slots, *starts, *lengths;
+  int64_t tokens_stride, tables_stride;
+  const int32_t *tokens, *tables;
+};
+
+// Rows of logits, each drawn by its slot's parameters at its position.
+struct PenstockDraw {
+  int64_t rows, vocab;
+  const int64_t *slots, *positions;
+  const float* logits;  // [rows][vocab]
+  const float *temperature, *min_p;  // [slots], as the next
+  const uint64_t* seed;
 };
 
 enum PenstockLinear : int32_t { QKV, OUTPUT, GATE_UP, DOWN, LM_HEAD, LINEARS };
@@ -43,6 +55,7 @@ struct Model {
   virtual void set_linear(int64_t layer, int32_t which, const void* weight, const float* bias) = 0;
   virtual void forward(const PenstockStep& step, void* hidden) = 0;
   virtual void logits(const void* hidden, int64_t rows, float* out) = 0;
+  virtual void draw(const PenstockDraw& draw, int64_t* out) = 0;
 
   struct Layer {
     Linear linear[LM_HEAD];
@@ -104,7 +117,7 @@ class Decoder final : public Model {
 
   void forward(const PenstockStep& step, void* hidden) override {
     prepare(step);
-    embed(step.token_ids);
+    embed();
     for (auto& layer : layers) {
       norm(layer.norm[INPUT_NORM].get(), normed_.get());
       project(layer.linear[QKV], normed_.get(), tokens_, [&](int64_t token, int64_t place, const float* y) {
@@ -133,6 +146,20 @@ class Decoder final : public Model {
     });
   }
 
+  void draw(const PenstockDraw& all, int64_t* out) override {
+    pool_.each(all.rows, [&](int, int64_t row) {
+      const LogitsRow logits(all.logits + row * all.vocab, all.vocab);
+      const int64_t slot = all.slots[row];
+      const float temperature = all.temperature[slot];
+      if (!logits.sound())
+        out[row] = NUMERIC_FAILURE;
+      else if (temperature == 0.0f)
+        out[row] = logits.argmax();
+      else
+        out[row] = logits.draw(temperature, all.min_p[slot], uniform(all.seed[slot], uint64_t(all.positions[row])));
+    });
+  }
+
  private:
   int64_t qkv_width() const { return (shape_.heads + 2 * shape_.kv_heads) * shape_.head_dim; }
   static int used(const Linear& w, int64_t place) { return int(std::min<int64_t>(PANEL, w.outputs - place)); }
@@ -141,9 +168,13 @@ class Decoder final : public Model {
   void prepare(const PenstockStep& step) {
     written_.clear();
     attended_spans_.clear();
+    token_ids_.clear();
     tokens_ = 0;
     for (int64_t row = 0; row < step.rows; tokens_ += step.lengths[row++]) {
-      const Span whole{step.tables + row * step.table_stride, step.starts[row], tokens_, step.lengths[row], 0, 0};
+      const int64_t slot = step.slots[row], start = step.starts[row], length = step.lengths[row];
+      const int32_t* first = step.tokens + slot * step.tokens_stride + start;
+      token_ids_.insert(token_ids_.end(), first, first + length);
+      const Span whole{step.tables + slot * step.tables_stride, start, tokens_, length, 0, 0};
       cut(whole, WRITTEN_TOKENS, written_);
       cut(whole, heads_.block_tokens(), attended_spans_);
     }
@@ -212,15 +243,16 @@ class Decoder final : public Model {
     });
   }
 
-  void embed(const int64_t* ids) {
+  void embed() {
     each_token([&](int64_t token) {
+      const int64_t id = token_ids_[token];
       float* x = x_.get() + token * shape_.hidden;
       if (embedding) {
-        const T* row = static_cast<const T*>(embedding) + ids[token] * shape_.hidden;
+        const T* row = static_cast<const T*>(embedding) + id * shape_.hidden;
         for (int64_t i = 0; i < shape_.hidden; ++i) x[i] = E::widen(row[i]);
         return;
       }
-      const uint32_t* lane = lm_head_.weights.get() + ids[token] / PANEL * lm_head_.words * PANEL + ids[token] % PANEL;
+      const uint32_t* lane = lm_head_.weights.get() + id / PANEL * lm_head_.words * PANEL + id % PANEL;
       for (int64_t i = 0; i < shape_.hidden; ++i) {
         T element[per_word];
         std::memcpy(element, lane + i / per_word * PANEL, 4);
@@ -284,6 +316,7 @@ class Decoder final : public Model {
   Pool pool_;
   Linear lm_head_;
   int64_t tokens_ = 0;
+  std::vector<int32_t> token_ids_;
   std::vector<Span> written_, attended_spans_;
   Buffer<float> x_, qkv_;
   Buffer<T> normed_, q_, attended_, gated_;
@@ -334,6 +367,9 @@ void penstock_forward(Model* model, const PenstockStep* step, void* hidden) { mo
 
 // hidden [rows][hidden] -> out [rows][vocab].
 void penstock_logits(Model* model, const void* hidden, int64_t rows, float* out) { model->logits(hidden, rows, out); }
+
+// A token per row, or NUMERIC_FAILURE.
+void penstock_draw(Model* model, const PenstockDraw* draw, int64_t* out) { model->draw(*draw, out); }
 }
 
 }  // namespace penstock

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from ctypes import byref, c_int64
 from typing import Final
 
@@ -14,7 +15,8 @@ from engine.runtime.kv_cache import KVCache
 from engine.runtime.layers import Rotary
 from engine.runtime.models.config import ModelConfig
 from engine.runtime.models.parameters import EMBEDDING, FINAL_NORM, LM_HEAD, LayerParameters
-from engine.runtime.native.library import Shape, Step, library
+from engine.runtime.native.library import Draw, Shape, Step, library
+from engine.runtime.slots import SamplingColumns
 from engine.runtime.weights import WeightSource
 
 _QKV, _OUTPUT, _GATE_UP, _DOWN, _LM_HEAD = range(5)
@@ -91,17 +93,19 @@ class NativeDecoder:
 
     def forward(self, batch: Batch) -> Tensor:
         """Stores the tokens' keys and values -> final hidden states [T, hidden], normed."""
-        rows, tables = batch.rows, batch.page_tables
-        column = c_int64 * len(rows)
+        plan, slots = batch.plan, batch.slots
+        column = c_int64 * len(plan.slots)
         step = Step(
-            rows=len(rows),
-            table_stride=tables.stride(0),
-            starts=column(*[row.start for row in rows]),
-            lengths=column(*[row.length for row in rows]),
-            token_ids=batch.token_ids.data_ptr(),
-            tables=tables.data_ptr(),
+            rows=len(plan.slots),
+            slots=column(*plan.slots),
+            starts=column(*plan.positions),
+            lengths=column(*plan.lengths),
+            tokens_stride=slots.tokens.stride(0),
+            tables_stride=slots.page_table.stride(0),
+            tokens=slots.tokens.data_ptr(),
+            tables=slots.page_table.data_ptr(),
         )
-        hidden = torch.empty(len(batch.token_ids), self._config.hidden_size, dtype=self._dtype)
+        hidden = torch.empty(batch.tokens, self._config.hidden_size, dtype=self._dtype)
         self._library.penstock_forward(self._model, byref(step), hidden.data_ptr())
         return hidden
 
@@ -112,6 +116,26 @@ class NativeDecoder:
         logits = torch.empty(len(hidden), self._config.vocab_size)
         self._library.penstock_logits(self._model, hidden.data_ptr(), len(hidden), logits.data_ptr())
         return logits
+
+    def draw_plain(
+        self, logits: Tensor, slots: Sequence[int], positions: Sequence[int], columns: SamplingColumns
+    ) -> Tensor:
+        """Implements `engine.runtime.sampler.DrawPlain`."""
+        assert logits.is_contiguous()
+        column = c_int64 * len(slots)
+        wanted = Draw(
+            rows=len(slots),
+            vocab=logits.shape[1],
+            slots=column(*slots),
+            positions=column(*positions),
+            logits=logits.data_ptr(),
+            temperature=columns.temperature.data_ptr(),
+            min_p=columns.min_p.data_ptr(),
+            seed=columns.seed.data_ptr(),
+        )
+        tokens = torch.empty(len(slots), dtype=torch.int64)
+        self._library.penstock_draw(self._model, byref(wanted), tokens.data_ptr())
+        return tokens
 
     def _set_top(
         self, source: WeightSource, max_model_len: int, *, keep_embedding: bool

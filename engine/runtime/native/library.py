@@ -44,11 +44,28 @@ class Step(ctypes.Structure):
 
     _fields_ = (
         ("rows", c_int64),
-        ("table_stride", c_int64),
+        ("slots", POINTER(c_int64)),
         ("starts", POINTER(c_int64)),
         ("lengths", POINTER(c_int64)),
-        ("token_ids", c_void_p),
+        ("tokens_stride", c_int64),
+        ("tables_stride", c_int64),
+        ("tokens", c_void_p),
         ("tables", c_void_p),
+    )
+
+
+class Draw(ctypes.Structure):
+    """`PenstockDraw` in decoder.cpp."""
+
+    _fields_ = (
+        ("rows", c_int64),
+        ("vocab", c_int64),
+        ("slots", POINTER(c_int64)),
+        ("positions", POINTER(c_int64)),
+        ("logits", c_void_p),
+        ("temperature", c_void_p),
+        ("min_p", c_void_p),
+        ("seed", c_void_p),
     )
 
 
@@ -62,6 +79,7 @@ _SIGNATURES: Final[Mapping[str, tuple[Any, tuple[Any, ...]]]] = {
     "penstock_set_tables": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "penstock_forward": (None, (c_void_p, POINTER(Step), c_void_p)),
     "penstock_logits": (None, (c_void_p, c_void_p, c_int64, c_void_p)),
+    "penstock_draw": (None, (c_void_p, POINTER(Draw), c_void_p)),
 }
 
 

@@ -36,9 +36,9 @@ class Seats:
         self.slots.apply(Plan(0, [], [start], [], [], [], [], []))
         self.taken.append(slot)
 
-    def sample(self, logits: Tensor) -> list[int]:
+    def sample(self, logits: Tensor, draw_plain: sampler.DrawPlain | None = None) -> list[int]:
         seats = [self.slots.seat(slot) for slot in self.taken]
-        tokens: list[int] = sampler.sample(logits, self.taken, seats, self.slots.columns).tolist()
+        tokens: list[int] = sampler.sample(logits, self.taken, seats, self.slots.columns, draw_plain).tolist()
         return tokens
 
 

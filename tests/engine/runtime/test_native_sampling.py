@@ -1,0 +1,168 @@
+"""Tokens drawn in C++ beside torch's, which test_sampler.py holds against the document."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.core.messages import NUMERIC_FAILURE, SamplingParams
+from engine.runtime.native.library import built_isas
+from engine.runtime.philox import uniforms
+from engine.runtime.sampler import DrawPlain
+from engine.runtime.slots import Seat
+from tests.engine.runtime.test_native import PLAIN, Stage
+from tests.engine.runtime.test_sampler import PARAMS, Seats, expected_token, reference
+
+ISAS = built_isas()
+assert ISAS
+SEEDS = (0, 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
+
+
+def drawer(isa: str) -> DrawPlain:
+    draw: DrawPlain = Stage.of(PLAIN, isa=isa).model.draw_plain  # type: ignore[attr-defined]
+    return draw
+
+
+DRAWERS = {isa: drawer(isa) for isa in ISAS}
+
+
+def seated(params: list[SamplingParams], vocab: int, prompt_len: int = 1) -> Seats:
+    seats = Seats(vocab)
+    for own in params:
+        seats.add(own, [0] * prompt_len)
+    return seats
+
+
+def plain(seed: int, temperature: float = 1.0, min_p: float = 0.0) -> SamplingParams:
+    return SamplingParams(seed=seed, max_tokens=1, temperature=temperature, min_p=min_p)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@settings(max_examples=60, deadline=None)
+@given(rows=st.lists(st.tuples(PARAMS, st.integers(0, 2**32)), min_size=1, max_size=6))
+def test_plain_rows_are_drawn_from_the_reference_distribution(
+    isa: str, rows: list[tuple[SamplingParams, int]]
+) -> None:
+    """Every other row of any kind."""
+    params = [
+        own if i % 2 else plain(own.seed, own.temperature, own.min_p) for i, (own, _) in enumerate(rows)
+    ]
+    logits = torch.stack(
+        [(torch.randn(40, generator=torch.Generator().manual_seed(n)) * 6).round() / 2 for _, n in rows]
+    )
+    tokens = seated(params, 40).sample(logits, DRAWERS[isa])
+    for token, x, own in zip(tokens, logits, params, strict=True):
+        known = msgspec.structs.replace(own, stop_token_ids=tuple(t for t in own.stop_token_ids if t < 40))
+        distribution = reference(x.tolist(), known, [0], [])
+        truncated = own.top_k > 0 or own.top_p < 1
+        expected, border = expected_token(distribution, truncated, float(uniforms([own.seed], [1])[0]))
+        assert token == expected or (token in distribution and border < 1e-6)
+
+
+@pytest.mark.parametrize("vocab", [1, 3, 15, 16, 17, 127, 128, 129, 1000, 8192, 50_257])
+@pytest.mark.parametrize("isa", ISAS)
+def test_equals_torch_token_for_token(isa: str, vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    params = [
+        plain(seed, temperature, min_p)
+        for seed in SEEDS
+        for temperature, min_p in ((0.0, 0.0), (1.0, 0.0), (0.7, 0.0), (2.0, 0.0), (1.0, 0.02))
+    ]
+    logits = torch.randn(len(params), vocab, generator=generator) * 3
+    seats = seated(params, vocab, prompt_len=33)
+    assert seats.sample(logits, DRAWERS[isa]) == seats.sample(logits)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_same_random_numbers(isa: str) -> None:
+    """Of a flat distribution over a power of two, the token is the number's first bits."""
+    vocab, positions = 1 << 13, range(1, 60, 7)
+    for position in positions:
+        seats = seated([plain(seed) for seed in SEEDS], vocab, position)
+        u = uniforms(SEEDS, [position] * len(SEEDS))
+        assert seats.sample(torch.zeros(len(SEEDS), vocab), DRAWERS[isa]) == [int(x * vocab) for x in u]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_lowest_id_among_equals(isa: str) -> None:
+    logits = torch.full((2, 40), -1.0)
+    logits[0, [7, 9, 39]] = 2.0
+    logits[1, [33, 39]] = 0.0
+    assert seated([plain(5, 0.0)] * 2, 40).sample(logits, DRAWERS[isa]) == [7, 33]
+
+
+@pytest.mark.parametrize("place", [0, 4, 31, 39])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_logit_that_is_not_finite_fails_its_row_alone(isa: str, value: float, place: int) -> None:
+    logits = torch.randn(4, 40, generator=torch.Generator().manual_seed(0))
+    logits[1:3, place] = value
+    tokens = seated([plain(1), plain(1), plain(1, 0.0), plain(1, 0.0)], 40).sample(logits, DRAWERS[isa])
+    assert tokens[1:3] == [NUMERIC_FAILURE] * 2
+    assert min(tokens[0], tokens[3]) >= 0
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_extremes(isa: str) -> None:
+    """Logits whose sum overflows, a temperature that makes every other weight vanish, min-p at its end."""
+    huge = torch.full((40,), 3.0e38)
+    huge[39] = 3.3e38
+    steps = torch.linspace(-300, 300, 40)
+    flat = torch.zeros(40)
+    flat[11] = 1e-3
+    rows = [
+        (huge, plain(3, 0.0)),
+        (steps, plain(3, 1e-30)),
+        (steps, plain(3, 1e-60)),
+        (flat, plain(3, min_p=1.0)),
+    ]
+    logits = torch.stack([row for row, _ in rows])
+    tokens = seated([own for _, own in rows], 40).sample(logits, DRAWERS[isa])
+    assert tokens == [39, 39, 39, 11]
+
+
+def test_a_token_does_not_depend_on_who_shares_the_batch() -> None:
+    """Plain rows between those that torch draws; each alone gives the same."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(64, 3000, generator=generator) * 3
+    kinds: list[dict[str, Any]] = [{}, {"top_k": 7}, {"top_p": 0.8}, {"temperature": 0.0}, {"min_p": 0.1}]
+    kinds += [{"presence_penalty": 2.0}, {"logit_bias": ((5, 3.0),)}, {"min_tokens": 3}]
+    params = [SamplingParams(**({"seed": i, "max_tokens": 4} | kinds[i % len(kinds)])) for i in range(64)]
+    draw = DRAWERS[ISAS[0]]
+    together = seated(params, 3000).sample(logits, draw)
+    alone = [seated([own], 3000).sample(row[None], draw)[0] for row, own in zip(logits, params, strict=True)]
+    assert together == alone == seated(params, 3000).sample(logits)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_plain"),
+    [
+        ({}, True),
+        ({"temperature": 0.0, "top_p": 0.5, "top_k": 3}, True),
+        ({"min_p": 0.5}, True),
+        ({"logprobs": 3}, True),
+        ({"stop_token_ids": (3,)}, True),
+        ({"top_p": 0.9}, False),
+        ({"top_k": 9}, False),
+        ({"temperature": 0.0, "repetition_penalty": 1.1}, False),
+        ({"temperature": 0.0, "logit_bias": ((1, 1.0),)}, False),
+        ({"min_tokens": 1}, False),
+    ],
+)
+def test_what_is_plain(options: dict[str, Any], is_plain: bool) -> None:
+    seat = Seat(SamplingParams(**({"seed": 0, "max_tokens": 4} | options)), 1, 1)
+    assert seat.is_plain is is_plain
+
+
+def test_logits_are_left_as_they_were() -> None:
+    logits = torch.randn(2, 40)
+    before: Tensor = logits.clone()
+    seated([plain(0), plain(1, 0.0)], 40).sample(logits, DRAWERS[ISAS[0]])
+    assert torch.equal(logits, before)
