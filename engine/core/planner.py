@@ -1,6 +1,6 @@
 """Spends one step's token budget: decodes, then prompts by rank, on chunks and on admissions.
 
-The rules A to G that are named here stand at the head of `engine.core.scheduler`.
+The rules A to I that are named here stand at the head of `engine.core.scheduler`.
 """
 
 from __future__ import annotations
@@ -59,10 +59,7 @@ class Planner:
         """What the decodes left, by rank: on chunks of those who run, and on admissions."""
         circumstances = self._circumstances(now)
         batch.copies_charged = batch.copied_pages
-        decodes_s = circumstances.cost.seconds(batch.work)
-        prompts = len(batch.chunks) + len(self.waiting.willing)
-        target_s = self.config.step_time_target_s
-        room_s = policy.prompt_room_s(target_s, decodes_s, batch.work.decode_rows, prompts)
+        room_s = self._prompt_room_s(batch, circumstances)
         position = max((sequence.planned_len for sequence in batch.chunks), default=0)
         batch.budget_left = policy.prompt_budget(batch.budget_left, room_s, circumstances.cost, position)
         batch.keep(policy.kept_for_eldest(batch.budget_left))
@@ -70,6 +67,13 @@ class Planner:
             self._admit(batch, news, circumstances)
         for sequence in self.waiting.rank(batch.unplanned, circumstances):
             batch.add_chunk(sequence)
+
+    def _prompt_room_s(self, batch: Batch, circumstances: Circumstances) -> float:
+        target_s, decodes_s = self.config.step_time_target_s, circumstances.cost.seconds(batch.work)
+        if not batch.work.decode_rows:  # nobody streams
+            return target_s - decodes_s
+        prompts = (policy.lateness(s, circumstances) for s in (*batch.chunks, *self.waiting.willing))
+        return policy.prompt_room_s(target_s, decodes_s, prompts)
 
     def _circumstances(self, now: float) -> Circumstances:
         competing = {sequence.tenant for sequence in self.waiting.willing}
