@@ -27,8 +27,6 @@ STATUS_CLIENT_GONE: Final = 499
 NONE: Final = "none"
 """The label where there is no value: the request ended before it had one."""
 
-log = logs.get(__name__)
-
 
 class EndReason(StrEnum):
     OK = "ok"
@@ -185,19 +183,12 @@ class Reporter:
     """Writes the completed line and counts, once per request."""
 
     def __init__(self) -> None:
-        """Logs are configured by now."""
-        self._log = log.bind()
         self._tenants: set[TenantId] = set()
 
     def completed(self, record: RequestRecord, stages: Stages, seconds: float) -> None:
-        trace_id, total_ms = stages.trace.trace_id, _ms(seconds)
-        self._log.info(
-            "request.completed",
-            **_fields(record),
-            trace_id=trace_id,
-            total_ms=total_ms,
-            **stages.log_fields(),
-        )
+        fields = _fields(record)
+        fields |= {"trace_id": stages.trace.trace_id, "total_ms": _ms(seconds), **stages.log_fields()}
+        logs.write(__name__, "request.completed", fields)
         stages.end(status=record.status, end_reason=record.end_reason, endpoint=record.endpoint)
         model, tenant = record.model or NONE, self._tenant_label(record.tenant)
         REQUESTS.inc(record.endpoint, model, tenant, record.status, record.end_reason.value)
