@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from gateway.relay.stream import ClientGone
+from gateway.relay.client import ClientGone
 from gateway.relay.watch import Watch
 from shared.errors import BodyTimeout, BodyTooLarge, InvalidRequest
 
@@ -37,6 +37,8 @@ async def read_body(request: web.BaseRequest, watch: Watch, len_max: int, within
             room -= len(chunk)
             if room < 0:
                 raise BodyTooLarge(too_large)
+            if content.at_eof():
+                break
     except ConnectionError:
         raise ClientGone from None
     except (HttpProcessingError, ClientPayloadError, web.RequestPayloadError) as error:

@@ -30,7 +30,7 @@ from gateway.exchange import Exchange
 from gateway.live import LiveRequests
 from gateway.pipeline import Pipeline, ProxiedRequest, subjects_of
 from gateway.record import Reporter, RequestRecord
-from gateway.relay.stream import Client, ClientGone
+from gateway.relay.client import Client, ClientGone
 from gateway.relay.watch import Watch
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
@@ -188,7 +188,7 @@ class Edge:
             return begun
         exchange.record.failed(error, begun.status if begun else None)
         if begun is not None:
-            await exchange.client.fail(error, exchange.progress)
+            await exchange.client.fail(error, at_boundary=exchange.progress.scanner.at_boundary)
             return begun
         await self._look_up_windows(exchange)
         response = error_response(error, exchange.headers())

@@ -13,7 +13,8 @@ from gateway.config import TimeoutsConfig
 from gateway.directory import Directory
 from gateway.identity.keys import Principal
 from gateway.record import RequestRecord
-from gateway.relay.stream import Client, Progress
+from gateway.relay.client import Client
+from gateway.relay.stream import Progress
 from gateway.relay.watch import Watch
 from shared.clock import Clock
 from shared.ids import IGNORED_FIELDS_HEADER, REQUEST_ID_HEADER

@@ -20,28 +20,24 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Final
 
-from aiohttp import web
-from aiohttp.http import StreamWriter
 from msgspec import Struct, field
 
 from gateway.config import TimeoutsConfig
+from gateway.relay.client import Client
 from gateway.relay.foreign import ForeignStream, Source, usage_of
 from gateway.relay.upstream import Answer, read_back
 from gateway.relay.watch import Watch
-from shared.errors import ApiError, InterTokenTimeout, SlowClient, UpstreamFailed
+from shared.errors import InterTokenTimeout, UpstreamFailed
 from shared.ids import TOKENIZER_HEADER
-from shared.sse import CLOSING_HEADER, Closing, TailScanner, error_event, parse_closing
+from shared.sse import CLOSING_HEADER, Closing, TailScanner, parse_closing
 
 HEAD_LEN_MAX: Final = 256 * 1024
 """Bytes that wait for the decision which status to answer with: a whole unary answer, if it fits."""
 
 _BOUNDARY: Final = b"\n\n"
 _ERROR: Final = b'data: {"error":'
+_NO_HEADERS: Final[Mapping[str, str]] = {}
 _STREAM_HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-
-
-class ClientGone(Exception):
-    """The client's connection broke while it was written to."""
 
 
 class Progress(Struct, eq=False):
@@ -81,100 +77,6 @@ class Progress(Struct, eq=False):
         return self.scanner.closing is not None and not self.scanner.saw_done
 
 
-class _Response(web.StreamResponse):
-    _send_headers_immediately = False  # but together with the first bytes: one system call less
-
-
-class Client:
-    """The client's end: headers once, then bytes under backpressure."""
-
-    __slots__ = ("_request", "_watch", "_writer", "finished", "response", "slow_client_s")
-
-    def __init__(self, request: web.BaseRequest, watch: Watch, slow_client_s: float) -> None:
-        self._request = request
-        self._watch = watch
-        self.slow_client_s = slow_client_s
-        self._writer: StreamWriter | None = None
-        self.response: web.StreamResponse | None = None
-        """Once it has begun, the status is on its way."""
-        self.finished = False
-
-    async def begin(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        """Headers and the first of the body, together. Raises ClientGone."""
-        assert self.response is None
-        self.response = response = _Response(status=status, headers=headers)
-        try:
-            writer = await response.prepare(self._request)
-            assert isinstance(writer, StreamWriter)
-            self._writer = writer
-            await writer.write(body, drain=False)
-        except ConnectionError:
-            raise ClientGone from None
-        if self._request.protocol.writing_paused:
-            await self.drained()
-
-    def offer(self, data: bytes) -> bool:
-        """Gives `data` to the transport, at once. Returns whether there is room for more; where there is
-        none, wait for `drained` first. Raises ClientGone.
-
-        What `StreamWriter.write` does for a body that is neither compressed nor of a declared length, at
-        half its cost: this is once per event.
-        """
-        writer, transport = self._writer, self._request.transport
-        assert writer is not None
-        if transport is None or transport.is_closing():
-            raise ClientGone
-        if writer.chunked:
-            data = b"%x\r\n%b\r\n" % (len(data), data)
-        writer.output_size += len(data)
-        transport.write(data)
-        return not self._request.protocol.writing_paused
-
-    async def drained(self) -> None:
-        """Room again. Raises ClientGone; the watch raises SlowClient when the client does not read."""
-        assert self._writer is not None
-        self._expect_reading()
-        try:
-            await self._writer.drain()
-        except ConnectionError:
-            raise ClientGone from None
-
-    async def write(self, data: bytes) -> None:
-        if not self.offer(data):
-            await self.drained()
-
-    async def finish(self) -> None:
-        assert self.response is not None
-        self._expect_reading()
-        try:
-            await self.response.write_eof()
-        except ConnectionError:
-            raise ClientGone from None
-        self.finished = True
-
-    async def fail(self, error: ApiError, progress: Progress) -> None:
-        """End an answer that has begun and is not finished."""
-        assert not self.finished
-        assert self.response is not None
-        is_stream = self.response.content_type == "text/event-stream"
-        if not is_stream or isinstance(error, SlowClient) or not progress.scanner.at_boundary:
-            self._cut()
-            return
-        try:
-            assert self._writer is not None
-            await self._writer.write(error_event(error), drain=False)
-            self._writer.set_eof()
-        except ConnectionError:
-            raise ClientGone from None
-
-    def _expect_reading(self) -> None:
-        self._watch.expect(self.slow_client_s, SlowClient, "The client stopped reading its answer.")
-
-    def _cut(self) -> None:
-        if (transport := self._request.transport) is not None:
-            transport.abort()
-
-
 class Relay(Struct, frozen=True, eq=False):
     """Passes one answer on, to its end."""
 
@@ -202,7 +104,7 @@ class Relay(Struct, frozen=True, eq=False):
             source = self.progress.foreign = ForeignStream(answer)
         head = await self._first_event(answer.status, source)
         self.progress.events += head.count(_BOUNDARY)
-        await self._begin(answer, _STREAM_HEADERS, head)
+        await self._begin(answer, head, _STREAM_HEADERS)
         self._expect_more()
         while await source.pass_on(self._pass):
             await self.client.drained()
@@ -241,8 +143,7 @@ class Relay(Struct, frozen=True, eq=False):
         self._take_closing(answer)
         if answer.finished and _is_foreign(answer):
             self.progress.foreign_usage = usage_of(bytes(head))
-        length = {"content-length": str(len(head))} if answer.finished else {}
-        await self._begin(answer, length, bytes(head))
+        await self._begin(answer, bytes(head))
         while chunk:
             await self._write(chunk)
             chunk = await self._read(answer)
@@ -251,11 +152,11 @@ class Relay(Struct, frozen=True, eq=False):
         closing = answer.headers.get(CLOSING_HEADER)
         self.progress.header_closing = parse_closing(closing) if closing else None
 
-    async def _begin(self, answer: Answer, headers: Mapping[str, str], body: bytes) -> None:
+    async def _begin(self, answer: Answer, body: bytes, headers: Mapping[str, str] = _NO_HEADERS) -> None:
         content_type = answer.headers.get("content-type", "application/json")
         headers = {"content-type": content_type, **headers, **self.headers()}
         self.progress.body_len += len(body)
-        await self.client.begin(answer.status, headers, body)
+        await self.client.begin(answer.status, headers, body, whole=answer.finished)
 
     async def _read(self, source: Source) -> bytes:
         self._expect_more()

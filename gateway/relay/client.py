@@ -1,0 +1,153 @@
+"""The client's end of an answer: its head once, then bytes under backpressure.
+
+aiohttp reads the requests and keeps the connections; an answer's bytes are framed here. Its own response
+is made for handlers who change their minds about headers, and costs a unary request a twentieth of all.
+
+Rules:
+
+1. An answer that is whole when it begins has its length declared. Any other is chunked or, to HTTP/1.0,
+   ends with the connection.
+2. The head and the first of the body are one write.
+3. Lines of the head are counted: no value can begin a line of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from http import HTTPStatus
+from typing import Final
+
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.helpers import rfc822_formatted_time
+from aiohttp.http import SERVER_SOFTWARE, HttpVersion, HttpVersion10, HttpVersion11
+
+from gateway.relay.watch import Watch
+from shared.errors import ApiError, SlowClient
+from shared.sse import error_event
+
+BODILESS: Final = (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
+STATUS_LINES_MAX: Final = 1024
+_LAST_CHUNK: Final = b"0\r\n\r\n"
+
+
+class ClientGone(Exception):
+    """The client's connection broke while it was written to."""
+
+
+class Begun(web.StreamResponse):
+    """What aiohttp is told of an answer whose bytes it has nothing to do with: the status, and whether the
+    connection is kept."""
+
+    def __init__(self, status: int, *, keep_alive: bool) -> None:
+        super().__init__(status=status)
+        self._keep_alive = keep_alive
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        return None
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        assert not data
+
+
+class Client:
+    __slots__ = ("_chunked", "_is_stream", "_request", "_watch", "finished", "response", "slow_client_s")
+
+    def __init__(self, request: web.BaseRequest, watch: Watch, slow_client_s: float) -> None:
+        self._request = request
+        self._watch = watch
+        self._chunked = False
+        self._is_stream = False
+        self.slow_client_s = slow_client_s
+        self.response: Begun | None = None
+        """Once it has begun, the status is on its way."""
+        self.finished = False
+
+    async def begin(self, status: int, headers: Mapping[str, str], body: bytes, *, whole: bool) -> None:
+        """Head and the first of the body, or with `whole` all of it. `headers` name the content's type, and
+        nothing of the framing. Raises ClientGone."""
+        assert self.response is None
+        request = self._request
+        version, keep_alive = request.version, request.keep_alive
+        lines = [_status_line(version, status), *map(": ".join, headers.items())]
+        if status in BODILESS:
+            body = b""
+        elif whole:
+            lines.append(f"content-length: {len(body)}")
+        elif version >= HttpVersion11:
+            lines.append("transfer-encoding: chunked")
+            self._chunked = True
+        else:
+            keep_alive = False
+        lines.append(f"date: {rfc822_formatted_time()}\r\nserver: {SERVER_SOFTWARE}")
+        if not keep_alive:
+            lines.append("connection: close")
+        elif version == HttpVersion10:
+            lines.append("connection: keep-alive")
+        head = "\r\n".join(lines)
+        if not head.count("\n") == head.count("\r") == len(lines):  # one line has two
+            raise ValueError("a header's value holds a line end")
+        self.response = Begun(status, keep_alive=keep_alive)
+        self._is_stream = headers["content-type"].startswith("text/event-stream")
+        first = self._framed(body) if body else b""
+        if not self._put(b"%b\r\n\r\n%b" % (head.encode(), first)):
+            await self.drained()
+
+    def offer(self, data: bytes) -> bool:
+        """Gives `data`, which is not empty, to the transport, at once. Returns whether there is room for
+        more; where there is none, wait for `drained` first. Raises ClientGone."""
+        return self._put(self._framed(data))
+
+    async def drained(self) -> None:
+        """Room again. Raises ClientGone; the watch raises SlowClient when the client does not read."""
+        self._watch.expect(self.slow_client_s, SlowClient, "The client stopped reading its answer.")
+        try:
+            await self._request.writer.drain()
+        except ConnectionError:
+            raise ClientGone from None
+
+    async def write(self, data: bytes) -> None:
+        if not self.offer(data):
+            await self.drained()
+
+    async def finish(self) -> None:
+        assert self.response is not None
+        if self._chunked and not self._put(_LAST_CHUNK):
+            await self.drained()
+        self.finished = True
+
+    async def fail(self, error: ApiError, *, at_boundary: bool) -> None:
+        """End an answer that has begun and is not finished. `at_boundary`: where an event may be appended."""
+        assert not self.finished
+        assert self.response is not None
+        if self._is_stream and at_boundary and not isinstance(error, SlowClient):
+            self.offer(error_event(error))
+            if self._chunked:
+                self._put(_LAST_CHUNK)
+            return
+        self.response.force_close()
+        if (transport := self._request.transport) is not None:
+            transport.abort()
+
+    def _framed(self, data: bytes) -> bytes:
+        return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
+
+    def _put(self, data: bytes) -> bool:
+        """What `StreamWriter.write` does, without what is decided here: this is once per event."""
+        request = self._request
+        transport = request.transport
+        if transport is None or transport.is_closing():
+            raise ClientGone
+        request.writer.output_size += len(data)
+        transport.write(data)
+        return not request.protocol.writing_paused
+
+
+@lru_cache(maxsize=STATUS_LINES_MAX)
+def _status_line(version: HttpVersion, status: int) -> str:
+    try:
+        phrase = HTTPStatus(status).phrase
+    except ValueError:  # an engine may answer with any number
+        phrase = ""
+    return f"HTTP/{version.major}.{version.minor} {status} {phrase}"
