@@ -59,7 +59,7 @@ class Http1Transport:
     async def exchange(
         self,
         method: str,
-        url: httpx.URL,
+        url: str,
         headers: Iterable[tuple[bytes, bytes]],
         content: bytes,
         *,
@@ -72,7 +72,7 @@ class Http1Transport:
         try:
             answer = await self._session.request(
                 method,
-                _url(str(url)),
+                _url(url),
                 data=_sendable(content),
                 headers=[(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers],
                 timeout=aiohttp.ClientTimeout(total=None, connect=timeouts.connect_s),

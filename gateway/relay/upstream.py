@@ -29,7 +29,7 @@ from shared.errors import ApiError, ConnectTimeout, NotReady, UpstreamFailed, Up
 from shared.http2.client import Draining, Http2Transport, NotHttp2, RequestUnprocessed, Timeouts
 from shared.tls import client_context
 
-URLS_MAX: Final = 1024
+BOUNDS_MAX: Final = 1024
 DRAIN_RETRY_S: Final = 1.0
 """How long a caller should wait when the only replica shuts down."""
 ERROR_LEN_MAX: Final = 64 * 1024
@@ -68,7 +68,7 @@ class Transport(typing.Protocol):
     async def exchange(
         self,
         method: str,
-        url: httpx.URL,
+        url: str,
         headers: Iterable[tuple[bytes, bytes]],
         content: bytes,
         *,
@@ -173,10 +173,10 @@ class Upstream:
         try:
             response = await self._transports[protocol].exchange(
                 outbound.method,
-                _url(base_url + outbound.path),
+                base_url + outbound.path,
                 headers,
                 content,
-                timeouts=Timeouts(connect_s=connect_s, pool_s=connect_s),
+                timeouts=_bounds(connect_s),
                 connected=connected,
             )
         except httpx.HTTPError as error:
@@ -205,10 +205,9 @@ class Upstream:
             await transport.aclose()
 
 
-@lru_cache(maxsize=URLS_MAX)
-def _url(text: str) -> httpx.URL:
-    """Replicas times routes: few, and parsing one takes as long as the rest of a request."""
-    return httpx.URL(text)
+@lru_cache(maxsize=BOUNDS_MAX)
+def _bounds(connect_s: float) -> Timeouts:
+    return Timeouts(connect_s=connect_s, pool_s=connect_s)
 
 
 # -- errors ---------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from types import TracebackType
 from typing import Final
 
@@ -48,8 +49,14 @@ from shared.http2.stream import Stream
 ATTEMPTS_MAX: Final = 3
 CONNECTIONS_MAX: Final = 16
 ORIGINS_MAX: Final = 1024
+TARGETS_MAX: Final = 1024
+"""Methods and URLs that are kept parsed: there are few, and parsing one takes as long as sending."""
 CLIENT_WATCH: Final = WatchConfig(idle_timeout_s=60.0)
 STREAM_EXTENSION: Final = "penstock_stream"
+
+
+Origin = tuple[str, str, int]
+"""Scheme, host and port."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +183,7 @@ class Http2Transport(httpx.AsyncBaseTransport):
         self._watch = watch
         self._clock = clock
         self._connections_max = connections_max
-        self._pools: dict[tuple[str, str, int], OriginPool] = {}
+        self._pools: dict[Origin, OriginPool] = {}
 
     async def __aenter__(self) -> Http2Transport:
         return self
@@ -200,7 +207,7 @@ class Http2Transport(httpx.AsyncBaseTransport):
         assert isinstance(content, httpx.AsyncByteStream)
         response = await self.exchange(
             request.method,
-            request.url,
+            str(request.url),
             request.headers.raw,
             b"".join(content) if isinstance(content, httpx.ByteStream) else content,
             timeouts=_timeouts(request.extensions.get("timeout", {})),
@@ -216,7 +223,7 @@ class Http2Transport(httpx.AsyncBaseTransport):
     async def exchange(
         self,
         method: str,
-        url: httpx.URL,
+        url: str,
         headers: Iterable[tuple[bytes, bytes]],
         content: bytes | httpx.AsyncByteStream,
         *,
@@ -227,14 +234,15 @@ class Http2Transport(httpx.AsyncBaseTransport):
 
         The response is the caller's to close.
         """
+        target = _target(method, url)
         try:
-            head = _request_head(method, url, headers)
+            head = _request_head(target, headers)
         except BadHeader as error:
             raise httpx.LocalProtocolError(str(error)) from error
         upload = _Upload(content, timeouts.write_s)
         for attempts_left in reversed(range(ATTEMPTS_MAX)):
             try:
-                return await self._attempt(url, head, upload, timeouts, connected)
+                return await self._attempt(target.origin, head, upload, timeouts, connected)
             except StreamRefused as error:
                 if not attempts_left or not upload.whole:
                     raise _mapped(error) from error
@@ -244,13 +252,13 @@ class Http2Transport(httpx.AsyncBaseTransport):
 
     async def _attempt(
         self,
-        url: httpx.URL,
+        origin: Origin,
         head: HeaderList,
         upload: _Upload,
         timeouts: Timeouts,
         connected: Callable[[], None] | None,
     ) -> ResponseStream:
-        stream = await self._pool(url).open(
+        stream = await self._pool(origin).open(
             head, end=upload.empty, connect_timeout_s=timeouts.connect_s, pool_timeout_s=timeouts.pool_s
         )
         try:
@@ -278,10 +286,7 @@ class Http2Transport(httpx.AsyncBaseTransport):
         """Open ones, on all connections."""
         return sum(len(one.connection.streams) for pool in self._pools.values() for one in pool.endpoints)
 
-    def _pool(self, url: httpx.URL) -> OriginPool:
-        if url.scheme not in ("http", "https"):
-            raise httpx.UnsupportedProtocol(f"{url.scheme!r} is neither http nor https")
-        origin = (url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80))
+    def _pool(self, origin: Origin) -> OriginPool:
         pool = self._pools.get(origin)
         if pool is None:
             if len(self._pools) >= ORIGINS_MAX:
@@ -295,7 +300,7 @@ class Http2Transport(httpx.AsyncBaseTransport):
             pool = self._pools[origin] = OriginPool(connect, self._connections_max)
         return pool
 
-    async def _connect(self, origin: tuple[str, str, int], pool: OriginPool, patience_s: float) -> Endpoint:
+    async def _connect(self, origin: Origin, pool: OriginPool, patience_s: float) -> Endpoint:
         """Raises ConnectError, ConnectTimeout."""
         scheme, host, port = origin
         limit_s = max(self._watch.greeting_timeout_s, patience_s)
@@ -339,18 +344,38 @@ def _timeouts(given: Mapping[str, float | None]) -> Timeouts:
     return Timeouts(given.get("connect"), given.get("pool"), given.get("read"), given.get("write"))
 
 
-def _request_head(method: str, url: httpx.URL, headers: Iterable[tuple[bytes, bytes]]) -> HeaderList:
-    given = list(headers)
-    host = next((value for name, value in given if name.lower() == b"host"), b"")
-    return bounded(
+@dataclass(frozen=True, slots=True)
+class _Target:
+    origin: Origin
+    head: HeaderList
+    """`:method`, `:scheme`, `:path`, and `:authority`, the last, which a header may overrule."""
+
+
+@lru_cache(maxsize=TARGETS_MAX)
+def _target(method: str, url: str) -> _Target:
+    """Raises UnsupportedProtocol."""
+    parsed = httpx.URL(url)
+    scheme = parsed.scheme
+    if scheme not in ("http", "https"):
+        raise httpx.UnsupportedProtocol(f"{scheme!r} is neither http nor https")
+    return _Target(
+        (scheme, parsed.host, parsed.port or (443 if scheme == "https" else 80)),
         [
             (b":method", method.encode("ascii")),
-            (b":scheme", url.raw_scheme),
-            (b":authority", host or url.netloc),
-            (b":path", url.raw_path),
-            *fields(given),
-        ]
+            (b":scheme", parsed.raw_scheme),
+            (b":path", parsed.raw_path),
+            (b":authority", parsed.netloc),
+        ],
     )
+
+
+def _request_head(target: _Target, headers: Iterable[tuple[bytes, bytes]]) -> HeaderList:
+    given, pseudo = list(headers), target.head
+    for name, value in given:
+        if len(name) == len(b"host") and name.lower() == b"host" and value:
+            pseudo = [*pseudo[:-1], (b":authority", value)]
+            break
+    return bounded(pseudo + fields(given))
 
 
 class _Upload:

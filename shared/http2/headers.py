@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
-from itertools import permutations
+from itertools import chain, permutations
 from typing import Final
 
 from shared.http2.errors import ErrorCode, Http2Error, ProtocolViolation
@@ -38,13 +38,12 @@ class BadHeader(Http2Error):
 
 def fields(pairs: Iterable[tuple[bytes, bytes]]) -> HeaderList:
     """Lower-cased, stripped, without what belongs to HTTP/1.1 alone. Raises BadHeader."""
-    result: HeaderList = []
-    for raw_name, raw_value in pairs:
-        if (name := _sent_name(raw_name)) is not None:
-            value = raw_value.strip(b" \t")
-            if _NO_VALUE.search(value):
-                raise BadHeader(f"header {raw_name!r} cannot be sent")
-            result.append((name, value))
+    result = [
+        (name, value.strip(b" \t")) for raw_name, value in pairs if (name := _sent_name(raw_name)) is not None
+    ]
+    if _NO_VALUE.search(b"".join([value for _, value in result])):
+        bad = next(name for name, value in result if _NO_VALUE.search(value))
+        raise BadHeader(f"header {bad!r} cannot be sent")
     return result
 
 
@@ -61,7 +60,7 @@ def _sent_name(raw_name: bytes) -> bytes | None:
 
 def bounded(head: HeaderList) -> HeaderList:
     """As it is, unless it is so large that the peer might end the connection for it. Raises BadHeader."""
-    if sum(len(name) + len(value) + 32 for name, value in head) > SENT_HEADER_LIST_LEN_MAX:
+    if sum(map(len, chain.from_iterable(head))) + 32 * len(head) > SENT_HEADER_LIST_LEN_MAX:
         raise BadHeader(f"the headers are larger than {SENT_HEADER_LIST_LEN_MAX} bytes")
     return head
 
@@ -168,25 +167,36 @@ class Headers(Mapping[str, str]):
     __slots__ = ("_values",)
 
     def __init__(self, head: HeaderList) -> None:
-        values: dict[str, str] = {}
-        for raw_name, raw_value in head:
-            name, value = raw_name.decode("latin-1"), raw_value.decode("latin-1")
-            if name in values:
-                separator = "; " if name == "cookie" else ", "
-                value = f"{values[name]}{separator}{value}"
-            values[name] = value
-        if ":authority" in values:
-            values.setdefault("host", values[":authority"])
-        self._values = {name: value for name, value in values.items() if not name.startswith(":")}
+        values = dict(head)
+        if len(values) < len(head):
+            values = _joined(head)
+        if b":authority" in values:
+            values.setdefault(b"host", values[b":authority"])
+        for name in _PSEUDO:
+            values.pop(name, None)
+        self._values = values  # as they came: of a message's headers few are looked at
 
     def __getitem__(self, name: str) -> str:
-        return self._values[name.lower()]
+        return self._values[name.lower().encode()].decode("latin-1")
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name.lower() in self._values
+        return isinstance(name, str) and name.lower().encode() in self._values
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
+        return (name.decode("latin-1") for name in self._values)
 
     def __len__(self) -> int:
         return len(self._values)
+
+
+_PSEUDO: Final = (b":method", b":scheme", b":path", b":authority", b":status")
+
+
+def _joined(head: HeaderList) -> dict[bytes, bytes]:
+    values: dict[bytes, bytes] = {}
+    for name, value in head:
+        if name in values:
+            separator = b"; " if name == b"cookie" else b", "
+            value = values[name] + separator + value
+        values[name] = value
+    return values

@@ -105,7 +105,10 @@ class OriginPool:
             endpoint.close("the transport is closed")
 
     def _with_room(self) -> Endpoint | None:
-        return next((one for one in self.endpoints if one.connection.streams_room > 0), None)
+        for endpoint in self.endpoints:
+            if endpoint.connection.streams_room > 0:
+                return endpoint
+        return None
 
     def _serve(self) -> None:
         while self._waiting:

@@ -50,7 +50,7 @@ async def transport() -> AsyncIterator[Http1Transport]:
 async def get(
     transport: Http1Transport, url: str, connected: Callable[[], None] | None = None
 ) -> ResponseStream:
-    return await transport.exchange("GET", httpx.URL(url), [], b"", connected=connected)
+    return await transport.exchange("GET", url, [], b"", connected=connected)
 
 
 async def test_a_connection_is_kept_and_told_of(

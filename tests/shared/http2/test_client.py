@@ -54,7 +54,7 @@ async def test_a_request_without_the_objects_of_httpx(fast: bool) -> None:
     async with serving(echo, fast=fast) as served:
         transport = Http2Transport(config=ConnectionConfig(fast=fast))
         async with transport:
-            url = httpx.URL(served.url + "/a?b=c")
+            url = served.url + "/a?b=c"
             headers = [(b"X-Name", b" v "), (b"connection", b"close"), (b"Host", b"engine")]
             answer = await transport.exchange("POST", url, headers, b"question")
             assert answer.status == 200
