@@ -6,6 +6,7 @@ the logs of both services. It is a name for people and logs: nothing trusts it t
 
 from __future__ import annotations
 
+import random
 import re
 import secrets
 from typing import Final, NewType
@@ -30,9 +31,13 @@ TRACEPARENT_HEADER: Final = "traceparent"
 _WELL_FORMED: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
+random_bits: Final = random.Random(secrets.randbits(256)).getrandbits
+"""For ids that need to differ, not to be secret; asking the kernel for each costs three times as much."""
+
+
 def mint_request_id() -> RequestId:
     """A new id: `req_` and 128 random bits."""
-    return RequestId(f"req_{secrets.token_hex(16)}")
+    return RequestId(f"req_{random_bits(128):032x}")
 
 
 def accept_request_id(value: str | None) -> RequestId:

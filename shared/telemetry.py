@@ -9,9 +9,7 @@ Stage names are constants of the code, never taken from requests: they label a h
 
 from __future__ import annotations
 
-import random
 import re
-import secrets
 from types import TracebackType
 from typing import Final
 
@@ -21,6 +19,7 @@ from opentelemetry.context import Context
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from shared.clock import SYSTEM_CLOCK, Clock
+from shared.ids import random_bits
 from shared.metrics import REGISTRY, Histogram
 
 METRICS_CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
@@ -111,8 +110,8 @@ class Stages:
                 f"{context.trace_id:032x}", f"{context.span_id:016x}", context.trace_flags.sampled
             )
         else:
-            trace_id = parent.trace_id if parent else f"{_random_bits(128) or 1:032x}"
-            span_id = f"{_random_bits(64) or 1:016x}"
+            trace_id = parent.trace_id if parent else f"{random_bits(128) or 1:032x}"
+            span_id = f"{random_bits(64) or 1:016x}"
             self.trace = TraceContext(trace_id, span_id, parent is not None and parent.sampled)
 
     def __call__(self, stage: str) -> _Stage:
@@ -163,8 +162,6 @@ class _Stage:
 
 
 _TRACER: Final = trace.get_tracer("penstock")
-_random_bits: Final = random.Random(secrets.randbits(256)).getrandbits
-"""Ids of spans need to differ, not to be secret; asking the kernel for each costs three times as much."""
 
 
 def _otel_context(parent: TraceContext | None) -> Context | None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, Generic, TypeVar
 
@@ -33,8 +32,7 @@ IGNORED_NAMED_MAX: Final = 32
 _HEADER_SAFE: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
-@dataclass(frozen=True, slots=True)
-class Parsed(Generic[T]):
+class Parsed(Struct, Generic[T], frozen=True):
     request: T
     fields: dict[str, Raw]
     """The body's top level, as it was sent."""
@@ -44,6 +42,8 @@ class Parsed(Generic[T]):
     @property
     def ignored_header(self) -> str:
         """`ignored` as a header's value: what is no plain name, or too many, is left out."""
+        if not self.ignored:
+            return ""
         named = [name for name in self.ignored if _HEADER_SAFE.fullmatch(name)]
         return ", ".join(named[:IGNORED_NAMED_MAX])
 

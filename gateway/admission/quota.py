@@ -63,6 +63,8 @@ class Bucket(Struct, frozen=True):
     """When `level` was true."""
 
     def at(self, per_min: int, now_ms: int) -> Bucket:
+        if now_ms == self.at_ms:
+            return self
         elapsed_ms = max(0, now_ms - self.at_ms)
         return Bucket(max(0, self.level - per_min * elapsed_ms), max(self.at_ms, now_ms))
 
@@ -78,11 +80,14 @@ class Bucket(Struct, frozen=True):
         return max(0, -(-excess // per_min)) if per_min else 0
 
 
+_EMPTY: Final = Bucket()
+
+
 class Usage(Struct, frozen=True):
     """What a subject has used, as a store keeps it."""
 
-    requests: Bucket = Bucket()
-    tokens: Bucket = Bucket()
+    requests: Bucket = _EMPTY
+    tokens: Bucket = _EMPTY
     live: int = 0
     """Leases held: requests admitted, neither settled nor expired."""
     spent: int = 0
@@ -227,7 +232,7 @@ def _refusals(subject: Subject, usage: Usage, tokens: int, now_ms: int) -> Itera
 
 def _changed(bucket: Bucket, per_min: int | None, amount: int, now_ms: int) -> Bucket:
     """Without a limit nothing is kept: a limit that comes later starts from an empty bucket."""
-    return Bucket() if per_min is None else bucket.at(per_min, now_ms).plus(amount)
+    return _EMPTY if per_min is None else bucket.at(per_min, now_ms).plus(amount)
 
 
 def _lasts_ms(refusal: Refusal) -> float:
