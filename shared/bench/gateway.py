@@ -7,8 +7,10 @@ their own. A figure whose load was not delivered, because the machine has no roo
 misses its target.
 
 In the same run a plain aiohttp relay (in a source checkout) and nginx (where it is installed) forward
-the same events: absolute times are those of a quiet machine only, the ratios hold on any. The added
-time to the first byte is that of the gateway less that of the engine alone.
+the same events and the same unary requests: absolute times are those of a quiet machine only, the ratios
+hold on any. How slow this one is, nginx's own figures say: 10 to 11 us an event is the machine that the
+targets are for, so a figure of ours may be divided by how much more nginx takes here. The added time to the
+first byte is that of the gateway less that of the engine alone.
 
 With `--url` a gateway that runs already is measured from outside: latency and rates, no CPU time.
 """
@@ -21,16 +23,18 @@ import time
 
 from shared.bench.client import Connection, Endpoint, Exchange
 from shared.bench.figures import Figure, at_most, figure, quantile
-from shared.bench.gateway_streams import events, events_of, many, overload, stalled
+from shared.bench.gateway_streams import PEERS, events, events_of, many, overload, proxies, stalled
 from shared.bench.streams import BenchFailed
-from shared.bench.subjects import Subject, gateway, paced_engine
+from shared.bench.subjects import Subject, paced_engine
 
 __all__ = ["BenchFailed", "add_arguments", "run"]
 
 CPU_US_PER_UNARY_TARGET = at_most(400)
 ADDED_TTFB_MS_TARGET = at_most(1)
 TTFB_REQUESTS = 150
-UNARY_REQUESTS = 1600
+UNARY_ROUNDS = 8
+UNARY_REQUESTS = 400
+"""In each round, to each subject, one after the other: what the machine does meanwhile, it does to all."""
 UNARY_CONNECTIONS = 8
 UNARY_TOKENS = 16
 OUTSIDE_TOKENS = 200
@@ -67,9 +71,9 @@ async def _own(options: argparse.Namespace) -> list[Figure]:
         for interval_ms in options.interval_ms:
             figures += await events(interval_ms, options.streams, seconds)
     if rows & {"unary", "ttfb"}:
-        async with paced_engine(options.interval_ms[0]) as engine, gateway(engine) as subject:
-            figures += await _unary(subject) if "unary" in rows else []
-            figures += await _ttfb(subject, engine.subject) if "ttfb" in rows else []
+        async with paced_engine(options.interval_ms[0]) as engine, proxies(engine) as (ours, *peers):
+            figures += await _unary(ours, *peers) if "unary" in rows else []
+            figures += await _ttfb(ours, engine.subject) if "ttfb" in rows else []
     if "overload" in rows:
         figures += await overload(seconds)
     if "many" in rows:
@@ -91,26 +95,55 @@ async def _from_outside(options: argparse.Namespace) -> list[Figure]:
     return figures
 
 
-async def _unary(subject: Subject) -> list[Figure]:
-    request = subject.chat(UNARY_TOKENS, stream=False)
+async def _unary(subject: Subject, *peers: Subject | None) -> list[Figure]:
+    """`peers`, in the order of `PEERS`: None where one is not installed."""
+    ours = _Unary(subject)
+    theirs = {name: _Unary(peer) for name, peer in zip(PEERS, peers, strict=False) if peer is not None}
+    loads = [ours, *theirs.values()]
+    for load in loads:
+        await load.round(counted=False)
+    for _ in range(UNARY_ROUNDS):
+        for load in loads:
+            await load.round()
+    rate = figure("unary: rate", ours.requests / ours.elapsed_s, "requests/s")
+    if subject.pid is None:
+        return [rate]
+    figures = [figure("unary: gateway CPU", ours.cost_us, "us/request", CPU_US_PER_UNARY_TARGET), rate]
+    for name, peer_load in theirs.items():
+        figures.append(figure(f"unary: {name} CPU", peer_load.cost_us, "us/request"))
+        figures.append(figure(f"unary: gateway / {name}", ours.cost_us / peer_load.cost_us, "x"))
+    return figures
 
-    async def closed_loop() -> None:
-        connection = await subject.endpoint.connect()
+
+class _Unary:
+    """A closed loop of unary requests to one subject, and what they took."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._request = subject.chat(UNARY_TOKENS, stream=False)
+        self._cpu_s = 0.0
+        self.elapsed_s = 0.0
+        self.requests = 0
+
+    @property
+    def cost_us(self) -> float:
+        return 1e6 * self._cpu_s / self.requests
+
+    async def round(self, *, counted: bool = True) -> None:
+        before_s, start = self._subject.cpu_s(), time.perf_counter()
+        await asyncio.gather(*(self._one_by_one() for _ in range(UNARY_CONNECTIONS)))
+        if counted:
+            self._cpu_s += self._subject.cpu_s() - before_s
+            self.elapsed_s += time.perf_counter() - start
+            self.requests += UNARY_REQUESTS
+
+    async def _one_by_one(self) -> None:
+        connection = await self._subject.endpoint.connect()
         try:
             for _ in range(UNARY_REQUESTS // UNARY_CONNECTIONS):
-                _checked(await connection.exchange(request))
+                _checked(await connection.exchange(self._request))
         finally:
             connection.close()
-
-    await closed_loop()  # warm-up, not counted
-    before_s, start = subject.cpu_s(), time.perf_counter()
-    await asyncio.gather(*(closed_loop() for _ in range(UNARY_CONNECTIONS)))
-    used_s, elapsed_s = subject.cpu_s() - before_s, time.perf_counter() - start
-    figures = [figure("unary: rate", UNARY_REQUESTS / elapsed_s, "requests/s")]
-    if subject.pid is not None:
-        cost = 1e6 * used_s / UNARY_REQUESTS
-        figures.insert(0, figure("unary: gateway CPU", cost, "us/request", CPU_US_PER_UNARY_TARGET))
-    return figures
 
 
 async def _ttfb(subject: Subject, engine: Subject | None) -> list[Figure]:

@@ -20,6 +20,8 @@ AGAINST_NGINX_TARGET: Final = at_most(1.3)
 DELIVERED_TARGET: Final = at_least(95)
 """Percent of the offered load. A proxy that falls behind writes several events at once, which is cheaper."""
 
+PEERS: Final = ("plain aiohttp relay", "nginx")
+
 OVERLOAD_STREAMS: Final = 256
 OVERLOAD_INTERVAL_MS: Final = 3.0
 OVERLOAD_TARGET: Final = at_least(60_000)
@@ -67,14 +69,14 @@ async def measured(subject: Subject, streams: int, seconds: float) -> Window:
 async def events(interval_ms: float, streams: Sequence[int], seconds: float) -> list[Figure]:
     """Ours and, in the same run, a plain relay and nginx."""
     figures: list[Figure] = []
-    async with paced_engine(interval_ms) as engine, _proxies(engine) as (ours, relay, web_server):
+    async with paced_engine(interval_ms) as engine, proxies(engine) as (ours, relay, web_server):
         for count in streams:
             load = Load(count, interval_ms)
             window = await measured(ours, count, seconds)
             figures += _ours(load, window)
             for name, peer, target in (
-                ("plain aiohttp relay", relay, AGAINST_PLAIN_TARGET),
-                ("nginx", web_server, AGAINST_NGINX_TARGET),
+                (PEERS[0], relay, AGAINST_PLAIN_TARGET),
+                (PEERS[1], web_server, AGAINST_NGINX_TARGET),
             ):
                 theirs = None if peer is None else await measured(peer, count, seconds)
                 figures += _against(load, window, name, theirs, target)
@@ -82,7 +84,8 @@ async def events(interval_ms: float, streams: Sequence[int], seconds: float) -> 
 
 
 @contextlib.asynccontextmanager
-async def _proxies(engine: Engine) -> AsyncIterator[tuple[Subject, Subject | None, Subject | None]]:
+async def proxies(engine: Engine) -> AsyncIterator[tuple[Subject, Subject | None, Subject | None]]:
+    """Ours, and the peers before the same engine."""
     async with gateway(engine) as ours, plain_relay(engine) as relay, nginx(engine) as web_server:
         yield ours, relay, web_server
 

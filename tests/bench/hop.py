@@ -32,6 +32,8 @@ from shared.http2.sniff import SniffingProtocol
 from shared.sse import DONE
 
 EVENTS = {"content-type": "text/event-stream"}
+UNARY = b'"stream":false'
+"""In a body that asks for an answer in one piece."""
 EVENT = b"data: " + b"x" * 152 + b"\n\n"
 BODY_LEN_MAX = 64 * 1024
 UPSTREAMS = ("aiohttp HTTP/1.1", "plain", "fast")
@@ -135,9 +137,10 @@ async def gateway(port: int, upstream: str, url: str) -> None:
         async def handle(request: web.BaseRequest) -> web.StreamResponse:
             if request.method == "GET":
                 return web.Response()
-            response = web.StreamResponse(headers=EVENTS)
+            body = await request.read()
+            response = web.StreamResponse(headers=None if UNARY in body else EVENTS)
             await response.prepare(request)
-            await relay(await request.read(), response.write)
+            await relay(body, response.write)
             return response
 
         await asyncio.get_running_loop().create_server(web.Server(handle), "127.0.0.1", port, backlog=2048)
