@@ -2,7 +2,8 @@
 
 Every figure comes from the engine's real scheduler; only the runner is a model of cost, so it takes no
 GPU and gives the same numbers everywhere. Ratios are to first come, first served. With `--live` the same
-question is put to a real engine on this machine instead (`engine.bench.live`).
+question is put to a real engine on this machine instead (`engine.bench.live`), and `--overlap` asks another:
+what steps that overlap save (`engine.bench.overlap`).
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Final
 
-from engine.bench import comparison, live, plot
+from engine.bench import comparison, live, overlap, plot
 from engine.bench.comparison import Measures, ttft, ttft_p99
 from engine.bench.disciplines import FIFO, NAMES, OURS, PREFILL_FIRST, PRIORITY, SHORTEST, served_by
 from engine.bench.virtual import Engine, Request, Run
@@ -55,12 +56,9 @@ class Bench:
         self.runs: dict[str, dict[str, list[Run]]] = {}
         """By workload, by discipline: those that are compared side by side."""
 
-    def figures(self) -> list[Figure]:
-        found = [*self._side_by_side(CHAT), *self._side_by_side(TRACE)]
-        return [
-            *found, *self._chat(), *self._trace(), *self._long_in_short(),
-            *self._flood(), *self._pressed(), *self._tail(),
-        ]  # fmt: skip
+    def figures(self, parts: Iterable[str]) -> list[Figure]:
+        """Of these parts, by the names in `PARTS`."""
+        return [found for part in parts for found in PARTS[part](self)]
 
     def tables(self) -> dict[str, dict[str, Measures]]:
         workloads = {workload.name: workload for workload in (CHAT, TRACE)}
@@ -79,10 +77,12 @@ class Bench:
         self.runs[workload.name] = {name: self._serve(workload, name, self._engine) for name in NAMES}
         return comparison.figures(workload.name, self.tables()[workload.name])
 
-    def _chat(self) -> list[Figure]:
+    def chat(self) -> list[Figure]:
+        side_by_side = self._side_by_side(CHAT)
         fifo, ours, shortest = (self.runs[CHAT.name][name] for name in (FIFO, OURS, SHORTEST))
         makespans = [a.makespan_s / b.makespan_s for a, b in zip(ours, fifo, strict=True)]
         return [
+            *side_by_side,
             *_ratios("chat: short TTFT p99 / FIFO's", ours, fifo, CHAT.is_short, at_most(0.2)),
             *_ratios("chat: long TTFT p99 / FIFO's", ours, fifo, CHAT.is_long, at_most(1.4)),
             figure("chat: makespan / FIFO's", max(makespans), "x", at_most(1.05)),
@@ -90,11 +90,13 @@ class Bench:
             figure("chat: the same, shortest first", _bound_use(shortest), "x"),
         ]
 
-    def _trace(self) -> list[Figure]:
+    def trace(self) -> list[Figure]:
+        side_by_side = self._side_by_side(TRACE)
         by_name = self.runs[TRACE.name]
         ours, gap_s = by_name[OURS], 1.1 * self._engine.step_time_target_s
         tables = self.tables()[TRACE.name]
         return [
+            *side_by_side,
             *_ratios("trace: short TTFT p99 / FIFO's", ours, by_name[FIFO], TRACE.is_short),
             *_ratios("trace: long TTFT p99 / FIFO's", ours, by_name[FIFO], TRACE.is_long),
             figure("trace: gap p99 / bound", tables[OURS].gap_p99_s / gap_s, "x", at_most(1.0)),
@@ -102,7 +104,7 @@ class Bench:
             figure("trace: use of the bound on waiting", _bound_use(ours), "x", at_most(1.0)),
         ]
 
-    def _long_in_short(self) -> list[Figure]:
+    def long_in_short(self) -> list[Figure]:
         fifo, ours = (self._serve(LONG_IN_SHORT, name, self._engine) for name in (FIFO, OURS))
         whole = self._serve(LONG_IN_SHORT, OURS, replace(self._engine, step_time_target_s=math.inf))
         name, target = "long in short: short TTFT p99 / FIFO's", at_most(0.2)
@@ -115,7 +117,7 @@ class Bench:
             found.append(figure(f"long in short: {name}", gap_s * 1e3, "ms", most))
         return found
 
-    def _flood(self) -> list[Figure]:
+    def flood(self) -> list[Figure]:
         """One tenant of ten sends ten times what each of the others does."""
         per_s = CALM_LOAD * capacity(TENANTS_CHAT, self._count, self._engine)
         found = []
@@ -134,7 +136,7 @@ class Bench:
             )  # fmt: skip
         return found
 
-    def _pressed(self) -> list[Figure]:
+    def pressed(self) -> list[Figure]:
         """The pool holds 1 / 1.2 of what as many average sequences as there are slots need at their ends."""
         roomy = replace(self._engine, pages=100_000, slots=PRESSED_SLOTS)
         found = []
@@ -157,7 +159,7 @@ class Bench:
             ]
         return found
 
-    def _tail(self) -> list[Figure]:
+    def tail(self) -> list[Figure]:
         """Lengths of every size in three classes. The p99 of a class is that of its longest prompts."""
         found = []
         for name in (FIFO, PRIORITY, OURS):
@@ -171,6 +173,16 @@ class Bench:
                 use = _bound_use(runs)
                 found.append(figure("heavy tail: use of the bound on waiting", use, "x", at_most(1.0)))
         return found
+
+
+PARTS: Final[Mapping[str, Callable[[Bench], list[Figure]]]] = {
+    "chat": Bench.chat,
+    "trace": Bench.trace,
+    "long-in-short": Bench.long_in_short,
+    "flood": Bench.flood,
+    "pressed": Bench.pressed,
+    "tail": Bench.tail,
+}
 
 
 def _ratios(
@@ -196,18 +208,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=1500, metavar="N", help="of each run (default: 1500)")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each sort (default: 3)")
     parser.add_argument("--first-seed", type=int, default=1, metavar="N", help="default: 1")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=PARTS,
+        default=list(PARTS),
+        metavar="PART",
+        help=f"of {', '.join(PARTS)} (default: all)",
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw waits and gaps as PNG")
     parser.add_argument("--table", type=Path, metavar="FILE", help="write them side by side as Markdown")
-    parser.add_argument("--live", action="store_true", help="ask a real engine on this machine instead")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--live", action="store_true", help="ask a real engine on this machine instead")
+    instead.add_argument("--overlap", action="store_true", help="measure what overlapped steps save instead")
 
 
 async def run(options: argparse.Namespace) -> list[Figure]:
     if options.live:
         return await live.run(options.first_seed)
+    if options.overlap:
+        return overlap.run()
     if options.plot is not None:
         plot.check()
+    if (options.plot or options.table) and not {CHAT.name, TRACE.name} & set(options.only):
+        raise BenchFailed("--plot and --table show chat and trace, and neither is to be run")
     bench = Bench(count=options.requests, seeds=range(options.first_seed, options.first_seed + options.seeds))
-    figures = bench.figures()
+    figures = bench.figures(options.only)
     if options.plot is not None:
         plot.draw(bench.runs, options.plot)
     if options.table is not None:

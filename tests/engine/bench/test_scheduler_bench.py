@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.bench import comparison, disciplines, plot, scheduler
+from engine.bench.comparison import ttft_p99
 from engine.bench.virtual import Engine, Request, run
 from engine.bench.workloads import CHAT
 from engine.core.cost import StepCost
@@ -56,10 +57,26 @@ def test_prefill_first_shows_its_weakness_and_ours_does_not() -> None:
     assert gaps_s[disciplines.OURS] <= 0.22
 
 
+def test_short_prompts_pass_long_ones_which_hardly_suffer() -> None:
+    """What README claims, on a third of the traffic."""
+    engine = Engine(scheduler.COST)
+    per_s = scheduler.LOAD * scheduler.capacity(CHAT, 600, engine)
+    runs = {
+        name: [run(CHAT.traffic(seed, 600, per_s), disciplines.served_by(name, engine)) for seed in range(3)]
+        for name in (disciplines.FIFO, disciplines.OURS)
+    }
+    fifo, ours = runs[disciplines.FIFO], runs[disciplines.OURS]
+    assert ttft_p99(ours, CHAT.is_short) <= 0.2 * ttft_p99(fifo, CHAT.is_short)
+    assert ttft_p99(ours, CHAT.is_long) <= 1.4 * ttft_p99(fifo, CHAT.is_long)
+    for one, other in zip(ours, fifo, strict=True):
+        assert one.makespan_s <= 1.05 * other.makespan_s
+        assert one.bound_use <= 1.0
+
+
 @pytest.fixture(scope="module")
 def bench() -> tuple[scheduler.Bench, list[Figure]]:
     bench = scheduler.Bench(count=60, seeds=[1])
-    return bench, bench.figures()
+    return bench, bench.figures(scheduler.PARTS)
 
 
 def test_the_figures_have_the_targets(bench: tuple[scheduler.Bench, list[Figure]]) -> None:
@@ -123,7 +140,7 @@ async def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    options = argparse.Namespace(live=False, plot=tmp_path / "plot.png")
+    options = argparse.Namespace(live=False, overlap=False, plot=tmp_path / "plot.png")
     with pytest.raises(scheduler.BenchFailed, match=re.escape("pip install 'penstock[bench]'")):
         await scheduler.run(options)
 
@@ -139,6 +156,23 @@ async def test_it_writes_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp
     assert figures
     assert png.stat().st_size > 10_000
     assert table.read_text().startswith("| chat | short TTFT p99, s |")
+
+
+async def test_a_picture_of_what_does_not_run_is_refused(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    scheduler.add_arguments(parser)
+    options = parser.parse_args(["--only", "flood", "--table", str(tmp_path / "table.md")])
+    with pytest.raises(scheduler.BenchFailed, match="chat and trace"):
+        await scheduler.run(options)
+
+
+async def test_one_part_alone() -> None:
+    parser = argparse.ArgumentParser()
+    scheduler.add_arguments(parser)
+    figures = await scheduler.run(
+        parser.parse_args(["--only", "pressed", "--requests", "20", "--seeds", "1"])
+    )
+    assert {figure.name.split(",")[0] for figure in figures} == {"KV at 1.2x need"}
 
 
 def test_penstock_bench_knows_it() -> None:

@@ -1,0 +1,36 @@
+"""The device that only takes time, in time that stands still unless somebody looks at it or waits."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.bench import overlap
+from engine.bench.overlap import DEVICE_STEP_S, OUTPUT_LEN, Device
+
+HOST_S = DEVICE_STEP_S / 5
+
+
+class Time:
+    """Whenever it is looked at, the host has worked for `HOST_S`."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        self._now += HOST_S
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
+
+
+@pytest.mark.parametrize(("overlapped", "idle_s_each"), [(False, HOST_S), (True, 0.0)])
+def test_the_device_waits_for_the_host_only_where_steps_do_not_overlap(
+    overlapped: bool, idle_s_each: float
+) -> None:
+    time = Time()
+    device = Device(overlap.info(4), now=time.now, sleep=time.sleep)
+    overlap.serve(device, 4, overlap=overlapped)
+    assert device.steps == OUTPUT_LEN, "one prefills, and brings the first token"
+    assert device.idle_s == pytest.approx(idle_s_each * (device.steps - 1))
+    assert device.idle_share == pytest.approx(device.idle_s / (device.idle_s + DEVICE_STEP_S * OUTPUT_LEN))
