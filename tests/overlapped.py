@@ -60,7 +60,7 @@ class OverlappedSimulation(_Simulation):
 
     def _launch_next(self) -> tuple[Plan, Flight] | None:
         plan = self._scheduler.plan(self._now)
-        self._scheduler.check()
+        self._check_laws()
         if plan is None:
             return None
         self._uncommitted += 1
@@ -76,8 +76,8 @@ class OverlappedSimulation(_Simulation):
     def _land(self, plan: Plan, flight: Flight) -> None:
         self._disturb()
         result = flight.collect()
-        self._now += self._config.step_base_s + self._config.token_s * sum(plan.lengths)
+        self._now += self._step_s(plan)
         self._disturb()
         self._scheduler.commit(plan, result, self._now)
         self._uncommitted -= 1
-        self._scheduler.check()
+        self._check_laws()

@@ -1,6 +1,6 @@
 """Who holds which slot and which pages, and who gives them up for whom.
 
-The rules A to G that are named here stand at the head of `engine.core.scheduler`.
+The rules A to I that are named here stand at the head of `engine.core.scheduler`.
 """
 
 from __future__ import annotations

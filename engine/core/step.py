@@ -40,23 +40,16 @@ class Batch:
 
     def add_decode(self, slot: int, sequence: Sequence) -> None:
         """A row for one that has one token pending."""
-        assert self.budget_left >= 1
-        self.budget_left -= 1
-        self.rows.append(sequence)
-        self.slots.append(slot)
-        self.positions.append(sequence.planned_len)
-        self.lengths.append(1)
-        self.samples.append(True)
+        self._add(slot, sequence, 1, samples=True)
 
-    def add(self, slot: int, sequence: Sequence, length: int) -> None:
-        """A row. It samples when nothing stays pending behind it."""
+    def _add(self, slot: int, sequence: Sequence, length: int, *, samples: bool) -> None:
         assert 1 <= length <= self.budget_left
         self.budget_left -= length
         self.rows.append(sequence)
         self.slots.append(slot)
         self.positions.append(sequence.planned_len)
         self.lengths.append(length)
-        self.samples.append(length == sequence.pending_len)
+        self.samples.append(samples)
 
     @property
     def unplanned(self) -> list[Sequence]:
@@ -71,13 +64,17 @@ class Batch:
             self.budget_left -= self.kept
 
     def add_chunk(self, sequence: Sequence) -> None:
-        """As much of its prompt as the budget allows, if any."""
-        if self.chunks and sequence is self.chunks[0]:
-            self.budget_left, self.kept = self.budget_left + self.kept, 0
+        """As much of its prompt as the budget allows, if any. It samples when nothing is left."""
+        self._unkeep(sequence)
         length = policy.chunk_len(sequence.pending_len, self.budget_left)
         if length:
             assert sequence.slot is not None
-            self.add(sequence.slot, sequence, length)
+            self._add(sequence.slot, sequence, length, samples=length == sequence.pending_len)
+
+    def _unkeep(self, sequence: Sequence) -> None:
+        """If it is the first of the chunks, what was kept for it may be spent."""
+        if self.chunks and sequence is self.chunks[0]:
+            self.budget_left, self.kept = self.budget_left + self.kept, 0
 
     def charge_copies(self, cost: StepCost) -> None:
         """In the time that pages were copied, so many tokens could have been computed: all but one of those
@@ -90,8 +87,7 @@ class Batch:
         """It must leave before it could compute anything: take back what was planned for it."""
         self.grown.pop(slot, None)
         if sequence in self.chunks:
-            if sequence is self.chunks[0]:
-                self.budget_left, self.kept = self.budget_left + self.kept, 0
+            self._unkeep(sequence)
             self.chunks.remove(sequence)
         if slot not in self.slots:
             return

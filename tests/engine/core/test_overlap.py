@@ -32,8 +32,8 @@ from tests.engine.core.test_loop import BUDGET, ListOutbox, ScriptedInbox, add
 from tests.engine.core.test_simulation import WORLDS
 from tests.fake_runner import NUMERIC_SEEDS, runner_info, solo
 from tests.fakes import VirtualClock
-from tests.overlapped import OverlappedSimulation, simulate_overlapped
-from tests.simulator import random_config, simulate
+from tests.overlapped import OverlappedSimulation
+from tests.simulator import simulate
 
 PROMPT = list(range(1, 11))
 
@@ -186,12 +186,6 @@ def test_laws_hold_in_every_world(world: str) -> None:
         for life, other in zip(report.lives, plain.lives, strict=True):
             common = min(len(life.tokens), len(other.tokens))
             assert life.tokens[:common] == other.tokens[:common]
-
-
-@pytest.mark.parametrize("first", range(0, 200, 20))
-def test_laws_hold_in_random_worlds(first: int) -> None:
-    for seed in range(first, first + 20):
-        simulate_overlapped(seed, random_config(seed))
 
 
 # -- late rows ------------------------------------------------------------------------------------

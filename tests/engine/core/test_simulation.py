@@ -9,6 +9,7 @@ import pytest
 
 from engine.core.config import SchedulerConfig
 from engine.core.messages import FinishReason
+from tests.overlapped import simulate_overlapped
 from tests.simulator import Report, SimConfig, random_config, simulate
 
 UNBOUNDED = 1_000_000
@@ -69,9 +70,9 @@ RANDOM_WORLDS = 2000
 BATCH = 100
 LEAST = {
     "worlds with hits": 20,
-    "preempted": 50,
+    "preempted": 40,
     "preempted, and finished all the same": 25,
-    "displaced": 20,
+    "displaced": 15,
     "stalled": 400,
     FinishReason.STOP: 120,
     FinishReason.LENGTH: 450,
@@ -83,15 +84,17 @@ LEAST = {
     FinishReason.REJECTED: 400,
 }
 """Of each, so many in every batch of random worlds: laws that hold where nothing happens prove nothing.
-All the worlds together had 97,000 sequences, of which 2,266 were preempted, 21,527 stalled, 10,629 aborted
-and 13,839 met a deadline."""
+All the worlds together had 97,573 sequences, of which 1,591 were preempted, 21,935 stalled, 11,493 aborted
+and 14,353 met a deadline."""
 
 
 @pytest.mark.parametrize("first", range(0, RANDOM_WORLDS, BATCH))
 def test_laws_hold_in_random_worlds(first: int) -> None:
+    """Half of them in either loop."""
+    run = simulate_overlapped if first % (2 * BATCH) else simulate
     seen: Counter[object] = Counter()
     for seed in range(first, first + BATCH):
-        seen += tally(simulate(seed, random_config(seed)))
+        seen += tally(run(seed, random_config(seed)))
     assert {what: seen[what] for what, least in LEAST.items() if seen[what] < least} == {}
 
 
