@@ -52,13 +52,13 @@ class Exchange(Struct, eq=False):
 
     def enter(self, stage: str) -> None:
         """The previous stage is over, this one begins."""
-        self.leave()
-        self.stage = stage
-
-    def leave(self) -> None:
         now_s = self.clock.monotonic()
         self.stages.record(self.stage, now_s - self.entered_s)
-        self.entered_s = now_s
+        self.entered_s, self.stage = now_s, stage
+
+    def leave(self) -> None:
+        """The stage that it is in is over, and was the last."""
+        self.enter(self.stage)
 
     def bound_by(self, timeouts: TimeoutsConfig) -> None:
         self.timeouts = timeouts

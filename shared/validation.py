@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any, Final, Generic, TypeVar
 
@@ -63,7 +63,7 @@ def parse(body: bytes, type_: type[T]) -> Parsed[T]:
     except msgspec.DecodeError as error:
         raise _invalid_json(body, str(error)) from None
     if isinstance(request, ChatRequest | CompletionRequest):
-        check(request)
+        check(request, fields)
     known = _names(type_)
     ignored = () if fields.keys() <= known else tuple(name for name in fields if name not in known)
     return Parsed(request, fields, ignored)
@@ -244,8 +244,11 @@ def _spread(type_: Any) -> Iterator[Any]:
 # -- meaning --------------------------------------------------------------------------------------
 
 
-def check(request: ChatRequest | CompletionRequest) -> None:
-    """What no single field's type can say."""
+def check(request: ChatRequest | CompletionRequest, named: Iterable[str]) -> None:
+    """What no single field's type can say. `named`: the fields that were sent."""
+    for param in named:
+        if (asks := _ASKS.get((type(request), param))) is not None and asks(request):
+            raise UnsupportedParameter(f"{param}: this server cannot do what it asks for.", param=param)
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
     if request.logit_bias is not None:
@@ -268,29 +271,10 @@ def _check_logit_bias(bias: dict[str, float]) -> None:
 def _check_chat(request: ChatRequest) -> None:
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
-    response_format = request.response_format
-    asks = {
-        "tools": bool(request.tools),
-        "tool_choice": _asks(request.tool_choice, b'"none"', b'"auto"'),
-        "functions": bool(request.functions),
-        "function_call": _asks(request.function_call, b'"none"', b'"auto"'),
-        "response_format": response_format is not None and response_format.type != "text",
-        "modalities": request.modalities not in (None, [], ["text"]),
-        "audio": _asks(request.audio),
-        "reasoning_effort": request.reasoning_effort not in (None, "none"),
-        "verbosity": request.verbosity not in (None, "medium"),
-    }
-    _refuse(asks)
 
 
 def _check_completion(request: CompletionRequest) -> None:
     choices = request.n or 1
-    _refuse(
-        {
-            "suffix": bool(request.suffix),
-            "best_of": request.best_of is not None and request.best_of != choices,
-        }
-    )
     if request.max_tokens == 0 and not request.echo:
         raise InvalidRequest("max_tokens must be at least 1, unless echo is true.", param="max_tokens")
     prompts = prompt_count(request.prompt)
@@ -316,7 +300,19 @@ def _asks(value: Raw, *nothing: bytes) -> bool:
     return bytes(value) not in (b"null", *nothing)
 
 
-def _refuse(asks: dict[str, bool]) -> None:
-    for param, asked in asks.items():
-        if asked:
-            raise UnsupportedParameter(f"{param}: this server cannot do what it asks for.", param=param)
+_ASKS: Final[dict[tuple[type[Struct], str], Callable[[Any], bool]]] = {
+    (ChatRequest, "tools"): lambda chat: bool(chat.tools),
+    (ChatRequest, "tool_choice"): lambda chat: _asks(chat.tool_choice, b'"none"', b'"auto"'),
+    (ChatRequest, "functions"): lambda chat: bool(chat.functions),
+    (ChatRequest, "function_call"): lambda chat: _asks(chat.function_call, b'"none"', b'"auto"'),
+    (ChatRequest, "response_format"): lambda chat: (
+        chat.response_format is not None and chat.response_format.type != "text"
+    ),
+    (ChatRequest, "modalities"): lambda chat: chat.modalities not in (None, [], ["text"]),
+    (ChatRequest, "audio"): lambda chat: _asks(chat.audio),
+    (ChatRequest, "reasoning_effort"): lambda chat: chat.reasoning_effort not in (None, "none"),
+    (ChatRequest, "verbosity"): lambda chat: chat.verbosity not in (None, "medium"),
+    (CompletionRequest, "suffix"): lambda completion: bool(completion.suffix),
+    (CompletionRequest, "best_of"): lambda completion: completion.best_of not in (None, completion.n or 1),
+}
+"""Of the fields that are accepted when they ask for nothing: whether they ask for something."""
