@@ -42,7 +42,8 @@ def load_runner(config: RunnerConfig, progress: Progress) -> ModelRunner:
     Sets torch's thread counts, which belong to the process: one runner per process.
     """
     started_s = time.monotonic()
-    _set_threads(config.threads or usable_cores())
+    threads = config.threads or usable_cores()
+    _set_threads(threads)
     model_dir = Path(config.model_dir)
     model = read_model_config(model_dir)
     dtype = _dtype(config.dtype)
@@ -50,6 +51,9 @@ def load_runner(config: RunnerConfig, progress: Progress) -> ModelRunner:
     progress(f"loading {model.architecture} in {_dtype_name(dtype)}")
     network = _load_network(config, model, model_dir, dtype, max_model_len)
     progress(f"computing with {network.name}")
+    if network.draw_plain is not None:
+        # What is left to torch is small, and its threads would fight the network's own for the cores.
+        torch.set_num_threads(1)
     geometry = KVGeometry(model.layers, model.kv_heads, config.page_size, model.head_dim, dtype)
     available_bytes = available_memory_bytes()
     pages = page_count(config, model, geometry, max_model_len, available_bytes)

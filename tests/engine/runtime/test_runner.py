@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,18 @@ def test_loading_tells_what_it_does_and_what_it_offers(tiny_model: MakeModel) ->
     assert info.warmup_s > 0
     assert (info.page_bytes, info.host_pages) == (2 * 2 * 1 * 64 * 16 * 2, 3 * 2)
     assert 0 < info.page_copy_s < 1
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_loading_imports_no_compiler(tiny_model: MakeModel, kernels: str) -> None:
+    """Some operations on tensors without data do, and a third of the engine's memory is gone."""
+    program = (
+        "import sys; from engine.runtime.config import RunnerConfig; "
+        "from engine.runtime.load import load_runner; "
+        f"load_runner(RunnerConfig({str(tiny_model('qwen3'))!r}, kernels={kernels!r}, threads=1), print); "
+        "assert not {'torch._dynamo', 'sympy', 'triton'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
 
 
 @pytest.mark.parametrize(("native", "dtype"), [(True, "bfloat16"), (False, "float32")])
