@@ -38,9 +38,9 @@ D. A sequence waits, and others pass it, while another computes the very page th
    admissions, so that planning stays cheap.) In its turn the eldest does not wait.
 E. A paused sequence is in no plan. What was in flight when the pause came still counts. It harms
    nobody: the slot goes at the next plan at which nothing of it is in flight, as seating it again
-   costs no computation; the pages go when
-   somebody lacks them, before anybody who runs is preempted, and this is not counted against rule C,
-   since it is the reader's doing: each pause costs it its pages once at most.
+   costs no computation; the pages go when somebody lacks them, before anybody who runs is preempted.
+   This is not counted against rule C, since it is the reader's doing: each pause costs it its pages
+   once at most.
 F. Back from a stall it needs a slot, and is admitted as others are (first in rank), except that it
    brings its pages along. So rule C holds for it, too.
 G. Who does not fit takes slot and pages from those who run and are of a lower class, if that is
