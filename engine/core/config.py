@@ -14,6 +14,8 @@ class SchedulerConfig:
     """The token budget of one step: what all its rows may compute together."""
     queue_len_max: int = 256
     """Sequences that may wait. One more is rejected at once."""
+    queue_tokens_max: int = 1 << 30
+    """Prompt tokens that may wait for their first admission. One that waits alone may have more."""
     watermark: float = 0.02
     """Share of the pages that an admission leaves available, so that those who run can grow a while
     before somebody must be preempted. Rounded up to whole pages."""
@@ -29,9 +31,6 @@ class SchedulerConfig:
     """How long a step may take as far as prompts decide it: the longest gap that running streams see.
     Few prompts take less (`policy.prompt_room_s`). What it buys in tokens is learned, and
     `step_tokens_max` is its cap. Infinite: prompts may take whatever the budget of tokens allows."""
-
-    queue_tokens_max: int = 1 << 30
-    """Prompt tokens that may wait for their first admission. One that waits alone may have more."""
 
     def __post_init__(self) -> None:
         assert self.step_tokens_max >= 1
