@@ -135,14 +135,14 @@ def test_chunk_len(pending: int, budget: int, length: int) -> None:
 @pytest.mark.parametrize(
     ("target_s", "decodes_s", "prompts", "room_s"),
     [
-        (0.1, 0.01, [0.0], 0.01),  # one prompt: a gap twice as long, and no longer
-        (0.1, 0.01, [1.0], 0.01),  # it is done just in time
-        (0.1, 0.01, [2.0], 0.04),  # it is late
-        (0.1, 0.01, [0.0, 0.5, 2.0], 0.06),
+        (0.1, 0.01, [0.0], 0.0075),  # one prompt: a gap nearly twice as long
+        (0.1, 0.01, [9.0], 0.0075),  # it need not hurry: nobody waits behind it
+        (0.1, 0.01, [0.0, 1.0], 0.015),
+        (0.1, 0.01, [0.5, 2.0], 0.0375),  # one is late
         (0.1, 0.01, [0.0] * 50, 0.09),  # they come faster than they are computed: what the target leaves
         (0.1, 0.2, [0.0], -0.1),  # the decodes alone take longer
         (math.inf, 0.01, [0.0], math.inf),  # nobody set a target
-        (0.1, 0.01, [], 0.0),
+        (0.1, 0.01, [], 0.09),
     ],
 )
 def test_prompts_get_as_long_as_the_decodes_each_up_to_the_target(
@@ -151,9 +151,9 @@ def test_prompts_get_as_long_as_the_decodes_each_up_to_the_target(
     assert policy.prompt_room_s(target_s, decodes_s, prompts) == pytest.approx(room_s)
 
 
-def test_a_prompt_is_late_beyond_a_half_more_than_its_time_alone() -> None:
+def test_a_prompt_is_late_beyond_its_time_alone() -> None:
     prompt = sequence(1, 0.0)
-    late = [policy.lateness(prompt, Circumstances(now, COST, {})) for now in (0.0, 0.075, 0.15, 0.6)]
+    late = [policy.lateness(prompt, Circumstances(now, COST, {})) for now in (0.0, 0.05, 0.1, 0.4)]
     assert late == pytest.approx([0.0, 0.5, 1.0, 4.0])
 
 
