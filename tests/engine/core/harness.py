@@ -48,13 +48,13 @@ class Harness:
         paused_max: int = 256,
     ) -> None:
         config = SchedulerConfig(
-            step_tokens_max,
-            queue_len_max,
-            watermark,
-            preemptions_max,
-            prefix_cache,
-            stall_deadline_s,
-            paused_max,
+            step_tokens_max=step_tokens_max,
+            queue_len_max=queue_len_max,
+            watermark=watermark,
+            preemptions_max=preemptions_max,
+            prefix_cache=prefix_cache,
+            stall_deadline_s=stall_deadline_s,
+            paused_max=paused_max,
             queue_tokens_max=queue_tokens_max,
         )
         info = runner_info(
