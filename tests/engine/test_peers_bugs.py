@@ -16,7 +16,7 @@ ENGINE = Path(__file__).parent
 
 CAUGHT_BY = {
     "late output after a preemption or an end (vllm#47900, #38624, #28787)": (
-        "core/test_overlap.py::test_laws_hold_in_random_worlds",
+        "core/test_simulation.py::test_laws_hold_in_random_worlds",
         "core/test_overlap.py::test_who_stops_leaves_one_late_row_which_brings_nothing",
         "core/test_overlap.py::test_nobody_who_runs_gives_way_with_a_step_in_flight",
         "core/test_scheduler.py::test_late_output_of_an_aborted_sequence_is_dropped",
@@ -59,7 +59,7 @@ CAUGHT_BY = {
     "planning overwrites what a step in flight reads (sglang#26380, #38140)": (
         "core/test_overlap.py::test_a_slot_is_not_handed_on_before_the_late_row_is_committed",
         "core/test_overlap.py::test_a_page_is_found_by_others_only_when_its_tokens_are_known",
-        "core/test_overlap.py::test_laws_hold_in_random_worlds",
+        "core/test_simulation.py::test_laws_hold_in_random_worlds",
     ),
     "a page that was not written is read (vllm#40047, #37442, #43810, #57156)": (
         "runtime/test_attention.py::test_where_the_pages_lie_changes_nothing",
