@@ -150,7 +150,9 @@ def test_likeness() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["secret", "\"\\'$`;{}~!", settings.development_key(), "sk_dev_abcdefghijkl_" + "A" * 32]
+    "key",
+    ["secret", "\"\\'$`;{}~!", settings.development_key(), "sk_dev_abcdefghijkl_" + "A" * 32],
+    ids=["short", "odd", "minted", "long"],  # the same in every process that collects the tests
 )
 def test_the_gateway_takes_the_file_and_any_key(key: str) -> None:
     text = settings.gateway_toml(
