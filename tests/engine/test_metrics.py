@@ -54,11 +54,11 @@ def test_the_queue_by_class_and_age_and_what_preemption_costs_whom(
     process, http = serving
     with ExitStack() as stack:
         flex = [stack.enter_context(stream(http, 400, service_tier="flex")) for _ in range(SLOTS)]
-        until(lambda: gauges(http.base_url)["running_sequences"] == SLOTS)
+        until(lambda: gauges(http.base_url).get("running_sequences") == SLOTS)
         high = stack.enter_context(stream(http, 300, service_tier="priority"))
         waiting = [stack.enter_context(stream(http, 4, service_tier="flex")) for _ in range(2)]
         now: dict[str, float] = {}
-        until(lambda: now.update(gauges(http.base_url)) or now["class_waiting:flex"] == 3)
+        until(lambda: now.update(gauges(http.base_url)) or now.get("class_waiting:flex") == 3)
         assert (now["running_sequences"], now["core_waiting_sequences"]) == (SLOTS, 3)
         assert now["class_waiting:priority"] == now["class_waiting:default"] == 0
         assert (now["queue_depth"], now["waiting_tokens"]) == (2, 260), "of newcomers"
