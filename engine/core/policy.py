@@ -192,15 +192,22 @@ def prompt_room_s(target_s: float, decodes_s: float, prompts: Iterable[float]) -
     get up to the target. A fixed share would cap their rate instead, and queues that could be served would
     grow.
 
-    Short gaps cost long prompts time, as every step pays for the weights anew. Their p99 over FIFO's on the
-    chat workload: 1.28, and 1.84 if they did not hurry, 1.19 if all always took up to the target.
+    Short gaps cost long prompts time, as every step pays for the weights anew: their p99 over FIFO's on the
+    chat workload is 1.30 with this rule; it was 1.22 when all always took up to the target, and 1.84 on one
+    seed when none hurried.
     """
     room_s = target_s - decodes_s
-    late = [] if target_s == math.inf else list(prompts)
-    if late:
-        wanted = 1.0 if len(late) == 1 else sum(max(1.0, one * one) for one in late)
-        room_s = min(room_s, wanted * BESIDE_DECODES * decodes_s)
-    return room_s
+    if target_s == math.inf:
+        return room_s
+    count, wanted_s = 0, 0.0
+    for late in prompts:
+        count += 1
+        wanted_s += max(1.0, late * late) * BESIDE_DECODES * decodes_s
+        if count > 1 and wanted_s >= room_s:
+            break  # a long queue is not looked through in every step
+    if count == 1:
+        wanted_s = BESIDE_DECODES * decodes_s
+    return min(room_s, wanted_s) if count else room_s
 
 
 def lateness(sequence: Sequence, circumstances: Circumstances) -> float:
