@@ -7,6 +7,7 @@ occupied slot: lengths, which the host can always predict, and the request's par
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -27,8 +28,8 @@ class Seat:
     """Tokens in the buffer: the prompt, and what was sampled."""
     pages: int = 0
     history: Tensor | None = None
-    """[2, vocab] int32, only for sequences whose sampling looks back: how often each token was put
-    out, and how often it was in the prompt."""
+    """[2, vocab] int32, only for sequences whose sampling looks back, and only in host memory: how often each
+    token was put out, and how often it was in the prompt."""
     is_plain: bool = field(init=False)
     """The logits are taken as they are, and the choice needs no order of them: a greedy token, or one drawn
     from all that min-p leaves."""
@@ -75,24 +76,22 @@ class SamplingColumns:
 
 
 @dataclass(slots=True)
-class Slots:
+class Seats(ABC):
+    """Who sits where, and how far. What a plan must follow from is asserted here; `_take` and `_place` are
+    where a subclass keeps its tables."""
+
     slots: int
     max_model_len: int
     page_size: int
     vocab_size: int
-    tokens: Tensor = field(init=False)
-    """[slots, max_model_len] int32"""
-    page_table: Tensor = field(init=False)
-    """[slots, pages per sequence] int32"""
-    columns: SamplingColumns = field(init=False)
     _seats: list[Seat | None] = field(init=False)
 
     def __post_init__(self) -> None:
-        pages_per_sequence = -(-self.max_model_len // self.page_size)
-        self.tokens = torch.zeros(self.slots, self.max_model_len, dtype=torch.int32)
-        self.page_table = torch.zeros(self.slots, pages_per_sequence, dtype=torch.int32)
-        self.columns = SamplingColumns.empty(self.slots)
         self._seats = [None] * self.slots
+
+    @property
+    def pages_per_sequence(self) -> int:
+        return -(-self.max_model_len // self.page_size)
 
     def seat(self, slot: int) -> Seat:
         """The occupant; an empty slot is the caller's mistake."""
@@ -101,17 +100,50 @@ class Slots:
         return seat
 
     def apply(self, plan: Plan) -> None:
-        """Leave, seat, grow: the first three of a plan's acts."""
+        """Leave, seat, grow, replace: the first four of a plan's acts."""
         for slot in plan.left:
             assert self._seats[slot] is not None, f"slot {slot} left twice"
             self._seats[slot] = None
         for start in plan.seated:
-            self._take(start)
+            assert self._seats[start.slot] is None, f"slot {start.slot} is taken"
+            known_len = len(start.token_ids)
+            assert 1 <= start.prompt_len <= known_len <= self.max_model_len
+            seat = Seat(start.sampling, start.prompt_len, known_len)
+            self._take(start, seat)
+            self._seats[start.slot] = seat
         for slot, pages in plan.grown:
-            self._grow(slot, pages)
+            seat = self.seat(slot)
+            assert seat.pages + len(pages) <= self.pages_per_sequence, f"slot {slot} outgrows the context"
+            self._place(slot, seat.pages, pages)
+            seat.pages += len(pages)
         for slot, index, page in plan.replaced:
             assert index < self.seat(slot).pages, f"slot {slot} has no page {index}"
-            self.page_table[slot, index] = page
+            self._place(slot, index, [page])
+
+    @abstractmethod
+    def _take(self, start: SlotStart, seat: Seat) -> None:
+        """Its tokens and its parameters."""
+
+    @abstractmethod
+    def _place(self, slot: int, index: int, pages: Sequence[int]) -> None:
+        """Entries of the slot's page table, from `index` on."""
+
+
+@dataclass(slots=True)
+class Slots(Seats):
+    """With the tables in host memory, where the network computes."""
+
+    tokens: Tensor = field(init=False)
+    """[slots, max_model_len] int32"""
+    page_table: Tensor = field(init=False)
+    """[slots, pages per sequence] int32"""
+    columns: SamplingColumns = field(init=False)
+
+    def __post_init__(self) -> None:
+        Seats.__post_init__(self)
+        self.tokens = torch.zeros(self.slots, self.max_model_len, dtype=torch.int32)
+        self.page_table = torch.zeros(self.slots, self.pages_per_sequence, dtype=torch.int32)
+        self.columns = SamplingColumns.empty(self.slots)
 
     def append(self, slots: Sequence[int], tokens: Tensor) -> None:
         """One sampled token each, int64 [S]. A failed row's -1 is stored as 0: its sequence ends anyway."""
@@ -124,14 +156,10 @@ class Slots:
             if seat.history is not None:
                 seat.history[0].index_add_(0, kept[row : row + 1], _ONE)
 
-    def _take(self, start: SlotStart) -> None:
-        assert self._seats[start.slot] is None, f"slot {start.slot} is taken"
-        known_len = len(start.token_ids)
-        assert 1 <= start.prompt_len <= known_len <= self.max_model_len
+    def _take(self, start: SlotStart, seat: Seat) -> None:
         ids = torch.tensor(start.token_ids, dtype=torch.int32)
-        self.tokens[start.slot, :known_len] = ids
+        self.tokens[start.slot, : seat.known_len] = ids
         self.columns.seat(start.slot, start.sampling, self.vocab_size)
-        seat = Seat(start.sampling, start.prompt_len, known_len)
         if start.sampling.needs_history:
             seat.history = torch.stack(
                 [
@@ -139,14 +167,9 @@ class Slots:
                     for part in (ids[start.prompt_len :], ids[: start.prompt_len])
                 ]
             )
-        self._seats[start.slot] = seat
 
-    def _grow(self, slot: int, pages: Sequence[int]) -> None:
-        seat = self.seat(slot)
-        end = seat.pages + len(pages)
-        assert end <= self.page_table.shape[1], f"slot {slot} outgrows the context"
-        self.page_table[slot, seat.pages : end] = torch.tensor(pages, dtype=torch.int32)
-        seat.pages = end
+    def _place(self, slot: int, index: int, pages: Sequence[int]) -> None:
+        self.page_table[slot, index : index + len(pages)] = torch.tensor(pages, dtype=torch.int32)
 
 
 _ONE: Final = torch.ones(1, dtype=torch.int32)
