@@ -75,9 +75,13 @@ class TokenPlaces:
 class KVCache:
     """`keys[layer]` and `values[layer]` are [pages, Hkv, page_size, D]."""
 
-    def __init__(self, geometry: KVGeometry, pages: int) -> None:
+    def __init__(
+        self, geometry: KVGeometry, pages: int, scales: Sequence[tuple[float, float]] | None = None
+    ) -> None:
+        """`scales`: per layer, what stored keys and values have to be multiplied by. None: they are as is."""
         self.geometry: Final = geometry
         self.pages: Final = pages
+        self.scales: Final = [(1.0, 1.0)] * geometry.layers if scales is None else list(scales)
         shape = (pages, geometry.kv_heads, geometry.page_size, geometry.head_dim)
         # Uninitialised: the system hands out memory as pages are first written.
         self.keys: Final = [torch.empty(shape, dtype=geometry.dtype) for _ in range(geometry.layers)]

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from engine.runtime.attention import AttentionSpec
+from engine.runtime.attention import AttentionSpec, Chunk, PrefillRows, chunks_of, to_device
 from engine.runtime.batch import Batch
 from engine.runtime.kernels.decode_attention import (
     DecodeScratch,
@@ -25,25 +25,11 @@ from engine.runtime.kernels.decode_attention import (
     paged_decode,
     split_count,
 )
-from engine.runtime.kernels.prefill_attention import Chunk, paged_prefill, tile_list
+from engine.runtime.kernels.prefill_attention import paged_prefill, tile_list
 from engine.runtime.kv_cache import KVCache
 
 FRESH_TOKENS_MIN: Final = 1024
 """Shorter prompts are several to a step, and the library's is one launch each."""
-
-
-class PrefillRows(Protocol):
-    """A step's rows of several tokens, over keys and values that are in the cache."""
-
-    def __call__(self, layer: int, q: Tensor) -> Tensor:
-        """q [T', H, D] -> the same shape."""
-        ...
-
-
-class PrefillPages(Protocol):
-    """A prefill back end that reads the cache alone."""
-
-    def prepare(self, batch: Batch, tables: Tensor | None = None) -> PrefillRows: ...
 
 
 class TritonDecode:
@@ -65,11 +51,13 @@ class TritonDecode:
     def prepare(self, batch: Batch, tables: Tensor | None = None) -> TritonDecodeStep:
         """`tables`: the decode rows' page tables, if they are on the device already."""
         rows = batch.decode_rows
-        lengths = _to_device([row.end for row in batch.rows[:rows]], self._cache.keys[0].device)
+        lengths = to_device([row.end for row in batch.rows[:rows]], self._cache.keys[0].device)
         return self.on_device(batch.page_tables[:rows] if tables is None else tables, lengths)
 
+    def plan(self, lengths: Sequence[int]) -> None:
+        """Nothing: the list of work is made on the device."""
+
     def on_device(self, tables: Tensor, lengths: Tensor) -> TritonDecodeStep:
-        """tables [R, P], lengths [R] int32, both on the device: launches only, nothing is read back."""
         for window, work in self._work.items():
             list_work(lengths, window, self._cache.geometry.page_size, work)
         return TritonDecodeStep(
@@ -100,6 +88,7 @@ class TritonDecodeStep:
             self.scratch,
             scale=self.spec.scale,
             window=window,
+            kv_scales=self.cache.scales[layer],
             programs=self.programs,
         )
 
@@ -114,15 +103,15 @@ class TritonPrefill:
     def prepare(self, batch: Batch, tables: Tensor | None = None) -> TritonPrefillStep:
         """`tables`: the page tables of the rows after the decode rows, if they are on the device already."""
         tables = batch.page_tables[batch.decode_rows :] if tables is None else tables
-        return self.of_chunks(_chunks(batch), tables)
+        return self.of_chunks(chunks_of(batch), tables)
 
     def of_chunks(self, chunks: Sequence[Chunk], tables: Tensor) -> TritonPrefillStep:
         """tables [R, P], a row per chunk, on the device."""
         device, group = tables.device, self._spec.heads // self._spec.kv_heads
         tiles = {
-            window: _to_device(tile_list(chunks, group, window), device) for window in set(self._spec.windows)
+            window: to_device(tile_list(chunks, group, window), device) for window in set(self._spec.windows)
         }
-        columns = _to_device([(chunk.start, chunk.length, chunk.offset) for chunk in chunks], device)
+        columns = to_device([(chunk.start, chunk.length, chunk.offset) for chunk in chunks], device)
         tokens = max(chunk.offset + chunk.length for chunk in chunks)
         return TritonPrefillStep(self._cache, self._spec, tables, columns, tiles, tokens)
 
@@ -158,6 +147,7 @@ class TritonPrefillStep:
             self.tiles[window],
             scale=self.spec.scale,
             window=window,
+            kv_scales=self.cache.scales[layer],
             out=out,
         )
 
@@ -190,7 +180,7 @@ class LibraryPrefill:
     def prepare(self, batch: Batch, tables: Tensor | None = None) -> PrefillRows:
         """`tables`: the page tables of the rows after the decode rows, if they are on the device already."""
         tables = batch.page_tables[batch.decode_rows :] if tables is None else tables
-        return self.of_chunks(_chunks(batch), tables)
+        return self.of_chunks(chunks_of(batch), tables)
 
     def of_chunks(self, chunks: Sequence[Chunk], tables: Tensor) -> PrefillRows:
         """tables [R, P], a row per chunk, on the device."""
@@ -225,26 +215,16 @@ class LibraryPrefillStep:
         for chunk, table in self.fresh:
             own = slice(chunk.offset, chunk.offset + chunk.length)
             keys, values = (
-                self._copied(part[layer], table, chunk.length)
-                for part in (self.cache.keys, self.cache.values)
+                self._copied(part[layer], table, chunk.length, scale, q.dtype)
+                for part, scale in zip(
+                    (self.cache.keys, self.cache.values), self.cache.scales[layer], strict=True
+                )
             )
             out[own] = self.library(q[own].transpose(0, 1), keys, values).transpose(0, 1)
         return out
 
-    def _copied(self, pages: Tensor, table: Tensor, length: int) -> Tensor:
+    def _copied(self, pages: Tensor, table: Tensor, length: int, scale: float, dtype: torch.dtype) -> Tensor:
         """Out of [pages, Hkv, page_size, D]: [Hkv, length, D]."""
         count = -(-length // pages.shape[2])
-        found = pages[table[:count]].transpose(0, 1).reshape(pages.shape[1], -1, pages.shape[3])
-        return found[:, :length]
-
-
-def _chunks(batch: Batch) -> list[Chunk]:
-    """The rows after the decode rows, packed from 0."""
-    rows = batch.rows[batch.decode_rows :]
-    return [Chunk(row.start, row.length, row.offset - rows[0].offset) for row in rows]
-
-
-def _to_device(numbers: Sequence[int] | Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
-    """int32, from pinned memory where there is a device to copy to: the host does not wait."""
-    host = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+        found = pages[table[:count]].transpose(0, 1).reshape(pages.shape[1], -1, pages.shape[3])[:, :length]
+        return found if pages.dtype == dtype else (found.float() * scale).to(dtype)

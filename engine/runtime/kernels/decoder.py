@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.runtime.attention import DecodePages, PrefillPages
 from engine.runtime.batch import Batch
 from engine.runtime.graphs import DecodeInputs
-from engine.runtime.kernels.attention import PrefillPages, TritonDecode
 from engine.runtime.kernels.autotune import MatmulTable, Weight
 from engine.runtime.kernels.fp8 import quantise
 from engine.runtime.kernels.fused import QKNorm, norm_rotate_store, rms_norm, silu_mul
@@ -113,7 +113,16 @@ class DeviceDecoder:
             x = _normed(change, residual, layer.input_norm, eps)
             qkv = table.linear(x, layer.qkv.weight, layer.qkv.bias)
             keys, values = cache.keys[index], cache.values[index]
-            q = norm_rotate_store(qkv, angles, layer.qk_norm, keys, values, step.pages, step.offsets)
+            q = norm_rotate_store(
+                qkv,
+                angles,
+                layer.qk_norm,
+                keys,
+                values,
+                step.pages,
+                step.offsets,
+                kv_scales=cache.scales[index],
+            )
             change = table.linear(attend(index, q).flatten(1), layer.output.weight, layer.output.bias)
             x = _normed(change, residual, layer.mlp_norm, eps)
             inner = silu_mul(table.linear(x, layer.gate_up.weight, layer.gate_up.bias))
@@ -167,7 +176,7 @@ class DeviceModel:
 
     decoder: DeviceDecoder
     cache: KVCache
-    decode: TritonDecode
+    decode: DecodePages
     prefill: PrefillPages
 
     def forward(self, batch: Batch) -> Tensor:
@@ -204,7 +213,7 @@ class DecodeStep:
 
     decoder: DeviceDecoder
     cache: KVCache
-    attention: TritonDecode
+    attention: DecodePages
     tokens: Tensor
     """[slots, max_model_len] int32: read at length - 1, written at length"""
     page_table: Tensor

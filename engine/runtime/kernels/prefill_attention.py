@@ -24,13 +24,13 @@ a token's sum runs over the same pages in the same order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.runtime.attention import Chunk
 from engine.runtime.kernels.decode_attention import HEAD_DIMS, LOG2_E
 
 BLOCK_M: Final = 128
@@ -39,15 +39,6 @@ WARPS: Final = 8
 STAGES: Final = 4
 """With the page's lookup among them: two tiles of keys and of values are in shared memory, 64 KiB at head
 size 128, beside the 32 KiB of queries."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A row's part of the step: `length` tokens from position `start`, at `offset` of the packed tokens."""
-
-    start: int
-    length: int
-    offset: int
 
 
 def tile_list(chunks: Sequence[Chunk], group: int, window: int | None = None) -> list[tuple[int, int]]:
