@@ -148,8 +148,8 @@ async def test_a_gateway_that_is_told_to_stop_cuts_no_stream(served: Service, sh
 
 
 def test_a_tenants_timeout_ends_the_engines_work(served: Service, short_tmp: Path) -> None:
-    with gateway(short_tmp, engine_url(served), tenant="timeouts = { total_s = 1 }") as front:
-        answer = ask(gateway_url(front), stream=True, max_tokens=1900)
+    with gateway(short_tmp, engine_url(served), tenant="timeouts = { total_s = 0.5 }") as front:
+        answer = ask(gateway_url(front), stream=True, max_tokens=1900, n=8)
         assert "total_timeout" in answer.text
         assert "[DONE]" not in answer.text
         until(lambda: engine_at_rest(engine_url(served)))
