@@ -129,9 +129,10 @@ class DeviceDecoder:
             change = table.linear(inner, layer.down.weight, layer.down.bias)
         return _normed(change, residual, self._norm, eps)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden] -> [S, vocab], float32."""
-        return self.table.linear(hidden, self._lm_head).float()
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[S, hidden] -> [S, vocab], float32; in `out`, if there is a place for them."""
+        logits = self.table.linear(hidden, self._lm_head)
+        return logits.float() if out is None else out.copy_(logits)
 
 
 def _normed(change: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -208,6 +209,25 @@ class DeviceModel:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceSampler:
+    """From hidden states to tokens where the next step finds them."""
+
+    decoder: DeviceDecoder
+    tokens: Tensor
+    """[slots, more than max_model_len] int32: read at length - 1, written at length"""
+    columns: DeviceSampling
+    scratch: SamplingScratch
+
+    def __call__(self, hidden: Tensor, slots: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden [S, hidden]; slots, lengths [S] int32 -> tokens [S] int64, NUMERIC_FAILURE where logits were
+        not finite, and log-probabilities [S]. The logits stay in `scratch` until the next call."""
+        logits = self.decoder.logits(hidden, self.scratch.logits[: len(hidden)])
+        found, logprobs = sample(logits, slots, lengths, self.columns, self.scratch)
+        self.tokens[slots.long(), lengths.long()] = found.clamp_min(0).int()
+        return found, logprobs
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeStep:
     """One token for each of some slots, from what lies on the device by slot."""
 
@@ -215,23 +235,20 @@ class DecodeStep:
     cache: KVCache
     attention: DecodePages
     tokens: Tensor
-    """[slots, max_model_len] int32: read at length - 1, written at length"""
+    """[slots, more than max_model_len] int32"""
     page_table: Tensor
     """[slots, pages per sequence] int32"""
     sampling: DeviceSampling
     scratch: SamplingScratch
 
     def __call__(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
-        """-> tokens [rows] int64, NUMERIC_FAILURE where logits were not finite; log-probabilities [rows]."""
+        """As `DeviceSampler`: [rows] each."""
         size = self.cache.geometry.page_size
-        slots, lengths = inputs.slots.long(), inputs.lengths.long()
-        positions = lengths - 1
+        slots, positions = inputs.slots.long(), inputs.lengths.long() - 1
         tables = self.page_table[slots]
         pages = tables.gather(1, (positions // size)[:, None])[:, 0]
         attend = self.attention.on_device(tables, inputs.lengths)
         step = StepTokens(self.tokens[slots, positions], positions, pages, positions % size)
         hidden = self.decoder.forward(step, self.cache, attend)
-        logits = self.decoder.logits(hidden)
-        found, logprobs = sample(logits, inputs.slots, inputs.lengths, self.sampling, self.scratch)
-        self.tokens[slots, lengths] = found.clamp_min(0).int()
-        return found, logprobs
+        sampler = DeviceSampler(self.decoder, self.tokens, self.sampling, self.scratch)
+        return sampler(hidden, inputs.slots, inputs.lengths)

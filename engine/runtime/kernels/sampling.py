@@ -25,15 +25,18 @@ Three launches, the first two spread over (row, chunk of the vocabulary):
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from engine.core.messages import NUMERIC_FAILURE, SamplingParams
+from engine.runtime.transfer import upload
 from shared.openai import LOGIT_BIAS_MAX, STOP_TOKEN_IDS_MAX
 
 CHUNK: Final = 4096
@@ -60,7 +63,7 @@ _NOBODY = tl.constexpr(0x7F800000 << 32)  # infinitely far: no mass
 
 @dataclass(frozen=True, slots=True)
 class DeviceSampling:
-    """Every slot's parameters, on the device: `seat` writes them, a step reads them by slot."""
+    """Every slot's parameters, on the device: `seat_all` writes them, a step reads them by slot."""
 
     temperature: Tensor
     top_k: Tensor
@@ -106,30 +109,75 @@ class DeviceSampling:
         )
 
     def seat(self, slot: int, params: SamplingParams, prompt: Tensor, output: Tensor) -> None:
-        """A sequence takes a slot; prompt and output [n] int: its tokens so far."""
-        vocab_size = self.counts.shape[2]
-        stops = [token for token in params.stop_token_ids if token < vocab_size]
-        assert len(params.logit_bias) <= EDITS_MAX
-        assert len(stops) <= STOPS_MAX
-        self.temperature[slot] = params.temperature
-        self.top_k[slot] = min(params.top_k, vocab_size) or vocab_size
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
-        self.seed[slot] = params.seed - (1 << 64) if params.seed >> 63 else params.seed
-        self.penalties[slot] = self.penalties.new_tensor(
-            [params.repetition_penalty, params.frequency_penalty, params.presence_penalty]
-        )
-        self.biases[slot], self.stops[slot] = len(params.logit_bias), len(stops)
-        self.held_until[slot] = len(prompt) + params.min_tokens
-        if params.logit_bias:
-            ids, values = zip(*params.logit_bias, strict=True)
-            self.bias_ids[slot, : len(ids)] = self.bias_ids.new_tensor(ids)
-            self.bias_values[slot, : len(ids)] = self.bias_values.new_tensor(values)
-        if stops:
-            self.stop_ids[slot, : len(stops)] = self.stop_ids.new_tensor(stops)
+        """A sequence takes a slot; prompt and output [n] int, on the device: its tokens so far."""
+        self.seat_all([slot], [params], [len(prompt)])
         if params.needs_history:
-            for row, tokens in enumerate((output, prompt)):
-                self.counts[slot, row] = torch.bincount(tokens, minlength=vocab_size)
+            self.count(slot, prompt, output)
+
+    def seat_all(
+        self, slots: Sequence[int], asked: Sequence[SamplingParams], prompt_lens: Sequence[int]
+    ) -> None:
+        """Sequences take slots. Those that look back are to be counted, too."""
+        vocab_size = self.counts.shape[2]
+        # stop tokens matter to those only who hold them back
+        stops = [[t for t in p.stop_token_ids if t < vocab_size] if p.min_tokens else [] for p in asked]
+        assert all(len(own) <= STOPS_MAX for own in stops)
+        assert all(len(p.logit_bias) <= EDITS_MAX for p in asked)
+        integers = [
+            [min(p.top_k, vocab_size) or vocab_size for p in asked],
+            [len(p.logit_bias) for p in asked],
+            [len(own) for own in stops],
+            [length + p.min_tokens for p, length in zip(asked, prompt_lens, strict=True)],
+        ]
+        floats = [[p.temperature for p in asked], [p.min_p for p in asked]]
+        penalties = [[p.repetition_penalty, p.frequency_penalty, p.presence_penalty] for p in asked]
+        at, top_p, seed, (top_k, biases, held, held_until), (temperature, min_p), looks = upload(
+            [
+                np.array(slots, np.int64),
+                np.array([p.top_p for p in asked], np.float64),
+                np.array([p.seed for p in asked], np.uint64).view(np.int64),
+                np.array(integers, np.int32),
+                np.array(floats, np.float32),
+                np.array(penalties, np.float32),
+            ],
+            self.counts.device,
+        )
+        for column, values in (
+            (self.top_p, top_p),
+            (self.seed, seed),
+            (self.top_k, top_k),
+            (self.biases, biases),
+            (self.stops, held),
+            (self.held_until, held_until),
+            (self.temperature, temperature),
+            (self.min_p, min_p),
+            (self.penalties, looks),
+        ):
+            column.index_copy_(0, at, values)
+        self._list(slots, self.bias_ids, [[token for token, _ in p.logit_bias] for p in asked], np.int32)
+        self._list(slots, self.bias_values, [[bias for _, bias in p.logit_bias] for p in asked], np.float32)
+        self._list(slots, self.stop_ids, stops, np.int32)
+
+    def count(self, slot: int, prompt: Tensor, output: Tensor) -> None:
+        """What a sequence that looks back sees; prompt and output [n] int, on the device."""
+        own = self.counts[slot].zero_()
+        for row, tokens in enumerate((output, prompt)):
+            own[row].index_add_(0, tokens, torch.ones_like(tokens, dtype=torch.int32))
+
+    def _list(
+        self,
+        slots: Sequence[int],
+        table: Tensor,
+        rows: Sequence[Sequence[float]],
+        kind: type[np.int32 | np.float32],
+    ) -> None:
+        """The first entries of some rows of a table; nothing is sent when there are none."""
+        width = table.shape[1]
+        places = [slot * width + i for slot, row in zip(slots, rows, strict=True) for i in range(len(row))]
+        if places:
+            values = np.array([value for row in rows for value in row], kind)
+            at, there = upload([np.array(places, np.int64), values], table.device)
+            table.view(-1).index_copy_(0, at, there)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +186,8 @@ class SamplingScratch:
 
     edited: Tensor
     """[rows, vocab] float32, written for rows that edit"""
+    logits: Tensor
+    """[rows, vocab] float32: a place for what `sample` is given, the same in every step"""
     candidates: Tensor
     """[rows, vocab] int64: distance's bits above, id below"""
     measures: Tensor
@@ -152,6 +202,7 @@ class SamplingScratch:
         chunks = triton.cdiv(vocab_size, CHUNK)
         return SamplingScratch(
             edited=torch.empty(rows, vocab_size, device=device),
+            logits=torch.empty(rows, vocab_size, device=device),
             candidates=torch.empty(rows, vocab_size, dtype=torch.int64, device=device),
             measures=torch.empty(3, rows, chunks, device=device),
             places=torch.empty(rows, chunks, dtype=torch.int32, device=device),
