@@ -8,6 +8,9 @@ copies. So a wrong checkpoint is refused in milliseconds, with every name, befor
 Each tensor is copied once, from the mapped file into memory of ours, converted on the way; what
 the model fuses (QKV, gate and up) is stacked by copying the parts into place. The mapping is
 dropped file by file, so the peak is the model and one parameter.
+
+A tensor-parallel rank asks for parts of tensors, and reads no more than these: the mapped pages that they
+lie on.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.runtime.errors import ModelUnavailable, WeightsMismatch
+from engine.runtime.parallel.shard import Span
 
 INDEX_FILE: Final = "model.safetensors.index.json"
 SINGLE_FILE: Final = "model.safetensors"
@@ -32,11 +36,33 @@ _IGNORED_SUFFIXES: Final = (".rotary_emb.inv_freq",)
 """Tables that old checkpoints carry along and that follow from config.json."""
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is wanted of tensors that are stacked. None: all."""
+
+    rows: tuple[Span, ...] | None = None
+    """Of each tensor."""
+    columns: Span | None = None
+    """Of all of them, which are matrices."""
+
+    def row_spans(self, rows: Sequence[int]) -> Sequence[Span]:
+        return self.rows or [(0, count) for count in rows]
+
+    def shape(self, rows: Sequence[int], columns: Sequence[int]) -> tuple[int, ...]:
+        """Of the stack."""
+        if self.columns is not None:
+            columns = [self.columns[1] - self.columns[0]]
+        return sum(stop - start for start, stop in self.row_spans(rows)), *columns
+
+
+ALL: Final = Part()
+
+
 class WeightSource(Protocol):
     """Where a decoder gets its parameters from."""
 
-    def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
-        """The named tensors, [rows[i], *columns] each, one above the other."""
+    def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int, part: Part = ALL) -> Tensor:
+        """The named tensors, [rows[i], *columns] each, one above the other; of each, what `part` says."""
         ...
 
 
@@ -77,10 +103,10 @@ class Inspection:
         self._files = files
         self._headers = _headers(files)
 
-    def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
+    def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int, part: Part = ALL) -> Tensor:
         for name, count in zip(names, rows, strict=True):
             self._inspect(name, (count, *columns))
-        return torch.empty(sum(rows), *columns, dtype=self._dtype, device="meta")
+        return torch.empty(part.shape(rows, columns), dtype=self._dtype, device="meta")
 
     def _inspect(self, name: str, expected: tuple[int, ...]) -> None:
         self._asked.add(name)
@@ -123,15 +149,17 @@ class Checkpoint:
         self._open_path: Path | None = None
         self._open_handle: Any = None  # safetensors has no stub for its handle
 
-    def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
-        whole = torch.empty(sum(rows), *columns, dtype=self._dtype)
-        start = 0
-        for name, count in zip(names, rows, strict=True):
-            source = self._handle(self._files[name]).get_tensor(name)
-            assert source.shape == (count, *columns), name
-            whole[start : start + count] = source
-            start += count
-        return whole
+    def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int, part: Part = ALL) -> Tensor:
+        stacked = torch.empty(part.shape(rows, columns), dtype=self._dtype)
+        at = 0
+        for name, count, (start, stop) in zip(names, rows, part.row_spans(rows), strict=True):
+            source = self._handle(self._files[name]).get_slice(name)
+            assert source.get_shape() == [count, *columns], name
+            # A slice is a view of the mapped file: only what is copied here is read.
+            wanted = source[start:stop] if part.columns is None else source[start:stop, slice(*part.columns)]
+            stacked[at : at + stop - start] = wanted
+            at += stop - start
+        return stacked
 
     def _handle(self, path: Path) -> Any:
         """One file is open at a time; layers lie together, so files are seldom reopened."""

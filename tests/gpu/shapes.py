@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.runtime.models.config import ModelConfig, RopeConfig
+from engine.runtime.weights import ALL, Part
 
 LLAMA_8B = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -48,8 +49,8 @@ class RandomWeights:
     device: torch.device
     dtype: torch.dtype = torch.bfloat16
 
-    def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
-        whole = torch.empty(sum(rows), *columns, dtype=self.dtype, device=self.device)
+    def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int, part: Part = ALL) -> Tensor:
+        whole = torch.empty(part.shape(rows, columns), dtype=self.dtype, device=self.device)
         return whole.normal_(std=0.02) if columns else whole.fill_(1.0)
 
 

@@ -5,6 +5,9 @@
 
 Tokens come packed: T is the sum over all rows of the step. What is particular to a step (which
 token may see which, where keys and values lie) is the attention's business.
+
+A tensor-parallel rank computes the same with its own heads and its part of the MLP; what `output` and `down`
+bring is added up over the ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ from torch import Tensor
 
 from engine.runtime.layers import Linear, Rotary, rms_norm, rotate
 from engine.runtime.models.config import ModelConfig
-from engine.runtime.models.parameters import EMBEDDING, FINAL_NORM, LM_HEAD, LayerParameters
+from engine.runtime.models.parameters import EMBEDDING, FINAL_NORM, LayerParameters, read_lm_head
+from engine.runtime.parallel.collective import ALONE, Collective
+from engine.runtime.parallel.shard import Shard
 from engine.runtime.weights import WeightSource
 
 
@@ -43,18 +48,19 @@ class _Layer:
 
 
 class Decoder:
-    """Weights and forward pass. Stateless between calls."""
+    """Weights and forward pass. Stateless between calls. Shapes are of the rank's own heads."""
 
-    def __init__(self, config: ModelConfig, source: WeightSource) -> None:
-        self._config = config
+    def __init__(self, config: ModelConfig, source: WeightSource, ranks: Collective = ALONE) -> None:
+        """`config` describes the whole model, of which the rank's part is read."""
+        self._ranks = ranks
+        self._config = ranks.shard.of(config)
         self._rotary = Rotary(config.rope, config.head_dim)
         vocab, hidden = config.vocab_size, config.hidden_size
         self._embedding = source.stack([EMBEDDING], [vocab], hidden)
-        self._layers = [_load_layer(config, source, layer) for layer in range(config.layers)]
+        self._layers = [_load_layer(config, source, layer, ranks.shard) for layer in range(config.layers)]
         self._norm = source.stack([FINAL_NORM], [hidden])
         # Tied weights are kept twice on CPU, once to look rows up and once laid out for the multiplication.
-        tied = config.tied_embeddings
-        self._lm_head = Linear(self._embedding if tied else source.stack([LM_HEAD], [vocab], hidden))
+        self._lm_head = Linear(read_lm_head(config, source, ranks.shard, self._embedding))
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
         """token_ids [T], positions [T] -> final hidden states [T, hidden], normed."""
@@ -63,14 +69,14 @@ class Decoder:
         angles = self._rotary.angles(positions, x.dtype)
         for index, layer in enumerate(self._layers):
             q, k, v = self._qkv(layer, rms_norm(x, layer.input_norm, eps), angles)
-            x = x + layer.output(attention(index, q, k, v).flatten(1))
+            x = x + self._ranks.all_reduce_(layer.output(attention(index, q, k, v).flatten(1)))
             gate, up = layer.gate_up(rms_norm(x, layer.mlp_norm, eps)).chunk(2, dim=-1)
-            x = x + layer.down(F.silu(gate) * up)
+            x = x + self._ranks.all_reduce_(layer.down(F.silu(gate) * up))
         return rms_norm(x, self._norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden] -> [S, vocab], float32."""
-        return self._lm_head(hidden).float()
+        return self._ranks.all_gather(self._lm_head(hidden))[:, : self._config.vocab_size].float()
 
     def _qkv(self, layer: _Layer, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, hidden] -> q [T, H, D], k and v [T, Hkv, D]; q and k rotated."""
@@ -83,13 +89,13 @@ class Decoder:
         return q, k, v
 
 
-def _load_layer(config: ModelConfig, source: WeightSource, layer: int) -> _Layer:
-    own = LayerParameters(config, layer)
+def _load_layer(config: ModelConfig, source: WeightSource, layer: int, shard: Shard) -> _Layer:
+    own, share = LayerParameters(config, layer, shard), shard.of(config)
 
     def qk_norm() -> Tensor:
         # Not `cat`: of an Inspection's tensors, that imports torch's compiler, for a second and 150 MB.
         both = own.qk_norm(source)
-        which = torch.tensor([0] * config.heads + [1] * config.kv_heads, device=both.device)
+        which = torch.tensor([0] * share.heads + [1] * share.kv_heads, device=both.device)
         return both.index_select(0, which)
 
     return _Layer(

@@ -1,14 +1,22 @@
-"""A dense decoder's parameters, as data: what each is called in a checkpoint, and its shape."""
+"""A dense decoder's parameters, as data: what each is called in a checkpoint, its shape, and of it what a
+tensor-parallel rank holds.
+
+A rank has its heads' rows of q, k and v and its part of the rows of gate and up; of the output and down
+matrices it has the columns that these feed, so that the ranks' outputs add up to the whole. Biases of
+those two are rank 0's.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.runtime.models.config import ModelConfig
-from engine.runtime.weights import WeightSource
+from engine.runtime.parallel.shard import WHOLE, Shard
+from engine.runtime.weights import Part, WeightSource
 
 EMBEDDING: Final = "model.embed_tokens.weight"
 FINAL_NORM: Final = "model.norm.weight"
@@ -23,20 +31,24 @@ class LinearParameters:
     rows: tuple[int, ...]
     columns: int
     bias: bool
+    part: Part
 
     def read(self, source: WeightSource) -> tuple[Tensor, Tensor | None]:
-        """[sum of rows, columns], and [sum of rows] where there are biases."""
-        weight = source.stack([f"{module}.weight" for module in self.modules], self.rows, self.columns)
+        """[sum of rows, columns], and [sum of rows] where there are biases; of both, the part."""
+        names = [f"{module}.weight" for module in self.modules]
+        weight = source.stack(names, self.rows, self.columns, part=self.part)
         if not self.bias:
             return weight, None
-        return weight, source.stack([f"{module}.bias" for module in self.modules], self.rows)
+        names = [f"{module}.bias" for module in self.modules]
+        return weight, source.stack(names, self.rows, part=Part(self.part.rows))
 
 
 class LayerParameters:
-    """One layer's, by its number."""
+    """One layer's, by its number. `config` describes the whole model."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, shard: Shard = WHOLE) -> None:
         self._config = config
+        self._shard = shard
         self._at = f"model.layers.{layer}"
 
     @property
@@ -44,26 +56,33 @@ class LayerParameters:
         config = self._config
         q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
         names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        return self._linear(names, (q, kv, kv), config.hidden_size, config.qkv_bias)
+        own_q = self._shard.span(config.heads, config.head_dim)
+        own_kv = self._shard.span(config.kv_heads, config.head_dim)
+        part = Part(rows=(own_q, own_kv, own_kv))
+        return self._linear(names, (q, kv, kv), config.hidden_size, config.qkv_bias, part)
 
     @property
     def output(self) -> LinearParameters:
         config = self._config
         columns = config.heads * config.head_dim
-        return self._linear(("self_attn.o_proj",), (config.hidden_size,), columns, config.output_bias)
+        part = Part(columns=self._shard.span(config.heads, config.head_dim))
+        bias = config.output_bias and self._shard.rank == 0
+        return self._linear(("self_attn.o_proj",), (config.hidden_size,), columns, bias, part)
 
     @property
     def gate_up(self) -> LinearParameters:
         config = self._config
         rows = (config.intermediate_size, config.intermediate_size)
-        return self._linear(("mlp.gate_proj", "mlp.up_proj"), rows, config.hidden_size, config.mlp_bias)
+        own = self._shard.span(config.intermediate_size)
+        names = ("mlp.gate_proj", "mlp.up_proj")
+        return self._linear(names, rows, config.hidden_size, config.mlp_bias, Part(rows=(own, own)))
 
     @property
     def down(self) -> LinearParameters:
         config = self._config
-        return self._linear(
-            ("mlp.down_proj",), (config.hidden_size,), config.intermediate_size, config.mlp_bias
-        )
+        part = Part(columns=self._shard.span(config.intermediate_size))
+        bias = config.mlp_bias and self._shard.rank == 0
+        return self._linear(("mlp.down_proj",), (config.hidden_size,), config.intermediate_size, bias, part)
 
     def input_norm(self, source: WeightSource) -> Tensor:
         """[hidden]"""
@@ -80,6 +99,22 @@ class LayerParameters:
         return source.stack(names, [dim, dim]).view(2, dim)
 
     def _linear(
-        self, modules: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool
+        self, modules: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool, part: Part
     ) -> LinearParameters:
-        return LinearParameters(tuple(f"{self._at}.{module}" for module in modules), rows, columns, bias)
+        names = tuple(f"{self._at}.{module}" for module in modules)
+        return LinearParameters(names, rows, columns, bias, part)
+
+
+def read_lm_head(config: ModelConfig, source: WeightSource, shard: Shard, embedding: Tensor) -> Tensor:
+    """[padded_len(vocab), hidden]: the rank's rows of the head; zeros behind those of the last rank.
+
+    `embedding` [vocab, hidden]: tied weights are a part of it, and share its memory.
+    """
+    vocab = config.vocab_size
+    start, stop = shard.padded_span(vocab)
+    if config.tied_embeddings:
+        head = embedding[start:stop]
+    else:
+        head = source.stack([LM_HEAD], [vocab], config.hidden_size, part=Part(rows=((start, stop),)))
+    missing = shard.padded_len(vocab) - len(head)
+    return F.pad(head, (0, 0, 0, missing)) if missing else head

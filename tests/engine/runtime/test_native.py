@@ -28,6 +28,7 @@ from engine.runtime.native import build
 from engine.runtime.native.decoder import NativeDecoder, misfit
 from engine.runtime.native.library import built_isas
 from engine.runtime.slots import Slots
+from engine.runtime.weights import ALL, Part
 from tests.engine.runtime.conftest import MakeModel, load
 
 PAGE_SIZE, MAX_LEN, VOCAB = 16, 256, 100
@@ -69,17 +70,17 @@ SHAPES: dict[str, ModelConfig] = {
 
 
 class Weights:
-    """A source that makes up every tensor from its name."""
+    """A source that makes up every tensor from its name, whole."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
+    def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int, part: Part = ALL) -> Tensor:
         parts = []
         for name, count in zip(names, rows, strict=True):
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            part = torch.randn(count, *columns, generator=generator)
-            parts.append(1 + part / 5 if "norm" in name else part / (columns[0] ** 0.5 if columns else 2))
+            own = torch.randn(count, *columns, generator=generator)
+            parts.append(1 + own / 5 if "norm" in name else own / (columns[0] ** 0.5 if columns else 2))
         return torch.cat(parts).bfloat16().to(self._dtype)
 
 
