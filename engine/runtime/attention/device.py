@@ -1,0 +1,90 @@
+"""From a choice to the back ends of a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.runtime.attention import AttentionSpec, DecodePages, PrefillPages
+from engine.runtime.attention.flash_attention import FlashDecode, FlashPrefill, Version2, Version3
+from engine.runtime.attention.flashinfer_paged import (
+    FlashInferDecode,
+    FlashInferPrefill,
+    TrtllmDecode,
+    workspace,
+)
+from engine.runtime.attention.reference import ReferenceDecode, ReferencePrefill
+from engine.runtime.backends import Backend, Choice, Chosen
+from engine.runtime.kv_cache import KVCache
+
+VERSIONS = {Backend.FLASH_ATTN_2: Version2, Backend.FLASH_ATTN_3: Version3}
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of a decode step."""
+
+    rows_max: int
+    """Padding included."""
+    length_max: int
+    """Keys of a row."""
+    multiprocessors: int
+
+
+def build_backends(
+    choice: Choice, cache: KVCache, spec: AttentionSpec, dtype: torch.dtype, bounds: Bounds
+) -> tuple[DecodePages, PrefillPages]:
+    """`dtype`: of queries."""
+    return (
+        _decode(choice.decode, cache, spec, dtype, bounds),
+        _prefill(choice.prefill, cache, spec, dtype),
+    )
+
+
+def _decode(
+    chosen: Chosen, cache: KVCache, spec: AttentionSpec, dtype: torch.dtype, bounds: Bounds
+) -> DecodePages:
+    library, device = chosen.module, cache.keys[0].device
+    if chosen.backend is Backend.TORCH:
+        return ReferenceDecode(cache, spec)
+    if chosen.backend is Backend.TRITON:
+        from engine.runtime.kernels.attention import TritonDecode
+        from engine.runtime.kernels.decode_attention import PROGRAMS_PER_SM
+
+        return TritonDecode(
+            cache,
+            spec,
+            rows_max=bounds.rows_max,
+            length_max=bounds.length_max,
+            programs=PROGRAMS_PER_SM * bounds.multiprocessors,
+        )
+    assert library is not None, chosen
+    if chosen.backend is Backend.FLASHINFER_TRTLLM:
+        return TrtllmDecode(library, cache, spec, workspace(device), length_max=bounds.length_max)
+    if chosen.backend is Backend.FLASHINFER:
+        return FlashInferDecode(
+            library,
+            cache,
+            spec,
+            dtype,
+            workspace(device),
+            rows_max=bounds.rows_max,
+            length_max=bounds.length_max,
+        )
+    return FlashDecode(cache, spec, VERSIONS[chosen.backend](library))
+
+
+def _prefill(chosen: Chosen, cache: KVCache, spec: AttentionSpec, dtype: torch.dtype) -> PrefillPages:
+    library = chosen.module
+    if chosen.backend is Backend.TORCH:
+        return ReferencePrefill(cache, spec)
+    if chosen.backend in (Backend.TRITON, Backend.CUDNN):
+        from engine.runtime.kernels.attention import LibraryPrefill, TritonPrefill
+
+        ours = LibraryPrefill if chosen.backend is Backend.CUDNN else TritonPrefill
+        return ours(cache, spec)
+    assert library is not None, chosen
+    if chosen.backend is Backend.FLASHINFER:
+        return FlashInferPrefill(library, cache, spec, dtype, workspace(cache.keys[0].device))
+    return FlashPrefill(cache, spec, VERSIONS[chosen.backend](library))

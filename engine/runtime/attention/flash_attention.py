@@ -1,0 +1,207 @@
+"""FlashAttention as a back end, version 2 or 3 (Dao 2023; Shah et al. 2024), where it is installed.
+
+Both read the cache where it lies: they want pages as [page, page_size, Hkv, D] with any strides but the
+last, and ours, [page, Hkv, page_size, D], are that with two axes exchanged. Version 2 wants pages of a
+multiple of 256 tokens, version 3 takes any. Their causal mask is aligned to the last key, as ours is, and a
+window counts the keys to the left of a query, itself not included.
+
+Decode needs nothing from the host, so a CUDA graph holds it as it is; how many splits a row is cut into
+follows from the shape of the page tables, which a graph does not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from types import ModuleType
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from engine.runtime.attention import AttentionSpec, Chunk, chunks_of, to_device
+from engine.runtime.batch import Batch
+from engine.runtime.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Rows of several tokens, packed: int32 on the device."""
+
+    q_starts: Tensor
+    """[R + 1]: where each row's queries begin, and the end."""
+    k_starts: Tensor
+    """[R + 1]: the same of its keys, if they were packed."""
+    lengths: Tensor
+    """[R]: keys per row"""
+    q_len_max: int
+    k_len_max: int
+
+    @staticmethod
+    def of(chunks: Sequence[Chunk], tables: Tensor) -> Ragged:
+        """Chunks that follow each other without gaps."""
+        q_starts = list(accumulate((chunk.length for chunk in chunks), initial=0))
+        assert [chunk.offset for chunk in chunks] == q_starts[:-1]
+        ends = [chunk.end for chunk in chunks]
+        return Ragged(
+            to_device(q_starts, tables.device),
+            to_device(list(accumulate(ends, initial=0)), tables.device),
+            to_device(ends, tables.device),
+            max(chunk.length for chunk in chunks),
+            max(ends),
+        )
+
+
+class Version(Protocol):
+    """What differs between the versions. keys, values [pages, page_size, Hkv, D]; tables [R, P] int32."""
+
+    def decode(
+        self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, **how: Any
+    ) -> Tensor:
+        """q [R, 1, H, D] -> the same shape."""
+        ...
+
+    def prefill(
+        self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, rows: Ragged, **how: Any
+    ) -> Tensor:
+        """q [T, H, D] -> the same shape."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Version2:
+    """The package `flash_attn`."""
+
+    library: ModuleType
+
+    def decode(
+        self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, **how: Any
+    ) -> Tensor:
+        out: Tensor = self.library.flash_attn_with_kvcache(
+            q, keys, values, cache_seqlens=lengths, block_table=tables, **how
+        )
+        return out
+
+    def prefill(
+        self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, rows: Ragged, **how: Any
+    ) -> Tensor:
+        out: Tensor = self.library.flash_attn_varlen_func(
+            q,
+            keys,
+            values,
+            rows.q_starts,
+            rows.k_starts,
+            rows.q_len_max,
+            rows.k_len_max,
+            block_table=tables,
+            **how,
+        )
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Version3:
+    """The module `flash_attn_interface`. Its `flash_attn_varlen_func` takes no pages; this one does both."""
+
+    library: ModuleType
+
+    def decode(
+        self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, **how: Any
+    ) -> Tensor:
+        out: Tensor = self.library.flash_attn_with_kvcache(
+            q, keys, values, cache_seqlens=lengths, page_table=tables, **how
+        )
+        return out
+
+    def prefill(
+        self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, rows: Ragged, **how: Any
+    ) -> Tensor:
+        out: Tensor = self.library.flash_attn_with_kvcache(
+            q,
+            keys,
+            values,
+            cache_seqlens=rows.lengths,
+            page_table=tables,
+            cu_seqlens_q=rows.q_starts,
+            max_seqlen_q=rows.q_len_max,
+            **how,
+        )
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """A model's cache as the library sees it, layer by layer."""
+
+    cache: KVCache
+    spec: AttentionSpec
+
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.cache.keys[layer].transpose(1, 2), self.cache.values[layer].transpose(1, 2)
+
+    def how(self, layer: int) -> dict[str, Any]:
+        window = self.spec.windows[layer]
+        window_size = (-1, -1) if window is None else (window - 1, 0)
+        return {"softmax_scale": self.spec.scale, "causal": True, "window_size": window_size}
+
+
+class FlashDecode:
+    """Back end for rows of one token."""
+
+    def __init__(self, cache: KVCache, spec: AttentionSpec, version: Version) -> None:
+        self._layers = _Layers(cache, spec)
+        self._version = version
+
+    def prepare(self, batch: Batch, tables: Tensor | None = None) -> FlashDecodeStep:
+        rows = batch.decode_rows
+        device = self._layers.cache.keys[0].device
+        lengths = to_device([row.end for row in batch.rows[:rows]], device)
+        return self.on_device(batch.page_tables[:rows].to(device) if tables is None else tables, lengths)
+
+    def plan(self, lengths: Sequence[int]) -> None:
+        """Nothing: the kernel reads lengths and tables."""
+
+    def on_device(self, tables: Tensor, lengths: Tensor) -> FlashDecodeStep:
+        return FlashDecodeStep(self._layers, self._version, tables.int(), lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class FlashDecodeStep:
+    layers: _Layers
+    version: Version
+    tables: Tensor
+    lengths: Tensor
+
+    def __call__(self, layer: int, q: Tensor) -> Tensor:
+        """q [R, H, D] -> the same shape."""
+        pages, how = self.layers.pages(layer), self.layers.how(layer)
+        return self.version.decode(q[:, None], *pages, self.tables, self.lengths, **how)[:, 0]
+
+
+class FlashPrefill:
+    """Back end for rows of several tokens, new or continuing."""
+
+    def __init__(self, cache: KVCache, spec: AttentionSpec, version: Version) -> None:
+        self._layers = _Layers(cache, spec)
+        self._version = version
+
+    def prepare(self, batch: Batch, tables: Tensor | None = None) -> FlashPrefillStep:
+        if tables is None:
+            tables = batch.page_tables[batch.decode_rows :].to(self._layers.cache.keys[0].device)
+        return self.of_chunks(chunks_of(batch), tables)
+
+    def of_chunks(self, chunks: Sequence[Chunk], tables: Tensor) -> FlashPrefillStep:
+        return FlashPrefillStep(self._layers, self._version, tables.int(), Ragged.of(chunks, tables))
+
+
+@dataclass(frozen=True, slots=True)
+class FlashPrefillStep:
+    layers: _Layers
+    version: Version
+    tables: Tensor
+    rows: Ragged
+
+    def __call__(self, layer: int, q: Tensor) -> Tensor:
+        """q [T', H, D] -> the same shape."""
+        pages, how = self.layers.pages(layer), self.layers.how(layer)
+        return self.version.prefill(q, *pages, self.tables, self.rows, **how)

@@ -1,0 +1,111 @@
+"""Attention over a device's pages in torch alone: what the other back ends must equal, and slow.
+
+Every page of every row's table is gathered and multiplied in float32, whatever the lengths are, so that
+decode has fixed shapes and can be captured. What no row owns may be NaN: it is masked first, then multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.runtime.attention import AttentionSpec, Chunk, chunks_of, to_device
+from engine.runtime.batch import Batch
+from engine.runtime.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceDecode:
+    """Back end for rows of one token."""
+
+    cache: KVCache
+    spec: AttentionSpec
+
+    def prepare(self, batch: Batch, tables: Tensor | None = None) -> ReferenceDecodeStep:
+        rows, device = batch.decode_rows, self.cache.keys[0].device
+        lengths = to_device([row.end for row in batch.rows[:rows]], device)
+        return self.on_device(batch.page_tables[:rows].to(device) if tables is None else tables, lengths)
+
+    def plan(self, lengths: Sequence[int]) -> None:
+        """Nothing."""
+
+    def on_device(self, tables: Tensor, lengths: Tensor) -> ReferenceDecodeStep:
+        return ReferenceDecodeStep(self.cache, self.spec, tables.long(), lengths.long())
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceDecodeStep:
+    cache: KVCache
+    spec: AttentionSpec
+    tables: Tensor
+    lengths: Tensor
+
+    def __call__(self, layer: int, q: Tensor) -> Tensor:
+        """q [R, H, D] -> the same shape."""
+        return _attend(self.cache, self.spec, layer, q[:, None], self.tables, self.lengths - 1)[:, 0]
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePrefill:
+    """Back end for rows of several tokens."""
+
+    cache: KVCache
+    spec: AttentionSpec
+
+    def prepare(self, batch: Batch, tables: Tensor | None = None) -> ReferencePrefillStep:
+        if tables is None:
+            tables = batch.page_tables[batch.decode_rows :].to(self.cache.keys[0].device)
+        return self.of_chunks(chunks_of(batch), tables)
+
+    def of_chunks(self, chunks: Sequence[Chunk], tables: Tensor) -> ReferencePrefillStep:
+        return ReferencePrefillStep(self.cache, self.spec, chunks, tables.long())
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePrefillStep:
+    cache: KVCache
+    spec: AttentionSpec
+    chunks: Sequence[Chunk]
+    tables: Tensor
+
+    def __call__(self, layer: int, q: Tensor) -> Tensor:
+        """q [T', H, D] -> the same shape."""
+        out = torch.empty_like(q)
+        size = self.cache.geometry.page_size
+        for chunk, table in zip(self.chunks, self.tables, strict=True):
+            own = slice(chunk.offset, chunk.offset + chunk.length)
+            pages = table[None, : -(-chunk.end // size)]
+            start = torch.full((1,), chunk.start, device=q.device)
+            out[own] = _attend(self.cache, self.spec, layer, q[None, own], pages, start)[0]
+        return out
+
+
+def _attend(
+    cache: KVCache, spec: AttentionSpec, layer: int, q: Tensor, tables: Tensor, starts: Tensor
+) -> Tensor:
+    """q [R, t, H, D] at positions starts [R] and on; tables [R, P] -> q's shape. Below 0 nothing is seen."""
+    rows, tokens, heads, dim = q.shape
+    query = starts[:, None] + torch.arange(tokens, device=q.device)
+    key = torch.arange(tables.shape[1] * cache.geometry.page_size, device=q.device)
+    seen = key <= query[..., None]
+    window = spec.windows[layer]
+    if window is not None:
+        seen &= key > query[..., None] - window
+    written = seen.any(1)[:, None, :, None]
+
+    def gathered(pages: Tensor, scale: float) -> Tensor:
+        """[R, Hkv, keys, D] float32"""
+        found = pages[tables].transpose(1, 2).reshape(rows, spec.kv_heads, -1, dim).float() * scale
+        return torch.where(written, found, 0.0)
+
+    keys = gathered(cache.keys[layer], cache.scales[layer][0])
+    values = gathered(cache.values[layer], cache.scales[layer][1])
+    grouped = q.float().view(rows, tokens, spec.kv_heads, -1, dim)
+    scores = torch.einsum("rtkgd,rkld->rkgtl", grouped, keys) * spec.scale
+    scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+    weights = torch.where(seen.any(-1)[:, None, None, :, None], scores.softmax(-1), 0.0)
+    found = torch.einsum("rkgtl,rkld->rtkgd", weights, values)
+    return found.reshape(rows, tokens, heads, dim).to(q.dtype)

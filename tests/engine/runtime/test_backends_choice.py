@@ -1,0 +1,147 @@
+"""Which back end is chosen, and that what cannot be had is refused with the reason."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+
+from engine.runtime import backends
+from engine.runtime.backends import Backend, Find, Library, Need, Phase, choose, parse
+from engine.runtime.errors import BadRunnerConfig
+
+HOPPER = Need(32, 8, 128, 64, "bfloat16", "bfloat16", (9, 0))
+EVERY_LIBRARY = tuple(backends.FUNCTIONS)
+
+
+def installed(*which: Backend) -> Find:
+    def find(backend: Backend) -> Library:
+        there = backend in which
+        return Library(ModuleType("library"), "1.2.3") if there else Library(None, "not installed")
+
+    return find
+
+
+def test_without_libraries_our_kernels_and_cudnn() -> None:
+    choice = choose("auto", HOPPER, installed())
+    assert (choice.prefill.backend, choice.decode.backend) == (Backend.CUDNN, Backend.TRITON)
+    said = str(choice)
+    assert said.startswith("attention: prefill by cudnn, decode by triton (")
+    assert "flashinfer is not installed" in said
+    assert "flash-attn 3 is not installed" in said
+
+
+def test_what_is_installed_is_used_and_named_with_its_version() -> None:
+    choice = choose("auto", HOPPER, installed(*EVERY_LIBRARY))
+    assert choice.prefill.backend is Backend.FLASH_ATTN_3
+    assert choice.decode.backend is Backend.FLASHINFER_TRTLLM
+    assert choice.decode.module is not None
+    assert str(choice.prefill) == "flash-attn 3 (1.2.3)"
+    assert choose("auto", HOPPER, installed(Backend.FLASHINFER)).decode.backend is Backend.FLASHINFER
+
+
+def test_each_phase_by_name() -> None:
+    find = installed(*EVERY_LIBRARY)
+    choice = choose("prefill=cudnn,decode=triton", HOPPER, find)
+    assert (choice.prefill.backend, choice.decode.backend) == (Backend.CUDNN, Backend.TRITON)
+    choice = choose("decode=triton", HOPPER, find)
+    assert (choice.prefill.backend, choice.decode.backend) == (Backend.FLASH_ATTN_3, Backend.TRITON)
+    both = choose("flash-attn", HOPPER, find)
+    assert both.prefill.backend is both.decode.backend is Backend.FLASH_ATTN_3
+
+
+def test_version_two_of_flash_attn_serves_where_its_pages_fit() -> None:
+    find = installed(Backend.FLASH_ATTN_2)
+    wide = replace(HOPPER, page_size=256)
+    assert choose("flash-attn", wide, find).decode.backend is Backend.FLASH_ATTN_2
+    assert choose("auto", wide, find).prefill.backend is Backend.CUDNN
+    with pytest.raises(BadRunnerConfig, match="multiple of 256 tokens"):
+        choose("flash-attn", HOPPER, find)
+
+
+@pytest.mark.parametrize(
+    ("asked", "need", "find", "reason"),
+    [
+        ("flash-attn", HOPPER, installed(), "flash-attn 3 is not installed"),
+        ("flashinfer", HOPPER, installed(), "flashinfer is not installed"),
+        ("cudnn", HOPPER, installed(), "cannot be had for decode: cudnn computes whole prompts only"),
+        ("flashinfer-trtllm", HOPPER, installed(*EVERY_LIBRARY), "for prefill: .* computes decode rows only"),
+        ("flashinfer", replace(HOPPER, head_dim=96), installed(*EVERY_LIBRARY), "head sizes 64, 128 and 256"),
+        ("triton", replace(HOPPER, head_dim=80), installed(), "head sizes 16, 32, 64, 128 and 256, not 80"),
+        ("triton", replace(HOPPER, page_size=8), installed(), "pages of 16 tokens and more, not 8"),
+        ("triton", replace(HOPPER, capability=(7, 5)), installed(), "capability 8.0, this GPU has 7.5"),
+        (
+            "triton",
+            replace(HOPPER, capability=(8, 0), kv_dtype="float8_e4m3fn"),
+            installed(),
+            "reads fp8 from compute capability 8.9",
+        ),
+        (
+            "flash-attn",
+            replace(HOPPER, kv_dtype="float8_e4m3fn"),
+            installed(*EVERY_LIBRARY),
+            "in the type of the queries, not float8_e4m3fn for bfloat16",
+        ),
+        (
+            "flashinfer",
+            replace(HOPPER, dtype="float32", kv_dtype="float32"),
+            installed(*EVERY_LIBRARY),
+            "computes in float16 or bfloat16, not float32",
+        ),
+        (
+            "decode=flashinfer-trtllm",
+            replace(HOPPER, page_size=256),
+            installed(*EVERY_LIBRARY),
+            "takes pages of 16, 32, 64, 128 tokens",
+        ),
+        (
+            "decode=flashinfer-trtllm",
+            replace(HOPPER, capability=(8, 0)),
+            installed(*EVERY_LIBRARY),
+            "needs compute capability 9.x, 10.x or 12.x, this GPU has 8.0",
+        ),
+        ("triton", replace(HOPPER, capability=None), installed(), "triton needs a GPU"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_with_the_reason(
+    asked: str, need: Need, find: Find, reason: str
+) -> None:
+    with pytest.raises(BadRunnerConfig, match=reason):
+        choose(asked, need, find)
+
+
+@pytest.mark.parametrize("asked", ["fast", "prefill=fast", "later=triton", "triton,torch", ""])
+def test_unknown_names_are_refused(asked: str) -> None:
+    with pytest.raises(BadRunnerConfig):
+        parse(asked)
+    assert parse("decode=torch") == {Phase.PREFILL: "auto", Phase.DECODE: "torch"}
+
+
+def test_a_machine_without_a_gpu_looks_for_no_library() -> None:
+    def find(backend: Backend) -> Library:
+        raise AssertionError("imported for nothing")
+
+    choice = choose("auto", replace(HOPPER, capability=None), find)
+    assert (choice.prefill.backend, choice.decode.backend) == (Backend.TORCH, Backend.TORCH)
+    assert str(choice) == "attention: prefill by torch, decode by torch"
+
+
+def test_a_library_is_found_by_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not there; there without what we call; there with it; there and broken."""
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)  # as if it were not installed
+    assert backends.find(Backend.FLASH_ATTN_3) == Library(None, "not installed")
+    module = ModuleType("flash_attn_interface")
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    found = backends.find(Backend.FLASH_ATTN_3)
+    assert found == Library(None, "installed, but has no flash_attn_with_kvcache")
+    module.flash_attn_with_kvcache = print  # type: ignore[attr-defined]
+    assert backends.find(Backend.FLASH_ATTN_3) == Library(module, "version unknown")
+
+    def broken(name: str) -> ModuleType:
+        raise ImportError("undefined symbol: _ZN3c10\nand more")
+
+    monkeypatch.setattr(backends.importlib, "import_module", broken)
+    said = backends.find(Backend.FLASH_ATTN_3).said
+    assert said == "installed, but cannot be imported: undefined symbol: _ZN3c10"
