@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.core.messages import Plan
 from engine.runtime.kv_cache import TokenPlaces
-from engine.runtime.slots import Slots
+from engine.runtime.slots import Seats
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
@@ -41,7 +41,7 @@ class Batch:
     """T tokens in R rows. To be read before the slots change."""
 
     plan: Plan
-    slots: Slots
+    slots: Seats
     rows: tuple[Row, ...]
     sampled: tuple[Row, ...]
 
@@ -107,18 +107,22 @@ class Batch:
         return self.slots.page_table[torch.tensor(owners), torch.tensor(places)].long()
 
 
-def assemble(plan: Plan, slots: Slots) -> Batch:
-    """The plan's rows. Asserts that they follow from what the slots hold."""
+def assemble(plan: Plan, slots: Seats) -> Batch:
+    """Asserts that the plan's rows follow from what the slots hold."""
+    return Batch(plan, slots, *rows_of(plan, slots))
+
+
+def rows_of(plan: Plan, seats: Seats) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    """The plan's rows, and those of them that sample. Asserts that they follow from what the seats hold."""
     offsets = accumulate(plan.lengths, initial=0)
     rows = tuple(map(Row, plan.slots, plan.positions, plan.lengths, offsets))
     for row, samples in zip(rows, plan.samples, strict=True):
-        _check(row, samples, slots)
-    sampled = rows if all(plan.samples) else tuple(compress(rows, plan.samples))
-    return Batch(plan, slots, rows, sampled)
+        _check(row, samples, seats)
+    return rows, rows if all(plan.samples) else tuple(compress(rows, plan.samples))
 
 
-def _check(row: Row, samples: bool, slots: Slots) -> None:
-    seat, end = slots.seat(row.slot), row.end
+def _check(row: Row, samples: bool, seats: Seats) -> None:
+    seat, end = seats.seat(row.slot), row.end
     assert 0 <= row.start < end <= seat.known_len, f"slot {row.slot} knows {seat.known_len} tokens: {row}"
-    assert end <= seat.pages * slots.page_size, f"slot {row.slot} has {seat.pages} pages: {row}"
+    assert end <= seat.pages * seats.page_size, f"slot {row.slot} has {seat.pages} pages: {row}"
     assert not samples or end == seat.known_len, f"slot {row.slot} samples before its end: {row}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,11 +28,20 @@ class LogprobColumns:
     tops: Sequence[int]
 
     @staticmethod
-    def of(logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> LogprobColumns:
+    def of(logits: Tensor, tokens: Tensor, tops: Sequence[int], topk: TopK) -> LogprobColumns:
         """logits [n, vocab] as the model gave them, tokens [n] int64; row i asks for `tops[i]`."""
         logprobs = logits.log_softmax(dim=-1)
-        values, ids = stable_topk(logprobs, min(max(tops), logits.shape[1]))
+        values, ids = topk(logprobs, min(max(tops), logits.shape[1]))
         return LogprobColumns(logprobs.gather(1, tokens[:, None])[:, 0], ids, values, tops)
+
+    @staticmethod
+    def of_chosen(chosen: Tensor) -> LogprobColumns:
+        """[n]: nobody asks for more."""
+        nothing = chosen.new_empty(len(chosen), 0)
+        return LogprobColumns(chosen, nothing, nothing, [0] * len(chosen))
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> LogprobColumns:
+        return LogprobColumns(move(self.chosen), move(self.best_ids), move(self.best_values), self.tops)
 
     def entries(self) -> list[TokenLogprobs]:
         """One per row."""
@@ -41,6 +50,21 @@ class LogprobColumns:
             TokenLogprobs(logprob, row_ids[:top], row_values[:top])
             for logprob, row_ids, row_values, top in zip(*columns, strict=True)
         ]
+
+
+TopK = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+"""`stable_topk`, or what answers the same."""
+
+
+def distinct_topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """As `stable_topk`, of float32, without asking whether there are equals, which would wait for a device:
+    each value is made a key of its own, its order above and its place below."""
+    bits = (values + 0.0).view(torch.int32)  # no negative zero
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    last = values.shape[1] - 1
+    keys = (order.long() << 32) | (last - torch.arange(last + 1, device=values.device))
+    ids = last - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
+    return values.gather(1, ids), ids
 
 
 def stable_topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:

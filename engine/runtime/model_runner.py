@@ -14,7 +14,7 @@ A step's host work is lists as long as its rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from engine.core.messages import Plan, RunnerInfo, RunResult
-from engine.runtime.batch import Batch, Row, assemble
+from engine.runtime.batch import Batch, assemble
 from engine.runtime.kv_cache import HostPages, KVCache
-from engine.runtime.logprobs import LogprobColumns
+from engine.runtime.logprobs import LogprobColumns, TopK, stable_topk
 from engine.runtime.model import Model
 from engine.runtime.sampler import DrawPlain, sample
 from engine.runtime.slots import Slots
@@ -45,6 +45,14 @@ class Computed:
     """Of the rows that asked, if any did."""
     prompt_logprobs: Sequence[tuple[int, Sequence[LogprobColumns]]] = ()
     """By slot, in pieces."""
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Computed:
+        return Computed(
+            None if self.tokens is None else move(self.tokens),
+            self.tops,
+            None if self.logprobs is None else self.logprobs.moved(move),
+            [(slot, [piece.moved(move) for piece in pieces]) for slot, pieces in self.prompt_logprobs],
+        )
 
     def collect(self) -> RunResult:
         entries = iter(self.logprobs.entries() if self.logprobs else ())
@@ -82,7 +90,7 @@ class ModelRunner:
             return Computed()
         batch = assemble(plan, self.slots)
         hidden = self.model.forward(batch)
-        prompt_logprobs = self._prompt_logprobs(batch, hidden)
+        prompt_logprobs = asked_prompt_logprobs(self.model, batch, hidden)
         if not batch.sampled:
             return Computed(prompt_logprobs=prompt_logprobs)
         tops = [self.slots.seat(row.slot).sampling.logprobs for row in batch.sampled]
@@ -98,28 +106,33 @@ class ModelRunner:
         self.slots.append(slots, tokens)
         return tokens, logits
 
-    def _prompt_logprobs(self, batch: Batch, hidden: Tensor) -> list[tuple[int, list[LogprobColumns]]]:
-        found = []
-        for row in batch.rows:
-            seat = self.slots.seat(row.slot)
-            top = seat.sampling.prompt_logprobs
-            if top is None:
-                continue
-            followed = min(row.end, seat.prompt_len - 1) - row.start
-            if followed > 0:
-                found.append((row.slot, self._row_prompt_logprobs(row, followed, top, hidden)))
-        return found
 
-    def _row_prompt_logprobs(self, row: Row, followed: int, top: int, hidden: Tensor) -> list[LogprobColumns]:
-        """For the row's first `followed` positions, how likely the prompt token after each was."""
-        own = hidden[row.offset : row.offset + followed]
-        targets = self.slots.tokens[row.slot, row.start + 1 : row.start + 1 + followed].long()
-        found = []
-        for i in range(0, followed, PROMPT_LOGPROB_ROWS):
-            wanted = targets[i : i + PROMPT_LOGPROB_ROWS]
-            logits = self.model.logits(own[i : i + PROMPT_LOGPROB_ROWS])
-            found.append(LogprobColumns.of(logits, wanted, [top] * len(wanted)))
-        return found
+def asked_prompt_logprobs(
+    model: Model, batch: Batch, hidden: Tensor, topk: TopK = stable_topk
+) -> list[tuple[int, list[LogprobColumns]]]:
+    """By slot, of the rows that compute a prompt whose log-probabilities are asked for."""
+    found = []
+    for row in batch.rows:
+        seat = batch.slots.seat(row.slot)
+        top = seat.sampling.prompt_logprobs
+        if top is None:
+            continue
+        followed = min(row.end, seat.prompt_len - 1) - row.start
+        if followed > 0:
+            targets = batch.slots.tokens[row.slot, row.start + 1 : row.start + 1 + followed].long()
+            own = hidden[row.offset : row.offset + followed]
+            found.append((row.slot, _of_targets(model, own, targets, top, topk)))
+    return found
+
+
+def _of_targets(model: Model, hidden: Tensor, targets: Tensor, top: int, topk: TopK) -> list[LogprobColumns]:
+    """hidden [n, hidden] -> how likely each of the tokens [n] was that followed."""
+    found = []
+    for i in range(0, len(targets), PROMPT_LOGPROB_ROWS):
+        wanted = targets[i : i + PROMPT_LOGPROB_ROWS]
+        logits = model.logits(hidden[i : i + PROMPT_LOGPROB_ROWS])
+        found.append(LogprobColumns.of(logits, wanted, [top] * len(wanted), topk))
+    return found
 
 
 def _asked_logprobs(logits: Tensor, tokens: Tensor, tops: Sequence[int | None]) -> LogprobColumns | None:
@@ -129,4 +142,4 @@ def _asked_logprobs(logits: Tensor, tokens: Tensor, tops: Sequence[int | None]) 
         return None
     rows = [row for row, _ in asking]
     # A failed row has no token; what is computed for it is never read.
-    return LogprobColumns.of(logits[rows], tokens[rows].clamp_min(0), [top for _, top in asking])
+    return LogprobColumns.of(logits[rows], tokens[rows].clamp_min(0), [top for _, top in asking], stable_topk)

@@ -77,13 +77,17 @@ class SamplingColumns:
 
 @dataclass(slots=True)
 class Seats(ABC):
-    """Who sits where, and how far. What a plan must follow from is asserted here; `_take` and `_place` are
-    where a subclass keeps its tables."""
+    """Who sits where, and how far. What a plan must follow from is asserted here; where the
+    tables lie is a subclass's business."""
 
     slots: int
     max_model_len: int
     page_size: int
     vocab_size: int
+    tokens: Tensor = field(init=False)
+    """[slots, max_model_len] int32, at least"""
+    page_table: Tensor = field(init=False)
+    """[slots, pages per sequence] int32, at least"""
     _seats: list[Seat | None] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -133,10 +137,6 @@ class Seats(ABC):
 class Slots(Seats):
     """With the tables in host memory, where the network computes."""
 
-    tokens: Tensor = field(init=False)
-    """[slots, max_model_len] int32"""
-    page_table: Tensor = field(init=False)
-    """[slots, pages per sequence] int32"""
     columns: SamplingColumns = field(init=False)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,161 @@
+"""The slots' tables on the device, and the batch that a step gathers from them.
+
+The host keeps what it can predict (`Seats`: who sits where, how many tokens and pages each has). Tokens,
+page tables, sampling parameters and counts lie on the device by slot. A plan's news of them are gathered
+first and sent together: two copies for a plan that seats somebody, one for a plan in which somebody grows,
+none for any other, however many rows it has.
+
+There is one slot more than sequences can have: rows that pad a graph sit there, on a page of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.core.messages import Plan, SlotStart
+from engine.runtime.batch import Batch, rows_of
+from engine.runtime.kernels.sampling import DeviceSampling
+from engine.runtime.kv_cache import TokenPlaces
+from engine.runtime.slots import Seat, Seats
+from engine.runtime.transfer import upload
+
+
+class DeviceSlots(Seats):
+    def __init__(
+        self,
+        slots: int,
+        max_model_len: int,
+        page_size: int,
+        vocab_size: int,
+        padding_page: int,
+        device: torch.device,
+    ) -> None:
+        """`padding_page` belongs to nobody else."""
+        super().__init__(slots, max_model_len, page_size, vocab_size)
+        self.padding_slot = slots
+        self.device = device
+        # A column more than there are tokens: a padding row writes its second, however short the context.
+        self.tokens = torch.zeros(slots + 1, max_model_len + 1, dtype=torch.int32, device=device)
+        self.page_table = torch.zeros(slots + 1, self.pages_per_sequence, dtype=torch.int32, device=device)
+        self.page_table[self.padding_slot] = padding_page
+        self.sampling = DeviceSampling.empty(slots + 1, vocab_size, device)
+        self._seated: list[SlotStart] = []
+        self._placed: dict[int, int] = {}
+        """By place in the page table, the page: the last word on each."""
+
+    def apply(self, plan: Plan) -> None:
+        super().apply(plan)
+        if self._seated:
+            self._send_seated(self._seated)
+            self._seated = []
+        if self._placed:
+            at, pages = np.array(list(self._placed), np.int64), np.array([*self._placed.values()], np.int32)
+            self.page_table.view(-1).index_copy_(0, *upload([at, pages], self.device))
+            self._placed = {}
+
+    def append(self, slots: Sequence[int]) -> None:
+        """Each has one token more, which the device has put where it belongs."""
+        for slot in slots:
+            self.seat(slot).known_len += 1
+
+    def _take(self, start: SlotStart, seat: Seat) -> None:
+        self._seated.append(start)
+
+    def _place(self, slot: int, index: int, pages: Sequence[int]) -> None:
+        begin = slot * self.pages_per_sequence + index
+        self._placed |= zip(range(begin, begin + len(pages)), pages, strict=True)
+
+    def _send_seated(self, seated: Sequence[SlotStart]) -> None:
+        width = self.tokens.shape[1]
+        lengths = [len(start.token_ids) for start in seated]
+        places = [start.slot * width + np.arange(n) for start, n in zip(seated, lengths, strict=True)]
+        ids = np.concatenate([np.array(start.token_ids, np.int32) for start in seated])
+        self.tokens.view(-1).index_copy_(0, *upload([np.concatenate(places), ids], self.device))
+        self.sampling.seat_all(
+            [start.slot for start in seated],
+            [start.sampling for start in seated],
+            [start.prompt_len for start in seated],
+        )
+        for start, length in zip(seated, lengths, strict=True):
+            if start.sampling.needs_history:
+                own = self.tokens[start.slot]
+                self.sampling.count(start.slot, own[: start.prompt_len], own[start.prompt_len : length])
+
+
+class DeviceBatch(Batch):
+    """A plan's rows, gathered on the device from what one copy tells it of them."""
+
+    slots: DeviceSlots
+
+    @staticmethod
+    def of(plan: Plan, slots: DeviceSlots) -> DeviceBatch:
+        """Asserts that the plan follows from what the slots hold."""
+        return DeviceBatch(plan, slots, *rows_of(plan, slots))
+
+    @cached_property
+    def is_decode(self) -> bool:
+        """Every row is a token whose follower is wanted."""
+        return self.tokens == len(self.rows) == len(self.sampled)
+
+    @property
+    def token_slots(self) -> Tensor:
+        """[T] int64"""
+        return self._sent[0]
+
+    @property
+    def positions(self) -> Tensor:
+        """[T] int64"""
+        return self._sent[1]
+
+    @property
+    def sampled_at(self) -> Tensor:
+        """[S] int64"""
+        return self._sent[2]
+
+    @property
+    def sampled_slots(self) -> Tensor:
+        """[S] int32"""
+        return self._sent[3]
+
+    @property
+    def sampled_lengths(self) -> Tensor:
+        """[S] int32: where the new tokens will stand."""
+        return self._sent[4]
+
+    @cached_property
+    def token_ids(self) -> Tensor:
+        return self.slots.tokens[self.token_slots, self.positions].long()
+
+    @cached_property
+    def page_tables(self) -> Tensor:
+        """[R, pages per sequence] int32"""
+        return self.slots.page_table[self._sent[5]]
+
+    @cached_property
+    def places(self) -> TokenPlaces:
+        """No page is wiped: these kernels look behind nobody's last token."""
+        size = self.slots.page_size
+        pages = self.slots.page_table[self.token_slots, self.positions // size].long()
+        return TokenPlaces(pages, self.positions % size, None)
+
+    @cached_property
+    def _sent(self) -> Sequence[Tensor]:
+        plan, sampled = self.plan, self.sampled
+        slots, lengths = np.array(plan.slots, np.int64), np.array(plan.lengths, np.int64)
+        before = np.array([row.start - row.offset for row in self.rows], np.int64)
+        return upload(
+            [
+                np.repeat(slots, lengths),
+                np.arange(self.tokens, dtype=np.int64) + np.repeat(before, lengths),
+                np.array([row.offset + row.length - 1 for row in sampled], np.int64),
+                np.array([row.slot for row in sampled], np.int32),
+                np.array([row.end for row in sampled], np.int32),
+                slots,
+            ],
+            self.slots.device,
+        )
