@@ -85,14 +85,15 @@ def on_stop_signals(callback: Callable[[str], None]) -> None:
 _PR_SET_PDEATHSIG: Final = 1
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Be sent SIGTERM when the parent is gone, however it ends. Call it first thing in a child.
+def die_with_parent(parent_pid: int, number: int = signal.SIGTERM) -> None:
+    """Be sent a signal when the parent is gone, however it ends. Call it first thing in a child.
 
+    SIGKILL ends one that is stopped, too. The parent here is the thread that started the child.
     `parent_pid` is the parent's own idea of its pid: should it be gone already, this process exits.
     Linux only; elsewhere it does nothing, and an orphan lives on until it is stopped.
     """
     if sys.platform != "linux":
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent_pid:
         sys.exit("the parent process is gone")

@@ -10,7 +10,9 @@ from engine.runtime.errors import BadRunnerConfig
 
 DTYPES: Final = ("auto", "float32", "bfloat16")
 KERNELS: Final = ("auto", "native", "torch")
-WEIGHTS: Final = ("plain", "int8")
+WEIGHTS: Final = ("plain", "int8", "fp8")
+DEVICES: Final = ("auto", "cpu", "cuda")
+_CHOICES: Final = {"dtype": DTYPES, "kernels": KERNELS, "weights": WEIGHTS, "device": DEVICES}
 PAGE_SIZE_MAX: Final = 1024
 SLOTS_MAX: Final = 4096
 STEP_TOKENS_MAX: Final = 1 << 20
@@ -22,20 +24,27 @@ class RunnerConfig:
 
     model_dir: str
     """A Hugging Face model directory: config.json and safetensors."""
+    device: str = "auto"
+    """`auto` is `cuda` where torch sees a GPU, else `cpu`."""
     dtype: str = "auto"
-    """`auto` is bfloat16 where the processor multiplies it natively, else float32."""
+    """`auto` is bfloat16 on a GPU and where the processor multiplies it natively, else float32."""
     weights: str = "plain"
-    """`int8` stores matrices with a scale per output, half of bfloat16's bytes. Native kernels only."""
+    """`int8` (native kernels on a CPU) and `fp8` (on a GPU) store matrices with a scale per output, half of
+    bfloat16's bytes."""
     kernels: str = "auto"
-    """`auto` is native where they are built and take the model, else torch."""
+    """On a CPU. `auto` is native where they are built and take the model, else torch."""
+    enforce_eager: bool = False
+    """On a GPU: launch decode steps kernel by kernel instead of as CUDA graphs."""
     max_model_len: int | None = None
     """Prompt and output together. None: what the model was made for."""
     page_size: int = 64
     """Tokens per KV page."""
     kv_cache_bytes: int | None = None
-    """None: `memory_fraction` of what is free once the weights are loaded, capped by what the slots
-    could ever use."""
+    """None: on a CPU `memory_fraction` of what is free once the weights are loaded; on a GPU what
+    `gpu_memory_utilization` leaves. Capped by what the slots could ever use."""
     memory_fraction: float = 0.5
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's whole memory for everything: weights, a step, graphs, KV."""
     swap_bytes: int | None = None
     """Host memory for the pages of preempted sequences; 0: they are recomputed, always. None: up to 4 GiB,
     and a quarter of what is free. It is taken from the system as it is first used."""
@@ -44,7 +53,11 @@ class RunnerConfig:
     step_tokens_max: int = 2048
     """The largest plan, in tokens."""
     threads: int | None = None
-    """None: one per physical core that this process may use."""
+    """None: one per physical core that this process may use. Ranks share them."""
+    tensor_parallel: int = 1
+    """Ranks: processes that hold a part of the model each. Memory settings are each rank's own."""
+    rank_timeout_s: float = 60.0
+    """A rank that has not done its part of a step by then is lost, and the engine with it."""
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
@@ -52,16 +65,14 @@ class RunnerConfig:
             raise BadRunnerConfig("; ".join(problems))
 
     def _problems(self) -> Iterator[str]:
-        if self.dtype not in DTYPES:
-            yield f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}"
-        if self.kernels not in KERNELS:
-            yield f"kernels must be one of {', '.join(KERNELS)}, not {self.kernels!r}"
-        if self.weights not in WEIGHTS:
-            yield f"weights must be one of {', '.join(WEIGHTS)}, not {self.weights!r}"
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                yield f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}"
         if not 1 <= self.page_size <= PAGE_SIZE_MAX or self.page_size & (self.page_size - 1):
             yield f"page_size must be a power of two up to {PAGE_SIZE_MAX}, not {self.page_size}"
-        if not 0.0 < self.memory_fraction <= 1.0:
-            yield f"memory_fraction must be above 0 and at most 1, not {self.memory_fraction}"
+        for name in ("memory_fraction", "gpu_memory_utilization"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                yield f"{name} must be above 0 and at most 1, not {getattr(self, name)}"
         if not 1 <= self.max_num_seqs <= SLOTS_MAX:
             yield f"max_num_seqs must be 1 to {SLOTS_MAX}, not {self.max_num_seqs}"
         if not self.max_num_seqs <= self.step_tokens_max <= STEP_TOKENS_MAX:
@@ -71,7 +82,9 @@ class RunnerConfig:
             )
         if self.swap_bytes is not None and self.swap_bytes < 0:
             yield f"swap_bytes must be at least 0, not {self.swap_bytes}"
-        for name in ("max_model_len", "kv_cache_bytes", "threads"):
+        if not self.rank_timeout_s > 0.0:
+            yield f"rank_timeout_s must be above 0, not {self.rank_timeout_s}"
+        for name in ("max_model_len", "kv_cache_bytes", "threads", "tensor_parallel"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 yield f"{name} must be at least 1, not {value}"

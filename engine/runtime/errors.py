@@ -25,3 +25,11 @@ class DoesNotFit(ModelError):
 
 class BadRunnerConfig(ModelError):
     """A setting is out of its range, or contradicts the model."""
+
+
+class RankLost(ModelError):
+    """A tensor-parallel rank died, is late or disagrees: none of the others can go on."""
+
+
+class CollectiveFailed(Exception):
+    """Another rank is gone, or cannot be reached. Which one, only rank 0 can say, by `RankLost`."""

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 import msgspec
 import torch
 
-from engine.core.messages import Plan, RunnerInfo, SamplingParams, SlotStart
+from engine.core.messages import Plan, RunnerInfo, RunResult, SamplingParams, SlotStart
 from engine.runtime.attention import AttentionSpec
 from engine.runtime.attention.torch_paged import TorchDecode, TorchPrefill
 from engine.runtime.config import RunnerConfig
@@ -43,13 +43,12 @@ def load_runner(config: RunnerConfig, progress: Progress) -> ModelRunner:
     """
     started_s = time.monotonic()
     threads = config.threads or usable_cores()
-    _set_threads(threads)
-    model_dir = Path(config.model_dir)
-    model = read_model_config(model_dir)
-    dtype = _dtype(config.dtype)
-    max_model_len = _max_model_len(config, model)
-    progress(f"loading {model.architecture} in {_dtype_name(dtype)}")
-    network = _load_network(config, model, model_dir, dtype, max_model_len)
+    set_threads(threads)
+    model = read_model_config(Path(config.model_dir))
+    dtype = choose_dtype(config.dtype)
+    max_model_len = choose_max_model_len(config, model)
+    progress(f"loading {model.architecture} in {dtype_name(dtype)}")
+    network = _load_network(config, model, dtype, max_model_len)
     progress(f"computing with {network.name}")
     if network.draw_plain is not None:
         # What is left to torch is small, and its threads would fight the network's own for the cores.
@@ -65,7 +64,7 @@ def load_runner(config: RunnerConfig, progress: Progress) -> ModelRunner:
         slots=config.max_num_seqs,
         max_model_len=max_model_len,
         vocab_size=model.vocab_size,
-        dtype=_dtype_name(dtype),
+        dtype=dtype_name(dtype),
         load_s=loaded_s - started_s,
         warmup_s=0.0,
         page_bytes=geometry.page_bytes,
@@ -87,7 +86,13 @@ def load_runner(config: RunnerConfig, progress: Progress) -> ModelRunner:
     return runner
 
 
-def warm_up(runner: ModelRunner) -> None:
+class Warmable(Protocol):
+    info: RunnerInfo
+
+    def run(self, plan: Plan) -> RunResult: ...
+
+
+def warm_up(runner: Warmable) -> None:
     """Run each family of shapes once: a prefill, a chunk over cached context, a decode; nucleus sampling."""
     info = runner.info
     room = min(WARMUP_PREFILL_TOKENS, info.max_model_len - 2, info.pages * info.page_size - 2)
@@ -120,18 +125,12 @@ class Network(Protocol):
 
 
 def _load_network(
-    config: RunnerConfig, model: ModelConfig, model_dir: Path, dtype: torch.dtype, max_model_len: int
+    config: RunnerConfig, model: ModelConfig, dtype: torch.dtype, max_model_len: int
 ) -> Network:
-    """Checked against the files' headers first: nothing is read of a checkpoint that does not match."""
-    files = checkpoint_files(model_dir)
-    decoder = DECODERS[model.architecture]
-    inspection = Inspection(files, dtype)
-    decoder(model, inspection)
-    inspection.verify(unused=[LM_HEAD] if model.tied_embeddings else [])
-    checkpoint = Checkpoint(files, dtype)
+    checkpoint = checked_checkpoint(config, model, dtype)
     hindrance = _hindrance(config, model)
     if hindrance is not None:
-        return TorchNetwork(decoder(model, checkpoint), model, hindrance)
+        return TorchNetwork(DECODERS[model.architecture](model, checkpoint), model, hindrance)
     return NativeDecoder(
         built_isas()[0],
         model,
@@ -142,6 +141,15 @@ def _load_network(
         threads=config.threads or usable_cores(),
         int8=config.weights == "int8",
     )
+
+
+def checked_checkpoint(config: RunnerConfig, model: ModelConfig, dtype: torch.dtype) -> Checkpoint:
+    """Checked against the files' headers first: nothing is read of a checkpoint that does not match."""
+    files = checkpoint_files(Path(config.model_dir))
+    inspection = Inspection(files, dtype)
+    DECODERS[model.architecture](model, inspection)
+    inspection.verify(unused=[LM_HEAD] if model.tied_embeddings else [])
+    return Checkpoint(files, dtype)
 
 
 def _hindrance(config: RunnerConfig, model: ModelConfig) -> str | None:
@@ -179,17 +187,17 @@ class TorchNetwork:
         return TorchModel(self.decoder, cache, TorchDecode(cache, spec), TorchPrefill(cache, spec))
 
 
-def _dtype(name: str) -> torch.dtype:
+def choose_dtype(name: str) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if multiplies_bf16() else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _max_model_len(config: RunnerConfig, model: ModelConfig) -> int:
+def choose_max_model_len(config: RunnerConfig, model: ModelConfig) -> int:
     if config.max_model_len is not None and config.max_model_len > model.context_len:
         raise BadRunnerConfig(
             f"max_model_len {config.max_model_len} is beyond the {model.context_len} positions of this model"
@@ -197,7 +205,7 @@ def _max_model_len(config: RunnerConfig, model: ModelConfig) -> int:
     return config.max_model_len or model.context_len
 
 
-def _set_threads(threads: int) -> None:
+def set_threads(threads: int) -> None:
     torch.set_num_threads(threads)
     with contextlib.suppress(RuntimeError):  # fixed once anything ran in parallel; it is a hint, nothing more
         torch.set_num_interop_threads(1)

@@ -18,19 +18,17 @@ from datetime import timedelta
 from typing import Any, Final, Protocol
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 
+from engine.runtime.errors import CollectiveFailed
 from engine.runtime.parallel.shard import WHOLE, Shard
 
 RENDEZVOUS_DEADLINE: Final = timedelta(seconds=60)
 """For ranks to find each other, all of which are up and about to."""
 NEVER: Final = timedelta(days=1)
 LOOPBACK: Final = "lo"
-
-
-class CollectiveFailed(Exception):
-    """Another rank is gone, or cannot be reached. Who it was is rank 0's to say."""
+_c10d: Final[Any] = torch._C._distributed_c10d  # its stubs lack most of what is used here
 
 
 class Collective(Protocol):
@@ -75,12 +73,12 @@ class Group:
         Raises CollectiveFailed."""
         self.shard: Final = shard
         with _translated():
-            store = dist.FileStore(store_file, shard.size)
+            store = _c10d.FileStore(store_file, shard.size)
             store.set_timeout(RENDEZVOUS_DEADLINE)
             is_cuda = device.type == "cuda"
             self._backend: Any = _nccl(shard, store, device) if is_cuda else _gloo(shard, store)
-        self._reduce: Any = dist.AllreduceOptions()
-        self._gather: Any = torch._C._distributed_c10d.AllgatherOptions()
+        self._reduce: Any = _c10d.AllreduceOptions()
+        self._gather: Any = _c10d.AllgatherOptions()
         for options in (self._reduce, self._gather):
             options.timeout = NEVER
             options.asyncOp = False
@@ -99,15 +97,15 @@ class Group:
 
 
 def _gloo(shard: Shard, store: Any) -> Any:
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(interface=LOOPBACK)]
+    options = _c10d.ProcessGroupGloo._Options()
+    options._devices = [_c10d.ProcessGroupGloo.create_device(interface=LOOPBACK)]
     options._timeout = RENDEZVOUS_DEADLINE
-    return dist.ProcessGroupGloo(store, shard.rank, shard.size, options)
+    return _c10d.ProcessGroupGloo(store, shard.rank, shard.size, options)
 
 
 def _nccl(shard: Shard, store: Any, device: torch.device) -> Any:
     os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK  # all ranks are processes of this machine
-    backend = dist.ProcessGroupNCCL(store, shard.rank, shard.size, dist.ProcessGroupNCCL.Options())
+    backend = _c10d.ProcessGroupNCCL(store, shard.rank, shard.size, _c10d.ProcessGroupNCCL.Options())
     backend.eager_connect_single_device(device)
     return backend
 

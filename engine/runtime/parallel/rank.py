@@ -1,0 +1,94 @@
+"""`python -m engine.runtime.parallel.rank`: a rank that is not rank 0. Started by `ranks`, on its end of a
+socket pair as standard input.
+
+It makes the calls that rank 0 makes, as it is told, and answers each. It never looks at a clock, and decides
+nothing. What it cannot do it says in its last words; when a collective fails it says nothing and waits for
+its end, since another rank is to blame.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+from collections import deque
+from typing import TYPE_CHECKING
+
+from engine.runtime.errors import CollectiveFailed, ModelError, RankLost
+from engine.runtime.parallel.wire import (
+    Build,
+    Closed,
+    Done,
+    Execute,
+    Failed,
+    Here,
+    Landed,
+    Loaded,
+    RankEnd,
+    Start,
+    digest_of,
+)
+from shared import logs
+from shared.lifecycle import die_with_parent
+
+if TYPE_CHECKING:
+    from engine.core.messages import Pending, Runner
+
+log = logs.get(__name__)
+
+
+def main() -> int:
+    wire = RankEnd(socket.socket(fileno=sys.stdin.fileno()))
+    start = wire.receive()
+    assert isinstance(start, Start)
+    die_with_parent(start.leader_pid, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logs.configure(f"engine-rank-{start.rank}")
+    try:
+        execute(wire, load(wire, start))
+    except Closed:
+        return 0
+    except CollectiveFailed as error:
+        log.warning("rank.collective_failed", reason=str(error))
+        wire.wait_for_the_end()
+    except ModelError as error:
+        wire.send(Failed(str(error)))
+    except Exception as error:
+        wire.send(Failed(f"{type(error).__name__}: {' '.join(str(error).split())}"))
+        raise
+    return 1
+
+
+def load(wire: RankEnd, start: Start) -> Runner:
+    """This rank's shard, and a runner of the sizes that rank 0 chose."""
+    from engine.runtime.parallel.loading import connect, load_shard  # torch, which takes seconds
+
+    wire.send(Here())
+    shard = load_shard(start.config, connect(start.config, start.rank, start.store_file))
+    wire.send(Loaded(shard.available_bytes))
+    build = wire.receive()
+    assert isinstance(build, Build)
+    runner = shard.build(build.info)
+    wire.send(Done())
+    return runner
+
+
+def execute(wire: RankEnd, runner: Runner) -> None:
+    """Until rank 0 is gone, which raises Closed. Raises RankLost when this rank found other tokens."""
+    launched: deque[tuple[int, Pending]] = deque()
+    while True:
+        match wire.receive():
+            case Execute(plan):
+                launched.append((plan.step, runner.launch(plan)))
+            case Landed(step, digest):
+                own_step, pending = launched.popleft()
+                assert own_step == step, "collected in the order of the launches"
+                if digest_of(pending.collect().tokens) != digest:
+                    raise RankLost(f"its tokens of step {step} are not those of rank 0")
+            case message:
+                raise AssertionError(f"{type(message).__name__} between steps")
+        wire.send(Done())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""The other ranks as rank 0 sees them: processes, a socket to each, and a thread that watches.
+
+The thread is there because the main one may be inside a collective (or wait for a device that is), which
+ends for nobody: a rank that died left it half done. It looks at three things:
+
+  1. a socket's end, or a rank's last words: that rank is lost, at once;
+  2. a rank that has not done what it was told within `deadline_s`;
+  3. rank 0's own step, which has taken as long: then nobody can be named.
+
+The first of these decides. Every rank is killed, waits of the main thread end with `RankLost`, and `on_lost`
+hears the reason. Deadlines are counted on rank 0's clock alone, and only while it serves: loading and
+capturing take what they take, and the API process has a deadline for the whole start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+
+import msgspec
+
+from engine.runtime.config import RunnerConfig
+from engine.runtime.errors import CollectiveFailed, RankLost
+from engine.runtime.parallel.wire import (
+    RECEIVE_LEN,
+    Build,
+    Done,
+    Execute,
+    Failed,
+    FromRank,
+    Landed,
+    Reader,
+    Start,
+    frame,
+)
+from shared import logs
+from shared.clock import SYSTEM_CLOCK, Clock
+
+MODULE: Final = "engine.runtime.parallel.rank"
+WATCH_INTERVAL_S: Final = 0.1
+"""How much later than its deadline a late rank may be noticed."""
+LAST_WORDS_S: Final = 5.0
+"""After a collective failed, how long the watch may take to find out who is to blame."""
+EXIT_S: Final = 1.0
+"""Between the end of a rank's socket and that of its process."""
+
+log = logs.get(__name__)
+Answer = TypeVar("Answer", bound=FromRank)
+OnLost = Callable[[str], None]
+"""Hears why, in the watch's thread, once every rank is ended."""
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One process and its socket."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    wire: socket.socket
+    reader: Reader[FromRank]
+    answers: deque[FromRank] = field(default_factory=deque)
+    """To `Start`: what the main thread waits for."""
+    told_at_s: deque[float] = field(default_factory=deque)
+    """When it was told what it has not done yet. Main thread in, watch out."""
+
+
+class Ranks:
+    def __init__(self, config: RunnerConfig, on_lost: OnLost, clock: Clock = SYSTEM_CLOCK) -> None:
+        """Starts them. In the thread that lives longest: ranks are killed when it ends."""
+        assert config.tensor_parallel > 1
+        self._deadline_s = config.rank_timeout_s
+        self._on_lost = on_lost
+        self._clock = clock
+        self._news = threading.Condition()
+        """Guards what both threads wait for: answers, and whether all is lost."""
+        self._lost: str | None = None
+        self._is_closed = False
+        self._is_serving = False
+        self._step: tuple[int, float] | None = None
+        """What the main thread is in, and since when."""
+        self._store = os.memfd_create("ranks")
+        self.store_file: Final = f"/proc/self/fd/{self._store}"
+        self._ranks = [self._start(config, number) for number in range(1, config.tensor_parallel)]
+        self._watch = threading.Thread(target=self._watch_all, name="ranks", daemon=True)
+        self._watch.start()
+
+    def _start(self, config: RunnerConfig, number: int) -> _Rank:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", MODULE], stdin=theirs.fileno(), pass_fds=[self._store]
+            )
+        rank = _Rank(number, process, ours, Reader(msgspec.msgpack.Decoder(FromRank)))
+        ours.sendall(frame(Start(config, number, os.getpid(), self.store_file)))
+        log.info("rank.started", rank=number, pid=process.pid)
+        return rank
+
+    # -- the main thread --------------------------------------------------------------------------
+
+    def answers(self, kind: type[Answer]) -> list[Answer]:
+        """The next from every rank, which must be of this kind. Raises RankLost."""
+        with self._news:
+            self._news.wait_for(lambda: self._lost or all(rank.answers for rank in self._ranks))
+            if self._lost is not None:
+                raise RankLost(self._lost)
+            found: list[Answer] = []
+            for rank in self._ranks:
+                answer = rank.answers.popleft()
+                assert isinstance(answer, kind), f"rank {rank.number} is out of step"
+                found.append(answer)
+            return found
+
+    def send(self, message: Build | Execute | Landed) -> None:
+        """To every rank, encoded once. Raises RankLost."""
+        data = frame(message)
+        for rank in self._ranks:
+            rank.told_at_s.append(self._clock.monotonic())
+            try:
+                rank.wire.sendall(data)
+            except OSError as error:
+                raise self._blame(error) from error
+
+    def serve(self) -> None:
+        """From here on, steps have a deadline."""
+        self._is_serving = True
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """What is done in here waits for the ranks. Raises RankLost."""
+        self._step = number, self._clock.monotonic()
+        try:
+            yield
+        except CollectiveFailed as error:
+            raise self._blame(error) from error
+        finally:
+            self._step = None
+
+    def _blame(self, error: Exception) -> RankLost:
+        """Why this went wrong, which the watch finds out."""
+        with self._news:
+            self._news.wait_for(lambda: self._lost is not None, LAST_WORDS_S)
+            return RankLost(self._lost or f"a collective failed: {error}")
+
+    def close(self) -> None:
+        """Ends every rank and the watch."""
+        self._is_closed = True
+        self._kill_all()
+        self._watch.join()
+        for rank in self._ranks:
+            rank.wire.close()
+        os.close(self._store)
+
+    # -- the watch --------------------------------------------------------------------------------
+
+    def _watch_all(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for rank in self._ranks:
+                selector.register(rank.wire, selectors.EVENT_READ, rank)
+            reason = None
+            while reason is None and not self._is_closed:
+                ready = selector.select(WATCH_INTERVAL_S)
+                reasons = (self._read(key.data) for key, _ in ready)
+                reason = next(filter(None, reasons), None) or self._late()
+        if reason is not None and not self._is_closed:
+            self._lose(reason)
+
+    def _read(self, rank: _Rank) -> str | None:
+        """What it says. Returns why it is lost, if it is."""
+        try:
+            data = rank.wire.recv(RECEIVE_LEN, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        if not data:
+            return self._ended(rank)
+        for message in rank.reader.feed(data):
+            match message:
+                case Done():
+                    rank.told_at_s.popleft()
+                case Failed(reason):
+                    return f"rank {rank.number}: {reason}"
+                case _:
+                    with self._news:
+                        rank.answers.append(message)
+                        self._news.notify_all()
+        return None
+
+    def _late(self) -> str | None:
+        """Who has not done what it should have by now."""
+        if not self._is_serving:
+            return None
+        since_s = self._clock.monotonic() - self._deadline_s
+        late = [str(rank.number) for rank in self._ranks if rank.told_at_s and rank.told_at_s[0] < since_s]
+        if late:
+            return f"no answer from rank {', '.join(late)} for {self._deadline_s:g} s"
+        step = self._step
+        if step is not None and step[1] < since_s:
+            return f"step {step[0]} has taken {self._deadline_s:g} s, though all ranks answer"
+        return None
+
+    def _ended(self, rank: _Rank) -> str:
+        try:
+            status = rank.process.wait(EXIT_S)
+        except subprocess.TimeoutExpired:
+            return f"rank {rank.number} has closed its socket"
+        if status < 0:
+            return f"rank {rank.number} was ended by {signal.Signals(-status).name}"
+        return f"rank {rank.number} exited with status {status}"
+
+    def _lose(self, reason: str) -> None:
+        log.error("rank.lost", reason=reason)
+        self._kill_all()
+        with self._news:
+            self._lost = reason
+            self._news.notify_all()
+        self._on_lost(reason)
+
+    def _kill_all(self) -> None:
+        for rank in self._ranks:
+            with contextlib.suppress(ProcessLookupError):
+                rank.process.kill()
+        for rank in self._ranks:
+            rank.process.wait()
