@@ -96,10 +96,17 @@ class DecodeGraphs(Generic[Output]):
     """Runs decode steps of up to the largest bucket's rows."""
 
     def __init__(
-        self, step: DecodeStep[Output], buckets: Sequence[int], padding_slot: int, device: torch.device
+        self,
+        step: DecodeStep[Output],
+        buckets: Sequence[int],
+        padding_slot: int,
+        device: torch.device,
+        plan: Callable[[Sequence[int]], object] = len,
     ) -> None:
-        """`buckets`: ascending row counts, as of `batch_buckets`."""
+        """`buckets`: ascending row counts, as of `batch_buckets`. `plan`: the host's part of a step, if it has
+        one; told the rows' lengths, padding included."""
         self._step = step
+        self._plan = plan
         self._padding_slot = padding_slot
         rows_max = buckets[-1]
         self.buckets: Final = tuple(buckets)
@@ -112,9 +119,9 @@ class DecodeGraphs(Generic[Output]):
     def capture(self, device: GraphDevice, progress: Callable[[int, int], None]) -> None:
         """All buckets, the largest first. `progress` hears how many are done, of how many."""
         assert not self._graphs, "captured twice"
-        self._fill([], [], self.buckets[-1])
         for done, rows in enumerate(reversed(self.buckets)):
             progress(done, len(self.buckets))
+            self._fill([], [], rows)
             run = partial(self._step, self._inputs.first(rows))
             device.warm_up(run)
             self._graphs[rows] = device.capture(run)
@@ -143,6 +150,7 @@ class DecodeGraphs(Generic[Output]):
         assert self._padding_slot not in slots
         padding = bucket - len(slots)
         rows = [[*slots, *[self._padding_slot] * padding], [*lengths, *[1] * padding]]
+        self._plan(rows[1])
         staged = self._staged[self._stage][:, :bucket]
         self._stage = (self._stage + 1) % STAGES
         staged.copy_(torch.tensor(rows, dtype=torch.int32))

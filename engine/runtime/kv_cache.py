@@ -10,7 +10,7 @@ weight of zero, and zero times NaN is NaN. Two rules keep garbage out:
   2. A page that a step begins and does not fill is wiped before it is written, so what lies behind
      a sequence's last token, in its last page, is zero and never a previous owner's.
 
-Host memory (`HostPages`) has the same layout. Whole pages are copied there when their owner has to give
+Host memory (`HostPages`) keeps a page's layers side by side. Whole pages are copied there when their owner has to give
 way, and back before it computes again, so what the second rule promises of a page holds for its copy.
 On a GPU the memory is pinned and the copies are queued like any other work of the step, in the order
 that the plan gives them; on a CPU both pools are RAM, and a copy is a `memcpy`: still far cheaper than
@@ -76,16 +76,22 @@ class KVCache:
     """`keys[layer]` and `values[layer]` are [pages, Hkv, page_size, D]."""
 
     def __init__(
-        self, geometry: KVGeometry, pages: int, scales: Sequence[tuple[float, float]] | None = None
+        self,
+        geometry: KVGeometry,
+        pages: int,
+        scales: Sequence[tuple[float, float]] | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        """`scales`: per layer, what stored keys and values have to be multiplied by. None: they are as is."""
+        """`scales`: per layer, what stored keys and values have to be multiplied by. None: they are as is.
+        `device`: where; None is torch's default."""
         self.geometry: Final = geometry
         self.pages: Final = pages
         self.scales: Final = [(1.0, 1.0)] * geometry.layers if scales is None else list(scales)
         shape = (pages, geometry.kv_heads, geometry.page_size, geometry.head_dim)
         # Uninitialised: the system hands out memory as pages are first written.
-        self.keys: Final = [torch.empty(shape, dtype=geometry.dtype) for _ in range(geometry.layers)]
-        self.values: Final = [torch.empty(shape, dtype=geometry.dtype) for _ in range(geometry.layers)]
+        self.pool: Final = torch.empty(2, geometry.layers, *shape, dtype=geometry.dtype, device=device)
+        self.keys: Final = list(self.pool[0])
+        self.values: Final = list(self.pool[1])
 
     def write(self, layer: int, k: Tensor, v: Tensor, places: TokenPlaces) -> None:
         """k, v: [T, Hkv, D]."""
@@ -103,17 +109,22 @@ class HostPages:
     def __init__(self, cache: KVCache, pages: int) -> None:
         self.pages: Final = pages
         self._cache: Final = cache
-        self.keys: Final = [_host_memory(layer, pages) for layer in cache.keys]
-        self.values: Final = [_host_memory(layer, pages) for layer in cache.values]
+        both, layers, _, *page = cache.pool.shape
+        is_pinned = cache.pool.is_cuda and pages > 0
+        # All layers of a page side by side: one copy moves it.
+        self._pool: Final = torch.empty(
+            pages, both, layers, *page, dtype=cache.pool.dtype, pin_memory=is_pinned, device="cpu"
+        )
+        self.keys: Final = list(self._pool[:, 0].unbind(1))
+        self.values: Final = list(self._pool[:, 1].unbind(1))
 
     def copy(self, out: Sequence[Move], back: Sequence[Move]) -> None:
         """First (page, host page) pairs out, then (host page, page) pairs back."""
-        cache = self._cache
-        for layer, host in zip((*cache.keys, *cache.values), (*self.keys, *self.values), strict=True):
-            for page, host_page in out:
-                host[host_page].copy_(layer[page], non_blocking=True)
-            for host_page, page in back:
-                layer[page].copy_(host[host_page], non_blocking=True)
+        cache, host = self._cache.pool, self._pool
+        for page, host_page in out:
+            host[host_page].copy_(cache[:, :, page], non_blocking=True)
+        for host_page, page in back:
+            cache[:, :, page].copy_(host[host_page], non_blocking=True)
 
     def measure(self) -> float:
         """Seconds to copy one page out or back, the least of a few: for a cache that nobody uses yet."""
@@ -124,16 +135,10 @@ class HostPages:
         for _ in range(MEASURED_ROUNDS):
             started_s = time.perf_counter()
             self.copy(everything, everything)
-            if self._cache.keys[0].is_cuda:
+            if self._cache.pool.is_cuda:
                 torch.cuda.synchronize()
             rounds.append(time.perf_counter() - started_s)
         return min(rounds) / (2 * len(everything))
-
-
-def _host_memory(layer: Tensor, pages: int) -> Tensor:
-    """Room for pages of this layer. Uninitialised, as the cache itself."""
-    is_pinned = layer.device.type == "cuda"
-    return torch.empty((pages, *layer.shape[1:]), dtype=layer.dtype, pin_memory=is_pinned)
 
 
 def page_count(
@@ -145,7 +150,7 @@ def page_count(
     set aside first. The result is never more than the slots could own, plus a margin for the prefix
     cache: a tiny model on a large machine takes little.
     """
-    useful = int(config.max_num_seqs * _pages_per_sequence(config, max_model_len) * (1 + CACHE_MARGIN))
+    useful = useful_pages(config, max_model_len)
     if config.kv_cache_bytes is not None:
         budget = config.kv_cache_bytes
     else:
@@ -168,6 +173,11 @@ def host_page_count(
         budget = min(SWAP_BYTES_DEFAULT, int(available_bytes * SWAP_SHARE_DEFAULT))
     useful = config.max_num_seqs * _pages_per_sequence(config, max_model_len)
     return min(budget // geometry.page_bytes, useful)
+
+
+def useful_pages(config: RunnerConfig, max_model_len: int) -> int:
+    """What the slots could own, and a margin for prefixes of finished sequences."""
+    return int(config.max_num_seqs * _pages_per_sequence(config, max_model_len) * (1 + CACHE_MARGIN))
 
 
 def _pages_per_sequence(config: RunnerConfig, max_model_len: int) -> int:
