@@ -50,7 +50,7 @@ begun.) The head start makes the share weigh more than a wait, hence the lead th
 turns are never apart by much. Every eighth turn for the eldest instead of every sixteenth costs other
 tenants a third of their p99 in a flood, and gains long prompts nothing.
 
-Where lengths differ more and come in bursts, as in a public trace, long prompts pay more: their p99 is 2.3
+Where lengths differ more and come in bursts, as in a public trace, long prompts pay more: their p99 is 2.1
 times FIFO's, a third less than shortest first, within the bound; that of short ones is an eighth of FIFO's.
 """
 
