@@ -7,16 +7,21 @@ what it may not import itself. The API process never imports torch.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from engine.config import CoreStart, EngineConfig, from_args
 from shared import logs
+
+if TYPE_CHECKING:
+    from engine.runtime.config import RunnerConfig
 
 USAGE = "usage: python -m engine serve [--help] --model DIR|ID [options]\n"
 
@@ -63,14 +68,19 @@ def core(start: CoreStart) -> int:
     """The core process, until it is told to stop or its parent is gone."""
     from engine.core.config import SchedulerConfig
     from engine.core.loop import CoreLoop, last_words
-    from engine.core.messages import CoreFailed, CoreProgress
+    from engine.core.messages import CoreFailed, CoreProgress, Runner
     from engine.core.policy import DISCIPLINES
-    from engine.core.transport import CoreTransport
-    from engine.runtime.config import RunnerConfig
+    from engine.core.transport import CoreTransport, say_once
     from engine.runtime.errors import ModelError
     from engine.runtime.load import load_runner
+    from engine.runtime.parallel.leader import lead
     from shared.lifecycle import die_with_parent
     from shared.openai import PROMPTS_MAX
+
+    def lost(reason: str) -> None:
+        """The main thread may wait for a rank that is gone, for ever: this one says why and ends both."""
+        say_once(start.outbox, CoreFailed(reason))
+        os._exit(1)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API process decides when we end
     die_with_parent(start.parent_pid)
@@ -78,28 +88,21 @@ def core(start: CoreStart) -> int:
     logs.configure("engine-core", level=config.log_level)
     with CoreTransport(start.inbox, start.outbox) as transport:
         try:
-            runner = load_runner(
-                RunnerConfig(
-                    model_dir=config.model,
-                    dtype=config.dtype,
-                    weights=config.weights,
-                    kernels=config.kernels,
-                    max_model_len=config.max_model_len,
-                    page_size=config.page_size,
-                    kv_cache_bytes=config.kv_cache_memory,
-                    swap_bytes=config.swap_memory,
-                    max_num_seqs=config.max_num_seqs,
-                    step_tokens_max=config.max_step_tokens,
-                    threads=config.threads,
-                ),
-                progress=lambda stage: transport.outbox.send(CoreProgress(stage)),
-            )
+            settings = _runner_config(config)
+
+            def progress(stage: str) -> None:
+                transport.outbox.send(CoreProgress(stage))
+
+            is_alone = settings.tensor_parallel == 1
+            runner: Runner = load_runner(settings, progress) if is_alone else lead(settings, progress, lost)
         except Exception as error:
             message = str(error) if isinstance(error, ModelError) else last_words(error)
             transport.outbox.send(CoreFailed(message))
             if not isinstance(error, ModelError):
                 raise
             return 1
+        gc.collect()
+        gc.freeze()  # torch's modules live for ever: looking through them would hold up a step for 60 ms
         scheduling = SchedulerConfig(
             step_tokens_max=config.max_step_tokens,
             # the API process keeps the bound; here it may be passed by one request and by those preempted
@@ -118,6 +121,26 @@ def core(start: CoreStart) -> int:
             overlap=runner.info.is_async if config.overlap is None else config.overlap,
         ).run()
     return 0
+
+
+def _runner_config(config: EngineConfig) -> RunnerConfig:
+    from engine.runtime.config import RunnerConfig
+
+    return RunnerConfig(
+        model_dir=config.model,
+        dtype=config.dtype,
+        weights=config.weights,
+        kernels=config.kernels,
+        max_model_len=config.max_model_len,
+        page_size=config.page_size,
+        kv_cache_bytes=config.kv_cache_memory,
+        swap_bytes=config.swap_memory,
+        max_num_seqs=config.max_num_seqs,
+        step_tokens_max=config.max_step_tokens,
+        threads=config.threads,
+        tensor_parallel=config.tensor_parallel_size,
+        rank_timeout_s=config.rank_timeout_s,
+    )
 
 
 if __name__ == "__main__":

@@ -54,6 +54,9 @@ class EngineConfig:
     """Plan the next step while one is computed. None: when the device computes beside the host."""
     threads: int | None = None
     tokenizer_threads: int = 2
+    tensor_parallel_size: int = 1
+    """Processes that compute a part of the model each. Memory settings are for each of them."""
+    rank_timeout_s: float = 60.0
     startup_timeout_s: float = 900.0
     body_timeout_s: float = 30.0
     keepalive_timeout_s: float = 75.0
@@ -120,6 +123,14 @@ def _add_model_arguments(model: argparse._ArgumentGroup) -> None:
         choices=KERNELS,
         default="auto",
         help="what computes on CPU (default: auto, native where a compiler was there at installation)",
+    )
+    model.add_argument(
+        "--tensor-parallel-size",
+        type=_count(1),
+        default=1,
+        metavar="N",
+        help="split the model between N processes, on a GPU each where there are any; memory settings are "
+        "each one's (default: 1)",
     )
     model.add_argument(
         "--max-model-len",
@@ -237,6 +248,14 @@ def _add_http_arguments(http: argparse._ArgumentGroup) -> None:
         default=900.0,
         metavar="S",
         help="loading and warming up may take this long (default: 900)",
+    )
+    http.add_argument(
+        "--rank-timeout-s",
+        type=_seconds,
+        default=60.0,
+        metavar="S",
+        help="with --tensor-parallel-size: the engine fails when one of its processes has not done its part "
+        "of a step after so many seconds (default: 60)",
     )
     http.add_argument(
         "--body-timeout-s",

@@ -14,6 +14,7 @@ from engine.api.generate import chat_completions, completions
 from engine.api.state import EngineState
 from shared.errors import EngineFailed, InvalidRequest, MethodNotAllowed, NotReady, RouteNotFound
 from shared.ids import RequestId
+from shared.lifecycle import Lifecycle
 from shared.openai import (
     BODY_LEN_MAX,
     AbortResponse,
@@ -54,15 +55,21 @@ async def livez(state: EngineState, exchange: Exchange) -> None:
 async def readyz(state: EngineState, exchange: Exchange) -> None:
     exchange.is_quiet = True
     if not state.lifecycle.is_ready:
-        raise NotReady(f"The engine is {state.lifecycle.phase.value}.")
+        raise _not_ready(state.lifecycle)
     await exchange.send(_encode(Probe("ready")))
 
 
 async def startupz(state: EngineState, exchange: Exchange) -> None:
     exchange.is_quiet = True
     if not state.lifecycle.is_started or not state.lifecycle.is_live:
-        raise NotReady(f"The engine is {state.lifecycle.phase.value}.")
+        raise _not_ready(state.lifecycle)
     await exchange.send(_encode(Probe("started")))
+
+
+def _not_ready(lifecycle: Lifecycle) -> NotReady:
+    """Says why, as who asks is the one to do something about it."""
+    phase, reason = lifecycle.phase.value, lifecycle.reason
+    return NotReady(f"The engine is {phase}: {reason}" if reason else f"The engine is {phase}.")
 
 
 async def metrics(state: EngineState, exchange: Exchange) -> None:

@@ -90,6 +90,17 @@ class ZmqOutbox:
         self._socket.close(linger=LINGER_MS)
 
 
+def say_once(endpoint: str, message: CoreOutput) -> None:
+    """One message by a socket of its own, from any thread. Returns when it has left."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    outbox = ZmqOutbox(context, endpoint)
+    try:
+        outbox.send(message)
+    finally:
+        outbox.close()
+        context.term()
+
+
 class CoreTransport:
     """Both ends, opened and closed together."""
 

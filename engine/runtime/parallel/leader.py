@@ -11,10 +11,11 @@ import torch
 
 from engine.core.messages import Pending, Plan, RunnerInfo, RunResult
 from engine.runtime.config import RunnerConfig
+from engine.runtime.errors import BadRunnerConfig
 from engine.runtime.kv_cache import host_page_count, page_count
 from engine.runtime.load import Progress, dtype_name, warm_up
 from engine.runtime.model_runner import ModelRunner
-from engine.runtime.models.config import read_model_config
+from engine.runtime.models.config import ModelConfig, read_model_config
 from engine.runtime.parallel.loading import LoadedShard, connect, load_shard
 from engine.runtime.parallel.ranks import OnLost, Ranks
 from engine.runtime.parallel.shard import Shard
@@ -69,7 +70,7 @@ def lead(
     """
     started_s = time.monotonic()
     model = read_model_config(Path(config.model_dir))
-    Shard(0, config.tensor_parallel).of(model)  # a size that does not fit is refused before anything starts
+    _refuse(config, model)
     ranks = Ranks(config, on_lost, clock)
     try:
         progress(f"starting {config.tensor_parallel} ranks")
@@ -96,6 +97,16 @@ def lead(
         raise
     ranks.serve()
     return runner
+
+
+def _refuse(config: RunnerConfig, model: ModelConfig) -> None:
+    """What cannot be split, before any process is started. Raises BadRunnerConfig."""
+    Shard(0, config.tensor_parallel).of(model)
+    if config.kernels == "native" or config.weights == "int8":
+        what = "weights=int8" if config.weights == "int8" else "kernels=native"
+        raise BadRunnerConfig(
+            f"{what} needs the native kernels, which take no shards: tensor_parallel must be 1"
+        )
 
 
 def _sizes(shard: LoadedShard, available_bytes: int, load_s: float) -> RunnerInfo:

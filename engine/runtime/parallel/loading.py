@@ -71,9 +71,7 @@ def load_shard(config: RunnerConfig, ranks: Collective) -> LoadedShard:
     share = ranks.shard.of(model)
     dtype = choose_dtype(config.dtype)
     decoder = DECODERS[model.architecture](model, checked_checkpoint(config, model, dtype), ranks)
-    network = TorchNetwork(
-        decoder, share, f"rank {ranks.shard.rank} of {size}: native kernels take no shards"
-    )
+    network = TorchNetwork(decoder, share, f"on {size} ranks: native kernels take no shards")
     return LoadedShard(
         config, share, dtype, choose_max_model_len(config, model), network, available_memory_bytes()
     )

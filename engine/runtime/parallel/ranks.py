@@ -153,7 +153,9 @@ class Ranks:
             return RankLost(self._lost or f"a collective failed: {error}")
 
     def close(self) -> None:
-        """Ends every rank and the watch."""
+        """Ends every rank and the watch. Idempotent."""
+        if self._is_closed:
+            return
         self._is_closed = True
         self._kill_all()
         self._watch.join()

@@ -1,0 +1,119 @@
+"""The engine as its operator has it, on two ranks: it serves, and whatever happens to a rank, it says so."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.engine.test_engine_process import CHAT, LONG, is_running
+from tests.services import ROOT, Service, client, engine, until
+
+RANKS = ("--tensor-parallel-size", "2")
+
+
+@contextmanager
+def in_the_middle(http: httpx.Client) -> Iterator[Iterator[str]]:
+    """Of a long answer: the lines that are still to come."""
+    with http.stream("POST", "/v1/chat/completions", json=LONG) as response:
+        lines = response.iter_lines()
+        assert sum("content" in next(lines) for _ in range(12)) > 1
+        yield lines
+
+
+def rank_pid(process: Service) -> int:
+    pid: int = process.line("rank.started")["pid"]
+    return pid
+
+
+def assert_failed(process: Service, http: httpx.Client, reason: str) -> None:
+    """Not ready, for a reason that the log names as well, and nobody is left."""
+    assert reason in process.line("core.failed")["reason"]
+    answer = http.get("/readyz")
+    assert answer.status_code == 503
+    assert reason in answer.json()["error"]["message"]
+    until(lambda: not is_running(rank_pid(process)))
+    until(lambda: not is_running(process.line("core.started")["pid"]))
+    process.signal(signal.SIGTERM)
+    assert process.wait() == 1
+
+
+def test_it_serves_and_tells_when_a_rank_is_killed(short_tmp: Path) -> None:
+    with engine(short_tmp, *RANKS) as process, client(process) as http:
+        progress = [line["stage"] for line in process.logged("core.progress")]
+        assert "computing with torch kernels (on 2 ranks: native kernels take no shards)" in progress
+        answer = http.post("/v1/chat/completions", json=CHAT)
+        assert answer.text.count("data: [DONE]") == 1
+        assert len(answer.text) > 200
+        with in_the_middle(http) as lines:
+            os.kill(rank_pid(process), signal.SIGKILL)
+            rest = "\n".join(lines)
+        assert '"code":"engine_failed"' in rest
+        assert "[DONE]" not in rest
+        assert_failed(process, http, "rank 1 was ended by SIGKILL")
+    assert list(short_tmp.iterdir()) == []
+
+
+def test_a_rank_that_stops_answering(short_tmp: Path) -> None:
+    """It is alive, and would hold up the others for ever."""
+    with engine(short_tmp, *RANKS, "--rank-timeout-s", "2") as process, client(process) as http:
+        with in_the_middle(http) as lines:
+            os.kill(rank_pid(process), signal.SIGSTOP)
+            assert '"code":"engine_failed"' in "\n".join(lines)
+        assert_failed(process, http, "no answer from rank 1 for 2 s")
+    assert list(short_tmp.iterdir()) == []
+
+
+SICK_RANK = """
+import sys
+if "engine.runtime.parallel.rank" in sys.orig_argv:
+    from engine.runtime.errors import DoesNotFit
+    from engine.runtime.weights import Checkpoint
+    def stack(*args, **kwargs):
+        raise DoesNotFit("there is no room for the shard")
+    Checkpoint.stack = stack
+"""
+
+
+def test_a_rank_that_cannot_load(short_tmp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SICK_RANK)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    with engine(short_tmp, *RANKS) as process:
+        reason = process.line("engine.start_failed")["reason"]
+        assert "rank 1: there is no room for the shard" in reason
+        assert process.wait() == 1
+        until(lambda: not is_running(rank_pid(process)))
+    assert list(short_tmp.iterdir()) == []
+
+
+def test_ranks_end_with_the_engine(short_tmp: Path) -> None:
+    with engine(short_tmp, *RANKS) as process:
+        process.line("engine.ready")
+        process.signal(signal.SIGTERM)
+        assert process.wait() == 0
+        until(lambda: not is_running(rank_pid(process)))
+    assert list(short_tmp.iterdir()) == []
+
+
+def test_a_stopped_rank_does_not_outlive_a_killed_engine(short_tmp: Path) -> None:
+    with engine(short_tmp, *RANKS) as process:
+        process.line("engine.ready")
+        os.kill(rank_pid(process), signal.SIGSTOP)
+        process.signal(signal.SIGKILL)
+        process.wait()
+        until(lambda: not is_running(process.line("core.started")["pid"]))
+        until(lambda: not is_running(rank_pid(process)))
+
+
+def test_a_number_that_does_not_fit_is_refused_at_once(short_tmp: Path) -> None:
+    with engine(short_tmp, "--tensor-parallel-size", "3") as process:
+        reason = process.line("engine.start_failed")["reason"]
+        assert "tensor_parallel 3 does not divide num_attention_heads (4)" in reason
+        assert process.wait() == 1
+        assert not process.logged("rank.started")
+    assert list(short_tmp.iterdir()) == []
