@@ -47,7 +47,8 @@ def load_runner(config: RunnerConfig, progress: Progress) -> ModelRunner:
     model = read_model_config(Path(config.model_dir))
     dtype = choose_dtype(config.dtype)
     max_model_len = choose_max_model_len(config, model)
-    progress(f"loading {model.architecture} in {dtype_name(dtype)}")
+    stored = "" if model.fp8 is None else f", multiplied out of {model.fp8}"
+    progress(f"loading {model.architecture} in {dtype_name(dtype)}{stored}")
     network = _load_network(config, model, dtype, max_model_len)
     progress(f"computing with {network.name}")
     if network.draw_plain is not None:
@@ -146,10 +147,10 @@ def _load_network(
 def checked_checkpoint(config: RunnerConfig, model: ModelConfig, dtype: torch.dtype) -> Checkpoint:
     """Checked against the files' headers first: nothing is read of a checkpoint that does not match."""
     files = checkpoint_files(Path(config.model_dir))
-    inspection = Inspection(files, dtype)
+    inspection = Inspection(files, dtype, model.fp8)
     DECODERS[model.architecture](model, inspection)
     inspection.verify(unused=[LM_HEAD] if model.tied_embeddings else [])
-    return Checkpoint(files, dtype)
+    return Checkpoint(files, dtype, model.fp8)
 
 
 def _hindrance(config: RunnerConfig, model: ModelConfig) -> str | None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, runtime_checkable
 
 import msgspec
 import torch
@@ -26,14 +26,25 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.runtime.errors import ModelUnavailable, WeightsMismatch
+from engine.runtime.fp8 import Fp8Weight, quantise
+from engine.runtime.models.quantization import Fp8Scheme
 from engine.runtime.parallel.shard import Span
 
 INDEX_FILE: Final = "model.safetensors.index.json"
 SINGLE_FILE: Final = "model.safetensors"
 NAMES_SHOWN_MAX: Final = 20
 _FLOATS: Final = frozenset({"F32", "F16", "BF16"})
+_FP8: Final = "F8_E4M3"
 _IGNORED_SUFFIXES: Final = (".rotary_emb.inv_freq",)
 """Tables that old checkpoints carry along and that follow from config.json."""
+_SCALE_SUFFIXES: Final = ("_scale", "_scale_inv")
+"""Behind the matrix's own name."""
+_FP8_IGNORED_SUFFIXES: Final = (".input_scale", ".input_scale_ub", ".output_scale", ".q_scale", ".prob_scale")
+"""Scales of activations, which stay in the compute type here."""
+_KV_SCALE_NAMES: Final = {
+    "k": ("self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.k_proj.output_scale"),
+    "v": ("self_attn.v_scale", "self_attn.v_proj.v_scale", "self_attn.v_proj.output_scale"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +77,18 @@ class WeightSource(Protocol):
         ...
 
 
+@runtime_checkable
+class Fp8Source(Protocol):
+    """A WeightSource that may hold matrices in fp8."""
+
+    def stack_fp8(
+        self, names: Sequence[str], rows: Sequence[int], columns: int, part: Part = ALL
+    ) -> Fp8Weight | None:
+        """As `stack`, without leaving fp8; None where one of these is not in fp8. Scales per block become
+        scales per row, which rounds once more."""
+        ...
+
+
 class _Index(msgspec.Struct, frozen=True):
     weight_map: dict[str, str]
 
@@ -95,8 +118,9 @@ def checkpoint_files(model_dir: Path) -> Mapping[str, Path]:
 class Inspection:
     """A WeightSource that reads headers only, hands out shapes, and remembers what is wrong."""
 
-    def __init__(self, files: Mapping[str, Path], dtype: torch.dtype) -> None:
+    def __init__(self, files: Mapping[str, Path], dtype: torch.dtype, fp8: Fp8Scheme | None = None) -> None:
         self._dtype = dtype
+        self._fp8 = fp8
         self._asked: set[str] = set()
         self._missing: list[str] = []
         self._misfits: list[str] = []
@@ -115,17 +139,33 @@ class Inspection:
             self._missing.append(name)
         elif header.path != self._files[name]:
             self._misfits.append(f"{name} is in {header.path.name}, not in {self._files[name].name}")
-        elif header.kind not in _FLOATS:
+        elif header.kind not in _FLOATS and not (header.kind == _FP8 and self._fp8 is not None):
             self._misfits.append(f"{name} is {header.kind}, not a float of 16 or 32 bits")
         elif header.shape != expected:
             self._misfits.append(f"{name} is {list(header.shape)}, not {list(expected)}")
+        elif header.kind == _FP8:
+            self._inspect_scale(name, expected)
+
+    def _inspect_scale(self, name: str, expected: tuple[int, ...]) -> None:
+        assert self._fp8 is not None
+        scale = next((name + suffix for suffix in _SCALE_SUFFIXES if name + suffix in self._headers), None)
+        if scale is None:
+            self._missing.append(name + _SCALE_SUFFIXES[0])
+            return
+        self._asked.add(scale)
+        header = self._headers[scale]
+        if header.kind not in _FLOATS:
+            self._misfits.append(f"{scale} is {header.kind}, not a float of 16 or 32 bits")
+        elif len(expected) != 2 or header.shape not in self._fp8.scale_shapes(*expected):
+            self._misfits.append(f"{scale} is {list(header.shape)}, for a matrix of {list(expected)}")
 
     def verify(self, unused: Sequence[str] = ()) -> None:
         """Raises WeightsMismatch unless all that was asked for is there, and nothing else but `unused`."""
+        ignored: tuple[str, ...] = _IGNORED_SUFFIXES
+        if self._fp8 is not None:
+            ignored += _FP8_IGNORED_SUFFIXES + _KV_SCALE_NAMES["k"] + _KV_SCALE_NAMES["v"]
         strangers = sorted(
-            name
-            for name in self._headers.keys() - self._asked - set(unused)
-            if not name.endswith(_IGNORED_SUFFIXES)
+            name for name in self._headers.keys() - self._asked - set(unused) if not name.endswith(ignored)
         )
         parts = [
             f"{what}: {_listed(names)}"
@@ -143,9 +183,10 @@ class Inspection:
 class Checkpoint:
     """A WeightSource that copies from the files. Use after an Inspection: it asserts what that reports."""
 
-    def __init__(self, files: Mapping[str, Path], dtype: torch.dtype) -> None:
+    def __init__(self, files: Mapping[str, Path], dtype: torch.dtype, fp8: Fp8Scheme | None = None) -> None:
         self._files = files
         self._dtype = dtype
+        self._fp8 = fp8
         self._open_path: Path | None = None
         self._open_handle: Any = None  # safetensors has no stub for its handle
 
@@ -153,13 +194,75 @@ class Checkpoint:
         stacked = torch.empty(part.shape(rows, columns), dtype=self._dtype)
         at = 0
         for name, count, (start, stop) in zip(names, rows, part.row_spans(rows), strict=True):
-            source = self._handle(self._files[name]).get_slice(name)
-            assert source.get_shape() == [count, *columns], name
-            # A slice is a view of the mapped file: only what is copied here is read.
-            wanted = source[start:stop] if part.columns is None else source[start:stop, slice(*part.columns)]
+            wanted = self._read(name, (count, *columns), (start, stop), part.columns)
+            if wanted.dtype == torch.float8_e4m3fn:
+                wanted = wanted.float() * self._scale(name, (count, *columns), (start, stop), part.columns)
             stacked[at : at + stop - start] = wanted
             at += stop - start
         return stacked
+
+    def stack_fp8(
+        self, names: Sequence[str], rows: Sequence[int], columns: int, part: Part = ALL
+    ) -> Fp8Weight | None:
+        found = []
+        for name, count, span in zip(names, rows, part.row_spans(rows), strict=True):
+            wanted = self._read(name, (count, columns), span, part.columns)
+            if wanted.dtype != torch.float8_e4m3fn:
+                return None
+            scale = self._scale(name, (count, columns), span, part.columns)
+            by_row = scale.shape[1] == 1
+            found.append(Fp8Weight(wanted, scale[:, 0]) if by_row else quantise(wanted.float() * scale))
+        values = torch.cat([weight.values.view(torch.uint8) for weight in found]).view(torch.float8_e4m3fn)
+        return Fp8Weight(values, torch.cat([weight.scales for weight in found]))
+
+    def kv_scales(self, layers: int) -> list[tuple[float, float]] | None:
+        """Per layer, what keys and values in fp8 have to be multiplied by, if the checkpoint says. Raises
+        WeightsMismatch where it says so of some layers only."""
+        found = []
+        for layer in range(layers):
+            at = f"model.layers.{layer}."
+            names = [
+                next((at + n for n in _KV_SCALE_NAMES[of] if at + n in self._files), None) for of in "kv"
+            ]
+            found.append([float(self._read(name, None).max()) for name in names if name is not None])
+        if not any(found):
+            return None
+        incomplete = [str(layer) for layer, scales in enumerate(found) if len(scales) < 2]
+        if incomplete:
+            raise WeightsMismatch(f"k_scale or v_scale is missing in layers {', '.join(incomplete)}")
+        return [(k, v) for k, v in found]
+
+    def _read(
+        self,
+        name: str,
+        shape: tuple[int, ...] | None,
+        rows: Span | None = None,
+        columns: Span | None = None,
+    ) -> Tensor:
+        """A tensor as it is stored, or a part of it. `shape`: of the whole, to be asserted."""
+        source = self._handle(self._files[name]).get_slice(name)
+        assert shape is None or tuple(source.get_shape()) == shape, name
+        if not source.get_shape():
+            scalar: Tensor = self._handle(self._files[name]).get_tensor(name)
+            return scalar
+        # A slice is a view of the mapped file: only what is copied from it is read.
+        down, across = (slice(None) if span is None else slice(*span) for span in (rows, columns))
+        wanted: Tensor = source[down] if columns is None else source[down, across]
+        return wanted
+
+    def _scale(self, name: str, shape: tuple[int, ...], rows: Span, columns: Span | None) -> Tensor:
+        """Of these rows and columns of a matrix: [rows, 1], or [rows, columns] where it differs by block."""
+        stored = next(name + suffix for suffix in _SCALE_SUFFIXES if name + suffix in self._files)
+        scale = self._read(stored, None).float()
+        if scale.numel() == 1:
+            return scale.reshape(1, 1).expand(rows[1] - rows[0], 1)
+        if scale.shape[0] == shape[0] and scale.numel() == shape[0]:
+            return scale.reshape(-1, 1)[slice(*rows)]
+        assert self._fp8 is not None
+        assert self._fp8.block is not None
+        row = torch.arange(*rows) // self._fp8.block[0]
+        column = torch.arange(*(columns or (0, shape[1]))) // self._fp8.block[1]
+        return scale[row][:, column]
 
     def _handle(self, path: Path) -> Any:
         """One file is open at a time; layers lie together, so files are seldom reopened."""

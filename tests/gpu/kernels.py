@@ -12,7 +12,7 @@ from torch.nn.functional import linear, silu
 
 from engine.core.messages import SamplingParams
 from engine.runtime.kernels import fused
-from engine.runtime.kernels.fp8 import quantise
+from engine.runtime.fp8 import quantise
 from engine.runtime.kernels.matmul import TILES, skinny_matmul
 from engine.runtime.layers import Rotary, rms_norm, rotate
 from engine.runtime.models.config import RopeConfig

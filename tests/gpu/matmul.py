@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from engine.runtime.kernels.autotune import MatmulTable, Weight
-from engine.runtime.kernels.fp8 import quantise
+from engine.runtime.fp8 import quantise
 from engine.runtime.kernels.timing import DeviceTimer
 from engine.runtime.models.config import ModelConfig
 from tests.gpu.results import check, floors

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.runtime.kernels.fp8 import Fp8Weight
+from engine.runtime.fp8 import Fp8Weight
 from engine.runtime.kernels.matmul import ROWS, ROWS_MAX, TILES, Tile, row_bucket, skinny_matmul
 
 MARGIN: Final = 1.05

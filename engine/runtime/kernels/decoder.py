@@ -21,7 +21,6 @@ from engine.runtime.attention import DecodePages, PrefillPages
 from engine.runtime.batch import Batch
 from engine.runtime.graphs import DecodeInputs
 from engine.runtime.kernels.autotune import MatmulTable, Weight
-from engine.runtime.kernels.fp8 import quantise
 from engine.runtime.kernels.fused import QKNorm, norm_rotate_store, rms_norm, silu_mul
 from engine.runtime.kernels.sampling import DeviceSampling, SamplingScratch, sample
 from engine.runtime.kv_cache import KVCache
@@ -164,11 +163,12 @@ class _Loader:
         )
 
     def _linear(self, parameters: LinearParameters) -> _Linear:
-        weight, bias = parameters.read(self.source)
-        weight = weight.to(self.device)
-        return _Linear(
-            quantise(weight) if self.fp8 else weight, None if bias is None else bias.to(self.device)
-        )
+        weight: Weight
+        if self.fp8:
+            weight, bias = parameters.read_fp8(self.source, self.device)
+        else:
+            weight, bias = parameters.read(self.source)
+        return _Linear(weight.to(self.device), None if bias is None else bias.to(self.device))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.runtime.kernels.fp8 import FP8_MAX
+from engine.runtime.fp8 import FP8_MAX
 
 NORM_WARPS: Final = 8
 """A row of 4,096 is then 16 elements per thread: two wide loads."""

@@ -18,6 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from engine.runtime.errors import ModelUnavailable, UnsupportedModel
+from engine.runtime.models.quantization import Fp8Scheme, read_fp8_scheme
 
 DEFAULT_ROPE_THETA: Final = 10_000.0
 SUPPORTED_ROPE_TYPES: Final = ("default", "llama3")
@@ -70,6 +71,8 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    fp8: Fp8Scheme | None = None
+    """How matrices are stored in the checkpoint. None: in a plain type, all of them."""
 
     @property
     def layers(self) -> int:
@@ -195,14 +198,22 @@ def _model_config(architecture: str, family: Family, hf: _HfConfig) -> ModelConf
         output_bias=hf.attention_bias and declared,
         mlp_bias=hf.mlp_bias if family.mlp_bias is None else family.mlp_bias,
         qk_norm=family.qk_norm,
+        fp8=_fp8_scheme(hf),
     )
+
+
+def _fp8_scheme(hf: _HfConfig) -> Fp8Scheme | None:
+    found = read_fp8_scheme(hf.quantization_config) if hf.quantization_config is not None else None
+    assert not isinstance(found, str), "refused before"
+    return found
 
 
 def _unsupported(hf: _HfConfig) -> Iterator[str]:
     """What the configuration asks for and we have no code for."""
     if hf.quantization_config is not None:
-        method = hf.quantization_config.get("quant_method", "unnamed")
-        yield f"quantization_config ({method}) is not supported"
+        scheme = read_fp8_scheme(hf.quantization_config)
+        if isinstance(scheme, str):
+            yield scheme
     if hf.hidden_act != "silu":
         yield f"hidden_act {hf.hidden_act!r} is not supported, only 'silu'"
     rope_type = _rope_type(hf)

@@ -11,12 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.runtime.fp8 import Fp8Weight, quantise
 from engine.runtime.models.config import ModelConfig
 from engine.runtime.parallel.shard import WHOLE, Shard
-from engine.runtime.weights import Part, WeightSource
+from engine.runtime.weights import Fp8Source, Part, WeightSource
 
 EMBEDDING: Final = "model.embed_tokens.weight"
 FINAL_NORM: Final = "model.norm.weight"
@@ -35,12 +37,28 @@ class LinearParameters:
 
     def read(self, source: WeightSource) -> tuple[Tensor, Tensor | None]:
         """[sum of rows, columns], and [sum of rows] where there are biases; of both, the part."""
-        names = [f"{module}.weight" for module in self.modules]
-        weight = source.stack(names, self.rows, self.columns, part=self.part)
+        weight = source.stack(self._weights, self.rows, self.columns, part=self.part)
+        return weight, self._bias(source)
+
+    def read_fp8(self, source: WeightSource, device: torch.device) -> tuple[Fp8Weight, Tensor | None]:
+        """The same, in fp8 and on the device, where it is rounded unless the checkpoint has it so."""
+        held = None
+        if isinstance(source, Fp8Source):
+            held = source.stack_fp8(self._weights, self.rows, self.columns, part=self.part)
+        if held is None:
+            whole = source.stack(self._weights, self.rows, self.columns, part=self.part)
+            return quantise(whole.to(device)), self._bias(source)
+        return held.to(device), self._bias(source)
+
+    @property
+    def _weights(self) -> list[str]:
+        return [f"{module}.weight" for module in self.modules]
+
+    def _bias(self, source: WeightSource) -> Tensor | None:
         if not self.bias:
-            return weight, None
+            return None
         names = [f"{module}.bias" for module in self.modules]
-        return weight, source.stack(names, self.rows, part=Part(self.part.rows))
+        return source.stack(names, self.rows, part=Part(self.part.rows))
 
 
 class LayerParameters:

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 from engine.runtime.kernels import autotune, matmul
 from engine.runtime.kernels.autotune import MatmulShape, MatmulTable
-from engine.runtime.kernels.fp8 import FP8_MAX, Fp8Weight, quantise
+from engine.runtime.fp8 import FP8_MAX, Fp8Weight, quantise
 from engine.runtime.kernels.matmul import TILES, Tile, row_bucket, skinny_matmul
 
 SMALL = Tile(16, 32, 4, 3)

@@ -30,6 +30,9 @@ class Fp8Weight:
         assert self.scales.shape == self.values.shape[:1]
         assert self.scales.dtype == torch.float32
 
+    def to(self, device: torch.device) -> Fp8Weight:
+        return Fp8Weight(self.values.to(device), self.scales.to(device))
+
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [M, K] -> [M, N], through a copy in x's type: for many rows, where that is little."""
         out = F.linear(x, self.values.to(x.dtype)).float() * self.scales
