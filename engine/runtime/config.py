@@ -33,6 +33,8 @@ class RunnerConfig:
     bfloat16's bytes."""
     kernels: str = "auto"
     """On a CPU. `auto` is native where they are built and take the model, else torch."""
+    attention_backend: str = "auto"
+    """On a GPU: as at the head of `engine.runtime.backends`."""
     enforce_eager: bool = False
     """On a GPU: launch decode steps kernel by kernel instead of as CUDA graphs."""
     max_model_len: int | None = None

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 import torch
@@ -31,16 +31,30 @@ from engine.runtime.sampler import DrawPlain
 from engine.runtime.slots import Slots
 from engine.runtime.weights import Checkpoint, Inspection, checkpoint_files
 
+if TYPE_CHECKING:
+    from engine.runtime.device.runner import DeviceRunner
+
 Progress = Callable[[str], None]
 WARMUP_PREFILL_TOKENS: Final = 64
 
 
-@torch.inference_mode()
-def load_runner(config: RunnerConfig, progress: Progress) -> ModelRunner:
+def load_runner(config: RunnerConfig, progress: Progress) -> ModelRunner | DeviceRunner:
     """Load, size, warm up. `progress` hears of each stage. Raises ModelError with a message for the operator.
 
     Sets torch's thread counts, which belong to the process: one runner per process.
     """
+    device = choose_device(config)
+    progress(f"device {device.type}, {'chosen by auto' if config.device == 'auto' else 'as asked for'}")
+    if device.type == "cpu":
+        return _load_on_host(config, progress)
+    from engine.runtime.device.card import CudaCard
+    from engine.runtime.device.load import load_on_card
+
+    return load_on_card(config, CudaCard(device), progress)
+
+
+@torch.inference_mode()
+def _load_on_host(config: RunnerConfig, progress: Progress) -> ModelRunner:
     started_s = time.monotonic()
     threads = config.threads or usable_cores()
     set_threads(threads)
@@ -186,6 +200,24 @@ class TorchNetwork:
         config = self.config
         spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.windows)
         return TorchModel(self.decoder, cache, TorchDecode(cache, spec), TorchPrefill(cache, spec))
+
+
+def choose_device(config: RunnerConfig) -> torch.device:
+    """Raises BadRunnerConfig where a setting is not for that device, or there is none."""
+    has_gpu = torch.cuda.is_available()
+    if config.device == "cuda" and not has_gpu:
+        raise BadRunnerConfig(
+            f"device=cuda, but this torch ({torch.__version__}) finds no GPU: is it a build for CUDA, and "
+            "does nvidia-smi list a card? device=cpu runs without"
+        )
+    device = torch.device("cuda" if has_gpu and config.device != "cpu" else "cpu")
+    if device.type == "cpu" and config.weights == "fp8":
+        raise BadRunnerConfig("weights=fp8 is for GPUs, and this is a CPU: int8 halves them there")
+    if device.type == "cuda" and config.weights == "int8":
+        raise BadRunnerConfig("weights=int8 is for CPUs, and this is a GPU: fp8 halves them there")
+    if device.type == "cuda" and config.kernels != "auto":
+        raise BadRunnerConfig(f"kernels={config.kernels} is for CPUs: device=cpu, or kernels=auto")
+    return device
 
 
 def choose_dtype(name: str) -> torch.dtype:

@@ -13,9 +13,13 @@ import pytest
 HERE = Path(__file__).parent
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def frown_upon(items: list[pytest.Item], below: Path) -> None:
     """Older Tritons convert arrays in ways that newer NumPys frown at."""
     frown = pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter")
     for item in items:
-        if HERE in item.path.parents:
+        if below in item.path.parents:
             item.add_marker(frown)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    frown_upon(items, HERE)

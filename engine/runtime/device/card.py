@@ -1,0 +1,78 @@
+"""The device as the loader sees it: what it can, and how full it is. Tests have one on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine.runtime.graphs import CudaGraphDevice, GraphDevice
+from engine.runtime.kernels.autotune import Timer
+from engine.runtime.kernels.timing import DeviceTimer
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReading:
+    """Bytes."""
+
+    total: int
+    free: int
+    """Of the whole card, whoever took the rest."""
+    reserved: int
+    """By torch, for this process."""
+    reserved_peak: int
+    """The most since `Card.start_peak`."""
+
+
+class Card(Protocol):
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def name(self) -> str:
+        """For the log."""
+        ...
+
+    @property
+    def capability(self) -> tuple[int, int]: ...
+
+    @property
+    def multiprocessors(self) -> int: ...
+
+    def memory(self) -> MemoryReading:
+        """Waits for the device. Memory that torch keeps and nobody uses counts as free."""
+        ...
+
+    def start_peak(self) -> None: ...
+
+    def timer(self) -> Timer: ...
+
+    def graphs(self) -> GraphDevice: ...
+
+
+class CudaCard:
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.set_device(device)
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        properties = torch.cuda.get_device_properties(self.device)
+        self.name: str = properties.name
+        self.capability: tuple[int, int] = (properties.major, properties.minor)
+        self.multiprocessors: int = properties.multi_processor_count
+
+    def memory(self) -> MemoryReading:
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_reserved()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        return MemoryReading(total, free, torch.cuda.memory_reserved(), peak)
+
+    def start_peak(self) -> None:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+    def timer(self) -> Timer:
+        return DeviceTimer()
+
+    def graphs(self) -> GraphDevice:
+        return CudaGraphDevice()

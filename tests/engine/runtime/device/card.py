@@ -1,0 +1,90 @@
+"""A CPU in a GPU's place: kernels in Triton's interpreter, graphs that are run again, memory as it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.runtime.config import RunnerConfig
+from engine.runtime.device.card import MemoryReading
+from engine.runtime.device.load import load_on_card
+from engine.runtime.device.runner import DeviceRunner
+
+Outputs = tuple[Tensor, Tensor]
+GONE = -7
+
+
+@dataclass
+class RunAgain:
+    """A graph: its results are where they were when it was captured, and what any other left there is gone."""
+
+    device: FakeGraphs
+    run: Callable[[], Outputs]
+    output: Outputs
+
+    def replay(self) -> None:
+        self.device.replays += 1
+        for outputs in self.device.outputs:
+            for tensor in outputs:
+                tensor.fill_(GONE)
+        for kept, found in zip(self.output, self.run(), strict=True):
+            kept.copy_(found)
+
+
+@dataclass
+class FakeGraphs:
+    outputs: list[Outputs] = field(default_factory=list)
+    replays: int = 0
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        run()
+
+    def capture(self, run: Callable[[], Outputs]) -> RunAgain:
+        output = run()
+        self.outputs.append(output)
+        return RunAgain(self, run, output)
+
+
+@dataclass
+class FakeCard:
+    """`readings` are what `memory` answers, one after another, and then the last of them for ever."""
+
+    readings: list[MemoryReading] = field(default_factory=lambda: [MemoryReading(1 << 30, 1 << 30, 0, 0)])
+    captured: FakeGraphs = field(default_factory=FakeGraphs)
+    """Of the latest capture."""
+    device: torch.device = torch.device("cpu")
+    name: str = "a CPU in a GPU's place"
+    capability: tuple[int, int] = (9, 0)
+    multiprocessors: int = 1
+
+    def memory(self) -> MemoryReading:
+        return self.readings.pop(0) if len(self.readings) > 1 else self.readings[0]
+
+    def start_peak(self) -> None:
+        pass
+
+    def timer(self) -> Callable[[Callable[[], object]], float]:
+        return lambda run: 1.0
+
+    def graphs(self) -> FakeGraphs:
+        self.captured = FakeGraphs()
+        return self.captured
+
+
+def load_fake(path: Path, card: FakeCard | None = None, **overrides: Any) -> DeviceRunner:
+    """A small fp32 runner, profile run and capture included unless `kv_cache_bytes` is told."""
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "page_size": 16,
+        "max_num_seqs": 4,
+        "max_model_len": 128,
+        "step_tokens_max": 32,
+        "threads": 1,
+        "attention_backend": "triton",
+    } | overrides
+    return load_on_card(RunnerConfig(str(path), **settings), card or FakeCard(), lambda stage: None)
