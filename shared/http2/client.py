@@ -42,7 +42,7 @@ from shared.http import CONNECTED
 from shared.http2.connection import ConnectionConfig, Phase
 from shared.http2.endpoint import Endpoint, WatchConfig
 from shared.http2.errors import ConnectionLost, Http2Error, StreamFailed, StreamRefused
-from shared.http2.headers import BadHeader, HeaderList, Headers, bounded, fields
+from shared.http2.headers import BadHeader, HeaderList, Headers, header_list
 from shared.http2.pool import OriginPool
 from shared.http2.stream import Stream
 
@@ -370,12 +370,11 @@ def _target(method: str, url: str) -> _Target:
 
 
 def _request_head(target: _Target, headers: Iterable[tuple[bytes, bytes]]) -> HeaderList:
-    given, pseudo = list(headers), target.head
-    for name, value in given:
-        if len(name) == len(b"host") and name.lower() == b"host" and value:
-            pseudo = [*pseudo[:-1], (b":authority", value)]
-            break
-    return bounded(pseudo + fields(given))
+    """A `Host` overrules the URL's authority."""
+    given = list(headers)
+    host = next((value for name, value in given if len(name) == 4 and name.lower() == b"host"), None)
+    pseudo = target.head if not host else [*target.head[:-1], (b":authority", host)]
+    return header_list(pseudo, given)
 
 
 class _Upload:

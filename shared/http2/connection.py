@@ -58,6 +58,8 @@ from shared.http2.stream import Stream
 DRAIN_PING: Final = b"draining"
 LAST_ID_TO_OPEN: Final = frames.STREAM_ID_MAX - 2
 ENDS: Final = frames.END_STREAM | frames.END_HEADERS
+PSEUDO_HEADERS: Final = 4
+"""Of a request, at most; they come first."""
 
 
 class Phase(Enum):
@@ -140,6 +142,13 @@ class Connection:
         )
         self._out += self.h2.greeting
         self.path = FastPath(self) if config.fast else PlainPath(self)
+        self._takers: dict[int, frames.Taker] = {**self.path.takers, frames.GOAWAY: self._take_goaway}
+        self._takers_of_abandoned: dict[int, frames.Taker] = {
+            **self._takers,
+            frames.DATA: self._drop_data,
+            frames.WINDOW_UPDATE: _ignore,
+            frames.RST_STREAM: _ignore,
+        }
         self._handlers: dict[type[events.Event], Callable[[Any], None]] = {
             events.RemoteSettingsChanged: self._on_settings,
             events.PingAckReceived: self._on_pong,
@@ -205,7 +214,7 @@ class Connection:
         assert self.streams_room > 0
         self._opened_id += 2
         stream = Stream(self._opened_id, self)
-        if (b":method", b"HEAD") in head:
+        if (b":method", b"HEAD") in head[:PSEUDO_HEADERS]:
             stream.left = 0
         self.path.send_head(stream, head, end=end)
         self.path.opened(stream)
@@ -405,7 +414,7 @@ class Connection:
 
     def _receive(self, data: bytes) -> None:
         """`h2` is fed runs of frames that are as long as possible; a frame that we take ends a run."""
-        budgets, abandoned, takes = self._budgets, self.abandoned, self.path.takes
+        budgets, abandoned, takers = self._budgets, self.abandoned, self._takers
         data, whole = self._splitter.feed(data)
         fed = done = 0
         for kind, flags, stream_id, start, stop in whole:
@@ -413,12 +422,12 @@ class Connection:
                 budgets[kind].spend()
             elif kind > frames.CONTINUATION or (stop - start == frames.HEADER_LEN and not flags & ENDS):
                 self._empty_frames.spend()
-            if kind in takes or stream_id in abandoned:
+            if kind in takers or stream_id in abandoned:
                 if fed < start:
                     self.feed(data[fed:start])
                 fed = start
-                payload = data[start + frames.HEADER_LEN : stop]
-                if self._take(kind, stream_id, payload) or self.path.take(kind, flags, stream_id, payload):
+                taker = (self._takers_of_abandoned if stream_id in abandoned else takers).get(kind)
+                if taker is not None and taker(flags, stream_id, data[start + frames.HEADER_LEN : stop]):
                     fed = stop
             done = stop
         if fed < done:
@@ -430,15 +439,13 @@ class Connection:
             stream.hand_over()
         self.handing_over.clear()
 
-    def _take(self, kind: int, stream_id: int, payload: bytes) -> bool:
-        if kind == frames.GOAWAY:
-            self._on_goaway(*frames.parse_goaway(payload))
-            return True
-        if stream_id in self.abandoned:
-            if kind == frames.DATA:
-                self.path.drop(len(payload))
-            return kind in (frames.DATA, frames.WINDOW_UPDATE, frames.RST_STREAM)
-        return False
+    def _take_goaway(self, _flags: int, _stream_id: int, payload: bytes) -> bool:
+        self._on_goaway(*frames.parse_goaway(payload))
+        return True
+
+    def _drop_data(self, _flags: int, _stream_id: int, payload: bytes) -> bool:
+        self.path.drop(len(payload))
+        return True
 
     def feed(self, data: bytes) -> None:
         try:
@@ -493,3 +500,7 @@ class Connection:
         self.path.closed(stream)
         stream.fail(error)
         self._owner.stream_closed(stream)
+
+
+def _ignore(_flags: int, _stream_id: int, _payload: bytes) -> bool:
+    return True

@@ -18,7 +18,7 @@ Rules.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import h2.events as events
 
@@ -33,17 +33,6 @@ if TYPE_CHECKING:
 
 
 class FastPath:
-    takes: ClassVar[frozenset[int]] = frozenset(
-        {
-            frames.DATA,
-            frames.HEADERS,
-            frames.RST_STREAM,
-            frames.GOAWAY,
-            frames.WINDOW_UPDATE,
-            frames.CONTINUATION,
-        }
-    )
-
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._credit_at = connection.config.connection_window_len // 16
@@ -51,7 +40,7 @@ class FastPath:
         self._encode = LiteralEncoder().encode
         self._decode = BlockDecoder().decode
         self._begun: tuple[int, bytearray] | None = None  # flags and beginning of a header block
-        self._takers: dict[int, Callable[[int, int, bytes], bool]] = {
+        self.takers: Mapping[int, frames.Taker] = {
             frames.DATA: self._take_data,
             frames.HEADERS: self._take_headers,
             frames.RST_STREAM: self._take_reset,
@@ -108,11 +97,6 @@ class FastPath:
 
     # -- receiving ----------------------------------------------------------------------------
 
-    def take(self, kind: int, flags: int, stream_id: int, payload: bytes) -> bool:
-        """Whether the frame is dealt with. Those that are malformed are left for h2 to judge."""
-        taker = self._takers.get(kind)
-        return taker is not None and taker(flags, stream_id, payload)
-
     def _take_data(self, flags: int, stream_id: int, payload: bytes) -> bool:
         stream = self._connection.streams.get(stream_id)
         length = len(payload)
@@ -121,7 +105,7 @@ class FastPath:
         if stream.head is None:
             raise ProtocolViolation(ErrorCode.PROTOCOL_ERROR, "DATA before HEADERS")
         self._charge(stream, length)
-        stream.deliver(frames.unpadded(payload, flags), length)
+        stream.deliver(frames.unpadded(payload, flags) if flags & frames.PADDED else payload, length)
         if flags & frames.END_STREAM:
             self._connection.received_end(stream)
         return True

@@ -9,6 +9,7 @@ and the fast path takes the frames of streams for itself.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Final
 
 from shared.http2.errors import ErrorCode, ProtocolViolation
@@ -42,6 +43,8 @@ _TWO_WORDS: Final = struct.Struct(">LL")
 
 Frame = tuple[int, int, int, int, int]
 """type, flags, stream id, offset of its header, offset after its payload."""
+Taker = Callable[[int, int, bytes], bool]
+"""Given a frame's flags, stream id and payload, returns whether it is dealt with, so that h2 must not see it."""
 
 
 def frame(kind: int, flags: int, stream_id: int, payload: bytes) -> bytes:

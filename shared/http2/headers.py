@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import chain, permutations
-from typing import Final
+from typing import Any, Final
 
 from shared.http2.errors import ErrorCode, Http2Error, ProtocolViolation
 from shared.http2.limits import SENT_HEADER_LIST_LEN_MAX
@@ -36,15 +36,19 @@ class BadHeader(Http2Error):
     """A header of ours that HTTP/2 cannot carry. The value is not shown: it may be a secret."""
 
 
-def fields(pairs: Iterable[tuple[bytes, bytes]]) -> HeaderList:
-    """Lower-cased, stripped, without what belongs to HTTP/1.1 alone. Raises BadHeader."""
-    result = [
+def header_list(pseudo: HeaderList, pairs: Iterable[tuple[bytes, bytes]]) -> HeaderList:
+    """`pseudo`, and `pairs` lower-cased, stripped, without what belongs to HTTP/1.1 alone. Raises BadHeader,
+    also for a list so large that the peer might end the connection for it."""
+    head = pseudo + [
         (name, value.strip(b" \t")) for raw_name, value in pairs if (name := _sent_name(raw_name)) is not None
     ]
-    if _NO_VALUE.search(b"".join([value for _, value in result])):
-        bad = next(name for name, value in result if _NO_VALUE.search(value))
+    text = b"".join(chain.from_iterable(head))
+    if _NO_VALUE.search(text):
+        bad = next(name for name, value in head if _NO_VALUE.search(value))
         raise BadHeader(f"header {bad!r} cannot be sent")
-    return result
+    if len(text) + 32 * len(head) > SENT_HEADER_LIST_LEN_MAX:
+        raise BadHeader(f"the headers are larger than {SENT_HEADER_LIST_LEN_MAX} bytes")
+    return head
 
 
 @lru_cache(maxsize=SENT_NAMES_MAX)
@@ -56,13 +60,6 @@ def _sent_name(raw_name: bytes) -> bytes | None:
     if not _NAME.fullmatch(name):
         raise BadHeader(f"header {raw_name!r} cannot be sent")
     return name
-
-
-def bounded(head: HeaderList) -> HeaderList:
-    """As it is, unless it is so large that the peer might end the connection for it. Raises BadHeader."""
-    if sum(map(len, chain.from_iterable(head))) + 32 * len(head) > SENT_HEADER_LIST_LEN_MAX:
-        raise BadHeader(f"the headers are larger than {SENT_HEADER_LIST_LEN_MAX} bytes")
-    return head
 
 
 # -- the peer's -----------------------------------------------------------------------------------
@@ -178,6 +175,10 @@ class Headers(Mapping[str, str]):
 
     def __getitem__(self, name: str) -> str:
         return self._values[name.lower().encode()].decode("latin-1")
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self._values.get(name.lower().encode())
+        return default if value is None else value.decode("latin-1")
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and name.lower().encode() in self._values

@@ -50,12 +50,15 @@ class LiteralEncoder:
 
     def encode(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
         opening, self._opening = self._opening, b""
-        return opening + b"".join([_INDEXED.get(field) or _literal(*field) for field in headers])
-
-
-def _literal(name: bytes, value: bytes) -> bytes:
-    length = len(value)
-    return _name(name) + (_LENGTHS[length] if length < _LEN_BITS else _integer(0x00, 7, length)) + value
+        parts = [opening]
+        for field in headers:
+            if (indexed := _INDEXED.get(field)) is not None:
+                parts.append(indexed)
+                continue
+            name, value = field
+            length = len(value)
+            parts += _name(name), _LENGTHS[length] if length < _LEN_BITS else _integer(0x00, 7, length), value
+        return b"".join(parts)
 
 
 @lru_cache(maxsize=NAMES_MAX)
@@ -114,11 +117,16 @@ def _stateless(block: bytes) -> HeaderList | None:
                 name = _STATIC[index - 1][0]
             else:
                 name, at = _string(block, at)
-            value, at = _string(block, at)
+            length = block[at]
+            if length < _LEN_BITS:  # as `_string`, which this is for most
+                start, at = at + 1, at + 1 + length
+                value = block[start:at]
+            else:
+                value, at = _string(block, at)
             head.append((name, value))
     except IndexError:
         return None
-    return head if size + len(head) * _STATIC_FIELD_LEN_MAX <= HEADER_LIST_LEN_MAX else None
+    return head if at == size and size + len(head) * _STATIC_FIELD_LEN_MAX <= HEADER_LIST_LEN_MAX else None
 
 
 def _string(block: bytes, at: int) -> tuple[bytes, int]:

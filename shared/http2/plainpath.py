@@ -6,7 +6,7 @@ h2 lets pass what RFC 9113 forbids in a few places; those are checked here too, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import h2.events as events
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 class PlainPath:
-    takes: ClassVar[frozenset[int]] = frozenset(
-        {frames.DATA, frames.HEADERS, frames.RST_STREAM, frames.GOAWAY}
-    )
-    """Kinds of frames that are not simply fed to h2."""
-
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._h2 = connection.h2
         self._credit_at = connection.config.connection_window_len // 16
         self._uncredited = 0
         self._dropped = 0
+        self.takers: Mapping[int, frames.Taker] = {
+            frames.DATA: self._check_data,
+            frames.HEADERS: self._check_headers,
+            frames.RST_STREAM: self._check_reset,
+        }
         self.handlers: Mapping[type[events.Event], Callable[[Any], None]] = {
             events.RequestReceived: self._on_request,
             events.ResponseReceived: self._on_response,
@@ -90,14 +90,15 @@ class PlainPath:
 
     # -- receiving ----------------------------------------------------------------------------
 
-    def take(self, kind: int, flags: int, stream_id: int, payload: bytes) -> bool:
-        """Whether the frame is dealt with, so that h2 must not see it."""
-        if kind == frames.DATA:
-            return self._connection.received_stray(stream_id, len(payload))
-        if kind == frames.HEADERS:
-            self._connection.check_opening(stream_id)
-        elif kind == frames.RST_STREAM:
-            self._connection.check_known(stream_id)
+    def _check_data(self, _flags: int, stream_id: int, payload: bytes) -> bool:
+        return self._connection.received_stray(stream_id, len(payload))
+
+    def _check_headers(self, _flags: int, stream_id: int, _payload: bytes) -> bool:
+        self._connection.check_opening(stream_id)
+        return False
+
+    def _check_reset(self, _flags: int, stream_id: int, _payload: bytes) -> bool:
+        self._connection.check_known(stream_id)
         return False
 
     def _on_request(self, event: events.RequestReceived) -> None:

@@ -25,7 +25,7 @@ from shared.http import ClientGone
 from shared.http2.connection import Connection, ConnectionConfig, Phase
 from shared.http2.endpoint import WATCH, Endpoint, WatchConfig
 from shared.http2.errors import ConnectionLost, ErrorCode, StreamFailed
-from shared.http2.headers import HeaderList, Headers, bounded, fields
+from shared.http2.headers import HeaderList, Headers, header_list
 from shared.http2.stream import Stream
 
 log = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class ServerResponder:
 def _response_head(status: int, headers: Mapping[str, str]) -> HeaderList:
     assert 200 <= status <= 599
     pairs = ((name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items())
-    return bounded([(b":status", b"%d" % status), *fields(pairs)])
+    return header_list([(b":status", b"%d" % status)], pairs)
 
 
 class Handler(Protocol):
