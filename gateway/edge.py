@@ -143,7 +143,7 @@ class Edge:
             exchange.record.status = exchange.client.response.status
             return exchange.client.response
         principal = self._pipeline.authenticate(exchange)
-        exchange.enter("answer")
+        exchange.stages.enter("answer")
         if path in PIPELINE:
             raise MethodNotAllowed(f"{path} takes POST, not {method[:16]}.")
         if path == MODELS or path.startswith(f"{MODELS}/"):
@@ -205,30 +205,29 @@ class Edge:
     # -- the life of a request --------------------------------------------------------------------
 
     def _open(self, request: web.BaseRequest) -> Exchange:
-        headers, now_s = request.headers, self._clock.monotonic()
+        headers = request.headers
+        stages = Stages("gateway", self._clock, traceparent=headers.get(TRACEPARENT_HEADER))
         watch = Watch(self._config.timeouts.total_s, self._soonest_s)
         request_id = accept_request_id(headers.get(REQUEST_ID_HEADER))
         return Exchange(
             request=request,
             shape=PIPELINE.get(request.path, _NO_SHAPE),
             record=RequestRecord(request_id, request.method[:16], _endpoint(request.path)),
-            stages=Stages("gateway", self._clock, traceparent=headers.get(TRACEPARENT_HEADER)),
+            stages=stages,
             watch=watch,
             client=Client(request, watch, self._config.timeouts.slow_client_s),
             directory=self._directory.now,
             timeouts=self._config.timeouts,
             clock=self._clock,
             reservation=ReservationId(f"{self._name}-{next(self._count)}"),
-            arrived_s=now_s,
-            entered_s=now_s,
+            arrived_s=stages.enter("edge"),
         )
 
     def _complete(self, exchange: Exchange) -> None:
-        exchange.leave()
-        record, progress = exchange.record, exchange.progress
-        record.stage = record.stage or exchange.stage
-        record.take(progress)
-        self._reporter.completed(record, exchange.stages, exchange.entered_s - exchange.arrived_s)
+        record, stages = exchange.record, exchange.stages
+        record.stage = record.stage or stages.now
+        record.take(exchange.progress)
+        self._reporter.completed(record, stages, stages.enter(stages.now) - exchange.arrived_s)
 
     def refuse_unparsed(self, cause: str) -> web.Response:
         """The answer to what is not HTTP, or too much of it."""

@@ -25,8 +25,7 @@ _TIMING: Final = re.compile(r"\s*[\w-]+(;[\w-]+=[\w.-]+)*\s*")
 
 
 class Exchange(Struct, eq=False):
-    """What the stages of one request share. At every moment it is in exactly one stage, so that the
-    stage times add up to the request's."""
+    """What the stages of one request share."""
 
     request: web.BaseRequest
     shape: type[Struct]
@@ -41,24 +40,12 @@ class Exchange(Struct, eq=False):
     clock: Clock
     reservation: ReservationId
     arrived_s: float
-    entered_s: float
     progress: Progress = field(default_factory=Progress)
-    stage: str = "edge"
     principal: Principal | None = None
     windows: Windows = field(default_factory=Windows)
     ignored_fields: str = ""
     engine_timing: str = ""
     """The engine's `server-timing`, its names marked as the engine's."""
-
-    def enter(self, stage: str) -> None:
-        """The previous stage is over, this one begins."""
-        now_s = self.clock.monotonic()
-        self.stages.record(self.stage, now_s - self.entered_s)
-        self.entered_s, self.stage = now_s, stage
-
-    def leave(self) -> None:
-        """The stage that it is in is over, and was the last."""
-        self.enter(self.stage)
 
     def bound_by(self, timeouts: TimeoutsConfig) -> None:
         self.timeouts = timeouts
@@ -67,8 +54,8 @@ class Exchange(Struct, eq=False):
 
     def settling(self) -> None:
         """The request has come to its end, in the stage that it is in."""
-        self.record.stage = self.stage
-        self.enter("settle")
+        self.record.stage = self.stages.now
+        self.stages.enter("settle")
 
     def take_engine_timing(self, value: str) -> None:
         entries = value[:ENGINE_TIMING_LEN_MAX].split(",")
@@ -91,8 +78,7 @@ class Exchange(Struct, eq=False):
 
     def begin_answer(self) -> dict[str, str]:
         """The first bytes of the answer are here: its headers."""
-        self.enter("relay")
-        self.record.first_byte_s = self.entered_s - self.arrived_s
+        self.record.first_byte_s = self.stages.enter("relay") - self.arrived_s
         return self.headers()
 
 

@@ -107,7 +107,7 @@ class Pipeline:
             await self._settle(exchange, count.prompt_tokens)
 
     def authenticate(self, exchange: Exchange) -> Principal:
-        exchange.enter("auth")
+        exchange.stages.enter("auth")
         authorization = exchange.request.headers.get("authorization")
         principal = exchange.directory.keys.authenticate(authorization, exchange.clock.wall())
         exchange.principal = principal
@@ -115,11 +115,11 @@ class Pipeline:
         return principal
 
     async def _read(self, exchange: Exchange) -> Parsed[ProxiedRequest]:
-        exchange.enter("body")
+        exchange.stages.enter("body")
         body = await read_body(
             exchange.request, exchange.watch, self._config.limits.body_len_max, self._config.timeouts.body_s
         )
-        exchange.enter("validate")
+        exchange.stages.enter("validate")
         parsed = validate(body, exchange.shape, self._config.admission.unknown_fields)
         assert isinstance(parsed.request, ProxiedRequest)
         exchange.ignored_fields = parsed.ignored_header
@@ -127,7 +127,7 @@ class Pipeline:
         return cast("Parsed[ProxiedRequest]", parsed)  # Parsed is invariant
 
     def _resolve(self, exchange: Exchange, principal: Principal, request: ProxiedRequest) -> ModelConfig:
-        exchange.enter("tenant")
+        exchange.stages.enter("tenant")
         model = exchange.directory.tenants.resolve(principal, request.model)
         exchange.record.model = model.name
         tenant = exchange.directory.tenants.tenant(principal)
@@ -135,7 +135,7 @@ class Pipeline:
         return model
 
     async def _count(self, exchange: Exchange, model: ModelConfig, request: ProxiedRequest) -> Count:
-        exchange.enter("tokenize")
+        exchange.stages.enter("tokenize")
         if not isinstance(request, ChatRequest | CompletionRequest):
             return NO_TOKENS
         count = await self._tokens.count(model, request)
@@ -152,7 +152,7 @@ class Pipeline:
         count: Count,
     ) -> int:
         """The reserved tokens."""
-        exchange.enter("quota")
+        exchange.stages.enter("quota")
         subjects = subjects_of(exchange.directory, principal)
         tokens = 0
         if isinstance(request, ChatRequest | CompletionRequest):
@@ -193,7 +193,7 @@ class Pipeline:
         tried: set[ReplicaId] = set()
         full = 0
         while True:
-            exchange.enter("route")
+            exchange.stages.enter("route")
             enough = full > ELSEWHERE_MAX
             replica = None if enough else self._replicas.take(model.name, tokens, tried)
             if replica is None:
@@ -213,7 +213,7 @@ class Pipeline:
                 raise
 
     async def _connect(self, exchange: Exchange, replica: Replica, request: Outbound) -> Answer:
-        exchange.enter("connect")
+        exchange.stages.enter("connect")
         exchange.record.replica = replica.id
         if exchange.record.stream:
             within_s = exchange.timeouts.first_token_s
@@ -223,7 +223,7 @@ class Pipeline:
 
         def connected() -> None:
             exchange.progress.dispatched = True
-            exchange.enter("wait")
+            exchange.stages.enter("wait")
 
         connect_s = exchange.timeouts.connect_s
         answer = await self._upstream.send(replica.protocol, replica.url, request, connect_s, connected)
@@ -262,8 +262,8 @@ def used_tokens(progress: Progress, prompt_tokens: int, reserved: int) -> int:
     """What a request is charged in the end; rule 1."""
     if progress.refused or not progress.dispatched:
         return 0
-    if progress.closing is not None:
-        return progress.closing.prompt_tokens + progress.closing.completion_tokens
+    if (closing := progress.closing) is not None:
+        return closing.prompt_tokens + closing.completion_tokens
     if progress.complete and not progress.events:  # a foreign engine's unary answer: nobody counted
         return reserved
     return prompt_tokens + progress.events

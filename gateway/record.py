@@ -187,8 +187,10 @@ class Reporter:
 
     def completed(self, record: RequestRecord, stages: Stages, seconds: float) -> None:
         fields = _fields(record)
-        fields |= {"trace_id": stages.trace.trace_id, "total_ms": _ms(seconds), **stages.log_fields()}
-        logs.write(__name__, "request.completed", fields)
+        fields["trace_id"] = stages.trace.trace_id
+        fields["total_ms"] = _ms(seconds)
+        fields.update(stages.log_fields())
+        logs.write("request.completed", fields)
         stages.end(status=record.status, end_reason=record.end_reason, endpoint=record.endpoint)
         model, tenant = record.model or NONE, self._tenant_label(record.tenant)
         REQUESTS.inc(record.endpoint, model, tenant, record.status, record.end_reason.value)
@@ -219,6 +221,7 @@ _OF_THE_ENGINE: Final = tuple(
 def _fields(record: RequestRecord) -> dict[str, object]:
     error, closing, decision = record.error, record.closing, record.decision
     fields: dict[str, object] = {
+        "logger": __name__,
         "request_id": record.request_id,
         "method": record.method,
         "endpoint": record.endpoint,

@@ -26,11 +26,8 @@ class Clock(Protocol):
 class _SystemClock:
     __slots__ = ()
 
-    def monotonic(self) -> float:
-        return time.monotonic()
-
-    def wall(self) -> float:
-        return time.time()
+    monotonic = staticmethod(time.monotonic)
+    wall = staticmethod(time.time)
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

@@ -181,11 +181,12 @@ def get(name: str) -> structlog.typing.FilteringBoundLogger:
     return logger
 
 
-def write(logger: str, event: str, fields: Mapping[str, object]) -> None:
+def write(event: str, fields: Mapping[str, object]) -> None:
     """A line that every request has, at level info: rendered like any other, without structlog's way there,
-    which copies its forty fields five times. What is bound to the context is not added."""
+    which copies its forty fields five times. What is bound to the context is not added; `fields` name the
+    logger."""
     if _writer is not None and _writer.shows_info:
-        _writer.msg(render(_writer.service, "info", event, {"logger": logger, **fields}))
+        _writer.msg(render(_writer.service, "info", event, fields))
 
 
 def render(service: str, level: str, event: str, fields: Mapping[str, object]) -> str:

@@ -14,7 +14,7 @@ Rules:
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final
 
@@ -67,12 +67,22 @@ class Histogram(Collector):
         REGISTRY.register(self)
 
     def observe(self, value: float, *labels: object) -> None:
-        cell = self._cells.get(labels)
-        if cell is None:
-            assert len(labels) == len(self._labels)
-            cell = self._cells[labels] = [0] * (len(self._bounds) + 2)
+        cell = self._cells.get(labels) or self._new_cell(labels)
         cell[bisect_left(self._bounds, value)] += 1
         cell[-1] += value
+
+    def observe_all(self, values: Mapping[str, float], *labels: object) -> None:
+        """Each of `values` by its name, which is the last label."""
+        cells, bounds = self._cells, self._bounds
+        for name, value in values.items():
+            cell = cells.get((*labels, name)) or self._new_cell((*labels, name))
+            cell[bisect_left(bounds, value)] += 1
+            cell[-1] += value
+
+    def _new_cell(self, labels: tuple[object, ...]) -> list[float]:
+        assert len(labels) == len(self._labels)
+        cell = self._cells[labels] = [0] * (len(self._bounds) + 2)
+        return cell
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)

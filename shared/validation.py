@@ -82,11 +82,12 @@ class _Key:
 
     __slots__ = ("name",)
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, _kind: type[Any], name: str) -> None:
+        """As a `dec_hook` is called."""
         self.name = name
 
 
-_decode_top_level: Final = msgspec.json.Decoder(dict[_Key, Raw], dec_hook=lambda _, name: _Key(name)).decode
+_decode_top_level: Final = msgspec.json.Decoder(dict[_Key, Raw], dec_hook=_Key).decode
 
 
 def _top_level(body: bytes) -> dict[str, Raw]:

@@ -70,15 +70,18 @@ class MemoryStore:
         assert tokens >= 0
         now_ms = self._now_ms()
         self._expire(now_ms)
-        refusal = quota.decide(self._holdings(subjects), tokens, now_ms)
+        holdings = self._holdings(subjects)
+        refusal = quota.decide(holdings, tokens, now_ms)
         if refusal is None:
-            for subject in subjects:
-                self._put(subject, quota.charge(subject.limits, self._of(subject), tokens, now_ms))
+            holdings = [
+                (subject, quota.charge(subject.limits, usage, tokens, now_ms)) for subject, usage in holdings
+            ]
+            self._usage.update({(subject.scope, subject.id): usage for subject, usage in holdings})
             entry = _Reservation(tuple(subjects), tokens, now_ms + LEASE_TTL_MS)
             self._reservations[reservation] = entry
             self.ledger.reserved += tokens
             self.ledger.outstanding += tokens
-        return Done(Decision(refusal, quota.windows_of(self._holdings(subjects), now_ms)))
+        return Done(Decision(refusal, quota.windows_of(holdings, now_ms)))
 
     def settle(self, reservation: ReservationId, tokens: int) -> Done[Settlement | None]:
         assert tokens >= 0

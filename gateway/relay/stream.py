@@ -110,7 +110,8 @@ class Relay(Struct, frozen=True, eq=False):
             await self.client.drained()
             self._expect_more()
         if rest := scanner.finish():
-            await self._write(rest)
+            self.progress.body_len += len(rest)
+            await self.client.write(rest)
         if scanner.closing is None and not scanner.saw_done:
             raise UpstreamFailed("The engine's answer broke off.", detail="no [DONE], no closing comment")
 
@@ -137,16 +138,31 @@ class Relay(Struct, frozen=True, eq=False):
         return self.client.offer(data)
 
     async def _unary(self, answer: Answer) -> None:
-        head = bytearray()
-        while (chunk := await self._read(answer)) and len(head) + len(chunk) <= HEAD_LEN_MAX:
-            head += chunk
+        chunks: list[bytes] = []
+        room = HEAD_LEN_MAX
+
+        def keep(chunk: bytes) -> bool:
+            nonlocal room
+            self._expect_more()
+            chunks.append(chunk)
+            room -= len(chunk)
+            return room > 0
+
+        self._expect_more()
+        more = await answer.pass_on(keep)
+        head = b"".join(chunks)
         self._take_closing(answer)
-        if answer.finished and _is_foreign(answer):
-            self.progress.foreign_usage = usage_of(bytes(head))
-        await self._begin(answer, bytes(head))
-        while chunk:
-            await self._write(chunk)
-            chunk = await self._read(answer)
+        if not more and _is_foreign(answer):
+            self.progress.foreign_usage = usage_of(head)
+        await self._begin(answer, head)
+        while more and await answer.pass_on(self._pass_as_it_is):
+            await self.client.drained()
+            self._expect_more()
+
+    def _pass_as_it_is(self, chunk: bytes) -> bool:
+        self._expect_more()
+        self.progress.body_len += len(chunk)
+        return self.client.offer(chunk)
 
     def _take_closing(self, answer: Answer) -> None:
         closing = answer.headers.get(CLOSING_HEADER)
@@ -158,16 +174,8 @@ class Relay(Struct, frozen=True, eq=False):
         self.progress.body_len += len(body)
         await self.client.begin(answer.status, headers, body, whole=answer.finished)
 
-    async def _read(self, source: Source) -> bytes:
-        self._expect_more()
-        return await source.read()
-
     def _expect_more(self) -> None:
         self.watch.expect(self.timeouts.inter_token_s, InterTokenTimeout, "The engine stopped sending.")
-
-    async def _write(self, data: bytes) -> None:
-        self.progress.body_len += len(data)
-        await self.client.write(data)
 
 
 def _is_foreign(answer: Answer) -> bool:

@@ -55,7 +55,7 @@ class Watch:
         self._timer: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> Self:
-        self._task = asyncio.current_task()
+        self._task = asyncio.current_task(self._loop)
         assert self._task is not None
         self._timer = self._loop.call_at(self._first_look_at_s, self._fire)
         return self

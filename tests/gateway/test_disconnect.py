@@ -125,7 +125,7 @@ async def test_while_a_connection_is_opened(open_house: Open) -> None:
         client = await RawClient.of(house)
         client.post(body())
         await until(lambda: stuck.requests == 1)
-        await until(lambda: any(e.stage == "connect" for e in house.gateway.live._exchanges))
+        await until(lambda: any(e.stages.now == "connect" for e in house.gateway.live._exchanges))
         client.leave()
         await left_at(house, "connect")
         assert house.store.ledger.settled == 0

@@ -183,16 +183,16 @@ def test_values_are_bounded() -> None:
 def test_a_line_of_many_fields_is_as_guarded_as_any(stream: io.StringIO) -> None:
     with structlog.contextvars.bound_contextvars(bound="elsewhere"):
         for _ in range(2):  # names are judged once, values every time
-            logs.write("x", "e", {"status": 200, "reason": None, "share": 0.5, "prompt": CANARY})
-            logs.write("x", "e", {"status": "y" * 10**5, "reason": 2**70, "ts": CANARY, "share": "\ud800"})
-            logs.write("x", "e", {"status": [CANARY.encode()], "reason": "fine"})
-            logs.write("x", "e", {"status": 2**70, "reason": "\ud800"})
+            logs.write("e", {"status": 200, "reason": None, "share": 0.5, "prompt": CANARY})
+            logs.write("e", {"status": "y" * 10**5, "reason": 2**70, "ts": CANARY, "share": "\ud800"})
+            logs.write("e", {"status": [CANARY.encode()], "reason": "fine"})
+            logs.write("e", {"status": 2**70, "reason": "\ud800"})
     written = lines(stream)
     assert CANARY not in json.dumps(written)
     first, long, nested, odd, *again = ({n: v for n, v in line.items() if n != "ts"} for line in written)
     assert again == [first, long, nested, odd]
     assert first == {
-        "level": "info", "service": "test", "event": "e", "logger": "x",
+        "level": "info", "service": "test", "event": "e",
         "status": 200, "reason": None, "share": 0.5, "prompt": logs.REDACTED,
     }  # fmt: skip
     assert len(long["status"]) == logs.TEXT_LEN_MAX + 1  # type: ignore[arg-type]
@@ -201,5 +201,5 @@ def test_a_line_of_many_fields_is_as_guarded_as_any(stream: io.StringIO) -> None
 
 def test_a_line_of_a_level_that_is_not_shown_is_not_written(stream: io.StringIO) -> None:
     logs.configure("test", level="warning", stream=stream)
-    logs.write("x", "e", {})
+    logs.write("e", {})
     assert not lines(stream)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -44,6 +45,19 @@ def test_a_stage_entered_again_adds_up() -> None:
         with stages("relay"), stages("inner"):
             clock.advance(0.25)
     assert stages.log_fields() == {"inner_ms": 750.0, "relay_ms": 750.0}
+
+
+def test_stages_that_follow_each_other_add_up_to_the_whole() -> None:
+    clock = VirtualClock()
+    stages = Stages("svc", clock)
+    began_s = stages.enter("edge")
+    for stage, seconds in (("auth", 1), ("relay", 0.5), ("auth", 0.25)):
+        clock.advance(seconds)
+        assert stages.enter(stage) - began_s == clock.monotonic() - 1000.0
+        assert stages.now == stage
+    clock.advance(2)
+    assert stages.enter(stages.now) - began_s == 3.75
+    assert stages.log_fields() == {"edge_ms": 1000.0, "auth_ms": 2500.0, "relay_ms": 250.0}
 
 
 def test_a_stage_that_fails_is_measured_too() -> None:
@@ -131,12 +145,13 @@ class Recorder(TracerProvider, trace.Tracer):
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     recorder = Recorder()
     assert isinstance(trace.get_tracer_provider(), ProxyTracerProvider)
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: recorder)
-    monkeypatch.setattr(telemetry, "_TRACER", recorder)
-    return recorder
+    telemetry._tracer.cache_clear()
+    yield recorder
+    telemetry._tracer.cache_clear()
 
 
 def test_with_an_sdk_every_stage_is_a_span_of_the_request(recorder: Recorder) -> None:
@@ -144,8 +159,12 @@ def test_with_an_sdk_every_stage_is_a_span_of_the_request(recorder: Recorder) ->
     stages = Stages("gateway", clock, traceparent=GOOD)
     with stages("auth"):
         clock.advance(0.5)
+    stages.enter("relay")
+    clock.advance(0.25)
+    stages.enter("settle")
     stages.end(status=200)
-    request, auth = recorder.spans
+    request, auth, relay = recorder.spans
+    assert (relay.name, relay.start_ns, relay.end_ns) == ("relay", int(1000.5 * 1e9), int(1000.75 * 1e9))
     assert (request.name, f"{request.parent.span_id:016x}", request.ended) == ("gateway", SPAN_ID, True)
     assert request.attributes == {"status": 200}
     assert (auth.name, auth.parent.span_id) == ("auth", request.get_span_context().span_id)
