@@ -31,6 +31,7 @@ from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import InvalidRequest, Overloaded
 from shared.openai import ChatMessage, ChatRequest, CompletionRequest
 from shared.validation import prompt_count
+from shared.words import WordEncoder, byte_level_alphabet
 
 T = TypeVar("T")
 
@@ -148,7 +149,9 @@ class Tokenizer:
         vocabulary = self.raw.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         """One more than the highest token id."""
-        self._piece_bytes = _piece_decoder(bundle.tokenizer_json)
+        spec = json.loads(bundle.tokenizer_json)
+        self._piece_bytes = _piece_decoder(spec)
+        self._words = WordEncoder.of(self.raw, spec)
         self.sentinel_id = next((vocabulary[char] for char in _SENTINELS if char in vocabulary), None)
         """A token of one plain character, if there is one."""
 
@@ -170,7 +173,7 @@ class Tokenizer:
     def prompt_ids(self, request: ChatRequest | CompletionRequest) -> list[list[int]]:
         """The token ids of each of the request's prompts; a chat is one prompt."""
         if isinstance(request, ChatRequest):
-            prompts = [self.encode(self.render_chat(request.messages), add_special_tokens=False)]
+            prompts = [self._chat_ids(self.render_chat(request.messages))]
             param = "messages"
         else:
             prompts = self._completion_ids(request)
@@ -178,6 +181,10 @@ class Tokenizer:
         if not all(prompts):
             raise InvalidRequest(f"{param} must not be empty.", param=param)
         return prompts
+
+    def _chat_ids(self, text: str) -> list[int]:
+        ids = None if self._words is None else self._words.encode(text)
+        return self.encode(text, add_special_tokens=False) if ids is None else ids
 
     def _completion_ids(self, request: CompletionRequest) -> list[list[int]]:
         prompt = request.prompt
@@ -297,9 +304,9 @@ class DecodeStream:
         return self._tokenizer.decode(ids, self._skip_special_tokens)
 
 
-def _piece_decoder(tokenizer_json: str) -> Callable[[str], bytes]:
+def _piece_decoder(spec: dict[str, Any]) -> Callable[[str], bytes]:
     """How this vocabulary spells bytes, told from the decoder that its file names."""
-    decoder = json.dumps(json.loads(tokenizer_json).get("decoder"))
+    decoder = json.dumps(spec.get("decoder"))
     if '"ByteLevel"' in decoder:
         return _byte_level_bytes
     if '"ByteFallback"' in decoder or '"Metaspace"' in decoder or "\\u2581" in decoder:
@@ -307,14 +314,7 @@ def _piece_decoder(tokenizer_json: str) -> Callable[[str], bytes]:
     return lambda piece: piece.encode()
 
 
-def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's spelling: printable Latin-1 bytes stand for themselves, the others for U+0100 onwards."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF: Final = _byte_level_alphabet()
+_BYTE_OF: Final = byte_level_alphabet()
 
 
 def _byte_level_bytes(piece: str) -> bytes:

@@ -58,8 +58,6 @@ from shared.http2.stream import Stream
 DRAIN_PING: Final = b"draining"
 LAST_ID_TO_OPEN: Final = frames.STREAM_ID_MAX - 2
 ENDS: Final = frames.END_STREAM | frames.END_HEADERS
-PSEUDO_HEADERS: Final = 4
-"""Of a request, at most; they come first."""
 
 
 class Phase(Enum):
@@ -146,8 +144,8 @@ class Connection:
         self._takers_of_abandoned: dict[int, frames.Taker] = {
             **self._takers,
             frames.DATA: self._drop_data,
-            frames.WINDOW_UPDATE: _ignore,
-            frames.RST_STREAM: _ignore,
+            frames.WINDOW_UPDATE: frames.ignore,
+            frames.RST_STREAM: frames.ignore,
         }
         self._handlers: dict[type[events.Event], Callable[[Any], None]] = {
             events.RemoteSettingsChanged: self._on_settings,
@@ -214,7 +212,7 @@ class Connection:
         assert self.streams_room > 0
         self._opened_id += 2
         stream = Stream(self._opened_id, self)
-        if (b":method", b"HEAD") in head[:PSEUDO_HEADERS]:
+        if (b":method", b"HEAD") in head[:4]:  # pseudo-headers come first
             stream.left = 0
         self.path.send_head(stream, head, end=end)
         self.path.opened(stream)
@@ -500,7 +498,3 @@ class Connection:
         self.path.closed(stream)
         stream.fail(error)
         self._owner.stream_closed(stream)
-
-
-def _ignore(_flags: int, _stream_id: int, _payload: bytes) -> bool:
-    return True

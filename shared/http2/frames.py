@@ -44,7 +44,7 @@ _TWO_WORDS: Final = struct.Struct(">LL")
 Frame = tuple[int, int, int, int, int]
 """type, flags, stream id, offset of its header, offset after its payload."""
 Taker = Callable[[int, int, bytes], bool]
-"""Given a frame's flags, stream id and payload, returns whether it is dealt with, so that h2 must not see it."""
+"""Of a frame's flags, stream id and payload. Returns whether it is dealt with: h2 must not see it then."""
 
 
 def frame(kind: int, flags: int, stream_id: int, payload: bytes) -> bytes:
@@ -66,6 +66,11 @@ def rst_stream(stream_id: int, code: int) -> bytes:
 
 def settings(values: dict[int, int]) -> bytes:
     return frame(SETTINGS, 0, 0, b"".join(_SETTING.pack(code, value) for code, value in values.items()))
+
+
+def ignore(_flags: int, _stream_id: int, _payload: bytes) -> bool:
+    """A `Taker`."""
+    return True
 
 
 def goaway(last_stream_id: int, code: int, debug: bytes = b"") -> bytes:

@@ -1,0 +1,133 @@
+"""Word by word, against the library."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, trainers
+
+from shared import words
+from shared.words import _IN_ASCII, WordEncoder
+
+CORPUS = ["The valve's opening lets the water flow; we'll see 2,048 turns.\n\n\tAt 10:45, it'S done!! " * 20]
+SPECIALS = ["<s>", "<s>>", "<|im_start|>", "<|im_end|>"]
+NEW_LINE, QWEN, LLAMA = _IN_ASCII
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+
+def split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Split(Regex(pattern), "isolated")
+
+
+def made(pre: pre_tokenizers.PreTokenizer, **options: Any) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.BPE(**options))
+    tokenizer.pre_tokenizer = pre
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=SPECIALS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def encoder_of(tokenizer: tokenizers.Tokenizer) -> WordEncoder | None:
+    return WordEncoder.of(tokenizer, json.loads(tokenizer.to_str()))
+
+
+digits = pre_tokenizers.Digits
+KNOWN = {
+    "gpt2": made(GPT2),
+    "qwen": made(pre_tokenizers.Sequence([split(QWEN), BYTES])),
+    "llama3": made(pre_tokenizers.Sequence([split(LLAMA), BYTES])),
+    "lines": made(pre_tokenizers.Sequence([digits(individual_digits=True), split(NEW_LINE), GPT2])),
+    "numbers": made(pre_tokenizers.Sequence([digits(individual_digits=False), GPT2])),
+    "bytes": made(BYTES),
+}
+KNOWN["qwen"].normalizer = normalizers.NFC()
+ENCODERS = {name: encoder_of(tokenizer) for name, tokenizer in KNOWN.items()}
+
+PIECES = [
+    *SPECIALS,
+    *"<>|sStTrRlLdDmvVeE'",
+    " ",
+    "  ",
+    "\n",
+    "\r\n",
+    "\t",
+    "\x0b",
+    "\x0c",
+    "\x1c",
+    "\x1f",
+    "\x7f",
+    "\0",
+]
+TEXTS = st.lists(
+    st.sampled_from([*PIECES, "water", "10", "'s", "'LL", "!?"]) | st.characters(max_codepoint=127)
+).map("".join)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+@given(text=TEXTS)
+def test_ids_are_the_librarys(name: str, text: str) -> None:
+    encoder = ENCODERS[name]
+    assert encoder is not None
+    expected = KNOWN[name].encode(text, add_special_tokens=False).ids
+    assert encoder.encode(text) == expected
+    assert encoder.encode(text) == expected, "from what was kept"
+
+
+def test_what_is_not_certain_is_left_to_the_library() -> None:
+    encoder = ENCODERS["qwen"]
+    assert encoder is not None
+    assert encoder.encode("a" * words.TEXT_LEN_MAX) is not None
+    assert encoder.encode("a" * (words.TEXT_LEN_MAX + 1)) is None
+    assert encoder.encode("caf\N{LATIN SMALL LETTER E WITH ACUTE}") is None
+
+
+def normalized(normalizer: normalizers.Normalizer) -> tokenizers.Tokenizer:
+    tokenizer = made(GPT2)
+    tokenizer.normalizer = normalizer
+    return tokenizer
+
+
+def with_token(token: AddedToken) -> tokenizers.Tokenizer:
+    tokenizer = made(GPT2)
+    tokenizer.add_tokens([token])
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a")),
+        tokenizers.Tokenizer(models.BPE()),
+        made(GPT2, dropout=0.1),
+        made(pre_tokenizers.ByteLevel(add_prefix_space=True)),
+        made(pre_tokenizers.Sequence([split("a+"), GPT2])),
+        made(pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN), "removed"), GPT2])),
+        made(pre_tokenizers.Sequence([GPT2, pre_tokenizers.Whitespace()])),
+        normalized(normalizers.Lowercase()),
+        with_token(AddedToken("<x>", lstrip=True, normalized=False)),
+        with_token(AddedToken("<x>", normalized=True)),
+    ],
+)
+def test_tokenizers_that_are_not_known_are_left_to_the_library(tokenizer: tokenizers.Tokenizer) -> None:
+    assert encoder_of(tokenizer) is None
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "WORDS_MAX", 3)
+    encoder = encoder_of(KNOWN["gpt2"])
+    assert encoder is not None
+    for text in ("a b c d e f", "x" * (words.WORD_LEN_MAX + 1), "a b c d e f"):
+        assert encoder.encode(text) == KNOWN["gpt2"].encode(text).ids
+        assert len(encoder._known) <= 3
+        assert all(len(word) <= words.WORD_LEN_MAX for word in encoder._known)
