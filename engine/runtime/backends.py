@@ -73,6 +73,10 @@ ORDER: Final[Mapping[Phase, tuple[Backend, ...]]] = {
     ),
 }
 
+READS_WHOLE_PAGES: Final = frozenset({Backend.FLASH_ATTN_3, Backend.FLASHINFER_TRTLLM})
+"""These may multiply what lies behind a row's last token by a weight of zero, so it must not be NaN:
+FlashAttention 3 does where pages are whole tiles, and TensorRT-LLM's kernels promise nothing else."""
+
 FUNCTIONS: Final[Mapping[Backend, tuple[str, tuple[str, ...]]]] = {
     Backend.FLASH_ATTN_2: ("flash_attn", ("flash_attn_varlen_func", "flash_attn_with_kvcache")),
     Backend.FLASH_ATTN_3: ("flash_attn_interface", ("flash_attn_with_kvcache",)),
@@ -130,6 +134,10 @@ class Choice:
     decode: Chosen
     passed_over: tuple[str, ...] = ()
     """What would have come first, and why it does not."""
+
+    @property
+    def reads_whole_pages(self) -> bool:
+        return not READS_WHOLE_PAGES.isdisjoint({self.prefill.backend, self.decode.backend})
 
     def __str__(self) -> str:
         """For the log."""

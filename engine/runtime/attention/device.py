@@ -35,7 +35,8 @@ class Bounds:
 def build_backends(
     choice: Choice, cache: KVCache, spec: AttentionSpec, dtype: torch.dtype, bounds: Bounds
 ) -> tuple[DecodePages, PrefillPages]:
-    """`dtype`: of queries."""
+    """`dtype`: of queries. The cache learns how clean it has to be kept."""
+    cache.clear_tails = choice.reads_whole_pages
     return (
         _decode(choice.decode, cache, spec, dtype, bounds),
         _prefill(choice.prefill, cache, spec, dtype),

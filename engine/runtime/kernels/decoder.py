@@ -121,6 +121,7 @@ class DeviceDecoder:
                 step.pages,
                 step.offsets,
                 kv_scales=cache.scales[index],
+                clear_tails=cache.clear_tails,
             )
             change = table.linear(attend(index, q).flatten(1), layer.output.weight, layer.output.bias)
             x = _normed(change, residual, layer.mlp_norm, eps)

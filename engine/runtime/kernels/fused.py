@@ -75,11 +75,13 @@ def norm_rotate_store(
     offsets: Tensor,
     *,
     kv_scales: tuple[float, float] = (1.0, 1.0),
+    clear_tails: bool = False,
 ) -> Tensor:
     """qkv [T, (H + 2 Hkv) D] -> queries [T, H, D]; keys and values go to (page, offset) [T] of the cache.
 
     angles: cos and sin, [T, D/2] each. keys, values [pages, Hkv, page_size, D]. What is stored is divided by
-    `kv_scales` and, in fp8, held to what the type can hold.
+    `kv_scales` and, in fp8, held to what the type can hold. With `clear_tails` the rest of a page that these
+    tokens begin becomes zero: tokens of a row follow each other.
     """
     tokens = len(qkv)
     _, kv_heads, page_size, head_dim = keys.shape
@@ -111,6 +113,7 @@ def norm_rotate_store(
         HALF=head_dim // 2,
         PAGE=page_size,
         LIMIT=FP8_MAX if keys.dtype == torch.float8_e4m3fn else 0.0,
+        CLEAR=clear_tails,
         HEADS_BLOCK=HEADS_BLOCK,
         num_warps=4,
     )
@@ -165,6 +168,7 @@ def norm_rotate_store_kernel(
     HALF: tl.constexpr,
     PAGE: tl.constexpr,
     LIMIT: tl.constexpr,
+    CLEAR: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
 ):
     """One program per token and block of heads: first the blocks of queries, then those of keys."""
@@ -184,8 +188,8 @@ def norm_rotate_store_kernel(
         head = (block - Q_BLOCKS) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)[:, None]
         inside = head < KV_HEADS
         k_at = source + (HEADS + head) * (2 * HALF) + dim[None, :]
-        page = tl.load(pages + token).to(tl.int64)
-        place = ((page * KV_HEADS + head) * PAGE + tl.load(offsets + token)) * (2 * HALF) + dim[None, :]
+        page, offset = tl.load(pages + token).to(tl.int64), tl.load(offsets + token)
+        place = ((page * KV_HEADS + head) * PAGE + offset) * (2 * HALF) + dim[None, :]
         first, second = _turned(k_at, inside, k_weight, eps, cosine, sine, NORM, HALF)
         _store(keys + place, first * k_factor, inside, LIMIT)
         _store(keys + place + HALF, second * k_factor, inside, LIMIT)
@@ -193,6 +197,22 @@ def norm_rotate_store_kernel(
             v_at = k_at + KV_HEADS * 2 * HALF + half * HALF
             value = tl.load(v_at, mask=inside, other=0.0).to(tl.float32)
             _store(values + place + half * HALF, value * v_factor, inside, LIMIT)
+        if CLEAR:
+            for ahead in range(1, _tail(pages, page, offset, token, PAGE)):
+                for half in tl.static_range(2):
+                    zero = tl.zeros([HEADS_BLOCK, HALF], tl.float32)
+                    _store(keys + place + (2 * ahead + half) * HALF, zero, inside, LIMIT)
+                    _store(values + place + (2 * ahead + half) * HALF, zero, inside, LIMIT)
+
+
+@triton.jit
+def _tail(pages, page, offset, token, PAGE: tl.constexpr):
+    """How far a token is from its page's end, if this step begins the page and the token is its last there;
+    else 0. Whoever comes earlier in the page must not clear what a neighbour writes meanwhile."""
+    after, first = token + 1, tl.maximum(token - offset, 0)
+    is_last = tl.load(pages + after, mask=after < tl.num_programs(0), other=-1) != page
+    is_begun = (token >= offset) & (tl.load(pages + first) == page)
+    return tl.where(is_last & is_begun, PAGE - offset, 0)
 
 
 @triton.jit

@@ -42,6 +42,14 @@ def test_what_is_installed_is_used_and_named_with_its_version() -> None:
     assert choose("auto", HOPPER, installed(Backend.FLASHINFER)).decode.backend is Backend.FLASHINFER
 
 
+def test_who_reads_whole_pages_wants_them_clean() -> None:
+    find = installed(*EVERY_LIBRARY)
+    wanting = {
+        name: choose(f"decode={name},prefill=triton", HOPPER, find) for name in ("flash-attn", "triton")
+    }
+    assert [choice.reads_whole_pages for choice in wanting.values()] == [True, False]
+
+
 def test_each_phase_by_name() -> None:
     find = installed(*EVERY_LIBRARY)
     choice = choose("prefill=cudnn,decode=triton", HOPPER, find)

@@ -192,12 +192,19 @@ def report_prefill() -> None:
     )
 
 
-def store_launch(**kv: Any) -> Tensor:
+def store_launch(clear_tails: bool = False, **kv: Any) -> Tensor:
     """32 tokens of a Qwen3-8B."""
     cache, place = meta(1000, 8, 64, 128, **kv), meta(32, dtype=torch.int64)
     norm = fused.QKNorm(meta(128), meta(128), 1e-6)
     return fused.norm_rotate_store(
-        meta(32, 48 * 128), (meta(32, 64), meta(32, 64)), norm, cache, cache, place, place
+        meta(32, 48 * 128),
+        (meta(32, 64), meta(32, 64)),
+        norm,
+        cache,
+        cache,
+        place,
+        place,
+        clear_tails=clear_tails,
     )
 
 
@@ -206,6 +213,7 @@ def report_fused() -> None:
     report("rms_norm", fused, "rms_norm_kernel", lambda: fused.rms_norm(x, weight, 1e-6, x))
     fp8 = torch.float8_e4m3fn
     report("norm_rotate_store fp8", fused, "norm_rotate_store_kernel", lambda: store_launch(dtype=fp8))
+    report("norm_rotate_store clear", fused, "norm_rotate_store_kernel", lambda: store_launch(True))
     report("silu_mul", fused, "silu_mul_kernel", lambda: fused.silu_mul(meta(32, 2 * 14336)))
 
 

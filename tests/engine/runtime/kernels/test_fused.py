@@ -56,6 +56,24 @@ def test_norm_rotate_store(
     assert cache.isnan().sum() == cache.numel() - 2 * tokens * kv_heads * head_dim
 
 
+def test_the_rest_of_a_page_that_is_begun_is_cleared_and_no_other() -> None:
+    """A chunk that fills a page and begins the next; one that goes on in its page; three single tokens: at a
+    page's begin, in its middle, at its end; and a chunk of one whole page."""
+    rows = [(8, 12, 4), (6, 0, 3), (0, 3, 2), (1, 0, 1), (2, 9, 1), (3, 15, 1), (4, 0, 16)]
+    page = torch.tensor([p for p, _, n in rows for _ in range(n)])
+    offset = torch.tensor([first + i for _, first, n in rows for i in range(n)])
+    kv_heads, head_dim, size = 3, 32, 16
+    qkv = torch.randn(len(page), 9 * head_dim)
+    angles = torch.ones(len(page), head_dim // 2), torch.zeros(len(page), head_dim // 2)
+    cache = torch.full((2, 10, kv_heads, size, head_dim), torch.nan)
+    fused.norm_rotate_store(qkv, angles, None, *cache, page, offset, clear_tails=True)
+    expected = torch.full_like(cache, torch.nan)
+    expected[:, 6, :, 3:] = 0.0
+    expected[:, 1, :, 1:] = 0.0
+    expected[0][page, :, offset], expected[1][page, :, offset] = qkv.view(-1, 9, head_dim)[:, 3:].split(3, 1)
+    assert torch.equal(cache.nan_to_num(-1e9), expected.nan_to_num(-1e9))
+
+
 def test_an_fp8_cache_is_scaled_and_never_overflows() -> None:
     qkv = torch.tensor([[1.0] * 32 + [2.0] * 32 + [10_000.0] * 16 + [-3.0] * 16])
     angles = (torch.ones(1, 16), torch.zeros(1, 16))

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from engine.runtime.fp8 import FP8_MAX, Fp8Weight, quantise
 from engine.runtime.kernels import autotune, matmul
 from engine.runtime.kernels.autotune import MatmulShape, MatmulTable
-from engine.runtime.fp8 import FP8_MAX, Fp8Weight, quantise
 from engine.runtime.kernels.matmul import TILES, Tile, row_bucket, skinny_matmul
 
 SMALL = Tile(16, 32, 4, 3)
