@@ -17,7 +17,9 @@ from shared.arguments import Parser, port
 
 ENV_PREFIX: Final = "PENSTOCK_ENGINE_"
 DTYPES: Final = ("auto", "float32", "bfloat16")
-WEIGHTS: Final = ("plain", "int8")
+DEVICES: Final = ("auto", "cpu", "cuda")
+WEIGHTS: Final = ("plain", "int8", "fp8")
+KV_CACHE_DTYPES: Final = ("auto", "fp8")
 KERNELS: Final = ("auto", "native", "torch")
 DISCIPLINES: Final = ("response-ratio", "fifo")
 PAGE_SIZES: Final = (16, 32, 64, 128, 256)
@@ -34,11 +36,16 @@ class EngineConfig:
     host: str = "127.0.0.1"
     port: int = 8001
     """0 takes any free port; the log line `engine.listening` names it."""
+    device: str = "auto"
     dtype: str = "auto"
     weights: str = "plain"
     kernels: str = "auto"
+    attention_backend: str = "auto"
+    enforce_eager: bool = False
     max_model_len: int | None = None
     page_size: int = 64
+    gpu_memory_utilization: float = 0.9
+    kv_cache_dtype: str = "auto"
     kv_cache_memory: int | None = None
     """Bytes. None: measured from what is free."""
     swap_memory: int | None = None
@@ -106,23 +113,44 @@ def _add_model_arguments(model: argparse._ArgumentGroup) -> None:
         "--served-model-name", metavar="NAME", help="the name clients use (default: the last part of --model)"
     )
     model.add_argument(
+        "--device",
+        choices=DEVICES,
+        default="auto",
+        help="what computes: an NVIDIA GPU, or the CPU (default: auto, cuda where torch finds a GPU)",
+    )
+    model.add_argument(
         "--dtype",
         choices=DTYPES,
         default="auto",
-        help="type of weights (default: auto, bfloat16 where the CPU multiplies it, else float32)",
+        help="type of weights (default: auto, bfloat16 on a GPU and where the CPU multiplies it, else "
+        "float32)",
     )
     model.add_argument(
         "--weights",
         choices=WEIGHTS,
         default="plain",
-        help="int8 keeps matrices as 8-bit integers with a scale per output: half the memory of bfloat16, "
-        "and up to twice its tokens per second for a few streams, at some accuracy (default: plain)",
+        help="int8 (on a CPU) and fp8 (on a GPU) keep matrices in 8 bits with a scale per output: half the "
+        "memory of bfloat16, and up to twice its tokens per second for a few streams, at some accuracy "
+        "(default: plain)",
     )
     model.add_argument(
         "--kernels",
         choices=KERNELS,
         default="auto",
         help="what computes on CPU (default: auto, native where a compiler was there at installation)",
+    )
+    model.add_argument(
+        "--attention-backend",
+        default="auto",
+        metavar="NAME",
+        help="what computes attention on a GPU: triton, cudnn, flash-attn, flashinfer, flashinfer-trtllm or "
+        "torch, or one for each phase, as prefill=cudnn,decode=triton (default: auto, the fastest installed)",
+    )
+    model.add_argument(
+        "--enforce-eager",
+        action="store_true",
+        help="on a GPU, launch decode steps kernel by kernel instead of as CUDA graphs: it starts sooner, "
+        "takes less memory, and is slower",
     )
     model.add_argument(
         "--tensor-parallel-size",
@@ -147,6 +175,20 @@ def _add_memory_arguments(memory: argparse._ArgumentGroup) -> None:
         choices=PAGE_SIZES,
         default=64,
         help="tokens in a page of the KV cache (default: 64)",
+    )
+    memory.add_argument(
+        "--gpu-memory-utilization",
+        type=_share,
+        default=0.9,
+        metavar="SHARE",
+        help="share of the GPU's memory for everything: weights, the largest step, graphs, and what is left "
+        "for the KV cache (default: 0.9)",
+    )
+    memory.add_argument(
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        default="auto",
+        help="on a GPU, fp8 keeps keys and values in 8 bits: twice the tokens (default: auto, as computed)",
     )
     memory.add_argument(
         "--kv-cache-memory",
@@ -368,6 +410,16 @@ def _seconds(text: str) -> float:
         value = 0.0
     if not 0.0 < value < 1e6:
         raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
+    return value
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value <= 1.0:
+        raise argparse.ArgumentTypeError(f"must be a number above 0 and at most 1, got {text!r}")
     return value
 
 

@@ -35,6 +35,14 @@ def test_options() -> None:
     assert (config.prefix_cache, config.port) == (False, 0)
 
 
+def test_what_a_gpu_is_told() -> None:
+    told = ["--device", "cuda", "--weights", "fp8", "--gpu-memory-utilization", "0.5", "--enforce-eager"]
+    config = from_args([*MINIMAL, *told], {"PENSTOCK_ENGINE_KV_CACHE_DTYPE": "fp8"})
+    assert (config.device, config.weights, config.kv_cache_dtype) == ("cuda", "fp8", "fp8")
+    assert (config.gpu_memory_utilization, config.enforce_eager) == (0.5, True)
+    assert from_args(MINIMAL, {"PENSTOCK_ENGINE_ENFORCE_EAGER": "1"}).enforce_eager
+
+
 def test_overlap_is_the_devices_to_say_unless_it_is_told() -> None:
     assert from_args(MINIMAL, {}).overlap is None
     assert from_args([*MINIMAL, "--overlap"], {}).overlap is True
@@ -60,6 +68,9 @@ def test_sizes(text: str, size: int) -> None:
         ([*MINIMAL, "--dtype", "int3"], "bfloat16"),
         ([*MINIMAL, "--page-size", "63"], "64"),
         ([*MINIMAL, "--kv-cache-memory", "lots"], "512MiB"),
+        ([*MINIMAL, "--device", "tpu"], "cuda"),
+        ([*MINIMAL, "--gpu-memory-utilization", "1.5"], "above 0 and at most 1"),
+        ([*MINIMAL, "--gpu-memory-utilization", "most"], "above 0 and at most 1"),
         ([*MINIMAL, "--kv-cache-memory", "1k"], "at least 1MiB"),
         ([*MINIMAL, "--drain-timeout-s", "-1"], "seconds above 0"),
         ([*MINIMAL, "--max-num-seqs", "512", "--max-step-tokens", "256"], "at least --max-num-seqs (512)"),
