@@ -74,7 +74,7 @@ class Decoder final : public Model {
   using T = typename E::T;
   static constexpr int per_word = E::PER_WORD;
   static constexpr int64_t ROWS = 96;  // of x, which a panel meets while both are cached
-  static constexpr int64_t ITEM_BYTES = 32 << 10, WRITTEN_TOKENS = 16;
+  static constexpr int64_t ITEM_BYTES = 256 << 10, WRITTEN_TOKENS = 16;
 
  public:
   Decoder(const PenstockShape& shape, int threads)
@@ -202,6 +202,9 @@ class Decoder final : public Model {
   }
 
   // each(token, place, y) for every 32 outputs [place, place + 32) of x W^T + b.
+  //
+  // All blocks of x meet some panels before the next ones are read. Blocks are of one size: a last one of a
+  // few rows would read the weights for little.
   template <class Each>
   void project(const Linear& w, const T* x, int64_t tokens, Each&& each) {
     const int64_t blocks = (tokens + ROWS - 1) / ROWS;
@@ -209,9 +212,10 @@ class Decoder final : public Model {
     const int64_t group = std::min(fair, std::max<int64_t>(1, ITEM_BYTES / w.panel_bytes(per_word)));
     const int64_t groups = (w.panels + group - 1) / group;
     pool_.each(blocks * groups, [&](int worker, int64_t item) {
-      const int64_t first = item / groups * ROWS, rows = std::min(ROWS, tokens - first);
+      const int64_t block = item % blocks, first = tokens * block / blocks;
+      const int64_t rows = tokens * (block + 1) / blocks - first;
       float* y = products_[worker].get();
-      for (int64_t panel = item % groups * group, i = 0; i < group && panel < w.panels; ++panel, ++i) {
+      for (int64_t panel = item / blocks * group, i = 0; i < group && panel < w.panels; ++panel, ++i) {
         const uint32_t* a = reinterpret_cast<const uint32_t*>(x) + first * w.words;
         multiply_panel<E>(w, panel, a, rows, y, panels_[worker].get());
         for (int64_t row = 0; row < rows; ++row) {

@@ -1,7 +1,7 @@
 // Products of small rows with packed weights: y[m][n] = sum over k of a[m][k] * b[k][n].
 //
 // The right-hand operand lies in panels of 32 outputs, [panel][word][32]; the left-hand one in plain rows.
-// A tile of up to TILE_ROWS x 2 vectors is summed in registers while a word of each row is spread over a
+// A tile of 2 * TILE_ROWS vectors at most is summed in registers while a word of each row is spread over a
 // vector. One row streams the weights at the memory's speed, a tile's worth of rows keeps the multipliers
 // busy, and there is nothing in between to tune.
 //
@@ -28,11 +28,11 @@ void tile(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_
   vf acc[M][N];
 #pragma GCC unroll 16
   for (int m = 0; m < M; ++m)
-#pragma GCC unroll 2
+#pragma GCC unroll 8
     for (int n = 0; n < N; ++n) acc[m][n] = add ? load<vf>(c + m * ldc + n * LANES) : vf{};
   for (int64_t k = 0; k < words; ++k) {
     vu column[N];
-#pragma GCC unroll 2
+#pragma GCC unroll 8
     for (int n = 0; n < N; ++n) {
       if constexpr (Q)
         column[n] = E::expand(reinterpret_cast<const int8_t*>(b) + k * E::PER_WORD * PANEL + n * LANES, PANEL);
@@ -42,36 +42,48 @@ void tile(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
       const vu x = vu{} + a[m * lda + k];
-#pragma GCC unroll 2
+#pragma GCC unroll 8
       for (int n = 0; n < N; ++n) acc[m][n] = E::dot(acc[m][n], x, column[n]);
     }
   }
 #pragma GCC unroll 16
   for (int m = 0; m < M; ++m)
-#pragma GCC unroll 2
+#pragma GCC unroll 8
     for (int n = 0; n < N; ++n) store(c + m * ldc + n * LANES, acc[m][n]);
 }
 
 using Tile = void (*)(const uint32_t*, int64_t, const uint32_t*, int64_t, int64_t, float*, int64_t, bool);
 
+constexpr int WIDEST = 8;  // vectors of a tile
+// Rows of a tile that is n vectors wide: its sums fill 2 * TILE_ROWS registers.
+constexpr int tallest(int n) { return n <= 2 ? TILE_ROWS : 2 * TILE_ROWS / n; }
+
 template <class E, bool Q, int N, int... M>
-Tile tile_of(int rows, std::integer_sequence<int, M...>) {
+Tile tile_of(int64_t rows, std::integer_sequence<int, M...>) {
   static constexpr Tile tiles[] = {tile<E, Q, M + 1, N>...};
   return tiles[rows - 1];
 }
 
-// a [rows][lda words], b [words][ldb words] of which `lanes` are used (a multiple of 16), c [rows][ldc].
+// The widest tile of so many rows, and how many of the lanes it takes.
+template <class E, bool Q, int N = WIDEST>
+Tile widest(int64_t rows, int64_t lanes, int64_t& width) {
+  if constexpr (N > 1)
+    if (rows > tallest(N) || lanes < N * LANES) return widest<E, Q, N / 2>(rows, lanes, width);
+  width = N * LANES;
+  return tile_of<E, Q, N>(rows, std::make_integer_sequence<int, tallest(N)>());
+}
+
+// a [rows][lda words], b [words][ldb words] of which `lanes` are used (a multiple of LANES), c [rows][ldc].
+//
+// Few rows are a matter of reading b, which goes best in the order in which it lies: hence wide tiles.
 template <class E, bool Q = false>
 void gemm(const uint32_t* a, int64_t lda, int64_t rows, const uint32_t* b, int64_t ldb, int64_t lanes,
           int64_t words, float* c, int64_t ldc, bool add) {
   const int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
   for (int64_t i = 0; i < tiles; ++i) {
     const int64_t m = rows * i / tiles, count = rows * (i + 1) / tiles - m;
-    const auto sizes = std::make_integer_sequence<int, TILE_ROWS>();
     for (int64_t n = 0, width; n < lanes; n += width) {
-      const bool wide = lanes - n >= 2 * LANES;
-      width = wide ? 2 * LANES : LANES;
-      const Tile run = wide ? tile_of<E, Q, 2>(int(count), sizes) : tile_of<E, Q, 1>(int(count), sizes);
+      const Tile run = widest<E, Q>(count, lanes - n, width);
       const uint32_t* column = Q ? reinterpret_cast<const uint32_t*>(reinterpret_cast<const int8_t*>(b) + n) : b + n;
       run(a + m * lda, lda, column, ldb, words, c + m * ldc + n, ldc, add);
     }
