@@ -50,11 +50,11 @@ def build() -> None:
     missing = {isa: library_path(isa) for isa in ISAS if not library_path(isa).exists()}
     if not missing:
         return
-    compiler = _compiler()
+    found = compiler()
     LIBRARIES.mkdir(exist_ok=True)
     # Made under a name of this process: whoever looks meanwhile sees a whole library, or none.
     made = {path: path.with_suffix(f".{os.getpid()}") for path in missing.values()}
-    jobs = [(path, _compile(compiler, isa, made[path])) for isa, path in missing.items()]
+    jobs = [(path, _compile(found, isa, made[path])) for isa, path in missing.items()]
     complaints = [_finish(path, made[path], job) for path, job in jobs]
     if any(complaints):
         raise BuildFailed("\n".join(filter(None, complaints)))
@@ -63,7 +63,8 @@ def build() -> None:
         stale.unlink(missing_ok=True)
 
 
-def _compiler() -> str:
+def compiler() -> str:
+    """Its path. Raises BuildFailed."""
     if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
         raise BuildFailed(f"there are no kernels for {platform.machine()} on {sys.platform}")
     found = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++", "c++", "clang++"))), None)
