@@ -1,8 +1,9 @@
 """The core as a child process: started, talked to over two ZeroMQ sockets, watched, ended.
 
 The sockets live in a directory that only this user can enter, and that goes when the core has gone.
-The child leads a session of its own, so that a Ctrl-C in the terminal reaches this process alone,
-which drains before it ends the core; should this process die, the kernel tells the child.
+The child leads a process group of its own, so that a Ctrl-C in the terminal reaches this process alone,
+which drains before it ends the core; should this process die, the kernel tells the child. It stays in our
+session: Linux shares cores out between sessions first, and lets priorities count only within one.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class CoreProcess:
         )
         self._bind(start)
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "engine", "core", stdin=asyncio.subprocess.PIPE, start_new_session=True
+            sys.executable, "-m", "engine", "core", stdin=asyncio.subprocess.PIPE
         )
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(start) + b"\n")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
+import gc
 import ssl
 import threading
 from collections.abc import Callable
@@ -183,6 +184,8 @@ async def serve(config: EngineConfig, resolve: Resolve, make_link: MakeLink) -> 
         await _first(start, stop, timeout_s=None)
         if start.done():
             start.result()
+            gc.collect()
+            gc.freeze()  # modules live for ever: looking through them would stop every stream for 40 ms
             await stop.wait()
         await engine.drain(hurry)
     except (StartFailed, OSError) as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.__main__ import NICENESS
 from tests.services import MODEL_DIR, client, engine, gauges, until
 
 CHAT = {"model": "model", "messages": [{"role": "user", "content": "Who are you?"}], "stream": True}
@@ -71,6 +72,26 @@ def test_sigterm_lets_a_stream_finish(short_tmp: Path) -> None:
         assert process.wait() == 0
         assert not is_running(process.line("core.started")["pid"])
     assert list(short_tmp.iterdir()) == []
+
+
+def test_threads_that_compute_give_way_to_those_that_carry(short_tmp: Path) -> None:
+    with engine(short_tmp, "--threads", "2") as process:
+        process.line("engine.ready")
+        core_pid = process.line("core.started")["pid"]
+        assert os.getpgid(core_pid) == core_pid != os.getpgid(process.process.pid)
+        assert os.getsid(core_pid) == os.getsid(process.process.pid)  # else no priority counts between them
+        niceness = {
+            int(task.name): os.getpriority(os.PRIO_PROCESS, int(task.name))
+            for task in Path(f"/proc/{core_pid}/task").iterdir()
+        }
+        carriers = {
+            thread for thread in niceness if "ZMQ" in Path(f"/proc/{core_pid}/task/{thread}/comm").read_text()
+        }
+        own = os.getpriority(os.PRIO_PROCESS, process.process.pid)
+        assert carriers
+        assert {niceness[thread] for thread in carriers} == {own}
+        assert niceness[core_pid] == min(own + NICENESS, 19)
+        assert sum(value > own for value in niceness.values()) >= 2
 
 
 def test_sigterm_while_it_starts(short_tmp: Path) -> None:
