@@ -11,8 +11,15 @@ from engine.runtime.errors import BadRunnerConfig
 DTYPES: Final = ("auto", "float32", "bfloat16")
 KERNELS: Final = ("auto", "native", "torch")
 WEIGHTS: Final = ("plain", "int8", "fp8")
+KV_CACHE_DTYPES: Final = ("auto", "fp8")
 DEVICES: Final = ("auto", "cpu", "cuda")
-_CHOICES: Final = {"dtype": DTYPES, "kernels": KERNELS, "weights": WEIGHTS, "device": DEVICES}
+_CHOICES: Final = {
+    "dtype": DTYPES,
+    "kernels": KERNELS,
+    "weights": WEIGHTS,
+    "kv_cache_dtype": KV_CACHE_DTYPES,
+    "device": DEVICES,
+}
 PAGE_SIZE_MAX: Final = 1024
 SLOTS_MAX: Final = 4096
 STEP_TOKENS_MAX: Final = 1 << 20
@@ -35,6 +42,9 @@ class RunnerConfig:
     """On a CPU. `auto` is native where they are built and take the model, else torch."""
     attention_backend: str = "auto"
     """On a GPU: as at the head of `engine.runtime.backends`."""
+    kv_cache_dtype: str = "auto"
+    """On a GPU: `fp8` stores keys and values as e4m3, with the checkpoint's scales where it has them. `auto`
+    is the type that is computed in."""
     enforce_eager: bool = False
     """On a GPU: launch decode steps kernel by kernel instead of as CUDA graphs."""
     max_model_len: int | None = None

@@ -203,21 +203,28 @@ class TorchNetwork:
 
 
 def choose_device(config: RunnerConfig) -> torch.device:
-    """Raises BadRunnerConfig where a setting is not for that device, or there is none."""
+    """`auto` is the CPU where a setting is for CPUs only, and else a GPU if there is one. Raises
+    BadRunnerConfig where settings contradict each other, or there is no GPU."""
+    for_cpu = _those_set(config, weights=("int8",), kernels=("native", "torch"))
+    for_gpu = _those_set(config, weights=("fp8",), kv_cache_dtype=("fp8",))
+    if config.attention_backend not in ("auto", "torch"):
+        for_gpu.append(f"attention_backend={config.attention_backend}")
     has_gpu = torch.cuda.is_available()
-    if config.device == "cuda" and not has_gpu:
+    is_gpu = has_gpu and not for_cpu if config.device == "auto" else config.device == "cuda"
+    if is_gpu and not has_gpu:
         raise BadRunnerConfig(
             f"device=cuda, but this torch ({torch.__version__}) finds no GPU: is it a build for CUDA, and "
             "does nvidia-smi list a card? device=cpu runs without"
         )
-    device = torch.device("cuda" if has_gpu and config.device != "cpu" else "cpu")
-    if device.type == "cpu" and config.weights == "fp8":
-        raise BadRunnerConfig("weights=fp8 is for GPUs, and this is a CPU: int8 halves them there")
-    if device.type == "cuda" and config.weights == "int8":
-        raise BadRunnerConfig("weights=int8 is for CPUs, and this is a GPU: fp8 halves them there")
-    if device.type == "cuda" and config.kernels != "auto":
-        raise BadRunnerConfig(f"kernels={config.kernels} is for CPUs: device=cpu, or kernels=auto")
-    return device
+    if misplaced := for_cpu if is_gpu else for_gpu:
+        here, there = ("GPU", "CPUs") if is_gpu else ("CPU", "GPUs")
+        raise BadRunnerConfig(f"{', '.join(misplaced)}: only for {there}, and this runs on a {here}")
+    return torch.device("cuda" if is_gpu else "cpu")
+
+
+def _those_set(config: RunnerConfig, **values: tuple[object, ...]) -> list[str]:
+    """Which settings have one of these values."""
+    return [f"{name}={getattr(config, name)}" for name in values if getattr(config, name) in values[name]]
 
 
 def choose_dtype(name: str) -> torch.dtype:

@@ -59,6 +59,7 @@ class Engine:
     def _load(path: Path, pages: int | None, host_pages: int) -> ModelRunner:
         settings = RunnerConfig(
             str(path),
+            device="cpu",
             dtype="float32",
             page_size=PAGE_SIZE,
             max_num_seqs=SLOTS,

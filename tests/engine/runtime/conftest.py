@@ -43,6 +43,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
 def load(path: Path, **overrides: Any) -> ModelRunner:
     """A small fp32 runner."""
     settings: dict[str, Any] = {
+        "device": "cpu",
         "dtype": "float32",
         "page_size": 16,
         "max_num_seqs": 8,

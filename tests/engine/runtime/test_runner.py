@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from engine.core.messages import NUMERIC_FAILURE, Plan, SamplingParams, SlotStart
 from engine.runtime.config import RunnerConfig
 from engine.runtime.errors import BadRunnerConfig, ModelUnavailable
-from engine.runtime.load import load_runner
+from engine.runtime.load import choose_device, load_runner
 from engine.runtime.model_runner import ModelRunner
 from tests.engine.models import CONTEXT_LEN, VOCAB_SIZE
 from tests.engine.runtime.conftest import MakeModel, load
@@ -35,17 +36,56 @@ def twin(tiny_model: MakeModel) -> ModelRunner:
 def test_loading_tells_what_it_does_and_what_it_offers(tiny_model: MakeModel) -> None:
     stages: list[str] = []
     config = RunnerConfig(
-        str(tiny_model("qwen2")), dtype="bfloat16", max_model_len=100, max_num_seqs=3, threads=1
+        str(tiny_model("qwen2")), "cpu", dtype="bfloat16", max_model_len=100, max_num_seqs=3, threads=1
     )
     info = load_runner(config, stages.append).info
-    assert [stage.split()[0] for stage in stages] == ["loading", "computing", "allocating", "warming"]
-    assert "Qwen2ForCausalLM" in stages[0]
+    words = [stage.split()[0] for stage in stages]
+    assert words == ["device", "loading", "computing", "allocating", "warming"]
+    assert "Qwen2ForCausalLM" in stages[1]
     assert (info.dtype, info.max_model_len, info.slots, info.page_size) == ("bfloat16", 100, 3, 64)
     assert (info.vocab_size, info.pages) == (VOCAB_SIZE, 3 * 2 * 5 // 4)
     assert info.load_s > 0
     assert info.warmup_s > 0
     assert (info.page_bytes, info.host_pages) == (2 * 2 * 1 * 64 * 16 * 2, 3 * 2)
     assert 0 < info.page_copy_s < 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_gpu", "device"),
+    [
+        ({}, False, "cpu"),
+        ({}, True, "cuda"),
+        ({"device": "cpu"}, True, "cpu"),
+        ({"weights": "int8"}, True, "cpu"),
+        ({"kernels": "torch"}, True, "cpu"),
+        ({"weights": "fp8"}, True, "cuda"),
+        ({"enforce_eager": True}, False, "cpu"),
+    ],
+)
+def test_auto_is_a_gpu_unless_a_setting_is_for_cpus(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], has_gpu: bool, device: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert choose_device(RunnerConfig("m", **settings)).type == device
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_gpu", "says"),
+    [
+        ({"device": "cuda"}, False, "finds no GPU"),
+        ({"device": "cuda", "kernels": "native"}, True, "kernels=native: only for CPUs"),
+        ({"device": "cuda", "weights": "int8"}, True, "weights=int8: only for CPUs"),
+        ({"weights": "fp8"}, False, "weights=fp8: only for GPUs"),
+        ({"device": "cpu", "kv_cache_dtype": "fp8"}, True, "kv_cache_dtype=fp8: only for GPUs"),
+        ({"device": "cpu", "attention_backend": "triton"}, True, "attention_backend=triton: only for GPUs"),
+    ],
+)
+def test_settings_for_the_other_device_are_refused(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], has_gpu: bool, says: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    with pytest.raises(BadRunnerConfig, match=says):
+        choose_device(RunnerConfig("m", **settings))
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
