@@ -218,8 +218,6 @@ class Pipeline:
         if exchange.record.stream:
             within_s = exchange.timeouts.first_token_s
             exchange.watch.expect(within_s, FirstTokenTimeout, "The engine produced no token in time.")
-        else:
-            exchange.watch.relax()
 
         def connected() -> None:
             exchange.progress.dispatched = True

@@ -193,7 +193,7 @@ class Reporter:
         logs.write("request.completed", fields)
         stages.end(status=record.status, end_reason=record.end_reason, endpoint=record.endpoint)
         model, tenant = record.model or NONE, self._tenant_label(record.tenant)
-        REQUESTS.inc(record.endpoint, model, tenant, record.status, record.end_reason.value)
+        REQUESTS.inc(record.endpoint, model, tenant, record.status, str(record.end_reason))
         SECONDS.observe(seconds, model, record.stream)
         if record.first_byte_s is not None:
             FIRST_BYTE.observe(record.first_byte_s, model, record.stream)
@@ -226,7 +226,7 @@ def _fields(record: RequestRecord) -> dict[str, object]:
         "method": record.method,
         "endpoint": record.endpoint,
         "status": record.status,
-        "end_reason": record.end_reason.value,
+        "end_reason": str(record.end_reason),
         "stage": record.stage,
         "tenant": record.tenant,
         "key_id": record.key,

@@ -247,8 +247,9 @@ def _spread(type_: Any) -> Iterator[Any]:
 
 def check(request: ChatRequest | CompletionRequest, named: Iterable[str]) -> None:
     """What no single field's type can say. `named`: the fields that were sent."""
+    asks = _ASKS[type(request)]
     for param in named:
-        if (asks := _ASKS.get((type(request), param))) is not None and asks(request):
+        if param in asks and asks[param](request):
             raise UnsupportedParameter(f"{param}: this server cannot do what it asks for.", param=param)
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
@@ -301,19 +302,23 @@ def _asks(value: Raw, *nothing: bytes) -> bool:
     return bytes(value) not in (b"null", *nothing)
 
 
-_ASKS: Final[dict[tuple[type[Struct], str], Callable[[Any], bool]]] = {
-    (ChatRequest, "tools"): lambda chat: bool(chat.tools),
-    (ChatRequest, "tool_choice"): lambda chat: _asks(chat.tool_choice, b'"none"', b'"auto"'),
-    (ChatRequest, "functions"): lambda chat: bool(chat.functions),
-    (ChatRequest, "function_call"): lambda chat: _asks(chat.function_call, b'"none"', b'"auto"'),
-    (ChatRequest, "response_format"): lambda chat: (
-        chat.response_format is not None and chat.response_format.type != "text"
-    ),
-    (ChatRequest, "modalities"): lambda chat: chat.modalities not in (None, [], ["text"]),
-    (ChatRequest, "audio"): lambda chat: _asks(chat.audio),
-    (ChatRequest, "reasoning_effort"): lambda chat: chat.reasoning_effort not in (None, "none"),
-    (ChatRequest, "verbosity"): lambda chat: chat.verbosity not in (None, "medium"),
-    (CompletionRequest, "suffix"): lambda completion: bool(completion.suffix),
-    (CompletionRequest, "best_of"): lambda completion: completion.best_of not in (None, completion.n or 1),
+_ASKS: Final[dict[type[Struct], dict[str, Callable[[Any], bool]]]] = {
+    ChatRequest: {
+        "tools": lambda chat: bool(chat.tools),
+        "tool_choice": lambda chat: _asks(chat.tool_choice, b'"none"', b'"auto"'),
+        "functions": lambda chat: bool(chat.functions),
+        "function_call": lambda chat: _asks(chat.function_call, b'"none"', b'"auto"'),
+        "response_format": lambda chat: (
+            chat.response_format is not None and chat.response_format.type != "text"
+        ),
+        "modalities": lambda chat: chat.modalities not in (None, [], ["text"]),
+        "audio": lambda chat: _asks(chat.audio),
+        "reasoning_effort": lambda chat: chat.reasoning_effort not in (None, "none"),
+        "verbosity": lambda chat: chat.verbosity not in (None, "medium"),
+    },
+    CompletionRequest: {
+        "suffix": lambda completion: bool(completion.suffix),
+        "best_of": lambda completion: completion.best_of not in (None, completion.n or 1),
+    },
 }
 """Of the fields that are accepted when they ask for nothing: whether they ask for something."""

@@ -38,7 +38,7 @@ class ClientGone(Exception):
 
 class Begun(web.StreamResponse):
     """What aiohttp is told of an answer whose bytes it has nothing to do with: the status, and whether the
-    connection is kept."""
+    connection is kept. It changes none of that: many answers share one."""
 
     def __init__(self, status: int, *, keep_alive: bool) -> None:
         super().__init__(status=status)
@@ -88,7 +88,7 @@ class Client:
         head = "\r\n".join(lines)
         if not head.count("\n") == head.count("\r") == len(lines):  # one line has two
             raise ValueError("a header's value holds a line end")
-        self.response = Begun(status, keep_alive=keep_alive)
+        self.response = _begun(status, keep_alive)
         self._is_stream = headers["content-type"].startswith("text/event-stream")
         first = self._framed(body) if body else b""
         if not self._put(b"%b\r\n\r\n%b" % (head.encode(), first)):
@@ -126,7 +126,7 @@ class Client:
             if self._chunked:
                 self._put(_LAST_CHUNK)
             return
-        self.response.force_close()
+        self.response = _begun(self.response.status, False)
         if (transport := self._request.transport) is not None:
             transport.abort()
 
@@ -142,6 +142,11 @@ class Client:
         request.writer.output_size += len(data)
         transport.write(data)
         return not request.protocol.writing_paused
+
+
+@lru_cache(maxsize=STATUS_LINES_MAX)
+def _begun(status: int, keep_alive: bool) -> Begun:
+    return Begun(status, keep_alive=keep_alive)
 
 
 @lru_cache(maxsize=STATUS_LINES_MAX)

@@ -124,6 +124,8 @@ class ClientEndpoint(Endpoint):
 class ResponseStream(httpx.AsyncByteStream):
     """A response whose body is still to be read, and the upload of its request while that runs."""
 
+    __slots__ = ("_read_timeout_s", "_stream", "_upload", "head")
+
     def __init__(
         self, head: HeaderList, stream: Stream, upload: _Upload, read_timeout_s: float | None
     ) -> None:
@@ -379,6 +381,8 @@ def _request_head(target: _Target, headers: Iterable[tuple[bytes, bytes]]) -> He
 
 class _Upload:
     """A request's body on its way. `whole` while nothing of it is lost, so that it can be sent (again)."""
+
+    __slots__ = ("_content", "_task", "_timeout_s", "empty", "error", "whole")
 
     def __init__(self, content: bytes | httpx.AsyncByteStream, timeout_s: float | None) -> None:
         self._content = content

@@ -28,6 +28,8 @@ CONNECTION_SPECIFIC: Final = frozenset(
 
 CONTENT_LENGTH_DIGITS: Final = 18  # more than anybody sends, and an int of one word
 SENT_NAMES_MAX: Final = 1024
+RECEIVED_NAMES_MAX: Final = 256
+"""Lists of names that are kept, each no longer than a header list may be."""
 _NAME: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
 _NO_VALUE: Final = re.compile(rb"[\0\r\n]")
 
@@ -43,7 +45,7 @@ def header_list(pseudo: HeaderList, pairs: Iterable[tuple[bytes, bytes]]) -> Hea
         (name, value.strip(b" \t")) for raw_name, value in pairs if (name := _sent_name(raw_name)) is not None
     ]
     text = b"".join(chain.from_iterable(head))
-    if _NO_VALUE.search(text):
+    if b"\0" in text or b"\r" in text or b"\n" in text:
         bad = next(name for name, value in head if _NO_VALUE.search(value))
         raise BadHeader(f"header {bad!r} cannot be sent")
     if len(text) + 32 * len(head) > SENT_HEADER_LIST_LEN_MAX:
@@ -93,21 +95,28 @@ def _screened(head: HeaderList) -> tuple[bytes, dict[bytes, bytes]]:
     if not head:
         return b"", {}
     names, values = zip(*head, strict=True)
-    listed = b"%b\n" % b"\n".join(names)
-    matched = _NAMES.fullmatch(listed)
-    if matched is None or listed.count(b"\n") != len(names):
-        raise _malformed("a header's name, or the place of a pseudo-header")
+    pseudo, wrong = _judged(names)
+    if wrong:
+        raise _malformed(wrong)
     text = b"\n%b\n" % b"\n".join(values)
     if b"\0" in text or b"\r" in text or text.count(b"\n") != len(values) + 1:
         raise _malformed("a forbidden character in a header's value")
     if (b" " in text or b"\t" in text) and any(edge in text for edge in _LINE_END_MISPLACED):
         raise _malformed("space around a header's value")
     by_name = dict(head)
-    if not _CONNECTION_FIELDS.isdisjoint(by_name):
-        raise _malformed("a header of HTTP/1.1's")
     if b"te" in by_name and any(name == b"te" and value.lower() != b"trailers" for name, value in head):
         raise _malformed("TE")
-    return matched[1], by_name
+    return pseudo, by_name
+
+
+@lru_cache(maxsize=RECEIVED_NAMES_MAX)
+def _judged(names: tuple[bytes, ...]) -> tuple[bytes, str]:
+    """Of a list's names, which are the same for most messages: the pseudo-headers, and what is wrong."""
+    listed = b"%b\n" % b"\n".join(names)
+    matched = _NAMES.fullmatch(listed)
+    if matched is None or listed.count(b"\n") != len(names):
+        return b"", "a header's name, or the place of a pseudo-header"
+    return matched[1], "" if _CONNECTION_FIELDS.isdisjoint(names) else "a header of HTTP/1.1's"
 
 
 def check_request(head: HeaderList) -> None:
