@@ -88,6 +88,11 @@ class Fp8Source(Protocol):
         scales per row, which rounds once more."""
         ...
 
+    def kv_scales(self, layers: int) -> list[tuple[float, float]] | None:
+        """Per layer, what keys and values in fp8 have to be multiplied by, if the checkpoint says. Raises
+        WeightsMismatch where it says so of some layers only."""
+        ...
+
 
 class _Index(msgspec.Struct, frozen=True):
     weight_map: dict[str, str]
@@ -216,8 +221,6 @@ class Checkpoint:
         return Fp8Weight(values, torch.cat([weight.scales for weight in found]))
 
     def kv_scales(self, layers: int) -> list[tuple[float, float]] | None:
-        """Per layer, what keys and values in fp8 have to be multiplied by, if the checkpoint says. Raises
-        WeightsMismatch where it says so of some layers only."""
         found = []
         for layer in range(layers):
             at = f"model.layers.{layer}."

@@ -33,6 +33,7 @@ from engine.runtime.attention.device import Bounds, build_backends
 from engine.runtime.backends import Choice, Need, choose
 from engine.runtime.config import RunnerConfig
 from engine.runtime.device.card import Card, MemoryReading
+from engine.runtime.device.precision import Precision
 from engine.runtime.device.runner import DeviceRunner
 from engine.runtime.device.slots import DeviceSlots
 from engine.runtime.errors import DoesNotFit
@@ -78,6 +79,8 @@ class DeviceNetwork:
     card: Card
     decoder: DeviceDecoder
     attention: Choice
+    precision: Precision
+    kv_scales: Sequence[tuple[float, float]] | None
     at_start: MemoryReading
 
     @staticmethod
@@ -92,19 +95,25 @@ class DeviceNetwork:
     ) -> DeviceNetwork:
         """`model` and `source`: what this device computes of it. Raises ModelError."""
         at_start = card.memory()
-        attention = choose(config.attention_backend, _need(config, model, dtype, card))
+        precision = Precision.of(config, model, dtype, card.capability)
+        attention = choose(config.attention_backend, _need(config, model, dtype, precision, card))
         progress(str(attention))
+        kv_scales = precision.kv_scales(model, source)
+        if said := precision.describe(model, kv_scales):
+            progress(said)
         with enough_memory("loading weights", "end what else uses this GPU, or use fp8 weights"):
-            decoder = DeviceDecoder(model, source, card.device, fp8=config.weights == "fp8")
+            decoder = DeviceDecoder(model, source, card.device, fp8=precision.weights_fp8)
             progress("measuring which kernels multiply fastest")
             decoder.table = MatmulTable.fill(decoder.weights, decoder.dtype, card.timer())
-        return DeviceNetwork(config, model, max_model_len, card, decoder, attention, at_start)
+        return DeviceNetwork(
+            config, model, max_model_len, card, decoder, attention, precision, kv_scales, at_start
+        )
 
     @property
     def geometry(self) -> KVGeometry:
         model = self.model
         return KVGeometry(
-            model.layers, model.kv_heads, self.config.page_size, model.head_dim, self.decoder.dtype
+            model.layers, model.kv_heads, self.config.page_size, model.head_dim, self.precision.kv_dtype
         )
 
     def info(self, pages: int) -> RunnerInfo:
@@ -143,7 +152,8 @@ class DeviceNetwork:
     def _assemble(self, info: RunnerInfo) -> tuple[DeviceRunner, DecodeStep]:
         """A runner that launches kernel by kernel, and its decode step."""
         device, decoder, model = self.card.device, self.decoder, self.model
-        cache = KVCache(self.geometry, info.pages + 1, device=device)  # the last is for rows that pad
+        pages = info.pages + 1  # the last is for rows that pad
+        cache = KVCache(self.geometry, pages, self.kv_scales, device)
         slots = DeviceSlots(
             info.slots, info.max_model_len, info.page_size, info.vocab_size, info.pages, device
         )
@@ -235,9 +245,18 @@ def enough_memory(doing: str, advice: str) -> Iterator[None]:
         ) from error
 
 
-def _need(config: RunnerConfig, model: ModelConfig, dtype: torch.dtype, card: Card) -> Need:
-    name = str(dtype).removeprefix("torch.")
-    return Need(model.heads, model.kv_heads, model.head_dim, config.page_size, name, name, card.capability)
+def _need(
+    config: RunnerConfig, model: ModelConfig, dtype: torch.dtype, precision: Precision, card: Card
+) -> Need:
+    return Need(
+        model.heads,
+        model.kv_heads,
+        model.head_dim,
+        config.page_size,
+        dtype_name(dtype),
+        dtype_name(precision.kv_dtype),
+        card.capability,
+    )
 
 
 def _tell(progress: Progress, done: int, of: int) -> None:

@@ -1,0 +1,54 @@
+"""What a GPU holds in fp8: matrices, and the KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from engine.runtime.config import RunnerConfig
+from engine.runtime.errors import BadRunnerConfig
+from engine.runtime.models.config import ModelConfig
+from engine.runtime.weights import Fp8Source, WeightSource
+
+FP8_CAPABILITY: Final = (8, 9)
+"""From here on a GPU converts e4m3 by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    weights_fp8: bool
+    """But for the embedding and the head."""
+    kv_dtype: torch.dtype
+
+    @staticmethod
+    def of(
+        config: RunnerConfig, model: ModelConfig, dtype: torch.dtype, capability: tuple[int, int]
+    ) -> Precision:
+        """Raises BadRunnerConfig where what is asked for is beyond this GPU."""
+        able, kv_fp8 = capability >= FP8_CAPABILITY, config.kv_cache_dtype == "fp8"
+        for setting, asked in (("weights", config.weights == "fp8"), ("kv_cache_dtype", kv_fp8)):
+            if asked and not able:
+                has = ".".join(map(str, capability))
+                raise BadRunnerConfig(f"{setting}=fp8 needs compute capability 8.9, this GPU has {has}")
+        weights_fp8 = config.weights == "fp8" or (model.fp8 is not None and able)
+        return Precision(weights_fp8, torch.float8_e4m3fn if kv_fp8 else dtype)
+
+    def kv_scales(self, model: ModelConfig, source: WeightSource) -> list[tuple[float, float]] | None:
+        """Per layer; None: 1. Raises WeightsMismatch."""
+        if self.kv_dtype != torch.float8_e4m3fn or not isinstance(source, Fp8Source):
+            return None
+        return source.kv_scales(model.layers)
+
+    def describe(self, model: ModelConfig, scales: list[tuple[float, float]] | None) -> str:
+        """For the log; empty where nothing is in fp8."""
+        parts = []
+        if self.weights_fp8:
+            origin = "rounded here" if model.fp8 is None else f"as stored: {model.fp8}"
+            parts.append(f"weights in fp8, {origin}")
+        elif model.fp8 is not None:
+            parts.append(f"weights multiplied out of {model.fp8}")
+        if self.kv_dtype == torch.float8_e4m3fn:
+            parts.append("KV in fp8, scales " + ("of 1" if scales is None else "from the checkpoint"))
+        return "; ".join(parts)

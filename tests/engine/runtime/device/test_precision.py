@@ -1,0 +1,103 @@
+"""fp8 on a device: matrices as a checkpoint holds them, a cache with its scales, and who is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.core.messages import SamplingParams
+from engine.runtime.config import RunnerConfig
+from engine.runtime.device.precision import Precision
+from engine.runtime.device.runner import DeviceRunner
+from engine.runtime.errors import BadRunnerConfig
+from engine.runtime.fp8 import Fp8Weight
+from engine.runtime.models.config import read_model_config
+from engine.runtime.models.quantization import Fp8Scheme
+from tests.engine.models import reference_greedy
+from tests.engine.runtime.conftest import MakeModel
+from tests.engine.runtime.device.card import FakeCard, load_fake
+from tests.engine.runtime.driver import Driver
+from tests.engine.runtime.test_fp8_checkpoint import make_fp8
+
+FP8 = torch.float8_e4m3fn
+PROMPT = list(range(2, 14))
+KV_SCALES = {
+    f"model.layers.{layer}.self_attn.{of}_scale": torch.tensor(scale)
+    for layer in range(2)
+    for of, scale in (("k", 0.03), ("v", 0.01))
+}
+
+
+def load_eager(path: Path, **settings: Any) -> DeviceRunner:
+    """Without what takes the interpreter long, and is tested elsewhere."""
+    return load_fake(path, kv_cache_bytes=1 << 20, enforce_eager=True, max_num_seqs=1, **settings)
+
+
+def logprobs(runner: DeviceRunner) -> torch.Tensor:
+    """Of the prompt's tokens, in chunks of 8 over what the cache holds."""
+    driver: Any = Driver(runner, poison=False)  # type: ignore[arg-type]
+    asked = SamplingParams(seed=0, max_tokens=2, temperature=0.0, prompt_logprobs=0)
+    life = driver.seat(0, PROMPT, asked)
+    driver.finish([0], 2, chunk=8)
+    return torch.tensor([entry.logprob for entry in life.prompt_logprobs])
+
+
+def test_a_checkpoint_in_fp8_is_held_in_fp8(tiny_model: MakeModel, tmp_path: Path) -> None:
+    stored, meant = make_fp8(tiny_model("qwen3"), tmp_path, "compressed")
+    runner = load_eager(stored)
+    *matrices, head = runner.model.decoder.weights
+    assert all(isinstance(weight, Fp8Weight) for weight in matrices)
+    assert isinstance(head, torch.Tensor)
+    driver = Driver(runner, poison=False)  # type: ignore[arg-type]
+    life = driver.seat(0, PROMPT, SamplingParams(seed=0, max_tokens=4, temperature=0.0))
+    driver.finish([0], 4)
+    assert life.output == reference_greedy(meant, [PROMPT], 4)[0]
+
+
+def test_a_cache_in_fp8(tiny_model: MakeModel, tmp_path: Path) -> None:
+    """With the checkpoint's scales. The kernels and torch read the same out of it; with other scales, of 1,
+    it would be something else."""
+    stored, _ = make_fp8(tiny_model("llama"), tmp_path, "autofp8", **KV_SCALES)
+    found = []
+    for backend in ("triton", "torch", "torch"):
+        runner = load_eager(stored, kv_cache_dtype="fp8", attention_backend=backend)
+        assert runner.cache.keys[0].dtype == FP8
+        assert runner.info.page_bytes == 2 * 2 * 2 * 16 * 16, "two layers, two heads, a byte each"
+        assert runner.cache.scales == [(pytest.approx(0.03), pytest.approx(0.01))] * 2
+        if len(found) == 2:
+            runner.cache.scales[:] = [(1.0, 1.0)] * 2
+        found.append(logprobs(runner))
+    torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(found[2], found[1], atol=1e-2)
+
+
+def test_what_a_gpu_cannot_do_is_refused(tiny_model: MakeModel) -> None:
+    model = read_model_config(tiny_model("llama"))
+    stored = replace(model, fp8=Fp8Scheme("fbgemm_fp8"))
+
+    def of(capability: tuple[int, int], model: Any = model, **settings: Any) -> Precision:
+        return Precision.of(RunnerConfig("somewhere", **settings), model, torch.bfloat16, capability)
+
+    for settings in ({"weights": "fp8"}, {"kv_cache_dtype": "fp8"}):
+        assert of((9, 0), **settings)
+        with pytest.raises(BadRunnerConfig, match=r"=fp8 needs compute capability 8.9, this GPU has 8.0"):
+            of((8, 0), **settings)
+    assert of((8, 0), stored) == Precision(False, torch.bfloat16)
+    assert of((9, 0), stored) == Precision(True, torch.bfloat16)
+    assert of((8, 0), stored).describe(stored, None) == "weights multiplied out of fp8 (fbgemm_fp8)"
+    said = of((9, 0), weights="fp8", kv_cache_dtype="fp8").describe(model, None)
+    assert said == "weights in fp8, rounded here; KV in fp8, scales of 1"
+    assert of((9, 0)).describe(model, None) == ""
+
+
+def test_a_back_end_that_does_not_read_fp8_is_refused_before_anything_is_loaded(
+    tiny_model: MakeModel,
+) -> None:
+    with pytest.raises(BadRunnerConfig, match=r"reads fp8 from compute capability 8.9|needs compute"):
+        load_fake(tiny_model("llama"), FakeCard(capability=(8, 0)), kv_cache_dtype="fp8")
+    with pytest.raises(BadRunnerConfig, match=r"flash-attn 3 .*; flash-attn 2"):
+        load_fake(tiny_model("llama"), attention_backend="flash-attn", kv_cache_dtype="fp8")
