@@ -70,8 +70,9 @@ class Group:
 
     def __init__(self, shard: Shard, store_file: str, device: torch.device) -> None:
         """Waits for the other ranks. `store_file`: where they find each other, the same file for all.
-        Raises CollectiveFailed."""
+        `device`: a CPU, or this rank's own card. Raises CollectiveFailed."""
         self.shard: Final = shard
+        self.device: Final = device
         with _translated():
             store = _c10d.FileStore(store_file, shard.size)
             store.set_timeout(RENDEZVOUS_DEADLINE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,11 @@ import torch
 from engine.core.messages import Pending, Plan, RunnerInfo, RunResult
 from engine.runtime.config import RunnerConfig
 from engine.runtime.errors import BadRunnerConfig
-from engine.runtime.kv_cache import host_page_count, page_count
-from engine.runtime.load import Progress, dtype_name, warm_up
-from engine.runtime.model_runner import ModelRunner
-from engine.runtime.models.config import ModelConfig, read_model_config
-from engine.runtime.parallel.loading import LoadedShard, connect, load_shard
+from engine.runtime.hardware import available_memory_bytes
+from engine.runtime.kv_cache import host_page_count
+from engine.runtime.load import Progress, choose_device, warm_up
+from engine.runtime.models.config import read_model_config
+from engine.runtime.parallel.loading import LoadedShard, OwnRunner, connect, load_shard
 from engine.runtime.parallel.ranks import OnLost, Ranks
 from engine.runtime.parallel.shard import Shard
 from engine.runtime.parallel.wire import Build, Execute, Here, Landed, Loaded, digest_of
@@ -40,10 +41,10 @@ class Flight:
 
 @dataclass(slots=True)
 class LeadingRunner:
-    """Implements the `Runner` protocol. Raises RankLost, wherever it waits for another rank."""
+    """Implements the `Runner` protocol. Raises RankLost wherever it waits for another rank."""
 
     info: RunnerInfo
-    own: ModelRunner
+    own: OwnRunner
     ranks: Ranks
 
     def run(self, plan: Plan) -> RunResult:
@@ -69,58 +70,57 @@ def lead(
     `on_lost` is called in another thread when a rank is lost, whatever this one is waiting for then.
     """
     started_s = time.monotonic()
-    model = read_model_config(Path(config.model_dir))
-    _refuse(config, model)
+    device = choose_device(config)
+    _refuse(config, device)
+    progress(f"starting {config.tensor_parallel} ranks on {device.type}")
     ranks = Ranks(config, on_lost, clock)
     try:
-        progress(f"starting {config.tensor_parallel} ranks")
         ranks.answers(Here)
         with ranks.step(0):
-            group = connect(config, 0, ranks.store_file)
-        progress(f"loading {model.architecture} in {config.tensor_parallel} shards")
-        shard = load_shard(config, group)
-        progress(f"computing with {shard.network.name}")
-        available_bytes = min(
-            shard.available_bytes, *(other.available_bytes for other in ranks.answers(Loaded))
-        )
+            shard = load_shard(config, connect(config, 0, ranks.store_file), progress)
+            pages = shard.page_count()
         loaded_s = time.monotonic()
-        info = _sizes(shard, available_bytes // config.tensor_parallel, loaded_s - started_s)
-        progress(f"allocating {info.pages} KV pages of {config.page_size} tokens on each rank")
+        info = _sizes(config, shard, min(pages, *(other.pages for other in ranks.answers(Loaded))))
+        progress(f"allocating {info.pages} KV pages of {info.page_size} tokens on each rank")
         ranks.send(Build(info))
-        runner = LeadingRunner(info, shard.build(info), ranks)
+        with ranks.step(0):
+            runner = LeadingRunner(info, shard.build(info, progress), ranks)
         progress("warming up")
         warm_up(runner)
-        page_copy_s, warmup_s = runner.own.host.measure(), time.monotonic() - loaded_s
-        runner.info = msgspec.structs.replace(info, warmup_s=warmup_s, page_copy_s=page_copy_s)
+        page_copy_s, warmed_s = runner.own.host.measure(), time.monotonic()
     except BaseException:
         ranks.close()
         raise
+    runner.info = msgspec.structs.replace(
+        info, load_s=loaded_s - started_s, warmup_s=warmed_s - loaded_s, page_copy_s=page_copy_s
+    )
     ranks.serve()
     return runner
 
 
-def _refuse(config: RunnerConfig, model: ModelConfig) -> None:
+def _refuse(config: RunnerConfig, device: torch.device) -> None:
     """What cannot be split, before any process is started. Raises BadRunnerConfig."""
-    Shard(0, config.tensor_parallel).of(model)
+    size = config.tensor_parallel
+    if sys.platform != "linux":
+        raise BadRunnerConfig(f"tensor_parallel {size} needs Linux")
+    Shard(0, size).of(read_model_config(Path(config.model_dir)))
     if config.kernels == "native" or config.weights == "int8":
         what = "weights=int8" if config.weights == "int8" else "kernels=native"
         raise BadRunnerConfig(
             f"{what} needs the native kernels, which take no shards: tensor_parallel must be 1"
         )
+    if device.type == "cuda" and torch.cuda.device_count() < size:
+        raise BadRunnerConfig(
+            f"tensor_parallel {size} needs a GPU for each rank, and there are {torch.cuda.device_count()}"
+        )
 
 
-def _sizes(shard: LoadedShard, available_bytes: int, load_s: float) -> RunnerInfo:
-    """For every rank alike. `available_bytes`: to each."""
-    config, geometry = shard.config, shard.geometry
-    return RunnerInfo(
-        pages=page_count(config, shard.model, geometry, shard.max_model_len, available_bytes),
-        page_size=config.page_size,
-        slots=config.max_num_seqs,
-        max_model_len=shard.max_model_len,
-        vocab_size=shard.model.vocab_size,
-        dtype=dtype_name(shard.dtype),
-        load_s=load_s,
-        warmup_s=0.0,
-        page_bytes=geometry.page_bytes * config.tensor_parallel,
-        host_pages=host_page_count(config, geometry, shard.max_model_len, available_bytes),
+def _sizes(config: RunnerConfig, shard: LoadedShard, pages: int) -> RunnerInfo:
+    """For every rank alike."""
+    host_bytes = available_memory_bytes() // config.tensor_parallel
+    info = shard.info(pages)
+    return msgspec.structs.replace(
+        info,
+        page_bytes=info.page_bytes * config.tensor_parallel,
+        host_pages=host_page_count(config, shard.geometry, shard.max_model_len, host_bytes),
     )

@@ -1,40 +1,81 @@
-"""A rank's own runner, the same way on every rank: its shard first, then, once rank 0 has chosen the sizes,
-the cache and what runs on it."""
+"""A rank's own runner, made the same way on every rank: weights, then, once rank 0 has chosen the sizes, the
+cache and all that runs on it.
+
+On a GPU that is `engine.runtime.device.load`, rank r on card r. On a CPU the torch kernels compute, as the
+native ones take no shards, and ranks share the machine's cores and memory.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
-from engine.core.messages import RunnerInfo
+from engine.core.messages import Pending, Plan, RunnerInfo
 from engine.runtime.config import RunnerConfig
 from engine.runtime.hardware import available_memory_bytes, usable_cores
-from engine.runtime.kv_cache import HostPages, KVCache, KVGeometry
+from engine.runtime.kv_cache import HostPages, KVCache, KVGeometry, page_count
 from engine.runtime.load import (
     TorchNetwork,
     checked_checkpoint,
+    choose_device,
     choose_dtype,
     choose_max_model_len,
+    dtype_name,
     set_threads,
 )
 from engine.runtime.model_runner import ModelRunner
 from engine.runtime.models.config import ModelConfig, read_model_config
 from engine.runtime.models.registry import DECODERS
-from engine.runtime.parallel.collective import Collective, Group
+from engine.runtime.parallel.collective import Group
 from engine.runtime.parallel.shard import Shard
 from engine.runtime.slots import Slots
 
+Progress = Callable[[str], None]
 
-def connect(config: RunnerConfig, rank: int, store_file: str) -> Group:
-    """Waits for the other ranks. Raises CollectiveFailed."""
-    return Group(Shard(rank, config.tensor_parallel), store_file, torch.device("cpu"))
+
+class OwnRunner(Protocol):
+    """A rank's part of a runner."""
+
+    info: RunnerInfo
+
+    @property
+    def host(self) -> HostPages: ...
+
+    def launch(self, plan: Plan) -> Pending: ...
+
+
+class LoadedShard(Protocol):
+    """Weights, before there is a cache."""
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def geometry(self) -> KVGeometry:
+        """Of this rank's heads."""
+        ...
+
+    def page_count(self) -> int:
+        """How many pages this rank has room for. Raises DoesNotFit. Steps that are run to find out are the
+        same on every rank."""
+        ...
+
+    def info(self, pages: int) -> RunnerInfo:
+        """Before anything was timed."""
+        ...
+
+    def build(self, info: RunnerInfo, progress: Progress) -> OwnRunner:
+        """Of these sizes. Raises DoesNotFit."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedShard:
-    """Weights, before there is a cache."""
+class HostShard:
+    """On a CPU."""
 
     config: RunnerConfig
     model: ModelConfig
@@ -42,16 +83,31 @@ class LoadedShard:
     dtype: torch.dtype
     max_model_len: int
     network: TorchNetwork
-    available_bytes: int
-    """For the cache, if this rank were alone on the machine."""
 
     @property
     def geometry(self) -> KVGeometry:
         model = self.model
         return KVGeometry(model.layers, model.kv_heads, self.config.page_size, model.head_dim, self.dtype)
 
+    def page_count(self) -> int:
+        config, available_bytes = self.config, available_memory_bytes() // self.config.tensor_parallel
+        return page_count(config, self.model, self.geometry, self.max_model_len, available_bytes)
+
+    def info(self, pages: int) -> RunnerInfo:
+        return RunnerInfo(
+            pages=pages,
+            page_size=self.config.page_size,
+            slots=self.config.max_num_seqs,
+            max_model_len=self.max_model_len,
+            vocab_size=self.model.vocab_size,
+            dtype=dtype_name(self.dtype),
+            load_s=0.0,
+            warmup_s=0.0,
+            page_bytes=self.geometry.page_bytes,
+        )
+
     @torch.inference_mode()
-    def build(self, info: RunnerInfo) -> ModelRunner:
+    def build(self, info: RunnerInfo, progress: Progress) -> ModelRunner:
         cache = KVCache(self.geometry, info.pages)
         return ModelRunner(
             info=info,
@@ -62,16 +118,24 @@ class LoadedShard:
         )
 
 
+def connect(config: RunnerConfig, rank: int, store_file: str) -> Group:
+    """Waits for the other ranks. Raises CollectiveFailed, BadRunnerConfig."""
+    device = choose_device(config)
+    own = torch.device("cuda", rank) if device.type == "cuda" else device
+    return Group(Shard(rank, config.tensor_parallel), store_file, own)
+
+
 @torch.inference_mode()
-def load_shard(config: RunnerConfig, ranks: Collective) -> LoadedShard:
+def load_shard(config: RunnerConfig, ranks: Group, progress: Progress) -> LoadedShard:
     """Raises ModelError. Sets torch's thread counts, which belong to the process."""
     size = ranks.shard.size
     set_threads(max(1, (config.threads or usable_cores()) // size))
     model = read_model_config(Path(config.model_dir))
-    share = ranks.shard.of(model)
     dtype = choose_dtype(config.dtype)
-    decoder = DECODERS[model.architecture](model, checked_checkpoint(config, model, dtype), ranks)
+    progress(f"loading {model.architecture} in {dtype_name(dtype)}, in {size} shards")
+    source = checked_checkpoint(config, model, dtype)
+    decoder = DECODERS[model.architecture](model, source, ranks)
+    share = ranks.shard.of(model)
     network = TorchNetwork(decoder, share, f"on {size} ranks: native kernels take no shards")
-    return LoadedShard(
-        config, share, dtype, choose_max_model_len(config, model), network, available_memory_bytes()
-    )
+    progress(f"computing with {network.name}")
+    return HostShard(config, share, dtype, choose_max_model_len(config, model), network)

@@ -8,6 +8,7 @@ its end, since another rank is to blame.
 
 from __future__ import annotations
 
+import gc
 import signal
 import socket
 import sys
@@ -64,13 +65,19 @@ def load(wire: RankEnd, start: Start) -> Runner:
     from engine.runtime.parallel.loading import connect, load_shard  # torch, which takes seconds
 
     wire.send(Here())
-    shard = load_shard(start.config, connect(start.config, start.rank, start.store_file))
-    wire.send(Loaded(shard.available_bytes))
+    shard = load_shard(start.config, connect(start.config, start.rank, start.store_file), _quiet)
+    wire.send(Loaded(shard.page_count()))
     build = wire.receive()
     assert isinstance(build, Build)
-    runner = shard.build(build.info)
+    runner = shard.build(build.info, _quiet)
     wire.send(Done())
+    gc.collect()
+    gc.freeze()  # as rank 0's process does: looking through torch's modules would hold up everybody's step
     return runner
+
+
+def _quiet(stage: str) -> None:
+    """Rank 0 says how far it is, and so how far all are."""
 
 
 def execute(wire: RankEnd, runner: Runner) -> None:

@@ -60,9 +60,9 @@ class Here(msgspec.Struct, array_like=True, frozen=True, tag="here"):
 
 
 class Loaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded"):
-    """The shard is in memory, and so much is left for the KV cache."""
+    """The shard is in memory, and there is room for so many pages."""
 
-    available_bytes: int
+    pages: int
 
 
 class Done(msgspec.Struct, array_like=True, frozen=True, tag="done"):

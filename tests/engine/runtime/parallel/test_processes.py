@@ -108,12 +108,3 @@ def test_a_stopped_rank_does_not_outlive_a_killed_engine(short_tmp: Path) -> Non
         process.wait()
         until(lambda: not is_running(process.line("core.started")["pid"]))
         until(lambda: not is_running(rank_pid(process)))
-
-
-def test_a_number_that_does_not_fit_is_refused_at_once(short_tmp: Path) -> None:
-    with engine(short_tmp, "--tensor-parallel-size", "3") as process:
-        reason = process.line("engine.start_failed")["reason"]
-        assert "tensor_parallel 3 does not divide num_attention_heads (4)" in reason
-        assert process.wait() == 1
-        assert not process.logged("rank.started")
-    assert list(short_tmp.iterdir()) == []

@@ -171,6 +171,17 @@ def test_a_plan_larger_than_any_buffer(stage: Callable[..., Stage]) -> None:
     assert not running.reasons
 
 
+def test_a_plan_that_a_stopped_rank_does_not_take_in(stage: Callable[..., Stage]) -> None:
+    """The main thread waits for room in a buffer, and no longer than the watch."""
+    running = stage("stop", timeout_s=30.0)
+    running.ranks.serve()
+    running.ranks.send(Execute(PLAN))
+    running.clock.advance(30.1)
+    start = SlotStart(0, list(range(1_000_000)), 1_000_000, SamplingParams(seed=1, max_tokens=1))
+    with pytest.raises(RankLost, match="no answer from rank 1 for 30 s"):
+        running.ranks.send(Execute(msgspec.structs.replace(PLAN, seated=[start])))
+
+
 @given(st.lists(st.integers(0, 1 << 32 - 1), max_size=20), st.lists(st.integers(1, 60), max_size=40))
 def test_frames_come_back_however_they_are_cut(digests: list[int], cuts: list[int]) -> None:
     sent = [Landed(step, digest) for step, digest in enumerate(digests)]

@@ -1,0 +1,172 @@
+"""Two ranks, in processes of their own, say what one says: with the whole scheduler over them.
+
+Chunked prompts, prefixes found in the cache, preemption and swapping, both loops; greedy, drawn, penalised,
+stopped. The other rank's clocks are wrong throughout, and run backwards.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.core.config import SchedulerConfig
+from engine.core.messages import AddSequence, CoreStats, FinishReason, Plan, Runner, SamplingParams, SlotStart
+from engine.core.scheduler import Scheduler
+from engine.runtime.config import RunnerConfig
+from engine.runtime.errors import BadRunnerConfig, RankLost
+from engine.runtime.kv_cache import KVGeometry
+from engine.runtime.models.config import read_model_config
+from engine.runtime.parallel.leader import LeadingRunner, lead
+from engine.runtime.parallel.shard import Shard
+from engine.runtime.parallel.wire import Landed
+from tests.engine.models import VOCAB_SIZE
+from tests.engine.runtime.conftest import MakeModel, load
+from tests.engine.runtime.test_with_scheduler import all_said, serve, serve_overlapped
+from tests.services import ROOT
+
+PAGES = 8
+PAGE_SIZE = 16
+TOLERANCE = 1e-4
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},  # tied
+    "mistral": {"num_key_value_heads": 1},  # one for both ranks; windows
+    "qwen2": {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 128, "vocab_size": 321},
+    "qwen3": {},  # QK norm
+}
+COMPANY: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0, "logprobs": 3},
+    {"temperature": 0.9, "top_p": 0.9},
+    {"temperature": 0.8, "top_k": 20, "presence_penalty": 0.7, "frequency_penalty": 0.5},
+    {"temperature": 4.0, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 4)), "min_tokens": 3},
+    {"temperature": 0.7, "logprobs": 3, "prompt_logprobs": 2},
+    {"temperature": 1.0, "min_p": 0.1, "logit_bias": ((3, 2.0),), "logprobs": 0},
+)
+WRONG_CLOCKS = """
+import sys, time
+if "engine.runtime.parallel.rank" in sys.orig_argv:
+    def backwards(real):
+        return lambda: 1e9 - 1000 * real()
+    for name in ("monotonic", "perf_counter", "time"):
+        setattr(time, name, backwards(getattr(time, name)))
+"""
+
+
+@pytest.fixture
+def wrong_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WRONG_CLOCKS)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+
+
+@contextmanager
+def two_ranks(path: Path, reasons: list[str] | None = None, **settings: Any) -> Iterator[LeadingRunner]:
+    heard: list[str] = [] if reasons is None else reasons
+    config = RunnerConfig(str(path), tensor_parallel=2, **small(path, 2), **settings)
+    runner = lead(config, lambda stage: None, heard.append)
+    try:
+        yield runner
+    finally:
+        runner.close()
+
+
+def small(path: Path, size: int) -> dict[str, Any]:
+    """Settings of a pool that is too small for all who come, with as many pages whatever the ranks."""
+    own = Shard(0, size).of(read_model_config(path))
+    page_bytes = KVGeometry(own.layers, own.kv_heads, PAGE_SIZE, own.head_dim, torch.float32).page_bytes
+    return {
+        "dtype": "float32",
+        "page_size": PAGE_SIZE,
+        "max_num_seqs": 5,
+        "step_tokens_max": 24,
+        "threads": 1,
+        "kv_cache_bytes": PAGES * page_bytes,
+    }
+
+
+def requests(first_handle: int) -> list[AddSequence]:
+    rng = random.Random(11)
+    added = []
+    for number in range(12):
+        prompt = rng.choices(range(VOCAB_SIZE), k=rng.choice([1, 7, 16, 33, 90]))
+        sampling = SamplingParams(**{"seed": number, "max_tokens": 18} | COMPANY[number % len(COMPANY)])
+        added.append(AddSequence(first_handle + number, f"req-{number}", prompt, sampling))
+    return added
+
+
+def said(runner: Runner) -> tuple[dict[int, list[int]], dict[int, list[float]], CoreStats]:
+    """Everybody twice: plain and cold, then overlapped and warm."""
+    scheduler = Scheduler(SchedulerConfig(step_tokens_max=24, queue_len_max=64), runner.info)
+    steps = serve(scheduler, runner, requests(0)) + serve_overlapped(scheduler, runner, requests(100))
+    return *all_said(steps), steps[-1].stats
+
+
+@pytest.mark.usefixtures("wrong_clocks")
+@pytest.mark.parametrize(("family", "overrides"), MODELS.items(), ids=list(MODELS))
+def test_two_ranks_say_what_one_says(tiny_model: MakeModel, family: str, overrides: dict[str, Any]) -> None:
+    path = tiny_model(family, **overrides)
+    tokens, logprobs, _ = said(load(path, kernels="torch", **small(path, 1)))
+    with two_ranks(path) as runner:
+        found_tokens, found_logprobs, stats = said(runner)
+    assert found_tokens == tokens
+    assert {ended[-1] for ended in tokens.values()} == {FinishReason.LENGTH, FinishReason.STOP}
+    assert found_logprobs.keys() == logprobs.keys()
+    for handle, values in logprobs.items():
+        assert found_logprobs[handle] == pytest.approx(values, abs=TOLERANCE)
+    assert stats.preemptions > 0
+    assert stats.prefix_hit_tokens > 0
+    assert stats.pages_owned == 0
+
+
+def plan(step: int) -> Plan:
+    start = SlotStart(0, [5, 6, 7], 3, SamplingParams(seed=1, max_tokens=9, temperature=0.0))
+    return Plan(step, [], [start], [(0, [0])], [0], [0], [3], [True])
+
+
+def test_a_rank_that_finds_other_tokens_ends_it_all(tiny_model: MakeModel) -> None:
+    reasons: list[str] = []
+    with two_ranks(tiny_model("qwen3"), reasons) as runner:
+        runner.launch(plan(17))
+        runner.ranks.send(Landed(17, 0))
+        with pytest.raises(RankLost, match="rank 1: its tokens of step 17 are not those of rank 0"):
+            runner.ranks.answers(Landed)
+    assert reasons == ["rank 1: its tokens of step 17 are not those of rank 0"]
+
+
+def test_a_step_without_the_other_rank(tiny_model: MakeModel) -> None:
+    """The main thread's collective ends, by an error that names who is missing."""
+    with two_ranks(tiny_model("qwen3")) as runner:
+        os.kill(runner.ranks._ranks[0].process.pid, signal.SIGKILL)
+        with pytest.raises(RankLost, match="rank 1 was ended by SIGKILL"):
+            runner.run(plan(1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tensor_parallel": 3}, "tensor_parallel 3 does not divide num_attention_heads"),
+        ({"tensor_parallel": 2, "kernels": "native"}, "kernels=native needs the native kernels"),
+        ({"tensor_parallel": 2, "weights": "int8"}, "weights=int8 needs the native kernels"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(tiny_model: MakeModel, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadRunnerConfig, match=words):
+        lead(RunnerConfig(str(tiny_model("qwen3")), **settings), lambda stage: None, lambda reason: None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tensor_parallel": 0}, "tensor_parallel must be"),
+        ({"rank_timeout_s": 0.0}, "rank_timeout_s must be"),
+    ],
+)
+def test_settings_out_of_range_are_named(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadRunnerConfig, match=words):
+        RunnerConfig("model", **settings)
