@@ -1,4 +1,4 @@
-"""A CPU in a GPU's place: kernels in Triton's interpreter, graphs that are run again, memory as it is told."""
+"""A CPU in a GPU's place: kernels in Triton's interpreter, graphs that run again, memory as it is told."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GONE = -7
 
 @dataclass
 class RunAgain:
-    """A graph: its results are where they were when it was captured, and what any other left there is gone."""
+    """A graph: its results lie where they did when it was captured, and what any other left is gone."""
 
     device: FakeGraphs
     run: Callable[[], Outputs]
@@ -57,7 +57,7 @@ class FakeCard:
     readings: list[MemoryReading] = field(default_factory=lambda: [MemoryReading(1 << 30, 1 << 30, 0, 0)])
     captured: FakeGraphs = field(default_factory=FakeGraphs)
     """Of the latest capture."""
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     name: str = "a CPU in a GPU's place"
     capability: tuple[int, int] = (9, 0)
     multiprocessors: int = 1

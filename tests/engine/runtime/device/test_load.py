@@ -1,0 +1,140 @@
+"""Loading on a card: what it tells, what it sets aside, and what it says when there is too little."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.core.messages import RunnerInfo
+from engine.runtime.config import RunnerConfig
+from engine.runtime.device import load as loading
+from engine.runtime.device.card import MemoryReading
+from engine.runtime.device.load import enough_memory, largest_plans, load_on_card
+from engine.runtime.errors import DoesNotFit
+from engine.runtime.kernels.memory import MemoryProfile
+from tests.engine.models import reference_greedy
+from tests.engine.runtime.conftest import MakeModel
+from tests.engine.runtime.device.card import FakeCard
+from tests.engine.runtime.device.test_runner import GREEDY, SMALL
+from tests.engine.runtime.driver import Driver
+
+MIB = 1 << 20
+PAGE_BYTES = 2 * 16 * 16 * 4
+READINGS = [
+    # total, free, reserved, peak
+    MemoryReading(1000 * MIB, 900 * MIB, 0, 0),  # before anything
+    MemoryReading(1000 * MIB, 700 * MIB, 150 * MIB, 150 * MIB),  # weights and tables; libraries took 50
+    MemoryReading(1000 * MIB, 690 * MIB, 150 * MIB, 250 * MIB),  # a step; libraries took 10 more
+    MemoryReading(1000 * MIB, 690 * MIB, 150 * MIB, 0),  # before any graph
+    MemoryReading(1000 * MIB, 670 * MIB, 170 * MIB, 0),  # after the largest
+    MemoryReading(1000 * MIB, 667 * MIB, 170 * MIB, 0),  # after the smallest
+]
+
+
+@pytest.fixture
+def config(tiny_model: MakeModel) -> RunnerConfig:
+    return RunnerConfig(
+        str(tiny_model("qwen3", **SMALL)),
+        dtype="float32",
+        page_size=16,
+        max_num_seqs=4,
+        max_model_len=48,
+        step_tokens_max=32,
+        threads=1,
+        attention_backend="triton",
+    )
+
+
+def test_what_the_largest_step_and_the_graphs_take_is_set_aside(
+    config: RunnerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profiles: list[MemoryProfile] = []
+
+    def count(profile: MemoryProfile, utilization: float, page_bytes: int, useful: int) -> int:
+        assert (utilization, page_bytes, useful) == (0.9, PAGE_BYTES, 4 * 3 * 5 // 4)
+        profiles.append(profile)
+        return 7
+
+    monkeypatch.setattr(loading, "kv_page_count", count)
+    stages: list[str] = []
+    runner = load_on_card(config, FakeCard(list(READINGS)), stages.append)
+    assert profiles == [
+        MemoryProfile(
+            total=1000 * MIB,
+            free_at_start=900 * MIB,
+            weights=150 * MIB - 2 * PAGE_BYTES,
+            step_peak=100 * MIB,
+            outside_torch=60 * MIB,
+            graphs=20 * MIB + 2 * 3 * MIB,  # buckets 4, 2, 1
+        )
+    ]
+    assert (runner.info.pages, runner.cache.pages, runner.info.is_async) == (7, 8, True)
+    assert stages == [
+        "loading Qwen3ForCausalLM in float32 on a CPU in a GPU's place",
+        "attention: prefill by triton, decode by triton",
+        "measuring which kernels multiply fastest",
+        "measuring the largest step",
+        "allocating 7 KV pages of 16 tokens",
+        *(f"capturing decode steps, {done} of 3" for done in range(4)),
+        "warming up",
+    ]
+    # Nothing that was measured or warmed up is left behind.
+    driver = Driver(runner)  # type: ignore[arg-type]
+    lives = [driver.seat(slot, [slot + 9, 5, 3], GREEDY) for slot in range(4)]
+    driver.finish(range(4), 2)
+    expected = reference_greedy(Path(config.model_dir), [[slot + 9, 5, 3] for slot in range(4)], 2)
+    assert [life.output for life in lives] == expected
+
+
+def test_too_little_memory_says_what_to_change(config: RunnerConfig) -> None:
+    small = MemoryReading(MIB, MIB // 2, 0, 0)
+    with pytest.raises(DoesNotFit, match=r"set gpu_memory_utilization to at most 0\.5"):
+        load_on_card(config, FakeCard([small]), lambda stage: None)
+
+
+def test_memory_that_ends_on_the_way_does_too() -> None:
+    with (
+        pytest.raises(DoesNotFit, match="while loading weights: use fp8 weights"),
+        enough_memory("loading weights", "use fp8 weights"),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has ...")
+
+
+@pytest.mark.parametrize(
+    ("slots", "context", "tokens", "lengths"),
+    [
+        (4, 100, 32, [[8] * 4, [32]]),
+        (4, 20, 400, [[19] * 4, [19]]),
+        (8, 100, 8, [[1] * 8, [8]]),
+        (4, 1, 32, []),
+    ],
+)
+def test_the_largest_step_has_the_most_rows_and_then_the_longest(
+    slots: int, context: int, tokens: int, lengths: list[list[int]]
+) -> None:
+    info = RunnerInfo(1, 16, slots, context, 320, "float32", 0.0, 0.0)
+    plans = list(largest_plans(info, tokens))
+    assert [plan.lengths for plan in plans] == lengths
+    assert all(sum(plan.lengths) <= max(tokens, slots * 19) for plan in plans)
+    assert {page for plan in plans for _, pages in plan.grown for page in pages} <= {0}
+
+
+def test_the_smallest_of_everything_loads(config: RunnerConfig) -> None:
+    """A context of two tokens: warm-up has no room, and a request fills everything."""
+    tiny = RunnerConfig(
+        config.model_dir,
+        dtype="float32",
+        page_size=16,
+        max_num_seqs=2,
+        max_model_len=2,
+        step_tokens_max=2,
+        threads=1,
+        attention_backend="triton",
+        kv_cache_bytes=2 * PAGE_BYTES,
+    )
+    driver = Driver(load_on_card(tiny, FakeCard(), lambda stage: None))  # type: ignore[arg-type]
+    life = driver.seat(0, [7], GREEDY)
+    driver.finish([0], 1)
+    assert life.output == reference_greedy(Path(config.model_dir), [[7]], 1)[0]

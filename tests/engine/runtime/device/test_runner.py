@@ -1,0 +1,166 @@
+"""The device's runner says what the CPU's says: every kind of sampling, chunks, mixed steps, swaps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.core.messages import NUMERIC_FAILURE, Plan, SamplingParams, SlotStart
+from engine.runtime.device.runner import DeviceRunner
+from engine.runtime.model_runner import ModelRunner
+from tests.engine.models import VOCAB_SIZE, reference_greedy
+from tests.engine.runtime.conftest import MakeModel, load
+from tests.engine.runtime.device.card import FakeCard, load_fake
+from tests.engine.runtime.device.waits import no_waits
+from tests.engine.runtime.driver import Driver, Life
+
+SMALL = {
+    "num_hidden_layers": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+"""The interpreter takes its time for every head of every layer."""
+GREEDY = SamplingParams(seed=0, max_tokens=8, temperature=0.0)
+COMPANY: Sequence[dict[str, Any]] = (
+    {"temperature": 0.0, "logprobs": 0},
+    {"temperature": 0.9, "top_p": 0.9, "logprobs": 3, "prompt_logprobs": 2},
+    {"temperature": 0.8, "top_k": 20, "presence_penalty": 0.7, "frequency_penalty": 0.5},
+    {"temperature": 0.0, "repetition_penalty": 1.4, "logit_bias": ((3, 2.0), (319, -1.0))},
+    {"temperature": 1.0, "min_p": 0.1, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 3)), "min_tokens": 9},
+)
+
+
+@pytest.fixture
+def path(tiny_model: MakeModel) -> Path:
+    return tiny_model("qwen3", **SMALL)
+
+
+def company(seed: int = 3) -> list[tuple[list[int], SamplingParams]]:
+    rng = random.Random(seed)
+    return [
+        (rng.choices(range(VOCAB_SIZE), k=length), SamplingParams(**{"seed": slot, "max_tokens": 9} | asked))
+        for slot, (length, asked) in enumerate(zip((21, 40, 1, 16, 3), COMPANY, strict=True))
+    ]
+
+
+def lead(runner: ModelRunner | DeviceRunner, outputs: int) -> list[Life]:
+    """Prompts in chunks, one after another, beside decodes; then decodes alone; pages shuffled, poisoned."""
+    driver = Driver(runner)  # type: ignore[arg-type]
+    lives = [driver.seat(slot, *asked) for slot, asked in enumerate(company())]
+    driver.finish(range(len(lives)), outputs, chunk=24)
+    return lives
+
+
+def assert_same(found: Sequence[Life], expected: Sequence[Life]) -> None:
+    for own, other in zip(found, expected, strict=True):
+        assert own.output == other.output
+        for ours, theirs in (own.logprobs, other.logprobs), (own.prompt_logprobs, other.prompt_logprobs):
+            assert [entry.top_ids for entry in ours] == [entry.top_ids for entry in theirs]
+            for entry, expected_entry in zip(ours, theirs, strict=True):
+                assert entry.logprob == pytest.approx(expected_entry.logprob, abs=1e-4)
+                assert entry.top_logprobs == pytest.approx(expected_entry.top_logprobs, abs=1e-4)
+
+
+def test_all_that_can_be_asked_for_is_as_on_a_cpu_by_graphs_and_eager(path: Path) -> None:
+    slots = len(COMPANY) + 2
+    expected = lead(load(path, max_num_seqs=slots, max_model_len=128, kernels="torch"), 5)
+    assert expected[0].output == reference_greedy(path, [company()[0][0]], 5)[0]
+    card = FakeCard()
+    replayed = lead(load_fake(path, card, max_num_seqs=slots, kv_cache_bytes=1 << 20), 5)
+    assert_same(replayed, expected)
+    assert card.captured.replays > 3
+    eager = lead(load_fake(path, max_num_seqs=slots, kv_cache_bytes=1 << 20, enforce_eager=True), 5)
+    assert [(life.output, life.logprobs) for life in eager] == [
+        (life.output, life.logprobs) for life in replayed
+    ]
+
+
+def test_launching_waits_for_nothing(path: Path) -> None:
+    """Seats, prompts, log-probabilities, replays, swaps: all are queued. Results are collected late, when
+    later plans have taken their place on the device."""
+    runner = load_fake(path, max_num_seqs=len(COMPANY), kv_cache_bytes=1 << 20)
+    asked = company()
+    seated = [SlotStart(slot, ids, len(ids), params) for slot, (ids, params) in enumerate(asked)]
+    grown = [(slot, [3 * slot, 3 * slot + 1, 3 * slot + 2]) for slot in range(len(asked))]
+    slots, known = list(range(len(asked))), [len(ids) for ids, _ in asked]
+    plans = [Plan(0, [], seated, grown, slots, [0] * len(slots), known, [True] * len(slots))]
+    for step in range(1, 4):
+        ones = [1] * len(slots)
+        positions = [n + step - 1 for n in known]
+        moves = [(15, 0)] if step == 2 else [], [(0, 16)] if step == 3 else []
+        plans.append(Plan(step, [], [], [], slots, positions, ones, [True] * len(slots), *moves))
+    with no_waits():
+        flights = [runner.launch(plan) for plan in plans]
+    tokens = [list(column) for column in zip(*(flight.collect().tokens for flight in flights), strict=True)]
+    expected = lead(load(path, max_num_seqs=len(slots), max_model_len=128, kernels="torch"), 4)
+    assert tokens == [life.output for life in expected]
+
+
+def test_a_wait_would_be_noticed() -> None:
+    x = torch.arange(4)
+    waits: list[Callable[[], object]] = [
+        lambda: x.tolist(),
+        lambda: x.sum().item(),
+        lambda: bool(x[0] == 0),
+        lambda: x[x > 1],
+        lambda: x.nonzero(),
+        lambda: x.cpu(),
+        lambda: x.numpy(),
+    ]
+    for wait in waits:
+        with pytest.raises(AssertionError, match="waits"), no_waits():
+            wait()
+
+
+def test_swapped_sequences_go_on_where_they_were(path: Path) -> None:
+    runner = load_fake(path, max_num_seqs=2, kv_cache_bytes=1 << 20)
+    driver = Driver(runner)  # type: ignore[arg-type]
+    prompts = [list(range(5, 43)), list(range(60, 90))]
+    first, second = (driver.seat(slot, prompt, GREEDY) for slot, prompt in enumerate(prompts))
+    driver.step([(0, 38), (1, 17)])
+    assert driver.swap_out(1) is second
+    driver.finish([0], 3)
+    driver.swap_out(0)
+    driver.swap_in(0, second)
+    driver.finish([0], 2)
+    driver.swap_in(1, first)
+    driver.finish([0, 1], 5)
+    assert [first.output, second.output] == reference_greedy(path, prompts, 5)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, where a row is not finite
+def test_a_numeric_failure_ends_its_row_alone(path: Path) -> None:
+    driver = Driver(load_fake(path, max_num_seqs=2, kv_cache_bytes=1 << 20), poison=False)  # type: ignore[arg-type]
+    sick, sound = driver.seat(0, [4, 5, 6], GREEDY), driver.seat(1, [4, 5, 6], GREEDY)
+    driver.finish([0, 1], 2)
+    with torch.inference_mode():
+        driver.runner.cache.keys[0][sick.pages[0]] = torch.nan
+    result = driver.step([(0, 1), (1, 1)])
+    assert result.tokens[0] == NUMERIC_FAILURE
+    driver.leave(0)
+    heir = driver.seat(0, [4, 5, 6], GREEDY)
+    driver.finish([0, 1], 4)
+    assert heir.output == sound.output
+
+
+def test_more_rows_than_graphs_are_for_go_kernel_by_kernel(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.runtime.device.load.GRAPH_ROWS_MAX", 1)
+    card = FakeCard()
+    driver = Driver(load_fake(path, card, max_num_seqs=2, kv_cache_bytes=1 << 20))  # type: ignore[arg-type]
+    lives = [driver.seat(slot, [slot + 2, 5], GREEDY) for slot in range(2)]
+    replays = card.captured.replays
+    driver.finish([0, 1], 3)
+    assert card.captured.replays == replays
+    driver.finish([0], 4)
+    assert card.captured.replays == replays + 1
+    assert [life.output[:3] for life in lives] == reference_greedy(path, [[2, 5], [3, 5]], 3)
