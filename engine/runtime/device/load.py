@@ -61,6 +61,7 @@ from engine.runtime.load import (
     warm_up,
 )
 from engine.runtime.models.config import ModelConfig, read_model_config
+from engine.runtime.parallel.collective import ALONE, Collective
 from engine.runtime.weights import WeightSource
 
 GRAPH_ROWS_MAX: Final = 512
@@ -75,6 +76,7 @@ class DeviceNetwork:
 
     config: RunnerConfig
     model: ModelConfig
+    """As this rank computes it."""
     max_model_len: int
     card: Card
     decoder: DeviceDecoder
@@ -92,21 +94,22 @@ class DeviceNetwork:
         max_model_len: int,
         card: Card,
         progress: Progress,
+        ranks: Collective = ALONE,
     ) -> DeviceNetwork:
-        """`model` and `source`: what this device computes of it. Raises ModelError."""
-        at_start = card.memory()
+        """`model` is the whole one, of which this rank's part is read. Raises ModelError."""
+        at_start, share = card.memory(), ranks.shard.of(model)
         precision = Precision.of(config, model, dtype, card.capability)
-        attention = choose(config.attention_backend, _need(config, model, dtype, precision, card))
+        attention = choose(config.attention_backend, _need(config, share, dtype, precision, card))
         progress(str(attention))
         kv_scales = precision.kv_scales(model, source)
         if said := precision.describe(model, kv_scales):
             progress(said)
         with enough_memory("loading weights", "end what else uses this GPU, or use fp8 weights"):
-            decoder = DeviceDecoder(model, source, card.device, fp8=precision.weights_fp8)
+            decoder = DeviceDecoder(model, source, card.device, fp8=precision.weights_fp8, ranks=ranks)
             progress("measuring which kernels multiply fastest")
             decoder.table = MatmulTable.fill(decoder.weights, decoder.dtype, card.timer())
         return DeviceNetwork(
-            config, model, max_model_len, card, decoder, attention, precision, kv_scales, at_start
+            config, share, max_model_len, card, decoder, attention, precision, kv_scales, at_start
         )
 
     @property
@@ -212,7 +215,6 @@ class DeviceNetwork:
         self._graphs(step, runner.slots, sorted({1, rows_max})).capture(self.card.graphs(), note)
         largest, *smallest = (before - after for before, after in pairwise(free))
         return max(0, largest) + max(0, *smallest, 0) * (len(batch_buckets(rows_max)) - 1)
-
 
 
 def largest_plans(info: RunnerInfo, tokens: int) -> Iterator[Plan]:

@@ -29,10 +29,12 @@ from engine.runtime.models.config import ModelConfig
 from engine.runtime.models.parameters import (
     EMBEDDING,
     FINAL_NORM,
-    LM_HEAD,
     LayerParameters,
     LinearParameters,
+    read_lm_head,
 )
+from engine.runtime.parallel.collective import ALONE, Collective
+from engine.runtime.parallel.shard import Shard
 from engine.runtime.weights import WeightSource
 
 Attend = Callable[[int, Tensor], Tensor]
@@ -76,21 +78,28 @@ class DeviceDecoder:
     """Weights on a device, and the forward pass."""
 
     def __init__(
-        self, config: ModelConfig, source: WeightSource, device: torch.device, *, fp8: bool = False
+        self,
+        config: ModelConfig,
+        source: WeightSource,
+        device: torch.device,
+        *,
+        fp8: bool = False,
+        ranks: Collective = ALONE,
     ) -> None:
-        self.config: Final = config
+        """`config` describes the whole model, of which the rank's part is read."""
+        self.config: Final = ranks.shard.of(config)
+        self._ranks: Final = ranks
         self.device: Final = device
         self.table = MatmulTable({})
         """Replaced once the device's own was measured."""
         with device:
             self._rotary = Rotary(config.rope, config.head_dim)
-        load = _Loader(config, source, device, fp8)
+        load = _Loader(config, source, device, fp8, ranks.shard)
         vocab, hidden = config.vocab_size, config.hidden_size
         self._embedding = source.stack([EMBEDDING], [vocab], hidden).to(device)
         self._layers = [load.layer(layer) for layer in range(config.layers)]
         self._norm = source.stack([FINAL_NORM], [hidden]).to(device)
-        tied = config.tied_embeddings
-        self._lm_head = self._embedding if tied else source.stack([LM_HEAD], [vocab], hidden).to(device)
+        self._lm_head = read_lm_head(config, source, ranks.shard, self._embedding).to(device)
 
     @property
     def weights(self) -> list[Weight]:
@@ -103,8 +112,7 @@ class DeviceDecoder:
 
     def forward(self, step: StepTokens, cache: KVCache, attend: Attend) -> Tensor:
         """-> final hidden states [T, hidden], normed. Keys and values are stored."""
-        config, table = self.config, self.table
-        eps = config.norm_eps
+        table, ranks, eps = self.table, self._ranks, self.config.norm_eps
         angles = self._rotary.angles(step.positions, torch.float32)
         residual = F.embedding(step.token_ids, self._embedding)
         change: Tensor | None = None
@@ -123,15 +131,17 @@ class DeviceDecoder:
                 kv_scales=cache.scales[index],
                 clear_tails=cache.clear_tails,
             )
-            change = table.linear(attend(index, q).flatten(1), layer.output.weight, layer.output.bias)
+            attended = attend(index, q).flatten(1)
+            change = ranks.all_reduce_(table.linear(attended, layer.output.weight, layer.output.bias))
             x = _normed(change, residual, layer.mlp_norm, eps)
             inner = silu_mul(table.linear(x, layer.gate_up.weight, layer.gate_up.bias))
-            change = table.linear(inner, layer.down.weight, layer.down.bias)
+            change = ranks.all_reduce_(table.linear(inner, layer.down.weight, layer.down.bias))
         return _normed(change, residual, self._norm, eps)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[S, hidden] -> [S, vocab], float32; in `out`, if there is a place for them."""
-        logits = self.table.linear(hidden, self._lm_head)
+        own = self.table.linear(hidden, self._lm_head)
+        logits = self._ranks.all_gather(own)[:, : self.config.vocab_size]
         return logits.float() if out is None else out.copy_(logits)
 
 
@@ -146,9 +156,10 @@ class _Loader:
     source: WeightSource
     device: torch.device
     fp8: bool
+    shard: Shard
 
     def layer(self, layer: int) -> _Layer:
-        own, config = LayerParameters(self.config, layer), self.config
+        own, config = LayerParameters(self.config, layer, self.shard), self.config
         qk_norm = None
         if config.qk_norm:
             q_weight, k_weight = own.qk_norm(self.source).to(self.device)

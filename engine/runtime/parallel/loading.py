@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -30,9 +30,13 @@ from engine.runtime.load import (
 from engine.runtime.model_runner import ModelRunner
 from engine.runtime.models.config import ModelConfig, read_model_config
 from engine.runtime.models.registry import DECODERS
-from engine.runtime.parallel.collective import Group
+from engine.runtime.parallel.collective import Collective, Group
 from engine.runtime.parallel.shard import Shard
 from engine.runtime.slots import Slots
+
+if TYPE_CHECKING:
+    from engine.runtime.device.card import Card
+    from engine.runtime.device.load import DeviceNetwork
 
 Progress = Callable[[str], None]
 
@@ -106,7 +110,6 @@ class HostShard:
             page_bytes=self.geometry.page_bytes,
         )
 
-    @torch.inference_mode()
     def build(self, info: RunnerInfo, progress: Progress) -> ModelRunner:
         cache = KVCache(self.geometry, info.pages)
         return ModelRunner(
@@ -122,16 +125,27 @@ def connect(config: RunnerConfig, rank: int, store_file: str) -> Group:
     """Waits for the other ranks. Raises CollectiveFailed, BadRunnerConfig."""
     device = choose_device(config)
     own = torch.device("cuda", rank) if device.type == "cuda" else device
+    if own.type == "cuda":
+        torch.cuda.set_device(own)
     return Group(Shard(rank, config.tensor_parallel), store_file, own)
 
 
-@torch.inference_mode()
 def load_shard(config: RunnerConfig, ranks: Group, progress: Progress) -> LoadedShard:
     """Raises ModelError. Sets torch's thread counts, which belong to the process."""
-    size = ranks.shard.size
-    set_threads(max(1, (config.threads or usable_cores()) // size))
-    model = read_model_config(Path(config.model_dir))
-    dtype = choose_dtype(config.dtype)
+    set_threads(max(1, (config.threads or usable_cores()) // ranks.shard.size))
+    if ranks.device.type == "cpu":
+        return _on_host(config, ranks, progress)
+    from engine.runtime.device.card import CudaCard
+
+    return on_card(config, CudaCard(ranks.device), ranks, progress)
+
+
+def _on_host(config: RunnerConfig, ranks: Collective, progress: Progress) -> HostShard:
+    size, model, dtype = (
+        ranks.shard.size,
+        read_model_config(Path(config.model_dir)),
+        choose_dtype(config.dtype),
+    )
     progress(f"loading {model.architecture} in {dtype_name(dtype)}, in {size} shards")
     source = checked_checkpoint(config, model, dtype)
     decoder = DECODERS[model.architecture](model, source, ranks)
@@ -139,3 +153,16 @@ def load_shard(config: RunnerConfig, ranks: Group, progress: Progress) -> Loaded
     network = TorchNetwork(decoder, share, f"on {size} ranks: native kernels take no shards")
     progress(f"computing with {network.name}")
     return HostShard(config, share, dtype, choose_max_model_len(config, model), network)
+
+
+def on_card(config: RunnerConfig, card: Card, ranks: Collective, progress: Progress) -> DeviceNetwork:
+    from engine.runtime.device.load import DeviceNetwork
+
+    model = read_model_config(Path(config.model_dir))
+    dtype = torch.bfloat16 if config.dtype == "auto" else choose_dtype(config.dtype)
+    progress(
+        f"loading {model.architecture} in {dtype_name(dtype)}, in {ranks.shard.size} shards, on {card.name}"
+    )
+    source = checked_checkpoint(config, model, dtype)
+    max_model_len = choose_max_model_len(config, model)
+    return DeviceNetwork.load(config, model, source, dtype, max_model_len, card, progress, ranks)

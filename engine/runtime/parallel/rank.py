@@ -62,14 +62,17 @@ def main() -> int:
 
 def load(wire: RankEnd, start: Start) -> Runner:
     """This rank's shard, and a runner of the sizes that rank 0 chose."""
-    from engine.runtime.parallel.loading import connect, load_shard  # torch, which takes seconds
+    import torch  # which takes seconds
+
+    from engine.runtime.parallel.loading import connect, load_shard
 
     wire.send(Here())
-    shard = load_shard(start.config, connect(start.config, start.rank, start.store_file), _quiet)
-    wire.send(Loaded(shard.page_count()))
-    build = wire.receive()
-    assert isinstance(build, Build)
-    runner = shard.build(build.info, _quiet)
+    with torch.inference_mode():
+        shard = load_shard(start.config, connect(start.config, start.rank, start.store_file), _quiet)
+        wire.send(Loaded(shard.page_count()))
+        build = wire.receive()
+        assert isinstance(build, Build)
+        runner = shard.build(build.info, _quiet)
     wire.send(Done())
     gc.collect()
     gc.freeze()  # as rank 0's process does: looking through torch's modules would hold up everybody's step

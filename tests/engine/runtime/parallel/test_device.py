@@ -1,0 +1,56 @@
+"""The device's runner on two ranks, graphs and one step ahead, says what a CPU says alone, step by step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.core.config import SchedulerConfig
+from engine.core.messages import Runner
+from engine.core.scheduler import Scheduler
+from engine.runtime.config import RunnerConfig
+from engine.runtime.device.runner import DeviceRunner
+from engine.runtime.parallel import leader
+from engine.runtime.parallel import ranks as parallel_ranks
+from tests.engine.runtime.conftest import MakeModel, load
+from tests.engine.runtime.device.test_runner import SMALL
+from tests.engine.runtime.device.test_with_scheduler import requests
+from tests.engine.runtime.parallel import device_rank
+from tests.engine.runtime.test_with_scheduler import all_said, serve, serve_overlapped
+
+SETTINGS = {
+    "dtype": "float32",
+    "page_size": 16,
+    "max_num_seqs": 3,
+    "step_tokens_max": 40,
+    "max_model_len": 64,
+}
+TOLERANCE = 1e-4
+
+
+def scheduler_of(runner: Runner) -> Scheduler:
+    return Scheduler(SchedulerConfig(step_tokens_max=40, queue_len_max=64), runner.info)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter")
+def test_two_ranks_with_graphs(tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One key-value head, so both have it. Room for pages is measured by a step that both run."""
+    path: Path = tiny_model("qwen3", **SMALL)
+    monkeypatch.setattr(parallel_ranks, "MODULE", device_rank.__name__)
+    monkeypatch.setattr(leader, "load_shard", device_rank.load_shard)
+    alone = load(path, kernels="torch", **SETTINGS)
+    tokens, logprobs = all_said(serve(scheduler_of(alone), alone, requests()))
+    config = RunnerConfig(str(path), tensor_parallel=2, threads=1, **SETTINGS)
+    reasons: list[str] = []
+    runner = leader.lead(config, lambda stage: None, reasons.append)
+    try:
+        assert isinstance(runner.own, DeviceRunner)
+        assert runner.info.is_async
+        found, found_logprobs = all_said(serve_overlapped(scheduler_of(runner), runner, requests()))
+    finally:
+        runner.close()
+    assert found == tokens
+    for handle, values in logprobs.items():
+        assert found_logprobs[handle] == pytest.approx(values, abs=TOLERANCE)
+    assert not reasons
