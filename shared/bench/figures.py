@@ -1,7 +1,8 @@
 """One shape for every benchmark's output.
 
 A figure is `name value unit target ok`. Piped, figures are JSON lines, one each; on a terminal they
-are a table. `ok` is null where there is no target: a figure without a target is only told.
+are a table. `ok` is null where there is no target: a figure without a target is only told. `value` and
+`ok` are null where nothing was measured, which is no failure and is said.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Target(msgspec.Struct, frozen=True):
 
 class Figure(msgspec.Struct, frozen=True):
     name: str
-    value: float
+    value: float | None
     unit: str
     target: str | None
     ok: bool | None
@@ -37,6 +38,10 @@ def figure(name: str, value: float, unit: str, target: Target | None = None) -> 
     if target is None:
         return Figure(name, rounded, unit, None, None)
     return Figure(name, rounded, unit, str(target), target.met_by(value))
+
+
+def unmeasured(name: str, unit: str, target: Target | None = None) -> Figure:
+    return Figure(name, None, unit, None if target is None else str(target), None)
 
 
 def at_most(bound: float) -> Target:
@@ -64,7 +69,7 @@ def write(figures: Iterable[Figure], out: TextIO | None = None, *, as_json: bool
         for item in figures:
             out.write(msgspec.json.encode(item).decode() + "\n")
         return
-    rows = [(f.name, f"{f.value:g}", f.unit, f.target or "", _MARK[f.ok]) for f in figures]
+    rows = [(f.name, _said(f.value), f.unit, f.target or "", _MARK[f.ok]) for f in figures]
     header = ("figure", "value", "unit", "target", "")
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     for name, value, unit, target, mark in [header, *rows]:
@@ -72,6 +77,10 @@ def write(figures: Iterable[Figure], out: TextIO | None = None, *, as_json: bool
             f"{name:<{widths[0]}}  {value:>{widths[1]}}  {unit:<{widths[2]}}  {target:<{widths[3]}}  {mark}"
         )
         out.write(line.rstrip() + "\n")
+
+
+def _said(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:g}"
 
 
 _MARK = {None: "", True: "ok", False: "FALLS SHORT"}

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+from engine.bench.gpu.measuring import check
 from engine.core.messages import SamplingParams
-from engine.runtime.kernels import fused
 from engine.runtime.fp8 import quantise
+from engine.runtime.kernels import fused
 from engine.runtime.kernels.matmul import TILES, skinny_matmul
 from engine.runtime.layers import Rotary, rms_norm, rotate
 from engine.runtime.models.config import RopeConfig
@@ -20,7 +21,6 @@ from tests.engine.runtime.kernels import test_decode_attention as decode
 from tests.engine.runtime.kernels import test_prefill_attention as prefill
 from tests.engine.runtime.kernels import test_sampling as sampling
 from tests.engine.runtime.kernels.cases import PagedCase, Shape, paged_case
-from tests.gpu.results import check
 
 CUDA = torch.device("cuda")
 ERROR_MAX = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.shapes import LLAMA_8B, QWEN3_06B, decode_floor_s, kv_bytes, prefill_floor_s
-from tests.gpu.table import TARGETS
+from engine.bench.gpu import LIMITS_S
+from engine.bench.gpu.shapes import LLAMA_8B, QWEN3_06B, decode_floor_s, kv_bytes, prefill_floor_s
+from engine.bench.gpu.targets import TARGETS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -52,12 +53,10 @@ def test_the_script_parses_and_its_parts_import(tmp_path: Path) -> None:
     parts = text.split("PARTS_ALL=(")[1].split(")")[0].split()
     assert parts
     assert all(f"[{part}]=" in text for part in parts)
-    done = run(
-        sys.executable,
-        "-c",
-        "import " + ", ".join(f"tests.gpu.{p}" for p in parts),
-        results=tmp_path / "none",
-    )
+    measuring = text.split('MEASURING="')[1].split('"')[0].split()
+    assert set(measuring) == LIMITS_S.keys(), "the product's parts"
+    modules = [f"engine.bench.gpu.{p}" if p in measuring else f"tests.gpu.{p}" for p in parts]
+    done = run(sys.executable, "-c", "import " + ", ".join(modules), results=tmp_path / "none")
     assert done.returncode == 0, done.stderr
 
 
@@ -88,5 +87,5 @@ def test_what_was_not_measured_says_so(tmp_path: Path) -> None:
     measured = {line["row"]: line["measured"] for line in written if line["part"] == "table"}
     assert len(measured) == len(TARGETS)
     assert measured.pop("decode step, Llama-3.1-8B, 2k, batch 1") == 0.5
-    assert measured.pop("fp8 weights, 8B, batch 1, against bf16") == 2.0
+    assert measured.pop("fp8 weights, Llama-3.1-8B, batch 1, against bf16") == 2.0
     assert set(measured.values()) == {"not measured"}

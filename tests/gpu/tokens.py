@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.bench.gpu.measuring import check
 from engine.core.messages import SamplingParams
 from engine.runtime.attention import AttentionSpec
 from engine.runtime.batch import Batch
@@ -26,7 +27,6 @@ from engine.runtime.weights import Checkpoint, checkpoint_files
 from tests.engine.models import FAMILIES, make_tiny_model, reference_greedy
 from tests.engine.runtime.conftest import load
 from tests.engine.runtime.driver import Driver
-from tests.gpu.results import check
 
 CUDA = torch.device("cuda")
 PROMPTS = [list(range(2, 2 + length)) for length in (90, 3, 40)]

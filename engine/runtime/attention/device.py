@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Final
 
 import torch
 
 from engine.runtime.attention import AttentionSpec, DecodePages, PrefillPages
-from engine.runtime.attention.flash_attention import FlashDecode, FlashPrefill, Version2, Version3
+from engine.runtime.attention.flash_attention import (
+    FlashDecode,
+    FlashPrefill,
+    Version,
+    Version2,
+    Version3,
+)
 from engine.runtime.attention.flashinfer_paged import (
     FlashInferDecode,
     FlashInferPrefill,
@@ -18,7 +27,10 @@ from engine.runtime.attention.reference import ReferenceDecode, ReferencePrefill
 from engine.runtime.backends import Backend, Choice, Chosen
 from engine.runtime.kv_cache import KVCache
 
-VERSIONS = {Backend.FLASH_ATTN_2: Version2, Backend.FLASH_ATTN_3: Version3}
+VERSIONS: Final[Mapping[Backend, Callable[[ModuleType], Version]]] = {
+    Backend.FLASH_ATTN_2: Version2,
+    Backend.FLASH_ATTN_3: Version3,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from typing import Any
 
 import torch
 
-from engine.runtime.kernels.autotune import MatmulTable, Weight
+from engine.bench.gpu.measuring import check
+from engine.bench.gpu.results import floors
+from engine.bench.gpu.shapes import LLAMA_8B, QWEN3_06B
 from engine.runtime.fp8 import quantise
+from engine.runtime.kernels.autotune import MatmulTable, Weight
 from engine.runtime.kernels.timing import DeviceTimer
 from engine.runtime.models.config import ModelConfig
-from tests.gpu.results import check, floors
-from tests.gpu.shapes import LLAMA_8B, QWEN3_06B
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -53,7 +53,3 @@ def main() -> int:
                 row = f"{name} {what}{' fp8' if fp8 else ''}"
                 ok &= check("matmul", row, partial(measure, height, width, timer, fp8))
     return 0 if ok else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -71,14 +71,19 @@ def kv_bytes(config: ModelConfig, itemsize: int = 2) -> int:
 
 
 def decode_floor_s(
-    config: ModelConfig, batch: int, context: int, floors: tuple[float, float], weight_bytes: float = 2.0
+    config: ModelConfig,
+    batch: int,
+    context: int,
+    floors: tuple[float, float],
+    weight_bytes: float = 2.0,
+    kv_itemsize: int = 2,
 ) -> float:
-    """run.sh has the formula. `weight_bytes` per parameter of the layers; the head is bf16."""
+    """The package has the formula. `weight_bytes` per parameter of the layers; the head is bf16."""
     bandwidth, flops = floors
     layers, head = layer_parameters(config), head_parameters(config)
     reads = layers * weight_bytes + head * 2
     weights = max(reads / bandwidth, 2 * (layers + head) * batch / flops)
-    return weights + batch * context * kv_bytes(config) / bandwidth
+    return weights + batch * context * kv_bytes(config, kv_itemsize) / bandwidth
 
 
 def prefill_floor_s(config: ModelConfig, tokens: int, flops: float) -> float:

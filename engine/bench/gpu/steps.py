@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from functools import partial
 from typing import Any
@@ -10,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.bench.gpu.measuring import check, span_ms
+from engine.bench.gpu.results import floors, write
+from engine.bench.gpu.shapes import LLAMA_8B, QWEN3_06B, RandomWeights, decode_floor_s, prefill_floor_s
 from engine.core.messages import SamplingParams
-from engine.runtime.attention import AttentionSpec
+from engine.runtime.attention import AttentionSpec, Chunk
 from engine.runtime.graphs import CudaGraphDevice, DecodeGraphs
 from engine.runtime.kernels.attention import LibraryPrefill, TritonDecode, TritonPrefill
 from engine.runtime.kernels.autotune import MatmulTable
 from engine.runtime.kernels.decode_attention import PROGRAMS_PER_SM
 from engine.runtime.kernels.decoder import DecodeStep, DeviceDecoder, StepTokens
-from engine.runtime.kernels.prefill_attention import Chunk
 from engine.runtime.kernels.sampling import DeviceSampling, SamplingScratch
 from engine.runtime.kernels.timing import DeviceTimer
 from engine.runtime.kv_cache import KVCache, KVGeometry
 from engine.runtime.models.config import ModelConfig
-from tests.gpu.results import check, floors, span_ms, write
-from tests.gpu.shapes import LLAMA_8B, QWEN3_06B, RandomWeights, decode_floor_s, prefill_floor_s
 
 CUDA = torch.device("cuda")
 PAGE = 64
@@ -42,19 +41,18 @@ class Bench:
         self.programs = PROGRAMS_PER_SM * torch.cuda.get_device_properties(0).multi_processor_count
         write("steps", f"{name} made and tuned", took_s=time.perf_counter() - began)
 
-    def cache(self, tokens: int) -> KVCache:
+    def cache(self, tokens: int, kv_dtype: torch.dtype = torch.bfloat16) -> KVCache:
         config = self.config
-        geometry = KVGeometry(config.layers, config.kv_heads, PAGE, config.head_dim, torch.bfloat16)
-        with CUDA:
-            cache = KVCache(geometry, -(-tokens // PAGE) + 1)
+        geometry = KVGeometry(config.layers, config.kv_heads, PAGE, config.head_dim, kv_dtype)
+        cache = KVCache(geometry, -(-tokens // PAGE) + 1, device=CUDA)
         for part in (*cache.keys, *cache.values):
-            part.normal_()
+            part.copy_(torch.randn(part.shape, dtype=torch.bfloat16, device=CUDA))
         return cache
 
-    def decode(self, batch: int, context: int) -> dict[str, Any]:
+    def decode(self, batch: int, context: int, kv_dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
         """A step of random tokens, each row at `context`, sampled at temperature 1, as a graph."""
         config, width = self.config, -(-context // PAGE)
-        cache = self.cache(batch * width * PAGE)
+        cache = self.cache(batch * width * PAGE, kv_dtype)
         attention = TritonDecode(cache, self.spec, rows_max=batch, length_max=context, programs=self.programs)
         table = torch.zeros(batch + 1, width, dtype=torch.int32, device=CUDA)
         table[:batch] = torch.randperm(batch * width, device=CUDA).int().view(batch, width)
@@ -66,12 +64,13 @@ class Bench:
         scratch = SamplingScratch.empty(batch, config.vocab_size, CUDA)
         step = DecodeStep(self.decoder, cache, attention, tokens, table, sampling, scratch)
         graphs = DecodeGraphs(step, [batch], batch, CUDA)
-        graphs.capture(CudaGraphDevice(), lambda done, of: None)
+        graphs.capture(CudaGraphDevice(), lambda *_: None)
         slots, lengths = list(range(batch)), [context] * batch
         found = graphs.replay(slots, lengths)[0]
         assert (found >= 0).all(), "logits are not finite"
         ms = span_ms(lambda: graphs.replay(slots, lengths))
-        floor_ms = decode_floor_s(config, batch, context, floors(), 1.0 if self.fp8 else 2.0) * 1e3
+        weight_bytes = 1.0 if self.fp8 else 2.0
+        floor_ms = decode_floor_s(config, batch, context, floors(), weight_bytes, kv_dtype.itemsize) * 1e3
         fields = {"model": self.name, "batch": batch, "context": context, "ms": ms, "floor_ms": floor_ms}
         return fields | {"share": floor_ms / ms, "tokens_per_s": batch / ms * 1e3}
 
@@ -102,23 +101,23 @@ def run_model(name: str, config: ModelConfig, batches: tuple[int, ...], prompts:
         ok &= check("steps", row, partial(bench.decode, batch, 2048))
         torch.cuda.empty_cache()
     for length in prompts:
-        ok &= check("steps", f"prefill {name} {length}", partial(bench.prefill, length, TritonPrefill))
-        by_library = partial(bench.prefill, length, LibraryPrefill)
-        ok &= check("steps", f"prefill {name} {length} by the library's attention", by_library)
+        ok &= check("steps", f"prefill {name} {length}", partial(bench.prefill, length, LibraryPrefill))
+        ours = partial(bench.prefill, length, TritonPrefill)
+        ok &= check("steps", f"prefill {name} {length} by our attention alone", ours)
         torch.cuda.empty_cache()
     return ok
 
 
-@torch.inference_mode()
 def main() -> int:
     ok = run_model("Qwen3-0.6B", QWEN3_06B, (1, 32, 256), (2048,))
     torch.cuda.empty_cache()
     ok &= run_model("Llama-3.1-8B", LLAMA_8B, (1, 32, 256), (2048, 8192))
     torch.cuda.empty_cache()
     fp8 = Bench("Llama-3.1-8B fp8", LLAMA_8B, fp8=True)
-    ok &= check("steps", "decode Llama-3.1-8B fp8 batch 1 context 2048", partial(fp8.decode, 1, 2048))
+    for batch in (1, 32):
+        row = f"decode Llama-3.1-8B fp8 batch {batch} context 2048"
+        ok &= check("steps", row, partial(fp8.decode, batch, 2048))
+        kv_fp8 = partial(fp8.decode, batch, 2048, torch.float8_e4m3fn)
+        ok &= check("steps", f"decode Llama-3.1-8B fp8 and KV fp8 batch {batch} context 2048", kv_fp8)
+        torch.cuda.empty_cache()
     return 0 if ok else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,95 @@
+"""A card against its own limits: decode steps, attention and prefill of true shapes with random weights.
+
+    floors     what this card does at best: read-only bandwidth over a buffer far larger than its cache, and
+               the rate of a large bf16 product of random numbers. Every share is of these two, so a result
+               means the same on another card, and no datasheet is believed.
+    attention  paged decode attention alone: bytes of keys and values over time, by every back end that is
+               installed.
+    matmul     the library against our tiles, per shape of the two models, weights not in the cache.
+    steps      decode steps and prefills, as graphs where they decode; fp8 weights and KV against bf16.
+
+Theory of the floors. A decode step of batch B at context L must read its weights once and B contexts of keys
+and values, and multiply 2 P numbers per row:
+    max(W / bandwidth, 2 P B / rate) + B L kv / bandwidth
+A prefill of L tokens multiplies 2 P numbers per token, and its attention 2 Hq D L per layer and token, half
+of the square being masked:
+    L (2 P + 2 Hq D layers L) / rate
+
+Each part is a process of its own with a limit of its own: one that fails or hangs costs its own rows and no
+others. What was not measured says so. No torch in this module: the parts import it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from engine.bench.gpu.results import RESULTS_VARIABLE, read
+from engine.bench.gpu.targets import failures, table
+from shared.bench.figures import Figure
+from shared.bench.streams import BenchFailed
+
+__all__ = ["BenchFailed", "add_arguments", "run"]
+
+LIMITS_S: Final = {"floors": 60, "attention": 90, "matmul": 80, "steps": 200}
+"""Parts, in this order, and how long each may take: an H200 needs half of it."""
+NO_GPU: Final = 3
+"""Exit status of a part that finds none."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--only", nargs="+", choices=LIMITS_S, metavar="PART", help=f"of {', '.join(LIMITS_S)} (default: all)"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        metavar="FILE",
+        help="keep every row here, as JSON lines; rows that are there already count",
+    )
+
+
+async def run(options: argparse.Namespace) -> list[Figure]:
+    """Measure, and compare with the targets. Raises BenchFailed where there is no GPU."""
+    if options.results is not None:
+        return await _measure(options.results, options.only)
+    with tempfile.TemporaryDirectory() as directory:
+        return await _measure(Path(directory) / "gpu.jsonl", options.only)
+
+
+async def _measure(results: Path, only: list[str] | None) -> list[Figure]:
+    wanted = set(only or LIMITS_S)
+    if not any(line["part"] == "floors" and line["row"] == "card" for line in read(results)):
+        wanted.add("floors")  # what the others are shares of
+    for part in LIMITS_S:
+        if part in wanted:
+            await _run_part(part, results)
+    lines = read(results)
+    for failure in failures(lines):
+        sys.stderr.write(f"failed: {failure}\n")
+    return table(lines)
+
+
+async def _run_part(part: str, results: Path) -> None:
+    """Its rows go to the file; on a terminal one sees them come."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "engine.bench.gpu", part),
+        env={**os.environ, RESULTS_VARIABLE: str(results)},
+        stdout=sys.stderr.fileno(),
+    )
+    try:
+        status = await asyncio.wait_for(process.wait(), LIMITS_S[part])
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        sys.stderr.write(f"{part} took longer than {LIMITS_S[part]} s: what is missing was not measured\n")
+        return
+    if status == NO_GPU:
+        raise BenchFailed("there is nothing to measure without an NVIDIA GPU that this torch can use")
+    if status:
+        sys.stderr.write(f"{part} failed with status {status}\n")

@@ -1,0 +1,101 @@
+"""The table of targets, from the results file: what was measured, and what was not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from engine.bench.gpu.results import Line
+from shared.bench import figures
+from shared.bench.figures import Figure, at_least, at_most, figure, unmeasured
+
+LLAMA, QWEN = "Llama-3.1-8B", "Qwen3-0.6B"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    what: str
+    rows: tuple[str, ...]
+    """Of the results file."""
+    bound: figures.Target
+    unit: str
+    value: Callable[[Sequence[Line]], float]
+
+
+def only(field: str) -> Callable[[Sequence[Line]], float]:
+    """What the only row says."""
+    return lambda lines: float(lines[0][field])
+
+
+def speedup(lines: Sequence[Line]) -> float:
+    slow, fast = lines
+    return float(slow["ms"] / fast["ms"])
+
+
+def decode(model: str, batch: int) -> str:
+    return f"decode {model} batch {batch} context 2048"
+
+
+def _steps() -> Iterator[Target]:
+    for model, batch, least in (
+        (LLAMA, 1, 0.85),
+        (LLAMA, 32, 0.85),
+        (LLAMA, 256, 0.85),
+        (QWEN, 1, 0.60),
+        (QWEN, 256, 0.80),
+    ):
+        what = f"decode step, {model}, 2k, batch {batch}"
+        yield Target(what, (decode(model, batch),), at_least(least), "of the floor", only("share"))
+    what, row = "paged decode attention, batch 32, 4k", "decode attention batch 32 context 4096"
+    yield Target(what, (row,), at_least(0.85), "of read bandwidth", only("share"))
+    for tokens, name in ((2048, "2k"), (8192, "8k")):
+        what, row = f"prefill, {LLAMA}, {name}", f"prefill {LLAMA} {tokens}"
+        yield Target(what, (row,), at_least(0.70), "of the matrix rate", only("share"))
+
+
+TARGETS: Final = (
+    *_steps(),
+    Target(
+        "GPU idle between decode steps, batch 32",
+        ("engine idle batch 32",),
+        at_most(0.02),
+        "of the time",
+        only("idle"),
+    ),
+    Target(
+        f"whole engine, 256 requests, {QWEN}",
+        (f"engine 256 requests {QWEN}",),
+        at_least(0.75),
+        "of the floor",
+        only("share"),
+    ),
+    Target(
+        f"fp8 weights, {LLAMA}, batch 1, against bf16",
+        (decode(LLAMA, 1), decode(f"{LLAMA} fp8", 1)),
+        at_least(1.6),
+        "times",
+        speedup,
+    ),
+    Target("start to ready, 8B", ("engine start 8B",), at_most(30.0), "s", only("ready_s")),
+)
+
+
+def table(lines: Iterable[Line]) -> list[Figure]:
+    """Every target, and how far the results are from it."""
+    checked = {line["row"]: line for line in lines if "ok" in line}
+    good = {row: line for row, line in checked.items() if line["ok"]}
+    found = []
+    for target in TARGETS:
+        own = [good[row] for row in target.rows if row in good]
+        if len(own) < len(target.rows):
+            found.append(unmeasured(target.what, target.unit, target.bound))
+        else:
+            found.append(figure(target.what, target.value(own), target.unit, target.bound))
+    return found
+
+
+def failures(lines: Iterable[Line]) -> list[str]:
+    """Rows that failed when they were last tried, and why."""
+    checked = {line["row"]: line for line in lines if "ok" in line}
+    return [f"{row}: {line['error']}" for row, line in checked.items() if not line["ok"]]

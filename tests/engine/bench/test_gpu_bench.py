@@ -1,0 +1,75 @@
+"""`penstock bench gpu` where there is no GPU, and its table. What it measures is run by tests/gpu/run.sh."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import subprocess
+import sys
+from argparse import ArgumentParser
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.bench import gpu
+from engine.bench.gpu.targets import TARGETS, failures, table
+from shared.bench import figures
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test is without")
+def test_without_a_gpu_it_says_so_and_exits_2() -> None:
+    argv = [sys.executable, "-m", "shared.cli", "bench", "gpu", "--only", "steps", "--check"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "nothing to measure without an NVIDIA GPU" in done.stderr
+
+
+def test_results_that_are_there_count_and_what_is_not_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the floors known and a part that brings nothing, the table is of the file."""
+    results = tmp_path / "gpu.jsonl"
+    lines = [
+        {"part": "floors", "row": "card", "read_bytes_per_s": 4e12, "bf16_flops": 7e14},
+        {"part": "steps", "row": "decode Qwen3-0.6B batch 1 context 2048", "ok": True, "share": 0.7},
+        {"part": "steps", "row": "decode Qwen3-0.6B batch 256 context 2048", "ok": True, "share": 0.7},
+        {"part": "engine", "row": "engine idle batch 32", "ok": True, "idle": 0.01},
+        {"part": "steps", "row": "prefill Llama-3.1-8B 2048", "ok": False, "error": "RuntimeError: no"},
+    ]
+    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ran = []
+
+    async def run_part(part: str, results: Path) -> None:
+        ran.append(part)
+
+    monkeypatch.setattr(gpu, "_run_part", run_part)
+    parser = ArgumentParser()
+    gpu.add_arguments(parser)
+    options = parser.parse_args(["--only", "matmul", "--results", str(results)])
+    found = {figure.name: figure for figure in asyncio.run(gpu.run(options))}
+    assert ran == ["matmul"]
+    assert len(found) == len(TARGETS)
+    assert found["decode step, Qwen3-0.6B, 2k, batch 1"].ok is True
+    assert found["decode step, Qwen3-0.6B, 2k, batch 256"].ok is False
+    assert found["GPU idle between decode steps, batch 32"].ok is True
+    assert found["prefill, Llama-3.1-8B, 2k"] == figures.Figure(
+        "prefill, Llama-3.1-8B, 2k", None, "of the matrix rate", ">= 0.7", None
+    )
+    assert failures(lines) == ["prefill Llama-3.1-8B 2048: RuntimeError: no"]
+    asyncio.run(gpu.run(parser.parse_args(["--only", "steps", "--results", str(tmp_path / "new")])))
+    assert ran == ["matmul", "floors", "steps"], "shares need floors"
+
+
+def test_unmeasured_is_printed_and_fails_no_check() -> None:
+    out = io.StringIO()
+    nothing = table([])
+    figures.write(nothing, out, as_json=False)
+    assert out.getvalue().count("not measured") == len(TARGETS)
+    figures.write(nothing[:1], out, as_json=True)
+    assert '"value":null' in out.getvalue()
+    assert figures.exit_code(nothing, check=True) == 0

@@ -1,0 +1,127 @@
+"""Every attention back end that is installed against the definition, on the GPU: the cases of the CPU's tests
+with the true libraries instead of stand-ins, larger, launched one by one and captured."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from itertools import accumulate, product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.bench.gpu.measuring import check
+from engine.bench.gpu.results import write
+from engine.runtime.attention import AttentionSpec, Chunk
+from engine.runtime.attention.device import Bounds, build_backends
+from engine.runtime.backends import NAMES, Choice, Need, Phase, choose
+from engine.runtime.errors import BadRunnerConfig
+from engine.runtime.kv_cache import KVCache, KVGeometry
+from tests.engine.runtime.kernels.cases import PagedCase, Shape, paged_case
+
+CUDA = torch.device("cuda")
+LENGTHS = (3000, 1, 64, 65, 300, 512, 513, 9000)
+CHUNKS, CONTEXTS = (700, 1, 200, 64, 5, 129), (700, 100, 1200, 192, 4133, 129)
+WINDOW = 100
+HALF, FP8 = torch.bfloat16, torch.float8_e4m3fn
+ERROR_MAX = {HALF: 1e-2, FP8: 5e-2}
+"""Of the reference's norm. With an fp8 cache, some kernels round the weights of a row to fp8 as well."""
+
+
+def choice(name: str, phase: Phase, shape: Shape, kv_dtype: torch.dtype) -> Choice:
+    """Raises BadRunnerConfig where it cannot be had."""
+    major, minor = torch.cuda.get_device_capability()
+    stored = str(kv_dtype).removeprefix("torch.")
+    sizes = shape.heads, shape.kv_heads, shape.head_dim, shape.page_size
+    other = Phase.DECODE if phase is Phase.PREFILL else Phase.PREFILL
+    need = Need(*sizes, "bfloat16", stored, (major, minor))
+    return choose(f"{phase.value}={name},{other.value}=torch", need)
+
+
+def near(found: Tensor, expected: Tensor, kv_dtype: torch.dtype) -> float:
+    assert torch.isfinite(found).all(), "not finite"
+    error = float((found.cpu().double() - expected.double()).norm() / expected.double().norm())
+    assert error <= ERROR_MAX[kv_dtype], f"relative error {error:.2e}, at most {ERROR_MAX[kv_dtype]:.0e}"
+    return error
+
+
+def cache_of(case: PagedCase, clean: bool) -> KVCache:
+    """Two layers alike. `clean`: as the storing kernel keeps them for who reads pages whole."""
+    shape = case.shape
+    geometry = KVGeometry(2, shape.kv_heads, shape.page_size, shape.head_dim, case.keys.dtype)
+    cache = KVCache(geometry, len(case.keys), device=CUDA)
+    for kept, given in ((cache.keys, case.keys), (cache.values, case.values)):
+        for part in kept:
+            part.copy_(torch.nan_to_num(given.float()).to(given.dtype) if clean else given)
+    return cache
+
+
+def both(case: PagedCase, how: Choice) -> tuple[Any, Any]:
+    """The second layer has a window."""
+    shape = case.shape
+    spec = AttentionSpec(shape.heads, shape.kv_heads, shape.head_dim, [None, WINDOW])
+    bounds = Bounds(16, 16_384, torch.cuda.get_device_properties(0).multi_processor_count)
+    return build_backends(how, cache_of(case, how.reads_whole_pages), spec, HALF, bounds)
+
+
+def decode(name: str, shape: Shape, kv_dtype: torch.dtype) -> dict[str, Any]:
+    how = choice(name, Phase.DECODE, shape, kv_dtype)
+    case = paged_case(shape, [1] * len(LENGTHS), LENGTHS, dtype=HALF, kv_dtype=kv_dtype)
+    back_end, _ = both(case, how)
+    q, tables = case.q.to(CUDA), case.tables.to(CUDA)
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=CUDA)
+
+    def step() -> list[Tensor]:
+        prepared = back_end.on_device(tables, lengths)
+        return [prepared(layer, q) for layer in range(2)]
+
+    back_end.plan(LENGTHS)
+    eager = step()
+    expected = [case.expected(window) for window in (None, WINDOW)]
+    worst = max(near(f, e, kv_dtype) for f, e in zip(eager, expected, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = step()
+    # Other lengths than those of the capture: the rows change places.
+    back_end.plan(LENGTHS[::-1])
+    lengths.copy_(lengths.flip(0))
+    tables.copy_(tables.flip(0))
+    q.copy_(q.flip(0))
+    graph.replay()
+    worst = max(worst, *(near(f.flip(0), e, kv_dtype) for f, e in zip(captured, expected, strict=True)))
+    return {"back_end": str(how.decode), "error": worst}
+
+
+def prefill(name: str, shape: Shape, kv_dtype: torch.dtype) -> dict[str, Any]:
+    how = choice(name, Phase.PREFILL, shape, kv_dtype)
+    case = paged_case(shape, CHUNKS, CONTEXTS, dtype=HALF, kv_dtype=kv_dtype)
+    _, back_end = both(case, how)
+    offsets = accumulate(CHUNKS, initial=0)
+    chunks = [Chunk(end - n, n, offset) for n, end, offset in zip(CHUNKS, CONTEXTS, offsets, strict=False)]
+    step = back_end.of_chunks(chunks, case.tables.to(CUDA))
+    found = [step(layer, case.q.to(CUDA)) for layer in range(2)]
+    worst = max(near(f, case.expected(w), kv_dtype) for f, w in zip(found, (None, WINDOW), strict=True))
+    return {"back_end": str(how.prefill), "error": worst}
+
+
+def main() -> int:
+    ok = True
+    shapes = Shape(4, 4, 128, 64), Shape(4, 7, 128, 64), Shape(4, 4, 128, 256)
+    runs = {Phase.DECODE: decode, Phase.PREFILL: prefill}
+    for name, phase, shape, kv_dtype in product(NAMES, Phase, shapes, (HALF, FP8)):
+        kv = str(kv_dtype).removeprefix("torch.")
+        row = f"{phase.value} by {name} group {shape.group} page {shape.page_size} KV {kv}"
+        try:
+            choice(name, phase, shape, kv_dtype)
+        except BadRunnerConfig as error:
+            write("backends", row, absent=str(error))
+            continue
+        ok &= check("backends", row, partial(runs[phase], name, shape, kv_dtype))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        sys.exit(main())
