@@ -7,6 +7,7 @@ constants of the code. Tenants beyond `TENANTS_SHOWN_MAX` share one label.
 from __future__ import annotations
 
 from enum import StrEnum
+from operator import attrgetter
 from typing import Final
 
 from msgspec import Struct
@@ -212,10 +213,10 @@ class Reporter:
         return tenant
 
 
-_OF_THE_ENGINE: Final = tuple(
-    (name, f"engine_{name}") for name in Closing.__struct_fields__ if not name.endswith("_tokens")
-)
+_SAID: Final = tuple(name for name in Closing.__struct_fields__ if not name.endswith("_tokens"))
 """All that a closing says, beside the tokens."""
+_said: Final = attrgetter(*_SAID)
+_SAID_LABELS: Final = tuple(f"engine_{name}" for name in _SAID)
 
 
 def _fields(record: RequestRecord) -> dict[str, object]:
@@ -249,7 +250,7 @@ def _fields(record: RequestRecord) -> dict[str, object]:
     if decision is not None and decision.refusal is not None:
         fields |= {"quota_meter": decision.refusal.meter.value, "quota_scope": decision.refusal.scope.value}
     if closing is not None:
-        fields |= {label: getattr(closing, name) for name, label in _OF_THE_ENGINE}
+        fields.update(zip(_SAID_LABELS, _said(closing), strict=True))
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -130,7 +130,7 @@ class Relay(Struct, frozen=True, eq=False):
 
     def _pass(self, chunk: bytes) -> bool:
         """Whether the client has room for more."""
-        self._expect_more()
+        self.watch.again()
         if not (data := self.progress.scanner.feed(chunk)):
             return True
         self.progress.events += data.count(_BOUNDARY)
@@ -143,7 +143,7 @@ class Relay(Struct, frozen=True, eq=False):
 
         def keep(chunk: bytes) -> bool:
             nonlocal room
-            self._expect_more()
+            self.watch.again()
             chunks.append(chunk)
             room -= len(chunk)
             return room > 0
@@ -160,7 +160,7 @@ class Relay(Struct, frozen=True, eq=False):
             self._expect_more()
 
     def _pass_as_it_is(self, chunk: bytes) -> bool:
-        self._expect_more()
+        self.watch.again()
         self.progress.body_len += len(chunk)
         return self.client.offer(chunk)
 

@@ -39,6 +39,7 @@ class Watch:
         "_timer",
         "_total_at_s",
         "_total_error",
+        "_within_s",
     )
 
     def __init__(self, total_s: float, soonest_s: float | None = None) -> None:
@@ -50,6 +51,7 @@ class Watch:
         self._total_at_s = self._deadline_s = self._started_s + total_s
         self._first_look_at_s = self._started_s + min(total_s, soonest_s or total_s)
         self._error: tuple[type[ApiError], str] = self._total_error
+        self._within_s = total_s
         self._reason: ApiError | None = None
         self._task: asyncio.Task[object] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -78,8 +80,16 @@ class Watch:
 
     def expect(self, within_s: float, error: type[ApiError], message: str) -> None:
         """From now on the next thing must happen within so many seconds, or within the total."""
-        self._error = error, message
+        self._error, self._within_s = (error, message), within_s
         self._move(self._loop.time() + within_s)
+
+    def again(self) -> None:
+        """It happened, and is expected anew, within as long. Once per event: the timer is later or right."""
+        deadline_s = self._loop.time() + self._within_s
+        if deadline_s < self._total_at_s:
+            self._deadline_s = deadline_s
+        else:
+            self._deadline_s, self._error = self._total_at_s, self._total_error
 
     def relax(self) -> None:
         """Only the total counts."""

@@ -124,10 +124,12 @@ def test_tokenizers_that_are_not_known_are_left_to_the_library(tokenizer: tokeni
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "WORDS_MAX", 3)
+    monkeypatch.setattr(words, "KEPT_MAX", 8)
     encoder = encoder_of(KNOWN["gpt2"])
     assert encoder is not None
-    for text in ("a b c d e f", "x" * (words.WORD_LEN_MAX + 1), "a b c d e f"):
-        assert encoder.encode(text) == KNOWN["gpt2"].encode(text).ids
-        assert len(encoder._known) <= 3
-        assert all(len(word) <= words.WORD_LEN_MAX for word in encoder._known)
+    for text in ("a b c d e f", "x" * (words.KEPT_LEN_MAX + 1), *"abcdefghijkl", "a b c d e f g h i j k l"):
+        for _ in range(2):
+            assert encoder.encode(text) == KNOWN["gpt2"].encode(text).ids
+    for kept in (encoder._words, encoder._pieces):
+        assert len(kept) == words.KEPT_MAX
+        assert all(len(text) <= words.KEPT_LEN_MAX for text in kept)
