@@ -13,6 +13,8 @@
 #              torch), eager and captured.
 #   tokens     small random models of every family: tokens against transformers, greedy, in fp32; a decode
 #              step as a graph against the same step eager, to the bit.
+#   ranks      what tensor-parallel ranks do together, over NCCL, eager and captured; where there are two cards,
+#              small models on both against one.
 #   attention  measures paged decode attention alone, by every back end that is installed.
 #   matmul     measures the library against our tiles.
 #   steps      measures decode steps and prefills of true shapes; fp8 weights and KV against bf16.
@@ -26,8 +28,8 @@
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 
-PARTS_ALL=(floors kernels backends tokens attention matmul steps)
-declare -A LIMIT_S=([floors]=60 [kernels]=130 [backends]=80 [tokens]=90 [attention]=60 [matmul]=60 [steps]=160)
+PARTS_ALL=(floors kernels backends tokens ranks attention matmul steps)
+declare -A LIMIT_S=([floors]=60 [kernels]=130 [backends]=80 [tokens]=90 [ranks]=60 [attention]=60 [matmul]=60 [steps]=160)
 MEASURING=" floors attention matmul steps "
 
 out=tests/bench/results
