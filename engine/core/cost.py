@@ -21,7 +21,8 @@ which nobody would copy any more, fades.
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
+from operator import mul
 from typing import Final
 
 FORGETTING: Final = 0.98
@@ -61,7 +62,7 @@ class StepCost:
     page_s: float = 1e-4
 
     def __post_init__(self) -> None:
-        assert min(astuple(self)) >= 0.0
+        assert min(self.token_s, self.row_s, self.pair_s, self.fixed_s, self.page_s) >= 0.0
 
     def seconds(self, work: Work) -> float:
         variable_s = self.token_s * work.prompt_tokens + self.row_s * work.decode_rows
@@ -110,20 +111,22 @@ class CostLearner:
         self._has_learned = True
         features = (work.prompt_tokens, work.decode_rows, work.pairs, 1, work.copied_pages)
         scaled = [feature / seconds for feature in features]
-        for i, row in enumerate(self._matrix):
-            self._vector[i] = FORGETTING * self._vector[i] + scaled[i]
-            for j in range(COEFFICIENTS):
-                row[j] = FORGETTING * row[j] + scaled[i] * scaled[j]
+        self._vector = [FORGETTING * old + new for old, new in zip(self._vector, scaled, strict=True)]
+        self._matrix = [
+            [FORGETTING * old + new * other for old, other in zip(row, scaled, strict=True)]
+            for row, new in zip(self._matrix, scaled, strict=True)
+        ]
         self._descend()
 
     def _descend(self) -> None:
-        weights = list(astuple(self.cost))
+        cost = self.cost
+        weights = [cost.token_s, cost.row_s, cost.pair_s, cost.fixed_s, cost.page_s]
         for _ in range(SWEEPS):
             for i, row in enumerate(self._matrix):
                 prior, prior_square = self._prior if i == PAGE else (0.0, 0.0)
                 square = row[i] + prior_square
                 if square < 1e-12:
                     continue  # never seen
-                others = sum(row[j] * weights[j] for j in range(COEFFICIENTS)) - row[i] * weights[i]
+                others = sum(map(mul, row, weights)) - row[i] * weights[i]
                 weights[i] = max(0.0, (self._vector[i] + prior - others) / square)
         self.cost = StepCost(*weights)

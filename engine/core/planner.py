@@ -46,17 +46,22 @@ class Planner:
         self._spend(batch, news, now)
 
     def _plan_decodes(self, batch: Batch) -> None:
+        decodes: dict[int, Sequence] = {}
         for slot, sequence in self.room.running.items():
             if not sequence.is_due:
                 continue
-            if sequence.pending_len == 1:
-                batch.add_decode(slot, sequence)
+            pending_len = sequence.pending_len
+            if pending_len == 1:
+                decodes[slot] = sequence
             else:
-                sequence.expected_len = sequence.pending_len
+                sequence.expected_len = pending_len
                 batch.chunks.append(sequence)
+        batch.add_decodes(decodes)
 
     def _spend(self, batch: Batch, news: News, now: float) -> None:
         """What the decodes left, by rank: on chunks of those who run, and on admissions."""
+        if not (batch.chunks or self.waiting.willing):
+            return  # as in most steps
         circumstances = self._circumstances(now)
         batch.copies_charged = batch.copied_pages
         room_s = self._prompt_room_s(batch, circumstances)
@@ -69,8 +74,9 @@ class Planner:
             batch.add_chunk(sequence)
 
     def _prompt_room_s(self, batch: Batch, circumstances: Circumstances) -> float:
-        target_s, decodes_s = self.config.step_time_target_s, circumstances.cost.seconds(batch.work)
-        if not batch.work.decode_rows:  # nobody streams
+        work = batch.work
+        target_s, decodes_s = self.config.step_time_target_s, circumstances.cost.seconds(work)
+        if not work.decode_rows:  # nobody streams
             return target_s - decodes_s
         prompts = (policy.lateness(s, circumstances) for s in (*batch.chunks, *self.waiting.willing))
         return policy.prompt_room_s(target_s, decodes_s, prompts)

@@ -324,7 +324,7 @@ class Scheduler:
         if not (news.is_due or news.finished):
             return None
         self._news = News()
-        has_logprobs = any(entry is not None for entry in news.logprobs)
+        has_logprobs = news.logprobs.count(None) < len(news.logprobs)
         return StepOutput(
             step=self._committed,
             handles=news.handles,

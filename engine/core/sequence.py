@@ -148,12 +148,13 @@ class Sequence:
     @property
     def pending_len(self) -> int:
         """Its tokens that no plan computes yet, those coming included; at least one while it lives."""
-        return len(self.tokens) + self.coming - self.planned_len
+        return len(self.tokens) + self.coming - self.computed_len - self.in_flight_len
 
     @property
     def is_due(self) -> bool:
         """Whether the next plan may compute for it: it is read, and its last token is not coming yet."""
-        return self.paused_at is None and self.output_len + self.coming < self.sampling.max_tokens
+        coming_len = len(self.tokens) + self.coming - self.prompt_len
+        return self.paused_at is None and coming_len < self.sampling.max_tokens
 
     @property
     def kv_len_max(self) -> int:
@@ -244,7 +245,7 @@ class Sequence:
         """A sampled token becomes known."""
         assert self.status is Status.RUNNING
         assert self.computed_len == len(self.tokens)
-        if not self.output_len:
+        if self.computed_len == self.prompt_len:
             self._charge(now)
         self.tokens.append(token)
 

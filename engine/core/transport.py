@@ -14,6 +14,7 @@ second who the parent is. (ZeroMQ itself would wait for a peer's return for ever
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from types import TracebackType
@@ -82,9 +83,12 @@ class ZmqOutbox:
     def send(self, message: CoreOutput) -> None:
         """As `loop.Outbox` says. Raises `Disconnected` when the API process is gone."""
         frame = self._encoder.encode(message)
-        while not self._socket.poll(PARENT_CHECK_MS, zmq.POLLOUT):
-            self._parent.check()
-        self._socket.send(frame, zmq.NOBLOCK)
+        while True:
+            with contextlib.suppress(zmq.Again):  # nearly never: asking first costs as much as sending
+                self._socket.send(frame, zmq.NOBLOCK)
+                return
+            while not self._socket.poll(PARENT_CHECK_MS, zmq.POLLOUT):
+                self._parent.check()
 
     def close(self) -> None:
         self._socket.close(linger=LINGER_MS)
