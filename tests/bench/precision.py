@@ -72,12 +72,16 @@ def measure(model: Path) -> Iterator[Figure]:
             )
             yield figure(f"{name}: {kind}: right answers of {len(probes)}", right, "answers")
     else:
-        draw = random.Random(0)
-        texts = [draw.choices(range(reference.info.vocab_size), k=MADE_UP_LEN) for _ in range(MADE_UP)]
+        texts = made_up(reference.info.vocab_size)
     distances = compare(list(runners.values()), texts)
     for kind, distance in zip(runners, distances, strict=True):
         yield figure(f"{name}: {kind}: logits, relative L2", 100 * distance.relative, "%")
         yield figure(f"{name}: {kind}: same first choice", 100 * distance.agreement, "%")
+
+
+def made_up(vocab_size: int) -> list[Tokens]:
+    draw = random.Random(0)
+    return [draw.choices(range(vocab_size), k=MADE_UP_LEN) for _ in range(MADE_UP)]
 
 
 @dataclass(slots=True)
