@@ -144,7 +144,8 @@ def _add_model_arguments(model: argparse._ArgumentGroup) -> None:
         default="auto",
         metavar="NAME",
         help="what computes attention on a GPU: triton, cudnn, flash-attn, flashinfer, flashinfer-trtllm or "
-        "torch, or one for each phase, as prefill=cudnn,decode=triton (default: auto, the fastest installed)",
+        "torch, or one for each phase, as prefill=cudnn,decode=triton (default: auto, a library that is "
+        "installed, else ours)",
     )
     model.add_argument(
         "--enforce-eager",

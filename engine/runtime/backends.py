@@ -158,6 +158,14 @@ def parse(asked: str) -> Mapping[Phase, str]:
     return found
 
 
+def misnamed(asked: str) -> Iterator[str]:
+    """What is wrong with it, if anything is."""
+    try:
+        parse(asked)
+    except BadRunnerConfig as error:
+        yield str(error)
+
+
 def _known(name: str) -> str:
     if name != AUTO and name not in NAMES:
         raise BadRunnerConfig(f"attention_backend must be one of {AUTO}, {', '.join(NAMES)}, not {name!r}")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from engine.runtime.backends import misnamed
 from engine.runtime.errors import BadRunnerConfig
 
 DTYPES: Final = ("auto", "float32", "bfloat16")
@@ -80,6 +81,7 @@ class RunnerConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 yield f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}"
+        yield from misnamed(self.attention_backend)
         if not 1 <= self.page_size <= PAGE_SIZE_MAX or self.page_size & (self.page_size - 1):
             yield f"page_size must be a power of two up to {PAGE_SIZE_MAX}, not {self.page_size}"
         for name in ("memory_fraction", "gpu_memory_utilization"):

@@ -10,6 +10,7 @@ import pytest
 
 from engine.runtime import backends
 from engine.runtime.backends import Backend, Find, Library, Need, Phase, choose, parse
+from engine.runtime.config import RunnerConfig
 from engine.runtime.errors import BadRunnerConfig
 
 HOPPER = Need(32, 8, 128, 64, "bfloat16", "bfloat16", (9, 0))
@@ -124,6 +125,8 @@ def test_what_cannot_be_had_is_refused_with_the_reason(
 def test_unknown_names_are_refused(asked: str) -> None:
     with pytest.raises(BadRunnerConfig):
         parse(asked)
+    with pytest.raises(BadRunnerConfig):
+        RunnerConfig("somewhere", attention_backend=asked)
     assert parse("decode=torch") == {Phase.PREFILL: "auto", Phase.DECODE: "torch"}
 
 
