@@ -11,6 +11,7 @@ made-up tokens instead, and only its logits are told.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import re
 import sys
@@ -101,7 +102,7 @@ class Distance:
 
     @property
     def relative(self) -> float:
-        return (self.squares / self.reference_squares) ** 0.5
+        return math.sqrt(self.squares / self.reference_squares)
 
     @property
     def agreement(self) -> float:
@@ -158,8 +159,10 @@ def answers(
 
 
 def _load(model: Path, settings: Mapping[str, Any]) -> ModelRunner:
-    config = RunnerConfig(str(model), max_num_seqs=64, kv_cache_bytes=1 << 30, **settings)
-    return load_runner(config, lambda stage: None)
+    config = RunnerConfig(str(model), max_num_seqs=64, kv_cache_bytes=1 << 30, device="cpu", **settings)
+    runner = load_runner(config, lambda stage: None)
+    assert isinstance(runner, ModelRunner)
+    return runner
 
 
 if __name__ == "__main__":
