@@ -22,6 +22,7 @@ from engine.config import CoreStart, EngineConfig, from_args
 from shared import logs
 
 if TYPE_CHECKING:
+    from engine.core.messages import Runner
     from engine.runtime.config import RunnerConfig
 
 NICENESS: Final = 5
@@ -75,12 +76,10 @@ def core(start: CoreStart) -> int:
     """The core process, until it is told to stop or its parent is gone."""
     from engine.core.config import SchedulerConfig
     from engine.core.loop import CoreLoop, last_words
-    from engine.core.messages import CoreFailed, CoreProgress, Runner
+    from engine.core.messages import CoreFailed, CoreProgress
     from engine.core.policy import DISCIPLINES
     from engine.core.transport import CoreTransport, say_once
     from engine.runtime.errors import ModelError
-    from engine.runtime.load import load_runner
-    from engine.runtime.parallel.leader import lead
     from shared.lifecycle import die_with_parent
     from shared.openai import PROMPTS_MAX
 
@@ -102,8 +101,7 @@ def core(start: CoreStart) -> int:
             def progress(stage: str) -> None:
                 transport.outbox.send(CoreProgress(stage))
 
-            is_alone = settings.tensor_parallel == 1
-            runner: Runner = load_runner(settings, progress) if is_alone else lead(settings, progress, lost)
+            runner = _load(settings, progress, lost)
         except Exception as error:
             message = str(error) if isinstance(error, ModelError) else last_words(error)
             transport.outbox.send(CoreFailed(message))
@@ -132,6 +130,17 @@ def core(start: CoreStart) -> int:
             overlap=runner.info.is_async if config.overlap is None else config.overlap,
         ).run()
     return 0
+
+
+def _load(settings: RunnerConfig, progress: Callable[[str], None], lost: Callable[[str], None]) -> Runner:
+    """With ranks, torch is not imported before they have started, and do the same."""
+    if settings.tensor_parallel > 1:
+        from engine.runtime.parallel.leader import lead
+
+        return lead(settings, progress, lost)
+    from engine.runtime.load import load_runner
+
+    return load_runner(settings, progress)
 
 
 def _threads() -> set[int]:

@@ -85,7 +85,8 @@ class EngineState:
         """Changes when the answers to the same seed may change."""
         assert self.model is not None
         assert self.core.info is not None
-        seen = f"{self.config.model}|{self.core.info.dtype}|{self.model.tokenizer.hash}"
+        arithmetic = f"{self.core.info.dtype}|{self.config.tensor_parallel_size}"
+        seen = f"{self.config.model}|{arithmetic}|{self.model.tokenizer.hash}"
         return "fp_" + hashlib.sha256(seen.encode()).hexdigest()[:12]
 
     # -- who is being served ----------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""Rank 0: its own runner, and the others told before it runs anything itself."""
+"""Rank 0: its own runner, and the others told before it runs anything itself.
+
+Importing this imports no torch: the other ranks start first.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,22 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
 from engine.core.messages import Pending, Plan, RunnerInfo, RunResult
 from engine.runtime.config import RunnerConfig
 from engine.runtime.errors import BadRunnerConfig
-from engine.runtime.hardware import available_memory_bytes
-from engine.runtime.kv_cache import host_page_count
-from engine.runtime.load import Progress, choose_device, warm_up
 from engine.runtime.models.config import read_model_config
-from engine.runtime.parallel.loading import LoadedShard, OwnRunner, connect, load_shard
 from engine.runtime.parallel.ranks import OnLost, Ranks
 from engine.runtime.parallel.shard import Shard
 from engine.runtime.parallel.wire import Build, Execute, Here, Landed, Loaded, digest_of
 from shared.clock import SYSTEM_CLOCK, Clock
+
+if TYPE_CHECKING:
+    from engine.runtime.load import Progress
+    from engine.runtime.parallel.loading import OwnRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,6 @@ class LeadingRunner:
         self.ranks.close()
 
 
-@torch.inference_mode()
 def lead(
     config: RunnerConfig, progress: Progress, on_lost: OnLost, clock: Clock = SYSTEM_CLOCK
 ) -> LeadingRunner:
@@ -69,36 +71,19 @@ def lead(
 
     `on_lost` is called in another thread when a rank is lost, whatever this one is waiting for then.
     """
-    started_s = time.monotonic()
-    device = choose_device(config)
-    _refuse(config, device)
-    progress(f"starting {config.tensor_parallel} ranks on {device.type}")
+    _refuse(config)
+    progress(f"starting {config.tensor_parallel} ranks")
     ranks = Ranks(config, on_lost, clock)
     try:
-        ranks.answers(Here)
-        with ranks.step(0):
-            shard = load_shard(config, connect(config, 0, ranks.store_file), progress)
-            pages = shard.page_count()
-        loaded_s = time.monotonic()
-        info = _sizes(config, shard, min(pages, *(other.pages for other in ranks.answers(Loaded))))
-        progress(f"allocating {info.pages} KV pages of {info.page_size} tokens on each rank")
-        ranks.send(Build(info))
-        with ranks.step(0):
-            runner = LeadingRunner(info, shard.build(info, progress), ranks)
-        progress("warming up")
-        warm_up(runner)
-        page_copy_s, warmed_s = runner.own.host.measure(), time.monotonic()
+        runner = _load(config, ranks, progress)
     except BaseException:
         ranks.close()
         raise
-    runner.info = msgspec.structs.replace(
-        info, load_s=loaded_s - started_s, warmup_s=warmed_s - loaded_s, page_copy_s=page_copy_s
-    )
     ranks.serve()
     return runner
 
 
-def _refuse(config: RunnerConfig, device: torch.device) -> None:
+def _refuse(config: RunnerConfig) -> None:
     """What cannot be split, before any process is started. Raises BadRunnerConfig."""
     size = config.tensor_parallel
     if sys.platform != "linux":
@@ -109,18 +94,32 @@ def _refuse(config: RunnerConfig, device: torch.device) -> None:
         raise BadRunnerConfig(
             f"{what} needs the native kernels, which take no shards: tensor_parallel must be 1"
         )
-    if device.type == "cuda" and torch.cuda.device_count() < size:
-        raise BadRunnerConfig(
-            f"tensor_parallel {size} needs a GPU for each rank, and there are {torch.cuda.device_count()}"
-        )
 
 
-def _sizes(config: RunnerConfig, shard: LoadedShard, pages: int) -> RunnerInfo:
-    """For every rank alike."""
-    host_bytes = available_memory_bytes() // config.tensor_parallel
-    info = shard.info(pages)
-    return msgspec.structs.replace(
-        info,
-        page_bytes=info.page_bytes * config.tensor_parallel,
-        host_pages=host_page_count(config, shard.geometry, shard.max_model_len, host_bytes),
+def _load(config: RunnerConfig, ranks: Ranks, progress: Progress) -> LeadingRunner:
+    """Every rank imports torch at the same time, this one too, and loads at the same time."""
+    started_s = time.monotonic()
+    import torch
+
+    from engine.runtime.load import warm_up
+    from engine.runtime.parallel import loading
+
+    ranks.answers(Here)
+    with torch.inference_mode():
+        with ranks.step(0):
+            shard = loading.load_shard(config, loading.connect(config, 0, ranks.store_file), progress)
+            pages = shard.page_count()
+        loaded_s = time.monotonic()
+        pages = min(pages, *(other.pages for other in ranks.answers(Loaded)))
+        info = loading.agreed(config, shard, pages)
+        progress(f"allocating {info.pages} KV pages of {info.page_size} tokens on each rank")
+        ranks.send(Build(info))
+        with ranks.step(0):
+            runner = LeadingRunner(info, shard.build(info, progress), ranks)
+        progress("warming up")
+        warm_up(runner)
+        page_copy_s, warmed_s = runner.own.host.measure(), time.monotonic()
+    runner.info = msgspec.structs.replace(
+        info, load_s=loaded_s - started_s, warmup_s=warmed_s - loaded_s, page_copy_s=page_copy_s
     )
+    return runner

@@ -7,18 +7,20 @@ native ones take no shards, and ranks share the machine's cores and memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import torch
 
 from engine.core.messages import Pending, Plan, RunnerInfo
 from engine.runtime.config import RunnerConfig
+from engine.runtime.errors import BadRunnerConfig
 from engine.runtime.hardware import available_memory_bytes, usable_cores
-from engine.runtime.kv_cache import HostPages, KVCache, KVGeometry, page_count
+from engine.runtime.kv_cache import HostPages, KVCache, KVGeometry, host_page_count, page_count
 from engine.runtime.load import (
+    Progress,
     TorchNetwork,
     checked_checkpoint,
     choose_device,
@@ -37,8 +39,6 @@ from engine.runtime.slots import Slots
 if TYPE_CHECKING:
     from engine.runtime.device.card import Card
     from engine.runtime.device.load import DeviceNetwork
-
-Progress = Callable[[str], None]
 
 
 class OwnRunner(Protocol):
@@ -126,8 +126,24 @@ def connect(config: RunnerConfig, rank: int, store_file: str) -> Group:
     device = choose_device(config)
     own = torch.device("cuda", rank) if device.type == "cuda" else device
     if own.type == "cuda":
+        if torch.cuda.device_count() < config.tensor_parallel:
+            raise BadRunnerConfig(
+                f"tensor_parallel {config.tensor_parallel} needs a GPU for each rank, and there are "
+                f"{torch.cuda.device_count()}"
+            )
         torch.cuda.set_device(own)
     return Group(Shard(rank, config.tensor_parallel), store_file, own)
+
+
+def agreed(config: RunnerConfig, shard: LoadedShard, pages: int) -> RunnerInfo:
+    """For every rank alike. `pages`: the fewest that any has room for."""
+    host_bytes = available_memory_bytes() // config.tensor_parallel
+    info = shard.info(pages)
+    return msgspec.structs.replace(
+        info,
+        page_bytes=info.page_bytes * config.tensor_parallel,
+        host_pages=host_page_count(config, shard.geometry, shard.max_model_len, host_bytes),
+    )
 
 
 def load_shard(config: RunnerConfig, ranks: Group, progress: Progress) -> LoadedShard:

@@ -11,7 +11,7 @@ from engine.core.messages import Runner
 from engine.core.scheduler import Scheduler
 from engine.runtime.config import RunnerConfig
 from engine.runtime.device.runner import DeviceRunner
-from engine.runtime.parallel import leader
+from engine.runtime.parallel import leader, loading
 from engine.runtime.parallel import ranks as parallel_ranks
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.device.test_runner import SMALL
@@ -30,7 +30,7 @@ TOLERANCE = 1e-4
 
 
 def scheduler_of(runner: Runner) -> Scheduler:
-    return Scheduler(SchedulerConfig(step_tokens_max=40, queue_len_max=64), runner.info)
+    return Scheduler(SchedulerConfig(step_tokens_max=16, queue_len_max=64), runner.info)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter")
@@ -38,16 +38,16 @@ def test_two_ranks_with_graphs(tiny_model: MakeModel, monkeypatch: pytest.Monkey
     """One key-value head, so both have it. Room for pages is measured by a step that both run."""
     path: Path = tiny_model("qwen3", **SMALL)
     monkeypatch.setattr(parallel_ranks, "MODULE", device_rank.__name__)
-    monkeypatch.setattr(leader, "load_shard", device_rank.load_shard)
+    monkeypatch.setattr(loading, "load_shard", device_rank.load_shard)
     alone = load(path, kernels="torch", **SETTINGS)
-    tokens, logprobs = all_said(serve(scheduler_of(alone), alone, requests()))
+    tokens, logprobs = all_said(serve(scheduler_of(alone), alone, requests()[:2]))
     config = RunnerConfig(str(path), tensor_parallel=2, threads=1, **SETTINGS)
     reasons: list[str] = []
     runner = leader.lead(config, lambda stage: None, reasons.append)
     try:
         assert isinstance(runner.own, DeviceRunner)
         assert runner.info.is_async
-        found, found_logprobs = all_said(serve_overlapped(scheduler_of(runner), runner, requests()))
+        found, found_logprobs = all_said(serve_overlapped(scheduler_of(runner), runner, requests()[:2]))
     finally:
         runner.close()
     assert found == tokens

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,7 +28,7 @@ from engine.runtime.parallel.wire import (
     frame,
 )
 from tests.fakes import VirtualClock
-from tests.services import PATIENCE_S, until
+from tests.services import PATIENCE_S, ROOT, until
 
 PLAN = Plan(7, [], [], [], [0], [0], [1], [True])
 
@@ -198,3 +200,9 @@ def test_frames_come_back_however_they_are_cut(digests: list[int], cuts: list[in
 def test_a_digest_is_of_tokens_in_their_order() -> None:
     assert digest_of([1, 2, 3]) == digest_of((1, 2, 3))
     assert len({digest_of(tokens) for tokens in ([], [1, 2, 3], [1, 3, 2], [1, 2], [-1])}) == 5
+
+
+def test_ranks_start_before_torch_is_imported() -> None:
+    """So that all of them import it at the same time."""
+    script = "import sys, engine.runtime.parallel.leader; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=PATIENCE_S).returncode == 0
