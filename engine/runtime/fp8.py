@@ -1,4 +1,4 @@
-"""Weights in fp8, a scale per output channel.
+"""Weights in fp8, a scale per output channel, or for each group of its columns.
 
 e4m3 has a sign, four bits of exponent and three of mantissa, and reaches 448: a channel's largest weight
 becomes that. A weight keeps its three bits of mantissa down to 2^-14 of the channel's largest, so that it is
@@ -7,6 +7,7 @@ off by 2.6 % (root mean square); and since the errors are independent, so is a p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +17,8 @@ from torch import Tensor
 
 FP8_MAX: Final = 448.0
 """The largest e4m3."""
+GROUP_MULTIPLE: Final = 64
+"""Groups of columns are multiples of this, so that a kernel's tile lies in one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,20 +26,39 @@ class Fp8Weight:
     values: Tensor
     """[N, K] float8_e4m3fn"""
     scales: Tensor
-    """[N] float32: what values have to be multiplied by"""
+    """[N] float32: what values have to be multiplied by; with groups [ceil(K / group), N]"""
+    group: int = 0
+    """Columns that share a scale; 0: all of a row's."""
 
     def __post_init__(self) -> None:
+        rows, columns = self.values.shape
         assert self.values.dtype == torch.float8_e4m3fn
-        assert self.scales.shape == self.values.shape[:1]
+        assert self.scales.shape == ((-(-columns // self.group), rows) if self.group else (rows,))
         assert self.scales.dtype == torch.float32
+        assert self.group % GROUP_MULTIPLE == 0
 
     def to(self, device: torch.device) -> Fp8Weight:
-        return Fp8Weight(self.values.to(device), self.scales.to(device))
+        return Fp8Weight(self.values.to(device), self.scales.to(device), self.group)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [M, K] -> [M, N], through a copy in x's type: for many rows, where that is little."""
+        if self.group:
+            return F.linear(x, self.restored(x.dtype), bias)
         out = F.linear(x, self.values.to(x.dtype)).float() * self.scales
         return (out if bias is None else out + bias).to(x.dtype)
+
+    def restored(self, dtype: torch.dtype) -> Tensor:
+        """[N, K]: the numbers that are meant."""
+        if not self.group:
+            return (self.values.float() * self.scales[:, None]).to(dtype)
+        by_column = self.scales.T.repeat_interleave(self.group, 1)[:, : self.values.shape[1]]
+        return (self.values.float() * by_column).to(dtype)
+
+    @staticmethod
+    def stacked(parts: Sequence[Fp8Weight]) -> Fp8Weight:
+        """One above the other."""
+        values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
+        return Fp8Weight(values, torch.cat([part.scales for part in parts], dim=-1), parts[0].group)
 
 
 def quantise(weight: Tensor) -> Fp8Weight:

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.runtime.errors import ModelUnavailable, WeightsMismatch
-from engine.runtime.fp8 import Fp8Weight, quantise
+from engine.runtime.fp8 import GROUP_MULTIPLE, Fp8Weight, quantise
 from engine.runtime.models.quantization import Fp8Scheme
 from engine.runtime.parallel.shard import Span
 
@@ -84,8 +84,8 @@ class Fp8Source(Protocol):
     def stack_fp8(
         self, names: Sequence[str], rows: Sequence[int], columns: int, part: Part = ALL
     ) -> Fp8Weight | None:
-        """As `stack`, without leaving fp8; None where one of these is not in fp8. Scales per block become
-        scales per row, which rounds once more."""
+        """As `stack`, without leaving fp8; None where one of these is not in fp8. Of blocks that no kernel
+        takes, or that a part cuts through, every row gets one scale, which rounds once more."""
         ...
 
     def kv_scales(self, layers: int) -> list[tuple[float, float]] | None:
@@ -215,10 +215,22 @@ class Checkpoint:
             if wanted.dtype != torch.float8_e4m3fn:
                 return None
             scale = self._scale(name, (count, columns), span, part.columns)
-            by_row = scale.shape[1] == 1
-            found.append(Fp8Weight(wanted, scale[:, 0]) if by_row else quantise(wanted.float() * scale))
-        values = torch.cat([weight.values.view(torch.uint8) for weight in found]).view(torch.float8_e4m3fn)
-        return Fp8Weight(values, torch.cat([weight.scales for weight in found]))
+            found.append(self._held(wanted, scale, part.columns))
+        groups = {weight.group for weight in found}
+        if len(groups) > 1:  # a row's own scale among blocks
+            found = [quantise(weight.restored(torch.float32)) for weight in found]
+        return Fp8Weight.stacked(found)
+
+    def _held(self, values: Tensor, scale: Tensor, columns: Span | None) -> Fp8Weight:
+        """scale [rows, 1], or [rows, columns] where it differs by block."""
+        if scale.shape[1] == 1:
+            return Fp8Weight(values, scale[:, 0].contiguous())
+        assert self._fp8 is not None
+        assert self._fp8.block is not None
+        group = self._fp8.block[1]
+        if group % GROUP_MULTIPLE or (columns is not None and columns[0] % group):
+            return quantise(values.float() * scale)
+        return Fp8Weight(values, scale[:, ::group].T.contiguous(), group)
 
     def kv_scales(self, layers: int) -> list[tuple[float, float]] | None:
         found = []

@@ -12,8 +12,9 @@ from torch.nn.functional import linear, silu
 
 from engine.bench.gpu.measuring import check
 from engine.core.messages import SamplingParams
-from engine.runtime.fp8 import quantise
+from engine.runtime.fp8 import Fp8Weight, quantise
 from engine.runtime.kernels import fused
+from engine.runtime.kernels.autotune import MatmulTable
 from engine.runtime.kernels.matmul import TILES, skinny_matmul
 from engine.runtime.layers import Rotary, rms_norm, rotate
 from engine.runtime.models.config import RopeConfig
@@ -125,6 +126,11 @@ def products(dtype: torch.dtype) -> dict[str, Any]:
             scales, values = quantised.scales.to(CUDA), quantised.values.to(CUDA)
             found = skinny_matmul(x.to(CUDA), values, TILES[1], scales=scales).cpu()
             worst = max(worst, near(found, linear(x.double(), restored), dtype)["error"])
+            groups = -(-width // 128)
+            blocks = Fp8Weight(quantised.values, torch.rand(groups, height) * 0.01, 128).to(CUDA)
+            found = MatmulTable({}).linear(x.to(CUDA), blocks).cpu()
+            expected = linear(x.double(), blocks.restored(torch.float32).cpu().double())
+            worst = max(worst, near(found, expected, dtype)["error"])
     return {"error": worst}
 
 

@@ -7,7 +7,7 @@ the best tile wins. Rows beyond `matmul.ROWS_MAX` always go to the library.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -34,6 +34,8 @@ class MatmulShape:
     rows: int
     """One of `matmul.ROWS`."""
     fp8: bool
+    group: int = 0
+    """Of an fp8 weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +71,14 @@ class MatmulTable:
             if found is not None and found.tile is not None:
                 return _by_tile(x, weight, found.tile, bias)
             if found is None and isinstance(weight, Fp8Weight):
-                return _by_tile(x, weight, TILES[1], bias)
+                return _by_tile(x, weight, _tiles(weight)[-1], bias)
         return weight.linear(x, bias) if isinstance(weight, Fp8Weight) else F.linear(x, weight, bias)
 
 
 def _measure(weight: Weight, rows: int, activations: torch.dtype, timer: Timer) -> Measured:
     values = weight.values if isinstance(weight, Fp8Weight) else weight
     x = torch.zeros(rows, values.shape[1], dtype=activations, device=values.device)
-    times = {tile: timer(partial(_by_tile, x, weight, tile, None)) for tile in TILES}
+    times = {tile: timer(partial(_by_tile, x, weight, tile, None)) for tile in _tiles(weight)}
     tile = min(times, key=lambda tile: times[tile])
     if isinstance(weight, Fp8Weight):
         return Measured(tile, times[tile], None)
@@ -86,12 +88,19 @@ def _measure(weight: Weight, rows: int, activations: torch.dtype, timer: Timer) 
     return Measured(None, library_us, library_us)
 
 
+def _tiles(weight: Weight) -> Sequence[Tile]:
+    """Those that lie within a group of columns, where groups have scales of their own."""
+    group = weight.group if isinstance(weight, Fp8Weight) else 0
+    return [tile for tile in TILES if group % tile.k == 0]
+
+
 def _by_tile(x: Tensor, weight: Weight, tile: Tile, bias: Tensor | None) -> Tensor:
     if isinstance(weight, Fp8Weight):
-        return skinny_matmul(x, weight.values, tile, scales=weight.scales, bias=bias)
+        return skinny_matmul(x, weight.values, tile, scales=weight.scales, bias=bias, group=weight.group)
     return skinny_matmul(x, weight, tile, bias=bias)
 
 
 def _shape(weight: Weight, rows: int) -> MatmulShape:
     values = weight.values if isinstance(weight, Fp8Weight) else weight
-    return MatmulShape(values.shape[0], values.shape[1], rows, isinstance(weight, Fp8Weight))
+    group = weight.group if isinstance(weight, Fp8Weight) else 0
+    return MatmulShape(values.shape[0], values.shape[1], rows, isinstance(weight, Fp8Weight), group)

@@ -9,7 +9,8 @@ No split of K: a product's sum runs over ascending k in one program, so that it 
 programs there are. Narrow tiles (16 or 32 rows of the weight) keep all multiprocessors busy instead.
 
 A weight in fp8 (e4m3) is converted as it arrives, and the product multiplied by the row's scale at the end:
-half the bytes, and in decode nearly half the time.
+half the bytes, and in decode nearly half the time. Where groups of columns have scales of their own, each
+tile's product is multiplied before it is added.
 
 Which tile, or the library, is best for a shape is measured on the device at warm-up (`autotune.py`).
 """
@@ -60,10 +61,12 @@ def skinny_matmul(
     *,
     scales: Tensor | None = None,
     bias: Tensor | None = None,
+    group: int = 0,
 ) -> Tensor:
     """x [M, K], M <= ROWS_MAX; weight [N, K] in x's type or e4m3; scales [N] float32, bias [N] -> [M, N].
 
-    y = (x @ weight^T) * scales + bias, in float32, rounded once.
+    y = (x @ weight^T) * scales + bias, in float32, rounded once. With `group`, a multiple of the tile's
+    columns, scales are [ceil(K / group), N], one for so many columns of a row.
     """
     rows, width = x.shape
     height = weight.shape[0]
@@ -71,6 +74,7 @@ def skinny_matmul(
     assert weight.shape[1] == width
     assert x.is_contiguous()
     assert weight.is_contiguous()
+    assert group % tile.k == 0
     out = x.new_empty(rows, height)
     skinny_kernel[(triton.cdiv(height, tile.n),)](
         x,
@@ -82,6 +86,7 @@ def skinny_matmul(
         height,
         width,
         EVEN=height % tile.n == 0 and width % tile.k == 0,
+        GROUP=group,
         BLOCK_M=row_bucket(rows),
         BLOCK_N=tile.n,
         BLOCK_K=tile.k,
@@ -102,6 +107,7 @@ def skinny_kernel(
     height,
     width,
     EVEN: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -120,8 +126,12 @@ def skinny_kernel(
             inside = (start + k < width)[None, :]
             part = tl.load(x_at + start, mask=(row[:, None] < rows) & inside, other=0.0)
             tile = tl.load(w_at + start, mask=(n[:, None] < height) & inside, other=0.0)
-        acc = tl.dot(part, tile.to(part.dtype).T, acc, input_precision="ieee")
-    if scales is not None:
+        if GROUP > 0:
+            scale = tl.load(scales + (start // GROUP) * height + n, mask=n < height, other=0.0)
+            acc += tl.dot(part, tile.to(part.dtype).T, input_precision="ieee") * scale[None, :]
+        else:
+            acc = tl.dot(part, tile.to(part.dtype).T, acc, input_precision="ieee")
+    if GROUP == 0 and scales is not None:
         acc *= tl.load(scales + n, mask=n < height, other=0.0)[None, :]
     if bias is not None:
         acc += tl.load(bias + n, mask=n < height, other=0.0).to(tl.float32)[None, :]

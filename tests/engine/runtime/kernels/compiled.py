@@ -239,15 +239,17 @@ def report_sampling() -> None:
 def report_matmul() -> None:
     """8B's output projection."""
 
-    def launch(rows: int, tile: matmul.Tile, dtype: torch.dtype) -> Callable[[], object]:
-        scales = meta(4096, dtype=torch.float32) if dtype == torch.float8_e4m3fn else None
+    def launch(rows: int, tile: matmul.Tile, dtype: torch.dtype, group: int = 0) -> Callable[[], object]:
+        shape = (4096 // group, 4096) if group else (4096,)
+        scales = meta(*shape, dtype=torch.float32) if dtype == torch.float8_e4m3fn else None
         weight = meta(4096, 4096, dtype=dtype)
-        return lambda: matmul.skinny_matmul(meta(rows, 4096), weight, tile, scales=scales)
+        return lambda: matmul.skinny_matmul(meta(rows, 4096), weight, tile, scales=scales, group=group)
 
     tile = matmul.TILES[1]
     report("matmul", matmul, "skinny_kernel", launch(8, tile, torch.bfloat16))
     report("matmul 64 rows", matmul, "skinny_kernel", launch(64, tile, torch.bfloat16))
     report("matmul fp8", matmul, "skinny_kernel", launch(8, tile, torch.float8_e4m3fn))
+    report("matmul fp8 blocks", matmul, "skinny_kernel", launch(8, tile, torch.float8_e4m3fn, 128))
 
 
 if __name__ == "__main__":

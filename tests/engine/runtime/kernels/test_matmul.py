@@ -52,6 +52,33 @@ def test_fp8_weights() -> None:
     torch.testing.assert_close(quantised.linear(x, bias), expected, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("height", "width"), [(48, 256), (40, 200)])
+def test_fp8_weights_with_a_scale_for_each_group_of_columns(height: int, width: int) -> None:
+    """Also where the last group is short: by the kernel, by the library, and by the table."""
+    torch.manual_seed(0)
+    group = 64
+    scales = torch.rand(-(-width // group), height) * torch.logspace(-2, 2, height)
+    weight = Fp8Weight(torch.randn(height, width).to(torch.float8_e4m3fn), scales, group)
+    by_hand = torch.stack([weight.values[:, k].float() * scales[k // group] for k in range(width)], dim=1)
+    x, bias = torch.randn(3, width), torch.randn(height)
+    expected = linear(x, by_hand, bias)
+    close = {"atol": 1e-3, "rtol": 1e-5}
+    found = skinny_matmul(x, weight.values, Tile(16, 32, 4, 3), scales=scales, bias=bias, group=group)
+    torch.testing.assert_close(found, expected, **close)
+    torch.testing.assert_close(weight.linear(x, bias), expected, **close)
+    torch.testing.assert_close(MatmulTable({}).linear(x, weight, bias), expected, **close)
+    with pytest.raises(AssertionError):
+        skinny_matmul(x, weight.values, Tile(16, 128, 4, 3), scales=scales, group=group)
+    parts = [Fp8Weight(weight.values[rows], scales[:, rows], group) for rows in (slice(7), slice(7, None))]
+    assert torch.equal(Fp8Weight.stacked(parts).restored(torch.float32), by_hand)
+
+
+def test_tiles_lie_within_a_group() -> None:
+    for group in (64, 128, 256):
+        weight = Fp8Weight(torch.zeros(16, 512).to(torch.float8_e4m3fn), torch.ones(512 // group, 16), group)
+        assert {tile.k for tile in autotune._tiles(weight)} == {k for k in (64, 128, 256) if k <= group}
+
+
 @pytest.mark.parametrize("spread", ["normal", "uniform", "outliers"])
 def test_the_error_of_fp8_is_the_formats(spread: str) -> None:
     """The head of fp8.py: 2.6 % of a weight, and as much of a product."""
