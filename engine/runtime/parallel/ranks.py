@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, TypeVar
 
 import msgspec
@@ -53,7 +54,8 @@ WATCH_INTERVAL_S: Final = 0.1
 LAST_WORDS_S: Final = 5.0
 """After a collective failed, how long the watch may take to find out who is to blame."""
 EXIT_S: Final = 1.0
-"""Between the end of a rank's socket and that of its process."""
+"""Between the end of a rank's socket, or SIGKILL, and the end of its process; one that is stuck in a driver
+takes longer, and is not waited for."""
 
 log = logs.get(__name__)
 Answer = TypeVar("Answer", bound=FromRank)
@@ -74,6 +76,14 @@ class _Rank:
     told_at_s: deque[float] = field(default_factory=deque)
     """When it was told what it has not done yet. Main thread in, watch out."""
 
+    @property
+    def is_stopped(self) -> bool:
+        """By a signal, or by a debugger."""
+        with contextlib.suppress(OSError):
+            state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            return state in "Tt"
+        return False
+
 
 class Ranks:
     def __init__(self, config: RunnerConfig, on_lost: OnLost, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -89,6 +99,7 @@ class Ranks:
         self._is_serving = False
         self._step: tuple[int, float] | None = None
         """What the main thread is in, and since when."""
+        # Stays open as long as this process: torch writes to it once more when it drops its store.
         self._store = os.memfd_create("ranks")
         self.store_file: Final = f"/proc/self/fd/{self._store}"
         self._ranks = [self._start(config, number) for number in range(1, config.tensor_parallel)]
@@ -161,21 +172,29 @@ class Ranks:
         self._watch.join()
         for rank in self._ranks:
             rank.wire.close()
-        os.close(self._store)
 
     # -- the watch --------------------------------------------------------------------------------
 
     def _watch_all(self) -> None:
+        try:
+            reason = self._watch_until_lost()
+        except Exception as error:  # unwatched, a lost rank would hold up everything for ever
+            log.exception("ranks.watch_failed")
+            reason = f"what the ranks say cannot be followed: {type(error).__name__}"
+        if not self._is_closed:
+            self._lose(reason)
+
+    def _watch_until_lost(self) -> str:
+        """Returns why, or anything once it is closed."""
         with selectors.DefaultSelector() as selector:
             for rank in self._ranks:
                 selector.register(rank.wire, selectors.EVENT_READ, rank)
-            reason = None
-            while reason is None and not self._is_closed:
+            while not self._is_closed:
                 ready = selector.select(WATCH_INTERVAL_S)
                 reasons = (self._read(key.data) for key, _ in ready)
-                reason = next(filter(None, reasons), None) or self._late()
-        if reason is not None and not self._is_closed:
-            self._lose(reason)
+                if reason := next(filter(None, reasons), None) or self._late():
+                    return reason
+        return "closed"
 
     def _read(self, rank: _Rank) -> str | None:
         """What it says. Returns why it is lost, if it is."""
@@ -204,9 +223,11 @@ class Ranks:
         if not self._is_serving:
             return None
         since_s = self._clock.monotonic() - self._deadline_s
-        late = [str(rank.number) for rank in self._ranks if rank.told_at_s and rank.told_at_s[0] < since_s]
+        late = [rank for rank in self._ranks if rank.told_at_s and rank.told_at_s[0] < since_s]
         if late:
-            return f"no answer from rank {', '.join(late)} for {self._deadline_s:g} s"
+            blamed = [rank for rank in late if rank.is_stopped] or late  # for which the others wait
+            numbers = ", ".join(str(rank.number) for rank in blamed)
+            return f"no answer from rank {numbers} for {self._deadline_s:g} s"
         step = self._step
         if step is not None and step[1] < since_s:
             return f"step {step[0]} has taken {self._deadline_s:g} s, though all ranks answer"
@@ -234,4 +255,5 @@ class Ranks:
             with contextlib.suppress(ProcessLookupError):
                 rank.process.kill()
         for rank in self._ranks:
-            rank.process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.process.wait(EXIT_S)

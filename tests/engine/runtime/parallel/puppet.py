@@ -37,6 +37,10 @@ def act(part: str, wire: RankEnd) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        case "talk nonsense":
+            os.write(sys.stdin.fileno(), b"\0\0\0\1\0")
+        case "wait":
+            signal.pause()
         case "complain":
             wire.send(Failed("the device has fallen off the bus"))
         case "hang up":

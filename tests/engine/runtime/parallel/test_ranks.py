@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -85,6 +86,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Stage]]:
         ("be killed", "rank 1 was ended by SIGKILL"),
         ("complain", "rank 1: the device has fallen off the bus"),
         ("hang up", "rank 1 has closed its socket"),
+        ("talk nonsense", "what the ranks say cannot be followed: ValidationError"),
     ],
 )
 def test_a_lost_rank_is_named_and_all_are_ended(stage: Callable[..., Stage], part: str, reason: str) -> None:
@@ -105,6 +107,26 @@ def test_a_rank_that_is_late(stage: Callable[..., Stage]) -> None:
     running.clock.advance(30.1)
     assert running.lost() == "no answer from rank 1 for 30 s"
     running.assert_gone()
+
+
+def test_of_several_that_are_late_the_stopped_one_is_to_blame(stage: Callable[..., Stage]) -> None:
+    """The others are in a collective with it."""
+    running = stage("wait", size=4, timeout_s=30.0)
+    running.ranks.serve()
+    running.ranks.send(Execute(PLAN))
+    second = running.ranks._ranks[1]
+    second.process.send_signal(signal.SIGSTOP)
+    until(lambda: second.is_stopped)
+    running.clock.advance(30.1)
+    assert running.lost() == "no answer from rank 2 for 30 s"
+
+
+def test_several_that_are_late(stage: Callable[..., Stage]) -> None:
+    running = stage("wait", size=3, timeout_s=30.0)
+    running.ranks.serve()
+    running.ranks.send(Execute(PLAN))
+    running.clock.advance(30.1)
+    assert running.lost() == "no answer from rank 1, 2 for 30 s"
 
 
 def test_who_answers_is_not_late_however_time_flies(stage: Callable[..., Stage]) -> None:
@@ -155,6 +177,20 @@ def test_a_failed_collective_nobody_is_to_blame_for(
     monkeypatch.setattr(parallel_ranks, "LAST_WORDS_S", 0.01)
     with pytest.raises(RankLost, match="a collective failed: connection reset by peer"):
         fail_in_a_step(stage("obey"))
+
+
+def test_a_rank_that_cannot_be_killed_holds_up_nobody(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is stuck in a driver."""
+    running = stage("stop", timeout_s=30.0)
+    running.ranks.serve()
+    with monkeypatch.context() as patched:
+        patched.setattr(parallel_ranks, "EXIT_S", 0.01)
+        patched.setattr(subprocess.Popen, "kill", lambda process: None)
+        running.ranks.send(Execute(PLAN))
+        running.clock.advance(30.1)
+        assert running.lost() == "no answer from rank 1 for 30 s"
 
 
 def test_closing_is_no_loss(stage: Callable[..., Stage]) -> None:
