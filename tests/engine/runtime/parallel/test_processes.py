@@ -108,3 +108,31 @@ def test_a_stopped_rank_does_not_outlive_a_killed_engine(short_tmp: Path) -> Non
         process.wait()
         until(lambda: not is_running(process.line("core.started")["pid"]))
         until(lambda: not is_running(rank_pid(process)))
+
+
+STUCK_CORE = """
+import os, sys, threading
+if sys.orig_argv[-2:] == ["engine", "core"]:
+    from engine.runtime.parallel.collective import Group
+    add_up = Group.all_reduce_
+    def all_reduce_(self, x):
+        if os.path.exists(os.environ["STUCK_IF"]):
+            threading.Event().wait()
+        return add_up(self, x)
+    Group.all_reduce_ = all_reduce_
+"""
+
+
+def test_a_collective_that_never_ends(
+    short_tmp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: whatever becomes of the other ranks, the core's main thread waits on."""
+    (tmp_path / "sitecustomize.py").write_text(STUCK_CORE)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    monkeypatch.setenv("STUCK_IF", str(tmp_path / "stuck"))
+    with engine(short_tmp, *RANKS, "--rank-timeout-s", "2") as process, client(process) as http:
+        with in_the_middle(http) as lines:
+            (tmp_path / "stuck").touch()
+            assert '"code":"engine_failed"' in "\n".join(lines)
+        assert_failed(process, http, "no answer from rank 1 for 2 s")
+    assert list(short_tmp.iterdir()) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,9 +21,11 @@ from engine.runtime.errors import CollectiveFailed, RankLost
 from engine.runtime.parallel import ranks as parallel_ranks
 from engine.runtime.parallel.ranks import Ranks
 from engine.runtime.parallel.wire import (
+    Closed,
     Execute,
     Here,
     Landed,
+    RankEnd,
     Reader,
     ToRank,
     digest_of,
@@ -231,6 +234,20 @@ def test_frames_come_back_however_they_are_cut(digests: list[int], cuts: list[in
         data = data[cut:]
     received += reader.feed(data)
     assert received == sent
+
+
+def test_a_rank_notices_that_rank_0_is_gone() -> None:
+    ours, theirs = socket.socketpair()
+    end = RankEnd(theirs)
+    ours.sendall(frame(Landed(1, 2)) + frame(Execute(PLAN))[:-1])
+    assert end.receive() == Landed(1, 2)
+    ours.close()
+    with pytest.raises(Closed):
+        end.receive()
+    with pytest.raises(Closed):
+        end.send(Here())
+    end.wait_for_the_end()
+    theirs.close()
 
 
 def test_a_digest_is_of_tokens_in_their_order() -> None:
