@@ -103,8 +103,8 @@ class DecodeGraphs(Generic[Output]):
         device: torch.device,
         plan: Callable[[Sequence[int]], object] = len,
     ) -> None:
-        """`buckets`: ascending row counts, as of `batch_buckets`. `plan`: the host's part of a step, if it has
-        one; told the rows' lengths, padding included."""
+        """`buckets`: ascending row counts, as of `batch_buckets`. `plan`: the host's part of a step, if it
+        has one; told the rows' lengths, padding included."""
         self._step = step
         self._plan = plan
         self._padding_slot = padding_slot

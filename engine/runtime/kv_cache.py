@@ -10,8 +10,9 @@ weight of zero, and zero times NaN is NaN. Two rules keep garbage out:
   2. A page that a step begins and does not fill is wiped before it is written, so what lies behind
      a sequence's last token, in its last page, is zero and never a previous owner's.
 
-Host memory (`HostPages`) keeps a page's layers side by side. Whole pages are copied there when their owner has to give
-way, and back before it computes again, so what the second rule promises of a page holds for its copy.
+Host memory (`HostPages`) keeps a page's layers side by side. Whole pages are copied there when their owner
+has to give way, and back before it computes again, so what the second rule promises of a page holds for its
+copy.
 On a GPU the memory is pinned and the copies are queued like any other work of the step, in the order
 that the plan gives them; on a CPU both pools are RAM, and a copy is a `memcpy`: still far cheaper than
 computing a page again.

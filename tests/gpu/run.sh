@@ -15,9 +15,13 @@
 #              step as a graph against the same step eager, to the bit.
 #   ranks      what tensor-parallel ranks do together, over NCCL, eager and captured; where there are two cards,
 #              small models on both against one.
+#   engine     the whole engine on small random models, from loading through the core's loop: tokens against
+#              transformers, overlapped against plain under preemption, graphs against eager; launches that wait.
 #   attention  measures paged decode attention alone, by every back end that is installed.
 #   matmul     measures the library against our tiles.
 #   steps      measures decode steps and prefills of true shapes; fp8 weights and KV against bf16.
+#   whole      measures the whole engine: nano-vllm's benchmark beside transformers' continuous batching, the time
+#              between decode graphs, start to ready of 8B. Writes 18 GB to TMPDIR and removes them.
 #
 # Each part is a process of its own with a limit of its own: one that fails or hangs costs its own rows and no
 # others. Results go to DIR/gpu-<date>.jsonl (default DIR: tests/bench/results), one JSON object per line,
@@ -28,8 +32,9 @@
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 
-PARTS_ALL=(floors kernels backends tokens ranks attention matmul steps)
-declare -A LIMIT_S=([floors]=60 [kernels]=130 [backends]=80 [tokens]=90 [ranks]=60 [attention]=60 [matmul]=60 [steps]=160)
+PARTS_ALL=(floors kernels backends tokens ranks engine attention matmul steps whole)
+declare -A LIMIT_S=([floors]=60 [kernels]=130 [backends]=80 [tokens]=90 [ranks]=60 [attention]=60 [matmul]=60 [steps]=160
+    [engine]=90 [whole]=260)
 MEASURING=" floors attention matmul steps "
 
 out=tests/bench/results

@@ -6,14 +6,24 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from engine.bench.gpu import LIMITS_S
 from engine.bench.gpu.shapes import LLAMA_8B, QWEN3_06B, decode_floor_s, kv_bytes, prefill_floor_s
 from engine.bench.gpu.targets import TARGETS
+from engine.runtime.device.runner import DeviceRunner
+from tests.engine.models import make_tiny_model
+from tests.engine.runtime.device.card import load_fake
+from tests.engine.runtime.device.test_runner import SMALL
+from tests.gpu import engine, whole
+from tests.gpu.weights import write_model
 
+interpreted = pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter")
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 H200 = (4.3e12, 788e12)
@@ -89,3 +99,72 @@ def test_what_was_not_measured_says_so(tmp_path: Path) -> None:
     assert measured.pop("decode step, Llama-3.1-8B, 2k, batch 1") == 0.5
     assert measured.pop("fp8 weights, Llama-3.1-8B, batch 1, against bf16") == 2.0
     assert set(measured.values()) == {"not measured"}
+
+
+TOY = replace(
+    QWEN3_06B,
+    vocab_size=10_001,
+    hidden_size=32,
+    intermediate_size=48,
+    heads=2,
+    kv_heads=1,
+    head_dim=16,
+    windows=(None,),
+)
+
+
+def toy_runner(path: Path, slots: int, longest: int) -> DeviceRunner:
+    settings = {"max_num_seqs": slots, "max_model_len": longest, "step_tokens_max": max(8, slots)}
+    return load_fake(path, kv_cache_bytes=1 << 20, **settings)
+
+
+@interpreted
+def test_the_benchmark_of_the_whole_engine_at_toy_size(tmp_path: Path) -> None:
+    path = write_model(TOY, tmp_path / "toy", torch.device("cpu"))
+    wanted = whole.nano_vllm(3, 2, 5)
+    found = whole.throughput(path, TOY, wanted, H200, toy_runner)
+    assert found["output_tokens"] == sum(request.outputs for request in wanted)
+    assert 0.0 < found["share"] < 1.0
+    marks: list[FakeMark] = []
+
+    def mark() -> FakeMark:
+        marks.append(FakeMark())
+        return marks[-1]
+
+    found = whole.idle(path, 2, 6, 12, toy_runner, mark)
+    assert found["idle"] == 0.5, "each mark is a millisecond after the one before"
+    assert found["step_ms"] == 2.0
+
+
+class FakeMark:
+    """A clock that ticks when it is looked at."""
+
+    now_ms = 0.0
+
+    def record(self) -> None:
+        FakeMark.now_ms += 1.0
+        self.at_ms = FakeMark.now_ms
+
+    def elapsed_time(self, end: FakeMark) -> float:
+        return end.at_ms - self.at_ms
+
+
+def test_the_floor_of_many_requests() -> None:
+    """By hand: two prefills, and of the steps after the first token two with both, two with one."""
+    wanted = [whole.Wanted([1] * 10, 3), whole.Wanted([1] * 20, 5)]
+    prefills = prefill_floor_s(QWEN3_06B, 10, H200[1]) + prefill_floor_s(QWEN3_06B, 20, H200[1])
+    decodes = [(2, 16), (2, 17), (1, 23), (1, 24)]
+    expected = prefills + sum(decode_floor_s(QWEN3_06B, n, context, H200) for n, context in decodes)
+    assert whole.requests_floor_s(QWEN3_06B, wanted, H200) == pytest.approx(expected, rel=1e-3)
+
+
+@interpreted
+def test_the_checks_of_the_whole_engine_at_toy_size(tmp_path: Path) -> None:
+    path = make_tiny_model("qwen3", tmp_path / "tiny", **SMALL)
+
+    def load(path: Path, **settings: Any) -> DeviceRunner:
+        sizes = {"max_num_seqs": engine.SLOTS, "step_tokens_max": engine.STEP_TOKENS_MAX}
+        return load_fake(path, max_model_len=256, kv_cache_bytes=1 << 20, **sizes, **settings)
+
+    assert engine.through_the_core(path, load, count=2, outputs=2)["tokens"] == 8
+    assert engine.graphs(path, load, count=2, outputs=3)["steps"] > 2

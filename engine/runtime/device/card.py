@@ -53,8 +53,9 @@ class Card(Protocol):
 
 class CudaCard:
     def __init__(self, device: torch.device) -> None:
-        torch.cuda.set_device(device)
-        self.device = torch.device("cuda", torch.cuda.current_device())
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.set_device(index)
+        self.device = torch.device("cuda", index)
         properties = torch.cuda.get_device_properties(self.device)
         self.name: str = properties.name
         self.capability: tuple[int, int] = (properties.major, properties.minor)

@@ -209,7 +209,7 @@ class DeviceNetwork:
         rows_max = runner.decode_rows_max
         free: list[int] = []
 
-        def note(done: int, of: int) -> None:
+        def note(*_: int) -> None:
             free.append(self.card.memory().free)
 
         self._graphs(step, runner.slots, sorted({1, rows_max})).capture(self.card.graphs(), note)

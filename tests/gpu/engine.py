@@ -1,0 +1,175 @@
+"""The whole engine on the GPU, from `load_runner` through the core's loop, on small random models.
+
+Everything is float32: tokens are equal or they are not.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from engine.bench.gpu.measuring import check
+from engine.core.messages import AddSequence, FinishReason, Pending, Plan, RunnerInfo, SamplingParams
+from engine.runtime.config import RunnerConfig
+from engine.runtime.device.runner import DeviceRunner
+from engine.runtime.load import load_runner
+from tests.engine.models import FAMILIES, VOCAB_SIZE, make_tiny_model, reference_greedy
+from tests.gpu.loop import Served, serve
+
+STEP_TOKENS_MAX = 64
+SLOTS = 6
+COMPANY: Sequence[dict[str, Any]] = (
+    {"temperature": 0.0, "logprobs": 3},
+    {"temperature": 0.9, "top_p": 0.9},
+    {"temperature": 0.8, "top_k": 20, "presence_penalty": 0.7, "frequency_penalty": 0.5},
+    {"temperature": 0.0, "repetition_penalty": 1.4, "logprobs": 0},
+    {"temperature": 1.0, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 9)), "min_tokens": 5},
+    {"temperature": 0.7, "prompt_logprobs": 2},
+    {"temperature": 1.0, "min_p": 0.1, "logit_bias": ((3, 2.0),)},
+)
+
+Load = Callable[..., DeviceRunner]
+"""(model directory, settings) -> a runner."""
+
+
+def on_gpu(path: Path, **settings: Any) -> DeviceRunner:
+    config = RunnerConfig(
+        str(path),
+        device="cuda",
+        dtype="float32",
+        page_size=16,
+        max_num_seqs=SLOTS,
+        step_tokens_max=STEP_TOKENS_MAX,
+        **settings,
+    )
+    runner = load_runner(config, lambda stage: None)
+    assert isinstance(runner, DeviceRunner)
+    return runner
+
+
+def prompts(count: int, longest: int, seed: int = 7) -> list[list[int]]:
+    rng = random.Random(seed)
+    lengths = [rng.choice([1, 15, 16, 17, longest // 2, longest]) for _ in range(count)]
+    return [rng.choices(range(VOCAB_SIZE), k=length) for length in lengths]
+
+
+def requests(
+    asked: Sequence[list[int]], outputs: int, company: Sequence[dict[str, Any]]
+) -> list[AddSequence]:
+    return [
+        AddSequence(
+            handle,
+            f"req-{handle}",
+            prompt,
+            SamplingParams(**{"seed": handle, "max_tokens": outputs} | company[handle % len(company)]),
+        )
+        for handle, prompt in enumerate(asked)
+    ]
+
+
+def through_the_core(path: Path, load: Load = on_gpu, count: int = 12, outputs: int = 32) -> dict[str, Any]:
+    """More requests than slots, chunked prompts, a warm prefix cache: greedy is transformers' greedy."""
+    asked = prompts(count, 100)
+    runner = load(path)
+    wanted = requests(asked + asked[:2], outputs, [{"temperature": 0.0}])
+    served = serve(runner, wanted, step_tokens_max=STEP_TOKENS_MAX)
+    expected = reference_greedy(path, asked, outputs)
+    assert list(map(served.tokens.get, range(count))) == expected, "tokens differ from transformers'"
+    assert [served.tokens[count + i] for i in range(2)] == expected[:2], "tokens differ on cached prefixes"
+    assert set(served.reasons.values()) == {FinishReason.LENGTH}
+    return {"tokens": len(wanted) * outputs, "steps": served.steps}
+
+
+@dataclass
+class Fewer:
+    """A runner that tells of fewer pages than it has, so that sequences are preempted."""
+
+    runner: DeviceRunner
+    pages: int
+
+    @property
+    def info(self) -> RunnerInfo:
+        return msgspec.structs.replace(self.runner.info, pages=self.pages)
+
+    def launch(self, plan: Plan) -> Pending:
+        return self.runner.launch(plan)
+
+
+def said(served: Served) -> tuple[dict[int, list[int]], dict[int, FinishReason]]:
+    return dict(served.tokens), served.reasons
+
+
+def overlapped(path: Path, load: Load = on_gpu, count: int = 14, outputs: int = 24) -> dict[str, Any]:
+    """Every kind of sampling, preempted and swapped: steps that overlap bring what steps apart do."""
+    asked = requests(prompts(count, 90), outputs, COMPANY)
+    found = []
+    for overlap in (False, True):
+        served = serve(Fewer(load(path), 16), asked, overlap=overlap, step_tokens_max=STEP_TOKENS_MAX)  # type: ignore[arg-type]
+        assert served.stats is not None
+        assert served.stats.preemptions > 0, "nobody was preempted"
+        found.append(served)
+    plain, ahead = found
+    assert said(ahead) == said(plain), "tokens differ between overlapped and plain"
+    stats = ahead.stats
+    assert stats is not None
+    return {"steps": ahead.steps, "preemptions": stats.preemptions, "swaps_in": stats.swaps_in}
+
+
+def graphs(path: Path, load: Load = on_gpu, count: int = 8, outputs: int = 24) -> dict[str, Any]:
+    """Graphs bring what the same steps bring kernel by kernel, log-probabilities to the bit."""
+    asked = requests(prompts(count, 90), outputs, COMPANY)
+    replayed = serve(load(path), asked, step_tokens_max=STEP_TOKENS_MAX)
+    eager = serve(load(path, enforce_eager=True), asked, step_tokens_max=STEP_TOKENS_MAX)
+    assert said(replayed) == said(eager), "tokens differ between graphs and eager"
+    assert replayed.logprobs == eager.logprobs, "log-probabilities differ between graphs and eager"
+    return {"steps": replayed.steps}
+
+
+@dataclass
+class Unwaiting:
+    """A runner whose launches may not wait: torch raises where one would."""
+
+    runner: DeviceRunner
+
+    @property
+    def info(self) -> RunnerInfo:
+        return self.runner.info
+
+    def launch(self, plan: Plan) -> Pending:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return self.runner.launch(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def no_waits(path: Path, outputs: int = 8) -> dict[str, Any]:
+    asked = requests(prompts(len(COMPANY), 90), outputs, COMPANY)
+    runner = Unwaiting(on_gpu(path))
+    return {"steps": serve(runner, asked, step_tokens_max=STEP_TOKENS_MAX).steps}  # type: ignore[arg-type]
+
+
+def main() -> int:
+    ok = True
+    with tempfile.TemporaryDirectory() as directory:
+        for family in FAMILIES:
+            path = make_tiny_model(family, Path(directory) / family)
+            row = f"engine {family}"
+            ok &= check("engine", f"{row} against transformers", partial(through_the_core, path))
+            ok &= check("engine", f"{row} overlapped against plain", partial(overlapped, path))
+            ok &= check("engine", f"{row} graphs against eager", partial(graphs, path))
+        ok &= check("engine", "engine launches wait for nothing", partial(no_waits, path))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

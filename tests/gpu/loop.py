@@ -1,0 +1,70 @@
+"""The real core's loop over a list of requests, in this process: no socket, no API."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.core.config import SchedulerConfig
+from engine.core.loop import CoreLoop
+from engine.core.messages import (
+    AddSequence,
+    CoreInput,
+    CoreOutput,
+    CoreStats,
+    FinishReason,
+    Plan,
+    Runner,
+    StepOutput,
+    StopCore,
+)
+from engine.runtime.device.runner import DeviceRunner
+
+
+@dataclass
+class Served:
+    """Implements the loop's `Inbox` and `Outbox`: all requests at once, and the end when all have theirs."""
+
+    requests: Sequence[AddSequence]
+    tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    logprobs: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    reasons: dict[int, FinishReason] = field(default_factory=dict)
+    steps: int = 0
+    began_s: float = 0.0
+    took_s: float = 0.0
+    stats: CoreStats | None = None
+
+    def receive(self, wait_s: float) -> list[CoreInput]:
+        if not self.began_s:
+            self.began_s = time.perf_counter()
+            return list(self.requests)
+        return [StopCore()] if len(self.reasons) == len(self.requests) else []
+
+    def send(self, message: CoreOutput) -> None:
+        if not isinstance(message, StepOutput):
+            return
+        self.steps, self.stats = message.step, message.stats
+        for row, handle in enumerate(message.handles):
+            self.tokens[handle].append(message.tokens[row])
+            if message.logprobs and (entry := message.logprobs[row]) is not None:
+                self.logprobs[handle].append(entry.logprob)
+        for finished in message.finished:
+            self.reasons[finished.handle] = finished.reason
+        self.took_s = time.perf_counter() - self.began_s
+
+
+def serve(
+    runner: Runner, requests: Sequence[AddSequence], *, overlap: bool = True, step_tokens_max: int = 2048
+) -> Served:
+    config = SchedulerConfig(step_tokens_max=step_tokens_max, queue_len_max=max(1, len(requests)))
+    served = Served(requests)
+    CoreLoop(runner, served, served, config, overlap=overlap).run()
+    return served
+
+
+def vacate(runner: DeviceRunner) -> None:
+    """A loop that ended has its last sequences still seated; another may follow now."""
+    seated = [slot for slot, seat in enumerate(runner.slots._seats) if seat is not None]
+    runner.run(Plan(0, seated, [], [], [], [], [], []))

@@ -1,0 +1,300 @@
+"""The whole engine measured, random weights of true shapes, bf16.
+
+    engine 256 requests     nano-vllm's benchmark: 256 prompts of 100 to 1,024 random tokens, as many out,
+                            temperature 0.6, all at once; no API in between, as there
+    transformers ...        the same requests through its continuous batching
+    engine idle batch 32    the time between one decode graph's end and the next one's start, in the core
+    engine start ...        from starting the process to ready, weights on disk; then the same decodes through
+                            the API, a connection each: its gap beside `graph_ms` of the row before is what
+                            the whole engine adds
+
+The floor of the first: every prompt's prefill at the card's matrix rate, and every decode step of all who
+still run at its bandwidth, as if all ran from the start (`decode_floor_s`, `prefill_floor_s`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from engine.bench.gpu.measuring import check
+from engine.bench.gpu.results import floors
+from engine.bench.gpu.shapes import LLAMA_8B, QWEN3_06B, decode_floor_s, prefill_floor_s
+from engine.core.messages import AddSequence, SamplingParams
+from engine.runtime.config import RunnerConfig
+from engine.runtime.device.runner import DeviceRunner
+from engine.runtime.graphs import Captured, DecodeGraphs
+from engine.runtime.load import load_runner
+from engine.runtime.models.config import ModelConfig
+from shared.bench.figures import quantile
+from tests.gpu.loop import serve, vacate
+from tests.gpu.weights import write_model
+
+CUDA = torch.device("cuda")
+STEP_TOKENS_MAX = 8192
+TEMPERATURE = 0.6
+STREAMS = 32
+"""Of the rows about idling."""
+CONTEXT, DECODES = 1024, 256
+HF_DEADLINE_S = 100.0
+
+LoadRunner = Callable[[Path, int, int], DeviceRunner]
+"""(model directory, sequences at once, longest sequence)"""
+
+
+def on_gpu(path: Path, slots: int, longest: int) -> DeviceRunner:
+    config = RunnerConfig(
+        str(path), "cuda", max_num_seqs=slots, max_model_len=longest, step_tokens_max=STEP_TOKENS_MAX
+    )
+    runner = load_runner(config, lambda stage: None)
+    assert isinstance(runner, DeviceRunner)
+    return runner
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    prompt: list[int]
+    outputs: int
+
+
+def nano_vllm(count: int = 256, shortest: int = 100, longest: int = 1024) -> list[Wanted]:
+    """bench.py of nano-vllm draws its requests like this."""
+    rng = random.Random(0)
+    prompts = [[rng.randint(2, 10_000) for _ in range(rng.randint(shortest, longest))] for _ in range(count)]
+    return [Wanted(prompt, rng.randint(shortest, longest)) for prompt in prompts]
+
+
+def sequences(wanted: Sequence[Wanted]) -> list[AddSequence]:
+    """Nothing but `max_tokens` ends them."""
+    return [
+        AddSequence(
+            handle,
+            f"req-{handle}",
+            request.prompt,
+            SamplingParams(seed=handle, max_tokens=request.outputs, temperature=TEMPERATURE),
+        )
+        for handle, request in enumerate(wanted)
+    ]
+
+
+def requests_floor_s(config: ModelConfig, wanted: Sequence[Wanted], limits: tuple[float, float]) -> float:
+    total = sum(prefill_floor_s(config, len(request.prompt), limits[1]) for request in wanted)
+    for step in range(1, max(request.outputs for request in wanted)):
+        contexts = [len(r.prompt) + step for r in wanted if r.outputs > step]
+        total += decode_floor_s(config, len(contexts), round(sum(contexts) / len(contexts)), limits)
+    return total
+
+
+def throughput(
+    path: Path,
+    config: ModelConfig,
+    wanted: Sequence[Wanted],
+    limits: tuple[float, float],
+    load: LoadRunner = on_gpu,
+) -> dict[str, Any]:
+    longest = max(len(request.prompt) + request.outputs for request in wanted)
+    runner = load(path, len(wanted), longest)
+    steps_max = max(STEP_TOKENS_MAX, len(wanted)) if load is on_gpu else len(wanted)
+    serve(runner, sequences(wanted[:2]), step_tokens_max=steps_max)  # what is left to be compiled
+    vacate(runner)
+    served = serve(runner, sequences(wanted), step_tokens_max=steps_max)
+    assert [len(served.tokens[i]) for i in range(len(wanted))] == [r.outputs for r in wanted]
+    outputs, floor_s = sum(request.outputs for request in wanted), requests_floor_s(config, wanted, limits)
+    assert served.stats is not None
+    return {
+        "s": served.took_s,
+        "steps": served.steps,
+        "floor_s": floor_s,
+        "share": floor_s / served.took_s,
+        "output_tokens": outputs,
+        "tokens_per_s": outputs / served.took_s,
+        "preemptions": served.stats.preemptions,
+        "pages": runner.info.pages,
+    }
+
+
+def transformers(path: Path, wanted: Sequence[Wanted], device: torch.device = CUDA) -> dict[str, Any]:
+    """Raises RuntimeError where this version of transformers has no continuous batching."""
+    import transformers as hf
+
+    model = hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device).eval()
+    if not hasattr(model, "continuous_batching_context_manager"):
+        raise RuntimeError(f"transformers {hf.__version__} has no continuous batching")
+    generation = hf.GenerationConfig(
+        do_sample=True,
+        temperature=TEMPERATURE,
+        max_new_tokens=max(r.outputs for r in wanted),
+        eos_token_id=-1,
+    )
+    with model.continuous_batching_context_manager(generation_config=generation, timeout=5.0) as manager:
+        began_s = time.perf_counter()
+        for request in wanted:
+            manager.add_request(request.prompt, max_new_tokens=request.outputs, eos_token_id=-1)
+        done = outputs = 0
+        while done < len(wanted):
+            assert time.perf_counter() - began_s < HF_DEADLINE_S, f"{done} of {len(wanted)} in time"
+            result = manager.get_result(timeout=1.0)
+            if result is not None:
+                done, outputs = done + 1, outputs + len(result.generated_tokens)
+        took_s = time.perf_counter() - began_s
+    version = {"transformers": hf.__version__, "attention": model.config._attn_implementation}
+    return version | {"s": took_s, "output_tokens": outputs, "tokens_per_s": outputs / took_s}
+
+
+class Mark(Protocol):
+    """A moment on the device's stream, as `torch.cuda.Event` is."""
+
+    def record(self) -> None: ...
+
+    def elapsed_time(self, end: Any) -> float:
+        """ms"""
+        ...
+
+
+def cuda_mark() -> Mark:
+    return torch.cuda.Event(enable_timing=True)
+
+
+@dataclass
+class Timed:
+    """A graph between two marks: the first is put on the stream right before it. When the host is late the
+    stream has nothing else to do, so the mark is then as late as the graph."""
+
+    graph: Captured[Any]
+    mark: Callable[[], Mark]
+    spans: list[tuple[Mark, Mark]] = field(default_factory=list)
+
+    @property
+    def output(self) -> Any:
+        return self.graph.output
+
+    def replay(self) -> None:
+        begin, end = self.mark(), self.mark()
+        begin.record()
+        self.graph.replay()
+        end.record()
+        self.spans.append((begin, end))
+
+
+def idle(
+    path: Path,
+    streams: int = STREAMS,
+    context: int = CONTEXT,
+    decodes: int = DECODES,
+    load: LoadRunner = on_gpu,
+    mark: Callable[[], Mark] = cuda_mark,
+) -> dict[str, Any]:
+    """Of the time in which all streams decode, the share between graphs."""
+    runner = load(path, streams, context + decodes)
+    replay = runner.decode
+    graphs: DecodeGraphs[Any] = replay.__self__  # type: ignore[attr-defined]
+    timed = graphs._graphs[streams] = Timed(graphs._graphs[streams], mark)
+    rng = random.Random(1)
+    wanted = [Wanted([rng.randint(2, 10_000) for _ in range(context)], decodes) for _ in range(streams)]
+    steps_max = STEP_TOKENS_MAX if load is on_gpu else max(streams, 8)
+    serve(runner, sequences(wanted), step_tokens_max=steps_max)
+    spans = timed.spans[len(timed.spans) // 4 :]  # the first come beside prompts
+    assert len(spans) > 2, "hardly a step had all streams"
+    if mark is cuda_mark:
+        torch.cuda.synchronize()
+    gaps = [before[1].elapsed_time(after[0]) for before, after in pairwise(spans)]
+    whole = spans[0][0].elapsed_time(spans[-1][0])
+    busy = whole - sum(gaps)
+    return {
+        "idle": sum(gaps) / whole,
+        "step_ms": whole / len(gaps),
+        "graph_ms": busy / len(gaps),
+        "gap_p50_us": quantile(gaps, 0.5) * 1e3,
+        "gap_p99_us": quantile(gaps, 0.99) * 1e3,
+        "steps": len(gaps),
+    }
+
+
+@contextmanager
+def freed() -> Any:
+    """What a row held is given back before the next."""
+    try:
+        yield
+    finally:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    count: int = STREAMS
+    prompt: int = CONTEXT
+    outputs: int = DECODES
+
+
+async def served(path: Path, streams: Streams, options: Sequence[str]) -> dict[str, Any]:
+    """An engine as its operators start it: how long until it is ready, and a load through its API."""
+    # The other rows need nothing that speaks HTTP.
+    from shared.bench.client import Endpoint
+    from shared.bench.load import Load, Sample, Server, measure, warm_up
+    from shared.bench.services import free_port, service
+
+    load = Load(streams.count, rounds=1, prompt_len=streams.prompt, output_len=streams.outputs)
+    port = free_port()
+    argv = [sys.executable, "-m", "engine", "serve", "--model", str(path), "--port", str(port), *options]
+    began_s = time.perf_counter()
+    async with service(argv, f"http://127.0.0.1:{port}/readyz") as process:
+        ready_s = time.perf_counter() - began_s
+        server = Server("", Endpoint(f"http://127.0.0.1:{port}/v1"), path.name, (process.pid,))
+        sample, rng = Sample(), random.Random(2)
+        await warm_up(server, load.prompt_len)
+        await measure(server, load, rng, sample)
+    return {
+        "ready_s": ready_s,
+        "streams": load.streams,
+        "tokens_per_s": sample.tokens_per_s,
+        "gap_p50_ms": quantile(sample.gaps_ms, 0.5),
+        "gap_p99_ms": quantile(sample.gaps_ms, 0.99),
+        "ttft_p50_ms": quantile(sample.first_ms, 0.5),
+    }
+
+
+def start(path: Path, streams: Streams = Streams(), device: str = "cuda") -> dict[str, Any]:
+    longest = streams.prompt + streams.outputs
+    options = {"--device": device, "--max-num-seqs": streams.count, "--max-model-len": longest}
+    return asyncio.run(served(path, streams, [str(word) for pair in options.items() for word in pair]))
+
+
+def main() -> int:
+    ok = True
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        small = write_model(QWEN3_06B, root / "qwen", CUDA)
+        large = write_model(LLAMA_8B, root / "llama", CUDA)
+        for row, run in (
+            (
+                "engine 256 requests Qwen3-0.6B",
+                lambda: throughput(small, QWEN3_06B, nano_vllm(), floors()),
+            ),
+            ("engine idle batch 32 Qwen3-0.6B", partial(idle, small)),
+            ("engine idle batch 32", partial(idle, large)),
+            ("engine start 8B", partial(start, large)),
+            ("engine start Qwen3-0.6B", partial(start, small)),
+            ("transformers 256 requests Qwen3-0.6B", lambda: transformers(small, nano_vllm())),
+        ):
+            with freed():
+                ok &= check("whole", row, run)
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
