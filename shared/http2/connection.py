@@ -141,12 +141,8 @@ class Connection:
         self._out += self.h2.greeting
         self.path = FastPath(self) if config.fast else PlainPath(self)
         self._takers: dict[int, frames.Taker] = {**self.path.takers, frames.GOAWAY: self._take_goaway}
-        self._takers_of_abandoned: dict[int, frames.Taker] = {
-            **self._takers,
-            frames.DATA: self._drop_data,
-            frames.WINDOW_UPDATE: frames.ignore,
-            frames.RST_STREAM: frames.ignore,
-        }
+        ignored = dict.fromkeys((frames.WINDOW_UPDATE, frames.RST_STREAM), frames.ignore)
+        self._takers_of_abandoned = {**self._takers, **ignored, frames.DATA: self._drop_data}
         self._handlers: dict[type[events.Event], Callable[[Any], None]] = {
             events.RemoteSettingsChanged: self._on_settings,
             events.PingAckReceived: self._on_pong,
@@ -424,8 +420,8 @@ class Connection:
                 if fed < start:
                     self.feed(data[fed:start])
                 fed = start
-                taker = (self._takers_of_abandoned if stream_id in abandoned else takers).get(kind)
-                if taker is not None and taker(flags, stream_id, data[start + frames.HEADER_LEN : stop]):
+                take = (self._takers_of_abandoned if stream_id in abandoned else takers).get(kind)
+                if take is not None and take(flags, stream_id, data[start + frames.HEADER_LEN : stop]):
                     fed = stop
             done = stop
         if fed < done:

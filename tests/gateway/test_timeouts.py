@@ -212,6 +212,32 @@ async def test_a_deadline_can_be_moved_both_ways() -> None:
     assert await outcome(watch, work) is InterTokenTimeout
 
 
+async def test_what_is_expected_again_has_as_long_as_before() -> None:
+    watch = Watch(10)
+
+    async def work() -> None:
+        watch.expect(0.02, InterTokenTimeout, "late")
+        first_s = watch._deadline_s
+        timer = watch._timer
+        await until(lambda: watch._loop.time() > first_s - 0.01)
+        watch.again()
+        assert watch._deadline_s > first_s
+        await until(lambda: watch._timer is not timer)  # it fired early, and was set again
+
+    assert await outcome(watch, work) is InterTokenTimeout
+
+
+async def test_the_total_wins_over_what_is_expected_again() -> None:
+    watch = Watch(0.02)
+
+    async def work() -> None:
+        watch.expect(0.015, InterTokenTimeout, "late")
+        await until(lambda: watch._loop.time() > watch._started_s + 0.006)
+        watch.again()
+
+    assert await outcome(watch, work) is TotalTimeout
+
+
 async def test_ending_twice_or_after_the_end_changes_nothing() -> None:
     watch = Watch(10)
 
