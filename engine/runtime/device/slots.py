@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.core.messages import Plan, SlotStart
 from engine.runtime.batch import Batch, rows_of
-from engine.runtime.kernels.sampling import DeviceSampling
+from engine.runtime.kernels.sampling_columns import DeviceSampling
 from engine.runtime.kv_cache import TokenPlaces
 from engine.runtime.slots import Seat, Seats
 from engine.runtime.transfer import upload

@@ -22,7 +22,8 @@ from engine.runtime.batch import Batch
 from engine.runtime.graphs import DecodeInputs
 from engine.runtime.kernels.autotune import MatmulTable, Weight
 from engine.runtime.kernels.fused import QKNorm, norm_rotate_store, rms_norm, silu_mul
-from engine.runtime.kernels.sampling import DeviceSampling, SamplingScratch, sample
+from engine.runtime.kernels.sampling import SamplingScratch, sample
+from engine.runtime.kernels.sampling_columns import DeviceSampling
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.layers import Rotary
 from engine.runtime.models.config import ModelConfig

@@ -25,28 +25,19 @@ Three launches, the first two spread over (row, chunk of the vocabulary):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.core.messages import NUMERIC_FAILURE, SamplingParams
-from engine.runtime.transfer import upload
-from shared.openai import LOGIT_BIAS_MAX, STOP_TOKEN_IDS_MAX
+from engine.core.messages import NUMERIC_FAILURE
+from engine.runtime.kernels.sampling_columns import EDITS_MAX, STOPS_MAX, DeviceSampling
 
 CHUNK: Final = 4096
 """Of the vocabulary, per program: a row of 152k then has 38 programs, enough to fill a GPU at batch 4."""
-EDITS_MAX: Final = 1024
-"""Entries of `logit_bias` per sequence."""
-STOPS_MAX: Final = 128
-"""Stop tokens per sequence that `min_tokens` holds back: a request's own, and the model's."""
-assert EDITS_MAX >= LOGIT_BIAS_MAX
-assert STOPS_MAX > STOP_TOKEN_IDS_MAX
 WARPS: Final = 8
 CANDIDATE_BLOCK: Final = 512
 """With eight pivots: 16 sums of 64 bits per thread. Twice that spills."""
@@ -59,125 +50,6 @@ _UNIT = tl.constexpr(float(1 << MASS_BITS))
 _NEAR = tl.constexpr(NEAR)
 _FAILURE = tl.constexpr(NUMERIC_FAILURE)
 _NOBODY = tl.constexpr(0x7F800000 << 32)  # infinitely far: no mass
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceSampling:
-    """Every slot's parameters, on the device: `seat_all` writes them, a step reads them by slot."""
-
-    temperature: Tensor
-    top_k: Tensor
-    """The vocabulary's size when off."""
-    top_p: Tensor
-    min_p: Tensor
-    seed: Tensor
-    penalties: Tensor
-    """[slots, 3] float32: repetition, frequency, presence"""
-    counts: Tensor
-    """[slots, 2, vocab] int32: how often each token was put out, and how often it was in the prompt. Read and
-    written for slots with penalties only."""
-    bias_ids: Tensor
-    """[slots, EDITS_MAX]"""
-    bias_values: Tensor
-    biases: Tensor
-    """[slots]: how many"""
-    stop_ids: Tensor
-    """[slots, STOPS_MAX]"""
-    stops: Tensor
-    held_until: Tensor
-    """[slots] int32: stop tokens cannot be had before this position."""
-
-    @staticmethod
-    def empty(slots: int, vocab_size: int, device: torch.device) -> DeviceSampling:
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(slots, *shape, dtype=dtype, device=device)
-
-        return DeviceSampling(
-            temperature=zeros(dtype=torch.float32),
-            top_k=zeros(),
-            top_p=zeros(dtype=torch.float64),
-            min_p=zeros(dtype=torch.float32),
-            seed=zeros(dtype=torch.int64),
-            penalties=torch.tensor([[1.0, 0.0, 0.0]], device=device).repeat(slots, 1),
-            counts=zeros(2, vocab_size),
-            bias_ids=zeros(EDITS_MAX),
-            bias_values=zeros(EDITS_MAX, dtype=torch.float32),
-            biases=zeros(),
-            stop_ids=zeros(STOPS_MAX),
-            stops=zeros(),
-            held_until=zeros(),
-        )
-
-    def seat(self, slot: int, params: SamplingParams, prompt: Tensor, output: Tensor) -> None:
-        """A sequence takes a slot; prompt and output [n] int, on the device: its tokens so far."""
-        self.seat_all([slot], [params], [len(prompt)])
-        if params.needs_history:
-            self.count(slot, prompt, output)
-
-    def seat_all(
-        self, slots: Sequence[int], asked: Sequence[SamplingParams], prompt_lens: Sequence[int]
-    ) -> None:
-        """Sequences take slots. Those that look back are to be counted, too."""
-        vocab_size = self.counts.shape[2]
-        # stop tokens matter to those only who hold them back
-        stops = [[t for t in p.stop_token_ids if t < vocab_size] if p.min_tokens else [] for p in asked]
-        assert all(len(own) <= STOPS_MAX for own in stops)
-        assert all(len(p.logit_bias) <= EDITS_MAX for p in asked)
-        integers = [
-            [min(p.top_k, vocab_size) or vocab_size for p in asked],
-            [len(p.logit_bias) for p in asked],
-            [len(own) for own in stops],
-            [length + p.min_tokens for p, length in zip(asked, prompt_lens, strict=True)],
-        ]
-        floats = [[p.temperature for p in asked], [p.min_p for p in asked]]
-        penalties = [[p.repetition_penalty, p.frequency_penalty, p.presence_penalty] for p in asked]
-        at, top_p, seed, (top_k, biases, held, held_until), (temperature, min_p), looks = upload(
-            [
-                np.array(slots, np.int64),
-                np.array([p.top_p for p in asked], np.float64),
-                np.array([p.seed for p in asked], np.uint64).view(np.int64),
-                np.array(integers, np.int32),
-                np.array(floats, np.float32),
-                np.array(penalties, np.float32),
-            ],
-            self.counts.device,
-        )
-        for column, values in (
-            (self.top_p, top_p),
-            (self.seed, seed),
-            (self.top_k, top_k),
-            (self.biases, biases),
-            (self.stops, held),
-            (self.held_until, held_until),
-            (self.temperature, temperature),
-            (self.min_p, min_p),
-            (self.penalties, looks),
-        ):
-            column.index_copy_(0, at, values)
-        self._list(slots, self.bias_ids, [[token for token, _ in p.logit_bias] for p in asked], np.int32)
-        self._list(slots, self.bias_values, [[bias for _, bias in p.logit_bias] for p in asked], np.float32)
-        self._list(slots, self.stop_ids, stops, np.int32)
-
-    def count(self, slot: int, prompt: Tensor, output: Tensor) -> None:
-        """What a sequence that looks back sees; prompt and output [n] int, on the device."""
-        own = self.counts[slot].zero_()
-        for row, tokens in enumerate((output, prompt)):
-            own[row].index_add_(0, tokens, torch.ones_like(tokens, dtype=torch.int32))
-
-    def _list(
-        self,
-        slots: Sequence[int],
-        table: Tensor,
-        rows: Sequence[Sequence[float]],
-        kind: type[np.int32 | np.float32],
-    ) -> None:
-        """The first entries of some rows of a table; nothing is sent when there are none."""
-        width = table.shape[1]
-        places = [slot * width + i for slot, row in zip(slots, rows, strict=True) for i in range(len(row))]
-        if places:
-            values = np.array([value for row in rows for value in row], kind)
-            at, there = upload([np.array(places, np.int64), values], table.device)
-            table.view(-1).index_copy_(0, at, there)
 
 
 @dataclass(frozen=True, slots=True)

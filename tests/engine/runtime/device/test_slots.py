@@ -10,7 +10,7 @@ import torch
 from engine.core.messages import Plan, SamplingParams, SlotStart
 from engine.runtime.device import slots as module
 from engine.runtime.device.slots import DeviceBatch, DeviceSlots
-from engine.runtime.kernels import sampling
+from engine.runtime.kernels import sampling_columns
 
 CPU = torch.device("cpu")
 PADDING_PAGE = 40
@@ -26,7 +26,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(len(arrays))
         return send(arrays, device)
 
-    for place in (module, sampling):
+    for place in (module, sampling_columns):
         monkeypatch.setattr(place, "upload", counted)
     return seen
 
