@@ -19,7 +19,7 @@ def sum_kernel(source, out, blocks, BLOCK: tl.constexpr):  # type: ignore[no-unt
     """Reads 32-bit words, keeps one sum per program."""
     total = tl.zeros([BLOCK], tl.int32)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        total ^= tl.load(source + block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK))
+        total ^= tl.load(source + block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK))  # type: ignore[attr-defined]
     tl.store(out + tl.program_id(0), tl.sum(total))
 
 

@@ -19,7 +19,8 @@ from engine.runtime.kernels.attention import LibraryPrefill, TritonDecode, Trito
 from engine.runtime.kernels.autotune import MatmulTable
 from engine.runtime.kernels.decode_attention import PROGRAMS_PER_SM
 from engine.runtime.kernels.decoder import DecodeStep, DeviceDecoder, StepTokens
-from engine.runtime.kernels.sampling import DeviceSampling, SamplingScratch
+from engine.runtime.kernels.sampling import SamplingScratch
+from engine.runtime.kernels.sampling_columns import DeviceSampling
 from engine.runtime.kernels.timing import DeviceTimer
 from engine.runtime.kv_cache import KVCache, KVGeometry
 from engine.runtime.models.config import ModelConfig
