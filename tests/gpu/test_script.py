@@ -121,7 +121,7 @@ def toy_runner(path: Path, slots: int, longest: int) -> DeviceRunner:
 @interpreted
 def test_the_benchmark_of_the_whole_engine_at_toy_size(tmp_path: Path) -> None:
     path = write_model(TOY, tmp_path / "toy", torch.device("cpu"))
-    wanted = whole.nano_vllm(3, 2, 5)
+    wanted = whole.nano_vllm(2, 2, 5)
     found = whole.throughput(path, TOY, wanted, H200, toy_runner)
     assert found["output_tokens"] == sum(request.outputs for request in wanted)
     assert 0.0 < found["share"] < 1.0
@@ -131,7 +131,7 @@ def test_the_benchmark_of_the_whole_engine_at_toy_size(tmp_path: Path) -> None:
         marks.append(FakeMark())
         return marks[-1]
 
-    found = whole.idle(path, 2, 6, 12, toy_runner, mark)
+    found = whole.idle(path, 2, 3, 14, toy_runner, mark)
     assert found["idle"] == 0.5, "each mark is a millisecond after the one before"
     assert found["step_ms"] == 2.0
 
@@ -163,8 +163,8 @@ def test_the_checks_of_the_whole_engine_at_toy_size(tmp_path: Path) -> None:
     path = make_tiny_model("qwen3", tmp_path / "tiny", **SMALL)
 
     def load(path: Path, **settings: Any) -> DeviceRunner:
-        sizes = {"max_num_seqs": engine.SLOTS, "step_tokens_max": engine.STEP_TOKENS_MAX}
-        return load_fake(path, max_model_len=256, kv_cache_bytes=1 << 20, **sizes, **settings)
+        sizes = {"max_num_seqs": 2, "step_tokens_max": engine.STEP_TOKENS_MAX}
+        return load_fake(path, kv_cache_bytes=1 << 20, **sizes, **settings)
 
     assert engine.through_the_core(path, load, count=2, outputs=2)["tokens"] == 8
     assert engine.graphs(path, load, count=2, outputs=3)["steps"] > 2

@@ -48,7 +48,7 @@ STEP_TOKENS_MAX = 8192
 TEMPERATURE = 0.6
 STREAMS = 32
 """Of the rows about idling."""
-CONTEXT, DECODES = 1024, 256
+CONTEXT, DECODES = 1024, 512
 HF_DEADLINE_S = 100.0
 
 LoadRunner = Callable[[Path, int, int], DeviceRunner]

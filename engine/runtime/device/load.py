@@ -157,6 +157,7 @@ class DeviceNetwork:
         device, decoder, model = self.card.device, self.decoder, self.model
         pages = info.pages + 1  # the last is for rows that pad
         cache = KVCache(self.geometry, pages, self.kv_scales, device)
+        cache.pool.zero_()  # fresh memory may be NaN: our kernels mask it, a library may multiply it by 0
         slots = DeviceSlots(
             info.slots, info.max_model_len, info.page_size, info.vocab_size, info.pages, device
         )
