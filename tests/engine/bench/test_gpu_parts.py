@@ -1,0 +1,101 @@
+"""What `penstock bench gpu` measures, run through at toy size on a CPU in a GPU's place: no figure means
+anything here, but every step of the way is walked, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine.bench.gpu import attention, matmul, results, steps
+from engine.bench.gpu.shapes import QWEN3_06B, decode_floor_s
+
+TOY = replace(
+    QWEN3_06B,
+    vocab_size=320,
+    hidden_size=64,
+    intermediate_size=96,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    windows=(None,),
+)
+FLOORS = (4e12, 7e14)
+
+
+@dataclass
+class Once:
+    """A graph that is its step."""
+
+    run: Callable[[], Any]
+    output: Any
+
+    def replay(self) -> None:
+        self.output = self.run()
+
+
+class FakeGraphs:
+    def warm_up(self, run: Callable[[], object]) -> None:
+        run()
+
+    def capture(self, run: Callable[[], Any]) -> Once:
+        return Once(run, run())
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def once(run: Callable[[], object], repetitions: int = 1) -> float:
+        run()
+        return 1.0
+
+    monkeypatch.setenv(results.RESULTS_VARIABLE, str(tmp_path / "gpu.jsonl"))
+    results.write("floors", "card", read_bytes_per_s=FLOORS[0], bf16_flops=FLOORS[1])
+    card = SimpleNamespace(major=9, minor=0, multi_processor_count=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    for module in (steps, attention):
+        monkeypatch.setattr(module, "CUDA", torch.device("cpu"))
+    monkeypatch.setattr(steps, "span_ms", once)
+    monkeypatch.setattr(attention, "graph_ms", once)
+    monkeypatch.setattr(steps, "CudaGraphDevice", FakeGraphs)
+    monkeypatch.setattr(steps, "DeviceTimer", lambda: lambda run: 1.0)
+    # The interpreter computes bfloat16 wrongly.
+    monkeypatch.setattr(torch, "bfloat16", torch.float32)
+    weights = steps.RandomWeights
+    monkeypatch.setattr(steps, "RandomWeights", lambda device: weights(device, torch.float32))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_steps(fp8: bool) -> None:
+    bench = steps.Bench("toy", TOY, fp8=fp8)
+    kv_dtype = torch.float8_e4m3fn if fp8 else torch.float32
+    found = bench.decode(2, 65, kv_dtype)
+    expected = decode_floor_s(TOY, 2, 65, FLOORS, 1.0 if fp8 else 2.0, kv_dtype.itemsize)
+    assert found["floor_ms"] == pytest.approx(expected * 1e3)
+    assert found["share"] == pytest.approx(expected * 1e3)
+    if not fp8:
+        assert bench.prefill(70, steps.LibraryPrefill)["tokens"] == 70
+
+
+def test_attention_by_a_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("HEADS", 4), ("KV_HEADS", 2), ("DIM", 16), ("LAYERS", 2)):
+        monkeypatch.setattr(attention, name, value)
+    for name in ("triton", "torch"):
+        found = attention.decode(2, 70, torch.float32, name)
+        assert found["back_end"] == name
+        assert found["us"] == pytest.approx(1e3 / 2)
+        assert found["share"] == pytest.approx(2 * 2 * 70 * 2 * 16 * 4 / 4e12 / 500e-6)
+
+
+def test_shapes_that_are_multiplied() -> None:
+    assert matmul.shapes(TOY) == {
+        "qkv": (128, 64),
+        "output": (64, 64),
+        "gate_up": (192, 64),
+        "down": (64, 96),
+        "head": (320, 64),
+    }
