@@ -20,7 +20,7 @@ from engine.bench.gpu.results import write
 from engine.runtime.config import RunnerConfig
 from engine.runtime.graphs import CudaGraphDevice
 from engine.runtime.load import load_runner
-from engine.runtime.parallel.collective import Group
+from engine.runtime.parallel.group import Group
 from engine.runtime.parallel.leader import lead
 from engine.runtime.parallel.shard import Shard
 from tests.engine.models import make_tiny_model

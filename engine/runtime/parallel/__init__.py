@@ -23,7 +23,8 @@ that is late, by a deadline on rank 0's own clock. It says which and ends all of
 the API process and ends. The other way, a rank ends when its socket does, or by the kernel's word when its
 parent is gone. Nobody waits for ever.
 
-    shard        who holds what                            collective   sum and gather, over gloo or NCCL
+    shard        who holds what                            collective   sum, gather (`group`: by gloo or NCCL)
     wire         messages and frames                       ranks        the other processes, seen from rank 0
     leader       rank 0's runner                           rank         what the other processes run
+    loading      a rank's own runner, on a CPU or a GPU
 """

@@ -32,7 +32,8 @@ from engine.runtime.load import (
 from engine.runtime.model_runner import ModelRunner
 from engine.runtime.models.config import ModelConfig, read_model_config
 from engine.runtime.models.registry import DECODERS
-from engine.runtime.parallel.collective import Collective, Group
+from engine.runtime.parallel.collective import Collective
+from engine.runtime.parallel.group import Group
 from engine.runtime.parallel.shard import Shard
 from engine.runtime.slots import Slots
 

@@ -9,7 +9,7 @@ from engine.runtime.config import RunnerConfig
 from engine.runtime.device.load import DeviceNetwork
 from engine.runtime.load import Progress, set_threads
 from engine.runtime.parallel import loading, rank
-from engine.runtime.parallel.collective import Group
+from engine.runtime.parallel.group import Group
 from tests.engine.runtime.device.card import FakeCard
 
 

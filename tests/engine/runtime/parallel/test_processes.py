@@ -113,7 +113,7 @@ def test_a_stopped_rank_does_not_outlive_a_killed_engine(short_tmp: Path) -> Non
 STUCK_CORE = """
 import os, sys, threading
 if sys.orig_argv[-2:] == ["engine", "core"]:
-    from engine.runtime.parallel.collective import Group
+    from engine.runtime.parallel.group import Group
     add_up = Group.all_reduce_
     def all_reduce_(self, x):
         if os.path.exists(os.environ["STUCK_IF"]):

@@ -18,7 +18,8 @@ from engine.runtime.errors import BadRunnerConfig, CollectiveFailed
 from engine.runtime.models.config import ModelConfig, read_model_config
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.parameters import EMBEDDING
-from engine.runtime.parallel.collective import ALONE, Collective, Group
+from engine.runtime.parallel.collective import ALONE, Collective
+from engine.runtime.parallel.group import Group
 from engine.runtime.parallel.shard import Shard
 from engine.runtime.weights import Checkpoint, Inspection, Part, checkpoint_files
 from tests.engine.models import VOCAB_SIZE

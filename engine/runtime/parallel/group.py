@@ -1,0 +1,86 @@
+"""A `Collective` of several processes, by torch's gloo or NCCL.
+
+Both reduce each element in one place and copy it, which is why all ranks have the same bits. They are driven
+directly, without torch.distributed's process-global group: ranks find each other by a file and talk over the
+loopback interface (NCCL's data go from device to device). Their own deadlines are of no use here: a rank that
+waits for a dead one is ended by rank 0's watch, long before.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from engine.runtime.errors import CollectiveFailed
+from engine.runtime.parallel.shard import Shard
+
+RENDEZVOUS_DEADLINE: Final = timedelta(seconds=60)
+"""For ranks to find each other, all of which are up and about to."""
+NEVER: Final = timedelta(days=1)
+LOOPBACK: Final = "lo"
+_c10d: Final[Any] = torch._C._distributed_c10d  # its stubs lack most of what is used here
+
+
+class Group:
+    """Over gloo where tensors are on the CPU, over NCCL on a GPU.
+
+    NCCL's calls are put on the current stream and can be part of a CUDA graph, once the same group has been
+    used outside of one.
+    """
+
+    def __init__(self, shard: Shard, store_file: str, device: torch.device) -> None:
+        """Waits for the other ranks. `store_file`: where they find each other, the same file for all.
+        `device`: a CPU, or this rank's own card. Raises CollectiveFailed."""
+        self.shard: Final = shard
+        self.device: Final = device
+        with _translated():
+            store = _c10d.FileStore(store_file, shard.size)
+            store.set_timeout(RENDEZVOUS_DEADLINE)
+            is_cuda = device.type == "cuda"
+            self._backend: Any = _nccl(shard, store, device) if is_cuda else _gloo(shard, store)
+        self._reduce: Any = _c10d.AllreduceOptions()
+        self._gather: Any = _c10d.AllgatherOptions()
+        for options in (self._reduce, self._gather):
+            options.timeout = NEVER
+            options.asyncOp = False
+
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        with _translated():
+            self._backend.allreduce([x], self._reduce).wait()
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        rows, size = len(x), self.shard.size
+        parts = x.new_empty(size * rows, x.shape[1])
+        with _translated():
+            self._backend._allgather_base(parts, x.contiguous(), self._gather).wait()
+        return parts.view(size, rows, -1).movedim(0, 1).flatten(1)
+
+
+def _gloo(shard: Shard, store: Any) -> Any:
+    options = _c10d.ProcessGroupGloo._Options()
+    options._devices = [_c10d.ProcessGroupGloo.create_device(interface=LOOPBACK)]
+    options._timeout = RENDEZVOUS_DEADLINE
+    return _c10d.ProcessGroupGloo(store, shard.rank, shard.size, options)
+
+
+def _nccl(shard: Shard, store: Any, device: torch.device) -> Any:
+    os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK  # all ranks are processes of this machine
+    backend = _c10d.ProcessGroupNCCL(store, shard.rank, shard.size, _c10d.ProcessGroupNCCL.Options())
+    backend.eager_connect_single_device(device)
+    return backend
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch's DistError and its kin among them
+        raise CollectiveFailed(" ".join(str(error).split())) from error
