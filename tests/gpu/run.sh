@@ -25,10 +25,10 @@
 #
 # Each part is a process of its own with a limit of its own: one that fails or hangs costs its own rows and no
 # others. Results go to DIR/gpu-<date>.jsonl (default DIR: tests/bench/results), one JSON object per line,
-# rows not measured included; a table is printed last. The whole takes less than ten minutes on an H200.
+# rows not measured included; a table is printed last. The whole is meant to take ten minutes on an H200.
 #
 # Needs python3 with torch >= 2.11, triton >= 3.6 and transformers, and what engine/runtime imports (msgspec,
-# safetensors, numpy). WHEELS=DIR: wheels to use from there, for a machine that reaches no registry.
+# safetensors, numpy); for the last rows of `whole` also what serves (README, extra `engine`). WHEELS=DIR: wheels to use from there, for a machine that reaches no registry.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from engine.core.messages import RunnerInfo
 from engine.runtime.config import RunnerConfig
 from engine.runtime.device import load as loading
-from engine.runtime.device.card import MemoryReading
+from engine.runtime.device.card import CudaCard, MemoryReading
 from engine.runtime.device.load import enough_memory, largest_plans, load_on_card
 from engine.runtime.errors import DoesNotFit
 from engine.runtime.kernels.memory import MemoryProfile
@@ -86,6 +87,17 @@ def test_what_the_largest_step_and_the_graphs_take_is_set_aside(
     driver.finish(range(4), 2)
     expected = reference_greedy(Path(config.model_dir), [[slot + 9, 5, 3] for slot in range(4)], 2)
     assert [life.output for life in lives] == expected
+
+
+def test_a_card_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    h200 = SimpleNamespace(name="H200", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
+    cards = [CudaCard(torch.device("cuda")), CudaCard(torch.device("cuda", 1))]
+    assert [card.device.index for card in cards] == chosen == [3, 1]
+    assert (cards[0].name, cards[0].capability, cards[0].multiprocessors) == ("H200", (9, 0), 132)
 
 
 def test_too_little_memory_says_what_to_change(config: RunnerConfig) -> None:
