@@ -28,13 +28,14 @@
 # rows not measured included; a table is printed last. The whole is meant to take ten minutes on an H200.
 #
 # Needs python3 with torch >= 2.11, triton >= 3.6 and transformers, and what engine/runtime imports (msgspec,
-# safetensors, numpy); for the last rows of `whole` also what serves (README, extra `engine`). WHEELS=DIR: wheels to use from there, for a machine that reaches no registry.
+# safetensors, numpy); the rows of `whole` that start an engine need all that serves (extra `engine`).
+# WHEELS=DIR: wheels to use from there, for a machine that reaches no registry.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 
 PARTS_ALL=(floors kernels backends tokens ranks engine attention matmul steps whole)
-declare -A LIMIT_S=([floors]=60 [kernels]=130 [backends]=80 [tokens]=90 [ranks]=60 [attention]=60 [matmul]=60 [steps]=160
-    [engine]=90 [whole]=260)
+declare -A LIMIT_S=([floors]=60 [kernels]=130 [backends]=80 [tokens]=90 [ranks]=60 [attention]=60 [matmul]=60
+    [steps]=160 [engine]=90 [whole]=260)
 MEASURING=" floors attention matmul steps "
 
 out=tests/bench/results
