@@ -1,9 +1,16 @@
-"""What this machine, or the container around this process, lets us use. No torch here."""
+"""What this machine, or the container around this process, lets us use. No torch here.
+
+A limit may be set on the control group of this process or on any group around it, by version 2 of the
+interface or by version 1, whose groups have a tree for each resource. The tightest counts. In a container the
+groups around it cannot be seen, nor, with version 1, the name that the kernel gives for its own: it is the
+root of what is mounted, which is looked at in any case.
+"""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 PROC: Final = Path("/proc")
@@ -13,23 +20,18 @@ _NATIVE_BF16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def usable_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Physical cores that this process may run on: affinity, less hyper-threads, less the cgroup's quota."""
+    """Physical cores that this process may run on: affinity, less hyper-threads, less the control groups'
+    quota. What a quota has beyond whole cores is left to threads that do not compute: with one computing
+    thread more, it would be used up before each period ends, and everybody would wait for the next."""
     cores = _physical_cores(_read(proc / "cpuinfo"), os.sched_getaffinity(0))
-    quota = _cpu_quota(cgroup)
-    return cores if quota is None else max(1, min(cores, round(quota)))
+    return max(1, min([cores, *map(int, _cpu_quotas(proc, cgroup))]))
 
 
 def available_memory_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """What can still be taken: of the machine's memory, or of the cgroup's limit if that is less."""
+    """What can still be taken: of the machine's memory, or of a control group's limit if that is less. Cached
+    files count as free, as they do in the kernel's own figure for the machine."""
     available = _meminfo_bytes(_read(proc / "meminfo"), "MemAvailable")
-    for limit_file, usage_file in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        limit, usage = _read(cgroup / limit_file).strip(), _read(cgroup / usage_file).strip()
-        if limit.isdigit() and usage.isdigit():
-            available = min(available, max(0, int(limit) - int(usage)))
-    return available
+    return max(0, min([available, *_memory_left(proc, cgroup)]))
 
 
 def multiplies_bf16(proc: Path = PROC) -> bool:
@@ -57,11 +59,42 @@ def _physical_cores(cpuinfo: str, allowed: set[int]) -> int:
     return len(cores) or max(1, len(allowed))
 
 
-def _cpu_quota(cgroup: Path) -> float | None:
-    fields = _read(cgroup / "cpu.max").split()
-    if len(fields) == 2 and all(field.isdigit() for field in fields) and int(fields[1]) > 0:
-        return int(fields[0]) / int(fields[1])
-    return None
+def _cpu_quotas(proc: Path, cgroup: Path) -> Iterator[float]:
+    """In cores, of every group that has one."""
+    for group in _groups(proc, cgroup, "cpu"):
+        quota = _read(group / "cpu.max").split() or [
+            *_read(group / "cpu.cfs_quota_us").split(),
+            *_read(group / "cpu.cfs_period_us").split(),
+        ]
+        if len(quota) == 2 and all(field.isdigit() for field in quota) and int(quota[1]) > 0:
+            yield int(quota[0]) / int(quota[1])
+
+
+def _memory_left(proc: Path, cgroup: Path) -> Iterator[int]:
+    """In bytes, of every group that has a limit."""
+    for group in _groups(proc, cgroup, "memory"):
+        for limit_file, usage_file, prefix in (
+            ("memory.max", "memory.current", ""),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+        ):
+            limit, usage = _read(group / limit_file).strip(), _read(group / usage_file).strip()
+            if limit.isdigit() and usage.isdigit():
+                cached = {f"{prefix}active_file", f"{prefix}inactive_file"}
+                lines = (line.partition(" ") for line in _read(group / "memory.stat").splitlines())
+                yield int(limit) - int(usage) + sum(int(value) for name, _, value in lines if name in cached)
+
+
+def _groups(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]:
+    """Directories of the groups that this process is in, from its own to the root, with either interface."""
+    for line in _read(proc / "self" / "cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number != "0" and controller not in controllers.split(","):
+            continue
+        tree = cgroup if number == "0" else cgroup / controller
+        own = PurePosixPath(path.lstrip("/"))
+        for group in (own, *own.parents):
+            if ".." not in group.parts:  # outside of what is mounted
+                yield tree / group
 
 
 def _meminfo_bytes(meminfo: str, name: str) -> int:
