@@ -75,13 +75,16 @@ class WordEncoder:
     @classmethod
     def of(cls, raw: tokenizers.Tokenizer, spec: dict[str, Any]) -> Self | None:
         """`spec`: what `raw` was made of, as JSON has it. None for a tokenizer that is not known here."""
-        model, added = spec["model"], spec.get("added_tokens") or []
+        model = spec["model"]
+        added = raw.get_added_tokens_decoder()  # as the library took them: the file's may contradict it
         changes_ascii = (spec.get("normalizer") or {"type": "NFC"})["type"] != "NFC"
-        plain_tokens = not any(token[flag] for token in added for flag in _FLAGS)
+        plain_tokens = not any(getattr(token, flag) for token in added.values() for flag in _FLAGS)
         splits = _splits(spec.get("pre_tokenizer") or {})
         if model.get("type") != "BPE" or model.get("dropout") or changes_ascii or not plain_tokens:
             return None
-        return None if splits is None else cls(raw, {one["content"]: one["id"] for one in added}, splits)
+        if splits is None or not _keeps_text(spec.get("post_processor") or {}):
+            return None
+        return cls(raw, {token.content: token_id for token_id, token in added.items()}, splits)
 
     def encode(self, text: str) -> list[int] | None:
         if len(text) > TEXT_LEN_MAX or not text.isascii():
@@ -116,6 +119,16 @@ def _kept(known: dict[str, list[int]], text: str, ids: list[int]) -> list[int]:
 def _split(pattern: str) -> Split:
     """What matches, and what is between, in a row."""
     return re.compile(f"({pattern})", re.ASCII).split
+
+
+def _keeps_text(post: dict[str, Any]) -> bool:
+    """Whether without special tokens the text's ids are all that there is, and once."""
+    match post:
+        case {"type": "Sequence", "processors": processors}:
+            return all(map(_keeps_text, processors))
+        case {"type": "TemplateProcessing", "single": pieces}:
+            return sum("Sequence" in piece for piece in pieces) == 1
+    return not post or post["type"] in ("ByteLevel", "RobertaProcessing", "BertProcessing")
 
 
 def _splits(pre: dict[str, Any]) -> list[Split] | None:

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors, trainers
 
 from shared import words
 from shared.words import _IN_ASCII, WordEncoder
@@ -104,6 +104,12 @@ def with_token(token: AddedToken) -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def processed(post: processors.PostProcessor) -> tokenizers.Tokenizer:
+    tokenizer = made(GPT2)
+    tokenizer.post_processor = post
+    return tokenizer
+
+
 @pytest.mark.parametrize(
     "tokenizer",
     [
@@ -117,10 +123,68 @@ def with_token(token: AddedToken) -> tokenizers.Tokenizer:
         normalized(normalizers.Lowercase()),
         with_token(AddedToken("<x>", lstrip=True, normalized=False)),
         with_token(AddedToken("<x>", normalized=True)),
+        processed(processors.TemplateProcessing(single="$A $A")),
+        processed(processors.TemplateProcessing(single="<s>", special_tokens=[("<s>", 0)])),
     ],
 )
 def test_tokenizers_that_are_not_known_are_left_to_the_library(tokenizer: tokenizers.Tokenizer) -> None:
     assert encoder_of(tokenizer) is None
+
+
+def test_added_tokens_are_as_the_library_took_them_and_not_as_the_file_has_them() -> None:
+    spec = json.loads(made(GPT2).to_str())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    behind_a_gap, of_the_vocabulary, empty, again = ("<x>", 5000), ("w", 7), ("", 5001), ("<x>", 5002)
+    for content, token_id in (behind_a_gap, of_the_vocabulary, empty, again):
+        spec["added_tokens"].append({"id": token_id, "content": content, **flags})
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(spec))
+    encoder = WordEncoder.of(tokenizer, spec)
+    assert encoder is not None
+    for text in ("water", "the<x>valve", "<x>w<x>"):
+        assert encoder.encode(text) == tokenizer.encode(text).ids
+
+
+@pytest.mark.parametrize(
+    "post",
+    [
+        processors.ByteLevel(trim_offsets=True),
+        processors.RobertaProcessing(("<s>", 0), ("<s>>", 1)),
+        processors.Sequence(
+            [
+                processors.ByteLevel(),
+                processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)]),
+            ]
+        ),
+    ],
+)
+def test_what_others_write_around_a_text_is_left_out(post: processors.PostProcessor) -> None:
+    tokenizer = processed(post)
+    encoder = encoder_of(tokenizer)
+    assert encoder is not None
+    assert encoder.encode("the valve") == tokenizer.encode("the valve", add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ignore_merges": True},
+        {"byte_fallback": True, "unk_token": "<s>", "fuse_unk": True},
+        {"continuing_subword_prefix": "##", "unk_token": "<s>", "fuse_unk": True},
+        {"end_of_word_suffix": "</w>", "unk_token": "<s>"},
+    ],
+)
+def test_the_models_options_are_the_librarys(options: dict[str, Any]) -> None:
+    spec = json.loads(made(GPT2).to_str())
+    vocabulary, merges = spec["model"]["vocab"], spec["model"]["merges"]
+    for token in ("valve", "##v", "w</w>", "<0x51>"):  # "valve" is no merge of others
+        vocabulary[token] = len(vocabulary)
+    del vocabulary["Q"]
+    spec["model"] |= {"merges": [] if "##" in str(options) or "</w>" in str(options) else merges, **options}
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(spec))
+    encoder = WordEncoder.of(tokenizer, spec)
+    assert encoder is not None
+    for text in ("valve", "the valves QQ<s>QwQ w.", "10 v"):
+        assert encoder.encode(text) == tokenizer.encode(text).ids
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
