@@ -257,8 +257,10 @@ class CoreClient:
         self._link = link
         try:
             await link.start()
-        except (OSError, CoreDied) as error:
-            self._fail(f"the core process could not be started: {error}")
+        except Exception as error:  # a bug of ours too: the start waits for the core, or for its failure
+            if not isinstance(error, OSError | CoreDied):
+                log.exception("core.start_failed")
+            self._fail(f"the core process could not be started: {type(error).__name__}: {error}")
             return
         receiver = asyncio.create_task(self._receive_all(link), name="core-receive")
         watcher = asyncio.create_task(link.died(), name="core-watch")

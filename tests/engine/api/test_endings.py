@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import zmq
 
+from engine.api.core_client import CoreDied
+from engine.api.server import Engine, StartFailed
 from engine.api.service import Service
+from engine.config import EngineConfig
 from engine.core.messages import CoreFailed, FinishReason
 from shared.http import ClientGone
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Serve, Served, until
+from tests.engine.api.fake_core import FakeCore
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 
@@ -295,6 +302,22 @@ async def test_a_bug_in_routing_ends_all_and_leaves_nobody_waiting(
         served.core.step()
         assert (await asyncio.wait_for(task, PATIENCE_S)).json()["error"]["code"] == "engine_failed"
         await until(lambda: not served.engine.state.lifecycle.is_live)
+
+
+@pytest.mark.parametrize("error", [CoreDied("no socket"), OSError("no process"), zmq.ZMQError(errno.EMFILE)])
+async def test_a_core_that_cannot_be_started_ends_the_start_at_once(
+    config: EngineConfig, model_dir: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    async def fail(_: FakeCore) -> None:
+        raise error
+
+    monkeypatch.setattr(FakeCore, "start", fail)
+    engine = Engine(config, lambda _: model_dir, lambda _: FakeCore(lambda _: []))
+    try:
+        with pytest.raises(StartFailed, match=f"{type(error).__name__}: {error}"):
+            await asyncio.wait_for(engine.start(), PATIENCE_S)
+    finally:
+        await engine.stop()
 
 
 # -- drain ----------------------------------------------------------------------------------------
