@@ -21,7 +21,7 @@ class Model(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden] -> [S, vocab], float32."""
+        """[S, hidden] -> [S, vocab], float32; to be used before the next call."""
         ...
 
 

@@ -74,6 +74,7 @@ class NativeDecoder:
         self._model = self._library.penstock_new(byref(shape), threads)
         weakref.finalize(self, self._library.penstock_delete, self._model)
         self._pages: tuple[Tensor, ...] = ()
+        self._logits = torch.empty(0, config.vocab_size)
         self._borrowed = self._set_top(source, max_model_len, keep_embedding=int8)
         for layer in range(config.layers):
             self._set_layer(layer, source)
@@ -110,10 +111,13 @@ class NativeDecoder:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden] -> [S, vocab], float32."""
+        """[S, hidden] -> [S, vocab], float32, where the next call's will be: beyond 32 MiB, as 64 rows of a
+        large vocabulary are, the C library would fetch fresh pages from the system in every step."""
         assert hidden.dtype == self._dtype
         assert hidden.is_contiguous()
-        logits = torch.empty(len(hidden), self._config.vocab_size)
+        if len(hidden) > len(self._logits):
+            self._logits = torch.empty(len(hidden), self._config.vocab_size)
+        logits = self._logits[: len(hidden)]
         self._library.penstock_logits(self._model, hidden.data_ptr(), len(hidden), logits.data_ptr())
         return logits
 

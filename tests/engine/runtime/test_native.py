@@ -211,6 +211,16 @@ def test_int8_weights_are_close(isa: str, dtype: torch.dtype, tied: bool) -> Non
     assert (logits - wanted_logits).norm() / wanted_logits.norm() < 0.03
 
 
+def test_logits_take_no_fresh_memory_in_every_step() -> None:
+    stage = Stage.of(PLAIN, isa=ISAS[0])
+    hidden = torch.randn(7, PLAIN.hidden_size)
+    widest = stage.model.logits(hidden)
+    expected = widest[2:5].clone()
+    fewer = stage.model.logits(hidden[2:5])
+    assert fewer.data_ptr() == stage.model.logits(hidden).data_ptr() == widest.data_ptr()
+    assert torch.equal(stage.model.logits(hidden[2:5]), expected)
+
+
 def test_what_is_not_finite_shows() -> None:
     """A NaN in one row reaches that row's logits, and nobody else's."""
     stage = Stage.of(PLAIN, isa=ISAS[0])
