@@ -39,8 +39,13 @@ from tests.bench.models import SHAPES, make_model
 
 START_S: Final = 400.0
 """The first start of a model compiles it."""
-STREAMS: Final = {"0.9M": (1, 8, 32), "29M": (1, 8, 32), "474M": (1, 8)}
-TURNS: Final = {"0.9M": 4, "29M": 3, "474M": 1}
+LOADS: Final = {
+    "0.9M": {1: (4, 2), 8: (4, 2), 32: (4, 2)},
+    "29M": {1: (3, 2), 8: (3, 2), 32: (3, 2)},
+    "474M": {1: (4, 2), 8: (2, 1)},
+}
+"""By model and streams: turns of each engine, and requests that each stream makes in a turn. Never one of
+each: the median of one request is that one's luck."""
 
 
 @contextlib.contextmanager
@@ -84,21 +89,14 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -
 
 def compare(name: str, model: Path, url: str, pid: int, options: argparse.Namespace) -> Iterator[Figure]:
     """One model, in pieces that each have the machine to themselves (`--alone`)."""
-    pieces = [(["load"], streams) for streams in STREAMS[name]]
+    pieces = [(["load"], streams, how) for streams, how in LOADS[name].items()]
     pieces[-1][0].append("memory")  # of engines that have worked
-    pieces.append((["beside"], 1))
-    for rows, streams in pieces:
+    pieces.append((["beside"], 1, (1, 1)))
+    for rows, streams, (turns, rounds) in pieces:
         argv = [*options.alone, sys.executable, "-m", "shared.cli", "bench", "engine", "--json"]
         argv += ["--model", str(model), "--against", url, "--against-model", "bench"]
         argv += ["--against-pid", str(pid), "--rows", *rows, "--streams", str(streams)]
-        argv += [
-            "--turns",
-            str(TURNS[name]),
-            "--rounds",
-            "1" if name == "474M" else "2",
-            "--",
-            *options.engine,
-        ]
+        argv += ["--turns", str(turns), "--rounds", str(rounds), "--", *options.engine]
         done = subprocess.run(argv, stdout=subprocess.PIPE, check=True)
         for line in done.stdout.splitlines():
             figure = msgspec.json.decode(line, type=Figure)
