@@ -74,6 +74,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 def core(start: CoreStart) -> int:
     """The core process, until it is told to stop or its parent is gone."""
+    _leave_signals_to_parent()
     from engine.core.config import SchedulerConfig
     from engine.core.loop import CoreLoop, last_words
     from engine.core.messages import CoreFailed, CoreProgress
@@ -88,9 +89,7 @@ def core(start: CoreStart) -> int:
         say_once(start.outbox, CoreFailed(reason))
         os._exit(1)
 
-    os.setpgid(0, 0)  # what a terminal or a supervisor tells its group is for the API process,
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which decides when we end
-    die_with_parent(start.parent_pid)
+    die_with_parent(start.parent_pid, signal.SIGKILL)
     config = start.config
     logs.configure("engine-core", level=config.log_level)
     with CoreTransport(start.inbox, start.outbox) as transport:
@@ -130,6 +129,14 @@ def core(start: CoreStart) -> int:
             overlap=runner.info.is_async if config.overlap is None else config.overlap,
         ).run()
     return 0
+
+
+def _leave_signals_to_parent() -> None:
+    """What a terminal tells its foreground group, or a supervisor all of a service's processes, is for the
+    API process: it lets the streams finish that need us, and decides when we end."""
+    os.setpgid(0, 0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTTOU):  # the last: for a log line to a terminal
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _load(settings: RunnerConfig, progress: Callable[[str], None], lost: Callable[[str], None]) -> Runner:

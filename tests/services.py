@@ -47,7 +47,11 @@ class Service:
         self._read_len = 0
         self._lines: list[Line] = []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", *argv], cwd=ROOT, env={**os.environ, **environment}, stderr=self._log
+            [sys.executable, "-m", *argv],
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            stderr=self._log,
+            process_group=0,  # as a shell starts a job
         )
 
     @property

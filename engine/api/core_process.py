@@ -2,8 +2,9 @@
 
 The sockets live in a directory that only this user can enter, and that goes when the core has gone.
 The child leads a process group of its own, so that a Ctrl-C in the terminal reaches this process alone,
-which drains before it ends the core; should this process die, the kernel tells the child. It stays in our
-session: Linux shares cores out between sessions first, and lets priorities count only within one.
+which drains before it ends the core; nor does it heed a SIGTERM that is meant for all of a service's
+processes. Should this process die, the kernel ends the child. It stays in our session: Linux shares cores
+out between sessions first, and lets priorities count only within one.
 """
 
 from __future__ import annotations
@@ -30,9 +31,6 @@ from shared import logs
 SEND_QUEUE_LEN_MAX: Final = 65536
 """Messages to the core that it has not taken yet. Far more than may wait, so reaching it means that
 the core no longer reads."""
-TERMINATE_S: Final = 2.0
-"""Between SIGTERM and SIGKILL."""
-
 
 log = logs.get(__name__)
 
@@ -150,12 +148,9 @@ class CoreProcess:
         process = self._process
         if process is None or process.returncode is not None:
             return
-        for end, wait_s in ((None, grace_s), (process.terminate, TERMINATE_S), (process.kill, None)):
-            if end is not None:
-                end()
-            try:
-                async with asyncio.timeout(wait_s):
-                    await process.wait()
-                return
-            except TimeoutError:
-                continue
+        try:
+            async with asyncio.timeout(grace_s):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()

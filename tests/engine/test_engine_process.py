@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from engine.__main__ import NICENESS
-from tests.services import MODEL_DIR, client, engine, gauges, until
+from tests.services import MODEL_DIR, Service, client, engine, gauges, until
 
 CHAT = {"model": "model", "messages": [{"role": "user", "content": "Who are you?"}], "stream": True}
 LONG = {**CHAT, "ignore_eos": True, "max_tokens": 1900}
@@ -60,13 +61,29 @@ def test_it_serves_frees_and_tells_when_its_core_is_killed(short_tmp: Path, loop
     assert list(short_tmp.iterdir()) == []
 
 
-def test_sigterm_lets_a_stream_finish(short_tmp: Path) -> None:
+def sigterm(process: Service) -> None:
+    process.signal(signal.SIGTERM)
+
+
+def sigterm_to_both(process: Service) -> None:
+    """As systemd stops a service."""
+    os.kill(process.line("core.started")["pid"], signal.SIGTERM)
+    process.signal(signal.SIGTERM)
+
+
+def ctrl_c(process: Service) -> None:
+    """As a terminal tells its foreground group."""
+    os.killpg(process.process.pid, signal.SIGINT)
+
+
+@pytest.mark.parametrize("stop", [sigterm, sigterm_to_both, ctrl_c])
+def test_a_stop_signal_lets_a_stream_finish(short_tmp: Path, stop: Callable[[Service], None]) -> None:
     with engine(short_tmp) as process, client(process) as http:
         body = {**CHAT, "ignore_eos": True, "max_tokens": 60}
         with http.stream("POST", "/v1/chat/completions", json=body) as response:
             lines = response.iter_lines()
             next(lines)
-            process.signal(signal.SIGTERM)
+            stop(process)
             assert process.line("engine.draining")["open_sequences"] == 1
             assert "data: [DONE]" in list(lines)
         assert process.wait() == 0
@@ -92,6 +109,14 @@ def test_threads_that_compute_give_way_to_those_that_carry(short_tmp: Path) -> N
         assert {niceness[thread] for thread in carriers} == {own}
         assert niceness[core_pid] == min(own + NICENESS, 19)
         assert sum(value > own for value in niceness.values()) >= 2
+
+
+def test_a_core_that_logs_from_the_background_is_not_stopped(short_tmp: Path) -> None:
+    with engine(short_tmp) as process:
+        process.line("engine.ready")
+        status = Path(f"/proc/{process.line('core.started')['pid']}/status").read_text()
+        ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
+        assert ignored & 1 << (signal.SIGTTOU - 1)
 
 
 def test_sigterm_while_it_starts(short_tmp: Path) -> None:
