@@ -352,11 +352,8 @@ void penstock_set_norm(Model* model, int64_t layer, int32_t which, const float* 
   std::copy(weight, weight + count, norm.get());
 }
 
-// One layer's pages, `bytes` of keys and as many of values, and how many of the latest tokens a token sees
-// there (0: all). Borrowed.
-void penstock_set_cache(Model* model, int64_t layer, void* keys, void* values, int64_t bytes, int64_t window) {
-  prefer_huge_pages(keys, bytes);
-  prefer_huge_pages(values, bytes);
+// One layer's pages, and how many of the latest tokens a token sees there (0: all). Borrowed.
+void penstock_set_cache(Model* model, int64_t layer, void* keys, void* values, int64_t window) {
   model->layers[layer].keys = keys;
   model->layers[layer].values = values;
   model->layers[layer].window = window;

@@ -87,7 +87,7 @@ class NativeDecoder:
         for layer, window in enumerate(self._config.windows):
             keys, values = cache.keys[layer], cache.values[layer]
             self._library.penstock_set_cache(
-                self._model, layer, keys.data_ptr(), values.data_ptr(), keys.nbytes, window or 0
+                self._model, layer, keys.data_ptr(), values.data_ptr(), window or 0
             )
         self._pages = (*cache.keys, *cache.values)
         return self

@@ -90,14 +90,6 @@ void gemm(const uint32_t* a, int64_t lda, int64_t rows, const uint32_t* b, int64
   }
 }
 
-constexpr size_t HUGE = 2 << 20;
-
-// A hint, for memory that was not used yet: what no huge page can hold whole stays as it is.
-inline void prefer_huge_pages(void* data, size_t bytes) {
-  const uintptr_t from = (uintptr_t(data) + HUGE - 1) / HUGE * HUGE, to = (uintptr_t(data) + bytes) / HUGE * HUGE;
-  if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
-}
-
 // Memory in huge pages where the system gives them; uninitialised.
 template <class T>
 class Buffer {
@@ -119,7 +111,7 @@ class Buffer {
     const size_t bytes = (count * sizeof(T) + align - 1) / align * align;
     data_ = static_cast<T*>(std::aligned_alloc(align, bytes));
     if (!data_) std::abort();  // as the system would, a moment later
-    prefer_huge_pages(data_, bytes);
+    if (align == HUGE) madvise(data_, bytes, MADV_HUGEPAGE);
     count_ = count;
   }
 
@@ -127,6 +119,7 @@ class Buffer {
   explicit operator bool() const { return data_ != nullptr; }
 
  private:
+  static constexpr size_t HUGE = 2 << 20;
   T* data_ = nullptr;
   size_t count_ = 0;
 };

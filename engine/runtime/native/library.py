@@ -75,7 +75,7 @@ _SIGNATURES: Final[Mapping[str, tuple[Any, tuple[Any, ...]]]] = {
     "penstock_delete": (None, (c_void_p,)),
     "penstock_set_linear": (None, (c_void_p, c_int64, c_int32, c_void_p, c_void_p)),
     "penstock_set_norm": (None, (c_void_p, c_int64, c_int32, c_void_p, c_int64)),
-    "penstock_set_cache": (None, (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64)),
+    "penstock_set_cache": (None, (c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
     "penstock_set_tables": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "penstock_forward": (None, (c_void_p, POINTER(Step), c_void_p)),
     "penstock_logits": (None, (c_void_p, c_void_p, c_int64, c_void_p)),
