@@ -10,14 +10,26 @@ import json
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.engine.test_engine_process import LONG
-from tests.services import PATIENCE_S, client, engine, gauges, until
+from tests.services import (
+    KEY,
+    PATIENCE_S,
+    Service,
+    client,
+    engine,
+    engine_url,
+    gateway,
+    gateway_url,
+    gauges,
+    until,
+)
 
 REST_S = 1.0
 BODY = {**LONG, "temperature": 0, "max_tokens": 1500}
@@ -39,6 +51,7 @@ class Reader:
         self._socket.connect(("127.0.0.1", port))
         body = json.dumps(BODY).encode()
         head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        head += f"Authorization: Bearer {KEY}\r\n"
         self._socket.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         assert self._socket.recv(12) == b"HTTP/1.1 200"
 
@@ -54,8 +67,8 @@ class Reader:
 
 
 @contextmanager
-def reader(http: httpx.Client) -> Iterator[Reader]:
-    port = http.base_url.port
+def reader(url: str | httpx.URL) -> Iterator[Reader]:
+    port = httpx.URL(url).port
     assert port is not None
     slow = Reader(port)
     try:
@@ -93,11 +106,24 @@ def at_rest(http: httpx.Client) -> dict[str, float]:
     return seen
 
 
-def test_nothing_is_computed_for_a_client_that_stopped_reading(short_tmp: Path) -> None:
-    with engine(short_tmp, "--dtype", "float32") as process, client(process) as http:
+@contextmanager
+def front_of(directory: Path, process: Service) -> Iterator[str]:
+    with gateway(directory, engine_url(process)) as front:
+        yield gateway_url(front)
+
+
+@pytest.mark.parametrize("through_gateway", [False, True])
+def test_nothing_is_computed_for_a_client_that_stopped_reading(
+    short_tmp: Path, through_gateway: bool
+) -> None:
+    with (
+        engine(short_tmp, "--dtype", "float32") as process,
+        client(process) as http,
+        front_of(short_tmp, process) if through_gateway else nullcontext(engine_url(process)) as url,
+    ):
         whole = http.post("/v1/chat/completions", json={**BODY, "stream": False}).json()
         before = gauges(http.base_url)["generated_tokens"]
-        with reader(http) as slow:
+        with reader(url) as slow:
             rest = at_rest(http)
             assert rest["generated_tokens"] - before < TOKENS_MAX
             assert (rest["running_sequences"], rest["open_sequences"]) == (0, 1)
@@ -122,7 +148,7 @@ def test_nothing_is_computed_for_a_client_that_stopped_reading(short_tmp: Path) 
 
 def test_at_the_stall_deadline_it_ends_and_its_pages_come_back(short_tmp: Path) -> None:
     with engine(short_tmp, "--stall-deadline-s", "0.5") as process, client(process) as http:
-        with reader(http) as slow:
+        with reader(http.base_url) as slow:
             until(lambda: gauges(http.base_url)["open_sequences"] == 1)
             until(lambda: gauges(http.base_url)["open_sequences"] == 0)
             after = gauges(http.base_url)
