@@ -2,11 +2,13 @@
 
 The library stays unless one of our tiles beats it by `MARGIN`: a difference below that is noise, and the
 library's kernel is the better-known one. An fp8 weight has no rival in the library at these sizes, so there
-the best tile wins. Rows beyond `matmul.ROWS_MAX` always go to the library.
+the best tile wins. Rows beyond `matmul.ROWS_MAX` always go to the library, and so does float32, for which the
+tensor cores that our tiles are made for do nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +17,7 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from triton import OutOfResources
 
 from engine.runtime.fp8 import Fp8Weight
 from engine.runtime.kernels.matmul import ROWS, ROWS_MAX, TILES, Tile, row_bucket, skinny_matmul
@@ -71,27 +74,41 @@ class MatmulTable:
             if found is not None and found.tile is not None:
                 return _by_tile(x, weight, found.tile, bias)
             if found is None and isinstance(weight, Fp8Weight):
-                return _by_tile(x, weight, _tiles(weight)[-1], bias)
-        return weight.linear(x, bias) if isinstance(weight, Fp8Weight) else F.linear(x, weight, bias)
+                return _by_tile(x, weight, _tiles(weight, x.dtype)[-1], bias)
+        return _by_library(x, weight, bias)
 
 
 def _measure(weight: Weight, rows: int, activations: torch.dtype, timer: Timer) -> Measured:
     values = weight.values if isinstance(weight, Fp8Weight) else weight
     x = torch.zeros(rows, values.shape[1], dtype=activations, device=values.device)
-    times = {tile: timer(partial(_by_tile, x, weight, tile, None)) for tile in _tiles(weight)}
-    tile = min(times, key=lambda tile: times[tile])
-    if isinstance(weight, Fp8Weight):
-        return Measured(tile, times[tile], None)
-    library_us = timer(lambda: F.linear(x, weight))
-    if times[tile] * MARGIN < library_us:
-        return Measured(tile, times[tile], library_us)
+    times = {tile: _tile_us(x, weight, tile, timer) for tile in _tiles(weight, activations)}
+    tile = min(times, key=lambda tile: times[tile], default=None)
+    best_us = math.inf if tile is None else times[tile]
+    if isinstance(weight, Fp8Weight) and best_us < math.inf:
+        return Measured(tile, best_us, None)
+    library_us = timer(partial(_by_library, x, weight, None))
+    if best_us * MARGIN < library_us:
+        return Measured(tile, best_us, library_us)
     return Measured(None, library_us, library_us)
 
 
-def _tiles(weight: Weight) -> Sequence[Tile]:
+def _tile_us(x: Tensor, weight: Weight, tile: Tile, timer: Timer) -> float:
+    """Infinite where a multiprocessor has too little shared memory for the tile."""
+    try:
+        return timer(partial(_by_tile, x, weight, tile, None))
+    except OutOfResources:
+        return math.inf
+
+
+def _tiles(weight: Weight, activations: torch.dtype) -> Sequence[Tile]:
     """Those that lie within a group of columns, where groups have scales of their own."""
-    group = weight.group if isinstance(weight, Fp8Weight) else 0
-    return [tile for tile in TILES if group % tile.k == 0]
+    if not isinstance(weight, Fp8Weight):
+        return () if activations == torch.float32 else TILES
+    return [tile for tile in TILES if weight.group % tile.k == 0]
+
+
+def _by_library(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    return weight.linear(x, bias) if isinstance(weight, Fp8Weight) else F.linear(x, weight, bias)
 
 
 def _by_tile(x: Tensor, weight: Weight, tile: Tile, bias: Tensor | None) -> Tensor:

@@ -212,7 +212,7 @@ def _split_count(
     return tl.maximum((pages + each - 1) // each, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def list_work_kernel(
     lengths,
     items,
@@ -237,7 +237,7 @@ def list_work_kernel(
         tl.store(total, before + own)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tables"])
 def decode_kernel(
     q,
     keys,

@@ -96,7 +96,7 @@ def skinny_matmul(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # or warm-up would not compile for every batch
 def skinny_kernel(
     x,
     weight,

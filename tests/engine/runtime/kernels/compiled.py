@@ -71,7 +71,8 @@ def recorded(module: ModuleType, name: str) -> Iterator[Recorder]:
 
 
 def compile_launch(kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """With Triton's own specialisation: aligned pointers, integers that are 1 or divisible by 16."""
+    """With Triton's own specialisation: aligned pointers, integers that are 1 or divisible by 16, but for
+    those that a kernel exempts."""
     names: list[str] = kernel.arg_names
     options = {k: v for k, v in kwargs.items() if k not in names}
     given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
@@ -80,8 +81,10 @@ def compile_launch(kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     attributes: dict[tuple[int], list[list[Any]]] = {}
     for i, parameter in enumerate(kernel.params):
         value = given[parameter.name]
-        aligned = isinstance(value, Tensor) or (type(value) is int and value % 16 == 0)
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+        special = type(value) is int and not parameter.do_not_specialize
+        exempt = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
+        aligned = (isinstance(value, Tensor) and not exempt) or (special and value % 16 == 0)
+        if parameter.is_constexpr or value is None or (special and value == 1):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         elif isinstance(value, Tensor):
             signature[parameter.name] = TYPES[value.dtype]

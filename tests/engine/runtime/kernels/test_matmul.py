@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+from triton import OutOfResources
 
 from engine.runtime.fp8 import FP8_MAX, Fp8Weight, quantise
 from engine.runtime.kernels import autotune, matmul
@@ -76,7 +77,9 @@ def test_fp8_weights_with_a_scale_for_each_group_of_columns(height: int, width: 
 def test_tiles_lie_within_a_group() -> None:
     for group in (64, 128, 256):
         weight = Fp8Weight(torch.zeros(16, 512).to(torch.float8_e4m3fn), torch.ones(512 // group, 16), group)
-        assert {tile.k for tile in autotune._tiles(weight)} == {k for k in (64, 128, 256) if k <= group}
+        assert {tile.k for tile in autotune._tiles(weight, torch.float32)} == {
+            k for k in (64, 128, 256) if k <= group
+        }
 
 
 @pytest.mark.parametrize("spread", ["normal", "uniform", "outliers"])
@@ -98,19 +101,25 @@ class FakeTimer:
     """Knows how long each call takes by what it calls."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, library_us: float, tiles_us: dict[Tile, float]
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        library_us: float,
+        tiles_us: dict[Tile, float],
+        too_large: Sequence[Tile] = (),
     ) -> None:
         self.calls = 0
         self._took = 0.0
 
         def by_tile(x: Tensor, weight: autotune.Weight, tile: Tile, bias: Tensor | None) -> None:
             self._took = tiles_us.get(tile, 100.0)
+            if tile in too_large:
+                raise OutOfResources(1 << 20, 1 << 10, "shared memory")
 
-        def by_library(x: Tensor, weight: Tensor) -> None:
+        def by_library(x: Tensor, weight: autotune.Weight, bias: Tensor | None) -> None:
             self._took = library_us
 
         monkeypatch.setattr(autotune, "_by_tile", by_tile)
-        monkeypatch.setattr(autotune.F, "linear", by_library)
+        monkeypatch.setattr(autotune, "_by_library", by_library)
 
     def __call__(self, run: Callable[[], object]) -> float:
         self.calls += 1
@@ -127,10 +136,27 @@ def test_the_library_stays_unless_clearly_beaten(
     with monkeypatch.context() as patch:
         timer = FakeTimer(patch, library_us, {TILES[2]: 12.0, TILES[0]: 13.0})
         weight = torch.zeros(64, 32)
-        table = MatmulTable.fill([weight, weight, weight], torch.float32, timer)
+        table = MatmulTable.fill([weight, weight, weight], torch.float16, timer)
     assert timer.calls == len(matmul.ROWS) * (len(TILES) + 1), "a shape is measured once"
     assert {shape.rows for shape in table.measured} == set(matmul.ROWS)
     assert {found.tile for found in table.measured.values()} == {winner}
+
+
+def test_a_tile_beyond_the_card_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.zeros(64, 32)
+    for too_large, winner in ((TILES[:1], TILES[2]), (TILES, None)):
+        with monkeypatch.context() as patch:
+            timer = FakeTimer(patch, 99.0, {TILES[0]: 1.0, TILES[2]: 12.0}, too_large)
+            table = MatmulTable.fill([weight, quantise(weight)], torch.float16, timer)
+        assert {found.tile for found in table.measured.values()} == {winner}
+
+
+def test_float32_stays_with_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        table = MatmulTable.fill(
+            [torch.zeros(64, 32)], torch.float32, FakeTimer(patch, 99.0, {TILES[0]: 1.0})
+        )
+    assert {found.tile for found in table.measured.values()} == {None}
 
 
 def test_the_table_multiplies_whatever_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +166,7 @@ def test_the_table_multiplies_whatever_it_is_given(monkeypatch: pytest.MonkeyPat
     quantised = quantise(weight)
     with monkeypatch.context() as patch:
         timer = FakeTimer(patch, 99.0, {TILES[1]: 1.0})
-        filled = MatmulTable.fill([weight, quantised], torch.float32, timer)
+        filled = MatmulTable.fill([weight, quantised], torch.float16, timer)
     assert filled.measured[MatmulShape(32, 64, 16, False)].tile == TILES[1]
     restored = quantised.values.float() * quantised.scales[:, None]
     for table in (filled, MatmulTable({})):
