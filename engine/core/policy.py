@@ -32,8 +32,9 @@ is that somebody or came before. Hence with k before it in the queue, and none o
 admitted with the 16 * (k + 1)-th admission at the latest. Not counted are those who wait for their
 readers, and those who come back from a stall with their pages. (`engine.core.waiting` keeps the turn.)
 
-Tried, by `penstock bench scheduler`; short and long are p99 to first token over FIFO's on ten seeds of the
-chat workload, median and worst, and flood is the others' p99 over the calm one's, on four seeds together:
+Tried, by `penstock bench scheduler --only chat flood` with each rule in the place of this one; short and long
+are p99 to first token over FIFO's on ten seeds, median and worst, and flood is the others' p99 over the calm
+one's, on four seeds together:
 
     rule                                          short         long       flood
     shortest first, no bound                   0.16  0.34    1.21  1.27
@@ -44,14 +45,15 @@ chat workload, median and worst, and flood is the others' p99 over the calm one'
     the same, 2,048 tokens of lead free        0.07  0.09    1.22  1.26     1.10
     half a share per 4,096 tokens, not 1,024                                5.5
 
-(All were measured before prompts were patient (`prompt_room_s`), which costs long ones 6 %;
-the last but one on ten other seeds. Shortest first does not let a short prompt pass a long one that has
-begun.) The head start makes the share weigh more than a wait, hence the lead that is free: tenants who take
-turns are never apart by much. Every eighth turn for the eldest instead of every sixteenth costs other
-tenants a third of their p99 in a flood, and gains long prompts nothing.
+(The record of a choice, measured before prompts were patient (`prompt_room_s`), the last but one on ten other
+seeds; `tests/bench/results` has what the rule that stands reaches now. Shortest first does not let a short
+prompt pass a long one that has begun.) The head start makes the share weigh more than a wait, hence the lead
+that is free: tenants who take turns are never apart by much. Every eighth turn for the eldest instead of
+every sixteenth cost other tenants a third of their p99 in a flood, and gained long prompts nothing.
 
-Where lengths differ more and come in bursts, as in a public trace, long prompts pay more: their p99 is 2.1
-times FIFO's, a third less than shortest first, within the bound; that of short ones is an eighth of FIFO's.
+Where lengths differ more and come in bursts, as in a public trace (`--only trace`), long prompts pay more:
+their p99 is 2.1 times FIFO's, a fifth less than with shortest first, within the bound; that of short ones is
+0.12 of FIFO's.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ SHARE_FREE: Final = 2048
 SHARE_HALVED_BY: Final = 1024
 """Both in tokens."""
 ELDER_TURN: Final = 16
-PROMPT_TOKENS_MIN: Final = 16
+PROMPT_TOKENS_MIN: Final = 8
 BESIDE_DECODES: Final = 0.75
 _HALVINGS_MAX: Final = 512.0
 """Beyond this a share counts as 2 ** -512, so that it stays a number above zero."""
@@ -192,9 +194,8 @@ def prompt_room_s(target_s: float, decodes_s: float, prompts: Iterable[float]) -
     get up to the target. A fixed share would cap their rate instead, and queues that could be served would
     grow.
 
-    Short gaps cost long prompts time, as every step pays for the weights anew: their p99 over FIFO's on the
-    chat workload is 1.30 with this rule; it was 1.22 when all always took up to the target, and 1.84 on one
-    seed when none hurried.
+    Short gaps cost long prompts time, as every step pays for the weights anew. Their p99 over FIFO's is 1.30
+    on ten seeds (`penstock bench scheduler --only chat --first-seed 301 --seeds 10`).
     """
     room_s = target_s - decodes_s
     if target_s == math.inf:

@@ -41,7 +41,7 @@ def test_loading_tells_what_it_does_and_what_it_offers(tiny_model: MakeModel) ->
     info = load_runner(config, stages.append).info
     words = [stage.split()[0] for stage in stages]
     assert words == ["device", "loading", "computing", "allocating", "warming"]
-    assert "Qwen2ForCausalLM" in stages[1]
+    assert stages[1] == "loading Qwen2ForCausalLM in bfloat16"
     assert (info.dtype, info.max_model_len, info.slots, info.page_size) == ("bfloat16", 100, 3, 64)
     assert (info.vocab_size, info.pages) == (VOCAB_SIZE, 3 * 2 * 5 // 4)
     assert info.load_s > 0
