@@ -30,6 +30,8 @@ from engine.runtime.kv_cache import KVCache
 
 FRESH_TOKENS_MIN: Final = 1024
 """Shorter prompts are several to a step, and the library's is one launch each."""
+FRESH_TOKENS_MULTIPLE: Final = 512
+"""cuDNN plans for every length anew, which keeps the host for 40 ms and more; so lengths are rounded up."""
 
 
 class TritonDecode:
@@ -167,8 +169,9 @@ class LibraryPrefill:
     """Long prompts without a cached past through the library, the other rows through our kernel.
 
     The library wants keys and values side by side: they are copied out of their pages, which takes a
-    hundredth of the time that a prompt of `FRESH_TOKENS_MIN` spends in attention. Layers with a window
-    shorter than the prompt stay with our kernel, which skips what the window hides.
+    hundredth of the time that a prompt of `FRESH_TOKENS_MIN` spends in attention. What a prompt is rounded up
+    by is zeros behind its last token, which no other token sees. Layers with a window shorter than the prompt
+    stay with our kernel, which skips what the window hides.
     """
 
     def __init__(self, cache: KVCache, spec: AttentionSpec, library: Library = cudnn_attention) -> None:
@@ -189,7 +192,10 @@ class LibraryPrefill:
         if not fresh:
             return whole
         others = [i for i in range(len(chunks)) if i not in fresh]
-        rest = self._triton.of_chunks([chunks[i] for i in others], tables[others]) if others else None
+        rest = None
+        if others:  # a list as an index would be copied to the device, and waited for
+            others_tables = torch.stack([tables[i] for i in others])
+            rest = self._triton.of_chunks([chunks[i] for i in others], others_tables)
         rows = [(chunks[i], tables[i]) for i in fresh]
         return LibraryPrefillStep(self._cache, self._spec, self._library, rows, rest, whole)
 
@@ -214,13 +220,14 @@ class LibraryPrefillStep:
             self.rest(layer, q, out=out)
         for chunk, table in self.fresh:
             own = slice(chunk.offset, chunk.offset + chunk.length)
+            query = _rounded_up(q[own].transpose(0, 1))
             keys, values = (
-                self._copied(part[layer], table, chunk.length, scale, q.dtype)
+                _rounded_up(self._copied(part[layer], table, chunk.length, scale, q.dtype))
                 for part, scale in zip(
                     (self.cache.keys, self.cache.values), self.cache.scales[layer], strict=True
                 )
             )
-            out[own] = self.library(q[own].transpose(0, 1), keys, values).transpose(0, 1)
+            out[own] = self.library(query, keys, values)[:, : chunk.length].transpose(0, 1)
         return out
 
     def _copied(self, pages: Tensor, table: Tensor, length: int, scale: float, dtype: torch.dtype) -> Tensor:
@@ -228,3 +235,9 @@ class LibraryPrefillStep:
         count = -(-length // pages.shape[2])
         found = pages[table[:count]].transpose(0, 1).reshape(pages.shape[1], -1, pages.shape[3])[:, :length]
         return found if pages.dtype == dtype else (found.float() * scale).to(dtype)
+
+
+def _rounded_up(x: Tensor) -> Tensor:
+    """[heads, L, D] -> the same with zeros behind, L a multiple of `FRESH_TOKENS_MULTIPLE`."""
+    missing = -x.shape[1] % FRESH_TOKENS_MULTIPLE
+    return F.pad(x, (0, 0, 0, missing)) if missing else x

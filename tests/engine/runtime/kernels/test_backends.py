@@ -37,8 +37,10 @@ def test_decode_prepares_from_the_device_alone() -> None:
 
 
 def test_long_fresh_prompts_go_to_the_library_and_the_rest_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two fresh rows, one too short, one over a cached past; a layer with a window stays with our kernel."""
+    """Two fresh rows, one too short, one over a cached past; a layer with a window stays with our kernel. The
+    library plans for few lengths, and sees nothing of what lies behind a row's last token."""
     monkeypatch.setattr(attention, "FRESH_TOKENS_MIN", 20)
+    monkeypatch.setattr(attention, "FRESH_TOKENS_MULTIPLE", 8)
     torch.manual_seed(0)
     cache = KVCache(KVGeometry(2, 2, 16, 16, torch.float32), pages=12)
     for part in (*cache.keys, *cache.values):
@@ -46,6 +48,8 @@ def test_long_fresh_prompts_go_to_the_library_and_the_rest_does_not(monkeypatch:
     spec = AttentionSpec(4, 2, 16, [None, 8])
     chunks = [Chunk(0, 33, 0), Chunk(0, 5, 33), Chunk(10, 21, 38), Chunk(0, 20, 59)]
     tables = torch.randperm(12).view(4, 3)
+    for part in (*cache.keys, *cache.values):
+        part[tables[0, 2], :, 1:] = torch.nan  # behind the 33rd
     q = torch.randn(79, 4, 16)
     lengths: list[int] = []
 
@@ -56,12 +60,12 @@ def test_long_fresh_prompts_go_to_the_library_and_the_rest_does_not(monkeypatch:
     ours = TritonPrefill(cache, spec).of_chunks(chunks, tables)
     both = LibraryPrefill(cache, spec, library).of_chunks(chunks, tables)
     torch.testing.assert_close(both(0, q), ours(0, q), atol=1e-5, rtol=1e-5)
-    assert lengths == [33, 20]
+    assert lengths == [40, 24]
     assert torch.equal(both(1, q), ours(1, q))
-    assert lengths == [33, 20]
+    assert lengths == [40, 24]
     short = LibraryPrefill(cache, spec, library).of_chunks([Chunk(0, 5, 0)], tables[1:2])
     assert short(0, q[33:38]).shape == (5, 4, 16)
-    assert lengths == [33, 20]
+    assert lengths == [40, 24]
 
 
 def test_queries_that_a_chunk_does_not_have_are_the_callers_mistake() -> None:
