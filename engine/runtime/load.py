@@ -73,16 +73,9 @@ def _load_on_host(config: RunnerConfig, progress: Progress) -> ModelRunner:
     pages = page_count(config, model, geometry, max_model_len, available_bytes)
     progress(f"allocating {pages} KV pages of {config.page_size} tokens")
     loaded_s = time.monotonic()
-    info = RunnerInfo(
-        pages=pages,
-        page_size=config.page_size,
-        slots=config.max_num_seqs,
-        max_model_len=max_model_len,
-        vocab_size=model.vocab_size,
-        dtype=dtype_name(dtype),
+    info = msgspec.structs.replace(
+        untimed_info(config, model, geometry, dtype, max_model_len, pages),
         load_s=loaded_s - started_s,
-        warmup_s=0.0,
-        page_bytes=geometry.page_bytes,
         host_pages=host_page_count(config, geometry, max_model_len, available_bytes),
     )
     cache = KVCache(geometry, pages)
@@ -99,6 +92,28 @@ def _load_on_host(config: RunnerConfig, progress: Progress) -> ModelRunner:
     page_copy_s, warmup_s = runner.host.measure(), time.monotonic() - loaded_s
     runner.info = msgspec.structs.replace(info, warmup_s=warmup_s, page_copy_s=page_copy_s)
     return runner
+
+
+def untimed_info(
+    config: RunnerConfig,
+    model: ModelConfig,
+    geometry: KVGeometry,
+    dtype: torch.dtype,
+    max_model_len: int,
+    pages: int,
+) -> RunnerInfo:
+    """What a runner of these sizes says of itself, but for times and host memory."""
+    return RunnerInfo(
+        pages=pages,
+        page_size=config.page_size,
+        slots=config.max_num_seqs,
+        max_model_len=max_model_len,
+        vocab_size=model.vocab_size,
+        dtype=dtype_name(dtype),
+        load_s=0.0,
+        warmup_s=0.0,
+        page_bytes=geometry.page_bytes,
+    )
 
 
 class Warmable(Protocol):

@@ -1,4 +1,4 @@
-"""A card against its own limits: decode steps, attention and prefill of true shapes with random weights.
+"""A card against its own limits: decode steps, attention and prefill of true shapes, with random weights.
 
     floors     what this card does at best: read-only bandwidth over a buffer far larger than its cache, and
                the rate of a large bf16 product of random numbers. Every share is of these two, so a result
@@ -43,6 +43,7 @@ NO_GPU: Final = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # the text above has lists and formulas
     parser.add_argument(
         "--only", nargs="+", choices=LIMITS_S, metavar="PART", help=f"of {', '.join(LIMITS_S)} (default: all)"
     )

@@ -58,6 +58,7 @@ from engine.runtime.load import (
     choose_max_model_len,
     dtype_name,
     set_threads,
+    untimed_info,
     warm_up,
 )
 from engine.runtime.models.config import ModelConfig, read_model_config
@@ -121,18 +122,10 @@ class DeviceNetwork:
 
     def info(self, pages: int) -> RunnerInfo:
         """Before anything was timed."""
-        return RunnerInfo(
-            pages=pages,
-            page_size=self.config.page_size,
-            slots=self.config.max_num_seqs,
-            max_model_len=self.max_model_len,
-            vocab_size=self.model.vocab_size,
-            dtype=dtype_name(self.decoder.dtype),
-            load_s=0.0,
-            warmup_s=0.0,
-            page_bytes=self.geometry.page_bytes,
-            is_async=True,
+        info = untimed_info(
+            self.config, self.model, self.geometry, self.decoder.dtype, self.max_model_len, pages
         )
+        return replace(info, is_async=True)
 
     def page_count(self) -> int:
         """How many pages to allocate. Raises DoesNotFit."""

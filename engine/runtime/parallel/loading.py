@@ -28,6 +28,7 @@ from engine.runtime.load import (
     choose_max_model_len,
     dtype_name,
     set_threads,
+    untimed_info,
 )
 from engine.runtime.model_runner import ModelRunner
 from engine.runtime.models.config import ModelConfig, read_model_config
@@ -99,17 +100,7 @@ class HostShard:
         return page_count(config, self.model, self.geometry, self.max_model_len, available_bytes)
 
     def info(self, pages: int) -> RunnerInfo:
-        return RunnerInfo(
-            pages=pages,
-            page_size=self.config.page_size,
-            slots=self.config.max_num_seqs,
-            max_model_len=self.max_model_len,
-            vocab_size=self.model.vocab_size,
-            dtype=dtype_name(self.dtype),
-            load_s=0.0,
-            warmup_s=0.0,
-            page_bytes=self.geometry.page_bytes,
-        )
+        return untimed_info(self.config, self.model, self.geometry, self.dtype, self.max_model_len, pages)
 
     def build(self, info: RunnerInfo, progress: Progress) -> ModelRunner:
         cache = KVCache(self.geometry, info.pages)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine.core.messages import NUMERIC_FAILURE, Plan, SamplingParams, SlotStart
 from engine.runtime.config import RunnerConfig
@@ -137,6 +138,25 @@ def test_a_plan_without_rows_still_moves_people(runner: ModelRunner) -> None:
     seat = Plan(0, [], [SlotStart(2, [1, 2], 2, GREEDY)], [], [], [], [], [])
     assert runner.run(seat).tokens == []
     assert runner.run(Plan(1, [2], seat.seated, [(2, [0])], [2], [0], [2], [True])).tokens[0] >= 0
+
+
+def test_the_head_is_for_last_tokens_alone(runner: ModelRunner) -> None:
+    """Of a prompt's other tokens nobody wants the followers."""
+    model, rows = runner.model, []
+
+    class Watched:
+        forward = staticmethod(model.forward)
+
+        def logits(self, hidden: Tensor) -> Tensor:
+            rows.append(len(hidden))
+            return model.logits(hidden)
+
+    runner.model = Watched()
+    seated = [SlotStart(0, list(range(20)), 20, GREEDY), SlotStart(1, [1, 2, 3], 3, GREEDY)]
+    runner.run(Plan(0, [], seated, [(0, [4]), (1, [2])], [0, 1], [0, 0], [12, 3], [False, True]))
+    runner.run(Plan(1, [], [], [], [0], [12], [4], [False]))
+    runner.run(Plan(2, [], [], [], [1, 0], [3, 16], [1, 4], [True, True]))
+    assert rows == [1, 2]
 
 
 @pytest.mark.parametrize(
