@@ -15,10 +15,14 @@ def check(part: str, row: str, run: Callable[[], Mapping[str, Any]]) -> bool:
     nothing after them can be believed."""
     try:
         found = run()
-    except (AssertionError, RuntimeError, ValueError) as error:
+    except (
+        Exception
+    ) as error:  # a compiler's, a library's of another version: whatever it is, it is this row's
         write(part, row, ok=False, error=f"{type(error).__name__}: {error}"[:600])
         if isinstance(error, torch.AcceleratorError):
             raise
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # raises where the device is lost, whoever was the first to be told
         return False
     write(part, row, ok=True, **found)
     return True
@@ -27,6 +31,7 @@ def check(part: str, row: str, run: Callable[[], Mapping[str, Any]]) -> bool:
 def graph_ms(run: Callable[[], object], repetitions: int = 20) -> float:
     """The mean time of one of many runs, captured and replayed, so that the host plays no part."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())  # what `run` reads may still be on its way
     with torch.cuda.stream(stream):
         run()
     stream.synchronize()

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from triton import OutOfResources
 
-from engine.bench.gpu import attention, matmul, results, steps
+from engine.bench.gpu import attention, matmul, measuring, results, steps
 from engine.bench.gpu.shapes import QWEN3_06B, decode_floor_s
 
 TOY = replace(
@@ -67,6 +69,26 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch, "bfloat16", torch.float32)
     weights = steps.RandomWeights
     monkeypatch.setattr(steps, "RandomWeights", lambda device: weights(device, torch.float32))
+
+
+def test_a_row_that_fails_costs_no_other() -> None:
+    """Whatever it raises; but after an error of the device itself nothing can be believed."""
+
+    def fail(error: Exception) -> dict[str, Any]:
+        raise error
+
+    for error in (
+        AssertionError("wrong"),
+        OutOfResources(2, 1, "shared memory"),
+        TypeError("no such option"),
+    ):
+        assert not measuring.check("kernels", str(error), partial(fail, error))
+    with pytest.raises(torch.AcceleratorError):
+        measuring.check("kernels", "lost", partial(fail, torch.AcceleratorError("illegal memory access")))
+    assert measuring.check("kernels", "fine", lambda: {"us": 1.0})
+    rows = [line for line in results.read() if line["part"] == "kernels"]
+    assert [line["ok"] for line in rows] == [False, False, False, False, True]
+    assert rows[2]["error"] == "TypeError: no such option"
 
 
 @pytest.mark.parametrize("fp8", [False, True])
