@@ -153,7 +153,7 @@ def test_the_head_is_for_last_tokens_alone(runner: ModelRunner) -> None:
 
     runner.model = Watched()
     seated = [SlotStart(0, list(range(20)), 20, GREEDY), SlotStart(1, [1, 2, 3], 3, GREEDY)]
-    runner.run(Plan(0, [], seated, [(0, [4]), (1, [2])], [0, 1], [0, 0], [12, 3], [False, True]))
+    runner.run(Plan(0, [], seated, [(0, [4, 5]), (1, [2])], [0, 1], [0, 0], [12, 3], [False, True]))
     runner.run(Plan(1, [], [], [], [0], [12], [4], [False]))
     runner.run(Plan(2, [], [], [], [1, 0], [3, 16], [1, 4], [True, True]))
     assert rows == [1, 2]
