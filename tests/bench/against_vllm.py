@@ -63,7 +63,8 @@ def vllm(python: Path, model: Path, tcmalloc: str | None, *, all_cores: bool) ->
         cores = sorted(os.sched_getaffinity(0))
         environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
         environment["OMP_NUM_THREADS"] = str(len(cores))
-    argv = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
+    argv = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    argv += ["--port", str(port)]
     argv += ["--served-model-name", "bench", "--max-num-seqs", "64", "--dtype", "bfloat16"]
     with tempfile.NamedTemporaryFile(suffix=".log") as log:
         process = subprocess.Popen(argv, stdout=log, stderr=log, env=environment, cwd=python.parent)
