@@ -63,18 +63,33 @@ async def _generate(state: EngineState, exchange: Exchange, kind: type[R]) -> No
     exchange.is_generation = True
     model, limits = state.ready_model()
     with state.working():
-        with exchange.enter("read"):
-            body = await exchange.request.body(len_max=BODY_LEN_MAX, deadline_s=state.config.body_timeout_s)
-        with exchange.enter("validate"):
-            parsed = parse(body, kind)
-            state.check_name(parsed.request.model)
-        with exchange.enter("tokenize"):
-            prompts = await _prompt_ids(model, parsed.request, limits.vocab_size)
-            echoes = await _echoes(model, parsed.request, prompts)
+        arrival = Arrival()
+        with state.listed(exchange.request_id, arrival):
+            with exchange.enter("read"):
+                body = await exchange.request.body(
+                    len_max=BODY_LEN_MAX, deadline_s=state.config.body_timeout_s
+                )
+            with exchange.enter("validate"):
+                parsed = parse(body, kind)
+                state.check_name(parsed.request.model)
+            with exchange.enter("tokenize"):
+                prompts = await _prompt_ids(model, parsed.request, limits.vocab_size)
+                echoes = await _echoes(model, parsed.request, prompts)
+        if arrival.is_aborted:
+            raise RequestAborted("The request was aborted.")
         choices = plan_choices(parsed.request, prompts, limits, model.eos_ids, model.sampling)
         generation = Generation(state, exchange, parsed, model, choices, echoes)
         with state.listed(exchange.request_id, generation):
             await generation.run()
+
+
+class Arrival:
+    """A request that is read and tokenized. One that is aborted by then does not reach the core."""
+
+    is_aborted = False
+
+    def abort(self) -> None:
+        self.is_aborted = True
 
 
 async def _prompt_ids(model: ServedModel, request: AnyRequest, vocab_size: int) -> list[list[int]]:

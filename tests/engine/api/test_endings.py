@@ -192,6 +192,30 @@ async def test_abort_by_exact_id(
     await until(lambda: "aborted" in [line["end_reason"] for line in lines])
 
 
+async def test_what_is_aborted_while_we_tokenize_does_not_reach_the_core(
+    served: Served, lines: list[MutableMapping[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slowly(_: object) -> list[list[int]]:
+        entered.set()
+        await go_on.wait()
+        return [[1]]
+
+    assert served.engine.state.model is not None
+    monkeypatch.setattr(served.engine.state.model.threads, "prompt_ids", slowly)
+    task = asyncio.create_task(
+        served.http.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "early"})
+    )
+    await asyncio.wait_for(entered.wait(), PATIENCE_S)
+    assert (await served.http.delete("/v1/requests/early")).json() == {"id": "early", "aborted": 1}
+    go_on.set()
+    answer = await asyncio.wait_for(task, PATIENCE_S)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (499, "request_aborted")
+    assert served.core.added == []
+    await until(lambda: "aborted" in [line["end_reason"] for line in lines])
+
+
 async def test_an_abort_reaches_the_core_though_the_client_does_not_read(served: Served) -> None:
     """The stream's own task waits in a write; the abort must not wait with it."""
     served.core.is_held = True
