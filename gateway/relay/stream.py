@@ -35,6 +35,7 @@ HEAD_LEN_MAX: Final = 256 * 1024
 """Bytes that wait for the decision which status to answer with: a whole unary answer, if it fits."""
 
 _BOUNDARY: Final = b"\n\n"
+_DATA: Final = b"data:"
 _ERROR: Final = b'data: {"error":'
 _NO_HEADERS: Final[Mapping[str, str]] = {}
 _STREAM_HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -118,7 +119,7 @@ class Relay(Struct, frozen=True, eq=False):
     async def _first_event(self, status: int, source: Source) -> bytes:
         """Everything up to and with the first event, still under the first-token deadline."""
         head = b""
-        while b"data:" not in head or _BOUNDARY not in head:
+        while _DATA not in head or _BOUNDARY not in head:
             chunk = await source.read()
             head += self.progress.scanner.feed(chunk)
             if not chunk or len(head) > HEAD_LEN_MAX:
@@ -129,8 +130,9 @@ class Relay(Struct, frozen=True, eq=False):
         return head
 
     def _pass(self, chunk: bytes) -> bool:
-        """Whether the client has room for more."""
-        self.watch.again()
+        """Whether the client has room for more. A comment that keeps the connection is no token."""
+        if _DATA in chunk:
+            self.watch.again()
         if not (data := self.progress.scanner.feed(chunk)):
             return True
         self.progress.events += data.count(_BOUNDARY)

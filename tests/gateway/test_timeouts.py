@@ -63,6 +63,13 @@ async def test_a_comment_is_no_token(open_house: Open) -> None:
         assert answer.status == 504
 
 
+async def test_a_comment_between_tokens_is_none_either(open_house: Open) -> None:
+    house = await open_house(timeouts={"inter_token_s": SOON_S, "total_s": 40 * SOON_S})
+    house.engine.script = Script([chunk("a"), *[b": ping\n\n"] * 1_000_000])
+    async with house.chat(stream=True) as answer:
+        assert b"inter_token_timeout" in await answer.read()
+
+
 async def test_between_tokens(open_house: Open, level: Set) -> None:
     house = await open_house(**level(inter_token_s=SOON_S))
     house.engine.script = stream(chunk("a"), asyncio.Event())
