@@ -7,8 +7,9 @@ capitals (`PENSTOCK_ENGINE_MAX_MODEL_LEN=4096`); the command line wins.
 from __future__ import annotations
 
 import argparse
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
@@ -404,34 +405,26 @@ class _count:  # noqa: N801  argparse prints a type by its name
         return value
 
 
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
-    return value
+class _number:  # noqa: N801  as above
+    """A number of which something holds, which nothing does of what is none."""
+
+    def __init__(self, what: str, holds: Callable[[float], bool]) -> None:
+        self._what = what
+        self._holds = holds
+
+    def __call__(self, text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not self._holds(value):
+            raise argparse.ArgumentTypeError(f"must be a number {self._what}, got {text!r}")
+        return value
 
 
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value <= 1.0:
-        raise argparse.ArgumentTypeError(f"must be a number above 0 and at most 1, got {text!r}")
-    return value
-
-
-def _milliseconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not value > 0.0:
-        raise argparse.ArgumentTypeError(f"must be a number of milliseconds above 0, or inf, got {text!r}")
-    return value
+_seconds: Final = _number("of seconds above 0", lambda value: 0.0 < value < 1e6)
+_share: Final = _number("above 0 and at most 1", lambda value: 0.0 < value <= 1.0)
+_milliseconds: Final = _number("of milliseconds above 0, or inf", lambda value: value > 0.0)
 
 
 def _byte_count_or_0(text: str) -> int:
