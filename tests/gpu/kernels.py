@@ -117,7 +117,8 @@ def products(dtype: torch.dtype) -> dict[str, Any]:
     for rows, height, width in ((1, 4096, 4096), (17, 1000, 1000), (64, 6144, 4096)):
         x, weight = torch.randn(rows, width).to(dtype), torch.randn(height, width).to(dtype)
         expected = linear(x.double(), weight.double())
-        for tile in TILES:
+        # In float32, which is the library's, only the smallest fits into shared memory.
+        for tile in TILES if dtype != torch.float32 else TILES[-1:]:
             found = skinny_matmul(x.to(CUDA), weight.to(CUDA), tile).cpu()
             worst = max(worst, near(found, expected, dtype)["error"])
         if dtype != torch.float32:

@@ -24,7 +24,6 @@ from engine.runtime.parallel.group import Group
 from engine.runtime.parallel.leader import lead
 from engine.runtime.parallel.shard import Shard
 from tests.engine.models import make_tiny_model
-from tests.engine.runtime.parallel.test_equality import MODELS, said, small
 
 
 def one_rank() -> dict[str, Any]:
@@ -48,6 +47,8 @@ def one_rank() -> dict[str, Any]:
 
 
 def two_ranks(path: Path) -> dict[str, Any]:
+    from tests.engine.runtime.parallel.test_equality import said, small
+
     tokens, *_ = said(load_runner(RunnerConfig(str(path), **small(path, 1)), lambda stage: None))
     reasons: list[str] = []
     together = lead(
@@ -67,6 +68,8 @@ def main() -> int:
     if torch.cuda.device_count() < 2:
         write("ranks", "two ranks", measured="not measured: one card")
         return 0 if ok else 1
+    from tests.engine.runtime.parallel.test_equality import MODELS  # compiles the CPU's kernels
+
     with tempfile.TemporaryDirectory() as directory:
         for family, overrides in MODELS.items():
             path = make_tiny_model(family, Path(directory) / family, **overrides)

@@ -16,16 +16,17 @@ from engine.bench.gpu.measuring import check
 from engine.core.messages import SamplingParams
 from engine.runtime.attention import AttentionSpec
 from engine.runtime.batch import Batch
+from engine.runtime.config import RunnerConfig
 from engine.runtime.graphs import CudaGraphDevice, DecodeGraphs, batch_buckets
 from engine.runtime.kernels.attention import TritonDecode, TritonPrefill
 from engine.runtime.kernels.decoder import DecodeStep, DeviceDecoder, DeviceModel
 from engine.runtime.kernels.sampling import DeviceSampling, SamplingScratch
 from engine.runtime.kv_cache import KVCache
+from engine.runtime.load import load_runner
 from engine.runtime.model_runner import ModelRunner
 from engine.runtime.models.config import read_model_config
 from engine.runtime.weights import Checkpoint, checkpoint_files
 from tests.engine.models import FAMILIES, make_tiny_model, reference_greedy
-from tests.engine.runtime.conftest import load
 from tests.engine.runtime.driver import Driver
 
 CUDA = torch.device("cuda")
@@ -49,7 +50,11 @@ class HostLogits:
 
 def on_gpu(path: Path) -> tuple[ModelRunner, DeviceModel]:
     """A runner whose network and cache are on the GPU; the cache begins as NaN."""
-    runner = load(path, max_num_seqs=4, max_model_len=256, kernels="torch")
+    host = RunnerConfig(
+        str(path), "cpu", "float32", kernels="torch", page_size=16, max_num_seqs=4, max_model_len=256
+    )
+    runner = load_runner(host, lambda stage: None)
+    assert isinstance(runner, ModelRunner)
     config, info = read_model_config(path), runner.info
     with CUDA:
         cache = KVCache(runner.cache.geometry, runner.cache.pages)
