@@ -74,7 +74,7 @@ SHARE_FREE: Final = 2048
 SHARE_HALVED_BY: Final = 1024
 """Both in tokens."""
 ELDER_TURN: Final = 16
-PROMPT_TOKENS_MIN: Final = 8
+PROMPT_TOKENS_MIN: Final = 4
 BESIDE_DECODES: Final = 0.75
 _HALVINGS_MAX: Final = 512.0
 """Beyond this a share counts as 2 ** -512, so that it stays a number above zero."""
