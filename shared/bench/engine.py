@@ -32,7 +32,6 @@ TOKENS_TARGET: Final = at_least(1.5)
 TTFT_TARGET: Final = at_most(0.7)
 BESIDE_TARGET: Final = at_most(2)
 IDLE_TARGET: Final = at_most(1)
-MEMORY_TARGET: Final = at_most(0.25)
 IDLE_S: Final = 5.0
 SETTLE_S: Final = 1.0
 """After the last request, before an engine counts as idle."""
@@ -162,7 +161,7 @@ def _memory(servers: Sequence[Server]) -> list[Figure]:
         ]
     if len(known) == 2:
         ratio = known[0].proportional_bytes / known[1].proportional_bytes
-        figures.append(figure("resident memory, ratio", ratio, "x", MEMORY_TARGET))
+        figures.append(figure("resident memory, ratio", ratio, "x"))
     return figures
 
 

@@ -33,7 +33,7 @@ from typing import Final
 import httpx
 import msgspec
 
-from shared.bench.figures import Figure, exit_code, write
+from shared.bench.figures import Figure, at_most, exit_code, figure, write
 from shared.bench.services import free_port
 from tests.bench.models import SHAPES, make_model
 
@@ -100,8 +100,12 @@ def compare(name: str, model: Path, url: str, pid: int, options: argparse.Namesp
         argv += ["--turns", str(turns), "--rounds", str(rounds), "--", *options.engine]
         done = subprocess.run(argv, stdout=subprocess.PIPE, check=True)
         for line in done.stdout.splitlines():
-            figure = msgspec.json.decode(line, type=Figure)
-            yield msgspec.structs.replace(figure, name=f"{name}: {figure.name}")
+            found = msgspec.json.decode(line, type=Figure)
+            own = f"{name}: {found.name}"
+            if own in TARGETS and found.value is not None:
+                yield figure(own, found.value, found.unit, TARGETS[own])
+            else:
+                yield msgspec.structs.replace(found, name=own)
 
 
 def main() -> int:
@@ -126,10 +130,10 @@ def main() -> int:
         for name in options.models:
             model = make_model(options.dir / name, SHAPES[name])
             with vllm(options.vllm, model, options.tcmalloc, all_cores=options.all_cores) as (url, pid):
-                for figure in compare(name, model, url, pid, options):
-                    figures.append(figure)
+                for found in compare(name, model, url, pid, options):
+                    figures.append(found)
                     for target in (sys.stdout, *([out] if out else [])):
-                        write([figure], target, as_json=True)
+                        write([found], target, as_json=True)
                         target.flush()
     return exit_code(figures, check=options.check)
 
