@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -151,29 +152,35 @@ def tokens(limits: dict[str, Any]) -> dict[str, Any]:
     return {"rows": rows}
 
 
+def in_precision(dtype: torch.dtype, shapes: Sequence[Shape]) -> bool:
+    ok, name = True, str(dtype).removeprefix("torch.")
+    for shape in shapes:
+        for window in (None, 100):
+            page = shape.page_size
+            row = f"{shape.kv_heads}x{shape.group}x{shape.head_dim} page {page} window {window} {name}"
+            ok &= check("kernels", f"decode {row}", partial(decode_attention, shape, dtype, window))
+            ok &= check("kernels", f"prefill {row}", partial(prefill_attention, shape, dtype, window))
+    checks = {
+        "norm": norms,
+        "store": store,
+        "silu": activation,
+        "matmul": products,
+        "decode alone": decode_alone,
+    }
+    for what, run in checks.items():
+        ok &= check("kernels", f"{what} {name}", partial(run, dtype))
+    if dtype != torch.float32:
+        ok &= check("kernels", f"fp8 cache {name}", partial(fp8_cache, dtype))
+    return ok
+
+
 def main() -> int:
-    ok = True
-    for dtype in ERROR_MAX:
-        name = str(dtype).removeprefix("torch.")
-        for shape in SHAPES if dtype == torch.bfloat16 else SHAPES[:1]:  # each is a second of compiling
-            for window in (None, 100):
-                page = shape.page_size
-                row = f"{shape.kv_heads}x{shape.group}x{shape.head_dim} page {page} window {window} {name}"
-                ok &= check("kernels", f"decode {row}", partial(decode_attention, shape, dtype, window))
-                ok &= check("kernels", f"prefill {row}", partial(prefill_attention, shape, dtype, window))
-        checks = {
-            "norm": norms,
-            "store": store,
-            "silu": activation,
-            "matmul": products,
-            "decode alone": decode_alone,
-        }
-        for what, run in checks.items():
-            ok &= check("kernels", f"{what} {name}", partial(run, dtype))
-        if dtype != torch.float32:
-            ok &= check("kernels", f"fp8 cache {name}", partial(fp8_cache, dtype))
+    """What is served first; each shape of attention is a second of compiling, and in float32 several."""
+    ok = in_precision(torch.bfloat16, SHAPES)
     for what, limits in sampling.LIMITS.items():
         ok &= check("kernels", f"sampling {what}", partial(tokens, limits))
+    for dtype in (torch.float16, torch.float32):
+        ok &= in_precision(dtype, SHAPES[:1])
     return 0 if ok else 1
 
 

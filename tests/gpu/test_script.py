@@ -63,6 +63,8 @@ def test_the_script_parses_and_its_parts_import(tmp_path: Path) -> None:
     parts = text.split("PARTS_ALL=(")[1].split(")")[0].split()
     assert parts
     assert all(f"[{part}]=" in text for part in parts)
+    limits_s = {part: int(text.split(f"[{part}]=")[1].split()[0].rstrip(")")) for part in parts}
+    assert sum(limits_s.values()) <= int(text.split("TOTAL_S:-")[1].split("}")[0]) - 5 <= 585
     measuring = text.split('MEASURING="')[1].split('"')[0].split()
     assert set(measuring) == LIMITS_S.keys(), "the product's parts"
     modules = [f"engine.bench.gpu.{p}" if p in measuring else f"tests.gpu.{p}" for p in parts]
