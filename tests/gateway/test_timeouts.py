@@ -132,6 +132,20 @@ async def test_a_client_that_stops_reading(open_house: Open, level: Set) -> None
     client.leave()
 
 
+@pytest.mark.parametrize(
+    "said", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-a: "], ids=["nothing", "half a head"]
+)
+@pytest.mark.parametrize("before", [b"", b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"], ids=["at first", "next"])
+async def test_a_client_that_asks_nothing_is_hung_up_on(open_house: Open, before: bytes, said: bytes) -> None:
+    house = await open_house(timeouts={"idle_s": SOON_S})
+    client = await RawClient.of(house)
+    client.writer.write(before + said)
+    async with asyncio.timeout(PATIENCE_S):
+        answer = await client.reader.read()
+    client.leave()
+    assert answer.startswith(b"HTTP/1.1 200") if before else not answer
+
+
 async def test_a_slow_client_holds_up_nobody_else(open_house: Open) -> None:
     house = await open_house()
     house.engine.script = lambda seen: Script(

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from shared.openai import BODY_LEN_MAX
-from tests.engine.api.conftest import MODEL, Serve, Served, until
+from tests.engine.api.conftest import MODEL, PATIENCE_S, Serve, Served, until
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 TEXT = {"model": MODEL, "prompt": "hello"}
@@ -166,6 +166,14 @@ async def test_a_body_that_does_not_come(serve: Serve) -> None:
         head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
         assert b" 408 " in head.split(b"\r\n")[0]
         assert b"request_body_timeout" in await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+
+
+async def test_a_head_that_does_not_come(serve: Serve) -> None:
+    async with serve(keepalive_timeout_s=0.05) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.engine.port)
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-a: ")
+        assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
         writer.close()
 
 
