@@ -39,6 +39,8 @@ from tests.bench.models import SHAPES, make_model
 
 START_S: Final = 400.0
 """The first start of a model compiles it."""
+TARGETS: Final = {"29M: resident memory": at_most(1000)}
+"""Beside those that hold for every model."""
 LOADS: Final = {
     "0.9M": {1: (4, 2), 8: (4, 2), 32: (4, 2)},
     "29M": {1: (3, 2), 8: (3, 2), 32: (3, 2)},
