@@ -173,13 +173,15 @@ def _load_network(
     )
 
 
-def checked_checkpoint(config: RunnerConfig, model: ModelConfig, dtype: torch.dtype) -> Checkpoint:
+def checked_checkpoint(
+    config: RunnerConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device | None = None
+) -> Checkpoint:
     """Checked against the files' headers first: nothing is read of a checkpoint that does not match."""
     files = checkpoint_files(Path(config.model_dir))
     inspection = Inspection(files, dtype, model.fp8)
     DECODERS[model.architecture](model, inspection)
     inspection.verify(unused=[LM_HEAD] if model.tied_embeddings else [])
-    return Checkpoint(files, dtype, model.fp8)
+    return Checkpoint(files, dtype, model.fp8, device)
 
 
 def _hindrance(config: RunnerConfig, model: ModelConfig) -> str | None:

@@ -5,7 +5,7 @@ names and with the shape it expects. It is built twice: first from an `Inspectio
 file headers alone and collects everything that does not match, then from a `Checkpoint`, which
 copies. So a wrong checkpoint is refused in milliseconds, with every name, before memory is taken.
 
-Each tensor is copied once, from the mapped file into memory of ours, converted on the way; what
+Each tensor is copied once, from the mapped file into memory of ours or a device's, converted on the way; what
 the model fuses (QKV, gate and up) is stacked by copying the parts into place. The mapping is
 dropped file by file, so the peak is the model and one parameter.
 
@@ -188,15 +188,23 @@ class Inspection:
 class Checkpoint:
     """A WeightSource that copies from the files. Use after an Inspection: it asserts what that reports."""
 
-    def __init__(self, files: Mapping[str, Path], dtype: torch.dtype, fp8: Fp8Scheme | None = None) -> None:
+    def __init__(
+        self,
+        files: Mapping[str, Path],
+        dtype: torch.dtype,
+        fp8: Fp8Scheme | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """`device`: where `stack` puts what it copies; None is torch's default."""
         self._files = files
         self._dtype = dtype
+        self._device = device
         self._fp8 = fp8
         self._open_path: Path | None = None
         self._open_handle: Any = None  # safetensors has no stub for its handle
 
     def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int, part: Part = ALL) -> Tensor:
-        stacked = torch.empty(part.shape(rows, columns), dtype=self._dtype)
+        stacked = torch.empty(part.shape(rows, columns), dtype=self._dtype, device=self._device)
         at = 0
         for name, count, (start, stop) in zip(names, rows, part.row_spans(rows), strict=True):
             wanted = self._read(name, (count, *columns), (start, stop), part.columns)

@@ -268,7 +268,7 @@ def load_on_card(config: RunnerConfig, card: Card, progress: Progress) -> Device
     dtype = torch.bfloat16 if config.dtype == "auto" else choose_dtype(config.dtype)
     max_model_len = choose_max_model_len(config, model)
     progress(f"loading {model.architecture} in {dtype_name(dtype)} on {card.name}")
-    source = checked_checkpoint(config, model, dtype)
+    source = checked_checkpoint(config, model, dtype, card.device)
     network = DeviceNetwork.load(config, model, source, dtype, max_model_len, card, progress)
     progress("measuring the largest step")
     pages = network.page_count()

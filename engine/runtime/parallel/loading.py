@@ -171,6 +171,6 @@ def on_card(config: RunnerConfig, card: Card, ranks: Collective, progress: Progr
     progress(
         f"loading {model.architecture} in {dtype_name(dtype)}, in {ranks.shard.size} shards, on {card.name}"
     )
-    source = checked_checkpoint(config, model, dtype)
+    source = checked_checkpoint(config, model, dtype, card.device)
     max_model_len = choose_max_model_len(config, model)
     return DeviceNetwork.load(config, model, source, dtype, max_model_len, card, progress, ranks)

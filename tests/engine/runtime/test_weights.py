@@ -29,6 +29,14 @@ def test_parts_are_stacked_in_order_and_converted(tmp_path: Path) -> None:
     assert stacked.dtype == torch.float32
 
 
+def test_what_a_device_is_to_have_is_put_together_there(tmp_path: Path) -> None:
+    """Not in memory of ours first, which would copy every weight twice."""
+    files = checkpoint_files(single(tmp_path, a=A.half(), b=B.bfloat16()))
+    stacked = Checkpoint(files, torch.float32, device=torch.device("meta")).stack(["b", "a"], [3, 2], 3)
+    assert stacked.is_meta
+    assert stacked.shape == (5, 3)
+
+
 def test_what_is_loaded_outlives_the_file(tmp_path: Path) -> None:
     """The mapped file is copied from, not kept."""
     files = checkpoint_files(single(tmp_path, a=A.clone()))
