@@ -21,13 +21,13 @@ _NATIVE_BF16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 def usable_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     """Physical cores that this process may run on: affinity, less hyper-threads, less the control groups'
-    quota. What a quota has beyond whole cores is left to threads that do not compute: with one computing
-    thread more, it would be used up before each period ends, and everybody would wait for the next.
+    quota. Half a core of a quota counts as one: its thread gains more while it runs than all lose by waiting
+    for the next period when the quota is used up.
 
     Threads are not tied to cores: that brought nothing when it was tried, and the kernel moves a computing
     thread out of the way of others (`engine.__main__.NICENESS`)."""
     cores = _physical_cores(_read(proc / "cpuinfo"), os.sched_getaffinity(0))
-    return max(1, min([cores, *map(int, _cpu_quotas(proc, cgroup))]))
+    return max(1, min([cores, *(int(quota + 0.5) for quota in _cpu_quotas(proc, cgroup))]))
 
 
 def available_memory_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
