@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import os
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import pytest
@@ -13,6 +15,7 @@ from shared.http2.client import Http2Transport
 from shared.http2.server import Http2Server
 from shared.http2.sniff import SniffingProtocol
 from tests.shared.http2.loopback import echo, hello, listening, serving
+from tests.shared.http2.test_interop import run
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,20 @@ async def test_large_bodies_over_tls(certificates: Certificates, mutual: bool) -
     async with serving(echo, tls=tls) as served, client(certificates.calling(identified=mutual)) as http:
         body = bytes(3_000_000)
         assert (await http.post(served.url, content=body)).content == body
+
+
+async def test_curl_by_alpn_and_mutual_tls(certificates: Certificates, tmp_path: Path) -> None:
+    authority, own, upload = tmp_path / "ca.pem", tmp_path / "own.pem", tmp_path / "upload"
+    certificates.authority.cert_pem.write_to_path(authority)
+    certificates.client.private_key_and_cert_chain_pem.write_to_path(own)
+    upload.write_bytes(os.urandom(1_000_000))
+    curl = ("--http2", "--silent", "--show-error", "--fail", "--cacert", str(authority), "--cert", str(own))
+    sent = ("--data-binary", f"@{upload}", "-H", "Expect:")
+    version = ("--write-out", "%{http_version}", "--output", os.devnull)
+    tls = certificates.serving(alpn=["h2", "http/1.1"], mutual=True)
+    async with serving(echo, tls=tls) as served:
+        assert await run("curl", *curl, *sent, served.url) == upload.read_bytes()
+        assert await run("curl", *curl, *sent, *version, served.url) == b"2"
 
 
 @pytest.mark.parametrize(
