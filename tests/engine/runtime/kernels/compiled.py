@@ -24,6 +24,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from engine.runtime.backends import TRITON_TILE_BYTES
 from engine.runtime.kernels import decode_attention, fused, matmul, prefill_attention, sampling
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -129,13 +130,13 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def decode_launch(
-    heads: int, kv_heads: int, head_dim: int, window: int | None = None, **kv: Any
+    heads: int, kv_heads: int, head_dim: int, window: int | None = None, page_size: int = 64, **kv: Any
 ) -> Callable[[], object]:
     """Batch 32 of an 8B model."""
     rows, device = 32, torch.device("meta")
 
     def launch() -> Tensor:
-        cache = meta(1000, kv_heads, 64, head_dim, **kv)
+        cache = meta(1000, kv_heads, page_size, head_dim, **kv)
         return decode_attention.paged_decode(
             meta(rows, heads, head_dim),
             cache,
@@ -152,6 +153,19 @@ def decode_launch(
     return launch
 
 
+def largest_page(head_dim: int) -> int:
+    return TRITON_TILE_BYTES // (2 * head_dim)
+
+
+def report_largest_pages() -> None:
+    """What back ends are chosen for is what fits."""
+    for dim in (64, 128, 256):
+        page = {"page_size": largest_page(dim)}
+        decode, prefill = decode_launch(8, 2, dim, **page), prefill_launch(8, 2, dim, **page)
+        report(f"largest decode {dim}", decode_attention, "decode_kernel", decode)
+        report(f"largest prefill {dim}", prefill_attention, "prefill_kernel", prefill)
+
+
 def list_launch() -> None:
     work = decode_attention.DecodeWork.empty(256, torch.device("meta"))
     decode_attention.list_work(meta(256, dtype=torch.int32), None, 64, work)
@@ -166,12 +180,12 @@ def report_decode() -> None:
 
 
 def prefill_launch(
-    heads: int, kv_heads: int, head_dim: int, window: int | None = None, **kv: Any
+    heads: int, kv_heads: int, head_dim: int, window: int | None = None, page_size: int = 64, **kv: Any
 ) -> Callable[[], object]:
     """2k tokens of an 8B model."""
 
     def launch() -> Tensor:
-        cache = meta(1000, kv_heads, 64, head_dim, **kv)
+        cache = meta(1000, kv_heads, page_size, head_dim, **kv)
         return prefill_attention.paged_prefill(
             meta(2048, heads, head_dim),
             cache,
@@ -259,6 +273,7 @@ if __name__ == "__main__":
     report_fused()
     report_decode()
     report_prefill()
+    report_largest_pages()
     report_sampling()
     report_matmul()
     sys.exit(0)
