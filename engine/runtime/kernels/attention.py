@@ -22,8 +22,8 @@ from engine.runtime.kernels.decode_attention import (
     DecodeScratch,
     DecodeWork,
     list_work,
+    most_splits,
     paged_decode,
-    split_count,
 )
 from engine.runtime.kernels.prefill_attention import paged_prefill, tile_list
 from engine.runtime.kv_cache import KVCache
@@ -46,7 +46,7 @@ class TritonDecode:
         device, page_size = cache.keys[0].device, cache.geometry.page_size
         windows = set(spec.windows)
         self._work = {window: DecodeWork.empty(rows_max, device) for window in windows}
-        splits = max(split_count(length_max, window, page_size) for window in windows)
+        splits = max(most_splits(length_max, window, page_size) for window in windows)
         heads = spec.heads, spec.kv_heads, spec.head_dim
         self._scratch = DecodeScratch.empty(rows_max, *heads, splits, device)
 

@@ -65,6 +65,15 @@ def split_count(length: int, window: int | None, page_size: int) -> int:
     return max(1, -(-pages // pages_per_split))
 
 
+def most_splits(length_max: int, window: int | None, page_size: int) -> int:
+    """The most that `split_count` says of any length up to this one. The longest need not have them: wider splits
+    are fewer, and a window that begins within a page touches one page more."""
+    pages = -(-length_max // page_size)
+    if window is not None:
+        pages = min(pages, (window + page_size - 2) // page_size + 1)
+    return max(1, min(SPLITS_MAX, -(-pages // max(1, SPLIT_TOKENS // page_size))))
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeWork:
     """What `list_work` fills, for at most so many rows: reused by every layer and every step."""
@@ -95,7 +104,7 @@ class DecodeScratch:
     def empty(
         rows: int, heads: int, kv_heads: int, head_dim: int, splits: int, device: torch.device
     ) -> DecodeScratch:
-        """`splits`: the most that a row can have, which is `split_count` of the longest."""
+        """`splits`: the most that a row can have (`most_splits`)."""
         shape = (rows * splits, kv_heads, heads // kv_heads)
         return DecodeScratch(
             sums=torch.empty(*shape, head_dim, device=device),

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.runtime.kernels import decode_attention as kernels
@@ -30,7 +32,7 @@ def run(
     size = shape.page_size
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
     work = kernels.DecodeWork.empty(rows, device)
-    splits = kernels.split_count(max(case.lengths), window, size)
+    splits = kernels.most_splits(max(case.lengths), window, size)
     heads = shape.heads, shape.kv_heads, shape.head_dim
     scratch = kernels.DecodeScratch.empty(rows, *heads, splits, device)
     scratch.sums.fill_(torch.nan)
@@ -102,6 +104,25 @@ def test_a_rows_bits_depend_on_nothing_but_the_row() -> None:
         [],
     )
     assert torch.equal(run(shuffled, programs=7), together[order])
+
+
+@given(st.integers(1, 70_000), st.none() | st.integers(1, 5000), st.sampled_from([16, 64, 512]), st.data())
+def test_no_row_has_more_splits_than_there_is_room_for(
+    longest: int, window: int | None, page: int, data: st.DataObject
+) -> None:
+    length = data.draw(st.integers(1, longest))
+    assert kernels.split_count(length, window, page) <= kernels.most_splits(longest, window, page)
+
+
+@pytest.mark.parametrize(
+    ("length", "longest", "window"),
+    [(8193, 8192 + 64, 4096), (32_768, 33_280, None)],
+    ids=["window", "width"],
+)
+def test_the_longest_row_has_not_always_the_most_splits(
+    length: int, longest: int, window: int | None
+) -> None:
+    assert kernels.split_count(length, window, 64) > kernels.split_count(longest, window, 64)
 
 
 @pytest.mark.parametrize("window", [None, 90])
