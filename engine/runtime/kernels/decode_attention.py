@@ -66,8 +66,8 @@ def split_count(length: int, window: int | None, page_size: int) -> int:
 
 
 def most_splits(length_max: int, window: int | None, page_size: int) -> int:
-    """The most that `split_count` says of any length up to this one. The longest need not have them: wider splits
-    are fewer, and a window that begins within a page touches one page more."""
+    """The most that `split_count` says of any length up to this one. The longest need not have them: wider
+    splits are fewer, and a window that begins within a page touches one page more."""
     pages = -(-length_max // page_size)
     if window is not None:
         pages = min(pages, (window + page_size - 2) // page_size + 1)
