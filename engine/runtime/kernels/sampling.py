@@ -341,6 +341,7 @@ def choose_kernel(
                 floor,
                 u,
                 vocab,
+                CHUNK,
                 CANDIDATE_BLOCK,
             )
         else:
@@ -389,12 +390,14 @@ def _draw_by_id(source, mass, top, heat, floor, u, vocab, CHUNK: tl.constexpr, C
 
 
 @triton.jit
-def _draw_sorted(source, candidates, top, heat, total, k, p, floor, u, vocab, BLOCK: tl.constexpr):
+def _draw_sorted(
+    source, candidates, top, heat, total, k, p, floor, u, vocab, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):
     """The token at u of what top-k, top-p and min-p leave, likeliest first, lower ids first among equals."""
-    n, near_mass = _gather(source, candidates, top, heat, _NEAR, vocab, BLOCK)
+    n, near_mass = _gather(source, candidates, top, heat, _NEAR, vocab, CHUNK)
     reached = tl.where(k < vocab, n >= k, near_mass.to(tl.float64) >= p * total.to(tl.float64))
     if reached == 0:
-        n, near_mass = _gather(source, candidates, top, heat, float("inf"), vocab, BLOCK)
+        n, near_mass = _gather(source, candidates, top, heat, float("inf"), vocab, CHUNK)
     tl.debug_barrier()
     kept = total
     if k < vocab:
@@ -423,8 +426,8 @@ def _gather(source, candidates, top, heat, limit, vocab, BLOCK: tl.constexpr):
         distance = tl.div_rn(top - x, heat)
         near = (distance <= limit) & (ids < vocab)
         packed = (distance.to(tl.int32, bitcast=True).to(tl.int64) << 32) | ids
-        tl.store(candidates + n + tl.cumsum(near.to(tl.int64), 0) - 1, packed, mask=near)
-        n += tl.sum(near.to(tl.int64))
+        tl.store(candidates + n + tl.cumsum(near.to(tl.int32), 0) - 1, packed, mask=near)
+        n += tl.sum(near.to(tl.int32))
         mass += tl.sum(tl.where(near, _mass(distance), 0))
     return n, mass
 
