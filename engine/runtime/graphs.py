@@ -35,6 +35,8 @@ BUCKET_STEP: Final = 8
 """Up to `FINE_ROWS_MAX`; beyond, twice that. A padding row costs its share of attention and nothing else, as
 the weights are read anyway."""
 FINE_ROWS_MAX: Final = 64
+ALIGNED_ROWS: Final = 4
+"""16 bytes: where inputs begin elsewhere, a kernel is compiled once more, in the first step without a graph."""
 STAGES: Final = 3
 """Host copies of the inputs. A step's copy may still be read while the next is planned, not two steps later:
 the host has collected its results by then."""
@@ -61,8 +63,8 @@ class DecodeInputs:
 
     @staticmethod
     def empty(rows: int, device: torch.device) -> DecodeInputs:
-        both = torch.zeros(2, rows, dtype=torch.int32, device=device)
-        return DecodeInputs(both[0], both[1])
+        both = torch.zeros(2, -(-rows // ALIGNED_ROWS) * ALIGNED_ROWS, dtype=torch.int32, device=device)
+        return DecodeInputs(both[0], both[1]).first(rows)
 
     def first(self, rows: int) -> DecodeInputs:
         """The same memory, fewer rows."""

@@ -103,6 +103,13 @@ def test_a_replay_reads_what_is_on_the_device_then() -> None:
     assert first.tolist() == [5001]
 
 
+def test_inputs_lie_where_a_step_without_a_graph_has_them() -> None:
+    """Kernels are compiled for pointers to 16 bytes, and for others apart."""
+    inputs = DecodeInputs.empty(6, torch.device("cpu"))
+    assert (inputs.lengths.data_ptr() - inputs.slots.data_ptr()) % 16 == 0
+    assert inputs.slots.shape == inputs.lengths.shape == (6,)
+
+
 def test_consecutive_steps_are_staged_apart() -> None:
     """Until two further steps were filled, a step's host copy is left alone."""
     own = graphs(Model())
