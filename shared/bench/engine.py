@@ -2,7 +2,8 @@
 
 Without `--url` it starts an engine of its own on a free port; with it, any OpenAI-compatible server is
 measured the same way. With `--against` the same load runs on a second server, piece by piece in turns
-(A B A B), because machines are noisy: the ratios are what to compare.
+(A B A B), because machines are noisy: the ratios are what to compare. Whose turn it is not is stopped, where
+its process is known (`--against-pid`), so that nobody's way to wait costs the other.
 
 Rows: `load` is the streams, `beside` a long prompt that arrives beside eight running streams, `idle` the
 CPU time of an engine with nothing to do, `memory` what all its processes hold after the loads.
@@ -22,7 +23,7 @@ from shared.bench.beside import STREAMS as BESIDE_STREAMS
 from shared.bench.beside import beside
 from shared.bench.client import Endpoint
 from shared.bench.figures import Figure, at_least, at_most, figure, quantile
-from shared.bench.load import BenchFailed, Load, Sample, Server, measure, warm_up
+from shared.bench.load import BenchFailed, Load, Sample, Server, alone, measure, warm_up
 from shared.bench.services import demo_model, free_port, service
 
 __all__ = ["BenchFailed", "add_arguments", "run"]
@@ -92,7 +93,8 @@ async def _in_turns(servers: Sequence[Server], load: Load, turns: int, rng: rand
     samples = [Sample() for _ in servers]
     for _ in range(turns):
         for server, sample in zip(servers, samples, strict=True):
-            await measure(server, load, rng, sample)
+            with alone(server, servers):
+                await measure(server, load, rng, sample)
     name = f"{load.streams} stream" + ("s" if load.streams > 1 else "")
     figures = []
     for server, sample in zip(servers, samples, strict=True):
@@ -122,7 +124,8 @@ def _ratios(name: str, ours: Sample, theirs: Sample) -> list[Figure]:
 async def _beside(servers: Sequence[Server], rng: random.Random) -> list[Figure]:
     figures = []
     for server in servers:
-        seen = await beside(server, rng)
+        with alone(server, servers):
+            seen = await beside(server, rng)
         name = f"{server.name}{BESIDE_STREAMS} streams"
         what = f"a prompt of {seen.prompt_len}"
         target = BESIDE_TARGET if server is servers[0] else None

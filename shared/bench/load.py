@@ -7,10 +7,13 @@ length with `ignore_eos`. Times are taken by a client in another process than th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import os
 import random
+import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -52,11 +55,31 @@ class Server:
     def cpu_s(self) -> float:
         return sum(cpu_s(pid) for root in self.pids for pid in descendants(root))
 
+    def signal(self, number: signal.Signals) -> None:
+        """To all of its processes."""
+        for root in self.pids:
+            for pid in descendants(root):
+                os.kill(pid, number)
+
     async def context_len(self) -> int:
         """As `/v1/models` tells it."""
         models = msgspec.json.decode(await get(f"{self.endpoint.url}/models"), type=ModelList)
         lengths = [model.max_model_len for model in models.data if model.id == self.model]
         return next((length for length in lengths if length), CONTEXT_LEN_UNKNOWN)
+
+
+@contextlib.contextmanager
+def alone(server: Server, servers: Iterable[Server]) -> Iterator[None]:
+    """The others' processes are stopped meanwhile: an engine that waits may do so by spinning, which takes
+    the cores from the one that is measured."""
+    others = [other for other in servers if other is not server]
+    try:
+        for other in others:
+            other.signal(signal.SIGSTOP)
+        yield
+    finally:
+        for other in others:
+            other.signal(signal.SIGCONT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 
 from shared.bench import engine
 from shared.bench.client import Endpoint, Exchange
 from shared.bench.engine import TOKENS_TARGET, add_arguments
-from shared.bench.load import Load, Sample, Server, token_times
+from shared.bench.load import BenchFailed, Load, Sample, Server, alone, token_times
 
 USAGE = b'data: {"usage":{"prompt_tokens":1,"completion_tokens":%d,"total_tokens":1}}'
 
@@ -57,6 +61,18 @@ async def test_servers_take_turns_and_are_compared(monkeypatch: pytest.MonkeyPat
     [ratio] = [figure for figure in figures if figure.name == "1 stream: output, ratio"]
     assert (ratio.value, ratio.target, ratio.ok) == (2.0, str(TOKENS_TARGET), True)
     assert len(figures) == 15
+
+
+def test_whose_turn_it_is_not_is_stopped_until_it_is_over() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as waiting:
+        measured, other = (
+            Server(name, Endpoint("http://h"), "m", pids) for name, pids in (("", ()), ("b", (waiting.pid,)))
+        )
+        with contextlib.suppress(BenchFailed), alone(measured, [measured, other]):
+            assert os.WIFSTOPPED(os.waitpid(waiting.pid, os.WUNTRACED)[1])
+            raise BenchFailed
+        assert os.WIFCONTINUED(os.waitpid(waiting.pid, os.WCONTINUED)[1])
+        waiting.communicate(b"\n")
 
 
 def test_options_behind_the_dashes_are_the_engines() -> None:
