@@ -36,7 +36,7 @@ BUCKET_STEP: Final = 8
 the weights are read anyway."""
 FINE_ROWS_MAX: Final = 64
 ALIGNED_ROWS: Final = 4
-"""16 bytes: where inputs begin elsewhere, a kernel is compiled once more, in the first step without a graph."""
+"""16 bytes: where inputs begin elsewhere, kernels are compiled anew in the first step without a graph."""
 STAGES: Final = 3
 """Host copies of the inputs. A step's copy may still be read while the next is planned, not two steps later:
 the host has collected its results by then."""

@@ -22,6 +22,8 @@ from triton import OutOfResources
 from engine.runtime.fp8 import Fp8Weight
 from engine.runtime.kernels.matmul import ROWS, ROWS_MAX, TILES, Tile, row_bucket, skinny_matmul
 
+MEASURED_ROWS: Final = (1, *ROWS)
+"""One row alone is a matrix times a vector, for which the library has kernels of its own."""
 MARGIN: Final = 1.05
 Weight = Tensor | Fp8Weight
 Timer = Callable[[Callable[[], object]], float]
@@ -35,7 +37,7 @@ class MatmulShape:
     width: int
     """K"""
     rows: int
-    """One of `matmul.ROWS`."""
+    """One of `MEASURED_ROWS`."""
     fp8: bool
     group: int = 0
     """Of an fp8 weight."""
@@ -61,7 +63,7 @@ class MatmulTable:
         """Measure every distinct shape among `weights` at every row count."""
         measured: dict[MatmulShape, Measured] = {}
         for weight in weights:
-            for rows in ROWS:
+            for rows in MEASURED_ROWS:
                 shape = _shape(weight, rows)
                 if shape not in measured:
                     measured[shape] = _measure(weight, rows, activations, timer)
@@ -70,7 +72,7 @@ class MatmulTable:
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """x [M, K] -> [M, N]."""
         if len(x) <= ROWS_MAX:
-            found = self.measured.get(_shape(weight, row_bucket(len(x))))
+            found = self.measured.get(_shape(weight, 1 if len(x) == 1 else row_bucket(len(x))))
             if found is not None and found.tile is not None:
                 return _by_tile(x, weight, found.tile, bias)
             if found is None and isinstance(weight, Fp8Weight):

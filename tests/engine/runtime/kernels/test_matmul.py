@@ -12,10 +12,11 @@ from triton import OutOfResources
 
 from engine.runtime.fp8 import FP8_MAX, Fp8Weight, quantise
 from engine.runtime.kernels import autotune, matmul
-from engine.runtime.kernels.autotune import MatmulShape, MatmulTable
+from engine.runtime.kernels.autotune import MatmulShape, MatmulTable, Measured
 from engine.runtime.kernels.matmul import TILES, Tile, row_bucket, skinny_matmul
 
 SMALL = Tile(16, 32, 4, 3)
+LIBRARY = Measured(None, 1.0, 1.0)
 
 
 @pytest.mark.parametrize("tile", [SMALL, Tile(32, 64, 4, 3)], ids=str)
@@ -137,8 +138,8 @@ def test_the_library_stays_unless_clearly_beaten(
         timer = FakeTimer(patch, library_us, {TILES[2]: 12.0, TILES[0]: 13.0})
         weight = torch.zeros(64, 32)
         table = MatmulTable.fill([weight, weight, weight], torch.float16, timer)
-    assert timer.calls == len(matmul.ROWS) * (len(TILES) + 1), "a shape is measured once"
-    assert {shape.rows for shape in table.measured} == set(matmul.ROWS)
+    assert timer.calls == len(autotune.MEASURED_ROWS) * (len(TILES) + 1), "a shape is measured once"
+    assert {shape.rows for shape in table.measured} == {1, *matmul.ROWS}
     assert {found.tile for found in table.measured.values()} == {winner}
 
 
@@ -174,6 +175,18 @@ def test_the_table_multiplies_whatever_it_is_given(monkeypatch: pytest.MonkeyPat
             x = torch.randn(rows, 64)
             torch.testing.assert_close(table.linear(x, weight), linear(x, weight), atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(table.linear(x, quantised), linear(x, restored), atol=1e-4, rtol=1e-4)
+
+
+def test_one_row_is_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's way with a vector is not that with a matrix."""
+    weight, ways = torch.randn(32, 64), []
+    tile = Measured(TILES[1], 1.0, None)
+    table = MatmulTable({MatmulShape(32, 64, 16, False): tile, MatmulShape(32, 64, 1, False): LIBRARY})
+    monkeypatch.setattr(autotune, "_by_tile", lambda *_: ways.append("tile"))
+    monkeypatch.setattr(autotune, "_by_library", lambda *_: ways.append("library"))
+    for rows in (1, 2):
+        table.linear(torch.randn(rows, 64), weight)
+    assert ways == ["library", "tile"]
 
 
 def test_row_buckets() -> None:
