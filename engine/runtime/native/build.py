@@ -25,6 +25,7 @@ FLAGS: Final = (
     "-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fno-trapping-math",
     "-mprefer-vector-width=512", "-Wall", "-Wextra", "-Wno-psabi", "-static-libstdc++", "-static-libgcc",
     "-Wno-maybe-uninitialized",  # GCC 12 complains of its own intrinsics
+    "-fvisibility=hidden",  # or the first library loaded lends its tables to those of other instruction sets
 )  # fmt: skip
 ISAS: Final[Mapping[str, tuple[str, ...]]] = {
     "avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16"),

@@ -329,6 +329,8 @@ class Decoder final : public Model {
   std::vector<Buffer<uint32_t>> panels_;
 };
 
+// What Python calls, and all that the linker sees (build.py).
+#pragma GCC visibility push(default)
 extern "C" {
 
 const char* penstock_isa() { return PENSTOCK_ISA; }
@@ -375,5 +377,6 @@ void penstock_logits(Model* model, const void* hidden, int64_t rows, float* out)
 // A token per row, or NUMERIC_FAILURE.
 void penstock_draw(Model* model, const PenstockDraw* draw, int64_t* out) { model->draw(*draw, out); }
 }
+#pragma GCC visibility pop
 
 }  // namespace penstock

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import subprocess
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -232,6 +233,18 @@ def test_what_is_not_finite_shows() -> None:
     bad, good = stage.model.logits(torch.cat(stage.step([(0, 3, 1), (1, 3, 1)])))
     assert bad.isnan().all()
     assert good.isfinite().all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_libraries_share_nothing_in_one_process(isa: str) -> None:
+    """What the linker calls unique is one for all libraries of a process, whichever was loaded first."""
+    [library] = build.LIBRARIES.glob(f"penstock-{isa}-*.so")
+    listed = subprocess.run(
+        ["nm", "-D", "--defined-only", library], capture_output=True, check=True, text=True
+    )
+    symbols = [line.split()[-2:] for line in listed.stdout.splitlines()]
+    assert ["T", "penstock_forward"] in symbols
+    assert not [name for kind, name in symbols if kind == "u" and "penstock" in name]
 
 
 def test_the_best_library_for_a_processor(tmp_path: Path) -> None:
