@@ -8,10 +8,15 @@
     [admission]         unknown_fields, completion_estimate
     [[models]]          name, aliases, replicas, protocol, upstream_model, api_key_env, api_key_file,
                         timeouts, queue_timeout_s, request_timeout_s
+    [tiers.flex]        timeouts, queue_timeout_s, request_timeout_s: of a class of tenants, those with this
+                        `service_tier`; [tiers.default] and [tiers.priority] the same
     [[tenants]]         id, models, limits, service_tier, timeouts, queue_timeout_s, request_timeout_s
     [[keys]]            id, hash, tenant, models, limits, expires, disabled
 
-Keys and tenants are read again when the file changes; everything else takes a restart.
+Of what bounds a request in time, the most specific setting wins, each by itself: the tenant's, its class's,
+the model's, the one in `[timeouts]`.
+
+Keys, tenants and their classes are read again when the file changes; everything else takes a restart.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from msgspec import Meta
@@ -128,10 +133,13 @@ class TimeoutsConfig:
     """After SIGTERM: how long open requests may take to end."""
 
 
+General = TypeVar("General", TimeoutsConfig, "TimeoutOverrides")
+
+
 @dataclass(frozen=True, slots=True)
 class TimeoutOverrides:
-    """Of `TimeoutsConfig`, those that belong to one request, for one model or one tenant. None leaves
-    the more general setting as it is."""
+    """Of `TimeoutsConfig`, those that belong to one request, for one model, one class of tenants or one
+    tenant. None leaves the more general setting as it is."""
 
     connect_s: Seconds | None = None
     first_token_s: Seconds | None = None
@@ -139,7 +147,7 @@ class TimeoutOverrides:
     total_s: Seconds | None = None
     slow_client_s: Seconds | None = None
 
-    def over(self, general: TimeoutsConfig) -> TimeoutsConfig:
+    def over(self, general: General) -> General:
         return replace(general, **{name: s for name, s in asdict(self).items() if s is not None})
 
 
@@ -189,18 +197,58 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TierConfig:
+    """What a class of tenants has in common: those with this `service_tier`, whatever class a single
+    request of theirs asks for."""
+
+    timeouts: TimeoutOverrides | None = None
+    """Each wins over the model's and the one in `[timeouts]`, be it shorter or longer."""
+    queue_timeout_s: Seconds | None = None
+    """Wins over the model's, as the next."""
+    request_timeout_s: Seconds | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TiersConfig:
+    """One for each `Tier`."""
+
+    flex: TierConfig = TierConfig()
+    default: TierConfig = TierConfig()
+    priority: TierConfig = TierConfig()
+
+    def of(self, tier: Tier) -> TierConfig:
+        match tier:
+            case "flex":
+                return self.flex
+            case "default":
+                return self.default
+            case "priority":
+                return self.priority
+
+
+@dataclass(frozen=True, slots=True)
 class TenantConfig:
     id: Id
     models: tuple[Name, ...] = ALL_MODELS
     """Names of models (not aliases) that it may use; `*` is all."""
     limits: QuotaLimits = QuotaLimits()
     service_tier: Tier = "priority"
-    """The highest that its requests may have."""
+    """Its class: the highest that its requests may have."""
     timeouts: TimeoutOverrides | None = None
-    """Each wins over the model's and the one in `[timeouts]`, be it shorter or longer."""
+    """Each wins over the one of its class, the model's and the one in `[timeouts]`."""
     queue_timeout_s: Seconds | None = None
-    """Wins over the model's, as the next."""
+    """Wins over the one of its class and the model's, as the next."""
     request_timeout_s: Seconds | None = None
+
+    def as_one_of(self, tier: TierConfig) -> TenantConfig:
+        """With the settings of its class where it has none of its own."""
+        own, common = self.timeouts, tier.timeouts
+        return replace(
+            self,
+            timeouts=common if own is None else own if common is None else own.over(common),
+            queue_timeout_s=self.queue_timeout_s or tier.queue_timeout_s,
+            request_timeout_s=self.request_timeout_s or tier.request_timeout_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +283,7 @@ class GatewayConfig:
     hop: HopConfig = HopConfig()
     limits: LimitsConfig = LimitsConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
+    tiers: TiersConfig = TiersConfig()
     admission: AdmissionConfig = AdmissionConfig()
 
 
@@ -254,7 +303,7 @@ def timeouts_of(
     config: TimeoutsConfig, model: ModelConfig, tenant: TenantConfig | None = None
 ) -> TimeoutsConfig:
     """The most specific setting wins, each by itself, as a route's over its cluster's in Envoy: only so
-    can a tenant's be longer than everybody's, too."""
+    can a tenant's be longer than everybody's, too. `tenant`: with its class's settings (`as_one_of`)."""
     overrides = (model.timeouts, tenant.timeouts if tenant else None)
     return config if overrides == (None, None) else _overridden(config, *overrides)
 

@@ -31,7 +31,7 @@ class Directory:
 
     @classmethod
     def of(cls, config: GatewayConfig) -> Self:
-        return cls(KeyTable(config.keys), TenantPolicy(config.models, config.tenants))
+        return cls(KeyTable(config.keys), TenantPolicy(config.models, config.tenants, config.tiers))
 
 
 class DirectoryReader:
@@ -54,10 +54,11 @@ class DirectoryReader:
         except ConfigError as error:
             log.error("config.rejected", path=self._path, problems=list(error.problems))
             return
-        if replace(config, keys=self._config.keys, tenants=self._config.tenants) != self._config:
-            log.warning("config.restart_needed", path=self._path, read="keys and tenants alone")
-        self._config = replace(self._config, keys=config.keys, tenants=config.tenants)
-        self.now = Directory(KeyTable(config.keys), TenantPolicy(self._config.models, config.tenants))
+        taken = replace(self._config, keys=config.keys, tenants=config.tenants, tiers=config.tiers)
+        if taken != config:
+            log.warning("config.restart_needed", path=self._path, read="keys, tenants and tiers alone")
+        self._config = taken
+        self.now = Directory.of(taken)
         log.info("config.reloaded", path=self._path, keys=len(config.keys), tenants=len(config.tenants))
 
     async def watch(self) -> None:

@@ -1,4 +1,4 @@
-"""What a tenant may use.
+"""What a tenant may use, and how long it may take.
 
 A model that a caller may not use answers 404 like one that does not exist: which models are served
 to others is nobody's business.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from gateway.config import ANY, ModelConfig, TenantConfig
+from gateway.config import ANY, ModelConfig, TenantConfig, TiersConfig
 from gateway.identity.keys import Principal
 from shared.errors import InvalidRequest, ModelNotFound
 from shared.ids import TenantId
@@ -22,13 +22,18 @@ class TenantPolicy:
 
     __slots__ = ("_fallback", "_models", "_names", "_tenants")
 
-    def __init__(self, models: Iterable[ModelConfig], tenants: Iterable[TenantConfig]) -> None:
+    def __init__(
+        self, models: Iterable[ModelConfig], tenants: Iterable[TenantConfig], tiers: TiersConfig
+    ) -> None:
         self._models: Final = tuple(models)
         self._names: Final = {name: model for model in self._models for name in (model.name, *model.aliases)}
         self._fallback: Final = self._names.pop(ANY, None)
-        self._tenants: Final = {TenantId(tenant.id): tenant for tenant in tenants}
+        self._tenants: Final = {
+            TenantId(tenant.id): tenant.as_one_of(tiers.of(tenant.service_tier)) for tenant in tenants
+        }
 
     def tenant(self, principal: Principal) -> TenantConfig:
+        """With what it has from its class."""
         return self._tenants[principal.tenant]
 
     def resolve(self, principal: Principal, name: str | None) -> ModelConfig:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from gateway.config import TimeoutsConfig, load, timeouts_of
+from gateway.config import (
+    GatewayConfig,
+    TenantConfig,
+    Tier,
+    TimeoutOverrides,
+    TimeoutsConfig,
+    load,
+    timeouts_of,
+)
 from gateway.directory import POLL_S, DirectoryReader
 from gateway.identity.keys import hash_key
+from shared import logs
 from shared.config import ConfigError
 from shared.errors import Unauthenticated
 from tests.fakes import VirtualClock
@@ -32,6 +43,13 @@ aliases = ["small", "*"]
 replicas = ["http://engine-0:8001", "http://engine-1:8001/base"]
 upstream_model = "demo"
 timeouts = {{ first_token_s = 300, total_s = 3600 }}
+
+[tiers.flex]
+timeouts = {{ total_s = 7200, first_token_s = 600 }}
+queue_timeout_s = 3600
+
+[tiers.default.timeouts]
+connect_s = 1
 
 [[tenants]]
 id = "acme"
@@ -71,6 +89,39 @@ def test_timeouts_of_tenant_and_model_win_over_everybodys(tmp_path: Path) -> Non
     assert timeouts_of(config.timeouts, model, tenant) == theirs
 
 
+def tenant_of(config: GatewayConfig, tier: Tier, **own: Any) -> TenantConfig:
+    return TenantConfig(id="t", service_tier=tier, **own).as_one_of(config.tiers.of(tier))
+
+
+def test_those_of_a_class_win_over_the_models_and_give_way_to_the_tenants(tmp_path: Path) -> None:
+    config = load(write(tmp_path / "gateway.toml", FULL), {})
+    [model] = config.models
+
+    def timeouts(tier: Tier, **own: float) -> TimeoutsConfig:
+        tenant = tenant_of(config, tier, timeouts=TimeoutOverrides(**own) if own else None)
+        return timeouts_of(config.timeouts, model, tenant)
+
+    assert timeouts("priority") == TimeoutsConfig(first_token_s=300, total_s=3600)
+    assert timeouts("default") == TimeoutsConfig(connect_s=1, first_token_s=300, total_s=3600)
+    assert timeouts("flex") == TimeoutsConfig(first_token_s=600, total_s=7200)
+    assert timeouts("flex", total_s=60) == TimeoutsConfig(first_token_s=600, total_s=60)
+    assert timeouts("priority", total_s=60) == TimeoutsConfig(first_token_s=300, total_s=60)
+
+
+def test_so_do_the_deadlines_that_the_engine_keeps(tmp_path: Path) -> None:
+    config = load(write(tmp_path / "gateway.toml", FULL), {})
+    for tier, own, queue_s in (("flex", None, 3600), ("flex", 5, 5), ("priority", None, None)):
+        tenant = tenant_of(config, tier, queue_timeout_s=own, request_timeout_s=9)
+        assert (tenant.queue_timeout_s, tenant.request_timeout_s) == (queue_s, 9)
+
+
+def test_a_class_can_be_set_by_the_environment(tmp_path: Path) -> None:
+    env = {"PENSTOCK_GATEWAY_TIERS__PRIORITY__TIMEOUTS__TOTAL_S": "7"}
+    config = load(write(tmp_path / "gateway.toml", FULL), env)
+    assert config.tiers.priority.timeouts == TimeoutOverrides(total_s=7)
+    assert config.tiers.flex.queue_timeout_s == 3600
+
+
 def test_everything_that_is_wrong_is_told_at_once() -> None:
     bad = settings(
         "http://a:1",
@@ -80,6 +131,7 @@ def test_everything_that_is_wrong_is_told_at_once() -> None:
         admission={"unknown_fields": "perhaps"},
         model={"timeouts": {"connect_s": -1}},
         tenant={"timeouts": {"first_token_s": "soon", "drain_s": 5}},
+        tiers={"gold": {}, "flex": {"timeouts": {"total_s": "long", "idle_s": 5}, "queue_timeout_s": 0}},
     )
     with pytest.raises(ConfigError) as caught:
         load(bad, {})
@@ -90,6 +142,10 @@ def test_everything_that_is_wrong_is_told_at_once() -> None:
     assert "models[0].timeouts.connect_s" in told
     assert "tenants[0].timeouts.first_token_s" in told
     assert "tenants[0].timeouts.drain_s: there is no such setting" in told, "it is no request's"
+    assert "tiers.gold: there is no such setting" in told
+    assert "tiers.flex.timeouts.total_s" in told
+    assert "tiers.flex.timeouts.idle_s: there is no such setting" in told
+    assert "tiers.flex.queue_timeout_s" in told
 
 
 def test_contradictions_are_told_at_once() -> None:
@@ -161,9 +217,15 @@ def test_a_file_that_is_wrong_changes_nothing(tmp_path: Path, text: str | None) 
     assert reader.now is before
 
 
-def test_keys_and_tenants_alone_are_read_again(tmp_path: Path) -> None:
+def test_keys_tenants_and_their_classes_alone_are_read_again(tmp_path: Path, log: io.StringIO) -> None:
     path = write(tmp_path / "gateway.toml", FULL)
     reader = DirectoryReader(load(path, {}), path, VirtualClock())
+    tiers = FULL.replace("[tiers.flex]", "[tiers.priority]").replace("connect_s = 1", "connect_s = 2")
+    write(path, tiers)
+    reader.reload()
+    tenant = reader.now.tenants.tenant(reader.now.keys.authenticate("Bearer x", 0))
+    assert tenant.timeouts == TimeoutOverrides(first_token_s=600, total_s=60, slow_client_s=5)
+    assert tenant.queue_timeout_s == 3600
     extra = f'[[keys]]\nid = "k2"\nhash = "{hash_key("y")}"\ntenant = "acme"\n'
     write(path, FULL.replace('name = "tiny"', 'name = "tiny"\n') + extra)
     reader.reload()
@@ -171,3 +233,9 @@ def test_keys_and_tenants_alone_are_read_again(tmp_path: Path) -> None:
     principal = reader.now.keys.authenticate("Bearer x", 0)
     assert reader.now.tenants.resolve(principal, "small").upstream_model == "demo"
     assert msgspec.json.encode(reader._config.models)
+    write(path, FULL.replace("first_token_s = 5", "first_token_s = 6"))
+    reader.reload()
+    assert reader._config.timeouts.first_token_s == 5
+    logs.close()
+    events = [msgspec.json.decode(line)["event"] for line in log.getvalue().splitlines()]
+    assert events == ["config.reloaded", "config.reloaded", "config.restart_needed", "config.reloaded"]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.config import KeyConfig, ModelConfig, TenantConfig
+from gateway.config import KeyConfig, ModelConfig, TenantConfig, TiersConfig
 from gateway.identity import keys
 from gateway.identity.keys import KeyTable, Principal, hash_key, mint_key
 from gateway.identity.tenant import TenantPolicy
@@ -114,7 +114,9 @@ def principal(tenant: str, *models: str) -> Principal:
 
 @pytest.fixture
 def policy() -> TenantPolicy:
-    return TenantPolicy(MODELS, [TenantConfig(id="all"), TenantConfig(id="one", models=("big",))])
+    return TenantPolicy(
+        MODELS, [TenantConfig(id="all"), TenantConfig(id="one", models=("big",))], TiersConfig()
+    )
 
 
 def test_names_aliases_and_the_star(policy: TenantPolicy) -> None:
@@ -141,7 +143,7 @@ def test_a_key_narrows_its_tenant_and_never_widens_it(policy: TenantPolicy) -> N
 def test_without_a_name_the_only_model_is_meant(policy: TenantPolicy) -> None:
     with pytest.raises(InvalidRequest):
         policy.resolve(principal("all"), None)
-    single = TenantPolicy(MODELS[:1], [TenantConfig(id="all")])
+    single = TenantPolicy(MODELS[:1], [TenantConfig(id="all")], TiersConfig())
     assert single.resolve(principal("all"), None).name == "big"
 
 

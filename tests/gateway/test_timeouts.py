@@ -1,6 +1,6 @@
 """Every wait has its own bound, its own error and its own end reason; and the engine is told.
 
-Each can be set for everybody, for a model and for a tenant.
+Each can be set for everybody, for a model, for a class of tenants and for a tenant.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ Set = Callable[..., dict[str, Any]]
 LEVELS: dict[str, Set] = {
     "everybody's": lambda **s: {"timeouts": s},
     "the model's": lambda **s: {"model": {"timeouts": s}},
+    "the class's": lambda **s: {"tiers": {"flex": {"timeouts": s}}, "tenant": {"service_tier": "flex"}},
     "the tenant's": lambda **s: {"tenant": {"timeouts": s}},
 }
 
@@ -164,8 +165,12 @@ async def test_a_slow_client_holds_up_nobody_else(open_house: Open) -> None:
 async def test_the_most_specific_wins_longer_or_shorter(open_house: Open) -> None:
     house = await open_house(
         timeouts={"total_s": SOON_S, "inter_token_s": SOON_S},
-        model={"timeouts": {"total_s": 60, "first_token_s": 30, "inter_token_s": 60}},
-        tenant={"timeouts": {"inter_token_s": 2 * SOON_S}},
+        model={"timeouts": {"total_s": SOON_S, "first_token_s": 30, "inter_token_s": 60}},
+        tiers={
+            "flex": {"timeouts": {"total_s": 60, "inter_token_s": 60}},
+            "priority": {"timeouts": {"total_s": SOON_S, "first_token_s": SOON_S}},
+        },
+        tenant={"service_tier": "flex", "timeouts": {"inter_token_s": 2 * SOON_S}},
     )
     house.engine.script = stream(chunk("a"), asyncio.Event())
     async with house.chat(stream=True) as answer:
