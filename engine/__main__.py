@@ -20,6 +20,7 @@ import msgspec
 
 from engine.config import CoreStart, EngineConfig, from_args
 from shared import logs
+from shared.loops import loop_factory
 
 if TYPE_CHECKING:
     from engine.core.messages import Runner
@@ -59,17 +60,8 @@ def serve(config: EngineConfig) -> int:
             raise server.StartFailed(str(error)) from error
 
     logs.configure("engine", level=config.log_level)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(server.serve(config, resolve, CoreProcess))
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop where it is installed, which saves a tenth to a quarter of the cost of an event."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
 
 
 def core(start: CoreStart) -> int:

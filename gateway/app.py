@@ -40,6 +40,7 @@ from shared.errors import RouteNotFound
 from shared.http2.sockets import bound_transport
 from shared.ids import REQUEST_ID_HEADER, mint_request_id
 from shared.lifecycle import Lifecycle, Phase, on_stop_signals
+from shared.loops import loop_name
 from shared.telemetry import METRICS_CONTENT_TYPE, metrics_text
 from shared.tls import HTTP1, server_context
 
@@ -123,7 +124,8 @@ class Gateway:
                 self.admin_port = await self._listen(stack, private, admin.host, admin.port, None)
             self._stack = stack.pop_all()
         self.lifecycle.to(Phase.READY)
-        log.info("gateway.listening", host=listen.host, port=self.port, admin_port=self.admin_port)
+        ports = {"port": self.port, "admin_port": self.admin_port}
+        log.info("gateway.listening", host=listen.host, **ports, loop=loop_name())
         return self
 
     async def __aexit__(self, *_: object) -> None:

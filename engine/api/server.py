@@ -30,6 +30,7 @@ from shared import logs, tls
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import NotReady
 from shared.lifecycle import Phase, on_stop_signals
+from shared.loops import loop_name
 from shared.tokenizer import UnusableTokenizer
 
 CORE_STOP_S: Final = 5.0
@@ -105,7 +106,7 @@ class Engine:
         if state.core.failure is not None:
             raise StartFailed(state.core.failure)
         state.lifecycle.to(Phase.READY)
-        log.info("engine.ready", port=self.port, model=config.served_model_name)
+        log.info("engine.ready", port=self.port, model=config.served_model_name, loop=loop_name())
 
     async def drain(self, hurry: asyncio.Event | None = None) -> None:
         """Let the open answers finish, within `drain_timeout_s` and until `hurry`; end those that do not."""

@@ -21,6 +21,7 @@ from shared.http import ClientGone
 from shared.http2.server import Http2Server, ServerRequest, ServerResponder
 from shared.http2.sniff import SniffingProtocol
 from shared.ids import TOKENIZER_HEADER
+from shared.loops import loop_factory
 from shared.openai import (
     BODY_LEN_MAX,
     AssistantMessage,
@@ -290,11 +291,8 @@ def main() -> None:
     parser.add_argument("--interval-ms", type=float, default=20.0, help="time between two events of a stream")
     parser.add_argument("--tokenizer", type=Path, required=True, help="the model whose tokenizer is served")
     options = parser.parse_args()
-    with contextlib.suppress(ImportError):
-        import uvloop
-
-        uvloop.install()
-    asyncio.run(serve(options.port, options.interval_ms / 1000, options.tokenizer))
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(serve(options.port, options.interval_ms / 1000, options.tokenizer))
 
 
 if __name__ == "__main__":
