@@ -6,12 +6,21 @@ what it may not import itself. The API process never imports torch.
 
 from __future__ import annotations
 
+import sys
+
+from shared import interrupts
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["core"]:
+        interrupts.leave_to_parent()
+    else:
+        interrupts.end_quietly()
+
 import asyncio
 import contextlib
 import gc
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -66,7 +75,6 @@ def serve(config: EngineConfig) -> int:
 
 def core(start: CoreStart) -> int:
     """The core process, until it is told to stop or its parent is gone."""
-    _leave_signals_to_parent()
     from engine.core.config import SchedulerConfig
     from engine.core.loop import CoreLoop, last_words
     from engine.core.messages import CoreFailed, CoreProgress
@@ -121,14 +129,6 @@ def core(start: CoreStart) -> int:
             overlap=runner.info.is_async if config.overlap is None else config.overlap,
         ).run()
     return 0
-
-
-def _leave_signals_to_parent() -> None:
-    """What a terminal tells its foreground group, or a supervisor all of a service's processes, is for the
-    API process: it lets the streams finish that need us, and decides when we end."""
-    os.setpgid(0, 0)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTTOU):  # the last: for a log line to a terminal
-        signal.signal(number, signal.SIG_IGN)
 
 
 def _load(settings: RunnerConfig, progress: Callable[[str], None], lost: Callable[[str], None]) -> Runner:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from shared import interrupts
+
+if __name__ == "__main__":
+    interrupts.end_quietly()
+
 import asyncio
 import os
 import sys

@@ -63,6 +63,11 @@ class Service:
         self._lines += [json.loads(line) for line in whole.splitlines() if line.startswith(b"{")]
         return self._lines
 
+    @property
+    def text(self) -> str:
+        """All that it and its children have written to standard error, lines of the log or not."""
+        return os.pread(self._log.fileno(), 1 << 30, 0).decode()
+
     def logged(self, event: str) -> list[Line]:
         return [line for line in self.lines if line["event"] == event]
 

@@ -1,10 +1,10 @@
 """The core as a child process: started, talked to over two ZeroMQ sockets, watched, ended.
 
 The sockets live in a directory that only this user can enter, and that goes when the core has gone.
-The child leads a process group of its own, so that a Ctrl-C in the terminal reaches this process alone,
-which drains before it ends the core; nor does it heed a SIGTERM that is meant for all of a service's
-processes. Should this process die, the kernel ends the child. It stays in our session: Linux shares cores
-out between sessions first, and lets priorities count only within one.
+The child leads a process group of its own from its first moment, so that a Ctrl-C in the terminal reaches
+this process alone, which drains before it ends the core; nor does the child heed a SIGTERM that is meant for
+all of a service's processes. Should this process die, the kernel ends the child. It stays in our session:
+Linux shares cores out between sessions first, and lets priorities count only within one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,12 @@ class CoreProcess:
         )
         self._bind(start)
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "engine", "core", stdin=asyncio.subprocess.PIPE
+            sys.executable,
+            "-m",
+            "engine",
+            "core",
+            stdin=asyncio.subprocess.PIPE,
+            preexec_fn=os.setpgrp,
         )
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(start) + b"\n")

@@ -17,6 +17,7 @@ from typing import Final
 
 from shared.arguments import Parser
 from shared.cli.service import SERVICES, exec_service
+from shared.interrupts import INTERRUPTED
 
 COMMANDS: Final = {
     "up": "start an engine and a gateway, ready to be used",
@@ -28,7 +29,18 @@ COMMANDS: Final = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the process's exit code: 0 done, 1 failed, 2 asked for wrongly."""
-    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        code = run(sys.argv[1:] if argv is None else list(argv))
+        sys.stdout.flush()
+    except KeyboardInterrupt:  # while the command's module was imported, too
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has left; nothing may be flushed at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def run(argv: list[str]) -> int:
     if argv and argv[0] in SERVICES:
         return exec_service(argv[0], argv[1:])
     parser, commands = build_parser(argv[0] if argv else "")
@@ -40,14 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     options.more = unknown
-    try:
-        code: int = options.run(options)
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # whoever read our output has left; nothing may be flushed at exit either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    code: int = options.run(options)
     return code
 
 

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
+from shared import interrupts
+
 SERVICES: Final = {
     "engine": "serve one model in the foreground",
     "gateway": "run a gateway in the foreground",
@@ -39,6 +41,7 @@ def exec_service(service: str, options: Sequence[str]) -> int:
     problem = missing_extra(service)
     if problem is None:
         sys.stdout.flush()
+        interrupts.hold_back()
         os.execv(sys.executable, command(service, options))  # noqa: S606  a list, and no shell
     sys.stderr.write(f"penstock {service}: {problem}\n")
     return 1

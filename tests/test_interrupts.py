@@ -1,0 +1,87 @@
+"""Ctrl-C at any moment of a start: nothing is shown that is no log line, and no process is left.
+
+The moment is not waited for: one of the processes presses the keys itself, as it boots or as it comes to
+import a certain module. The signal goes where a terminal would send it, to the group of the process that was
+started.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.services import MODEL_DIR, ROOT, service, until
+
+PRESSES = """
+import os, signal, sys
+
+job = int(os.environ.setdefault("JOB", str(os.getpgrp())))
+role = next((word for word in ("core", "serve", "shared.cli") if word in sys.orig_argv), "gateway")
+whose, _, module = os.environ["MOMENT"].partition(" ")
+
+def press():
+    open(os.environ["PRESSED"], "x").close()
+    os.killpg(job, signal.SIGINT)
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            press()
+
+if role == whose:
+    press() if module == "boot" else sys.meta_path.insert(0, Finder())
+"""
+ENGINE = ["--model", str(MODEL_DIR), "--port", "0", "--threads", "1"]
+UP = ["shared.cli", "up", "--port", "0", "--threads", "1", "--log-dir", "LOGS"]
+ENDED_ITSELF = 0
+"""Its loop was running already: as after any Ctrl-C that comes later."""
+INTERRUPTED = 130
+
+
+def processes_of(mark: Path) -> list[Path]:
+    """Those that were started with this in their environment, by anyone."""
+    return [process for process in Path("/proc").glob("[0-9]*") if str(mark).encode() in environment(process)]
+
+
+def environment(process: Path) -> bytes:
+    try:
+        return (process / "environ").read_bytes()
+    except OSError:  # it has gone, or is not ours
+        return b""
+
+
+@pytest.mark.parametrize(
+    ("argv", "moment", "status"),
+    [
+        (["engine", "serve", *ENGINE], "serve engine.config", INTERRUPTED),
+        (["engine", "serve", *ENGINE], "serve engine.api.server", INTERRUPTED),
+        (["engine", "serve", *ENGINE], "core boot", ENDED_ITSELF),
+        (["engine", "serve", *ENGINE], "core engine.config", ENDED_ITSELF),
+        (["engine", "serve", *ENGINE], "core torch", ENDED_ITSELF),
+        (["shared.cli", "engine", *ENGINE], "serve boot", INTERRUPTED),
+        (["shared.cli", "gateway", "--config", "none"], "gateway boot", INTERRUPTED),
+        (["gateway", "--config", "none"], "gateway gateway.app", INTERRUPTED),
+        (UP, "shared.cli shared.cli.up", INTERRUPTED),
+        (UP, "shared.cli engine.config", INTERRUPTED),
+        (UP, "serve engine.config", ENDED_ITSELF),
+        (UP, "core torch", ENDED_ITSELF),
+    ],
+)
+def test_an_interrupted_start_ends_quietly_and_whole(
+    tmp_path: Path, short_tmp: Path, argv: list[str], moment: str, status: int
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(PRESSES)
+    pressed, logs = tmp_path / "pressed", tmp_path / "logs"
+    argv = [str(logs) if word == "LOGS" else word for word in argv]
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "MOMENT": moment, "PRESSED": str(pressed)}
+    with service(argv, TMPDIR=str(short_tmp), XDG_CACHE_HOME=str(tmp_path), **environment) as process:
+        assert process.wait() == status
+        assert pressed.exists(), "the moment never came"
+        until(lambda: not processes_of(pressed))
+        written = [process.text, *(log.read_text() for log in logs.glob("*.log"))]
+    lines = [json.loads(line) for text in written for line in text.splitlines()]
+    assert not [line for line in lines if line["level"] not in ("debug", "info")]
+    assert not [line for line in lines if line["event"] == "engine.ready"]
+    assert list(short_tmp.iterdir()) == []
