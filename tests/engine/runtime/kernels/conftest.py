@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.runtime.kernels.interpreter import hasten
+
 HERE = Path(__file__).parent
+
+hasten()
 
 
 def frown_upon(items: list[pytest.Item], below: Path) -> None:

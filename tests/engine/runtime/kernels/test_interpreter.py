@@ -1,0 +1,71 @@
+"""The interpreter that was made quick computes what Triton's own does, to the bit, and refuses the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.interpreter import InterpreterError
+
+from tests.engine.runtime.kernels import test_decode_attention, test_prefill_attention
+from tests.engine.runtime.kernels.cases import Shape, paged_case
+from tests.engine.runtime.kernels.interpreter import KNOWN, _own, as_triton_has_it
+from tests.engine.runtime.kernels.test_sampling import VOCAB, histories, on_device, params
+
+known = pytest.mark.skipif(not triton.__version__.startswith(KNOWN), reason="another Triton is left as it is")
+
+
+def sampled() -> list[Tensor]:
+    """Calls within calls, scans, 64-bit products."""
+    torch.manual_seed(1)
+    asked = [params(top_k=40, top_p=0.8, repetition_penalty=1.8), params(logit_bias=((3, 8.0),))]
+    tokens, logprobs, _ = on_device(torch.randn(2, VOCAB), asked, histories(2, 2))
+    return [torch.tensor(tokens), logprobs]
+
+
+def attended() -> list[Tensor]:
+    """Products of blocks, masks, narrow types, atomic additions."""
+    shape = Shape(1, 2, 32, 16)
+    whole = paged_case(shape, [20, 3], [40, 3], dtype=torch.float16)
+    narrow = paged_case(shape, [1, 1], [40, 3], kv_dtype=torch.float8_e4m3fn)
+    return [test_prefill_attention.run(whole, 20), test_decode_attention.run(narrow)]
+
+
+@known
+@pytest.mark.parametrize("compute", [sampled, attended])
+def test_the_results_are_the_same(compute: Callable[[], list[Tensor]]) -> None:
+    assert _own, "it is not in use"
+    quick = compute()
+    with as_triton_has_it():
+        slow = compute()
+    for ours, theirs in zip(quick, slow, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+
+
+@triton.jit
+def uneven_kernel(out):
+    tl.store(out + tl.arange(0, 4), tl.arange(0, 4) + tl.arange(0, 8))
+
+
+@triton.jit
+def odd_kernel(out):
+    tl.store(out + tl.arange(0, 3), 1)
+
+
+@known
+@pytest.mark.parametrize("kernel", [uneven_kernel, odd_kernel])
+def test_what_does_not_fit_is_refused_alike(kernel: triton.runtime.KernelInterface) -> None:
+    def refusal() -> str:
+        with pytest.raises(InterpreterError) as caught:
+            kernel[(1,)](torch.zeros(8, dtype=torch.int32))
+        return str(caught.value)
+
+    quick = refusal()
+    with as_triton_has_it():
+        assert refusal() == quick
+    assert refusal() == quick, "and nothing was learnt from it"
