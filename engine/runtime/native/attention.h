@@ -126,6 +126,7 @@ void attend(const AttentionShape& s, const Span& span, int64_t kv_head, int64_t 
     own.peak.get()[row] = -1e30f;
     own.total.get()[row] = 0.0f;
   }
+  Tiles unit;
   const int64_t end = span.position + span.count;
   // A decode's time is that of reading pages, and a page is too short for the processor to see it coming:
   // asking for a tile while the one before is used reads 27 GB/s instead of 19 on two Zen 4 cores.
@@ -137,7 +138,7 @@ void attend(const AttentionShape& s, const Span& span, int64_t kv_head, int64_t 
     const int64_t at = (span.table[page] * s.kv_heads + kv_head) * s.tile_elements();
     if (brief) prefetch(values + at, seen * dim * sizeof(T));
     gemm<E>(words(own.q.get()), dim / per_word, rows, words(keys + at), size, width, dim / per_word,
-            own.scores.get(), size, false);
+            own.scores.get(), size, false, unit);
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t position = span.position + row / group;
       softmax_page<E>(s, own.scores.get() + row * size, own.weights.get() + row * size,
@@ -147,7 +148,7 @@ void attend(const AttentionShape& s, const Span& span, int64_t kv_head, int64_t 
     if (brief && base + size < end)
       prefetch(keys + (span.table[page + 1] * s.kv_heads + kv_head) * s.tile_elements(), s.tile_elements() * sizeof(T));
     gemm<E>(words(own.weights.get()), size / per_word, rows, words(values + at), dim, dim,
-            (seen + per_word - 1) / per_word, own.sums.get(), dim, true);
+            (seen + per_word - 1) / per_word, own.sums.get(), dim, true, unit);
   }
   for (int64_t row = 0; row < rows; ++row)
     for (int64_t d = 0; d < dim; d += LANES)

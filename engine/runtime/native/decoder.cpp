@@ -203,8 +203,7 @@ class Decoder final : public Model {
 
   // each(token, place, y) for every 32 outputs [place, place + 32) of x W^T + b.
   //
-  // All blocks of x meet some panels before the next ones are read. Blocks are of one size: a last one of a
-  // few rows would read the weights for little.
+  // All blocks of x meet some panels before the next ones are read.
   template <class Each>
   void project(const Linear& w, const T* x, int64_t tokens, Each&& each) {
     const int64_t blocks = (tokens + ROWS - 1) / ROWS;
@@ -212,18 +211,26 @@ class Decoder final : public Model {
     const int64_t group = std::min(fair, std::max<int64_t>(1, ITEM_BYTES / w.panel_bytes(per_word)));
     const int64_t groups = (w.panels + group - 1) / group;
     pool_.each(blocks * groups, [&](int worker, int64_t item) {
-      const int64_t block = item % blocks, first = tokens * block / blocks;
-      const int64_t rows = tokens * (block + 1) / blocks - first;
+      const int64_t block = item % blocks, first = begin_of(block, blocks, tokens);
+      const int64_t rows = begin_of(block + 1, blocks, tokens) - first;
       float* y = products_[worker].get();
+      Tiles unit;
       for (int64_t panel = item / blocks * group, i = 0; i < group && panel < w.panels; ++panel, ++i) {
         const uint32_t* a = reinterpret_cast<const uint32_t*>(x) + first * w.words;
-        multiply_panel<E>(w, panel, a, rows, y, panels_[worker].get());
+        multiply_panel<E>(w, panel, a, rows, y, panels_[worker].get(), unit);
         for (int64_t row = 0; row < rows; ++row) {
           finish(w, panel * PANEL, y + row * PANEL);
           each(first + row, panel * PANEL, y + row * PANEL);
         }
       }
     });
+  }
+
+  // Blocks are of one size: a last one of a few rows would read the weights for little. A matrix unit takes so
+  // many rows at once, or fewer in the same time.
+  static int64_t begin_of(int64_t block, int64_t blocks, int64_t tokens) {
+    const int64_t begin = tokens * block / blocks;
+    return BY_TILES<E> && block < blocks ? begin / ROWS_AT_ONCE<E> * ROWS_AT_ONCE<E> : begin;
   }
 
   static void finish(const Linear& w, int64_t place, float* y) {

@@ -6,7 +6,8 @@
 // busy, and there is nothing in between to tune.
 //
 // Every output is summed over k in order in one lane, whatever the number of rows. So a row's result does
-// not depend, to the bit, on who shares its batch.
+// not depend, to the bit, on who shares its batch. Where there is a matrix unit for the element type, it does
+// all of this instead (tiles.h), whatever the number of rows.
 #pragma once
 
 #include <cmath>
@@ -14,12 +15,23 @@
 #include <utility>
 #include <sys/mman.h>
 
-#include "simd.h"
+#include "tiles.h"
 
 namespace penstock {
 
 constexpr int PANEL = 32;
 static_assert(PANEL % (2 * LANES) == 0);
+
+#if defined(__AMX_BF16__)
+template <class E>
+constexpr bool BY_TILES = E::PER_WORD == 2;
+#else
+template <class E>
+constexpr bool BY_TILES = false;
+#endif
+// Rows that meet a panel at once.
+template <class E>
+constexpr int ROWS_AT_ONCE = BY_TILES<E> ? 32 : TILE_ROWS;
 
 // Q: b is int8, [word][element of the word][32], and spread to words on the way.
 template <class E, bool Q, int M, int N>
@@ -73,19 +85,38 @@ Tile widest(int64_t rows, int64_t lanes, int64_t& width) {
   return tile_of<E, Q, N>(rows, std::make_integer_sequence<int, tallest(N)>());
 }
 
+// int8 to words, [count][PANEL] from word k on.
+template <class E>
+void spread(const int8_t* from, int64_t k, int64_t count, uint32_t* to) {
+  for (int64_t i = 0; i < count; ++i)
+    for (int n = 0; n < PANEL; n += LANES)
+      store(to + i * PANEL + n, E::expand(from + (k + i) * E::PER_WORD * PANEL + n, PANEL));
+}
+
 // a [rows][lda words], b [words][ldb words] of which `lanes` are used (a multiple of LANES), c [rows][ldc].
 //
 // Few rows are a matter of reading b, which goes best in the order in which it lies: hence wide tiles.
 template <class E, bool Q = false>
 void gemm(const uint32_t* a, int64_t lda, int64_t rows, const uint32_t* b, int64_t ldb, int64_t lanes,
-          int64_t words, float* c, int64_t ldc, bool add) {
-  const int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
-  for (int64_t i = 0; i < tiles; ++i) {
-    const int64_t m = rows * i / tiles, count = rows * (i + 1) / tiles - m;
-    for (int64_t n = 0, width; n < lanes; n += width) {
-      const Tile run = widest<E, Q>(count, lanes - n, width);
-      const uint32_t* column = Q ? reinterpret_cast<const uint32_t*>(reinterpret_cast<const int8_t*>(b) + n) : b + n;
-      run(a + m * lda, lda, column, ldb, words, c + m * ldc + n, ldc, add);
+          int64_t words, float* c, int64_t ldc, bool add, Tiles& unit) {
+  if constexpr (BY_TILES<E>) {
+    if constexpr (Q) {
+      const auto spread_words = [from = reinterpret_cast<const int8_t*>(b)](int64_t k, int64_t count, uint32_t* to) {
+        spread<E>(from, k, count, to);
+      };
+      unit.multiply(a, lda, rows, b, ldb, lanes, words, c, ldc, add, spread_words);
+    } else {
+      unit.multiply(a, lda, rows, b, ldb, lanes, words, c, ldc, add);
+    }
+  } else {
+    const int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    for (int64_t i = 0; i < tiles; ++i) {
+      const int64_t m = rows * i / tiles, count = rows * (i + 1) / tiles - m;
+      for (int64_t n = 0, width; n < lanes; n += width) {
+        const Tile run = widest<E, Q>(count, lanes - n, width);
+        const uint32_t* column = Q ? reinterpret_cast<const uint32_t*>(reinterpret_cast<const int8_t*>(b) + n) : b + n;
+        run(a + m * lda, lda, column, ldb, words, c + m * ldc + n, ldc, add);
+      }
     }
   }
 }
@@ -171,19 +202,19 @@ void pack_panel(Linear& linear, const typename E::T* w, int64_t panel, bool pair
 // c [rows][32] = a [rows][words] times a panel. int8 is spread to words in passing where a tile takes all
 // rows, and into `room` [words][32] where several tiles would do it again.
 template <class E>
-void multiply_panel(const Linear& w, int64_t panel, const uint32_t* a, int64_t rows, float* c, uint32_t* room) {
+void multiply_panel(const Linear& w, int64_t panel, const uint32_t* a, int64_t rows, float* c, uint32_t* room,
+                    Tiles& unit) {
   const uint32_t* words = w.weights.get() + panel * w.words * PANEL;
   if (w.quantised) {
     constexpr int per_word = E::PER_WORD;
     const int8_t* from = w.quantised.get() + panel * w.words * per_word * PANEL;
     const uint32_t* bytes = reinterpret_cast<const uint32_t*>(from);
-    if (rows <= TILE_ROWS) return gemm<E, true>(a, w.words, rows, bytes, PANEL, PANEL, w.words, c, PANEL, false);
-    for (int64_t k = 0; k < w.words; ++k)
-      for (int n = 0; n < PANEL; n += LANES)
-        store(room + k * PANEL + n, E::expand(from + k * per_word * PANEL + n, PANEL));
+    if (rows <= ROWS_AT_ONCE<E>)
+      return gemm<E, true>(a, w.words, rows, bytes, PANEL, PANEL, w.words, c, PANEL, false, unit);
+    spread<E>(from, 0, w.words, room);
     words = room;
   }
-  gemm<E>(a, w.words, rows, words, PANEL, PANEL, w.words, c, PANEL, false);
+  gemm<E>(a, w.words, rows, words, PANEL, PANEL, w.words, c, PANEL, false, unit);
 }
 
 }  // namespace penstock

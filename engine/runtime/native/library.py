@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 from collections.abc import Mapping
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from functools import cache
@@ -12,13 +13,19 @@ from typing import Any, Final
 from engine.runtime.hardware import PROC, processor_flags
 from engine.runtime.native.build import ISAS, library_path
 
+_AVX512: Final = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
 NEEDED_FLAGS: Final[Mapping[str, frozenset[str]]] = {
-    "avx512_bf16": frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_bf16"}),
-    "avx512": frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
+    "amx_bf16": _AVX512 | {"avx512_bf16", "amx_bf16", "amx_tile"},
+    "avx512_bf16": _AVX512 | {"avx512_bf16"},
+    "avx512": _AVX512,
     "avx2": frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}),
     "portable": frozenset(),
 }
 assert list(NEEDED_FLAGS) == list(ISAS)
+# <asm/unistd_64.h>, <asm/prctl.h>, <asm/fpu/types.h>
+SYS_ARCH_PRCTL: Final = 158
+ARCH_REQ_XCOMP_PERM: Final = 0x1023
+XFEATURE_XTILEDATA: Final = 18
 
 
 class Shape(ctypes.Structure):
@@ -84,9 +91,24 @@ _SIGNATURES: Final[Mapping[str, tuple[Any, tuple[Any, ...]]]] = {
 
 
 def built_isas(proc: Path = PROC) -> list[str]:
-    """Instruction sets that there is a library for and that this processor has, best first."""
+    """Instruction sets that there is a library for and that this processor and its system let us use, best
+    first."""
     flags = processor_flags(proc)
-    return [isa for isa, needed in NEEDED_FLAGS.items() if needed <= flags and library_path(isa).exists()]
+    return [
+        isa
+        for isa, needed in NEEDED_FLAGS.items()
+        if needed <= flags and library_path(isa).exists() and ("amx_tile" not in needed or may_use_tiles())
+    ]
+
+
+@cache
+def may_use_tiles() -> bool:
+    """Ask Linux (5.16 or later) for the registers of the matrix unit, which threads do not have by themselves:
+    they are 8 KiB more to save. All of this process get them, also those that run already."""
+    if platform.machine() != "x86_64":
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    return bool(libc.syscall(SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0)
 
 
 @cache

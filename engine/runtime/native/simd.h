@@ -23,7 +23,9 @@ constexpr int LANES = 8, TILE_ROWS = 6;  // 12 of 16
 constexpr int LANES = 4, TILE_ROWS = 4;
 #endif
 
-#if defined(__AVX512BF16__)
+#if defined(__AMX_BF16__)
+#define PENSTOCK_ISA "amx_bf16"
+#elif defined(__AVX512BF16__)
 #define PENSTOCK_ISA "avx512_bf16"
 #elif defined(__AVX512F__)
 #define PENSTOCK_ISA "avx512"

@@ -247,19 +247,24 @@ def test_libraries_share_nothing_in_one_process(isa: str) -> None:
     assert not [name for kind, name in symbols if kind == "u" and "penstock" in name]
 
 
-def test_the_best_library_for_a_processor(tmp_path: Path) -> None:
+def test_the_best_library_for_a_processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     old = "avx2 bmi1 bmi2 f16c fma movbe"
     new = f"{old} avx512f avx512bw avx512cd avx512dq avx512vl"
     flags = {
+        f"{new} avx512_bf16 amx_bf16 amx_tile": "amx_bf16",
         f"{new} avx512_bf16": "avx512_bf16",
         new: "avx512",
         f"{old} avx512f avx512_bf16": "avx2",
         "fpu sse2": "portable",
     }
+    assert built_isas() == ISAS
+    monkeypatch.setattr("engine.runtime.native.library.may_use_tiles", lambda: True)
     for line, isa in flags.items():
         (tmp_path / "cpuinfo").write_text(f"flags : {line}\n")
         assert built_isas(tmp_path)[0] == isa
-    assert built_isas() == ISAS
+    monkeypatch.setattr("engine.runtime.native.library.may_use_tiles", lambda: False)
+    (tmp_path / "cpuinfo").write_text(f"flags : {next(iter(flags))}\n")
+    assert built_isas(tmp_path)[0] == "avx512_bf16", "the system keeps the matrix unit for itself"
 
 
 def test_a_library_older_than_its_sources_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
