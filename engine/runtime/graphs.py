@@ -55,20 +55,33 @@ def batch_buckets(rows_max: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """What a decode step is told, at fixed addresses on the device: [rows] int32 each."""
+    """What a decode step is told, at fixed addresses on the device: [rows] int32 each.
+
+    Both lie in one piece of memory, the lengths behind the slots of so many rows: they come in one copy. So
+    each count of rows has addresses of its own, in memory that all share.
+    """
 
     slots: Tensor
     lengths: Tensor
     """Tokens whose keys a row sees, its own included; the new token will stand at this position."""
 
     @staticmethod
-    def empty(rows: int, device: torch.device) -> DecodeInputs:
-        both = torch.zeros(2, -(-rows // ALIGNED_ROWS) * ALIGNED_ROWS, dtype=torch.int32, device=device)
-        return DecodeInputs(both[0], both[1]).first(rows)
+    def within(memory: Tensor, rows: int) -> DecodeInputs:
+        """`memory` [at least input_len(rows)] int32, on the device or on its way there."""
+        return DecodeInputs(memory[:rows], memory[_aligned(rows) :][:rows])
 
-    def first(self, rows: int) -> DecodeInputs:
-        """The same memory, fewer rows."""
-        return DecodeInputs(self.slots[:rows], self.lengths[:rows])
+    @staticmethod
+    def empty(rows: int, device: torch.device) -> DecodeInputs:
+        return DecodeInputs.within(torch.zeros(input_len(rows), dtype=torch.int32, device=device), rows)
+
+
+def input_len(rows: int) -> int:
+    """Numbers that `DecodeInputs` of so many rows take."""
+    return 2 * _aligned(rows)
+
+
+def _aligned(rows: int) -> int:
+    return -(-rows // ALIGNED_ROWS) * ALIGNED_ROWS
 
 
 DecodeStep = Callable[[DecodeInputs], Output]
@@ -110,11 +123,10 @@ class DecodeGraphs(Generic[Output]):
         self._step = step
         self._plan = plan
         self._padding_slot = padding_slot
-        rows_max = buckets[-1]
         self.buckets: Final = tuple(buckets)
-        self._inputs = DecodeInputs.empty(rows_max, device)
-        pinned = device.type == "cuda"
-        self._staged = [torch.zeros(2, rows_max, dtype=torch.int32, pin_memory=pinned) for _ in range(STAGES)]
+        size, pinned = input_len(buckets[-1]), device.type == "cuda"
+        self._inputs = torch.zeros(size, dtype=torch.int32, device=device)
+        self._staged = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(STAGES)]
         self._stage = 0
         self._graphs: dict[int, Captured[Output]] = {}
 
@@ -124,7 +136,7 @@ class DecodeGraphs(Generic[Output]):
         for done, rows in enumerate(reversed(self.buckets)):
             progress(done, len(self.buckets))
             self._fill([], [], rows)
-            run = partial(self._step, self._inputs.first(rows))
+            run = partial(self._step, DecodeInputs.within(self._inputs, rows))
             device.warm_up(run)
             self._graphs[rows] = device.capture(run)
         progress(len(self.buckets), len(self.buckets))
@@ -146,18 +158,19 @@ class DecodeGraphs(Generic[Output]):
         """As `replay`, kernel by kernel."""
         bucket = self.bucket(len(slots))
         self._fill(slots, lengths, bucket)
-        return self._step(self._inputs.first(bucket))
+        return self._step(DecodeInputs.within(self._inputs, bucket))
 
     def _fill(self, slots: Sequence[int], lengths: Sequence[int], bucket: int) -> None:
         assert self._padding_slot not in slots
         padding = bucket - len(slots)
         rows = [[*slots, *[self._padding_slot] * padding], [*lengths, *[1] * padding]]
         self._plan(rows[1])
-        staged = self._staged[self._stage][:, :bucket]
+        staged = self._staged[self._stage][: input_len(bucket)]
         self._stage = (self._stage + 1) % STAGES
-        staged.copy_(torch.tensor(rows, dtype=torch.int32))
-        self._inputs.slots[:bucket].copy_(staged[0], non_blocking=True)
-        self._inputs.lengths[:bucket].copy_(staged[1], non_blocking=True)
+        there = DecodeInputs.within(staged, bucket)
+        there.slots.copy_(torch.tensor(rows[0], dtype=torch.int32))
+        there.lengths.copy_(torch.tensor(rows[1], dtype=torch.int32))
+        self._inputs[: len(staged)].copy_(staged, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,11 +56,11 @@ class Rotary:
     """Rotary position embeddings (Su et al. 2021) in the half-split form of the Llama checkpoints."""
 
     def __init__(self, config: RopeConfig, head_dim: int) -> None:
-        self._inverse_frequencies: Final = _inverse_frequencies(config, head_dim)
+        self.inverse_frequencies: Final = _inverse_frequencies(config, head_dim)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin for positions [T]: each [T, 1, D/2]. Once per step, shared by all layers."""
-        angles = positions[:, None, None].float() * self._inverse_frequencies
+        angles = positions[:, None, None].float() * self.inverse_frequencies
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 

@@ -16,6 +16,7 @@ from engine.core.messages import SamplingParams
 from engine.runtime.fp8 import Fp8Weight, quantise
 from engine.runtime.kernels import fused
 from engine.runtime.kernels.autotune import MatmulTable
+from engine.runtime.kernels.begin import begin_step
 from engine.runtime.kernels.matmul import TILES, skinny_matmul
 from engine.runtime.layers import Rotary, rms_norm, rotate
 from engine.runtime.models.config import RopeConfig
@@ -78,6 +79,25 @@ def fp8_cache(dtype: torch.dtype) -> dict[str, Any]:
     case = paged_case(Shape(8, 4, 128), CHUNKS, CONTEXTS, dtype=dtype, kv_dtype=kv)
     case.history = [(k.float() * 0.5, v.float() * 3.0) for k, v in case.history]
     return found | near(prefill.run(case, scales=(0.5, 3.0), device=CUDA), case.expected(None), dtype)
+
+
+def beginning(dtype: torch.dtype) -> dict[str, Any]:
+    """Positions beyond 100,000 too, where cosines are computed in another way."""
+    slots = torch.tensor([3, 0, 2, 1], dtype=torch.int32, device=CUDA)
+    lengths = torch.tensor([1, 65, 4096, 131_072], dtype=torch.int32, device=CUDA)
+    known = torch.randint(1000, (4, 131_073), dtype=torch.int32, device=CUDA)
+    table = torch.randint(1 << 30, (4, 2048), dtype=torch.int32, device=CUDA)
+    embedding = torch.randn(1000, 1024, device=CUDA).to(dtype)
+    rotary = Rotary(RopeConfig(500_000.0), 128)
+    frequencies = rotary.inverse_frequencies.to(CUDA)
+    step, tables = begin_step(slots, lengths, known, table, embedding, frequencies, 64)
+    at = lengths.long() - 1
+    assert torch.equal(step.residual, embedding[known[slots, at]])
+    assert torch.equal(tables, table[slots])
+    assert torch.equal(step.pages, table[slots, at // 64].long())
+    assert torch.equal(step.offsets, at % 64)
+    expected = torch.cat(rotary.angles(at.cpu(), torch.float32), dim=-1)[:, 0]
+    return near(torch.cat(step.angles, dim=-1).cpu(), expected, torch.float32)
 
 
 def norms(dtype: torch.dtype) -> dict[str, Any]:
@@ -161,6 +181,7 @@ def in_precision(dtype: torch.dtype, shapes: Sequence[Shape]) -> bool:
             ok &= check("kernels", f"decode {row}", partial(decode_attention, shape, dtype, window))
             ok &= check("kernels", f"prefill {row}", partial(prefill_attention, shape, dtype, window))
     checks = {
+        "begin": beginning,
         "norm": norms,
         "store": store,
         "silu": activation,

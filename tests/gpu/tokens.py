@@ -100,7 +100,7 @@ def graph(path: Path) -> dict[str, Any]:
         for place in range(len(life.pages), len(life.pages) + 2):
             table[slot, place] = spare.pop()
     tokens = torch.cat((slots.tokens, torch.zeros_like(slots.tokens[:1]))).to(CUDA)
-    scratch = SamplingScratch.empty(4, vocab, CUDA)
+    scratch = SamplingScratch.empty(4, vocab, model.decoder.dtype, CUDA)
     step = DecodeStep(model.decoder, model.cache, model.decode, tokens, table.to(CUDA), sampling, scratch)
     graphs = DecodeGraphs(step, batch_buckets(4), padding, CUDA)
     graphs.capture(CudaGraphDevice(), lambda done, of: None)

@@ -62,7 +62,7 @@ class Bench:
         sampling = DeviceSampling.empty(batch + 1, config.vocab_size, CUDA)
         for slot in range(batch):
             sampling.seat(slot, SamplingParams(seed=slot, max_tokens=1), tokens[slot], tokens[slot, :0])
-        scratch = SamplingScratch.empty(batch, config.vocab_size, CUDA)
+        scratch = SamplingScratch.empty(batch, config.vocab_size, torch.bfloat16, CUDA)
         step = DecodeStep(self.decoder, cache, attention, tokens, table, sampling, scratch)
         graphs = DecodeGraphs(step, [batch], batch, CUDA)
         graphs.capture(CudaGraphDevice(), lambda *_: None)
@@ -86,7 +86,7 @@ class Bench:
         attend = backend(cache, self.spec).of_chunks([Chunk(0, length, 0)], tables)
 
         def run() -> Tensor:
-            return self.decoder.logits(self.decoder.forward(step, cache, attend)[-1:])
+            return self.decoder.logits(self.decoder.forward(self.decoder.rows(step), cache, attend)[-1:])
 
         assert torch.isfinite(run()).all(), "logits are not finite"
         ms = span_ms(run, 5)

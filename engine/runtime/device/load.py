@@ -154,7 +154,7 @@ class DeviceNetwork:
         slots = DeviceSlots(
             info.slots, info.max_model_len, info.page_size, info.vocab_size, info.pages, device
         )
-        scratch = SamplingScratch.empty(info.slots, info.vocab_size, device)
+        scratch = SamplingScratch.empty(info.slots, info.vocab_size, decoder.dtype, device)
         spec = AttentionSpec(model.heads, model.kv_heads, model.head_dim, model.windows)
         bounds = Bounds(info.slots, info.max_model_len, self.card.multiprocessors)
         decode, prefill = build_backends(self.attention, cache, spec, decoder.dtype, bounds)

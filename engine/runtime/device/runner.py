@@ -111,6 +111,5 @@ class DeviceRunner:
         if not any(asked):
             return LogprobColumns.of_chosen(logprobs[at])
         # A failed row has no token; what is computed for it is never read.
-        return LogprobColumns.of(
-            self.sampler.scratch.logits[at], tokens[at].clamp_min(0), asked, distinct_topk
-        )
+        logits = self.sampler.scratch.logits[at].float()
+        return LogprobColumns.of(logits, tokens[at].clamp_min(0), asked, distinct_topk)

@@ -69,15 +69,17 @@ class MatmulTable:
                     measured[shape] = _measure(weight, rows, activations, timer)
         return MatmulTable(measured)
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        """x [M, K] -> [M, N]."""
+    def linear(
+        self, x: Tensor, weight: Weight, bias: Tensor | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
+        """x [M, K] -> [M, N]; in `out`, if there is a place for it."""
         if len(x) <= ROWS_MAX:
             found = self.measured.get(_shape(weight, 1 if len(x) == 1 else row_bucket(len(x))))
             if found is not None and found.tile is not None:
-                return _by_tile(x, weight, found.tile, bias)
+                return _by_tile(x, weight, found.tile, bias, out)
             if found is None and isinstance(weight, Fp8Weight):
-                return _by_tile(x, weight, _tiles(weight, x.dtype)[-1], bias)
-        return _by_library(x, weight, bias)
+                return _by_tile(x, weight, _tiles(weight, x.dtype)[-1], bias, out)
+        return _by_library(x, weight, bias, out)
 
 
 def _measure(weight: Weight, rows: int, activations: torch.dtype, timer: Timer) -> Measured:
@@ -109,14 +111,20 @@ def _tiles(weight: Weight, activations: torch.dtype) -> Sequence[Tile]:
     return [tile for tile in TILES if weight.group % tile.k == 0]
 
 
-def _by_library(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    return weight.linear(x, bias) if isinstance(weight, Fp8Weight) else F.linear(x, weight, bias)
-
-
-def _by_tile(x: Tensor, weight: Weight, tile: Tile, bias: Tensor | None) -> Tensor:
+def _by_library(x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     if isinstance(weight, Fp8Weight):
-        return skinny_matmul(x, weight.values, tile, scales=weight.scales, bias=bias, group=weight.group)
-    return skinny_matmul(x, weight, tile, bias=bias)
+        return weight.linear(x, bias) if out is None else out.copy_(weight.linear(x, bias))
+    if out is None:
+        return F.linear(x, weight, bias)
+    return torch.mm(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
+
+
+def _by_tile(x: Tensor, weight: Weight, tile: Tile, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    if isinstance(weight, Fp8Weight):
+        return skinny_matmul(
+            x, weight.values, tile, scales=weight.scales, bias=bias, group=weight.group, out=out
+        )
+    return skinny_matmul(x, weight, tile, bias=bias, out=out)
 
 
 def _shape(weight: Weight, rows: int) -> MatmulShape:

@@ -5,6 +5,8 @@ multiplication goes through a `MatmulTable`; weights may be fp8, but for the emb
 
 `DecodeStep` is the whole of a decode step as a function of tensors on the device: gather the tokens, run the
 network, sample, put the tokens where the next step finds them. It is what `engine.runtime.graphs` captures.
+Before the first layer and behind the last one it is as few kernels as within: one that begins (`begin.py`),
+one per width of window that lists attention's work, the head, three that sample.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from engine.runtime.attention import DecodePages, PrefillPages
 from engine.runtime.batch import Batch
 from engine.runtime.graphs import DecodeInputs
 from engine.runtime.kernels.autotune import MatmulTable, Weight
+from engine.runtime.kernels.begin import StepRows, begin_step
 from engine.runtime.kernels.fused import QKNorm, norm_rotate_store, rms_norm, silu_mul
 from engine.runtime.kernels.sampling import SamplingScratch, sample
 from engine.runtime.kernels.sampling_columns import DeviceSampling
@@ -35,7 +38,7 @@ from engine.runtime.models.parameters import (
     read_lm_head,
 )
 from engine.runtime.parallel.collective import ALONE, Collective
-from engine.runtime.parallel.shard import Shard
+from engine.runtime.parallel.shard import WHOLE, Shard
 from engine.runtime.weights import WeightSource
 
 Attend = Callable[[int, Tensor], Tensor]
@@ -51,7 +54,7 @@ class StepTokens:
     pages: Tensor
     """Where keys and values go: the page,"""
     offsets: Tensor
-    """and the place in it."""
+    """and the place in it. int64, as all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,19 +114,31 @@ class DeviceDecoder:
     def dtype(self) -> torch.dtype:
         return self._embedding.dtype
 
-    def forward(self, step: StepTokens, cache: KVCache, attend: Attend) -> Tensor:
+    def rows(self, step: StepTokens) -> StepRows:
+        """As `begin` for tokens of any kind, in torch."""
+        angles = self._rotary.angles(step.positions, torch.float32)
+        return StepRows(F.embedding(step.token_ids, self._embedding), angles, step.pages, step.offsets)
+
+    def begin(
+        self, inputs: DecodeInputs, tokens: Tensor, page_table: Tensor, page_size: int
+    ) -> tuple[StepRows, Tensor]:
+        """A decode step's rows and their page tables, from what lies on the device by slot."""
+        frequencies = self._rotary.inverse_frequencies
+        return begin_step(
+            inputs.slots, inputs.lengths, tokens, page_table, self._embedding, frequencies, page_size
+        )
+
+    def forward(self, step: StepRows, cache: KVCache, attend: Attend) -> Tensor:
         """-> final hidden states [T, hidden], normed. Keys and values are stored."""
         table, ranks, eps = self.table, self._ranks, self.config.norm_eps
-        angles = self._rotary.angles(step.positions, torch.float32)
-        residual = F.embedding(step.token_ids, self._embedding)
-        change: Tensor | None = None
+        residual, change = step.residual, None
         for index, layer in enumerate(self._layers):
             x = _normed(change, residual, layer.input_norm, eps)
             qkv = table.linear(x, layer.qkv.weight, layer.qkv.bias)
             keys, values = cache.keys[index], cache.values[index]
             q = norm_rotate_store(
                 qkv,
-                angles,
+                step.angles,
                 layer.qk_norm,
                 keys,
                 values,
@@ -140,10 +155,12 @@ class DeviceDecoder:
         return _normed(change, residual, self._norm, eps)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[S, hidden] -> [S, vocab], float32; in `out`, if there is a place for them."""
+        """[S, hidden] -> [S, vocab], in the weights' type; in `out`, if there is a place for them."""
+        if self._ranks.shard == WHOLE:
+            return self.table.linear(hidden, self._lm_head, out=out)
         own = self.table.linear(hidden, self._lm_head)
         logits = self._ranks.all_gather(own)[:, : self.config.vocab_size]
-        return logits.float() if out is None else out.copy_(logits)
+        return logits if out is None else out.copy_(logits)
 
 
 def _normed(change: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -215,10 +232,10 @@ class DeviceModel:
         step = StepTokens(
             moved(batch.token_ids), moved(batch.positions), moved(places.pages), moved(places.offsets)
         )
-        return self.decoder.forward(step, self.cache, attend)
+        return self.decoder.forward(self.decoder.rows(step), self.cache, attend)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.decoder.logits(hidden)
+        return self.decoder.logits(hidden).float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +244,7 @@ class DeviceSampler:
 
     decoder: DeviceDecoder
     tokens: Tensor
-    """[slots, more than max_model_len] int32: read at length - 1, written at length"""
+    """[slots, more than max_model_len] int32: written at length"""
     columns: DeviceSampling
     scratch: SamplingScratch
 
@@ -235,9 +252,7 @@ class DeviceSampler:
         """hidden [S, hidden]; slots, lengths [S] int32 -> tokens [S] int64, NUMERIC_FAILURE where logits were
         not finite, and log-probabilities [S]. The logits stay in `scratch` until the next call."""
         logits = self.decoder.logits(hidden, self.scratch.logits[: len(hidden)])
-        found, logprobs = sample(logits, slots, lengths, self.columns, self.scratch)
-        self.tokens[slots.long(), lengths.long()] = found.clamp_min(0).int()
-        return found, logprobs
+        return sample(logits, slots, lengths, self.columns, self.scratch, self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,12 +271,9 @@ class DecodeStep:
 
     def __call__(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
         """As `DeviceSampler`: [rows] each."""
-        size = self.cache.geometry.page_size
-        slots, positions = inputs.slots.long(), inputs.lengths.long() - 1
-        tables = self.page_table[slots]
-        pages = tables.gather(1, (positions // size)[:, None])[:, 0]
+        page_size = self.cache.geometry.page_size
+        step, tables = self.decoder.begin(inputs, self.tokens, self.page_table, page_size)
         attend = self.attention.on_device(tables, inputs.lengths)
-        step = StepTokens(self.tokens[slots, positions], positions, pages, positions % size)
         hidden = self.decoder.forward(step, self.cache, attend)
         sampler = DeviceSampler(self.decoder, self.tokens, self.sampling, self.scratch)
         return sampler(hidden, inputs.slots, inputs.lengths)

@@ -62,6 +62,7 @@ def skinny_matmul(
     scales: Tensor | None = None,
     bias: Tensor | None = None,
     group: int = 0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """x [M, K], M <= ROWS_MAX; weight [N, K] in x's type or e4m3; scales [N] float32, bias [N] -> [M, N].
 
@@ -75,7 +76,8 @@ def skinny_matmul(
     assert x.is_contiguous()
     assert weight.is_contiguous()
     assert group % tile.k == 0
-    out = x.new_empty(rows, height)
+    out = x.new_empty(rows, height) if out is None else out
+    assert out.is_contiguous()
     skinny_kernel[(triton.cdiv(height, tile.n),)](
         x,
         weight,

@@ -20,7 +20,11 @@ Three launches, the first two spread over (row, chunk of the vocabulary):
 
     measure   edits the rows that ask for it; maximum, soundness, log-sum-exp of each chunk
     weigh     the mass of each chunk
-    choose    one program per row: greedy, by chunks, or among candidates; log-probability; counts
+    choose    one program per row: greedy, by chunks, or among candidates; log-probability; counts; the token
+              goes where the next step looks for it
+
+Logits come in the model's type and are read once as such: what is sampled from is a copy in float32, edited
+where a row asks for it. So nothing has to be converted before.
 """
 
 from __future__ import annotations
@@ -57,9 +61,9 @@ class SamplingScratch:
     """Memory between the launches, for at most so many rows."""
 
     edited: Tensor
-    """[rows, vocab] float32, written for rows that edit"""
+    """[rows, vocab] float32: what tokens are drawn from"""
     logits: Tensor
-    """[rows, vocab] float32: a place for what `sample` is given, the same in every step"""
+    """[rows, vocab] in the model's type: a place for what `sample` is given, the same in every step"""
     candidates: Tensor
     """[rows, vocab] int64: distance's bits above, id below"""
     measures: Tensor
@@ -70,11 +74,11 @@ class SamplingScratch:
     """[rows, chunks] int64"""
 
     @staticmethod
-    def empty(rows: int, vocab_size: int, device: torch.device) -> SamplingScratch:
+    def empty(rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> SamplingScratch:
         chunks = triton.cdiv(vocab_size, CHUNK)
         return SamplingScratch(
             edited=torch.empty(rows, vocab_size, device=device),
-            logits=torch.empty(rows, vocab_size, device=device),
+            logits=torch.empty(rows, vocab_size, dtype=dtype, device=device),
             candidates=torch.empty(rows, vocab_size, dtype=torch.int64, device=device),
             measures=torch.empty(3, rows, chunks, device=device),
             places=torch.empty(rows, chunks, dtype=torch.int32, device=device),
@@ -83,15 +87,22 @@ class SamplingScratch:
 
 
 def sample(
-    logits: Tensor, slots: Tensor, positions: Tensor, columns: DeviceSampling, scratch: SamplingScratch
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    columns: DeviceSampling,
+    scratch: SamplingScratch,
+    known: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """logits [S, vocab] float32, left as they are; slots, positions [S] int32 -> tokens, logprobs [S].
+    """logits [S, vocab], left as they are; slots, positions [S] int32 -> tokens [S] int64, logprobs [S].
 
-    `positions`: where the tokens will stand. A token is NUMERIC_FAILURE where its row is not finite. The
-    log-probability is that of the model's own distribution, before anything edits it. Tokens are counted.
+    `positions`: where the tokens will stand in `known` [slots, any] int32, which they are written to. A token
+    is NUMERIC_FAILURE where its row is not finite; 0 is written then. The log-probability is that of the
+    model's own distribution, before anything edits it. Tokens are counted.
     """
     rows, vocab_size = logits.shape
     assert logits.is_contiguous()
+    assert known.is_contiguous()
     assert vocab_size == columns.counts.shape[2]
     assert vocab_size < 1 << 63 - MASS_BITS
     chunks = triton.cdiv(vocab_size, CHUNK)
@@ -123,17 +134,14 @@ def sample(
         num_warps=WARPS,
     )
     limits = (columns.temperature, columns.top_k, columns.top_p, columns.min_p)
-    edits = (columns.penalties, columns.biases, columns.stops, columns.held_until)
-    weigh_kernel[(rows, chunks)](
-        logits, scratch.edited, slots, positions, *limits, *edits, best, scratch.masses, vocab_size, **size
-    )
+    weigh_kernel[(rows, chunks)](scratch.edited, slots, *limits, best, scratch.masses, vocab_size, **size)
     choose_kernel[(rows,)](
         logits,
         scratch.edited,
         slots,
         positions,
         *limits,
-        *edits,
+        columns.penalties,
         columns.seed,
         columns.counts,
         best,
@@ -144,6 +152,8 @@ def sample(
         scratch.candidates,
         tokens,
         logprobs,
+        known,
+        known.shape[1],
         vocab_size,
         CANDIDATE_BLOCK=CANDIDATE_BLOCK,
         **size,
@@ -152,12 +162,9 @@ def sample(
 
 
 @triton.jit
-def _edits(slot, position, penalties, biases, stops, held_until):
-    """(whether the slot looks back, whether anything at all edits its logits)"""
-    repetition, frequency = tl.load(penalties + slot * 3), tl.load(penalties + slot * 3 + 1)
-    looks_back = (repetition != 1.0) | (frequency != 0.0) | (tl.load(penalties + slot * 3 + 2) != 0.0)
-    held = (tl.load(stops + slot) > 0) & (position < tl.load(held_until + slot))
-    return looks_back, looks_back | held | (tl.load(biases + slot) > 0)
+def _looks_back(penalties):
+    repetition, frequency, presence = tl.load(penalties), tl.load(penalties + 1), tl.load(penalties + 2)
+    return (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0)
 
 
 @triton.jit
@@ -188,28 +195,28 @@ def measure_kernel(
     position = tl.load(positions + row)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = ids < vocab
-    x = tl.load(logits + row * vocab + ids, mask=inside, other=float("-inf"))
+    x = tl.load(logits + row * vocab + ids, mask=inside, other=float("-inf")).to(tl.float32)
     unsound = tl.sum((inside & ((tl.abs(x) < float("inf")) == 0)).to(tl.int32))
     top = tl.max(x)
     at = row * tl.num_programs(1) + chunk
     tl.store(raw_best + at, top)
     tl.store(raw_sum + at, tl.sum(tl.where(inside, tl.exp(x - top), 0.0)))
-    looks_back, edits = _edits(slot, position, penalties, biases, stops, held_until)
-    if edits:
-        if looks_back:
-            x = _penalised(x, ids, inside, penalties + slot * 3, counts + slot * 2 * vocab, vocab)
-        target = edited + row * vocab
-        tl.store(target + ids, x, mask=inside)
+    if _looks_back(penalties + slot * 3):
+        x = _penalised(x, ids, inside, penalties + slot * 3, counts + slot * 2 * vocab, vocab)
+    target = edited + row * vocab
+    tl.store(target + ids, x, mask=inside)
+    bias_count = tl.load(biases + slot)
+    stop_count = tl.where(position < tl.load(held_until + slot), tl.load(stops + slot), 0)
+    if (bias_count > 0) | (stop_count > 0):
         tl.debug_barrier()  # a token's bias is added by another thread than the one that stored it
         entry = tl.arange(0, EDITS_MAX)
         bias_id = tl.load(bias_ids + slot * EDITS_MAX + entry)
-        here = (entry < tl.load(biases + slot)) & (bias_id // CHUNK == chunk) & (bias_id < vocab)
+        here = (entry < bias_count) & (bias_id // CHUNK == chunk) & (bias_id < vocab)
         biased = tl.load(target + bias_id, mask=here) + tl.load(bias_values + slot * EDITS_MAX + entry)
         tl.store(target + bias_id, biased, mask=here)
         tl.debug_barrier()
         stop_entry = tl.arange(0, STOPS_MAX)
         stop = tl.load(stop_ids + slot * STOPS_MAX + stop_entry)
-        stop_count = tl.where(position < tl.load(held_until + slot), tl.load(stops + slot), 0)
         held = (stop_entry < stop_count) & (stop // CHUNK == chunk)
         tl.store(target + stop, tl.full([STOPS_MAX], float("-inf"), tl.float32), mask=held)
         tl.debug_barrier()
@@ -239,18 +246,12 @@ def _mass(distance):
 
 @triton.jit
 def weigh_kernel(
-    logits,
     edited,
     slots,
-    positions,
     temperature,
     top_k,
     top_p,
     min_p,
-    penalties,
-    biases,
-    stops,
-    held_until,
     best,
     masses,
     vocab,
@@ -265,12 +266,8 @@ def weigh_kernel(
     if heat > 0:
         every = tl.arange(0, CHUNKS_BLOCK)
         tops = tl.load(best + row * chunks + every, mask=every < chunks, other=float("-inf"))
-        _, edits = _edits(slot, tl.load(positions + row), penalties, biases, stops, held_until)
-        source = logits
-        if edits:
-            source = edited
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = tl.load(source + row * vocab + ids, mask=ids < vocab, other=float("-inf"))
+        x = tl.load(edited + row * vocab + ids, mask=ids < vocab, other=float("-inf"))
         distance = tl.div_rn(tl.max(tops) - x, heat)
         whole = (tl.load(top_k + slot) < vocab) | (tl.load(top_p + slot) < 1.0)
         kept = whole | (tl.exp(-distance) >= tl.load(min_p + slot))
@@ -289,9 +286,6 @@ def choose_kernel(
     top_p,
     min_p,
     penalties,
-    biases,
-    stops,
-    held_until,
     seed,
     counts,
     best,
@@ -302,6 +296,8 @@ def choose_kernel(
     candidates,
     tokens,
     logprobs,
+    known,
+    known_width,
     vocab,
     CANDIDATE_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -319,13 +315,9 @@ def choose_kernel(
     place = tl.load(places + at, mask=exists, other=0)
     sound = tl.min(place) >= 0
     token = tl.sum(tl.where(every == chunk, place, 0))
-    looks_back, edits = _edits(slot, position, penalties, biases, stops, held_until)
     heat = tl.load(temperature + slot)
     if sound & (heat > 0):
-        source = logits
-        if edits:
-            source = edited
-        source = source + row * vocab
+        source = edited + row * vocab
         mass = tl.load(masses + at, mask=exists, other=0)
         k, p, floor = tl.load(top_k + slot), tl.load(top_p + slot), tl.load(min_p + slot)
         u = _uniform(tl.load(seed + slot), position)
@@ -351,10 +343,11 @@ def choose_kernel(
     total = tl.sum(
         tl.where(exists, tl.load(raw_sum + at, mask=exists, other=0.0) * tl.exp(raw_tops - raw_top), 0.0)
     )
-    chosen = tl.load(logits + row * vocab + tl.maximum(token, 0))
+    chosen = tl.load(logits + row * vocab + tl.maximum(token, 0)).to(tl.float32)
     tl.store(logprobs + row, chosen - raw_top - tl.log(total))
     tl.store(tokens + row, tl.where(sound, token, _FAILURE).to(tl.int64))
-    if looks_back & sound:
+    tl.store(known + slot * known_width + position, tl.where(sound, token, 0))
+    if _looks_back(penalties + slot * 3) & sound:
         seen = counts + slot * 2 * vocab + token
         tl.store(seen, tl.load(seen) + 1)
 

@@ -49,8 +49,8 @@ def test_rotation_keeps_lengths_and_sees_only_distances() -> None:
 
 
 def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones() -> None:
-    plain = Rotary(RopeConfig(500_000.0), 64)._inverse_frequencies
-    scaled = Rotary(RopeConfig(500_000.0, Llama3Scaling(8.0, 1.0, 4.0, 8192)), 64)._inverse_frequencies
+    plain = Rotary(RopeConfig(500_000.0), 64).inverse_frequencies
+    scaled = Rotary(RopeConfig(500_000.0, Llama3Scaling(8.0, 1.0, 4.0, 8192)), 64).inverse_frequencies
     ratio = plain / scaled
     waves = 2 * torch.pi / plain
     assert (ratio[waves < 8192 / 4] == 1.0).all()

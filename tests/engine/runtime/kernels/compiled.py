@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.runtime.backends import TRITON_TILE_BYTES
-from engine.runtime.kernels import decode_attention, fused, matmul, prefill_attention, sampling
+from engine.runtime.kernels import begin, decode_attention, fused, matmul, prefill_attention, sampling
 
 HOPPER = GPUTarget("cuda", 90, 32)
 INSTRUCTIONS = (
@@ -227,6 +227,7 @@ def store_launch(clear_tails: bool = False, **kv: Any) -> Tensor:
 
 def report_fused() -> None:
     x, weight = meta(32, 4096), meta(4096)
+    report("begin", begin, "begin_step_kernel", begin_launch)
     report("rms_norm", fused, "rms_norm_kernel", lambda: fused.rms_norm(x, weight, 1e-6, x))
     fp8 = torch.float8_e4m3fn
     report("norm_rotate_store fp8", fused, "norm_rotate_store_kernel", lambda: store_launch(dtype=fp8))
@@ -238,14 +239,23 @@ def sample_launch() -> object:
     """A batch of 32 over Qwen3's vocabulary."""
     rows, vocab, device = 32, 151_936, torch.device("meta")
     columns = sampling.DeviceSampling.empty(64, vocab, device)
-    scratch = sampling.SamplingScratch.empty(rows, vocab, device)
+    scratch = sampling.SamplingScratch.empty(rows, vocab, torch.bfloat16, device)
     row = meta(rows, dtype=torch.int32)
     with (
         recorded(sampling, "measure_kernel"),
         recorded(sampling, "weigh_kernel"),
         recorded(sampling, "choose_kernel"),
     ):
-        return sampling.sample(meta(rows, vocab, dtype=torch.float32), row, row, columns, scratch)
+        return sampling.sample(
+            meta(rows, vocab), row, row, columns, scratch, meta(64, 4097, dtype=torch.int32)
+        )
+
+
+def begin_launch() -> object:
+    """A batch of 32 of a Qwen3-8B."""
+    row, table = meta(32, dtype=torch.int32), meta(64, 641, dtype=torch.int32)
+    known, frequencies = meta(64, 40_961, dtype=torch.int32), meta(64, dtype=torch.float32)
+    return begin.begin_step(row, row, known, table, meta(151_936, 4096), frequencies, 64)
 
 
 def report_sampling() -> None:

@@ -33,11 +33,12 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
 
 
 def test_nothing_spills_and_everything_fits(reports: dict[str, Report]) -> None:
-    """Of the largest pages it is asked no more than that they fit."""
+    """Of the largest pages it is asked no more than that they fit. Where a step begins, cosines of angles
+    beyond 100,000 keep their digits in memory of their own."""
     for name, report in reports.items():
         assert report["shared_bytes"] <= SHARED_BYTES_MAX, name
         assert report["stack_bytes"] == 0 or name.startswith("largest"), name
-        assert report["st.local"] == 0 or name.startswith("largest"), name
+        assert report["st.local"] == 0 or name.startswith(("largest", "begin")), name
 
 
 def test_decode_keeps_two_tiles_in_flight_on_either_of_two_programs(reports: dict[str, Report]) -> None:

@@ -85,7 +85,7 @@ def test_decode_steps_from_the_device_go_on_where_the_runner_stopped(tiny_model:
         output = torch.tensor(life.output)
         sampling.seat(slot, own, torch.tensor(prompts[slot]), output)
         table[slot, len(life.pages)] = spare.pop()
-    scratch = SamplingScratch.empty(4, vocab, CPU)
+    scratch = SamplingScratch.empty(4, vocab, model.decoder.dtype, CPU)
     step = DecodeStep(model.decoder, runner.cache, model.decode, tokens, table, sampling, scratch)
     graphs = DecodeGraphs(step, batch_buckets(4), padding, CPU)
     lengths = [len(life.tokens) for life in lives]

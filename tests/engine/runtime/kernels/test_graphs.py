@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.runtime.graphs import DecodeGraphs, DecodeInputs, batch_buckets
 
@@ -105,9 +107,25 @@ def test_a_replay_reads_what_is_on_the_device_then() -> None:
 
 def test_inputs_lie_where_a_step_without_a_graph_has_them() -> None:
     """Kernels are compiled for pointers to 16 bytes, and for others apart."""
-    inputs = DecodeInputs.empty(6, torch.device("cpu"))
+    inputs = DecodeInputs.empty(6, CPU)
     assert (inputs.lengths.data_ptr() - inputs.slots.data_ptr()) % 16 == 0
     assert inputs.slots.shape == inputs.lengths.shape == (6,)
+
+
+def test_inputs_are_one_copy() -> None:
+    """Of as many numbers as the bucket has, whatever the largest is."""
+    copied: list[int] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.copy_.default and args[0].data_ptr() == own._inputs.data_ptr():
+                copied.append(args[0].numel())
+            return func(*args, **(kwargs or {}))
+
+    own = graphs(Model())
+    with Copies():
+        own.eager([1, 2, 3], [7, 8, 9])
+    assert copied == [2 * 4]
 
 
 def test_consecutive_steps_are_staged_apart() -> None:

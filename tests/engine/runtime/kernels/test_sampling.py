@@ -64,13 +64,17 @@ def on_device(
     """Rows sit in slots from the last to the first. tests/gpu calls it too."""
     rows, vocab = logits.shape
     columns = kernels.DeviceSampling.empty(rows, vocab, device)
-    scratch = kernels.SamplingScratch.empty(rows, vocab, device)
+    scratch = kernels.SamplingScratch.empty(rows, vocab, logits.dtype, device)
     for row, (own, (prompt, output)) in enumerate(zip(asked, past, strict=True)):
         columns.seat(rows - 1 - row, own, prompt.to(device), output.to(device))
     slots = torch.arange(rows - 1, -1, -1, dtype=torch.int32, device=device)
     lengths = [len(prompt) + len(output) for prompt, output in past]
     positions = torch.tensor(lengths, dtype=torch.int32, device=device)
-    tokens, logprobs = kernels.sample(logits.to(device), slots, positions, columns, scratch)
+    known = torch.full((rows, max(lengths) + 1), -7, dtype=torch.int32, device=device)
+    tokens, logprobs = kernels.sample(logits.to(device), slots, positions, columns, scratch, known)
+    at = slots.long(), positions.long()
+    assert torch.equal(known[at], tokens.clamp_min(0).int())
+    assert (known != -7).sum() == rows, "nothing else is written"
     return tokens.tolist(), logprobs.cpu(), columns
 
 

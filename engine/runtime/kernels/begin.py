@@ -1,0 +1,126 @@
+"""What a decode step starts from, in one kernel.
+
+The host says of a row only which slot it sits in and how many tokens it has. The last of these is the step's
+token; everything else follows from it and from what lies on the device by slot:
+
+    position    length - 1
+    residual    the token's row of the embedding
+    cos, sin    position times the rotary frequencies
+    page, offset    where its keys and values go
+    table       the slot's page table, for attention
+
+One program does all of that for its row. With torch it is a score of kernels, none of which moves enough to
+be worth its launch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+COPY_BLOCK: Final = 1024
+"""Entries of an embedding or a page table that are copied at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """What layers are told of a step's T tokens, packed, on the device."""
+
+    residual: Tensor
+    """[T, hidden]: the tokens' embeddings"""
+    angles: tuple[Tensor, Tensor]
+    """cos and sin, [T, D/2] float32 each"""
+    pages: Tensor
+    """[T] int64. Where keys and values go: the page,"""
+    offsets: Tensor
+    """[T] int64, and the place in it."""
+
+
+def begin_step(
+    slots: Tensor,
+    lengths: Tensor,
+    tokens: Tensor,
+    page_table: Tensor,
+    embedding: Tensor,
+    frequencies: Tensor,
+    page_size: int,
+) -> tuple[StepRows, Tensor]:
+    """slots, lengths [R] int32; tokens [slots, any], page_table [slots, P] int32; embedding [vocab, hidden];
+    frequencies [D/2] float32 -> the rows' last tokens, and their page tables [R, P] int32."""
+    rows, hidden, half = len(slots), embedding.shape[1], len(frequencies)
+    assert all(t.is_contiguous() for t in (tokens, page_table, embedding, frequencies))
+    assert half == triton.next_power_of_2(half)
+    cos, sin = (torch.empty(rows, half, device=slots.device) for _ in range(2))
+    pages, offsets = (torch.empty(rows, dtype=torch.int64, device=slots.device) for _ in range(2))
+    begun = StepRows(embedding.new_empty(rows, hidden), (cos, sin), pages, offsets)
+    tables = page_table.new_empty(rows, page_table.shape[1])
+    begin_step_kernel[(rows,)](
+        slots,
+        lengths,
+        tokens,
+        page_table,
+        embedding,
+        frequencies,
+        begun.residual,
+        cos,
+        sin,
+        pages,
+        offsets,
+        tables,
+        tokens.shape[1],
+        page_table.shape[1],
+        hidden,
+        PAGE=page_size,
+        HALF=half,
+        BLOCK=COPY_BLOCK,
+        num_warps=4,
+    )
+    return begun, tables
+
+
+@triton.jit
+def begin_step_kernel(
+    slots,
+    lengths,
+    tokens,
+    page_table,
+    embedding,
+    frequencies,
+    residual,
+    cos,
+    sin,
+    pages,
+    offsets,
+    tables,
+    tokens_width,
+    table_width,
+    hidden,
+    PAGE: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    position = tl.load(lengths + row) - 1
+    token = tl.load(tokens + slot * tokens_width + position).to(tl.int64)
+    table = page_table + slot * table_width
+    tl.store(pages + row, tl.load(table + position // PAGE).to(tl.int64))
+    tl.store(offsets + row, (position % PAGE).to(tl.int64))
+    dim = tl.arange(0, HALF)
+    angle = position.to(tl.float32) * tl.load(frequencies + dim)
+    tl.store(cos + row * HALF + dim, tl.cos(angle))
+    tl.store(sin + row * HALF + dim, tl.sin(angle))
+    _copy(embedding + token * hidden, residual + row * hidden, hidden, BLOCK)
+    _copy(table, tables + row * table_width, table_width, BLOCK)
+
+
+@triton.jit
+def _copy(source, target, count, BLOCK: tl.constexpr):
+    for start in range(0, count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(target + at, tl.load(source + at, mask=at < count), mask=at < count)

@@ -1,0 +1,107 @@
+"""How many kernels a decode step is. Each costs 1.5 to 2.5 us in a CUDA graph whatever it does, so that the
+number is the speed of a small model; here it cannot creep up unseen."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.bench.gpu.shapes import QWEN3_06B, RandomWeights
+from engine.runtime.attention import AttentionSpec
+from engine.runtime.graphs import DecodeInputs
+from engine.runtime.kernels import begin, decode_attention, fused, matmul, sampling
+from engine.runtime.kernels.attention import TritonDecode
+from engine.runtime.kernels.decoder import DecodeStep, DeviceDecoder
+from engine.runtime.kernels.sampling import DeviceSampling, SamplingScratch
+from engine.runtime.kv_cache import KVCache, KVGeometry
+from engine.runtime.models.config import ModelConfig
+
+CPU = torch.device("cpu")
+SLOTS, PAGE = 4, 16
+MODULES: Sequence[ModuleType] = (begin, decode_attention, fused, matmul, sampling)
+
+
+class Unrun:
+    """Stands where a kernel stands, and counts its launches."""
+
+    def __init__(self, name: str, seen: Counter[str]) -> None:
+        self._name, self._seen = name, seen
+
+    def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
+        return lambda *args, **kwargs: self._seen.update([self._name])
+
+
+class Launches(TorchDispatchMode):
+    """Counts what a GPU would be sent: our kernels, which do not run, and torch's, which do. Views and fresh
+    memory are free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name, found = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
+        given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
+        first = found[0] if isinstance(found, (list, tuple)) else found
+        is_view = isinstance(first, Tensor) and first.untyped_storage().data_ptr() in given
+        if func._schema.is_mutable or not (is_view or "empty" in name):
+            self.seen[f"torch {name}"] += 1
+        return found
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    with ExitStack() as stack, Launches() as launches:
+        for module in MODULES:
+            for name in [name for name in vars(module) if name.endswith("_kernel")]:
+                stack.enter_context(patch.object(module, name, Unrun(name, launches.seen)))
+        yield launches.seen
+
+
+def step_of(config: ModelConfig) -> DecodeStep:
+    cache = KVCache(KVGeometry(config.layers, config.kv_heads, PAGE, config.head_dim, torch.float32), 8)
+    spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.windows)
+    decoder = DeviceDecoder(config, RandomWeights(CPU, torch.float32), CPU)
+    attention = TritonDecode(cache, spec, rows_max=SLOTS, length_max=64, programs=2)
+    tokens = torch.zeros(SLOTS, 64, dtype=torch.int32)
+    table = torch.zeros(SLOTS, 4, dtype=torch.int32)
+    sampling = DeviceSampling.empty(SLOTS, config.vocab_size, CPU)
+    scratch = SamplingScratch.empty(SLOTS, config.vocab_size, torch.float32, CPU)
+    return DecodeStep(decoder, cache, attention, tokens, table, sampling, scratch)
+
+
+def launches(layers: int) -> Counter[str]:
+    small = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "heads": 2, "kv_heads": 1}
+    step = step_of(replace(QWEN3_06B, head_dim=16, windows=(None,) * layers, **small))  # type: ignore[arg-type]
+    inputs = DecodeInputs.empty(2, CPU)
+    inputs.lengths.fill_(1)
+    with torch.inference_mode(), counted() as seen:
+        step(inputs)
+    return seen
+
+
+def test_a_layer_and_the_steps_ends() -> None:
+    two, three = launches(2), launches(3)
+    layer = three - two
+    ends = two - layer - layer
+    assert layer.total() == 9, layer
+    assert ends == {
+        "begin_step_kernel": 1,
+        "list_work_kernel": 1,
+        "rms_norm_kernel": 1,
+        "torch mm": 1,
+        "measure_kernel": 1,
+        "weigh_kernel": 1,
+        "choose_kernel": 1,
+    }
