@@ -220,6 +220,7 @@ class _Simulation:
         self._moments = 0
         self._now = 0.0
         self._lives: dict[int, Life] = {}
+        self._unfinished: dict[int, Life] = {}
         self._steps = 0
         self._computed_tokens = 0
 
@@ -324,7 +325,8 @@ class _Simulation:
     def _deliver(self, message: Message) -> None:
         match message:
             case AddSequence():
-                self._lives[message.handle] = Life(message, self._now)
+                life = Life(message, self._now)
+                self._lives[message.handle] = self._unfinished[message.handle] = life
                 self._scheduler.add(message, self._now)
             case AbortSequences(handles):
                 self._abort(handles)
@@ -339,8 +341,7 @@ class _Simulation:
             self._scheduler.check()
 
     def _living(self, handles: list[int]) -> list[Life]:
-        lives = [self._lives[handle] for handle in handles if handle in self._lives]
-        return [life for life in lives if life.finished is None]
+        return [self._unfinished[handle] for handle in handles if handle in self._unfinished]
 
     def _abort(self, handles: list[int]) -> None:
         for life in self._living(handles):
@@ -390,7 +391,7 @@ class _Simulation:
         return self._config.step_base_s + computed_s + PAGE_COPY_S * copies
 
     def _note_overdue(self) -> None:
-        for life in self._living(list(self._lives)):
+        for life in self._unfinished.values():
             message, arrived_at = life.message, life.arrived_at
             bounds = [(FinishReason.TIMEOUT, arrived_at, message.timeout_s)]
             if life.started is None:
@@ -418,7 +419,7 @@ class _Simulation:
         if rng.random() < config.in_flight_abort_share:
             self._abort(some(0))
         if rng.random() < config.in_flight_pause_share:
-            living = [handle for handle, life in self._lives.items() if life.finished is None]
+            living = list(self._unfinished)
             self._pause([*some(0), rng.choice(living)] if living else some(0), in_flight=1)
         if rng.random() < config.in_flight_pause_share:
             paused = [handle for handle, life in self._lives.items() if life.paused_at is not None]
@@ -445,6 +446,7 @@ class _Simulation:
         for finished in output.finished:
             life = self._open(finished.handle)
             life.finished, life.finished_at = finished, self._now
+            del self._unfinished[finished.handle]
 
     def _open(self, handle: int) -> Life:
         life = self._lives[handle]

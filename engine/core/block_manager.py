@@ -203,18 +203,17 @@ class BlockManager:
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Assert law 1, given the page tables of all living sequences."""
-        held: Counter[int] = Counter()
+        refs = [0] * self.total
         for table in tables:
             assert len(set(table)) == len(table), "a page twice in one table"
-            held.update(table)
-        free, cached = set(self._free), set(self._cached)
-        assert len(free) == len(self._free), "a page is free twice"
-        assert len(free) + len(cached) + len(held) == self.total, "a page is lost, or in two states"
-        assert free | cached | set(held) == set(range(self.total))
-        for page in range(self.total):
-            assert self._refs[page] == held[page], f"page {page}: {self._refs[page]} != {held[page]} tables"
-            identity = self._identity[page]
-            assert (page in cached) <= (identity is not None), f"page {page} is cached as nothing"
-            assert identity is None or self._by_identity[identity] == page
-            assert identity is None or page not in free, f"page {page} is free and still remembers"
-        assert len(self._by_identity) == sum(identity is not None for identity in self._identity)
+            for page in table:
+                refs[page] += 1
+        assert self._refs == refs, f"references {self._refs}, and in so many tables {refs}"
+        held = [page for page, count in enumerate(refs) if count]
+        states = sorted([*self._free, *self._cached, *held])
+        assert states == list(range(self.total)), "a page is lost, free twice, or in two states"
+        remembering = {identity: page for page, identity in enumerate(self._identity) if identity is not None}
+        assert remembering == self._by_identity
+        pages = set(remembering.values())
+        assert pages.issuperset(self._cached), "a page is cached as nothing"
+        assert pages.isdisjoint(self._free), "a page is free and still remembers"

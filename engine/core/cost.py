@@ -70,7 +70,9 @@ class StepCost:
 
     def service_s(self, prompt_len: int) -> float:
         """How long a prompt, or what the cache lacks of it, would take alone. Above zero."""
-        return max(self.seconds(Work().with_row(0, max(2, prompt_len))), 1e-6)
+        length = max(2, prompt_len)
+        pairs = length * ((length + 1) / 2)
+        return max(self.fixed_s + self.token_s * length + self.pair_s * pairs, 1e-6)
 
     def chunk_s(self, position: int, length: int) -> float:
         """How much longer a step takes that computes so many prompt tokens from `position` on as well."""

@@ -62,6 +62,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 from engine.core.cost import StepCost
@@ -114,10 +115,10 @@ def by_response_ratio(sequences: Iterable[Sequence], circumstances: Circumstance
         by_status[sequence.status].append(sequence)
     preempted = by_status[Status.PREEMPTED] + by_status[Status.SWAPPED]
     ranks = _ranks_of_newcomers(by_status[Status.WAITING], circumstances)
-    best = dict.fromkeys(ServiceClass, 0.0)
+    best = [0.0] * len(ServiceClass)
     for sequence in by_status[Status.WAITING]:
-        for service_class in range(sequence.service_class, len(best)):
-            best[ServiceClass(service_class)] = max(best[ServiceClass(service_class)], ranks[sequence.handle])
+        best[sequence.service_class] = max(best[sequence.service_class], ranks[sequence.handle])
+    best = list(accumulate(best, max))  # of the newcomers of no higher class
     for sequence in (*preempted, *by_status[Status.RUNNING]):
         lead = circumstances.leads.get(sequence.tenant, 0)
         ranks[sequence.handle] = response_ratio(sequence, circumstances) * share(lead)

@@ -288,6 +288,7 @@ class Room:
         self.swapper.host.check([s.swapped.host_pages for s in everybody if s.swapped is not None])
         held_slots = [slot for flight in self._in_flight.values() for slot in flight.slots]
         slots = [*self._slots_free, *held_slots, *self.running]
+        page_size, preemptions_max = self._runner.page_size, self._config.preemptions_max
         assert sorted(slots) == list(range(self._runner.slots)), "a slot is lost, or owned twice"
         for status, queue in self._waiting.queues.items():
             for sequence in queue.values():
@@ -295,12 +296,13 @@ class Room:
                 assert sequence.slot is None
                 assert bool(sequence.pages) == (status is Status.STALLED)
                 assert (sequence.swapped is not None) == (status is Status.SWAPPED)
+                assert sequence.in_flight_len == sequence.coming == 0
         for slot, sequence in self.running.items():
             assert sequence.slot == slot
             assert sequence.status is Status.RUNNING
             assert sequence.swapped is None
         for sequence in everybody:
-            assert sequence.pending_len >= 1
-            assert sequence.planned_len <= len(sequence.pages) * self._runner.page_size
-            assert sequence.status is Status.RUNNING or not (sequence.in_flight_len or sequence.coming)
-            assert sequence.preemptions <= self._config.preemptions_max
+            planned_len = sequence.computed_len + sequence.in_flight_len
+            assert len(sequence.tokens) + sequence.coming > planned_len, "it has nothing more to do"
+            assert planned_len <= len(sequence.pages) * page_size
+            assert sequence.preemptions <= preemptions_max

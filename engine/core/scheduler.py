@@ -378,15 +378,16 @@ class Scheduler:
         """What is in flight is what its sequences know of it, and nobody else is in flight."""
         assert len(self._in_flight) <= STEPS_AHEAD_MAX + 1
         assert list(self._in_flight) == sorted(self._in_flight)
-        flying: dict[int, list[int]] = {handle: [0, 0, 0] for handle in self._sequences}
+        flying: dict[int, tuple[int, int, int]] = {}
         for step, flight in self._in_flight.items():
             plan = flight.plan
             for sequence, length, samples in zip(flight.rows, plan.lengths, plan.samples, strict=True):
                 if sequence.status is Status.FINISHED:
                     continue
-                before = flying[sequence.handle]
-                flying[sequence.handle] = [before[0] + length, before[1] + samples, step]
-        for handle, (length, coming, step) in flying.items():
-            sequence = self._sequences[handle]
-            assert [sequence.in_flight_len, sequence.coming] == [length, coming]
+                before = flying.get(sequence.handle, (0, 0, 0))
+                flying[sequence.handle] = (before[0] + length, before[1] + samples, step)
+        for handle, sequence in self._sequences.items():
+            length, coming, step = flying.pop(handle, (0, 0, 0))
+            assert (sequence.in_flight_len, sequence.coming) == (length, coming)
             assert not step or sequence.last_step == step, "a fence in the wrong place"
+        assert not flying, "a row for nobody"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 from engine.core import policy
@@ -48,13 +49,17 @@ class WaitingRoom:
         return self.queues[Status.STALLED]
 
     def __iter__(self) -> Iterator[Sequence]:
-        for queue in self.queues.values():
-            yield from queue.values()
+        return chain.from_iterable(queue.values() for queue in self.queues.values())
 
     @property
     def willing(self) -> list[Sequence]:
         """Those who are not paused."""
-        return [sequence for sequence in self if not sequence.is_paused]
+        return [
+            sequence
+            for queue in self.queues.values()
+            for sequence in queue.values()
+            if sequence.paused_at is None
+        ]
 
     def enter(self, sequence: Sequence) -> None:
         self.queues[sequence.status][sequence.handle] = sequence
@@ -100,7 +105,7 @@ class WaitingRoom:
             sequence
             for status, queue in self.queues.items()
             for sequence in queue.values()
-            if status is not Status.STALLED and not sequence.is_paused
+            if status is not Status.STALLED and sequence.paused_at is None
         ]
         return min(those, key=policy.age, default=None)
 

@@ -6,7 +6,6 @@ launch that no slot and no page is touched that a step in flight still uses for 
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from math import inf
 from typing import Any
@@ -29,11 +28,8 @@ from engine.core.scheduler import STEPS_AHEAD_MAX
 from tests.async_runner import AsyncRunner, Flight
 from tests.engine.core.harness import STEP_S, Harness, greedy
 from tests.engine.core.test_loop import BUDGET, ListOutbox, ScriptedInbox, add
-from tests.engine.core.test_simulation import WORLDS
 from tests.fake_runner import NUMERIC_SEEDS, runner_info, solo
 from tests.fakes import VirtualClock
-from tests.overlapped import OverlappedSimulation
-from tests.simulator import simulate
 
 PROMPT = list(range(1, 11))
 
@@ -167,25 +163,6 @@ def test_it_can_be_stopped_with_a_step_in_flight() -> None:
     world = World([add(1)], [StopCore()], overlap=True)
     world.loop.run()
     assert world.runner.events == [("launch", 1)]
-
-
-# -- both loops, the same seeds -------------------------------------------------------------------
-
-SEEDS = 3
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_laws_hold_in_every_world(world: str) -> None:
-    """Tokens of all who complete are those of their solo runs, as they are in the plain loop."""
-    for seed in range(SEEDS):
-        simulation = OverlappedSimulation(random.Random(seed), WORLDS[world])
-        report = simulation.run()
-        assert simulation.runner.overlaps > report.steps / 2, "it hardly overlaps"
-        plain = simulate(seed, WORLDS[world])
-        assert [life.message for life in report.lives] == [life.message for life in plain.lives]
-        for life, other in zip(report.lives, plain.lives, strict=True):
-            common = min(len(life.tokens), len(other.tokens))
-            assert life.tokens[:common] == other.tokens[:common]
 
 
 # -- late rows ------------------------------------------------------------------------------------

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from engine.core.config import SchedulerConfig
 from engine.core.messages import FinishReason
-from tests.overlapped import simulate_overlapped
+from tests.overlapped import OverlappedSimulation, simulate_overlapped
 from tests.simulator import Report, SimConfig, random_config, simulate
 
 UNBOUNDED = 1_000_000
@@ -57,13 +59,61 @@ WORLDS = {
     ),
     "one prompt, many children": SimConfig(prefixes=1, n_max=8, requests=25, salts=1),
 }
-SEEDS = 8
+SEEDS = 4
+SEEDS_OVERLAPPED = 3
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_laws_hold_in_every_world(world: str) -> None:
-    reports = [simulate(seed, WORLDS[world]) for seed in range(SEEDS)]
-    assert sum(len(report.lives) for report in reports) >= 300
+    """In either loop, and what both bring to one sequence is the same, as far as the one got that got less
+    far: an abort, or a deadline, may find it at another token."""
+    plain = [simulate(seed, WORLDS[world]) for seed in range(SEEDS)]
+    assert sum(len(report.lives) for report in plain) >= 150
+    if world in WILD:
+        assert WILD[world](plain), "it is not as wild as it claims, and would prove nothing"
+    for seed in range(SEEDS_OVERLAPPED):
+        simulation = OverlappedSimulation(random.Random(seed), WORLDS[world])
+        report = simulation.run()
+        assert simulation.runner.overlaps > report.steps / 2, "it hardly overlaps"
+        assert [life.message for life in report.lives] == [life.message for life in plain[seed].lives]
+        for life, other in zip(report.lives, plain[seed].lives, strict=True):
+            common = min(len(life.tokens), len(other.tokens))
+            assert life.tokens[:common] == other.tokens[:common]
+
+
+def is_usual(reports: list[Report]) -> bool:
+    """Everything happens."""
+    seen = {reason for report in reports for reason in report.reasons}
+    hits = all(report.hit_tokens for report in reports)
+    return hits and seen == set(FinishReason) and sum(report.preemptions for report in reports) > 10
+
+
+def is_tight(reports: list[Report]) -> bool:
+    """Only those who run are preempted, as often as they may be."""
+    most = max(report.preemptions_most for report in reports)
+    return most == SchedulerConfig().preemptions_max and not any(report.displaced for report in reports)
+
+
+def has_slow_readers(reports: list[Report]) -> bool:
+    """Those who run suffer as well."""
+    suffers = any(report.preemptions > report.displaced for report in reports)
+    return suffers and sum(report.displaced for report in reports) > 10
+
+
+def is_left_in_flight(reports: list[Report]) -> bool:
+    lives = [life for report in reports for life in report.lives if life.finished is not None and life.tokens]
+    return any(life.finished.reason is FinishReason.ABORTED for life in lives)  # type: ignore[union-attr]
+
+
+WILD: dict[str, Callable[[list[Report]], bool]] = {
+    "usual": is_usual,
+    "tight": is_tight,
+    "slow readers in a tight pool": has_slow_readers,
+    "readers that never return": lambda reports: sum(r.reasons[FinishReason.STALLED] for r in reports) > 50,
+    "everybody leaves": is_left_in_flight,
+    "short queue": lambda reports: all(r.reasons[FinishReason.REJECTED] > 10 for r in reports),
+}
+"""What must have happened in a world, for its laws to be proved by it."""
 
 
 RANDOM_WORLDS = 2000
@@ -111,33 +161,6 @@ def tally(report: Report) -> Counter[object]:
             "stalled": sum(end.stalled_s > 0 for end in ends),
             **report.reasons,
         }
-    )
-
-
-def test_the_worlds_are_as_wild_as_they_claim() -> None:
-    """A simulation that never preempts, hits, aborts or rejects would prove nothing."""
-    usual = [simulate(seed, WORLDS["usual"]) for seed in range(SEEDS)]
-    seen = {reason for report in usual for reason in report.reasons}
-    assert seen == set(FinishReason)
-    assert all(report.hit_tokens for report in usual)
-    assert sum(report.preemptions for report in usual) > 20
-    tight = [simulate(seed, WORLDS["tight"]) for seed in range(SEEDS)]
-    assert max(report.preemptions_most for report in tight) == SchedulerConfig().preemptions_max
-    assert not any(report.displaced for report in tight)
-    slow = [simulate(seed, WORLDS["slow readers in a tight pool"]) for seed in range(SEEDS)]
-    assert sum(report.displaced for report in slow) > 20
-    assert any(report.preemptions > report.displaced for report in slow), "those who run suffer as well"
-    lost = [simulate(seed, WORLDS["readers that never return"]) for seed in range(SEEDS)]
-    assert sum(report.reasons[FinishReason.STALLED] for report in lost) > 100
-    in_flight = [simulate(seed, WORLDS["everybody leaves"]) for seed in range(SEEDS)]
-    assert any(
-        life.finished is not None and life.finished.reason is FinishReason.ABORTED and life.tokens
-        for report in in_flight
-        for life in report.lives
-    )
-    assert all(
-        report.reasons[FinishReason.REJECTED] > 10
-        for report in (simulate(seed, WORLDS["short queue"]) for seed in range(3))
     )
 
 
