@@ -103,8 +103,8 @@ def built_isas(proc: Path = PROC) -> list[str]:
 
 @cache
 def may_use_tiles() -> bool:
-    """Ask Linux (5.16 or later) for the registers of the matrix unit, which threads do not have by themselves:
-    they are 8 KiB more to save. All of this process get them, also those that run already."""
+    """Ask Linux (5.16 or later) for the registers of the matrix unit, which no thread has by itself: they are
+    8 KiB more to save. All of this process get them, also those that run already."""
     if platform.machine() != "x86_64":
         return False
     libc = ctypes.CDLL(None, use_errno=True)
