@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from engine.bench.gpu.measuring import check
 from engine.core.messages import SamplingParams
 from engine.runtime.fp8 import Fp8Weight, quantise
 from engine.runtime.kernels import fused
-from engine.runtime.kernels.autotune import MatmulTable
+from engine.runtime.kernels.autotune import Linear, MatmulTable
 from engine.runtime.kernels.begin import begin_step
-from engine.runtime.kernels.matmul import TILES, skinny_matmul
+from engine.runtime.kernels.fused import Norm, Stream
+from engine.runtime.kernels.matmul import TILES, Tile, Weight, normed_matmul, skinny_matmul
 from engine.runtime.layers import Rotary, rms_norm, rotate
 from engine.runtime.models.config import RopeConfig
 from tests.engine.runtime.kernels import test_decode_attention as decode
@@ -145,8 +147,7 @@ def products(dtype: torch.dtype) -> dict[str, Any]:
         if dtype != torch.float32:
             quantised = quantise(weight)
             restored = quantised.values.double() * quantised.scales[:, None].double()
-            scales, values = quantised.scales.to(CUDA), quantised.values.to(CUDA)
-            found = skinny_matmul(x.to(CUDA), values, TILES[1], scales=scales).cpu()
+            found = skinny_matmul(x.to(CUDA), quantised.to(CUDA), TILES[1]).cpu()
             worst = max(worst, near(found, linear(x.double(), restored), dtype)["error"])
             groups = -(-width // 128)
             blocks = Fp8Weight(quantised.values, torch.rand(groups, height) * 0.01, 128).to(CUDA)
@@ -154,6 +155,38 @@ def products(dtype: torch.dtype) -> dict[str, Any]:
             expected = linear(x.double(), blocks.restored(torch.float32).cpu().double())
             worst = max(worst, near(found, expected, dtype)["error"])
     return {"error": worst}
+
+
+def whole_products(dtype: torch.dtype) -> dict[str, Any]:
+    """With a norm in the head and a gate in the tail; and no further from the truth than norm, product and
+    gate apart. By every tile, but where it is one more to compile: fp8, and a weight that no tile fits."""
+    worst, worst_apart = 0.0, 0.0
+    for rows, height, width, tiles in (
+        (1, 6144, 1024, TILES),
+        (16, 2048, 4096, TILES),
+        (7, 1000, 1000, TILES[1:2]),
+    ):
+        residual, change = (torch.randn(2, rows, width) * 3).to(dtype)
+        weight = (torch.randn(height, width) / width**0.5).to(dtype)
+        norm = Norm(torch.rand(width).to(CUDA), 1e-6)
+        x = rms_norm((residual + change).double(), norm.weight.cpu().double(), norm.eps)
+        quantised = quantise(weight)
+        cases: list[tuple[Weight, Tensor, Sequence[Tile]]] = [(weight.to(CUDA), weight.double(), tiles)]
+        if rows == 1:
+            cases.append((quantised.to(CUDA), quantised.restored(torch.float64), tiles[1:2]))
+        for (own, meant, own_tiles), gated in product(cases, (False, True)):
+            y = linear(x, meant)
+            gate, up = y.chunk(2, dim=-1)
+            expected = silu(gate) * up if gated else y
+            for tile in own_tiles:
+                stream = Stream(residual.to(CUDA, copy=True), change.to(CUDA))
+                found, after = normed_matmul(stream, norm, own, tile, gated=gated)
+                assert torch.equal(after.residual.cpu(), residual + change), f"{tile}: the stream"
+                worst = max(worst, near(found.cpu(), expected, dtype)["error"])
+            apart, _ = MatmulTable({}).of_stream(stream, Linear(own, norm=norm, gated=gated))
+            worst_apart = max(worst_apart, near(apart.cpu(), expected, dtype)["error"])
+    assert worst <= 1.1 * worst_apart, f"error {worst:.2e}, of the kernels apart {worst_apart:.2e}"
+    return {"error": worst, "error_apart": worst_apart}
 
 
 def tokens(limits: dict[str, Any]) -> dict[str, Any]:
@@ -190,6 +223,8 @@ def in_precision(dtype: torch.dtype, shapes: Sequence[Shape]) -> bool:
     }
     for what, run in checks.items():
         ok &= check("kernels", f"{what} {name}", partial(run, dtype))
+    if dtype == torch.bfloat16:
+        ok &= check("kernels", f"matmul with norm and gate {name}", partial(whole_products, dtype))
     if dtype != torch.float32:
         ok &= check("kernels", f"fp8 cache {name}", partial(fp8_cache, dtype))
     return ok

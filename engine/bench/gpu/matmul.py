@@ -1,9 +1,10 @@
-"""The library against our tiles for the weights of both models: what the table of warm-up would choose."""
+"""The library against our tiles for the weights of both models, alone and with the norm before and the gate
+behind: what the table of warm-up would choose."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -11,9 +12,14 @@ from engine.bench.gpu.measuring import check
 from engine.bench.gpu.results import floors
 from engine.bench.gpu.shapes import LLAMA_8B, QWEN3_06B
 from engine.runtime.fp8 import quantise
-from engine.runtime.kernels.autotune import MatmulTable, Weight
+from engine.runtime.kernels.autotune import Linear, MatmulTable
+from engine.runtime.kernels.fused import Norm
+from engine.runtime.kernels.matmul import Weight
 from engine.runtime.kernels.timing import DeviceTimer
 from engine.runtime.models.config import ModelConfig
+
+NORMED: Final = ("qkv", "gate_up", "head")
+GATED: Final = ("gate_up",)
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -27,12 +33,16 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
-def measure(height: int, width: int, timer: DeviceTimer, fp8: bool) -> dict[str, Any]:
+def measure(
+    height: int, width: int, timer: DeviceTimer, fp8: bool, normed: bool, gated: bool
+) -> dict[str, Any]:
+    """`normed`, `gated`: as a decoder has it, with what is before and behind it."""
     weight: Weight = torch.empty(height, width, dtype=torch.bfloat16, device="cuda").normal_()
     if fp8:
         assert isinstance(weight, torch.Tensor)
         weight = quantise(weight)
-    table = MatmulTable.fill([weight], torch.bfloat16, timer)
+    norm = Norm(torch.ones(width, device="cuda"), 1e-6) if normed else None
+    table = MatmulTable.fill([Linear(weight, None, norm, gated)], torch.bfloat16, timer)
     floor_us = height * width * (1 if fp8 else 2) / floors()[0] * 1e6
     found = {}
     for shape, measured in table.measured.items():
@@ -41,6 +51,13 @@ def measure(height: int, width: int, timer: DeviceTimer, fp8: bool) -> dict[str,
             "us": measured.best_us,
             "library_us": measured.library_us,
             "share": floor_us / measured.best_us,
+        }
+    for whole, fused in table.fused.items():
+        found[f"rows {whole.product.rows} with norm{' and gate' if gated else ''}"] = {
+            "tile": str(fused.tile),
+            "us": fused.best_us,
+            "apart_us": fused.apart_us,
+            "share": floor_us / fused.best_us,
         }
     return found
 
@@ -51,5 +68,7 @@ def main() -> int:
         for what, (height, width) in shapes(config).items():
             for fp8 in (False, True) if what != "head" else (False,):
                 row = f"{name} {what}{' fp8' if fp8 else ''}"
-                ok &= check("matmul", row, partial(measure, height, width, timer, fp8))
+                ok &= check(
+                    "matmul", row, partial(measure, height, width, timer, fp8, what in NORMED, what in GATED)
+                )
     return 0 if ok else 1

@@ -37,7 +37,7 @@ class Bench:
         self.name, self.config, self.fp8 = name, config, fp8
         self.spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.windows)
         self.decoder = DeviceDecoder(config, RandomWeights(CUDA), CUDA, fp8=fp8)
-        layer = self.decoder.weights[:4] + self.decoder.weights[-1:]
+        layer = self.decoder.linears[:4] + self.decoder.linears[-1:]
         self.decoder.table = MatmulTable.fill(layer, torch.bfloat16, DeviceTimer())
         self.programs = PROGRAMS_PER_SM * torch.cuda.get_device_properties(0).multi_processor_count
         write("steps", f"{name} made and tuned", took_s=time.perf_counter() - began)
@@ -86,7 +86,8 @@ class Bench:
         attend = backend(cache, self.spec).of_chunks([Chunk(0, length, 0)], tables)
 
         def run() -> Tensor:
-            return self.decoder.logits(self.decoder.forward(self.decoder.rows(step), cache, attend)[-1:])
+            stream = self.decoder.forward(self.decoder.rows(step), cache, attend)
+            return self.decoder.logits(self.decoder.normed(stream)[-1:])
 
         assert torch.isfinite(run()).all(), "logits are not finite"
         ms = span_ms(run, 5)

@@ -108,7 +108,7 @@ class DeviceNetwork:
         with enough_memory("loading weights", "end what else uses this GPU, or use fp8 weights"):
             decoder = DeviceDecoder(model, source, card.device, fp8=precision.weights_fp8, ranks=ranks)
             progress("measuring which kernels multiply fastest")
-            decoder.table = MatmulTable.fill(decoder.weights, decoder.dtype, card.timer())
+            decoder.table = MatmulTable.fill(decoder.linears, decoder.dtype, card.timer())
         return DeviceNetwork(
             config, share, max_model_len, card, decoder, attention, precision, kv_scales, at_start
         )

@@ -4,6 +4,12 @@ The library stays unless one of our tiles beats it by `MARGIN`: a difference bel
 library's kernel is the better-known one. An fp8 weight has no rival in the library at these sizes, so there
 the best tile wins. Rows beyond `matmul.ROWS_MAX` always go to the library, and so does float32, for which the
 tensor cores that our tiles are made for do nothing.
+
+What a product has before it (a norm) and behind it (SiLU and a multiplication) are kernels of their own, or
+its head and tail (`matmul.py`). Which is faster is measured too, for up to `FUSED_ROWS_MAX` rows: each
+program norms all rows for itself, which many rows are not worth. The best whole competes with the best
+product and the kernels beside it, all of them measured together; against the library's product it has to win
+by the margin.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -20,14 +27,36 @@ from torch import Tensor
 from triton import OutOfResources
 
 from engine.runtime.fp8 import Fp8Weight
-from engine.runtime.kernels.matmul import ROWS, ROWS_MAX, TILES, Tile, row_bucket, skinny_matmul
+from engine.runtime.kernels.fused import Norm, Stream, norm_stream, silu_mul
+from engine.runtime.kernels.matmul import (
+    ROWS,
+    ROWS_MAX,
+    TILES,
+    Tile,
+    Weight,
+    normed_matmul,
+    row_bucket,
+    skinny_matmul,
+)
 
 MEASURED_ROWS: Final = (1, *ROWS)
 """One row alone is a matrix times a vector, for which the library has kernels of its own."""
+FUSED_ROWS_MAX: Final = 16
 MARGIN: Final = 1.05
-Weight = Tensor | Fp8Weight
 Timer = Callable[[Callable[[], object]], float]
 """Runs it several times, weights not in the cache, and returns the best time in us."""
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A product as a model has it."""
+
+    weight: Weight
+    bias: Tensor | None = None
+    norm: Norm | None = None
+    """Before it, where it multiplies the residual stream."""
+    gated: bool = False
+    """Behind it: silu(its first half) times its second half."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,42 +81,98 @@ class Measured:
     library_us: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class FusedShape:
+    product: MatmulShape
+    gated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FusedMeasured:
+    """The tile that has a head and perhaps a tail; None where kernels beside the product are faster."""
+
+    tile: Tile | None
+    best_us: float
+    apart_us: float
+
+
 class MatmulTable:
     """Multiplies by the fastest way known. Shapes that were never measured go the way that always works."""
 
-    def __init__(self, measured: Mapping[MatmulShape, Measured]) -> None:
+    def __init__(
+        self,
+        measured: Mapping[MatmulShape, Measured],
+        fused: Mapping[FusedShape, FusedMeasured] = MappingProxyType({}),
+    ) -> None:
         self.measured: Final = measured
+        self.fused: Final = fused
 
     @staticmethod
-    def fill(weights: Iterable[Weight], activations: torch.dtype, timer: Timer) -> MatmulTable:
-        """Measure every distinct shape among `weights` at every row count."""
+    def fill(linears: Iterable[Linear], activations: torch.dtype, timer: Timer) -> MatmulTable:
+        """Measure every distinct shape among `linears` at every row count."""
         measured: dict[MatmulShape, Measured] = {}
-        for weight in weights:
+        fused: dict[FusedShape, FusedMeasured] = {}
+        table = MatmulTable(measured, fused)
+        for linear in linears:
             for rows in MEASURED_ROWS:
-                shape = _shape(weight, rows)
+                shape = shape_of(linear.weight, rows)
                 if shape not in measured:
-                    measured[shape] = _measure(weight, rows, activations, timer)
-        return MatmulTable(measured)
+                    measured[shape] = _measure(linear.weight, rows, activations, timer)
+                whole = FusedShape(shape, linear.gated)
+                if whole not in fused and _may_fuse(linear, rows, activations):
+                    fused[whole] = _measure_fused(table, linear, rows, activations, timer)
+        return table
 
     def linear(
         self, x: Tensor, weight: Weight, bias: Tensor | None = None, *, out: Tensor | None = None
     ) -> Tensor:
         """x [M, K] -> [M, N]; in `out`, if there is a place for it."""
         if len(x) <= ROWS_MAX:
-            found = self.measured.get(_shape(weight, 1 if len(x) == 1 else row_bucket(len(x))))
+            found = self.measured.get(shape_of(weight, _measured_rows(len(x))))
             if found is not None and found.tile is not None:
-                return _by_tile(x, weight, found.tile, bias, out)
+                return skinny_matmul(x, weight, found.tile, bias=bias, out=out)
             if found is None and isinstance(weight, Fp8Weight):
-                return _by_tile(x, weight, _tiles(weight, x.dtype)[-1], bias, out)
+                return skinny_matmul(x, weight, _tiles(weight, x.dtype)[-1], bias=bias, out=out)
         return _by_library(x, weight, bias, out)
+
+    def of_stream(
+        self, stream: Stream, linear: Linear, *, out: Tensor | None = None
+    ) -> tuple[Tensor, Stream]:
+        """The stream's norm, multiplied, and gated where it is a gate -> [M, N], or half as many columns; and
+        the stream with its change added. The given one is not to be used again."""
+        rows = len(stream.residual)
+        if rows <= FUSED_ROWS_MAX:
+            found = self.fused.get(FusedShape(shape_of(linear.weight, _measured_rows(rows)), linear.gated))
+            if found is not None and found.tile is not None:
+                return _fused(stream, linear, found.tile, out)
+        return _apart(self, stream, linear, out)
+
+
+def _apart(
+    table: MatmulTable, stream: Stream, linear: Linear, out: Tensor | None = None
+) -> tuple[Tensor, Stream]:
+    """Norm, product, SiLU: each a kernel."""
+    assert linear.norm is not None
+    x, stream = norm_stream(stream, linear.norm)
+    product = table.linear(x, linear.weight, linear.bias, out=None if linear.gated else out)
+    return silu_mul(product) if linear.gated else product, stream
+
+
+def _fused(stream: Stream, linear: Linear, tile: Tile, out: Tensor | None = None) -> tuple[Tensor, Stream]:
+    assert linear.norm is not None
+    return normed_matmul(
+        stream, linear.norm, linear.weight, tile, bias=linear.bias, gated=linear.gated, out=out
+    )
+
+
+def _measured_rows(rows: int) -> int:
+    return 1 if rows == 1 else row_bucket(rows)
 
 
 def _measure(weight: Weight, rows: int, activations: torch.dtype, timer: Timer) -> Measured:
-    values = weight.values if isinstance(weight, Fp8Weight) else weight
+    values = _values(weight)
     x = torch.zeros(rows, values.shape[1], dtype=activations, device=values.device)
-    times = {tile: _tile_us(x, weight, tile, timer) for tile in _tiles(weight, activations)}
-    tile = min(times, key=lambda tile: times[tile], default=None)
-    best_us = math.inf if tile is None else times[tile]
+    tile, best_us = _best(_tiles(weight, activations), partial(skinny_matmul, x, weight), timer)
     if isinstance(weight, Fp8Weight) and best_us < math.inf:
         return Measured(tile, best_us, None)
     library_us = timer(partial(_by_library, x, weight, None))
@@ -96,12 +181,37 @@ def _measure(weight: Weight, rows: int, activations: torch.dtype, timer: Timer) 
     return Measured(None, library_us, library_us)
 
 
-def _tile_us(x: Tensor, weight: Weight, tile: Tile, timer: Timer) -> float:
-    """Infinite where a multiprocessor has too little shared memory for the tile."""
-    try:
-        return timer(partial(_by_tile, x, weight, tile, None))
-    except OutOfResources:
-        return math.inf
+def _may_fuse(linear: Linear, rows: int, activations: torch.dtype) -> bool:
+    """What is before a norm's end may overflow in float16 (`matmul.py`)."""
+    return linear.norm is not None and rows <= FUSED_ROWS_MAX and activations == torch.bfloat16
+
+
+def _measure_fused(
+    table: MatmulTable, linear: Linear, rows: int, activations: torch.dtype, timer: Timer
+) -> FusedMeasured:
+    """`table` knows the product alone."""
+    shape = shape_of(linear.weight, rows)
+    residual, change = torch.zeros(
+        2, rows, shape.width, dtype=activations, device=_values(linear.weight).device
+    )
+    stream = Stream(residual, change)
+    apart_us = timer(partial(_apart, table, stream, linear))
+    tile, best_us = _best(_tiles(linear.weight, activations), partial(_fused, stream, linear), timer)
+    margin = MARGIN if table.measured[shape].tile is None else 1.0
+    return FusedMeasured(tile if best_us * margin < apart_us else None, best_us, apart_us)
+
+
+def _best(tiles: Sequence[Tile], run: Callable[[Tile], object], timer: Timer) -> tuple[Tile | None, float]:
+    """And its time: infinite where a multiprocessor has too little shared memory for any."""
+    best, best_us = None, math.inf
+    for tile in tiles:
+        try:
+            took_us = timer(partial(run, tile))
+        except OutOfResources:
+            continue
+        if took_us < best_us:
+            best, best_us = tile, took_us
+    return best, best_us
 
 
 def _tiles(weight: Weight, activations: torch.dtype) -> Sequence[Tile]:
@@ -119,15 +229,12 @@ def _by_library(x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor | No
     return torch.mm(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
 
 
-def _by_tile(x: Tensor, weight: Weight, tile: Tile, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    if isinstance(weight, Fp8Weight):
-        return skinny_matmul(
-            x, weight.values, tile, scales=weight.scales, bias=bias, group=weight.group, out=out
-        )
-    return skinny_matmul(x, weight, tile, bias=bias, out=out)
+def _values(weight: Weight) -> Tensor:
+    return weight.values if isinstance(weight, Fp8Weight) else weight
 
 
-def _shape(weight: Weight, rows: int) -> MatmulShape:
-    values = weight.values if isinstance(weight, Fp8Weight) else weight
+def shape_of(weight: Weight, rows: int) -> MatmulShape:
+    """`rows`: one of `MEASURED_ROWS`."""
+    values = _values(weight)
     group = weight.group if isinstance(weight, Fp8Weight) else 0
     return MatmulShape(values.shape[0], values.shape[1], rows, isinstance(weight, Fp8Weight), group)

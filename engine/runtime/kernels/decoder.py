@@ -1,6 +1,7 @@
 """The dense decoder on a GPU: the network of `engine.runtime.models.decoder`, in fewer and larger kernels.
 
-Per layer, in decode: norm, QKV, norm-rotate-store, attention, output, norm, gate-up, SiLU, down. Every matrix
+Per layer, in decode: norm, QKV, norm-rotate-store, attention, output, norm, gate-up, SiLU, down; for few rows
+the norms and SiLU are parts of the products beside them, and six kernels are left of the nine. Every matrix
 multiplication goes through a `MatmulTable`; weights may be fp8, but for the embedding and the head.
 
 `DecodeStep` is the whole of a decode step as a function of tensors on the device: gather the tokens, run the
@@ -22,9 +23,10 @@ from torch import Tensor
 from engine.runtime.attention import DecodePages, PrefillPages
 from engine.runtime.batch import Batch
 from engine.runtime.graphs import DecodeInputs
-from engine.runtime.kernels.autotune import MatmulTable, Weight
+from engine.runtime.kernels.autotune import Linear, MatmulTable
 from engine.runtime.kernels.begin import StepRows, begin_step
-from engine.runtime.kernels.fused import QKNorm, norm_rotate_store, rms_norm, silu_mul
+from engine.runtime.kernels.fused import Norm, QKNorm, Stream, norm_rotate_store, norm_stream
+from engine.runtime.kernels.matmul import Weight
 from engine.runtime.kernels.sampling import SamplingScratch, sample
 from engine.runtime.kernels.sampling_columns import DeviceSampling
 from engine.runtime.kv_cache import KVCache
@@ -58,23 +60,15 @@ class StepTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class _Linear:
-    weight: Weight
-    bias: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
 class _Layer:
-    input_norm: Tensor
-    qkv: _Linear
+    qkv: Linear
     qk_norm: QKNorm | None
-    output: _Linear
-    mlp_norm: Tensor
-    gate_up: _Linear
-    down: _Linear
+    output: Linear
+    gate_up: Linear
+    down: Linear
 
     @property
-    def linears(self) -> tuple[_Linear, ...]:
+    def linears(self) -> tuple[Linear, ...]:
         return self.qkv, self.output, self.gate_up, self.down
 
 
@@ -102,13 +96,14 @@ class DeviceDecoder:
         vocab, hidden = config.vocab_size, config.hidden_size
         self._embedding = source.stack([EMBEDDING], [vocab], hidden).to(device)
         self._layers = [load.layer(layer) for layer in range(config.layers)]
-        self._norm = source.stack([FINAL_NORM], [hidden]).to(device)
-        self._lm_head = read_lm_head(config, source, ranks.shard, self._embedding).to(device)
+        norm = load.norm(source.stack([FINAL_NORM], [hidden]))
+        lm_head = read_lm_head(config, source, ranks.shard, self._embedding).to(device)
+        self._lm_head = Linear(lm_head, norm=norm)
 
     @property
-    def weights(self) -> list[Weight]:
-        """All that is multiplied with."""
-        return [linear.weight for layer in self._layers for linear in layer.linears] + [self._lm_head]
+    def linears(self) -> list[Linear]:
+        """All that is multiplied with: four per layer, and the head."""
+        return [linear for layer in self._layers for linear in layer.linears] + [self._lm_head]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -128,13 +123,12 @@ class DeviceDecoder:
             inputs.slots, inputs.lengths, tokens, page_table, self._embedding, frequencies, page_size
         )
 
-    def forward(self, step: StepRows, cache: KVCache, attend: Attend) -> Tensor:
-        """-> final hidden states [T, hidden], normed. Keys and values are stored."""
-        table, ranks, eps = self.table, self._ranks, self.config.norm_eps
-        residual, change = step.residual, None
+    def forward(self, step: StepRows, cache: KVCache, attend: Attend) -> Stream:
+        """-> the final hidden states' stream, [T, hidden]. Keys and values are stored."""
+        table, ranks = self.table, self._ranks
+        stream = Stream(step.residual)
         for index, layer in enumerate(self._layers):
-            x = _normed(change, residual, layer.input_norm, eps)
-            qkv = table.linear(x, layer.qkv.weight, layer.qkv.bias)
+            qkv, stream = table.of_stream(stream, layer.qkv)
             keys, values = cache.keys[index], cache.values[index]
             q = norm_rotate_store(
                 qkv,
@@ -148,24 +142,33 @@ class DeviceDecoder:
                 clear_tails=cache.clear_tails,
             )
             attended = attend(index, q).flatten(1)
-            change = ranks.all_reduce_(table.linear(attended, layer.output.weight, layer.output.bias))
-            x = _normed(change, residual, layer.mlp_norm, eps)
-            inner = silu_mul(table.linear(x, layer.gate_up.weight, layer.gate_up.bias))
-            change = ranks.all_reduce_(table.linear(inner, layer.down.weight, layer.down.bias))
-        return _normed(change, residual, self._norm, eps)
+            stream = stream.plus(
+                ranks.all_reduce_(table.linear(attended, layer.output.weight, layer.output.bias))
+            )
+            inner, stream = table.of_stream(stream, layer.gate_up)
+            stream = stream.plus(ranks.all_reduce_(table.linear(inner, layer.down.weight, layer.down.bias)))
+        return stream
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[S, hidden] -> [S, vocab], in the weights' type; in `out`, if there is a place for them."""
-        if self._ranks.shard == WHOLE:
-            return self.table.linear(hidden, self._lm_head, out=out)
-        own = self.table.linear(hidden, self._lm_head)
+    def normed(self, stream: Stream) -> Tensor:
+        """Final hidden states [T, hidden], as the head multiplies them. The stream is used up."""
+        assert self._lm_head.norm is not None
+        return norm_stream(stream, self._lm_head.norm)[0]
+
+    def logits(self, hidden: Tensor | Stream, out: Tensor | None = None) -> Tensor:
+        """[S, hidden], normed, or the stream that is to be normed -> [S, vocab], in the weights' type; in
+        `out`, if there is a place for them."""
+        alone = self._ranks.shard == WHOLE
+        own = self._own_logits(hidden, out if alone else None)
+        if alone:
+            return own
         logits = self._ranks.all_gather(own)[:, : self.config.vocab_size]
         return logits if out is None else out.copy_(logits)
 
-
-def _normed(change: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """residual += change, in place, and its norm."""
-    return rms_norm(residual, weight, eps) if change is None else rms_norm(change, weight, eps, residual)
+    def _own_logits(self, hidden: Tensor | Stream, out: Tensor | None) -> Tensor:
+        """This rank's part of the vocabulary."""
+        if isinstance(hidden, Stream):
+            return self.table.of_stream(hidden, self._lm_head, out=out)[0]
+        return self.table.linear(hidden, self._lm_head.weight, out=out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,22 +186,31 @@ class _Loader:
             q_weight, k_weight = own.qk_norm(self.source).to(self.device)
             qk_norm = QKNorm(q_weight, k_weight, config.norm_eps)
         return _Layer(
-            input_norm=own.input_norm(self.source).to(self.device),
-            qkv=self._linear(own.qkv),
+            qkv=self._linear(own.qkv, own.input_norm(self.source)),
             qk_norm=qk_norm,
             output=self._linear(own.output),
-            mlp_norm=own.mlp_norm(self.source).to(self.device),
-            gate_up=self._linear(own.gate_up),
+            gate_up=self._linear(own.gate_up, own.mlp_norm(self.source), gated=True),
             down=self._linear(own.down),
         )
 
-    def _linear(self, parameters: LinearParameters) -> _Linear:
+    def norm(self, weight: Tensor) -> Norm:
+        return Norm(weight.to(self.device).float(), self.config.norm_eps)
+
+    def _linear(
+        self, parameters: LinearParameters, norm: Tensor | None = None, *, gated: bool = False
+    ) -> Linear:
+        """`norm`: its weight [hidden], where there is one before the product."""
         weight: Weight
         if self.fp8:
             weight, bias = parameters.read_fp8(self.source, self.device)
         else:
             weight, bias = parameters.read(self.source)
-        return _Linear(weight.to(self.device), None if bias is None else bias.to(self.device))
+        return Linear(
+            weight.to(self.device),
+            None if bias is None else bias.to(self.device),
+            None if norm is None else self.norm(norm),
+            gated,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +244,7 @@ class DeviceModel:
         step = StepTokens(
             moved(batch.token_ids), moved(batch.positions), moved(places.pages), moved(places.offsets)
         )
-        return self.decoder.forward(self.decoder.rows(step), self.cache, attend)
+        return self.decoder.normed(self.decoder.forward(self.decoder.rows(step), self.cache, attend))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.decoder.logits(hidden).float()
@@ -248,10 +260,11 @@ class DeviceSampler:
     columns: DeviceSampling
     scratch: SamplingScratch
 
-    def __call__(self, hidden: Tensor, slots: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden [S, hidden]; slots, lengths [S] int32 -> tokens [S] int64, NUMERIC_FAILURE where logits were
-        not finite, and log-probabilities [S]. The logits stay in `scratch` until the next call."""
-        logits = self.decoder.logits(hidden, self.scratch.logits[: len(hidden)])
+    def __call__(self, hidden: Tensor | Stream, slots: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden as `DeviceDecoder.logits` has it, S rows; slots, lengths [S] int32 -> tokens [S] int64,
+        NUMERIC_FAILURE where logits were not finite, and log-probabilities [S]. The logits stay in `scratch`
+        until the next call."""
+        logits = self.decoder.logits(hidden, self.scratch.logits[: len(slots)])
         return sample(logits, slots, lengths, self.columns, self.scratch, self.tokens)
 
 
@@ -274,6 +287,6 @@ class DecodeStep:
         page_size = self.cache.geometry.page_size
         step, tables = self.decoder.begin(inputs, self.tokens, self.page_table, page_size)
         attend = self.attention.on_device(tables, inputs.lengths)
-        hidden = self.decoder.forward(step, self.cache, attend)
+        stream = self.decoder.forward(step, self.cache, attend)
         sampler = DeviceSampler(self.decoder, self.tokens, self.sampling, self.scratch)
-        return sampler(hidden, inputs.slots, inputs.lengths)
+        return sampler(stream, inputs.slots, inputs.lengths)

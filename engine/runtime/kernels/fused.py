@@ -1,4 +1,4 @@
-"""What lies between a layer's matrix multiplications, in four kernels instead of a dozen.
+"""What lies between a layer's matrix multiplications, in three kernels instead of a dozen.
 
 At batch 1 a layer's small operations cost no memory traffic worth naming; each costs a kernel's start and
 end, 1.5 to 2.5 us in a CUDA graph. At batch 256 each costs a pass over the activations. Fusing saves both:
@@ -6,6 +6,8 @@ end, 1.5 to 2.5 us in a CUDA graph. At batch 256 each costs a pass over the acti
     rms_norm             residual += x; norm(residual) * weight
     norm_rotate_store    queries and keys normed (where the model does) and rotated; keys and values stored
     silu_mul             silu(gate) * up
+
+For few rows the first and the last are no kernels at all, but a product's head and tail (`matmul.py`).
 
 Everything is computed in float32 and rounded once, when it is stored; the sum with the residual is rounded
 before it is normed, because the rounded one is what the next layer sees. One row is one program, so a row's
@@ -32,11 +34,37 @@ HEADS_BLOCK: Final = 8
 SILU_BLOCK: Final = 1024
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """x [T, hidden] -> the same shape. With `residual`, in place: residual += x, and that is normed.
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Zhang and Sennrich 2019."""
 
-    Zhang and Sennrich 2019.
-    """
+    weight: Tensor
+    """[hidden] float32, so that a block of it can be fetched ahead of its use however small it is."""
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """What runs through a decoder from layer to layer, [T, hidden]: the residual, and what the last block
+    would add to it, left to whoever reads it next."""
+
+    residual: Tensor
+    change: Tensor | None = None
+
+    def plus(self, change: Tensor) -> Stream:
+        assert self.change is None
+        return Stream(self.residual, change)
+
+
+def norm_stream(stream: Stream, norm: Norm) -> tuple[Tensor, Stream]:
+    """Its norm, and the stream with its change added, in place: the given one is gone."""
+    if stream.change is None:
+        return rms_norm(stream.residual, norm.weight, norm.eps), stream
+    return rms_norm(stream.change, norm.weight, norm.eps, stream.residual), Stream(stream.residual)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """x [T, hidden] -> the same shape. With `residual`, in place: residual += x, and that is normed."""
     rows, hidden = x.shape
     assert x.is_contiguous()
     assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)

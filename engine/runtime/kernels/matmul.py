@@ -12,6 +12,22 @@ A weight in fp8 (e4m3) is converted as it arrives, and the product multiplied by
 half the bytes, and in decode nearly half the time. Where groups of columns have scales of their own, each
 tile's product is multiplied before it is added.
 
+**A norm in the head.** What comes before a product in a decoder is often the norm of the residual stream:
+s = residual + change, and y = W (s * g / rms(s)). 1 / rms is one number per row, so it commutes with the
+product: a program multiplies the weight by s * g as it goes, adds up the squares of s on the way, and
+multiplies by 1 / rms at its end. Each program sums all squares for itself, in the same order, and reads s
+again; with few rows that is less than a kernel's start. s goes into another buffer than it is read from, as
+others still read there; of its tiles each program writes a share.
+
+**SiLU in the tail.** Where the weight's upper half is a gate, a program multiplies the same rows of both
+halves and stores silu(gate) * up.
+
+Rounding. Without the head, s * g / rms is rounded to the activations' type before it is multiplied; with it,
+s * g is. That is one rounding of each element either way, of the same relative size, and the rest is float32:
+neither is nearer to the truth. s itself is rounded first, as the next layer sees it so. With the tail, gate
+and up are not rounded before they meet, which is nearer. A product s * g needs the range of bfloat16: in
+float16 it may overflow where its norm does not, so there the head stays a kernel of its own.
+
 Which tile, or the library, is best for a shape is measured on the device at warm-up (`autotune.py`).
 """
 
@@ -20,9 +36,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from engine.runtime.fp8 import Fp8Weight
+from engine.runtime.kernels.fused import Norm, Stream
+
+Weight = Tensor | Fp8Weight
 
 ROWS: Final = (16, 32, 64)
 """Rows of activations that a kernel is compiled for; `tl.dot` wants at least 16."""
@@ -34,6 +56,7 @@ class Tile:
     """How a weight is cut and how far ahead it is read."""
 
     n: int
+    """Rows of the weight; with a gate, half of them are the gate's."""
     k: int
     warps: int
     stages: int
@@ -56,41 +79,78 @@ def row_bucket(rows: int) -> int:
 
 def skinny_matmul(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     tile: Tile,
     *,
-    scales: Tensor | None = None,
     bias: Tensor | None = None,
-    group: int = 0,
+    gated: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x [M, K], M <= ROWS_MAX; weight [N, K] in x's type or e4m3; scales [N] float32, bias [N] -> [M, N].
+    """x [M, K], M <= ROWS_MAX; weight [N, K] in x's type or fp8; bias [N] -> [M, N].
 
-    y = (x @ weight^T) * scales + bias, in float32, rounded once. With `group`, a multiple of the tile's
-    columns, scales are [ceil(K / group), N], one for so many columns of a row.
+    y = (x @ weight^T) * scales + bias, in float32, rounded once. With groups of columns, they are a multiple
+    of the tile's. `gated`: silu(y's first half) * y's second half, [M, N / 2].
     """
-    rows, width = x.shape
-    height = weight.shape[0]
+    return _launch(x, None, None, None, weight, tile, bias, gated, out)
+
+
+def normed_matmul(
+    stream: Stream,
+    norm: Norm,
+    weight: Weight,
+    tile: Tile,
+    *,
+    bias: Tensor | None = None,
+    gated: bool = False,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Stream]:
+    """As `skinny_matmul` of the stream's norm; and the stream with its change added, the given one being left
+    as it is."""
+    residual, change = stream.residual, stream.change
+    total = residual if change is None else torch.empty_like(residual)
+    found = _launch(residual, change, norm, None if change is None else total, weight, tile, bias, gated, out)
+    return found, Stream(total)
+
+
+def _launch(
+    x: Tensor,
+    change: Tensor | None,
+    norm: Norm | None,
+    total: Tensor | None,
+    weight: Weight,
+    tile: Tile,
+    bias: Tensor | None,
+    gated: bool,
+    out: Tensor | None,
+) -> Tensor:
+    values, scales, group = weight, None, 0
+    if isinstance(weight, Fp8Weight):
+        values, scales, group = weight.values, weight.scales, weight.group
+    (rows, width), halves = x.shape, 1 + gated
+    height, block_n = values.shape[0] // halves, tile.n // halves
     assert rows <= ROWS_MAX
-    assert weight.shape[1] == width
-    assert x.is_contiguous()
-    assert weight.is_contiguous()
+    assert values.shape[1] == width
+    assert all(t.is_contiguous() for t in (x, change, total, values, bias, out) if t is not None)
     assert group % tile.k == 0
     out = x.new_empty(rows, height) if out is None else out
-    assert out.is_contiguous()
-    skinny_kernel[(triton.cdiv(height, tile.n),)](
+    skinny_kernel[(triton.cdiv(height, block_n),)](
         x,
-        weight,
+        change,
+        norm.weight if norm else None,
+        norm.eps if norm else 0.0,
+        total,
+        values,
         scales,
         bias,
         out,
         rows,
         height,
         width,
-        EVEN=height % tile.n == 0 and width % tile.k == 0,
+        GATED=gated,
+        EVEN=height % block_n == 0 and width % tile.k == 0,
         GROUP=group,
         BLOCK_M=row_bucket(rows),
-        BLOCK_N=tile.n,
+        BLOCK_N=block_n,
         BLOCK_K=tile.k,
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -101,6 +161,10 @@ def skinny_matmul(
 @triton.jit(do_not_specialize=["rows"])  # or warm-up would not compile for every batch
 def skinny_kernel(
     x,
+    change,
+    norm,
+    eps,
+    total,
     weight,
     scales,
     bias,
@@ -108,34 +172,82 @@ def skinny_kernel(
     rows,
     height,
     width,
+    GATED: tl.constexpr,
     EVEN: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    """`height` is the output's; with a gate, the weight has twice as many rows."""
     row = tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    x_at = x + row[:, None] * width + k[None, :]
+    x_at = row[:, None] * width + k[None, :]
     w_at = weight + n.to(tl.int64)[:, None] * width + k[None, :]
+    up_at = weight + (n.to(tl.int64) + height)[:, None] * width + k[None, :]
+    whole = height * (1 + GATED)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    squares = tl.zeros([BLOCK_M, BLOCK_K // 8], tl.float32)  # a thread's own neighbours are one sum
     for start in range(0, width, BLOCK_K):
-        if EVEN:
-            part = tl.load(x_at + start, mask=row[:, None] < rows, other=0.0)
-            tile = tl.load(w_at + start)
-        else:
-            inside = (start + k < width)[None, :]
-            part = tl.load(x_at + start, mask=(row[:, None] < rows) & inside, other=0.0)
-            tile = tl.load(w_at + start, mask=(n[:, None] < height) & inside, other=0.0)
+        inside_k = start + k < width
+        inside = row[:, None] < rows
+        if not EVEN:
+            inside = inside & inside_k[None, :]
+        part = tl.load(x + start + x_at, mask=inside, other=0.0)
+        if norm is not None:
+            if change is not None:
+                added = tl.load(change + start + x_at, mask=inside, other=0.0).to(tl.float32)
+                part = (part.to(tl.float32) + added).to(part.dtype)
+                turn = start // BLOCK_K % tl.num_programs(0)
+                own_rows = tl.where(turn == tl.program_id(0), rows, 0)
+                tl.store(total + start + x_at, part, mask=inside & (row[:, None] < own_rows))
+            wide = part.to(tl.float32)
+            squares += tl.sum(tl.reshape(wide * wide, [BLOCK_M, BLOCK_K // 8, 8]), 2)
+            part = (wide * _load(norm + start + k, inside_k, EVEN)[None, :]).to(part.dtype)
+        scale_at = scales
         if GROUP > 0:
-            scale = tl.load(scales + (start // GROUP) * height + n, mask=n < height, other=0.0)
-            acc += tl.dot(part, tile.to(part.dtype).T, input_precision="ieee") * scale[None, :]
-        else:
-            acc = tl.dot(part, tile.to(part.dtype).T, acc, input_precision="ieee")
-    if GROUP == 0 and scales is not None:
-        acc *= tl.load(scales + n, mask=n < height, other=0.0)[None, :]
-    if bias is not None:
-        acc += tl.load(bias + n, mask=n < height, other=0.0).to(tl.float32)[None, :]
+            scale_at += start // GROUP * whole + n
+        acc = _add_product(acc, part, w_at + start, scale_at, n < height, inside_k, EVEN, GROUP)
+        if GATED:
+            if GROUP > 0:
+                scale_at += height
+            up = _add_product(up, part, up_at + start, scale_at, n < height, inside_k, EVEN, GROUP)
+    if norm is not None:
+        factor = 1.0 / tl.sqrt(tl.sum(squares, 1) / width + eps)
+        acc *= factor[:, None]
+        up *= factor[:, None]
+    acc = _finish(acc, scales, bias, n, n < height, GROUP)
+    if GATED:
+        up = _finish(up, scales, bias, n + height, n < height, GROUP)
+        acc = acc / (1.0 + tl.exp(-acc)) * up
     at = out + row[:, None] * height + n[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=(row[:, None] < rows) & (n[None, :] < height))
+
+
+@triton.jit
+def _load(at, inside, EVEN: tl.constexpr):
+    return tl.load(at) if EVEN else tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _add_product(acc, part, tile_at, scale_at, inside_n, inside_k, EVEN: tl.constexpr, GROUP: tl.constexpr):
+    """acc + part @ tile^T, times the tile's scales where groups have their own."""
+    tile = _load(tile_at, inside_n[:, None] & inside_k[None, :], EVEN)
+    if GROUP > 0:
+        scale = tl.load(scale_at, mask=inside_n, other=0.0)
+        acc += tl.dot(part, tile.to(part.dtype).T, input_precision="ieee") * scale[None, :]
+    else:
+        acc = tl.dot(part, tile.to(part.dtype).T, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _finish(acc, scales, bias, n, inside, GROUP: tl.constexpr):
+    """Times the scales of whole rows of the weight, plus the bias."""
+    if GROUP == 0 and scales is not None:
+        acc *= tl.load(scales + n, mask=inside, other=0.0)[None, :]
+    if bias is not None:
+        acc += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return acc

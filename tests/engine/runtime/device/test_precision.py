@@ -49,7 +49,7 @@ def logprobs(runner: DeviceRunner) -> torch.Tensor:
 def test_a_checkpoint_in_fp8_is_held_in_fp8(tiny_model: MakeModel, tmp_path: Path) -> None:
     stored, meant = make_fp8(tiny_model("qwen3"), tmp_path, "compressed")
     runner = load_eager(stored)
-    *matrices, head = runner.model.decoder.weights
+    *matrices, head = (linear.weight for linear in runner.model.decoder.linears)
     assert all(isinstance(weight, Fp8Weight) for weight in matrices)
     assert isinstance(head, torch.Tensor)
     driver = Driver(runner, poison=False)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -25,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.runtime.backends import TRITON_TILE_BYTES
+from engine.runtime.fp8 import Fp8Weight
 from engine.runtime.kernels import begin, decode_attention, fused, matmul, prefill_attention, sampling
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -34,6 +36,7 @@ INSTRUCTIONS = (
     "cp.async.cg",
     "cp.async.bulk",
     "st.local",
+    "ld.global",
     "atom.global.gpu.acq_rel",
 )
 TYPES = {
@@ -263,14 +266,41 @@ def report_sampling() -> None:
         report(kernel.removesuffix("_kernel"), sampling, kernel, sample_launch)
 
 
+def matrix(height: int, width: int, dtype: torch.dtype, group: int = 0) -> matmul.Weight:
+    """`group`: of an fp8 one."""
+    weight = meta(height, width, dtype=dtype)
+    if dtype != torch.float8_e4m3fn:
+        return weight
+    scales = meta(*((width // group, height) if group else (height,)), dtype=torch.float32)
+    return Fp8Weight(weight, scales, group)
+
+
+def report_fused_matmul() -> None:
+    """Qwen3-0.6B's gate-up and QKV, a row, by every tile; and 8B's gate-up in fp8."""
+    norm = fused.Norm(meta(1024, dtype=torch.float32), 1e-6)
+    stream = fused.Stream(meta(1, 1024), meta(1, 1024))
+    for tile in matmul.TILES:
+        for name, gated in (("normed", False), ("gated", True)):
+            weight = matrix(6144, 1024, torch.bfloat16)
+            launch = partial(matmul.normed_matmul, stream, norm, weight, tile, gated=gated)
+            report(f"matmul {name} {tile.n}x{tile.k}", matmul, "skinny_kernel", launch)
+    begun = fused.Stream(stream.residual)
+    launch = partial(matmul.normed_matmul, begun, norm, matrix(4096, 1024, torch.bfloat16), matmul.TILES[1])
+    report("matmul first", matmul, "skinny_kernel", launch)
+    norm = fused.Norm(meta(4096, dtype=torch.float32), 1e-6)
+    stream = fused.Stream(meta(16, 4096), meta(16, 4096))
+    for name, group in (("fp8", 0), ("fp8 blocks", 128)):
+        weight = matrix(2 * 14_336, 4096, torch.float8_e4m3fn, group)
+        launch = partial(matmul.normed_matmul, stream, norm, weight, matmul.TILES[1], gated=True)
+        report(f"matmul gated {name}", matmul, "skinny_kernel", launch)
+
+
 def report_matmul() -> None:
     """8B's output projection."""
 
     def launch(rows: int, tile: matmul.Tile, dtype: torch.dtype, group: int = 0) -> Callable[[], object]:
-        shape = (4096 // group, 4096) if group else (4096,)
-        scales = meta(*shape, dtype=torch.float32) if dtype == torch.float8_e4m3fn else None
-        weight = meta(4096, 4096, dtype=dtype)
-        return lambda: matmul.skinny_matmul(meta(rows, 4096), weight, tile, scales=scales, group=group)
+        weight = matrix(4096, 4096, dtype, group)
+        return lambda: matmul.skinny_matmul(meta(rows, 4096), weight, tile)
 
     tile = matmul.TILES[1]
     report("matmul", matmul, "skinny_kernel", launch(8, tile, torch.bfloat16))
@@ -286,4 +316,5 @@ if __name__ == "__main__":
     report_largest_pages()
     report_sampling()
     report_matmul()
+    report_fused_matmul()
     sys.exit(0)

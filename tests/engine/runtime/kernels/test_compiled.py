@@ -68,5 +68,13 @@ def test_skinny_products_read_ahead_by_what_hides_the_memorys_latency(reports: d
     for name in ("matmul", "matmul 64 rows", "matmul fp8", "matmul fp8 blocks"):
         assert reports[name]["cp.async.cg"] > 0, name
         assert reports[name]["shared_bytes"] > 26_000, name
+    for name in reports:
+        if name.startswith(("matmul normed", "matmul gated")) and "fp8" not in name:
+            report = reports[name]
+            assert report["shared_bytes"] > 26_000, name
+            assert report["ld.global"] == 0, (
+                f"{name}: what a tile needs is fetched ahead, the norm's weight too"
+            )
+            assert report["mma.sync"] > 0, name
     assert reports["matmul fp8"]["shared_bytes"] < reports["matmul 64 rows"]["shared_bytes"] // 2
     assert reports["matmul 64 rows"]["wgmma.mma_async"] > 0

@@ -18,6 +18,7 @@ from engine.runtime.models.config import read_model_config
 from engine.runtime.weights import Checkpoint, checkpoint_files
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.driver import Driver
+from tests.engine.runtime.kernels.tables import all_by_tiles
 
 CPU = torch.device("cpu")
 
@@ -41,13 +42,16 @@ def runner_for(path: Path) -> ModelRunner:
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
 def test_a_model_says_the_same_in_kernels(tiny_model: MakeModel, family: str) -> None:
-    """Chunked prompts, mixed batches, poisoned pages; a window of 24, biases, QK norm."""
+    """Chunked prompts, mixed batches, poisoned pages; a window of 24, biases, QK norm. Products by the
+    library, and by our tiles with norms and gates in them."""
     path = tiny_model(family)
     outputs = []
-    for kernels in (False, True):
+    for kernels in ("torch", "library", "tiles"):
         runner = runner_for(path)
-        if kernels:
+        if kernels != "torch":
             runner.model = device_model(path, runner)
+            if kernels == "tiles":
+                runner.model.decoder.table = all_by_tiles(runner.model.decoder.linears)
         driver = Driver(runner)
         asked = [SamplingParams(seed=slot, max_tokens=8, temperature=slot / 2) for slot in range(2)]
         prompts = (40, 3)
@@ -57,10 +61,13 @@ def test_a_model_says_the_same_in_kernels(tiny_model: MakeModel, family: str) ->
         ]
         driver.finish([0, 1], 2, chunk=30)
         outputs.append([life.output for life in lives])
-    assert outputs[0] == outputs[1]
+    assert outputs[0] == outputs[1] == outputs[2]
 
 
-def test_decode_steps_from_the_device_go_on_where_the_runner_stopped(tiny_model: MakeModel) -> None:
+@pytest.mark.parametrize("tiles", [False, True])
+def test_decode_steps_from_the_device_go_on_where_the_runner_stopped(
+    tiny_model: MakeModel, tiles: bool
+) -> None:
     """Prefill by the runner; then tokens, places, sampling and feedback on the device, with padding."""
     path = tiny_model("qwen3")
     asked = [
@@ -86,6 +93,8 @@ def test_decode_steps_from_the_device_go_on_where_the_runner_stopped(tiny_model:
         sampling.seat(slot, own, torch.tensor(prompts[slot]), output)
         table[slot, len(life.pages)] = spare.pop()
     scratch = SamplingScratch.empty(4, vocab, model.decoder.dtype, CPU)
+    if tiles:
+        model.decoder.table = all_by_tiles(model.decoder.linears)
     step = DecodeStep(model.decoder, runner.cache, model.decode, tokens, table, sampling, scratch)
     graphs = DecodeGraphs(step, batch_buckets(4), padding, CPU)
     lengths = [len(life.tokens) for life in lives]

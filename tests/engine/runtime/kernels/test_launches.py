@@ -24,6 +24,7 @@ from engine.runtime.kernels.decoder import DecodeStep, DeviceDecoder
 from engine.runtime.kernels.sampling import DeviceSampling, SamplingScratch
 from engine.runtime.kv_cache import KVCache, KVGeometry
 from engine.runtime.models.config import ModelConfig
+from tests.engine.runtime.kernels.tables import all_by_tiles
 
 CPU = torch.device("cpu")
 SLOTS, PAGE = 4, 16
@@ -81,9 +82,11 @@ def step_of(config: ModelConfig) -> DecodeStep:
     return DecodeStep(decoder, cache, attention, tokens, table, sampling, scratch)
 
 
-def launches(layers: int) -> Counter[str]:
+def launches(layers: int, *, tiles: bool) -> Counter[str]:
     small = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "heads": 2, "kv_heads": 1}
     step = step_of(replace(QWEN3_06B, head_dim=16, windows=(None,) * layers, **small))  # type: ignore[arg-type]
+    if tiles:
+        step.decoder.table = all_by_tiles(step.decoder.linears)
     inputs = DecodeInputs.empty(2, CPU)
     inputs.lengths.fill_(1)
     with torch.inference_mode(), counted() as seen:
@@ -91,17 +94,21 @@ def launches(layers: int) -> Counter[str]:
     return seen
 
 
-def test_a_layer_and_the_steps_ends() -> None:
-    two, three = launches(2), launches(3)
+def counts(*, tiles: bool) -> tuple[Counter[str], Counter[str]]:
+    """Of a layer, and of what is before the first and behind the last."""
+    two, three = (launches(layers, tiles=tiles) for layers in (2, 3))
     layer = three - two
-    ends = two - layer - layer
+    return layer, two - layer - layer
+
+
+def test_few_rows_are_six_kernels_per_layer_and_six_besides() -> None:
+    layer, ends = counts(tiles=True)
+    assert layer == {"skinny_kernel": 4, "norm_rotate_store_kernel": 1, "decode_kernel": 1}
+    ours = ("begin_step", "list_work", "skinny", "measure", "weigh", "choose")
+    assert ends == {f"{name}_kernel": 1 for name in ours}
+
+
+def test_by_the_library_they_are_nine_and_seven() -> None:
+    layer, ends = counts(tiles=False)
     assert layer.total() == 9, layer
-    assert ends == {
-        "begin_step_kernel": 1,
-        "list_work_kernel": 1,
-        "rms_norm_kernel": 1,
-        "torch mm": 1,
-        "measure_kernel": 1,
-        "weigh_kernel": 1,
-        "choose_kernel": 1,
-    }
+    assert ends.total() == 7, ends

@@ -1,0 +1,27 @@
+"""Tables of products that were never measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.runtime.kernels.autotune import (
+    MEASURED_ROWS,
+    FusedMeasured,
+    FusedShape,
+    Linear,
+    MatmulTable,
+    Measured,
+    shape_of,
+)
+from engine.runtime.kernels.matmul import Tile
+
+SMALL = Tile(32, 32, 4, 3)
+
+
+def all_by_tiles(linears: Iterable[Linear], tile: Tile = SMALL) -> MatmulTable:
+    """Norms in heads and gates in tails, wherever there are any."""
+    shapes = {(shape_of(linear.weight, rows), linear) for linear in linears for rows in MEASURED_ROWS}
+    return MatmulTable(
+        {shape: Measured(tile, 1.0, None) for shape, _ in shapes},
+        {FusedShape(shape, own.gated): FusedMeasured(tile, 1.0, 2.0) for shape, own in shapes if own.norm},
+    )
