@@ -13,6 +13,7 @@
 // Every call on one model comes from one thread at a time.
 
 #include <algorithm>
+#include <cassert>
 
 #include "attention.h"
 #include "pool.h"
@@ -74,6 +75,7 @@ class Decoder final : public Model {
   using T = typename E::T;
   static constexpr int per_word = E::PER_WORD;
   static constexpr int64_t ROWS = 96;  // of x, which a panel meets while both are cached
+  static constexpr int64_t ROWS_MAX = ROWS + (BY_TILES<E> ? ROWS_AT_ONCE<E> : 0);  // see begin_of
   static constexpr int64_t ITEM_BYTES = 256 << 10, WRITTEN_TOKENS = 16;
 
  public:
@@ -83,7 +85,7 @@ class Decoder final : public Model {
     const int64_t longest = std::max({shape.hidden, shape.inner, shape.heads * shape.head_dim});
     for (int i = 0; i < threads; ++i) {
       scratch_.emplace_back(heads_);
-      products_.emplace_back(ROWS * PANEL);
+      products_.emplace_back(ROWS_MAX * PANEL);
       panels_.emplace_back(shape.quantised ? longest / per_word * PANEL : 0);
     }
   }
@@ -213,6 +215,7 @@ class Decoder final : public Model {
     pool_.each(blocks * groups, [&](int worker, int64_t item) {
       const int64_t block = item % blocks, first = begin_of(block, blocks, tokens);
       const int64_t rows = begin_of(block + 1, blocks, tokens) - first;
+      assert(rows <= ROWS_MAX);
       float* y = products_[worker].get();
       Tiles unit;
       for (int64_t panel = item / blocks * group, i = 0; i < group && panel < w.panels; ++panel, ++i) {

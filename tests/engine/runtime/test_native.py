@@ -193,6 +193,20 @@ def test_company_chunks_pages_and_threads_change_nothing(isa: str, dtype: torch.
         assert torch.equal(torch.cat(parts), whole)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_step_may_have_any_number_of_tokens(isa: str, dtype: torch.dtype) -> None:
+    """They are cut into blocks of some 96 rows, which a matrix unit wants in multiples of 32."""
+    ends = [130, 130, 130]
+    alone, stage = Stage.of(PLAIN, dtype, isa), Stage.of(PLAIN, dtype, isa)
+    alone.seat(ends)
+    expected = torch.cat([alone.step([(slot, 0, end)])[0] for slot, end in enumerate(ends)])
+    stage.seat(ends)
+    for tokens in (*range(95, 391, 31), *range(96, 391, 32), 97, 161, 192, 257, 390):
+        rows = [(slot, 0, min(tokens - 130 * slot, 130)) for slot in range(-(-tokens // 130))]
+        assert torch.equal(torch.cat(stage.step(rows)), expected[:tokens]), tokens
+
+
 @pytest.mark.parametrize("page_size", [16, 64, 256])
 def test_page_sizes(page_size: int) -> None:
     rows = RAGGED["mixed"]
