@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from engine.runtime.config import RunnerConfig
 from engine.runtime.graphs import CudaGraphDevice, DecodeGraphs, batch_buckets
 from engine.runtime.kernels.attention import TritonDecode, TritonPrefill
 from engine.runtime.kernels.decoder import DecodeStep, DeviceDecoder, DeviceModel
+from engine.runtime.kernels.overlap import CAPABILITY_MIN
 from engine.runtime.kernels.sampling import DeviceSampling, SamplingScratch
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.load import load_runner
@@ -102,11 +103,12 @@ def graph(path: Path) -> dict[str, Any]:
     tokens = torch.cat((slots.tokens, torch.zeros_like(slots.tokens[:1]))).to(CUDA)
     scratch = SamplingScratch.empty(4, vocab, model.decoder.dtype, CUDA)
     step = DecodeStep(model.decoder, model.cache, model.decode, tokens, table.to(CUDA), sampling, scratch)
-    graphs = DecodeGraphs(step, batch_buckets(4), padding, CUDA)
-    graphs.capture(CudaGraphDevice(), lambda done, of: None)
     lengths = [len(life.tokens) for life in lives]
 
-    def run(by_graph: bool) -> list[tuple[list[int], list[float]]]:
+    def run(by_graph: bool, overlaps: bool) -> list[tuple[list[int], list[float]]]:
+        graphs = DecodeGraphs(replace(step, overlaps=overlaps), batch_buckets(4), padding, CUDA)
+        if by_graph:
+            graphs.capture(CudaGraphDevice(), lambda done, of: None)
         go = graphs.replay if by_graph else graphs.eager
         found = []
         for i in range(STEPS):
@@ -114,10 +116,16 @@ def graph(path: Path) -> dict[str, Any]:
             found.append((now[:3].tolist(), logprobs[:3].tolist()))
         return found
 
-    for (eager, eager_logprobs), (replayed, logprobs) in zip(run(False), run(True), strict=True):
-        assert eager == replayed, "tokens differ between graph and eager"
-        assert eager_logprobs == logprobs, "log-probabilities differ between graph and eager"
-    return {"steps": STEPS}
+    expected = run(by_graph=False, overlaps=False)
+    ways = [(True, False)]
+    if torch.cuda.get_device_capability() >= CAPABILITY_MIN:
+        ways += [(False, True), (True, True)]
+    for by_graph, overlaps in ways:
+        for (eager, eager_logprobs), (now, logprobs) in zip(expected, run(by_graph, overlaps), strict=True):
+            how = f"by_graph={by_graph}, overlaps={overlaps}"
+            assert now == eager, f"tokens differ from the plain step's: {how}"
+            assert logprobs == eager_logprobs, f"log-probabilities differ from the plain step's: {how}"
+    return {"steps": STEPS, "ways": len(ways)}
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -52,6 +53,19 @@ class Bench:
 
     def decode(self, batch: int, context: int, kv_dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
         """A step of random tokens, each row at `context`, sampled at temperature 1, as a graph."""
+        ms, _ = self._replayed(self._step(batch, context, kv_dtype), batch, context)
+        return self._shares(ms, batch, context, kv_dtype)
+
+    def decode_overlapped(self, batch: int, context: int) -> dict[str, Any]:
+        """The same with kernels that start while those before them end: equal to the bit, and how fast."""
+        step = self._step(batch, context, torch.bfloat16)
+        plain_ms, plain = self._replayed(step, batch, context)
+        ms, found = self._replayed(replace(step, overlaps=True), batch, context)
+        for overlapped, expected in zip(found, plain, strict=True):
+            assert torch.equal(overlapped, expected), "differs from the step whose kernels do not overlap"
+        return self._shares(ms, batch, context, torch.bfloat16) | {"plain_ms": plain_ms}
+
+    def _step(self, batch: int, context: int, kv_dtype: torch.dtype) -> DecodeStep:
         config, width = self.config, -(-context // PAGE)
         cache = self.cache(batch * width * PAGE, kv_dtype)
         attention = TritonDecode(cache, self.spec, rows_max=batch, length_max=context, programs=self.programs)
@@ -62,16 +76,24 @@ class Bench:
         sampling = DeviceSampling.empty(batch + 1, config.vocab_size, CUDA)
         for slot in range(batch):
             sampling.seat(slot, SamplingParams(seed=slot, max_tokens=1), tokens[slot], tokens[slot, :0])
-        scratch = SamplingScratch.empty(batch, config.vocab_size, torch.bfloat16, CUDA)
-        step = DecodeStep(self.decoder, cache, attention, tokens, table, sampling, scratch)
+        scratch = SamplingScratch.empty(batch, config.vocab_size, self.decoder.dtype, CUDA)
+        return DecodeStep(self.decoder, cache, attention, tokens, table, sampling, scratch)
+
+    def _replayed(self, step: DecodeStep, batch: int, context: int) -> tuple[float, tuple[Tensor, ...]]:
+        """The time of a step, ms, and what it says."""
         graphs = DecodeGraphs(step, [batch], batch, CUDA)
         graphs.capture(CudaGraphDevice(), lambda *_: None)
         slots, lengths = list(range(batch)), [context] * batch
-        found = graphs.replay(slots, lengths)[0]
-        assert (found >= 0).all(), "logits are not finite"
+        found = graphs.replay(slots, lengths)
+        assert (found[0] >= 0).all(), "logits are not finite"
         ms = span_ms(lambda: graphs.replay(slots, lengths))
+        return ms, tuple(tensor.clone() for tensor in found)
+
+    def _shares(self, ms: float, batch: int, context: int, kv_dtype: torch.dtype) -> dict[str, Any]:
         weight_bytes = 1.0 if self.fp8 else 2.0
-        floor_ms = decode_floor_s(config, batch, context, floors(), weight_bytes, kv_dtype.itemsize) * 1e3
+        floor_ms = (
+            decode_floor_s(self.config, batch, context, floors(), weight_bytes, kv_dtype.itemsize) * 1e3
+        )
         fields = {"model": self.name, "batch": batch, "context": context, "ms": ms, "floor_ms": floor_ms}
         return fields | {"share": floor_ms / ms, "tokens_per_s": batch / ms * 1e3}
 
@@ -102,6 +124,8 @@ def run_model(name: str, config: ModelConfig, batches: tuple[int, ...], prompts:
         row = f"decode {name} batch {batch} context 2048"
         ok &= check("steps", row, partial(bench.decode, batch, 2048))
         torch.cuda.empty_cache()
+    row = f"decode {name} batch 1 context 2048 overlapped"
+    ok &= check("steps", row, partial(bench.decode_overlapped, 1, 2048))
     for length in prompts:
         ok &= check("steps", f"prefill {name} {length}", partial(bench.prefill, length, LibraryPrefill))
         ours = partial(bench.prefill, length, TritonPrefill)

@@ -67,6 +67,9 @@ from engine.runtime.weights import WeightSource
 
 GRAPH_ROWS_MAX: Final = 512
 """Beyond, a step takes longer than launching it kernel by kernel, which is what happens then."""
+OVERLAPS: Final = False
+"""Whether kernels of a decode step start while those before them end: not before a card has shown that it is
+right and faster, which `tests/gpu/run.sh tokens steps` does."""
 LIKELIEST_MAX: Final = 20
 """Log-probabilities that every row of the measured step asks for: the most that a client can."""
 
@@ -158,7 +161,8 @@ class DeviceNetwork:
         spec = AttentionSpec(model.heads, model.kv_heads, model.head_dim, model.windows)
         bounds = Bounds(info.slots, info.max_model_len, self.card.multiprocessors)
         decode, prefill = build_backends(self.attention, cache, spec, decoder.dtype, bounds)
-        step = DecodeStep(decoder, cache, decode, slots.tokens, slots.page_table, slots.sampling, scratch)
+        tables = slots.tokens, slots.page_table, slots.sampling
+        step = DecodeStep(decoder, cache, decode, *tables, scratch, overlaps=OVERLAPS)
         rows_max = min(info.slots, GRAPH_ROWS_MAX)
         runner = DeviceRunner(
             info=info,

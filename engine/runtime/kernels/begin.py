@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.runtime.kernels.overlap import plain, wait_for_earlier
+
 COPY_BLOCK: Final = 1024
 """Entries of an embedding or a page table that are copied at once."""
 
@@ -79,6 +81,7 @@ def begin_step(
         HALF=half,
         BLOCK=COPY_BLOCK,
         num_warps=4,
+        **plain(),
     )
     return begun, tables
 
@@ -103,7 +106,9 @@ def begin_step_kernel(
     PAGE: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_earlier(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     position = tl.load(lengths + row) - 1

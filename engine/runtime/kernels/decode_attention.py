@@ -34,6 +34,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.runtime.kernels.overlap import dependent, wait_for_earlier
+
 SPLIT_TOKENS: Final = 256
 """At group 4 and head size 128, partial sums are then 3 % of the bytes read; a batch of 1 at 2k still makes
 64 items of 8 kv heads."""
@@ -128,6 +130,7 @@ def list_work(lengths: Tensor, window: int | None, page_size: int, work: DecodeW
         SPLITS_MAX=SPLITS_MAX,
         ROWS_BLOCK=triton.next_power_of_2(rows),
         num_warps=1,
+        **dependent(),
     )
 
 
@@ -191,6 +194,7 @@ def paged_decode(
         num_warps=WARPS,
         num_stages=STAGES,
         maxnreg=REGISTERS_MAX,
+        **dependent(),
     )
     return out
 
@@ -232,8 +236,10 @@ def list_work_kernel(
     SPLIT_PAGES: tl.constexpr,
     SPLITS_MAX: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program per row: counts the splits of the rows before it, and lists its own after them."""
+    wait_for_earlier(PDL)
     row = tl.program_id(0)
     every = tl.arange(0, ROWS_BLOCK)
     length = tl.load(lengths + every, mask=every < rows, other=0)
@@ -274,8 +280,10 @@ def decode_kernel(
     SPLIT_PAGES: tl.constexpr,
     SPLITS_MAX: tl.constexpr,
     COMBINE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Items i, i + programs, ...: kv heads of one split follow each other, as they lie in memory."""
+    wait_for_earlier(PDL)
     for i in range(tl.program_id(0), tl.load(total) * KV_HEADS, tl.num_programs(0)):
         place, head = i // KV_HEADS, i % KV_HEADS
         item = tl.load(items + place)

@@ -27,6 +27,7 @@ from engine.runtime.kernels.autotune import Linear, MatmulTable
 from engine.runtime.kernels.begin import StepRows, begin_step
 from engine.runtime.kernels.fused import Norm, QKNorm, Stream, norm_rotate_store, norm_stream
 from engine.runtime.kernels.matmul import Weight
+from engine.runtime.kernels.overlap import overlapping
 from engine.runtime.kernels.sampling import SamplingScratch, sample
 from engine.runtime.kernels.sampling_columns import DeviceSampling
 from engine.runtime.kv_cache import KVCache
@@ -281,9 +282,15 @@ class DecodeStep:
     """[slots, pages per sequence] int32"""
     sampling: DeviceSampling
     scratch: SamplingScratch
+    overlaps: bool = False
+    """Each kernel starts while the one before it ends (`overlap.py`)."""
 
     def __call__(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
         """As `DeviceSampler`: [rows] each."""
+        with overlapping(self.overlaps):
+            return self._run(inputs)
+
+    def _run(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
         page_size = self.cache.geometry.page_size
         step, tables = self.decoder.begin(inputs, self.tokens, self.page_table, page_size)
         attend = self.attention.on_device(tables, inputs.lengths)

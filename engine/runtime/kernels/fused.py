@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.runtime.fp8 import FP8_MAX
+from engine.runtime.kernels.overlap import dependent, wait_for_earlier
 
 NORM_WARPS: Final = 8
 """A row of 4,096 is then 16 elements per thread: two wide loads."""
@@ -78,6 +79,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         eps,
         BLOCK=triton.next_power_of_2(hidden),
         num_warps=NORM_WARPS,
+        **dependent(),
     )
     return out
 
@@ -144,6 +146,7 @@ def norm_rotate_store(
         CLEAR=clear_tails,
         HEADS_BLOCK=HEADS_BLOCK,
         num_warps=4,
+        **dependent(),
     )
     return q
 
@@ -154,12 +157,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     assert gate_up.is_contiguous()
     out = gate_up.new_empty(rows, inner)
     grid = (rows, triton.cdiv(inner, SILU_BLOCK))
-    silu_mul_kernel[grid](gate_up, out, inner, BLOCK=SILU_BLOCK, num_warps=4)
+    silu_mul_kernel[grid](gate_up, out, inner, BLOCK=SILU_BLOCK, num_warps=4, **dependent())
     return out
 
 
 @triton.jit
-def rms_norm_kernel(x, residual, weight, out, hidden, eps, BLOCK: tl.constexpr):
+def rms_norm_kernel(x, residual, weight, out, hidden, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_earlier(PDL)
     column = tl.arange(0, BLOCK)
     inside = column < hidden
     at = tl.program_id(0).to(tl.int64) * hidden + column
@@ -198,8 +202,10 @@ def norm_rotate_store_kernel(
     LIMIT: tl.constexpr,
     CLEAR: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program per token and block of heads: first the blocks of queries, then those of keys."""
+    wait_for_earlier(PDL)
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dim = tl.arange(0, HALF)
     cosine = tl.load(cos + token * HALF + dim).to(tl.float32)[None, :]
@@ -265,7 +271,8 @@ def _store(at, value, inside, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, inner, BLOCK: tl.constexpr):
+def silu_mul_kernel(gate_up, out, inner, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_earlier(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner

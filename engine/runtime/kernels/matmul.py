@@ -28,6 +28,9 @@ neither is nearer to the truth. s itself is rounded first, as the next layer see
 and up are not rounded before they meet, which is nearer. A product s * g needs the range of bfloat16: in
 float16 it may overflow where its norm does not, so there the head stays a kernel of its own.
 
+Launched beside the kernel before it (`overlap.py`), a program fetches the first tiles of its weight into the
+second-level cache before it waits.
+
 Which tile, or the library, is best for a shape is measured on the device at warm-up (`autotune.py`).
 """
 
@@ -43,6 +46,7 @@ from torch import Tensor
 
 from engine.runtime.fp8 import Fp8Weight
 from engine.runtime.kernels.fused import Norm, Stream
+from engine.runtime.kernels.overlap import dependent, prefetch, wait_for_earlier
 
 Weight = Tensor | Fp8Weight
 
@@ -154,6 +158,8 @@ def _launch(
         BLOCK_K=tile.k,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        AHEAD=tile.stages - 1,
+        **dependent(),
     )
     return out
 
@@ -178,6 +184,8 @@ def skinny_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """`height` is the output's; with a gate, the weight has twice as many rows."""
     row = tl.arange(0, BLOCK_M)
@@ -187,6 +195,11 @@ def skinny_kernel(
     w_at = weight + n.to(tl.int64)[:, None] * width + k[None, :]
     up_at = weight + (n.to(tl.int64) + height)[:, None] * width + k[None, :]
     whole = height * (1 + GATED)
+    if PDL:
+        _prefetch(weight, n, n < height, width, AHEAD * BLOCK_K)
+        if GATED:
+            _prefetch(weight, n + height, n < height, width, AHEAD * BLOCK_K)
+    wait_for_earlier(PDL)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     squares = tl.zeros([BLOCK_M, BLOCK_K // 8], tl.float32)  # a thread's own neighbours are one sum
@@ -224,6 +237,15 @@ def skinny_kernel(
         acc = acc / (1.0 + tl.exp(-acc)) * up
     at = out + row[:, None] * height + n[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=(row[:, None] < rows) & (n[None, :] < height))
+
+
+@triton.jit
+def _prefetch(weight, n, inside, width, COLUMNS: tl.constexpr):
+    """The first columns of rows n, as many as the loop has in flight: they are not written by anybody."""
+    LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
+    column = tl.arange(0, triton.next_power_of_2(COLUMNS // LINE)) * LINE
+    row = tl.where(inside, n, 0).to(tl.int64)
+    prefetch(weight + row[:, None] * width + tl.minimum(column, tl.maximum(width - LINE, 0))[None, :])
 
 
 @triton.jit

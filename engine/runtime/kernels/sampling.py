@@ -38,6 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.core.messages import NUMERIC_FAILURE
+from engine.runtime.kernels.overlap import dependent, wait_for_earlier
 from engine.runtime.kernels.sampling_columns import EDITS_MAX, STOPS_MAX, DeviceSampling
 
 CHUNK: Final = 4096
@@ -109,7 +110,7 @@ def sample(
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
     best, raw_best, raw_sum = scratch.measures
-    size = {"CHUNK": CHUNK, "CHUNKS_BLOCK": triton.next_power_of_2(chunks), "num_warps": WARPS}
+    size = {"CHUNK": CHUNK, "CHUNKS_BLOCK": triton.next_power_of_2(chunks), "num_warps": WARPS, **dependent()}
     measure_kernel[(rows, chunks)](
         logits,
         scratch.edited,
@@ -132,6 +133,7 @@ def sample(
         STOPS_MAX=STOPS_MAX,
         CHUNK=CHUNK,
         num_warps=WARPS,
+        **dependent(),
     )
     limits = (columns.temperature, columns.top_k, columns.top_p, columns.min_p)
     weigh_kernel[(rows, chunks)](scratch.edited, slots, *limits, best, scratch.masses, vocab_size, **size)
@@ -189,7 +191,9 @@ def measure_kernel(
     EDITS_MAX: tl.constexpr,
     STOPS_MAX: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_earlier(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
     position = tl.load(positions + row)
@@ -257,8 +261,10 @@ def weigh_kernel(
     vocab,
     CHUNK: tl.constexpr,
     CHUNKS_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Mass of each chunk: of all tokens where top-p wants a share of them, else of those that min-p keeps."""
+    wait_for_earlier(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
     heat = tl.load(temperature + slot)
@@ -302,7 +308,9 @@ def choose_kernel(
     CANDIDATE_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_earlier(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     position = tl.load(positions + row)

@@ -28,6 +28,7 @@ from triton.compiler import ASTSource
 from engine.runtime.backends import TRITON_TILE_BYTES
 from engine.runtime.fp8 import Fp8Weight
 from engine.runtime.kernels import begin, decode_attention, fused, matmul, prefill_attention, sampling
+from engine.runtime.kernels.overlap import overlapping
 
 HOPPER = GPUTarget("cuda", 90, 32)
 INSTRUCTIONS = (
@@ -100,8 +101,10 @@ def compile_launch(kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     return triton.compile(source, target=HOPPER, options=options)
 
 
-def report(name: str, module: ModuleType, kernel: str, launch: Callable[[], object]) -> None:
-    with recorded(module, kernel) as recorder:
+def report(
+    name: str, module: ModuleType, kernel: str, launch: Callable[[], object], *, overlaps: bool = False
+) -> None:
+    with recorded(module, kernel) as recorder, overlapping(overlaps):
         launch()
     for recorded_kernel, args, kwargs in recorder.launches:
         compiled = compile_launch(recorded_kernel, args, kwargs)
@@ -111,6 +114,7 @@ def report(name: str, module: ModuleType, kernel: str, launch: Callable[[], obje
                 {"name": name, "shared_bytes": compiled.metadata.shared}
                 | {word: len(re.findall(re.escape(word), ptx)) for word in INSTRUCTIONS}
                 | assembled(compiled.asm["cubin"])
+                | (before_the_wait(ptx) if overlaps else {})
             ),
             flush=True,
         )
@@ -126,6 +130,39 @@ def assembled(cubin: bytes) -> dict[str, int]:
     found = re.search(r"REG:(\d+) STACK:(\d+)", said)
     assert found, said
     return {"registers": int(found[1]), "stack_bytes": int(found[2])}
+
+
+def before_the_wait(ptx: str) -> dict[str, int]:
+    """How often a kernel waits for the one before, and what it touches until then."""
+    body = ptx[ptx.index(".entry") :]
+    before, _, after = body.partition("griddepcontrol.wait")
+    return {
+        "waits": body.count("griddepcontrol.wait"),
+        "lets_start": after.count("griddepcontrol.launch_dependents"),
+        "touched": len(re.findall(r"\b(?:ld|st|red|atom|cp\.async)\b[.\w]*(?:global|bulk)", before)),
+        "prefetched": before.count("prefetch.global.L2"),
+    }
+
+
+def report_overlapped() -> None:
+    """Every kernel that a decode step launches."""
+    on = {"overlaps": True}
+    norm = fused.Norm(meta(1024, dtype=torch.float32), 1e-6)
+    stream, weight = fused.Stream(meta(1, 1024), meta(1, 1024)), matrix(6144, 1024, torch.bfloat16)
+    for tile in matmul.TILES[:2]:
+        gated = partial(matmul.normed_matmul, stream, norm, weight, tile, gated=True)
+        report(f"overlapped gated {tile.n}x{tile.k}", matmul, "skinny_kernel", gated, **on)
+    plain = partial(matmul.skinny_matmul, meta(1, 1024), weight, matmul.TILES[0])
+    report("overlapped matmul", matmul, "skinny_kernel", plain, **on)
+    report("overlapped begin", begin, "begin_step_kernel", begin_launch, **on)
+    report("overlapped list_work", decode_attention, "list_work_kernel", list_launch, **on)
+    report("overlapped decode", decode_attention, "decode_kernel", decode_launch(32, 8, 128), **on)
+    report("overlapped store", fused, "norm_rotate_store_kernel", store_launch, **on)
+    x = meta(32, 4096)
+    report("overlapped norm", fused, "rms_norm_kernel", lambda: fused.rms_norm(x, meta(4096), 1e-6, x), **on)
+    report("overlapped silu", fused, "silu_mul_kernel", lambda: fused.silu_mul(meta(32, 28_672)), **on)
+    for kernel in ("measure_kernel", "weigh_kernel", "choose_kernel"):
+        report(f"overlapped {kernel}", sampling, kernel, sample_launch, **on)
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -317,4 +354,5 @@ if __name__ == "__main__":
     report_sampling()
     report_matmul()
     report_fused_matmul()
+    report_overlapped()
     sys.exit(0)

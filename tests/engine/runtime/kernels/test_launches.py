@@ -32,13 +32,17 @@ MODULES: Sequence[ModuleType] = (begin, decode_attention, fused, matmul, samplin
 
 
 class Unrun:
-    """Stands where a kernel stands, and counts its launches."""
+    """Stands where a kernel stands, and counts its launches: those that overlap apart from the others."""
 
     def __init__(self, name: str, seen: Counter[str]) -> None:
         self._name, self._seen = name, seen
 
     def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
-        return lambda *args, **kwargs: self._seen.update([self._name])
+        def launch(*args: object, PDL: bool, launch_pdl: bool = False, **kwargs: object) -> None:  # noqa: N803
+            kind = {(False, False): "", (True, False): "plain ", (True, True): "dependent "}[PDL, launch_pdl]
+            self._seen[kind + self._name] += 1
+
+        return launch
 
 
 class Launches(TorchDispatchMode):
@@ -82,7 +86,7 @@ def step_of(config: ModelConfig) -> DecodeStep:
     return DecodeStep(decoder, cache, attention, tokens, table, sampling, scratch)
 
 
-def launches(layers: int, *, tiles: bool) -> Counter[str]:
+def launches(layers: int, *, tiles: bool, overlaps: bool = False) -> Counter[str]:
     small = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "heads": 2, "kv_heads": 1}
     step = step_of(replace(QWEN3_06B, head_dim=16, windows=(None,) * layers, **small))  # type: ignore[arg-type]
     if tiles:
@@ -90,7 +94,7 @@ def launches(layers: int, *, tiles: bool) -> Counter[str]:
     inputs = DecodeInputs.empty(2, CPU)
     inputs.lengths.fill_(1)
     with torch.inference_mode(), counted() as seen:
-        step(inputs)
+        replace(step, overlaps=overlaps)(inputs)
     return seen
 
 
@@ -112,3 +116,10 @@ def test_by_the_library_they_are_nine_and_seven() -> None:
     layer, ends = counts(tiles=False)
     assert layer.total() == 9, layer
     assert ends.total() == 7, ends
+
+
+def test_kernels_that_overlap_all_wait_but_the_first_is_launched_plainly() -> None:
+    plain, overlapped = launches(1, tiles=True), launches(1, tiles=True, overlaps=True)
+    first = "begin_step_kernel"
+    assert overlapped.pop(f"plain {first}") == plain.pop(first) == 1
+    assert overlapped == {f"dependent {name}": count for name, count in plain.items()}
