@@ -31,12 +31,12 @@ from engine.runtime.kernels.fused import Norm, Stream, norm_stream, silu_mul
 from engine.runtime.kernels.matmul import (
     ROWS,
     ROWS_MAX,
-    TILES,
     Tile,
     Weight,
     normed_matmul,
     row_bucket,
     skinny_matmul,
+    tiles_for,
 )
 
 MEASURED_ROWS: Final = (1, *ROWS)
@@ -172,7 +172,7 @@ def _measured_rows(rows: int) -> int:
 def _measure(weight: Weight, rows: int, activations: torch.dtype, timer: Timer) -> Measured:
     values = _values(weight)
     x = torch.zeros(rows, values.shape[1], dtype=activations, device=values.device)
-    tile, best_us = _best(_tiles(weight, activations), partial(skinny_matmul, x, weight), timer)
+    tile, best_us = _best(_tiles(weight, activations, rows), partial(skinny_matmul, x, weight), timer)
     if isinstance(weight, Fp8Weight) and best_us < math.inf:
         return Measured(tile, best_us, None)
     library_us = timer(partial(_by_library, x, weight, None))
@@ -214,11 +214,12 @@ def _best(tiles: Sequence[Tile], run: Callable[[Tile], object], timer: Timer) ->
     return best, best_us
 
 
-def _tiles(weight: Weight, activations: torch.dtype) -> Sequence[Tile]:
+def _tiles(weight: Weight, activations: torch.dtype, rows: int = ROWS_MAX) -> Sequence[Tile]:
     """Those that lie within a group of columns, where groups have scales of their own."""
+    tiles = tiles_for(_values(weight).shape[0], rows)
     if not isinstance(weight, Fp8Weight):
-        return () if activations == torch.float32 else TILES
-    return [tile for tile in TILES if weight.group % tile.k == 0]
+        return () if activations == torch.float32 else tiles
+    return [tile for tile in tiles if weight.group % tile.k == 0]
 
 
 def _by_library(x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor | None = None) -> Tensor:

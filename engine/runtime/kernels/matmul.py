@@ -36,6 +36,7 @@ Which tile, or the library, is best for a shape is measured on the device at war
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -74,6 +75,16 @@ TILES: Final = (
     Tile(64, 128, 4, 5),  # 64 KiB; for weights of 10,000 rows and more
     Tile(128, 64, 8, 5),  # 64 KiB
 )
+NARROW: Final = Tile(8, 512, 4, 5)
+"""32 KiB; 128 programs for a weight of 1,024 rows, of which wider tiles make so few that half of a large
+GPU's multiprocessors have nothing to read."""
+NARROW_HEIGHT_MAX: Final = 2048
+
+
+def tiles_for(height: int, rows: int) -> Sequence[Tile]:
+    """Worth trying for a weight of so many rows, times so many rows of activations."""
+    is_narrow = height <= NARROW_HEIGHT_MAX and rows <= ROWS[0]
+    return (NARROW, *TILES) if is_narrow else TILES
 
 
 def row_bucket(rows: int) -> int:

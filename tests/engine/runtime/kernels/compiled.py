@@ -341,6 +341,7 @@ def report_matmul() -> None:
 
     tile = matmul.TILES[1]
     report("matmul", matmul, "skinny_kernel", launch(8, tile, torch.bfloat16))
+    report("matmul narrow", matmul, "skinny_kernel", launch(8, matmul.NARROW, torch.bfloat16))
     report("matmul 64 rows", matmul, "skinny_kernel", launch(64, tile, torch.bfloat16))
     report("matmul fp8", matmul, "skinny_kernel", launch(8, tile, torch.float8_e4m3fn))
     report("matmul fp8 blocks", matmul, "skinny_kernel", launch(8, tile, torch.float8_e4m3fn, 128))

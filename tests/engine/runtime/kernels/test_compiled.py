@@ -65,7 +65,7 @@ def test_prefill_feeds_the_tensor_cores_from_shared_memory(reports: dict[str, Re
 
 def test_skinny_products_read_ahead_by_what_hides_the_memorys_latency(reports: dict[str, Report]) -> None:
     """26 KB in flight per multiprocessor; a fp8 weight travels as fp8."""
-    for name in ("matmul", "matmul 64 rows", "matmul fp8", "matmul fp8 blocks"):
+    for name in ("matmul", "matmul narrow", "matmul 64 rows", "matmul fp8", "matmul fp8 blocks"):
         assert reports[name]["cp.async.cg"] > 0, name
         assert reports[name]["shared_bytes"] > 26_000, name
     for name in reports:

@@ -281,14 +281,15 @@ def test_the_library_stays_unless_clearly_beaten(
         timer = FakeTimer(patch, library_us, {TILES[2]: 12.0, TILES[0]: 13.0})
         weight = torch.zeros(64, 32)
         table = MatmulTable.fill([Linear(weight)] * 3, torch.float16, timer)
-    assert timer.calls == len(autotune.MEASURED_ROWS) * (len(TILES) + 1), "a shape is measured once"
+    tried = sum(len(matmul.tiles_for(64, rows)) + 1 for rows in autotune.MEASURED_ROWS)
+    assert timer.calls == tried, "a shape is measured once"
     assert {shape.rows for shape in table.measured} == {1, *matmul.ROWS}
     assert {found.tile for found in table.measured.values()} == {winner}
 
 
 def test_a_tile_beyond_the_card_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.zeros(64, 32)
-    for too_large, winner in ((TILES[:1], TILES[2]), (TILES, None)):
+    for too_large, winner in ((TILES[:1], TILES[2]), ((matmul.NARROW, *TILES), None)):
         with monkeypatch.context() as patch:
             timer = FakeTimer(patch, 99.0, {TILES[0]: 1.0, TILES[2]: 12.0}, too_large)
             table = MatmulTable.fill([Linear(weight), Linear(quantise(weight))], torch.float16, timer)
@@ -330,6 +331,21 @@ def test_one_row_is_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     for rows in (1, 2):
         table.linear(torch.randn(rows, 64), weight)
     assert ways == ["library", "tile"]
+
+
+def test_few_rows_times_a_weight_of_few_rows_may_be_cut_more_finely() -> None:
+    narrow = [
+        (height, rows)
+        for height in (1024, 2048, 4096)
+        for rows in (1, 16, 32, 64)
+        if matmul.NARROW in matmul.tiles_for(height, rows)
+    ]
+    assert narrow == [(1024, 1), (1024, 16), (2048, 1), (2048, 16)]
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 1024), torch.randn(20, 1024)
+    torch.testing.assert_close(
+        skinny_matmul(x, weight, matmul.NARROW), linear(x, weight), atol=1e-3, rtol=1e-5
+    )
 
 
 def test_row_buckets() -> None:
