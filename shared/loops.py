@@ -1,7 +1,6 @@
 """Which event loop a service runs on: uvloop where it is installed, else asyncio's own.
 
-uvloop saves a tenth to a quarter of the CPU that an event costs, in either service. The line with which a
-service says that it is ready names the loop.
+uvloop spends less CPU on an event. The line with which a service says that it is ready names the loop.
 """
 
 from __future__ import annotations

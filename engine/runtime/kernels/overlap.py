@@ -1,7 +1,7 @@
 """A kernel that starts while the one before it ends: programmatic dependent launch, from Hopper on.
 
 In a stream a kernel starts when the one before it has ended and its writes have reached memory; between two
-that depend on each other some 2 us go by in which the device does nothing. Launched dependently, a kernel
+that depend on each other there is time in which the device does nothing. Launched dependently, a kernel
 may start as soon as every program of the one before has said so or ended, and has to wait by itself for what
 it needs. What it can do before is fetch what no kernel writes: weights.
 

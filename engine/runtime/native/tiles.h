@@ -10,10 +10,10 @@
 // the place within a block where a sum ends makes a difference. Denormal numbers count as zero.
 //
 // A panel's words come from memory when the first rows meet them. A load of a register is too much at once for
-// the processor to look past it to the next, so they are asked for two blocks ahead: one row then reads 84 % of
-// what two Sapphire Rapids cores can, without 72.
+// the processor to look past it to the next, so they are asked for two blocks ahead: one row then reads 86 % of
+// what two Sapphire Rapids cores can (tests/bench/results/kernels-2026-11-22.jsonl).
 //
-// A register's shape is part of the thread's state and costs some fifty cycles to set: `Tiles` remembers what
+// A register's shape is part of the thread's state and costs time to set: `Tiles` remembers what
 // it set, and clears it in the end, since other libraries use the unit in the same thread. Compilers do not
 // know what the instructions read and write, hence the fences.
 #pragma once
