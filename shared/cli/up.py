@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import shlex
+import shutil
 import socket
 import sys
 import tempfile
@@ -325,5 +326,14 @@ With the OpenAI SDK:
       model={model!r}, messages=[{{"role": "user", "content": "What is a penstock?"}}])
   print(answer.choices[0].message.content)
 
-In another terminal: penstock chat. Ctrl-C here stops both services.
+In another terminal: {_penstock()} chat. Ctrl-C here stops both services.
 """
+
+
+def _penstock() -> str:
+    """What starts this program in a terminal like ours, where the environment may not be active."""
+    return (
+        "penstock"
+        if shutil.which("penstock")
+        else shlex.quote(str(Path(sys.executable).with_name("penstock")))
+    )

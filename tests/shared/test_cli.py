@@ -251,6 +251,20 @@ def test_the_announcement_can_be_pasted() -> None:
     assert "also as a, *" in text
 
 
+@pytest.mark.parametrize("is_active", [True, False])
+def test_the_announcement_names_a_command_that_a_shell_finds(
+    monkeypatch: pytest.MonkeyPatch, is_active: bool
+) -> None:
+    own = Path(sys.executable).parent
+    monkeypatch.setenv("PATH", f"{own}:/usr/bin:/bin" if is_active else "/usr/bin:/bin")
+    running = Running(url="http://127.0.0.1:1/v1", key="key", model="m", pid=1)
+    text = up.announcement(up.Plan((), running, Path(), ()), 1.25)
+    [line] = [line for line in text.splitlines() if line.startswith("In another terminal: ")]
+    chat = line.removeprefix("In another terminal: ").partition(". ")[0]
+    assert chat == ("penstock chat" if is_active else f"{own / 'penstock'} chat")
+    subprocess.run(["sh", "-c", f"{chat} --help"], check=True, capture_output=True)
+
+
 # -- supervision ----------------------------------------------------------------------------------
 
 
