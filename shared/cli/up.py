@@ -332,8 +332,6 @@ In another terminal: {_penstock()} chat. Ctrl-C here stops both services.
 
 def _penstock() -> str:
     """What starts this program in a terminal like ours, where the environment may not be active."""
-    return (
-        "penstock"
-        if shutil.which("penstock")
-        else shlex.quote(str(Path(sys.executable).with_name("penstock")))
-    )
+    if shutil.which("penstock"):
+        return "penstock"
+    return shlex.quote(str(Path(sys.executable).with_name("penstock")))
