@@ -21,7 +21,7 @@ from typing import Final
 import httpx
 import msgspec
 
-from gateway.config import HopConfig, Protocol
+from gateway.config import HopConfig, ModelConfig, Protocol
 from gateway.relay.http1 import Http1Transport
 from gateway.shield import shielded
 from shared import errors
@@ -138,13 +138,19 @@ class Answer:
 class Upstream:
     """Make it in a running loop. Raises UnusableTls."""
 
-    def __init__(self, hop: HopConfig) -> None:
-        def context() -> ssl.SSLContext:  # one for each: they differ in what ALPN offers
+    def __init__(self, hop: HopConfig, models: Iterable[ModelConfig]) -> None:
+        secure = {model.protocol for model in models for url in model.replicas if url.startswith("https:")}
+
+        def context(protocol: Protocol) -> ssl.SSLContext | None:
+            """One for each: they differ in what ALPN offers. Making one takes 35 ms, mostly for the system's
+            authorities; so none is made in vain, except to check the files that are named."""
+            if protocol not in secure and hop == HopConfig():
+                return None
             return client_context(ca=hop.ca, cert=hop.cert, key=hop.key)
 
-        self._http2: Final = Http2Transport(ssl_context=context())
+        self._http2: Final = Http2Transport(ssl_context=context("http2"))
         self._transports: Final[dict[Protocol, Transport]] = {
-            "http1": Http1Transport(context()),
+            "http1": Http1Transport(context("http1")),
             "http2": self._http2,
         }
 

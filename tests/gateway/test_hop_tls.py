@@ -9,7 +9,8 @@ import pytest
 import trustme
 
 from engine.api.app import HttpServer
-from gateway.config import HopConfig
+from gateway.config import HopConfig, ModelConfig
+from gateway.relay import upstream
 from gateway.relay.upstream import Outbound, Upstream
 from shared.errors import UpstreamUnreachable
 from shared.http import Request, Responder
@@ -44,15 +45,16 @@ async def engine(files: Path) -> AsyncIterator[str]:
 
 
 async def ask(url: str, protocol: str, hop: HopConfig) -> bytes:
-    upstream = Upstream(hop)
+    model = ModelConfig("m", (url,), protocol)  # type: ignore[arg-type]
+    hop_end = Upstream(hop, [model])
     try:
-        answer = await upstream.send(protocol, url, Outbound("GET", "/hello", ()), 10.0)  # type: ignore[arg-type]
+        answer = await hop_end.send(model.protocol, url, Outbound("GET", "/hello", ()), 10.0)
         try:
             return await answer.read_all(100)
         finally:
             await answer.aclose()
     finally:
-        await upstream.aclose()
+        await hop_end.aclose()
 
 
 def hop(files: Path, ca: str, cert: str | None) -> HopConfig:
@@ -91,3 +93,20 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         client_context(ca=path)
     with pytest.raises(UnusableTls, match=r"missing\.pem"):
         client_context(cert=str(tmp_path / "missing.pem"))
+
+
+async def test_no_context_is_made_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str | None] = []
+
+    def make(*, ca: str | None, cert: str | None, key: str | None) -> None:
+        made.append(ca)
+
+    monkeypatch.setattr(upstream, "client_context", make)
+    plain, secure = (ModelConfig(name, (f"{name}://engine",)) for name in ("http", "https"))
+    for hop_, models in (
+        (HopConfig(), [plain]),
+        (HopConfig(), [plain, secure]),
+        (HopConfig(ca="x"), [plain]),
+    ):
+        await Upstream(hop_, models).aclose()
+    assert made == [None, "x", "x"], "for https alone, and to check the files that are named"
