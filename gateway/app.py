@@ -83,7 +83,7 @@ class Gateway:
         self.live = LiveRequests(config.limits.live_max)
         self.directory = DirectoryReader(config, path, clock)
         self.replicas = Replicas(config.models)
-        self._upstream = Upstream(config.hop)
+        self._upstream = Upstream(config.hop, config.models)
         IN_FLIGHT.set_function(lambda: len(self.live))
         HTTP2_STREAMS.set_function(lambda: self._upstream.streams)
         self.tokens = TokenCounter(
@@ -210,6 +210,12 @@ class _Protocol(RequestHandler):
         super().connection_made(transport)
         assert self.transport is not None  # uvloop's is no subclass of asyncio's
         bound_transport(self.transport, self._write_buffer_len)
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """A body's reader has room, as it says after every read. Without a pause there is nothing to resume;
+        aiohttp would parse once more what it has not got, which takes as long as the request did."""
+        if self._reading_paused:
+            super().resume_reading(resume_parser)
 
     def handle_error(
         self,

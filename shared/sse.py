@@ -30,6 +30,8 @@ CLOSING_LEN_MAX: Final = 2048
 
 _BOUNDARY: Final = b"\n\n"
 _COMMENT: Final = b": penstock "
+_MAY_CONTINUE: Final = (b":", b"\n:")
+"""What a chunk begins with, when the boundary before a comment came with the chunk before."""
 _TAIL_LEN: Final = len(_BOUNDARY + DONE)
 assert len(_COMMENT) < CLOSING_LEN_MAX
 
@@ -96,7 +98,10 @@ class TailScanner:
     def feed(self, chunk: bytes) -> bytes:
         """What may be forwarded at once: `chunk` itself, less or more than it, or nothing."""
         data = self._held + chunk if self._held else chunk
-        start = self._comment_start(data)
+        if b"\n\n:" not in data and not data.startswith(_MAY_CONTINUE):  # so with nearly every chunk
+            start = None
+        else:
+            start = self._comment_start(data)
         if start is None:
             self._held, forward = b"", data
         else:

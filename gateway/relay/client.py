@@ -29,6 +29,7 @@ from shared.sse import error_event
 
 BODILESS: Final = (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
 STATUS_LINES_MAX: Final = 1024
+_CHUNK: Final = b"%x\r\n%b\r\n"
 _LAST_CHUNK: Final = b"0\r\n\r\n"
 
 
@@ -52,10 +53,13 @@ class Begun(web.StreamResponse):
 
 
 class Client:
-    __slots__ = ("_chunked", "_is_stream", "_request", "_watch", "finished", "response", "slow_client_s")
+    __slots__ = (
+        "_chunked", "_is_stream", "_protocol", "_request", "_watch", "finished", "response", "slow_client_s",
+    )  # fmt: skip
 
     def __init__(self, request: web.BaseRequest, watch: Watch, slow_client_s: float) -> None:
         self._request = request
+        self._protocol = request.protocol
         self._watch = watch
         self._chunked = False
         self._is_stream = False
@@ -90,14 +94,16 @@ class Client:
             raise ValueError("a header's value holds a line end")
         self.response = _begun(status, keep_alive)
         self._is_stream = headers["content-type"].startswith("text/event-stream")
-        first = self._framed(body) if body else b""
-        if not self._put(b"%b\r\n\r\n%b" % (head.encode(), first)):
+        first = _CHUNK % (len(body), body) if body and self._chunked else body
+        begun = b"%b\r\n\r\n%b" % (head.encode(), first)
+        request.writer.output_size = len(begun)  # how aiohttp's error handling knows that it comes too late
+        if not self._put(begun):
             await self.drained()
 
     def offer(self, data: bytes) -> bool:
         """Gives `data`, which is not empty, to the transport, at once. Returns whether there is room for
         more; where there is none, wait for `drained` first. Raises ClientGone."""
-        return self._put(self._framed(data))
+        return self._put(_CHUNK % (len(data), data) if self._chunked else data)
 
     async def drained(self) -> None:
         """Room again. Raises ClientGone; the watch raises SlowClient when the client does not read."""
@@ -127,21 +133,17 @@ class Client:
                 self._put(_LAST_CHUNK)
             return
         self.response = _begun(self.response.status, False)
-        if (transport := self._request.transport) is not None:
+        if (transport := self._protocol.transport) is not None:
             transport.abort()
-
-    def _framed(self, data: bytes) -> bytes:
-        return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
 
     def _put(self, data: bytes) -> bool:
         """What `StreamWriter.write` does, without what is decided here: this is once per event."""
-        request = self._request
-        transport = request.transport
+        protocol = self._protocol
+        transport = protocol.transport
         if transport is None or transport.is_closing():
             raise ClientGone
-        request.writer.output_size += len(data)
         transport.write(data)
-        return not request.protocol.writing_paused
+        return not protocol.writing_paused
 
 
 @lru_cache(maxsize=STATUS_LINES_MAX)

@@ -416,13 +416,11 @@ class Connection:
                 budgets[kind].spend()
             elif kind > frames.CONTINUATION or (stop - start == frames.HEADER_LEN and not flags & ENDS):
                 self._empty_frames.spend()
-            if kind in takers or stream_id in abandoned:
+            take = (self._takers_of_abandoned if stream_id in abandoned else takers).get(kind)
+            if take is not None:
                 if fed < start:
                     self.feed(data[fed:start])
-                fed = start
-                take = (self._takers_of_abandoned if stream_id in abandoned else takers).get(kind)
-                if take is not None and take(flags, stream_id, data[start + frames.HEADER_LEN : stop]):
-                    fed = stop
+                fed = stop if take(flags, stream_id, data[start + frames.HEADER_LEN : stop]) else start
             done = stop
         if fed < done:
             self.feed(data[fed:done])

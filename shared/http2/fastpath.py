@@ -104,7 +104,11 @@ class FastPath:
             return self._connection.received_stray(stream_id, length)
         if stream.head is None:
             raise ProtocolViolation(ErrorCode.PROTOCOL_ERROR, "DATA before HEADERS")
-        self._charge(stream, length)
+        self.window -= length
+        self.uncredited += length
+        stream.receive_window -= length
+        if self.window < 0 or stream.receive_window < 0:
+            raise _overrun()
         stream.deliver(frames.unpadded(payload, flags) if flags & frames.PADDED else payload, length)
         if flags & frames.END_STREAM:
             self._connection.received_end(stream)
@@ -181,16 +185,11 @@ class FastPath:
             self._connection.enqueue(stream)
         return True
 
-    def _charge(self, stream: Stream | None, length: int) -> None:
+    def drop(self, length: int) -> None:
         self.window -= length
         self.uncredited += length
-        if stream is not None:
-            stream.receive_window -= length
-        if self.window < 0 or (stream is not None and stream.receive_window < 0):
-            raise ProtocolViolation(ErrorCode.FLOW_CONTROL_ERROR, "the peer sent more than its window")
-
-    def drop(self, length: int) -> None:
-        self._charge(None, length)
+        if self.window < 0:
+            raise _overrun()
 
     def credit_stream(self, stream: Stream, length: int) -> None:
         stream.receive_window += length
@@ -201,3 +200,7 @@ class FastPath:
             self.window += self.uncredited
             self._connection.put(frames.window_update(0, self.uncredited))
             self.uncredited = 0
+
+
+def _overrun() -> ProtocolViolation:
+    return ProtocolViolation(ErrorCode.FLOW_CONTROL_ERROR, "the peer sent more than its window")

@@ -137,8 +137,10 @@ class Stream:
         chunks = self._chunks
         data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         chunks.clear()
+        self.uncredited += self.buffered
         self.buffered = 0
-        self._consumed(len(data))
+        if self.uncredited >= self._connection.credit_at:
+            self._credit()
         return data
 
     async def _wait_to_read(self) -> bool:
@@ -149,12 +151,10 @@ class Stream:
         finally:
             self._reader = None
 
-    def _consumed(self, length: int) -> None:
-        self.uncredited += length
-        connection = self._connection
-        if self.uncredited >= connection.credit_at and not self.received_all and self.error is None:
+    def _credit(self) -> None:
+        if not self.received_all and self.error is None:
             credit, self.uncredited = self.uncredited, 0
-            connection.credit_stream(self, credit)
+            self._connection.credit_stream(self, credit)
 
     # -- for the writer -----------------------------------------------------------------------
 
@@ -207,19 +207,22 @@ class Stream:
     def deliver(self, data: bytes, flow_len: int) -> None:
         """`flow_len` counts padding too, which is consumed by arriving. Raises ProtocolViolation when it is
         more than was declared."""
+        length = len(data)
         if self.left is not None:
-            self.left -= len(data)
+            self.left -= length
             if self.left < 0:
                 raise ProtocolViolation(ErrorCode.PROTOCOL_ERROR, "a message longer than its content-length")
-        if data:
+        if length:
             if self._accept is None:
                 _wake(self._reader)
             elif not self._chunks:
                 self._connection.handing_over.append(self)
             self._chunks.append(data)
-            self.buffered += len(data)
-        if flow_len != len(data):
-            self._consumed(flow_len - len(data))
+            self.buffered += length
+        if flow_len != length:
+            self.uncredited += flow_len - length
+            if self.uncredited >= self._connection.credit_at:
+                self._credit()
 
     def deliver_end(self) -> None:
         """Raises ProtocolViolation when more was declared."""

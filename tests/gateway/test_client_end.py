@@ -81,8 +81,8 @@ class Wire:
         self.sent = b""
         self.version, self.keep_alive = HttpVersion11, True
         self.writer = SimpleNamespace(output_size=0)
-        self.protocol = SimpleNamespace(writing_paused=False)
-        self.transport = SimpleNamespace(is_closing=lambda: False, write=self._write)
+        transport = SimpleNamespace(is_closing=lambda: False, write=self._write)
+        self.protocol = SimpleNamespace(writing_paused=False, transport=transport)
 
     def _write(self, data: bytes) -> None:
         self.sent += data
