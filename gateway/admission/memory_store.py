@@ -20,7 +20,6 @@ from msgspec import Struct
 from gateway.admission import quota
 from gateway.admission.quota import (
     Decision,
-    Holding,
     ReservationId,
     Scope,
     Settlement,
@@ -70,18 +69,17 @@ class MemoryStore:
         assert tokens >= 0
         now_ms = self._now_ms()
         self._expire(now_ms)
-        holdings = self._holdings(subjects)
-        refusal = quota.decide(holdings, tokens, now_ms)
+        holdings = [(subject, self._of(subject, now_ms)) for subject in subjects]
+        refusal = quota.decide(holdings, tokens)
         if refusal is None:
-            holdings = [
-                (subject, quota.charge(subject.limits, usage, tokens, now_ms)) for subject, usage in holdings
-            ]
-            self._usage.update({(subject.scope, subject.id): usage for subject, usage in holdings})
+            holdings = [(subject, quota.charge(subject.limits, usage, tokens)) for subject, usage in holdings]
+            for subject, usage in holdings:
+                self._usage[subject.scope, subject.id] = usage
             entry = _Reservation(tuple(subjects), tokens, now_ms + LEASE_TTL_MS)
             self._reservations[reservation] = entry
             self.ledger.reserved += tokens
             self.ledger.outstanding += tokens
-        return Done(Decision(refusal, quota.windows_of(holdings, now_ms)))
+        return Done(Decision(refusal, quota.windows_of(holdings)))
 
     def settle(self, reservation: ReservationId, tokens: int) -> Done[Settlement | None]:
         assert tokens >= 0
@@ -92,7 +90,8 @@ class MemoryStore:
             return Done(None)
         settlement = Settlement(entry.tokens, tokens)
         for subject in entry.subjects:
-            self._put(subject, quota.settle(subject.limits, self._of(subject), settlement, now_ms))
+            usage = quota.settle(subject.limits, self._of(subject, now_ms), settlement)
+            self._usage[subject.scope, subject.id] = usage
         self._book(settlement)
         return Done(settlement)
 
@@ -106,7 +105,8 @@ class MemoryStore:
         return Done(None)
 
     def windows(self, subjects: Sequence[Subject]) -> Done[Windows]:
-        return Done(quota.windows_of(self._holdings(subjects), self._now_ms()))
+        now_ms = self._now_ms()
+        return Done(quota.windows_of([(subject, self._of(subject, now_ms)) for subject in subjects]))
 
     @property
     def live(self) -> int:
@@ -121,7 +121,7 @@ class MemoryStore:
                 return
             del self._reservations[reservation]
             for subject in entry.subjects:
-                self._put(subject, quota.expire(self._of(subject)))
+                self._usage[subject.scope, subject.id] = quota.expire(self._of(subject, now_ms))
             self._book(Settlement(entry.tokens, entry.tokens))
 
     def _book(self, settlement: Settlement) -> None:
@@ -132,14 +132,8 @@ class MemoryStore:
         ledger.overdrawn += settlement.overdrawn
         assert ledger.balanced, ledger
 
-    def _holdings(self, subjects: Sequence[Subject]) -> list[Holding]:
-        return [(subject, self._of(subject)) for subject in subjects]
-
-    def _of(self, subject: Subject) -> Usage:
-        return self._usage.get((subject.scope, subject.id), _EMPTY)
-
-    def _put(self, subject: Subject, usage: Usage) -> None:
-        self._usage[subject.scope, subject.id] = usage
+    def _of(self, subject: Subject, now_ms: int) -> Usage:
+        return self._usage.get((subject.scope, subject.id), _EMPTY).at(subject.limits, now_ms)
 
     def _now_ms(self) -> int:
         return int(self._clock.monotonic() * 1000)

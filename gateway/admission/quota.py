@@ -56,42 +56,28 @@ class Subject(Struct, frozen=True):
     limits: QuotaLimits
 
 
-class Bucket(Struct, frozen=True):
-    level: int = 0
-    """In units: what was charged and has not drained yet."""
-    at_ms: int = 0
-    """When `level` was true."""
-
-    def at(self, per_min: int, now_ms: int) -> Bucket:
-        if now_ms == self.at_ms:
-            return self
-        elapsed_ms = max(0, now_ms - self.at_ms)
-        return Bucket(max(0, self.level - per_min * elapsed_ms), max(self.at_ms, now_ms))
-
-    def plus(self, amount: int) -> Bucket:
-        """`amount` requests or tokens more; less when negative, but never below empty."""
-        return Bucket(max(0, self.level + amount * WEIGHT), self.at_ms)
-
-    def wait_ms(self, per_min: int, amount: int) -> int | None:
-        """How long until `amount` fits: 0 is now, None is never. `self` must be current."""
-        if amount > per_min:
-            return None
-        excess = self.level + amount * WEIGHT - per_min * WEIGHT
-        return max(0, -(-excess // per_min)) if per_min else 0
-
-
-_EMPTY: Final = Bucket()
-
-
 class Usage(Struct, frozen=True):
     """What a subject has used, as a store keeps it."""
 
-    requests: Bucket = _EMPTY
-    tokens: Bucket = _EMPTY
+    requests: int = 0
+    """The level of this bucket, in units: what was charged and has not drained yet. Without a limit nothing
+    is kept: one that comes later starts from an empty bucket."""
+    tokens: int = 0
+    """Of this one."""
+    at_ms: int = 0
+    """When the levels were true."""
     live: int = 0
     """Leases held: requests admitted, neither settled nor expired."""
     spent: int = 0
     """Tokens against the budget: used and reserved."""
+
+    def at(self, limits: QuotaLimits, now_ms: int) -> Usage:
+        elapsed_ms = now_ms - self.at_ms
+        if elapsed_ms <= 0:
+            return self
+        requests = drained(self.requests, limits.requests_per_min, elapsed_ms)
+        tokens = drained(self.tokens, limits.tokens_per_min, elapsed_ms)
+        return Usage(requests, tokens, now_ms, self.live, self.spent)
 
 
 class Window(Struct, frozen=True):
@@ -139,6 +125,7 @@ class Settlement(Struct, frozen=True):
 
 
 Holding = tuple[Subject, Usage]
+"""A subject's usage as it is now."""
 
 
 class QuotaStore(Protocol):
@@ -165,84 +152,96 @@ class QuotaStore(Protocol):
         ...
 
 
-def decide(holdings: Iterable[Holding], tokens: int, now_ms: int) -> Refusal | None:
+# -- one bucket -----------------------------------------------------------------------------------
+
+
+def drained(level: int, per_min: int | None, elapsed_ms: int) -> int:
+    return max(0, level - per_min * elapsed_ms) if per_min is not None else 0
+
+
+def fits(level: int, per_min: int, amount: int) -> bool:
+    return level + amount * WEIGHT <= per_min * WEIGHT
+
+
+def wait_ms(level: int, per_min: int, amount: int) -> int | None:
+    """How long until `amount`, which does not fit, does; None is never."""
+    if amount > per_min or not per_min:
+        return None
+    return -(-(level + (amount - per_min) * WEIGHT) // per_min)
+
+
+def charged(level: int, per_min: int | None, amount: int) -> int:
+    """`amount` requests or tokens more; less when negative, but never below empty."""
+    return max(0, level + amount * WEIGHT) if per_min is not None else 0
+
+
+# -- all meters of a subject ----------------------------------------------------------------------
+
+
+def decide(holdings: Iterable[Holding], tokens: int) -> Refusal | None:
     """Whether one request of `tokens` may pass. Of several refusals, the one that lasts longest."""
     worst: Refusal | None = None
     for subject, usage in holdings:
-        for refusal in _refusals(subject, usage, tokens, now_ms):
+        for refusal in _refusals(subject, usage, tokens):
             if worst is None or _lasts_ms(refusal) > _lasts_ms(worst):
                 worst = refusal
     return worst
 
 
-def charge(limits: QuotaLimits, usage: Usage, tokens: int, now_ms: int) -> Usage:
+def charge(limits: QuotaLimits, usage: Usage, tokens: int) -> Usage:
     """After a grant."""
     return Usage(
-        requests=_changed(usage.requests, limits.requests_per_min, 1, now_ms),
-        tokens=_changed(usage.tokens, limits.tokens_per_min, tokens, now_ms),
-        live=usage.live + 1,
-        spent=usage.spent + tokens,
+        charged(usage.requests, limits.requests_per_min, 1),
+        charged(usage.tokens, limits.tokens_per_min, tokens),
+        usage.at_ms,
+        usage.live + 1,
+        usage.spent + tokens,
     )
 
 
-def settle(limits: QuotaLimits, usage: Usage, settlement: Settlement, now_ms: int) -> Usage:
+def settle(limits: QuotaLimits, usage: Usage, settlement: Settlement) -> Usage:
     """After the request ended: the lease is given back, and the difference is charged or refunded."""
     assert usage.live > 0, "a lease is given back once"
     difference = settlement.settled - settlement.reserved
-    return Usage(
-        requests=usage.requests,
-        tokens=_changed(usage.tokens, limits.tokens_per_min, difference, now_ms),
-        live=usage.live - 1,
-        spent=max(0, usage.spent + difference),
-    )
+    tokens = charged(usage.tokens, limits.tokens_per_min, difference)
+    return Usage(usage.requests, tokens, usage.at_ms, usage.live - 1, max(0, usage.spent + difference))
 
 
 def expire(usage: Usage) -> Usage:
     """A lease ran out unsettled: the seat is free again, the reserved tokens stay charged."""
     assert usage.live > 0
-    return Usage(usage.requests, usage.tokens, usage.live - 1, usage.spent)
+    return Usage(usage.requests, usage.tokens, usage.at_ms, usage.live - 1, usage.spent)
 
 
-def windows_of(holdings: Iterable[Holding], now_ms: int) -> Windows:
-    requests: list[Window] = []
-    tokens: list[Window] = []
+def windows_of(holdings: Iterable[Holding]) -> Windows:
+    requests: Window | None = None
+    tokens: Window | None = None
     for subject, usage in holdings:
-        if (limit := subject.limits.requests_per_min) is not None:
-            requests.append(_window(usage.requests.at(limit, now_ms), limit))
-        if (limit := subject.limits.tokens_per_min) is not None:
-            tokens.append(_window(usage.tokens.at(limit, now_ms), limit))
-    return Windows(_tightest(requests), _tightest(tokens))
+        requests = _tighter(requests, subject.limits.requests_per_min, usage.requests)
+        tokens = _tighter(tokens, subject.limits.tokens_per_min, usage.tokens)
+    return Windows(requests, tokens)
 
 
-def _refusals(subject: Subject, usage: Usage, tokens: int, now_ms: int) -> Iterable[Refusal]:
-    limits = subject.limits
-    if (limit := limits.requests_per_min) is not None:
-        wait_ms = usage.requests.at(limit, now_ms).wait_ms(limit, 1)
-        if wait_ms != 0:
-            yield Refusal(Meter.REQUESTS, subject.scope, limit, wait_ms)
-    if (limit := limits.tokens_per_min) is not None:
-        wait_ms = usage.tokens.at(limit, now_ms).wait_ms(limit, tokens)
-        if wait_ms != 0:
-            yield Refusal(Meter.TOKENS, subject.scope, limit, wait_ms)
+def _refusals(subject: Subject, usage: Usage, tokens: int) -> Iterable[Refusal]:
+    limits, scope = subject.limits, subject.scope
+    if (limit := limits.requests_per_min) is not None and not fits(usage.requests, limit, 1):
+        yield Refusal(Meter.REQUESTS, scope, limit, wait_ms(usage.requests, limit, 1))
+    if (limit := limits.tokens_per_min) is not None and not fits(usage.tokens, limit, tokens):
+        yield Refusal(Meter.TOKENS, scope, limit, wait_ms(usage.tokens, limit, tokens))
     if (limit := limits.concurrent) is not None and usage.live >= limit:
-        yield Refusal(Meter.CONCURRENCY, subject.scope, limit, BUSY_RETRY_MS)
+        yield Refusal(Meter.CONCURRENCY, scope, limit, BUSY_RETRY_MS)
     if (limit := limits.token_budget) is not None and usage.spent + tokens > limit:
-        yield Refusal(Meter.BUDGET, subject.scope, limit, None)
-
-
-def _changed(bucket: Bucket, per_min: int | None, amount: int, now_ms: int) -> Bucket:
-    """Without a limit nothing is kept: a limit that comes later starts from an empty bucket."""
-    return _EMPTY if per_min is None else bucket.at(per_min, now_ms).plus(amount)
+        yield Refusal(Meter.BUDGET, scope, limit, None)
 
 
 def _lasts_ms(refusal: Refusal) -> float:
     return float("inf") if refusal.retry_after_ms is None else refusal.retry_after_ms
 
 
-def _window(bucket: Bucket, limit: int) -> Window:
-    remaining = max(0, limit * WEIGHT - bucket.level) // WEIGHT
-    return Window(limit, remaining, -(-bucket.level // limit) if limit else 0)
-
-
-def _tightest(windows: list[Window]) -> Window | None:
-    return min(windows, key=lambda window: window.remaining, default=None)
+def _tighter(window: Window | None, limit: int | None, level: int) -> Window | None:
+    if limit is None:
+        return window
+    remaining = max(0, limit * WEIGHT - level) // WEIGHT
+    if window is not None and window.remaining <= remaining:
+        return window
+    return Window(limit, remaining, -(-level // limit) if limit else 0)

@@ -15,7 +15,6 @@ from gateway.admission.memory_store import LEASE_TTL_MS, MemoryStore
 from gateway.admission.quota import (
     BUSY_RETRY_MS,
     WEIGHT,
-    Bucket,
     Meter,
     QuotaStore,
     Refusal,
@@ -23,6 +22,11 @@ from gateway.admission.quota import (
     Scope,
     Settlement,
     Subject,
+    Usage,
+    charged,
+    drained,
+    fits,
+    wait_ms,
 )
 from gateway.config import QuotaLimits
 from tests.fakes import VirtualClock
@@ -45,26 +49,30 @@ def rid(name: object) -> ReservationId:
 
 @given(LIMITS, st.integers(0, 10**9), st.integers(0, 10**9))
 def test_a_wait_is_exactly_long_enough(per_min: int, level: int, amount: int) -> None:
-    bucket = Bucket(level * WEIGHT, 0)
-    wait_ms = bucket.wait_ms(per_min, amount)
-    if amount > per_min:
-        assert wait_ms is None
+    level *= WEIGHT
+    if fits(level, per_min, amount):
         return
-    assert wait_ms is not None
-    assert bucket.at(per_min, wait_ms).wait_ms(per_min, amount) == 0
-    if wait_ms > 0:
-        assert bucket.at(per_min, wait_ms - 1).wait_ms(per_min, amount) == 1
+    wait = wait_ms(level, per_min, amount)
+    if amount > per_min:
+        assert wait is None
+        return
+    assert wait is not None
+    assert wait > 0
+    assert fits(drained(level, per_min, wait), per_min, amount)
+    almost = drained(level, per_min, wait - 1)
+    assert not fits(almost, per_min, amount)
+    assert wait_ms(almost, per_min, amount) == 1
 
 
 @given(LIMITS, st.lists(st.tuples(st.integers(0, 90_000), st.integers(1, 50)), max_size=60))
 def test_never_more_than_the_limit_and_what_drained(per_min: int, arrivals: list[tuple[int, int]]) -> None:
     """In any time T at most `limit` and `limit` per minute of T pass."""
-    bucket, now_ms, passed = Bucket(), 0, []
-    for wait_ms, amount in arrivals:
-        now_ms += wait_ms
-        bucket = bucket.at(per_min, now_ms)
-        if bucket.wait_ms(per_min, amount) == 0:
-            bucket = bucket.plus(amount)
+    level, now_ms, passed = 0, 0, []
+    for elapsed_ms, amount in arrivals:
+        now_ms += elapsed_ms
+        level = drained(level, per_min, elapsed_ms)
+        if fits(level, per_min, amount):
+            level = charged(level, per_min, amount)
             passed.append((now_ms, amount))
     for i, (start_ms, _) in enumerate(passed):
         total = 0
@@ -74,8 +82,8 @@ def test_never_more_than_the_limit_and_what_drained(per_min: int, arrivals: list
 
 
 def test_time_that_runs_backwards_drains_nothing() -> None:
-    bucket = Bucket(WEIGHT, 1000)
-    assert bucket.at(60, 500) == bucket
+    usage = Usage(requests=WEIGHT, tokens=WEIGHT, at_ms=1000)
+    assert usage.at(QuotaLimits(requests_per_min=60, tokens_per_min=60), 500) == usage
 
 
 # -- the contract of a store ----------------------------------------------------------------------
@@ -297,7 +305,7 @@ class Law4(RuleBasedStateMachine):
         for usage in self.store._usage.values():
             assert usage.live >= 0
             assert usage.spent >= 0
-            assert usage.tokens.level >= 0
+            assert usage.tokens >= 0
 
     def teardown(self) -> None:
         self.clock.advance(LEASE_TTL_MS / 1000)
