@@ -196,7 +196,8 @@ def _measure_fused(
     )
     stream = Stream(residual, change)
     apart_us = timer(partial(_apart, table, stream, linear))
-    tile, best_us = _best(_tiles(linear.weight, activations), partial(_fused, stream, linear), timer)
+    tiles = _tiles(linear.weight, activations, rows)
+    tile, best_us = _best(tiles, partial(_fused, stream, linear), timer)
     margin = MARGIN if table.measured[shape].tile is None else 1.0
     return FusedMeasured(tile if best_us * margin < apart_us else None, best_us, apart_us)
 

@@ -35,25 +35,30 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.runtime.kernels.overlap import dependent, wait_for_earlier
+from engine.runtime.kernels.widening import beside, widened
 
 SPLIT_TOKENS: Final = 256
 """At group 4 and head size 128, partial sums are then 3 % of the bytes read; a batch of 1 at 2k still makes
 64 items of 8 kv heads."""
 SPLITS_MAX: Final = 128
 """Per row. Bounds the partial sums, and what the last program has to add up."""
-PROGRAMS_PER_SM: Final = 2
-"""Two programs to a multiprocessor hide each other's arithmetic; registers and shared memory allow it."""
+PROGRAMS_PER_SM: Final = 3
+"""Programs of a multiprocessor hide each other's arithmetic, and the time in which one has nothing in flight:
+at the end of an item and the start of the next. Registers allow three."""
 DOT_ROWS_MIN: Final = 16
 WARPS: Final = 4
 STAGES: Final = 5
-"""Of the software pipeline, the page's lookup and the arithmetic included: between them, two tiles of keys
-and of values (64 KiB at head size 128) are in flight. With two programs that is 128 of a
-multiprocessor's 227 KiB, and four times what latency times bandwidth asks for (4.8 TB/s x 0.7 us / 132
-SMs = 26 KB)."""
-REGISTERS_MAX: Final = 240
-"""Per thread. Two programs have room for it; left to itself, the assembler spills to make room for three."""
-COMBINE_ELEMENTS: Final = 8192
-"""Of partial sums, added at once: 64 registers per thread."""
+"""Of the software pipeline, the page's lookup and the arithmetic included: between them there is room for two
+tiles of keys and of values (64 KiB at head size 128), one in flight while the other is multiplied. With three
+programs that is 213 of a multiprocessor's 227 KiB, and 96 KiB in flight where latency times bandwidth asks
+for 26 (4.8 TB/s x 0.7 us / 132 SMs) of a memory that is idle, and for twice that of a busy one."""
+STAGES_FP8: Final = 7
+"""A tile in flight more, as it is half as large."""
+REGISTERS_MAX: Final = 168
+"""Per thread: room for three programs. What does not fit is set aside before the first page, and taken up
+behind the last one."""
+COMBINE_ELEMENTS: Final = 4096
+"""Of partial sums, added at once: 32 registers per thread."""
 HEAD_DIMS: Final = (16, 32, 64, 128, 256)
 
 LOG2_E: Final = 1.4426950408889634
@@ -192,7 +197,7 @@ def paged_decode(
         SPLITS_MAX=SPLITS_MAX,
         COMBINE=max(1, COMBINE_ELEMENTS // (group_block * head_dim)),
         num_warps=WARPS,
-        num_stages=STAGES,
+        num_stages=STAGES_FP8 if keys.dtype == torch.float8_e4m3fn else STAGES,
         maxnreg=REGISTERS_MAX,
         **dependent(),
     )
@@ -294,6 +299,7 @@ def decode_kernel(
         dim = tl.arange(0, D)
         in_row = (head * GROUP + member[:, None]) * D + dim[None, :]
         query = tl.load(q + row * q_stride + in_row, mask=member[:, None] < GROUP, other=0.0)
+        query = beside(query, keys)
         acc, top, weight = _attend_split(
             query, keys, values, tables + row.to(tl.int64) * table_stride, length, split, head, scale,
             WINDOW, KV_HEADS, DOT_ROWS, D, PAGE, SPLIT_PAGES, SPLITS_MAX,
@@ -353,13 +359,13 @@ def _attend_split(
         seen = position < length
         if WINDOW > 0:
             seen = seen & (position >= length - WINDOW)
-        key = tl.load(keys + start + tile, mask=seen[:, None], other=0.0).to(query.dtype)
+        key = widened(tl.load(keys + start + tile, mask=seen[:, None], other=0.0), query.dtype)
         scores = tl.dot(query, key.T, input_precision="ieee") * scale
         scores = tl.where(seen[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         fade = tl.exp2(top - higher)
         p = tl.exp2(scores - higher[:, None])
-        value = tl.load(values + start + tile, mask=seen[:, None], other=0.0).to(query.dtype)
+        value = widened(tl.load(values + start + tile, mask=seen[:, None], other=0.0), query.dtype)
         acc = tl.dot(p.to(query.dtype), value, acc * fade[:, None], input_precision="ieee")
         weight = weight * fade + tl.sum(p, 1)
         top = higher

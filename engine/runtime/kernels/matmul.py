@@ -8,6 +8,12 @@ arrived.
 No split of K: a product's sum runs over ascending k in one program, so that it does not depend on how many
 programs there are. Narrow tiles (16 or 32 rows of the weight) keep all multiprocessors busy instead.
 
+**A row that is alone** is a sixteenth of what the tensor cores multiply at least, and all sixteen would have
+to be fetched, normed and laid out. Tiles for it (`TILES_ALONE`) use ordinary arithmetic: a program keeps a
+sum for each place of its tile, in float32, and adds the places up at the end. Per byte of the weight that is
+as many instructions as with the tensor cores, but half of them where the row is normed on the way; and the
+shared memory is all the weight's.
+
 A weight in fp8 (e4m3) is converted as it arrives, and the product multiplied by the row's scale at the end:
 half the bytes, and in decode nearly half the time. Where groups of columns have scales of their own, each
 tile's product is multiplied before it is added.
@@ -48,6 +54,7 @@ from torch import Tensor
 from engine.runtime.fp8 import Fp8Weight
 from engine.runtime.kernels.fused import Norm, Stream
 from engine.runtime.kernels.overlap import dependent, prefetch, wait_for_earlier
+from engine.runtime.kernels.widening import widened
 
 Weight = Tensor | Fp8Weight
 
@@ -65,6 +72,8 @@ class Tile:
     k: int
     warps: int
     stages: int
+    alone: bool = False
+    """For one row, which is multiplied without the tensor cores: they want 16."""
 
 
 TILES: Final = (
@@ -81,10 +90,19 @@ GPU's multiprocessors have nothing to read."""
 NARROW_HEIGHT_MAX: Final = 2048
 
 
+TILES_ALONE: Final = (
+    # Wide enough that every thread has 4 bytes of the row to fetch: fewer cannot be fetched ahead.
+    Tile(8, 512, 4, 5, alone=True),  # 32 KiB
+    Tile(16, 256, 4, 6, alone=True),  # 40 KiB
+    Tile(32, 256, 4, 4, alone=True),  # 48 KiB
+)
+
+
 def tiles_for(height: int, rows: int) -> Sequence[Tile]:
     """Worth trying for a weight of so many rows, times so many rows of activations."""
     is_narrow = height <= NARROW_HEIGHT_MAX and rows <= ROWS[0]
-    return (NARROW, *TILES) if is_narrow else TILES
+    tiles = (NARROW, *TILES) if is_narrow else TILES
+    return (*tiles, *TILES_ALONE) if rows == 1 else tiles
 
 
 def row_bucket(rows: int) -> int:
@@ -147,6 +165,7 @@ def _launch(
     assert values.shape[1] == width
     assert all(t.is_contiguous() for t in (x, change, total, values, bias, out) if t is not None)
     assert group % tile.k == 0
+    assert rows == 1 or not tile.alone
     out = x.new_empty(rows, height) if out is None else out
     skinny_kernel[(triton.cdiv(height, block_n),)](
         x,
@@ -164,12 +183,12 @@ def _launch(
         GATED=gated,
         EVEN=height % block_n == 0 and width % tile.k == 0,
         GROUP=group,
-        BLOCK_M=row_bucket(rows),
+        BLOCK_M=1 if tile.alone else row_bucket(rows),
         BLOCK_N=block_n,
         BLOCK_K=tile.k,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        AHEAD=tile.stages - 1,
+        STAGES=tile.stages,
         **dependent(),
     )
     return out
@@ -195,10 +214,12 @@ def skinny_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`height` is the output's; with a gate, the weight has twice as many rows."""
+    """`height` is the output's; with a gate, the weight has twice as many rows. A BLOCK_M of 1 is a row that
+    is alone: its products are added up place by place, and over the places at the end."""
+    ALONE: tl.constexpr = BLOCK_M == 1
     row = tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -207,14 +228,16 @@ def skinny_kernel(
     up_at = weight + (n.to(tl.int64) + height)[:, None] * width + k[None, :]
     whole = height * (1 + GATED)
     if PDL:
-        _prefetch(weight, n, n < height, width, AHEAD * BLOCK_K)
+        _prefetch(weight, n, n < height, width, (STAGES - 1) * BLOCK_K)
         if GATED:
-            _prefetch(weight, n + height, n < height, width, AHEAD * BLOCK_K)
+            _prefetch(weight, n + height, n < height, width, (STAGES - 1) * BLOCK_K)
     wait_for_earlier(PDL)
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    sums: tl.constexpr = [BLOCK_N, BLOCK_K] if ALONE else [BLOCK_M, BLOCK_N]
+    acc = tl.zeros(sums, tl.float32)
+    up = tl.zeros(sums, tl.float32)
     squares = tl.zeros([BLOCK_M, BLOCK_K // 8], tl.float32)  # a thread's own neighbours are one sum
-    for start in range(0, width, BLOCK_K):
+    # without a dot, a loop is pipelined only where that is asked for
+    for start in tl.range(0, width, BLOCK_K, num_stages=STAGES if ALONE else None):
         inside_k = start + k < width
         inside = row[:, None] < rows
         if not EVEN:
@@ -229,15 +252,15 @@ def skinny_kernel(
                 tl.store(total + start + x_at, part, mask=inside & (row[:, None] < own_rows))
             wide = part.to(tl.float32)
             squares += tl.sum(tl.reshape(wide * wide, [BLOCK_M, BLOCK_K // 8, 8]), 2)
-            part = (wide * _load(norm + start + k, inside_k, EVEN)[None, :]).to(part.dtype)
-        scale_at = scales
-        if GROUP > 0:
-            scale_at += start // GROUP * whole + n
-        acc = _add_product(acc, part, w_at + start, scale_at, n < height, inside_k, EVEN, GROUP)
+            wide *= _load(norm + start + k, inside_k, EVEN)[None, :]
+            part = wide if ALONE else wide.to(part.dtype)
+        scale_at = start // GROUP * whole + n if GROUP > 0 else n
+        acc = _add_product(acc, part, w_at + start, scales, scale_at, n < height, inside_k, EVEN, GROUP)
         if GATED:
-            if GROUP > 0:
-                scale_at += height
-            up = _add_product(up, part, up_at + start, scale_at, n < height, inside_k, EVEN, GROUP)
+            scale_at += height
+            up = _add_product(up, part, up_at + start, scales, scale_at, n < height, inside_k, EVEN, GROUP)
+    if ALONE:
+        acc, up = tl.sum(acc, 1)[None, :], tl.sum(up, 1)[None, :]
     if norm is not None:
         factor = 1.0 / tl.sqrt(tl.sum(squares, 1) / width + eps)
         acc *= factor[:, None]
@@ -265,14 +288,22 @@ def _load(at, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _add_product(acc, part, tile_at, scale_at, inside_n, inside_k, EVEN: tl.constexpr, GROUP: tl.constexpr):
-    """acc + part @ tile^T, times the tile's scales where groups have their own."""
+def _add_product(
+    acc, part, tile_at, scales, scale_at, inside_n, inside_k, EVEN: tl.constexpr, GROUP: tl.constexpr
+):
+    """acc + part @ tile^T, times the tile's scales where groups have their own. A row alone is left by place:
+    acc [BLOCK_N, BLOCK_K] + part * tile."""
     tile = _load(tile_at, inside_n[:, None] & inside_k[None, :], EVEN)
-    if GROUP > 0:
-        scale = tl.load(scale_at, mask=inside_n, other=0.0)
-        acc += tl.dot(part, tile.to(part.dtype).T, input_precision="ieee") * scale[None, :]
+    if part.shape[0] == 1:
+        product = part.to(tl.float32) * widened(tile, tl.float32)
+        if GROUP > 0:
+            product *= tl.load(scales + scale_at, mask=inside_n, other=0.0)[:, None]
+        acc += product
+    elif GROUP > 0:
+        scale = tl.load(scales + scale_at, mask=inside_n, other=0.0)
+        acc += tl.dot(part, widened(tile, part.dtype).T, input_precision="ieee") * scale[None, :]
     else:
-        acc = tl.dot(part, tile.to(part.dtype).T, acc, input_precision="ieee")
+        acc = tl.dot(part, widened(tile, part.dtype).T, acc, input_precision="ieee")
     return acc
 
 

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from engine.runtime.attention import Chunk
 from engine.runtime.kernels.decode_attention import HEAD_DIMS, LOG2_E
+from engine.runtime.kernels.widening import beside, widened
 
 BLOCK_M: Final = 128
 """Two groups of four warps, each with the 64 rows of one `wgmma`."""
@@ -136,6 +137,7 @@ def prefill_kernel(
     packed = (offset + token).to(tl.int64)
     in_token = (head * GROUP + member)[:, None] * D + tl.arange(0, D)[None, :]
     query = tl.load(q + packed[:, None] * q_stride + in_token, mask=exists[:, None], other=0.0)
+    query = beside(query, keys)
     position = start + token
 
     # Pages [begin, low) and [high, end) have an edge in them; those between are seen whole by every token.
@@ -196,11 +198,11 @@ def _attend_pages(
         key_at = page * PAGE + in_page
         if EDGE:
             written = (key_at < context)[:, None]
-            key = tl.load(keys + start + tile, mask=written, other=0.0).to(query.dtype)
-            value = tl.load(values + start + tile, mask=written, other=0.0).to(query.dtype)
+            key = widened(tl.load(keys + start + tile, mask=written, other=0.0), query.dtype)
+            value = widened(tl.load(values + start + tile, mask=written, other=0.0), query.dtype)
         else:
-            key = tl.load(keys + start + tile).to(query.dtype)
-            value = tl.load(values + start + tile).to(query.dtype)
+            key = widened(tl.load(keys + start + tile), query.dtype)
+            value = widened(tl.load(values + start + tile), query.dtype)
         scores = tl.dot(query, key.T, input_precision="ieee")
         if EDGE:
             seen = key_at[None, :] <= position[:, None]

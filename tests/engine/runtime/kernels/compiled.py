@@ -38,6 +38,7 @@ INSTRUCTIONS = (
     "cp.async.bulk",
     "st.local",
     "ld.global",
+    "cvt.bf16.f16",
     "atom.global.gpu.acq_rel",
 )
 TYPES = {
@@ -326,6 +327,13 @@ def report_fused_matmul() -> None:
     report("matmul first", matmul, "skinny_kernel", launch)
     norm = fused.Norm(meta(4096, dtype=torch.float32), 1e-6)
     stream = fused.Stream(meta(16, 4096), meta(16, 4096))
+    lone = fused.Stream(meta(1, 4096), meta(1, 4096))
+    for tile in matmul.TILES_ALONE:
+        for name, dtype in (("", torch.bfloat16), (" fp8", torch.float8_e4m3fn)):
+            launch = partial(
+                matmul.normed_matmul, lone, norm, matrix(2 * 14_336, 4096, dtype), tile, gated=True
+            )
+            report(f"matmul alone {tile.n}x{tile.k}{name}", matmul, "skinny_kernel", launch)
     for name, group in (("fp8", 0), ("fp8 blocks", 128)):
         weight = matrix(2 * 14_336, 4096, torch.float8_e4m3fn, group)
         launch = partial(matmul.normed_matmul, stream, norm, weight, matmul.TILES[1], gated=True)

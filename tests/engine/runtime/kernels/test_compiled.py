@@ -34,18 +34,22 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
 
 def test_nothing_spills_and_everything_fits(reports: dict[str, Report]) -> None:
     """Of the largest pages it is asked no more than that they fit. Where a step begins, cosines of angles
-    beyond 100,000 keep their digits in memory of their own."""
+    beyond 100,000 keep their digits in memory of their own. Decode attention sets a few numbers aside."""
     for name, report in reports.items():
         assert report["shared_bytes"] <= SHARED_BYTES_MAX, name
-        assert report["stack_bytes"] == 0 or name.startswith("largest"), name
+        set_aside = 32 if "decode" in name else 0
+        assert report["stack_bytes"] <= set_aside or name.startswith("largest"), name
         assert report["st.local"] == 0 or name.startswith("largest") or name.endswith("begin"), name
 
 
-def test_decode_keeps_two_tiles_in_flight_on_either_of_two_programs(reports: dict[str, Report]) -> None:
+def test_decode_has_a_tile_in_flight_behind_another_in_each_of_three_programs(
+    reports: dict[str, Report],
+) -> None:
     tile = 2 * 64 * 128 * 2
-    report = reports["decode 8B"]
-    assert 2 * tile <= report["shared_bytes"] <= SHARED_BYTES_MAX // 2
-    assert 2 * 128 * report["registers"] <= 65536
+    for name, tiles in (("decode 8B", 2), ("decode window", 2), ("decode fp8 cache", 1.5)):
+        report = reports[name]
+        assert tiles * tile <= report["shared_bytes"] <= SHARED_BYTES_MAX // 3 - 1024, name
+        assert 3 * 128 * report["registers"] <= 65536, name
     for name in ("decode 8B", "decode window", "decode fp8 cache"):
         assert reports[name]["cp.async.cg"] > 0, name
         assert reports[name]["mma.sync"] > 0, name
@@ -78,6 +82,24 @@ def test_skinny_products_read_ahead_by_what_hides_the_memorys_latency(reports: d
             assert report["mma.sync"] > 0, name
     assert reports["matmul fp8"]["shared_bytes"] < reports["matmul 64 rows"]["shared_bytes"] // 2
     assert reports["matmul 64 rows"]["wgmma.mma_async"] > 0
+
+
+def test_a_row_that_is_alone_is_read_ahead_and_shares_a_multiprocessor(reports: dict[str, Report]) -> None:
+    """By four programs, which together have several times 26 KB in flight."""
+    alone = {name: report for name, report in reports.items() if name.startswith("matmul alone")}
+    assert len(alone) == 6
+    for name, report in alone.items():
+        assert report["cp.async.cg"] > 0, name
+        assert report["mma.sync"] == report["wgmma.mma_async"] == 0, name
+        assert report["ld.global"] == (2 if name.endswith("fp8") else 0), f"{name}: scales at the end"
+        assert 4 * report["shared_bytes"] <= SHARED_BYTES_MAX, name
+        assert 4 * report["shared_bytes"] > 2 * 52_000, name
+        assert 4 * 128 * report["registers"] <= 65536, name
+
+
+def test_nothing_is_converted_one_number_at_a_time(reports: dict[str, Report]) -> None:
+    for name, report in reports.items():
+        assert report["cvt.bf16.f16"] == 0, name
 
 
 def test_overlapping_kernels_wait_before_they_touch_anything_but_weights(reports: dict[str, Report]) -> None:

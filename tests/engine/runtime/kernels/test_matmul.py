@@ -26,6 +26,8 @@ from engine.runtime.kernels.fused import Norm, Stream
 from engine.runtime.kernels.matmul import TILES, Tile, Weight, normed_matmul, row_bucket, skinny_matmul
 
 SMALL = Tile(16, 32, 4, 3)
+WIDER = Tile(32, 32, 4, 3)
+ALONE = Tile(16, 32, 4, 3, alone=True)
 LIBRARY = Measured(None, 1.0, 1.0)
 
 
@@ -37,6 +39,20 @@ def test_equals_the_library(rows: int, height: int, width: int, tile: Tile) -> N
     torch.testing.assert_close(skinny_matmul(x, weight, tile), linear(x, weight), atol=1e-5, rtol=1e-5)
     found = skinny_matmul(x, weight, tile, bias=bias)
     torch.testing.assert_close(found, linear(x, weight, bias), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("height", "width"), [(48, 64), (33, 40)])
+def test_a_row_that_is_alone(height: int, width: int) -> None:
+    """In float16 too: it is multiplied and added in float32, and rounded once."""
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(1, width), torch.randn(height, width), torch.randn(height)
+    expected = linear(x, weight, bias)
+    torch.testing.assert_close(skinny_matmul(x, weight, ALONE, bias=bias), expected, atol=1e-5, rtol=1e-5)
+    x, weight = x.half(), weight.half()
+    rounded = linear(x.double(), weight.double()).half()
+    torch.testing.assert_close(skinny_matmul(x, weight, ALONE), rounded, atol=1e-3, rtol=1e-3)
+    with pytest.raises(AssertionError):
+        skinny_matmul(torch.randn(2, width), torch.randn(height, width), ALONE)
 
 
 def test_a_rows_bits_do_not_depend_on_the_others() -> None:
@@ -108,9 +124,18 @@ def stream_of(rows: int, width: int, dtype: torch.dtype) -> tuple[Stream, Norm]:
 
 @pytest.mark.parametrize("kind", ["plain", "biased", "fp8", "fp8 groups"])
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("rows", "height", "width"), [(1, 48, 128), (3, 40, 200), (16, 32, 64)])
+@pytest.mark.parametrize(
+    ("rows", "height", "width", "tile"),
+    [
+        (1, 48, 128, WIDER),
+        (1, 48, 128, ALONE),
+        (1, 40, 200, ALONE),
+        (3, 40, 200, WIDER),
+        (16, 32, 64, WIDER),
+    ],
+)
 def test_a_norm_in_the_head_and_a_gate_in_the_tail(
-    rows: int, height: int, width: int, gated: bool, kind: str
+    rows: int, height: int, width: int, gated: bool, kind: str, tile: Tile
 ) -> None:
     """Also where tiles reach beyond the weight. The stream that was given stays; the new one is its sum."""
     stream, norm = stream_of(rows, width, torch.float32)
@@ -123,7 +148,7 @@ def test_a_norm_in_the_head_and_a_gate_in_the_tail(
             weight = Fp8Weight(weight.values, torch.rand(-(-width // 64), height) * 0.01, 64)
         meant = weight.restored(torch.float32)
     before = stream.residual.clone(), stream.change.clone()
-    found, after = normed_matmul(stream, norm, weight, Tile(32, 32, 4, 3), bias=bias, gated=gated)
+    found, after = normed_matmul(stream, norm, weight, tile, bias=bias, gated=gated)
     torch.testing.assert_close(
         found.double(), expected_of(stream, norm, meant, bias, gated), atol=2e-4, rtol=1e-5
     )
@@ -289,7 +314,7 @@ def test_the_library_stays_unless_clearly_beaten(
 
 def test_a_tile_beyond_the_card_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.zeros(64, 32)
-    for too_large, winner in ((TILES[:1], TILES[2]), ((matmul.NARROW, *TILES), None)):
+    for too_large, winner in ((TILES[:1], TILES[2]), ((matmul.NARROW, *TILES, *matmul.TILES_ALONE), None)):
         with monkeypatch.context() as patch:
             timer = FakeTimer(patch, 99.0, {TILES[0]: 1.0, TILES[2]: 12.0}, too_large)
             table = MatmulTable.fill([Linear(weight), Linear(quantise(weight))], torch.float16, timer)
@@ -346,6 +371,11 @@ def test_few_rows_times_a_weight_of_few_rows_may_be_cut_more_finely() -> None:
     torch.testing.assert_close(
         skinny_matmul(x, weight, matmul.NARROW), linear(x, weight), atol=1e-3, rtol=1e-5
     )
+
+
+def test_one_row_has_tiles_of_its_own() -> None:
+    for rows in (1, *matmul.ROWS):
+        assert any(tile.alone for tile in matmul.tiles_for(4096, rows)) == (rows == 1)
 
 
 def test_row_buckets() -> None:

@@ -1,0 +1,34 @@
+"""From fp8 to the types that tensor cores multiply, at the rate of the rest.
+
+e4m3 becomes float16 two numbers an instruction, and float32 from there; straight to bfloat16 is one number at
+a time, and at a fraction of that rate. All of these hold every e4m3 exactly.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_HALF_MAX = tl.constexpr(65504.0)
+
+
+@triton.jit
+def widened(x, dtype: tl.constexpr):
+    """x in `dtype`, which holds all that x's type does."""
+    if x.dtype == tl.float8e4nv and dtype != tl.float16:
+        x = x.to(tl.float16).to(tl.float32)
+    return x.to(dtype)
+
+
+@triton.jit
+def beside(query, cache):
+    """Queries in the type in which they are multiplied with what is in the cache.
+
+    Beside fp8 that is float16 in place of bfloat16: nothing but the way from fp8 is left to do for keys and
+    values, weights of attention keep three bits more, and queries lose nothing but what is beyond 65,504 or
+    below 2^-14, where none is that matters.
+    """
+    if cache.dtype.element_ty == tl.float8e4nv and query.dtype == tl.bfloat16:
+        wide = query.to(tl.float32)
+        query = tl.minimum(tl.maximum(wide, -_HALF_MAX), _HALF_MAX).to(tl.float16)
+    return query
