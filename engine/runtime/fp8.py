@@ -21,6 +21,13 @@ GROUP_MULTIPLE: Final = 64
 """Groups of columns are multiples of this, so that a kernel's tile lies in one of them."""
 
 
+def taken(x: Tensor, rows: Tensor) -> Tensor:
+    """x[rows], of any type: on a GPU not every torch indexes what is in fp8."""
+    if x.dtype != torch.float8_e4m3fn:
+        return x[rows]
+    return x.view(torch.uint8)[rows].view(x.dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
     values: Tensor

@@ -185,9 +185,10 @@ class CudaCaptured(Generic[Output]):
 class CudaGraphDevice:
     """Captures on the current device, all graphs in one pool."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        """`stream`: to capture on; None: one of its own."""
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream() if stream is None else stream  # type: ignore[no-untyped-call]
 
     def warm_up(self, run: Callable[[], object]) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())

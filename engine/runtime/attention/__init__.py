@@ -98,6 +98,10 @@ class PrefillRows(Protocol):
 class PrefillPages(Protocol):
     """A prefill back end that reads the cache alone."""
 
+    def warm_up(self, tokens_max: int, dtype: torch.dtype) -> None:
+        """What prompts of up to so many tokens, computed in `dtype`, would wait for one after another."""
+        ...
+
     def of_chunks(self, chunks: Sequence[Chunk], tables: Tensor) -> PrefillRows:
         """tables [R, P], a row per chunk, on the device."""
         ...

@@ -17,6 +17,7 @@ from itertools import accumulate
 from types import ModuleType
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from engine.runtime.attention import AttentionSpec, Chunk, chunks_of, to_device
@@ -184,6 +185,9 @@ class FlashPrefill:
     def __init__(self, cache: KVCache, spec: AttentionSpec, version: Version) -> None:
         self._layers = _Layers(cache, spec)
         self._version = version
+
+    def warm_up(self, tokens_max: int, dtype: torch.dtype) -> None:
+        """Nothing: one kernel for all lengths."""
 
     def prepare(self, batch: Batch, tables: Tensor | None = None) -> FlashPrefillStep:
         if tables is None:

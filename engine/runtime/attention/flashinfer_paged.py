@@ -146,6 +146,9 @@ class FlashInferPrefill:
         self._wrappers = {window: wrapper(workspace, LAYOUT) for window in self._setting.windows}
         self._turn = _Turn(workspace.device)
 
+    def warm_up(self, tokens_max: int, dtype: torch.dtype) -> None:
+        """Nothing: kernels are the same for all lengths, and compiled when the largest step is measured."""
+
     def prepare(self, batch: Batch, tables: Tensor | None = None) -> PlannedStep:
         if tables is None:
             tables = batch.page_tables[batch.decode_rows :].to(self._setting.workspace.device)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.runtime.attention import AttentionSpec, Chunk, chunks_of, to_device
 from engine.runtime.batch import Batch
+from engine.runtime.fp8 import taken
 from engine.runtime.kv_cache import KVCache
 
 
@@ -54,6 +55,9 @@ class ReferencePrefill:
 
     cache: KVCache
     spec: AttentionSpec
+
+    def warm_up(self, tokens_max: int, dtype: torch.dtype) -> None:
+        """Nothing: torch plans nothing."""
 
     def prepare(self, batch: Batch, tables: Tensor | None = None) -> ReferencePrefillStep:
         if tables is None:
@@ -98,7 +102,7 @@ def _attend(
 
     def gathered(pages: Tensor, scale: float) -> Tensor:
         """[R, Hkv, keys, D] float32"""
-        found = pages[tables].transpose(1, 2).reshape(rows, spec.kv_heads, -1, dim).float() * scale
+        found = taken(pages, tables).transpose(1, 2).reshape(rows, spec.kv_heads, -1, dim).float() * scale
         return torch.where(written, found, 0.0)
 
     keys = gathered(cache.keys[layer], cache.scales[layer][0])

@@ -60,6 +60,8 @@ class CudaCard:
         self.name: str = properties.name
         self.capability: tuple[int, int] = (properties.major, properties.minor)
         self.multiprocessors: int = properties.multi_processor_count
+        # Libraries keep a workspace for every stream that they were ever called on: all graphs are of one.
+        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def memory(self) -> MemoryReading:
         torch.cuda.synchronize()
@@ -76,4 +78,4 @@ class CudaCard:
         return DeviceTimer()
 
     def graphs(self) -> GraphDevice:
-        return CudaGraphDevice()
+        return CudaGraphDevice(self._stream)

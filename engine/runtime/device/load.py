@@ -146,6 +146,9 @@ class DeviceNetwork:
                 graphs = self._graphs(step, runner.slots, batch_buckets(runner.decode_rows_max))
                 graphs.capture(self.card.graphs(), partial(_tell, progress))
                 runner.decode = graphs.replay
+            progress("planning attention of long prompts")
+            tokens_max = min(self.config.step_tokens_max, self.max_model_len)
+            runner.model.prefill.warm_up(tokens_max, self.decoder.dtype)
         return runner
 
     def _assemble(self, info: RunnerInfo) -> tuple[DeviceRunner, DecodeStep]:

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.runtime.attention import AttentionSpec, Chunk, PrefillRows, chunks_of, to_device
 from engine.runtime.batch import Batch
+from engine.runtime.fp8 import taken
 from engine.runtime.kernels.decode_attention import (
     DecodeScratch,
     DecodeWork,
@@ -31,7 +32,9 @@ from engine.runtime.kv_cache import KVCache
 FRESH_TOKENS_MIN: Final = 1024
 """Shorter prompts are several to a step, and the library's is one launch each."""
 FRESH_TOKENS_MULTIPLE: Final = 512
-"""cuDNN plans for every length anew, which keeps the host for 40 ms and more; so lengths are rounded up."""
+"""cuDNN plans for every length anew, which keeps the host for 40 ms and more; so lengths are rounded up, and
+planned for before the first request."""
+assert FRESH_TOKENS_MIN % FRESH_TOKENS_MULTIPLE == 0
 
 
 class TritonDecode:
@@ -101,6 +104,9 @@ class TritonPrefill:
     def __init__(self, cache: KVCache, spec: AttentionSpec) -> None:
         self._cache = cache
         self._spec = spec
+
+    def warm_up(self, tokens_max: int, dtype: torch.dtype) -> None:
+        """Nothing: one kernel for all lengths."""
 
     def prepare(self, batch: Batch, tables: Tensor | None = None) -> TritonPrefillStep:
         """`tables`: the page tables of the rows after the decode rows, if they are on the device already."""
@@ -180,6 +186,16 @@ class LibraryPrefill:
         self._library = library
         self._triton = TritonPrefill(cache, spec)
 
+    def warm_up(self, tokens_max: int, dtype: torch.dtype) -> None:
+        """A plan for every length that a prompt in `dtype` can be rounded up to: no request waits for one."""
+        spec, device = self._spec, self._cache.keys[0].device
+        if None not in spec.windows:
+            return
+        for length in range(FRESH_TOKENS_MIN, tokens_max + FRESH_TOKENS_MULTIPLE, FRESH_TOKENS_MULTIPLE):
+            q = torch.zeros(length, spec.heads, spec.head_dim, dtype=dtype, device=device)
+            k, v = torch.zeros(2, spec.kv_heads, length, spec.head_dim, dtype=dtype, device=device)
+            self._library(q.transpose(0, 1), k, v)
+
     def prepare(self, batch: Batch, tables: Tensor | None = None) -> PrefillRows:
         """`tables`: the page tables of the rows after the decode rows, if they are on the device already."""
         tables = batch.page_tables[batch.decode_rows :] if tables is None else tables
@@ -220,9 +236,9 @@ class LibraryPrefillStep:
             self.rest(layer, q, out=out)
         for chunk, table in self.fresh:
             own = slice(chunk.offset, chunk.offset + chunk.length)
-            query = _rounded_up(q[own].transpose(0, 1))
+            query = _rounded_up(q[own], 0).transpose(0, 1)
             keys, values = (
-                _rounded_up(self._copied(part[layer], table, chunk.length, scale, q.dtype))
+                _rounded_up(self._copied(part[layer], table, chunk.length, scale, q.dtype), 1)
                 for part, scale in zip(
                     (self.cache.keys, self.cache.values), self.cache.scales[layer], strict=True
                 )
@@ -233,11 +249,13 @@ class LibraryPrefillStep:
     def _copied(self, pages: Tensor, table: Tensor, length: int, scale: float, dtype: torch.dtype) -> Tensor:
         """Out of [pages, Hkv, page_size, D]: [Hkv, length, D]."""
         count = -(-length // pages.shape[2])
-        found = pages[table[:count]].transpose(0, 1).reshape(pages.shape[1], -1, pages.shape[3])[:, :length]
+        found = taken(pages, table[:count]).transpose(0, 1)
+        found = found.reshape(pages.shape[1], -1, pages.shape[3])[:, :length]
         return found if pages.dtype == dtype else (found.float() * scale).to(dtype)
 
 
-def _rounded_up(x: Tensor) -> Tensor:
-    """[heads, L, D] -> the same with zeros behind, L a multiple of `FRESH_TOKENS_MULTIPLE`."""
-    missing = -x.shape[1] % FRESH_TOKENS_MULTIPLE
-    return F.pad(x, (0, 0, 0, missing)) if missing else x
+def _rounded_up(x: Tensor, tokens: int) -> Tensor:
+    """[tokens, heads, D] or [heads, tokens, D], by `tokens` -> the same with zeros behind, as many tokens
+    as a multiple of `FRESH_TOKENS_MULTIPLE`. Strides are as they were: the library plans for those, too."""
+    missing = -x.shape[tokens] % FRESH_TOKENS_MULTIPLE
+    return F.pad(x, (0, 0) * (2 - tokens) + (0, missing)) if missing else x

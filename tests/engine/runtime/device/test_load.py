@@ -79,6 +79,7 @@ def test_what_the_largest_step_and_the_graphs_take_is_set_aside(
         "measuring the largest step",
         "allocating 7 KV pages of 16 tokens",
         *(f"capturing decode steps, {done} of 3" for done in range(4)),
+        "planning attention of long prompts",
         "warming up",
     ]
     # Nothing that was measured or warmed up is left behind.
@@ -95,6 +96,7 @@ def test_a_card_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
     cards = [CudaCard(torch.device("cuda")), CudaCard(torch.device("cuda", 1))]
     assert [card.device.index for card in cards] == chosen == [3, 1]
     assert (cards[0].name, cards[0].capability, cards[0].multiprocessors) == ("H200", (9, 0), 132)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.core.messages import SamplingParams
+from engine.runtime.attention import AttentionSpec, Chunk
 from engine.runtime.config import RunnerConfig
 from engine.runtime.device.precision import Precision
 from engine.runtime.device.runner import DeviceRunner
 from engine.runtime.errors import BadRunnerConfig
 from engine.runtime.fp8 import Fp8Weight
+from engine.runtime.kernels import attention
+from engine.runtime.kv_cache import KVCache, KVGeometry
 from engine.runtime.models.config import read_model_config
 from engine.runtime.models.quantization import Fp8Scheme
 from tests.engine.models import reference_greedy
@@ -24,6 +30,7 @@ from tests.engine.runtime.driver import Driver
 from tests.engine.runtime.test_fp8_checkpoint import make_fp8
 
 FP8 = torch.float8_e4m3fn
+aten = torch.ops.aten
 PROMPT = list(range(2, 14))
 KV_SCALES = {
     f"model.layers.{layer}.self_attn.{of}_scale": torch.tensor(scale)
@@ -35,6 +42,31 @@ KV_SCALES = {
 def load_eager(path: Path, **settings: Any) -> DeviceRunner:
     """Without what takes the interpreter long, and is tested elsewhere."""
     return load_fake(path, kv_cache_bytes=1 << 20, enforce_eager=True, max_num_seqs=1, **settings)
+
+
+class AsOnAGpu(TorchDispatchMode):
+    """fp8 is moved, filled and converted there, and nothing else: torch does not say so of a CPU."""
+
+    MOVES: ClassVar = (
+        aten.copy_,
+        aten._to_copy,
+        aten.clone,
+        aten.fill_,
+        aten.zero_,
+        aten._local_scalar_dense,
+    )
+    VIEWS: ClassVar = (aten._unsafe_view, aten.set_)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        tensors = [each for each in args if isinstance(each, torch.Tensor)]
+        if any(each.dtype == FP8 for each in tensors):
+            name = func.overloadpacket.__name__
+            does = func.overloadpacket in (*self.MOVES, *self.VIEWS) or func.is_view or "empty" in name
+            assert does, f"no {name} of fp8"
+        return found
 
 
 def logprobs(runner: DeviceRunner) -> torch.Tensor:
@@ -64,15 +96,45 @@ def test_a_cache_in_fp8(tiny_model: MakeModel, tmp_path: Path) -> None:
     stored, _ = make_fp8(tiny_model("llama"), tmp_path, "autofp8", **KV_SCALES)
     found = []
     for backend in ("triton", "torch", "torch"):
-        runner = load_eager(stored, kv_cache_dtype="fp8", attention_backend=backend)
+        with AsOnAGpu():
+            runner = load_eager(stored, kv_cache_dtype="fp8", attention_backend=backend)
         assert runner.cache.keys[0].dtype == FP8
         assert runner.info.page_bytes == 2 * 2 * 2 * 16 * 16, "two layers, two heads, a byte each"
         assert runner.cache.scales == [(pytest.approx(0.03), pytest.approx(0.01))] * 2
         if len(found) == 2:
             runner.cache.scales[:] = [(1.0, 1.0)] * 2
-        found.append(logprobs(runner))
+        with AsOnAGpu():
+            found.append(logprobs(runner))
     torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-4)
     assert not torch.allclose(found[2], found[1], atol=1e-2)
+
+
+def test_a_long_prompt_over_a_cache_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the library, which reads what was stored, multiplied by its scales; planned for before."""
+    monkeypatch.setattr(attention, "FRESH_TOKENS_MIN", 24)
+    monkeypatch.setattr(attention, "FRESH_TOKENS_MULTIPLE", 8)
+    torch.manual_seed(0)
+    cache = KVCache(KVGeometry(1, 2, 16, 16, FP8), pages=3, scales=[(0.5, 3.0)])
+    for part in (*cache.keys, *cache.values):
+        part.copy_(torch.randn(part.shape))
+    spec, tables, q = AttentionSpec(4, 2, 16, [None]), torch.tensor([[2, 0, 1]]), torch.randn(33, 4, 16)
+    seen: list[tuple[Any, ...]] = []
+
+    def library(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple((each.shape, each.stride(), each.dtype) for each in (q, k, v)))
+        return scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+
+    prefill = attention.LibraryPrefill(cache, spec, library)
+    prefill.warm_up(33, torch.float32)
+    planned = set(seen)
+    assert [shapes[0][0][1] for shapes in seen] == [24, 32, 40]
+    with AsOnAGpu():
+        for length in (33, 24):
+            step = prefill.of_chunks([Chunk(0, length, 0)], tables)
+            expected = attention.TritonPrefill(cache, spec).of_chunks([Chunk(0, length, 0)], tables)
+            torch.testing.assert_close(step(0, q[:length]), expected(0, q[:length]), atol=1e-5, rtol=1e-5)
+    assert len(seen) == 5
+    assert set(seen) == planned, "a plan is for sizes, strides and types"
 
 
 def test_what_a_gpu_cannot_do_is_refused(tiny_model: MakeModel) -> None:
