@@ -195,6 +195,10 @@ class ModelConfig:
     api_key_file: Name | None = None
     """Or the path of a file with it."""
 
+    @property
+    def names(self) -> tuple[Name, ...]:
+        return (self.name, *self.aliases)
+
 
 @dataclass(frozen=True, slots=True)
 class TierConfig:
@@ -322,7 +326,7 @@ def _contradictions(config: GatewayConfig) -> Iterator[str]:
         yield "hop: cert and key belong together"
     model_names = {model.name for model in config.models}
     tenant_ids = {tenant.id for tenant in config.tenants}
-    yield from _repeated("models", (name for model in config.models for name in (model.name, *model.aliases)))
+    yield from _repeated("models", (name for model in config.models for name in model.names))
     yield from _repeated("tenants", (tenant.id for tenant in config.tenants))
     yield from _repeated("keys", (key.id for key in config.keys))
     yield from _repeated("keys", (key.hash for key in config.keys))

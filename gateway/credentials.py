@@ -35,10 +35,10 @@ class Credentials:
         if problems:
             raise ConfigError(problems)
 
-    def headers(self, model: ModelConfig) -> tuple[tuple[str, str], ...]:
+    def headers(self, model: ModelConfig) -> tuple[tuple[bytes, bytes], ...]:
         """For requests to this model's replicas."""
         token = self._by_model.get(model.name)
-        return () if token is None else (("authorization", f"Bearer {token}"),)
+        return () if token is None else ((b"authorization", f"Bearer {token}".encode()),)
 
 
 def _read(model: ModelConfig, env: Mapping[str, str]) -> str | None:

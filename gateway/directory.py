@@ -1,4 +1,5 @@
-"""Who may call and what they may use, as the configuration says; read again when its file changes.
+"""Who may call, what they may use and on what terms, as the configuration says; read again when its file
+changes.
 
 A revoked key is refused within `POLL_S` of the file's change (or at SIGHUP, at once), everywhere the
 file is. Requests that were let in before are not cut off.
@@ -7,31 +8,83 @@ file is. Requests that were let in before are not cut off.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Self
 
-from gateway.config import GatewayConfig, load
-from gateway.identity.keys import KeyTable
+from msgspec import Struct
+
+from gateway.admission.quota import Scope, Subject
+from gateway.config import (
+    GatewayConfig,
+    ModelConfig,
+    QuotaLimits,
+    TenantConfig,
+    TimeoutsConfig,
+    load,
+    timeouts_of,
+)
+from gateway.identity.keys import KeyTable, Principal
 from gateway.identity.tenant import TenantPolicy
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.config import ConfigError
+from shared.ids import KeyId
 
 POLL_S: Final = 1.0
 assert POLL_S <= 5, "a revoked key is refused within five seconds"
+TERMS_MAX: Final = 16 * 1024
 
 log = logs.get(__name__)
+
+
+class Terms(Struct, frozen=True):
+    """On which a caller uses a model."""
+
+    model: ModelConfig
+    tenant: TenantConfig
+    """With what it has from its class."""
+    timeouts: TimeoutsConfig
+    subjects: tuple[Subject, ...]
+    """Whose quotas the request counts against: key and tenant, if they have any. An account without limits
+    is not kept; one that gets some starts empty."""
+    tokens_per_min: int | None
+    """The tightest of their limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Directory:
     keys: KeyTable
     tenants: TenantPolicy
+    timeouts: TimeoutsConfig
+    """Everybody's."""
+    _terms: dict[tuple[KeyId, str | None], Terms] = field(default_factory=dict, repr=False)
+    """Worked out once: most requests come on terms that others came on before."""
 
     @classmethod
     def of(cls, config: GatewayConfig) -> Self:
-        return cls(KeyTable(config.keys), TenantPolicy(config.models, config.tenants, config.tiers))
+        tenants = TenantPolicy(config.models, config.tenants, config.tiers)
+        return cls(KeyTable(config.keys), tenants, config.timeouts)
+
+    def terms(self, principal: Principal, model_name: str | None) -> Terms:
+        """Raises as `TenantPolicy.resolve`."""
+        if (known := self._terms.get((principal.key, model_name))) is not None:
+            return known
+        model, tenant = self.tenants.resolve(principal, model_name), self.tenants.tenant(principal)
+        timeouts, subjects = timeouts_of(self.timeouts, model, tenant), self.subjects(principal)
+        limits = [s.limits.tokens_per_min for s in subjects if s.limits.tokens_per_min is not None]
+        terms = Terms(model, tenant, timeouts, subjects, min(limits, default=None))
+        if model_name in model.names and len(self._terms) < TERMS_MAX:  # callers make up names behind a `*`
+            self._terms[principal.key, model_name] = terms
+        return terms
+
+    def subjects(self, principal: Principal) -> tuple[Subject, ...]:
+        tenant = self.tenants.tenant(principal)
+        both = (
+            Subject(Scope.KEY, principal.key, principal.limits),
+            Subject(Scope.TENANT, principal.tenant, tenant.limits),
+        )
+        return tuple(subject for subject in both if subject.limits != QuotaLimits())
 
 
 class DirectoryReader:

@@ -28,7 +28,7 @@ from gateway.config import GatewayConfig, ModelConfig
 from gateway.directory import DirectoryReader
 from gateway.exchange import Exchange
 from gateway.live import LiveRequests
-from gateway.pipeline import Pipeline, ProxiedRequest, subjects_of
+from gateway.pipeline import Pipeline, ProxiedRequest
 from gateway.record import Reporter, RequestRecord
 from gateway.relay.client import Client, ClientGone
 from gateway.relay.watch import Watch
@@ -199,7 +199,7 @@ class Edge:
     async def _look_up_windows(self, exchange: Exchange) -> None:
         """For the `x-ratelimit-*` headers of answers that came to no reservation."""
         if exchange.principal is not None and exchange.record.decision is None:
-            subjects = subjects_of(exchange.directory, exchange.principal)
+            subjects = exchange.directory.subjects(exchange.principal)
             exchange.windows = await self._quotas.windows(subjects)
 
     # -- the life of a request --------------------------------------------------------------------

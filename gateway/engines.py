@@ -17,7 +17,7 @@ from shared.tokenizer import TokenizerBundle
 FETCH_S: Final = 30.0
 """For one replica, everything included."""
 
-Headers = tuple[tuple[str, str], ...]
+Headers = tuple[tuple[bytes, bytes], ...]
 
 
 class _Model(msgspec.Struct):

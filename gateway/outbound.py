@@ -12,7 +12,8 @@ from typing import Any, Final
 from msgspec import Raw
 
 from gateway.admission.tokens import Count
-from gateway.config import ModelConfig, TenantConfig, Tier
+from gateway.config import Tier
+from gateway.directory import Terms
 from gateway.exchange import Exchange
 from gateway.relay.upstream import Outbound
 from shared.ids import (
@@ -30,13 +31,20 @@ OURS_ALONE: Final = frozenset({"penstock", "priority"})
 """Fields that no other engine is sent."""
 _RANKS: Final[dict[object, int]] = {"flex": 0, "default": 1, "auto": 1, "scale": 1, "priority": 2}
 
-Headers = tuple[tuple[str, str], ...]
+Headers = tuple[tuple[bytes, bytes], ...]
+
+_JSON: Final = (b"content-type", b"application/json")
+_REQUEST_ID: Final = REQUEST_ID_HEADER.encode()
+_TRACEPARENT: Final = TRACEPARENT_HEADER.encode()
+_TENANT: Final = TENANT_HEADER.encode()
+_SERVICE_TIER: Final = SERVICE_TIER_HEADER.encode()
+_QUEUE_TIMEOUT: Final = QUEUE_TIMEOUT_HEADER.encode()
+_REQUEST_TIMEOUT: Final = REQUEST_TIMEOUT_HEADER.encode()
 
 
 def outbound(
     exchange: Exchange,
-    tenant: TenantConfig,
-    model: ModelConfig,
+    terms: Terms,
     parsed: Parsed[Any],
     count: Count,
     *,
@@ -45,17 +53,17 @@ def outbound(
 ) -> Outbound:
     """`credentials`: the gateway's own towards this model's replicas; the caller's key goes nowhere."""
     headers = (
-        ("content-type", "application/json"),
-        (REQUEST_ID_HEADER, exchange.record.request_id),
-        (TRACEPARENT_HEADER, exchange.stages.trace.traceparent),
+        _JSON,
+        (_REQUEST_ID, exchange.record.request_id.encode()),
+        (_TRACEPARENT, exchange.stages.trace.traceparent.encode()),
         *credentials,
     )
-    overrides: dict[str, object] = {"model": model.upstream_model or model.name}
+    overrides: dict[str, object] = {"model": terms.model.upstream_model or terms.model.name}
     if ours:
-        headers += _for_ours(exchange, tenant, model)
+        headers += _for_ours(exchange, terms)
         fields = parsed.fields
     else:
-        fields, held_down = _for_others(parsed, tenant.service_tier)
+        fields, held_down = _for_others(parsed, terms.tenant.service_tier)
         overrides |= held_down
     ids = {} if count.extension is None else {"penstock": count.extension}
     body = with_fields(fields, **overrides, **ids)
@@ -64,18 +72,16 @@ def outbound(
     return Outbound("POST", exchange.request.path, headers, body)
 
 
-def _for_ours(exchange: Exchange, tenant: TenantConfig, model: ModelConfig) -> Headers:
-    callers = exchange.request.headers
-    bounds = (
-        (QUEUE_TIMEOUT_HEADER, tenant.queue_timeout_s or model.queue_timeout_s),
-        (REQUEST_TIMEOUT_HEADER, tenant.request_timeout_s or model.request_timeout_s),
-    )
-    told = [(name, bound(callers.get(name), most_s)) for name, most_s in bounds]
-    return (
-        (TENANT_HEADER, tenant.id),
-        (SERVICE_TIER_HEADER, tenant.service_tier),
-        *((name, value) for name, value in told if value is not None),
-    )
+def _for_ours(exchange: Exchange, terms: Terms) -> Headers:
+    callers, tenant, model = exchange.request.headers, terms.tenant, terms.model
+    headers: Headers = ((_TENANT, tenant.id.encode()), (_SERVICE_TIER, tenant.service_tier.encode()))
+    queued = bound(callers.get(QUEUE_TIMEOUT_HEADER), tenant.queue_timeout_s or model.queue_timeout_s)
+    if queued is not None:
+        headers += ((_QUEUE_TIMEOUT, queued.encode()),)
+    in_all = bound(callers.get(REQUEST_TIMEOUT_HEADER), tenant.request_timeout_s or model.request_timeout_s)
+    if in_all is not None:
+        headers += ((_REQUEST_TIMEOUT, in_all.encode()),)
+    return headers
 
 
 def bound(asked: str | None, most_s: float | None) -> str | None:

@@ -26,14 +26,13 @@ from __future__ import annotations
 
 from typing import Final, cast
 
-from gateway.admission.quota import Meter, QuotaStore, Refusal, Subject
-from gateway.admission.quota import Scope as QuotaScope
+from gateway.admission.quota import Meter, QuotaStore, Refusal
 from gateway.admission.tokens import Count, TokenCounter
 from gateway.admission.validate import validate
 from gateway.body import read_body
-from gateway.config import GatewayConfig, ModelConfig, timeouts_of
+from gateway.config import GatewayConfig, ModelConfig
 from gateway.credentials import Credentials
-from gateway.directory import Directory
+from gateway.directory import Terms
 from gateway.exchange import Exchange
 from gateway.identity.keys import Principal
 from gateway.outbound import outbound
@@ -92,14 +91,14 @@ class Pipeline:
         """Answer one request. Raises ApiError, ClientGone or CancelledError; by then all is settled."""
         principal = self.authenticate(exchange)
         parsed = await self._read(exchange)
-        model = self._resolve(exchange, principal, parsed.request)
-        count = await self._count(exchange, model, parsed.request)
+        terms = self._resolve(exchange, principal, parsed.request)
+        count = await self._count(exchange, terms.model, parsed.request)
         try:
-            tokens = await self._reserve(exchange, principal, model, parsed.request, count)
-            request = self._outbound(exchange, principal, model, parsed, count)
-            replica, answer = await self._send(exchange, model, request, tokens)
+            tokens = await self._reserve(exchange, terms, parsed.request, count)
+            request = self._outbound(exchange, terms, parsed, count)
+            replica, answer = await self._send(exchange, terms.model, request, tokens)
             try:
-                await self._relay(exchange, model, answer)
+                await self._relay(exchange, terms.model, answer)
             finally:
                 self._replicas.give_back(replica, tokens)
                 await answer.aclose()  # tells the engine to stop, if there is more
@@ -126,13 +125,12 @@ class Pipeline:
         exchange.record.stream = isinstance(parsed.request, GenerationRequest) and bool(parsed.request.stream)
         return cast("Parsed[ProxiedRequest]", parsed)  # Parsed is invariant
 
-    def _resolve(self, exchange: Exchange, principal: Principal, request: ProxiedRequest) -> ModelConfig:
+    def _resolve(self, exchange: Exchange, principal: Principal, request: ProxiedRequest) -> Terms:
         exchange.stages.enter("tenant")
-        model = exchange.directory.tenants.resolve(principal, request.model)
-        exchange.record.model = model.name
-        tenant = exchange.directory.tenants.tenant(principal)
-        exchange.bound_by(timeouts_of(self._config.timeouts, model, tenant))
-        return model
+        terms = exchange.directory.terms(principal, request.model)
+        exchange.record.model = terms.model.name
+        exchange.bound_by(terms.timeouts)
+        return terms
 
     async def _count(self, exchange: Exchange, model: ModelConfig, request: ProxiedRequest) -> Count:
         exchange.stages.enter("tokenize")
@@ -143,23 +141,14 @@ class Pipeline:
         self._tokens.check_fits(model, request, count)
         return count
 
-    async def _reserve(
-        self,
-        exchange: Exchange,
-        principal: Principal,
-        model: ModelConfig,
-        request: ProxiedRequest,
-        count: Count,
-    ) -> int:
+    async def _reserve(self, exchange: Exchange, terms: Terms, request: ProxiedRequest, count: Count) -> int:
         """The reserved tokens."""
         exchange.stages.enter("quota")
-        subjects = subjects_of(exchange.directory, principal)
         tokens = 0
         if isinstance(request, ChatRequest | CompletionRequest):
-            limits = [s.limits.tokens_per_min for s in subjects if s.limits.tokens_per_min is not None]
             most = self._config.admission.completion_estimate
-            tokens = self._tokens.reservation(model, request, count, most, min(limits, default=None))
-        decision = await self._quotas.reserve(exchange.reservation, subjects, tokens)
+            tokens = self._tokens.reservation(terms.model, request, count, most, terms.tokens_per_min)
+        decision = await self._quotas.reserve(exchange.reservation, terms.subjects, tokens)
         exchange.windows, exchange.record.decision = decision.windows, decision
         observe_decision(decision, tokens)
         if decision.refusal is not None:
@@ -176,20 +165,19 @@ class Pipeline:
     def _outbound(
         self,
         exchange: Exchange,
-        principal: Principal,
-        model: ModelConfig,
+        terms: Terms,
         parsed: Parsed[ProxiedRequest],
         count: Count,
     ) -> Outbound:
-        tenant, ours = exchange.directory.tenants.tenant(principal), not self._tokens.is_foreign(model)
-        credentials = self._credentials.headers(model)
-        return outbound(exchange, tenant, model, parsed, count, ours=ours, credentials=credentials)
+        ours = not self._tokens.is_foreign(terms.model)
+        credentials = self._credentials.headers(terms.model)
+        return outbound(exchange, terms, parsed, count, ours=ours, credentials=credentials)
 
     async def _send(
         self, exchange: Exchange, model: ModelConfig, request: Outbound, tokens: int
     ) -> tuple[Replica, Answer]:
         """Rule 2."""
-        failure: ApiError = UpstreamUnreachable("No engine serves this model.")
+        failure: ApiError | None = None
         tried: set[ReplicaId] = set()
         full = 0
         while True:
@@ -197,7 +185,7 @@ class Pipeline:
             enough = full > ELSEWHERE_MAX
             replica = None if enough else self._replicas.take(model.name, tokens, tried)
             if replica is None:
-                raise failure
+                raise failure or UpstreamUnreachable("No engine serves this model.")
             exchange.record.attempts += 1
             try:
                 return replica, await self._connect(exchange, replica, request)
@@ -245,15 +233,6 @@ class Pipeline:
             exchange.begin_answer,
         )
         await relay.run(answer)
-
-
-def subjects_of(directory: Directory, principal: Principal) -> tuple[Subject, Subject]:
-    """Whose quotas a request of this caller's counts against."""
-    tenant = directory.tenants.tenant(principal)
-    return (
-        Subject(QuotaScope.KEY, principal.key, principal.limits),
-        Subject(QuotaScope.TENANT, principal.tenant, tenant.limits),
-    )
 
 
 def used_tokens(progress: Progress, prompt_tokens: int, reserved: int) -> int:

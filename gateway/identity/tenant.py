@@ -26,7 +26,7 @@ class TenantPolicy:
         self, models: Iterable[ModelConfig], tenants: Iterable[TenantConfig], tiers: TiersConfig
     ) -> None:
         self._models: Final = tuple(models)
-        self._names: Final = {name: model for model in self._models for name in (model.name, *model.aliases)}
+        self._names: Final = {name: model for model in self._models for name in model.names}
         self._fallback: Final = self._names.pop(ANY, None)
         self._tenants: Final = {
             TenantId(tenant.id): tenant.as_one_of(tiers.of(tenant.service_tier)) for tenant in tenants

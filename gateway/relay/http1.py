@@ -11,7 +11,7 @@ import asyncio
 import io
 import socket
 import ssl
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, Final
@@ -60,7 +60,7 @@ class Http1Transport:
         self,
         method: str,
         url: str,
-        headers: Iterable[tuple[bytes, bytes]],
+        headers: Sequence[tuple[bytes, bytes]],
         content: bytes,
         *,
         timeouts: Timeouts = NO_TIMEOUTS,

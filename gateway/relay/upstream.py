@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ssl
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from http import HTTPStatus
 from typing import Final
@@ -42,7 +42,7 @@ class Outbound(msgspec.Struct, frozen=True):
 
     method: str
     path: str
-    headers: tuple[tuple[str, str], ...]
+    headers: tuple[tuple[bytes, bytes], ...]
     content: bytes = b""
 
 
@@ -69,7 +69,7 @@ class Transport(typing.Protocol):
         self,
         method: str,
         url: str,
-        headers: Iterable[tuple[bytes, bytes]],
+        headers: Sequence[tuple[bytes, bytes]],
         content: bytes,
         *,
         timeouts: Timeouts,
@@ -174,13 +174,11 @@ class Upstream:
             UpstreamFailed: anything later.
         """
         content = outbound.content
-        headers = [(name.encode(), value.encode()) for name, value in outbound.headers]
-        headers.append((b"content-length", b"%d" % len(content)))
         try:
             response = await self._transports[protocol].exchange(
                 outbound.method,
                 base_url + outbound.path,
-                headers,
+                (*outbound.headers, (b"content-length", b"%d" % len(content))),
                 content,
                 timeouts=_bounds(connect_s),
                 connected=connected,
@@ -195,7 +193,7 @@ class Upstream:
         base_url: str,
         path: str,
         connect_s: float,
-        headers: tuple[tuple[str, str], ...] = (),
+        headers: tuple[tuple[bytes, bytes], ...] = (),
     ) -> tuple[Mapping[str, str], bytes]:
         """A GET of the gateway's own. Raises ApiError for every answer but a good one."""
         answer = await self.send(protocol, base_url, Outbound("GET", path, headers), connect_s)

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import TracebackType
@@ -226,7 +226,7 @@ class Http2Transport(httpx.AsyncBaseTransport):
         self,
         method: str,
         url: str,
-        headers: Iterable[tuple[bytes, bytes]],
+        headers: Sequence[tuple[bytes, bytes]],
         content: bytes | httpx.AsyncByteStream,
         *,
         timeouts: Timeouts = NO_TIMEOUTS,
@@ -238,7 +238,7 @@ class Http2Transport(httpx.AsyncBaseTransport):
         """
         target = _target(method, url)
         try:
-            head = _request_head(target, headers)
+            head = header_list(target.head, headers)
         except BadHeader as error:
             raise httpx.LocalProtocolError(str(error)) from error
         upload = _Upload(content, timeouts.write_s)
@@ -369,14 +369,6 @@ def _target(method: str, url: str) -> _Target:
             (b":authority", parsed.netloc),
         ],
     )
-
-
-def _request_head(target: _Target, headers: Iterable[tuple[bytes, bytes]]) -> HeaderList:
-    """A `Host` overrules the URL's authority."""
-    given = list(headers)
-    host = next((value for name, value in given if len(name) == 4 and name.lower() == b"host"), None)
-    pseudo = target.head if not host else [*target.head[:-1], (b":authority", host)]
-    return header_list(pseudo, given)
 
 
 class _Upload:

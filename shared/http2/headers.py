@@ -10,7 +10,7 @@ header: names are joined by line ends, and so are values, as neither may hold on
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, permutations
 from typing import Any, Final
@@ -27,7 +27,7 @@ CONNECTION_SPECIFIC: Final = frozenset(
 """RFC 9113, 8.2.2: meant for one HTTP/1.1 connection; `host` travels as `:authority`."""
 
 CONTENT_LENGTH_DIGITS: Final = 18  # more than anybody sends, and an int of one word
-SENT_NAMES_MAX: Final = 1024
+SENT_NAMES_MAX: Final = 256
 RECEIVED_NAMES_MAX: Final = 256
 """Lists of names that are kept, each no longer than a header list may be."""
 _NAME: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
@@ -38,12 +38,19 @@ class BadHeader(Http2Error):
     """A header of ours that HTTP/2 cannot carry. The value is not shown: it may be a secret."""
 
 
-def header_list(pseudo: HeaderList, pairs: Iterable[tuple[bytes, bytes]]) -> HeaderList:
-    """`pseudo`, and `pairs` lower-cased, stripped, without what belongs to HTTP/1.1 alone. Raises BadHeader,
-    also for a list so large that the peer might end the connection for it."""
-    head = pseudo + [
-        (name, value.strip(b" \t")) for raw_name, value in pairs if (name := _sent_name(raw_name)) is not None
-    ]
+def header_list(pseudo: HeaderList, pairs: Sequence[tuple[bytes, bytes]]) -> HeaderList:
+    """`pseudo`, and `pairs` lower-cased, stripped, without what belongs to HTTP/1.1 alone; a Host among them
+    overrules an `:authority`, which is the last of `pseudo`. Raises BadHeader, also for a list so large that
+    the peer might end the connection for it."""
+    head = pseudo
+    if pairs:
+        raw_names, values = zip(*pairs, strict=True)
+        names, host_at = _sent_names(raw_names)
+        if host_at is not None and values[host_at] and pseudo[-1][0] == b":authority":
+            head = [*pseudo[:-1], (b":authority", values[host_at])]
+        head = head + [
+            (name, value.strip(b" \t")) for name, value in zip(names, values, strict=True) if name is not None
+        ]
     text = b"".join(chain.from_iterable(head))
     if b"\0" in text or b"\r" in text or b"\n" in text:
         bad = next(name for name, value in head if _NO_VALUE.search(value))
@@ -54,14 +61,15 @@ def header_list(pseudo: HeaderList, pairs: Iterable[tuple[bytes, bytes]]) -> Hea
 
 
 @lru_cache(maxsize=SENT_NAMES_MAX)
-def _sent_name(raw_name: bytes) -> bytes | None:
-    """None for what belongs to HTTP/1.1 alone. Raises BadHeader."""
-    name = raw_name.lower()
-    if name in CONNECTION_SPECIFIC:
-        return None
-    if not _NAME.fullmatch(name):
-        raise BadHeader(f"header {raw_name!r} cannot be sent")
-    return name
+def _sent_names(raw_names: tuple[bytes, ...]) -> tuple[tuple[bytes | None, ...], int | None]:
+    """Of a list's names, which are the same for most messages: as they are sent, None for what belongs to
+    HTTP/1.1 alone; and which is the first Host. Raises BadHeader."""
+    names = tuple(name.lower() for name in raw_names)
+    for name, raw_name in zip(names, raw_names, strict=True):
+        if not _NAME.fullmatch(name):
+            raise BadHeader(f"header {raw_name!r} cannot be sent")
+    host_at = names.index(b"host") if b"host" in names else None
+    return tuple(None if name in CONNECTION_SPECIFIC else name for name in names), host_at
 
 
 # -- the peer's -----------------------------------------------------------------------------------
@@ -71,7 +79,6 @@ _CONNECTION_FIELDS: Final = frozenset(
 )
 _NAMES: Final = re.compile(rb"((?::[a-z]+\n)*)(?:[!-9;-@\[-~]+\n)*")
 """Pseudo-headers first, then visible ASCII without capitals and colons."""
-_LINE_END_MISPLACED: Final = (b"\n ", b"\n\t", b" \n", b"\t\n")
 
 
 def _orders(*names: bytes) -> set[bytes]:
@@ -90,38 +97,39 @@ def _malformed(what: str) -> ProtocolViolation:
     return ProtocolViolation(ErrorCode.PROTOCOL_ERROR, f"malformed message: {what}")
 
 
-def _screened(head: HeaderList) -> tuple[bytes, dict[bytes, bytes]]:
-    """The pseudo-headers' names, and values by name. Raises ProtocolViolation."""
+def _screened(head: HeaderList) -> bytes:
+    """The pseudo-headers' names. Raises ProtocolViolation."""
     if not head:
-        return b"", {}
+        return b""
     names, values = zip(*head, strict=True)
-    pseudo, wrong = _judged(names)
+    pseudo, wrong, names_te = _judged(names)
     if wrong:
         raise _malformed(wrong)
     text = b"\n%b\n" % b"\n".join(values)
     if b"\0" in text or b"\r" in text or text.count(b"\n") != len(values) + 1:
         raise _malformed("a forbidden character in a header's value")
-    if (b" " in text or b"\t" in text) and any(edge in text for edge in _LINE_END_MISPLACED):
+    if b"\n " in text or b" \n" in text or b"\n\t" in text or b"\t\n" in text:
         raise _malformed("space around a header's value")
-    by_name = dict(head)
-    if b"te" in by_name and any(name == b"te" and value.lower() != b"trailers" for name, value in head):
+    if names_te and any(name == b"te" and value.lower() != b"trailers" for name, value in head):
         raise _malformed("TE")
-    return pseudo, by_name
+    return pseudo
 
 
 @lru_cache(maxsize=RECEIVED_NAMES_MAX)
-def _judged(names: tuple[bytes, ...]) -> tuple[bytes, str]:
-    """Of a list's names, which are the same for most messages: the pseudo-headers, and what is wrong."""
+def _judged(names: tuple[bytes, ...]) -> tuple[bytes, str, bool]:
+    """Of a list's names, which are the same for most messages: the pseudo-headers, what is wrong, and
+    whether TE is among them."""
     listed = b"%b\n" % b"\n".join(names)
     matched = _NAMES.fullmatch(listed)
     if matched is None or listed.count(b"\n") != len(names):
-        return b"", "a header's name, or the place of a pseudo-header"
-    return matched[1], "" if _CONNECTION_FIELDS.isdisjoint(names) else "a header of HTTP/1.1's"
+        return b"", "a header's name, or the place of a pseudo-header", False
+    wrong = "" if _CONNECTION_FIELDS.isdisjoint(names) else "a header of HTTP/1.1's"
+    return matched[1], wrong, b"te" in names
 
 
 def check_request(head: HeaderList) -> None:
     """Raises ProtocolViolation."""
-    pseudo, values = _screened(head)
+    pseudo, values = _screened(head), dict(head)
     if pseudo not in (_CONNECT if values.get(b":method") == b"CONNECT" else _REQUEST):
         raise _malformed("a request's pseudo-headers")
     if values.get(b":path") == b"":
@@ -136,8 +144,7 @@ def check_request(head: HeaderList) -> None:
 
 def check_response(head: HeaderList) -> bool:
     """Whether it is an interim one. Raises ProtocolViolation."""
-    pseudo, _ = _screened(head)
-    if pseudo != _STATUS:
+    if _screened(head) != _STATUS:
         raise _malformed("a response's pseudo-headers")
     return check_status(head)
 
@@ -151,8 +158,7 @@ def check_status(head: HeaderList) -> bool:
 
 def check_trailers(head: HeaderList) -> None:
     """Raises ProtocolViolation."""
-    pseudo, _ = _screened(head)
-    if pseudo:
+    if _screened(head):
         raise _malformed("pseudo-headers in trailers")
 
 

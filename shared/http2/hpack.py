@@ -26,13 +26,14 @@ from shared.http2.headers import HeaderList
 from shared.http2.limits import HEADER_LIST_LEN_MAX
 
 NAMES_MAX: Final = 1024
+FIELDS_MAX: Final = 1024
+KEPT_LEN_MAX: Final = 128
+"""Bytes of the value of a field that is kept encoded."""
 
 _STATIC: Final = tuple(HeaderTable.STATIC_TABLE)
 _STATIC_FIELD_LEN_MAX: Final = max(len(name) + len(value) for name, value in _STATIC) + 32
 _INDEX_BITS: Final = 0x0F
 _LEN_BITS: Final = 0x7F
-
-_LENGTHS: Final = [bytes((length,)) for length in range(_LEN_BITS)]
 
 _NO_TABLE: Final = b"\x20"
 """A change of the table's size, to zero. Said once, it fits every size that the peer may allow later."""
@@ -50,15 +51,20 @@ class LiteralEncoder:
 
     def encode(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
         opening, self._opening = self._opening, b""
-        parts = [opening]
-        for field in headers:
-            if (indexed := _INDEXED.get(field)) is not None:
-                parts.append(indexed)
-                continue
-            name, value = field
-            length = len(value)
-            parts += _name(name), _LENGTHS[length] if length < _LEN_BITS else _integer(0x00, 7, length), value
-        return b"".join(parts)
+        fields = [_kept(field) if len(field[1]) < KEPT_LEN_MAX else _literal(field) for field in headers]
+        return b"".join([opening, *fields])
+
+
+def _literal(field: tuple[bytes, bytes]) -> bytes:
+    """Or the number of the same field in the static table."""
+    if (indexed := _INDEXED.get(field)) is not None:
+        return indexed
+    name, value = field
+    return b"%b%b%b" % (_name(name), _integer(0x00, 7, len(value)), value)
+
+
+_kept: Final = lru_cache(maxsize=FIELDS_MAX)(_literal)
+"""Ids pass through it and drop out; what every message says again stays."""
 
 
 @lru_cache(maxsize=NAMES_MAX)

@@ -143,7 +143,7 @@ class ServerResponder:
 
 def _response_head(status: int, headers: Mapping[str, str]) -> HeaderList:
     assert 200 <= status <= 599
-    pairs = ((name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items())
+    pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
     return header_list([(b":status", b"%d" % status)], pairs)
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.config import KeyConfig, ModelConfig, TenantConfig, TiersConfig
+from gateway.admission.quota import Scope
+from gateway.config import KeyConfig, ModelConfig, QuotaLimits, TenantConfig, TiersConfig, TimeoutsConfig
+from gateway.directory import Directory
 from gateway.identity import keys
 from gateway.identity.keys import KeyTable, Principal, hash_key, mint_key
 from gateway.identity.tenant import TenantPolicy
 from shared.errors import InvalidRequest, ModelNotFound, Unauthenticated
+from shared.ids import KeyId
 
 NOW_S = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
 
@@ -145,6 +149,42 @@ def test_without_a_name_the_only_model_is_meant(policy: TenantPolicy) -> None:
         policy.resolve(principal("all"), None)
     single = TenantPolicy(MODELS[:1], [TenantConfig(id="all")], TiersConfig())
     assert single.resolve(principal("all"), None).name == "big"
+
+
+def directory() -> Directory:
+    tenants = TenantPolicy(
+        MODELS,
+        [
+            TenantConfig(id="all", limits=QuotaLimits(tokens_per_min=60)),
+            TenantConfig(id="one", models=("big",)),
+        ],
+        TiersConfig(),
+    )
+    return Directory(KeyTable([]), tenants, TimeoutsConfig(total_s=9))
+
+
+def test_terms_are_the_callers_own() -> None:
+    here = directory()
+    free, narrow = principal("all"), replace(principal("one"), key=KeyId("k2"))
+    metered = replace(free, key=KeyId("k3"), limits=QuotaLimits(requests_per_min=5, tokens_per_min=30))
+    for _ in range(2):  # worked out, and known
+        terms = here.terms(free, "gpt-4")
+        assert (terms.model.name, terms.tenant.id, terms.timeouts.total_s) == ("big", "all", 9)
+        assert [(s.scope, s.id) for s in terms.subjects] == [(Scope.TENANT, "all")], "a key without limits"
+        assert terms.tokens_per_min == 60
+        assert here.terms(metered, "gpt-4").tokens_per_min == 30
+        assert [s.id for s in here.terms(metered, "gpt-4").subjects] == ["k3", "all"]
+        assert here.terms(narrow, "big").subjects == ()
+        assert here.terms(narrow, "big").tokens_per_min is None
+        with pytest.raises(ModelNotFound):
+            here.terms(narrow, "small")
+
+
+def test_terms_are_kept_for_names_of_the_configuration_alone() -> None:
+    here, caller = directory(), principal("all")
+    for name in ("big", "gpt-4", "small", "whatever", "anything"):
+        here.terms(caller, name)
+    assert [name for _, name in here._terms] == ["big", "gpt-4", "small"]
 
 
 def test_a_long_name_is_not_repeated_whole(policy: TenantPolicy) -> None:

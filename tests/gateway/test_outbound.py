@@ -146,7 +146,7 @@ def model(**fields: Any) -> ModelConfig:
 
 def test_a_key_from_the_environment() -> None:
     credentials = Credentials([model(api_key_env="KEY")], {"KEY": SECRET})
-    assert credentials.headers(model()) == (("authorization", f"Bearer {SECRET}"),)
+    assert credentials.headers(model()) == ((b"authorization", f"Bearer {SECRET}".encode()),)
     assert SECRET not in repr(credentials)
 
 
