@@ -229,7 +229,8 @@ def _add_scheduling_arguments(scheduling: argparse._ArgumentGroup) -> None:
         default=100.0,
         metavar="MS",
         help="how long prompts may make one step, the longest gap that running streams see (one prompt at "
-        "most doubles theirs); inf: as long as --max-step-tokens takes (default: 100)",
+        "most doubles theirs, and so much is always allowed); inf: as long as --max-step-tokens takes "
+        "(default: 100)",
     )
     scheduling.add_argument(
         "--max-queue-len",

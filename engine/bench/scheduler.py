@@ -30,7 +30,7 @@ from shared.bench.streams import BenchFailed
 
 __all__ = ["BenchFailed", "add_arguments", "run"]
 
-COST: Final = StepCost(token_s=1e-4, row_s=1e-4, pair_s=2e-9, fixed_s=5e-3, page_s=4e-4)
+COST: Final = StepCost(token_s=1e-4, row_s=1e-4, pair_s=2e-9, context_s=2e-9, fixed_s=5e-3, page_s=4e-4)
 """10,000 prompt tokens/s, 5 ms for the weights, 8 MB a page at 20 GB/s to host memory: a model of 8B
 parameters on an older GPU."""
 LOAD: Final = 0.9

@@ -8,6 +8,7 @@ Every decision is the scheduler's own; a step takes what `Engine.cost` says, and
 from __future__ import annotations
 
 import math
+import random
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,8 @@ class Engine:
     """In host memory, for those who are swapped out."""
     discipline: Discipline = RESPONSE_RATIO
     planner: type[Planner] = Planner
+    noise: float = 0.0
+    """By up to this share of its time a step takes longer or shorter."""
 
 
 @dataclass(slots=True)
@@ -153,7 +156,7 @@ class _Virtual:
             prefix_cache=False,
             step_time_target_s=engine.step_time_target_s,
         )
-        self._cost = engine.cost
+        self._cost, self._noise, self._rng = engine.cost, engine.noise, random.Random(1)
         self._scheduler = Scheduler(config, info, engine.discipline, engine.planner)
         self._watch = TurnWatch(self._scheduler)
         self._requests = requests
@@ -177,10 +180,9 @@ class _Virtual:
         plan = self._scheduler.plan(self._now)
         if plan is not None:
             self._watch.after_plan(plan)
-            work = Work(copied_pages=len(plan.swapped_out) + len(plan.swapped_in))
-            for position, length in zip(plan.positions, plan.lengths, strict=True):
-                work = work.with_row(position, length)
-            self._now += self._cost.seconds(work)
+            copied_pages = len(plan.swapped_out) + len(plan.swapped_in)
+            work = Work.of(plan.positions, plan.lengths, copied_pages)
+            self._now += self._cost.seconds(work) * (1.0 + self._noise * self._rng.uniform(-1.0, 1.0))
             self._steps += 1
             self._scheduler.commit(plan, RunResult([0] * sum(plan.samples), [], []), self._now)
         output = self._scheduler.report()

@@ -34,10 +34,7 @@ class Batch:
 
     @property
     def work(self) -> Work:
-        rows = zip(self.positions, self.lengths, strict=True)
-        pairs = sum([length * (position + (length + 1) / 2) for position, length in rows])
-        decode_rows = self.lengths.count(1)
-        return Work(sum(self.lengths) - decode_rows, decode_rows, pairs, self.copied_pages)
+        return Work.of(self.positions, self.lengths, self.copied_pages)
 
     def add_decodes(self, sequences: Mapping[int, Sequence]) -> None:
         """A row for each of these, by slot, which have one token pending. All at once: a column at a time

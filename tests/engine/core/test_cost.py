@@ -8,19 +8,19 @@ import pytest
 from engine.core.cost import CostLearner, StepCost, Work
 
 RUNNERS = {
-    "a large GPU": StepCost(token_s=5e-5, row_s=1e-4, pair_s=2e-9, fixed_s=6e-3),
-    "two CPU cores": StepCost(token_s=2e-3, row_s=4e-3, pair_s=2e-7, fixed_s=1e-3),
+    "a large GPU": StepCost(token_s=5e-5, row_s=1e-4, pair_s=2e-9, context_s=5e-8, fixed_s=6e-3),
+    "two CPU cores": StepCost(token_s=2e-3, row_s=1e-3, pair_s=7e-7, context_s=6e-6, fixed_s=7e-2),
     "no attention to speak of": StepCost(token_s=1e-4, row_s=1e-5, pair_s=0.0, fixed_s=1e-2),
 }
 
 
 def random_work(rng: random.Random) -> Work:
-    work = Work()
-    for _ in range(rng.randint(1, 40)):
-        work = work.with_row(rng.randint(1, 4000), 1)
+    decodes = rng.randint(1, 40)
+    positions, lengths = [rng.randint(1, 4000) for _ in range(decodes)], [1] * decodes
     if rng.random() < 0.6:
-        work = work.with_row(rng.choice([0, 0, 2000]), rng.randint(2, 2048))
-    return work
+        positions.append(rng.choice([0, 0, 2000]))
+        lengths.append(rng.randint(2, 2048))
+    return Work.of(positions, lengths)
 
 
 @pytest.mark.parametrize("name", RUNNERS)
@@ -43,7 +43,7 @@ def test_what_is_not_seen_any_more_is_not_forgotten() -> None:
         learner.observe(work, truth.seconds(work))
     before = learner.cost.service_s(4000)
     for _ in range(5000):
-        work = Work().with_row(rng.randint(1, 4000), 1)
+        work = Work.of([rng.randint(1, 4000)], [1])
         learner.observe(work, truth.seconds(work))
     assert learner.cost.service_s(4000) == pytest.approx(before, rel=0.25)
 
@@ -65,7 +65,7 @@ def test_the_chunk_that_fits_a_time_is_the_longest_that_does(name: str, position
     room_s = 0.05
 
     def chunk_s(length: int) -> float:
-        return cost.seconds(Work().with_row(position, length)) - cost.fixed_s
+        return cost.seconds(Work.of([position], [length])) - cost.fixed_s
 
     length = cost.tokens_within(room_s, position)
     assert length > 2
@@ -102,8 +102,8 @@ def test_a_bad_reading_of_copies_fades() -> None:
 
 @pytest.mark.parametrize("name", RUNNERS)
 def test_a_chunk_costs_what_it_adds_to_a_step(name: str) -> None:
-    cost, others = RUNNERS[name], Work(copied_pages=7).with_row(50, 1)
-    both = others.with_row(300, 40)
+    cost, others = RUNNERS[name], Work.of([50], [1], copied_pages=7)
+    both = Work.of([50, 300], [1, 40], copied_pages=7)
     assert cost.chunk_s(300, 40) == pytest.approx(cost.seconds(both) - cost.seconds(others))
 
 

@@ -140,9 +140,10 @@ def test_chunk_len(pending: int, budget: int, length: int) -> None:
         (0.1, 0.01, [0.0, 1.0], 0.015),
         (0.1, 0.01, [0.5, 2.0], 0.0375),  # one is late
         (0.1, 0.01, [0.0] * 50, 0.09),  # they come faster than they are computed: what the target leaves
-        (0.1, 0.2, [0.0], -0.1),  # the decodes alone take longer
+        (0.1, 0.08, [0.0], 0.06),  # decodes that nearly fill the target, or overfill it, do not stop prompts
+        (0.1, 0.2, [0.0], 0.15),
+        (0.1, 0.2, [0.0] * 50, 0.15),
         (math.inf, 0.01, [0.0], math.inf),  # nobody set a target
-        (0.1, 0.01, [], 0.09),
     ],
 )
 def test_prompts_get_as_long_as_the_decodes_each_up_to_the_target(

@@ -65,5 +65,5 @@ def work_of_decodes(prompt_len: int) -> tuple[int, int]:
 def test_a_decode_steps_work_does_not_grow_with_the_sequence() -> None:
     short_lines, short_bytes = work_of_decodes(SHORT)
     long_lines, long_bytes = work_of_decodes(LONG)
-    assert long_lines < 1.1 * short_lines
+    assert long_lines < 1.25 * short_lines, "the learned cost takes a pass more or less"
     assert long_bytes < short_bytes + LONG, "less than a byte for each token"

@@ -1,0 +1,46 @@
+"""A long prompt beside streams, in virtual time: it gets on, and they hardly notice."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.bench.virtual import Engine, Outcome, Request, run
+from engine.core.cost import StepCost, Work
+from shared.bench.figures import quantile
+
+STREAMS, CALM_STEPS, PROMPT_LEN = 8, 60, 4000
+RUNNERS = {
+    "474M on two cores": StepCost(token_s=1.8e-3, row_s=7e-4, pair_s=7e-7, context_s=6.3e-6, fixed_s=0.068),
+    "29M on two cores": StepCost(token_s=7e-5, row_s=1e-4, pair_s=7e-8, context_s=6e-7, fixed_s=4e-3),
+    "8B on a GPU": StepCost(token_s=2.5e-5, row_s=1e-5, pair_s=2e-10, context_s=3e-8, fixed_s=6e-3),
+}
+"""The first is as measured: eight decodes take 75 to 90 ms, and a short chunk far into a long prompt adds 25
+for reading what is before it."""
+
+
+def decodes_s(cost: StepCost, context_len: int) -> float:
+    return cost.seconds(Work.of([context_len] * STREAMS, [1] * STREAMS))
+
+
+def beside_streams(cost: StepCost, target_s: float, noise: float) -> tuple[Outcome, list[Outcome]]:
+    """The prompt, and the streams."""
+    at_s = CALM_STEPS * decodes_s(cost, 100)
+    streams = [Request(0.0, 60, 1000) for _ in range(STREAMS)]
+    engine = Engine(cost, step_time_target_s=target_s, noise=noise)
+    *others, prompt = run([*streams, Request(at_s, PROMPT_LEN, 2)], engine).outcomes
+    return prompt, others
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1, 0.2])
+@pytest.mark.parametrize("target_s", [0.1, 0.02])
+@pytest.mark.parametrize("name", RUNNERS)
+def test_it_takes_its_share_even_where_decodes_take_the_target_and_more(
+    name: str, target_s: float, noise: float
+) -> None:
+    """Three sevenths of the time are its own (`policy.BESIDE_DECODES`), so it takes 7/3 of its time alone,
+    and more for reading what is before each of its short chunks."""
+    cost = RUNNERS[name]
+    prompt, streams = beside_streams(cost, target_s, noise)
+    assert prompt.first_token_s < 4.0 * cost.service_s(PROMPT_LEN)
+    gaps = [gap for stream in streams for gap in stream.gaps_s[: CALM_STEPS + 400]]
+    assert quantile(gaps, 0.99) < 2.0 * (1.0 + noise) * decodes_s(cost, CALM_STEPS + 400)
