@@ -19,13 +19,21 @@ from engine.runtime.kernels import fused
 from engine.runtime.kernels.autotune import Linear, MatmulTable
 from engine.runtime.kernels.begin import begin_step
 from engine.runtime.kernels.fused import Norm, Stream
-from engine.runtime.kernels.matmul import NARROW, TILES, Tile, Weight, normed_matmul, skinny_matmul
+from engine.runtime.kernels.matmul import (
+    TILES,
+    Tile,
+    Weight,
+    normed_matmul,
+    skinny_matmul,
+    tiles_for,
+)
 from engine.runtime.layers import Rotary, rms_norm, rotate
 from engine.runtime.models.config import RopeConfig
 from tests.engine.runtime.kernels import test_decode_attention as decode
 from tests.engine.runtime.kernels import test_prefill_attention as prefill
 from tests.engine.runtime.kernels import test_sampling as sampling
 from tests.engine.runtime.kernels.cases import PagedCase, Shape, paged_case
+from tests.gpu.near import near, same
 
 CUDA = torch.device("cuda")
 ERROR_MAX = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -33,54 +41,58 @@ ERROR_MAX = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 SHAPES = (
     Shape(2, 2, 64),
     Shape(8, 4, 128),
+    Shape(8, 2, 128),
     Shape(4, 7, 128),
     Shape(2, 1, 64),
     Shape(2, 4, 256),
     Shape(2, 2, 64, 16),
 )
+FLOAT32_SHAPES = (Shape(4, 2, 16, 16), Shape(1, 7, 16, 16), Shape(4, 1, 32, 16))
 LENGTHS = (3000, 1, 64, 65, 300, 0, 512, 513, 9000)
 CHUNKS, CONTEXTS = (700, 1, 200, 64, 5, 129), (700, 100, 1200, 192, 4133, 129)
 
 
-def near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> dict[str, Any]:
-    assert torch.isfinite(found).all(), "not finite"
-    error = float((found.double() - expected.double()).norm() / expected.double().norm())
-    assert error <= ERROR_MAX[dtype], f"relative error {error:.2e}, at most {ERROR_MAX[dtype]:.0e}"
-    return {"error": error}
+PRODUCTS = ((1, 4096, 4096), (1, 1024, 3072), (16, 2048, 4096), (17, 1000, 1000), (64, 6144, 4096))
+"""Rows, and the weight's."""
+NORMED_PRODUCTS = ((1, 6144, 1024), (16, 2048, 4096), (7, 1000, 1000))
+
+
+def found_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    return {"error": near(found, expected, ERROR_MAX[dtype])}
 
 
 def decode_attention(shape: Shape, dtype: torch.dtype, window: int | None) -> dict[str, Any]:
     case = paged_case(shape, [1] * len(LENGTHS), LENGTHS, dtype=dtype)
     found = decode.run(case, window, programs=264, device=CUDA)
-    assert torch.equal(found, decode.run(case, window, programs=100, device=CUDA)), "depends on the programs"
+    error = found_near(found, case.expected(window), dtype)
+    same(decode.run(case, window, programs=100, device=CUDA), found, "by fewer programs")
     for _ in range(20):  # the last to arrive differs from run to run; what it adds up must not
-        assert torch.equal(found, decode.run(case, window, programs=264, device=CUDA)), "differs between runs"
-    return near(found, case.expected(window), dtype)
+        same(decode.run(case, window, programs=264, device=CUDA), found, "run again")
+    return error
 
 
 def decode_alone(dtype: torch.dtype) -> dict[str, Any]:
     shape = Shape(8, 4, 128)
     case = paged_case(shape, [1] * len(LENGTHS), LENGTHS, dtype=dtype)
     alone = PagedCase(shape, [1], LENGTHS[:1], case.q[:1], case.keys, case.values, case.tables[:1], [])
-    assert torch.equal(
-        decode.run(alone, programs=7, device=CUDA), decode.run(case, programs=264, device=CUDA)[:1]
-    )
+    together = decode.run(case, programs=264, device=CUDA)[:1]
+    same(decode.run(alone, programs=7, device=CUDA), together, "alone")
     return {}
 
 
 def prefill_attention(shape: Shape, dtype: torch.dtype, window: int | None) -> dict[str, Any]:
     case = paged_case(shape, CHUNKS, CONTEXTS, dtype=dtype)
-    return near(prefill.run(case, window, device=CUDA), case.expected(window), dtype)
+    return found_near(prefill.run(case, window, device=CUDA), case.expected(window), dtype)
 
 
 def fp8_cache(dtype: torch.dtype) -> dict[str, Any]:
     kv = torch.float8_e4m3fn
     case = paged_case(Shape(8, 4, 128), [1] * len(LENGTHS), LENGTHS, dtype=dtype, kv_dtype=kv)
     case.history = [(k.float() * 0.5, v.float() * 3.0) for k, v in case.history]
-    found = near(decode.run(case, scales=(0.5, 3.0), device=CUDA), case.expected(None), dtype)
+    found = found_near(decode.run(case, scales=(0.5, 3.0), device=CUDA), case.expected(None), dtype)
     case = paged_case(Shape(8, 4, 128), CHUNKS, CONTEXTS, dtype=dtype, kv_dtype=kv)
     case.history = [(k.float() * 0.5, v.float() * 3.0) for k, v in case.history]
-    return found | near(prefill.run(case, scales=(0.5, 3.0), device=CUDA), case.expected(None), dtype)
+    return found | found_near(prefill.run(case, scales=(0.5, 3.0), device=CUDA), case.expected(None), dtype)
 
 
 def beginning(dtype: torch.dtype) -> dict[str, Any]:
@@ -94,12 +106,12 @@ def beginning(dtype: torch.dtype) -> dict[str, Any]:
     frequencies = rotary.inverse_frequencies.to(CUDA)
     step, tables = begin_step(slots, lengths, known, table, embedding, frequencies, 64)
     at = lengths.long() - 1
-    assert torch.equal(step.residual, embedding[known[slots, at]])
-    assert torch.equal(tables, table[slots])
-    assert torch.equal(step.pages, table[slots, at // 64].long())
-    assert torch.equal(step.offsets, at % 64)
+    same(step.residual, embedding[known[slots, at]], "embeddings")
+    same(tables, table[slots], "page tables")
+    same(step.pages, table[slots, at // 64].long(), "pages")
+    same(step.offsets, at % 64, "offsets")
     expected = torch.cat(rotary.angles(at.cpu(), torch.float32), dim=-1)[:, 0]
-    return near(torch.cat(step.angles, dim=-1).cpu(), expected, torch.float32)
+    return found_near(torch.cat(step.angles, dim=-1), expected, torch.float32)
 
 
 def norms(dtype: torch.dtype) -> dict[str, Any]:
@@ -107,8 +119,8 @@ def norms(dtype: torch.dtype) -> dict[str, Any]:
     weight = torch.rand(4096, device=CUDA).to(dtype)
     total = x + residual
     found = fused.rms_norm(x, weight, 1e-6, residual)
-    assert torch.equal(residual, total)
-    return near(found.cpu(), rms_norm(total.cpu().float(), weight.cpu().float(), 1e-6), dtype)
+    same(residual, total, "the stream")
+    return found_near(found, rms_norm(total.cpu().float(), weight.cpu().float(), 1e-6), dtype)
 
 
 def store(dtype: torch.dtype) -> dict[str, Any]:
@@ -119,125 +131,159 @@ def store(dtype: torch.dtype) -> dict[str, Any]:
     cache = torch.full((2, 9, kv_heads, 16, dim), torch.nan, dtype=dtype, device=CUDA)
     places = torch.randperm(9 * 16)[:tokens]
     page, offset = (places // 16).to(CUDA), (places % 16).to(CUDA)
-    norm = fused.QKNorm(*weights.to(CUDA), 1e-6)
-    q = fused.norm_rotate_store(qkv.to(CUDA), (cos.to(CUDA), sin.to(CUDA)), norm, *cache, page, offset)
-    by_head = qkv.view(tokens, -1, dim).float().split([heads, kv_heads, kv_heads], dim=1)
+    norm = fused.QKNorm(weights[0].to(CUDA), weights[1].to(CUDA), 1e-6)
+    angles = cos.to(CUDA), sin.to(CUDA)
+    q = fused.norm_rotate_store(qkv.to(CUDA), angles, norm, cache[0], cache[1], page, offset)
+    by_head = torch.split(qkv.view(tokens, -1, dim).float(), [heads, kv_heads, kv_heads], dim=1)
     expected = [rotate(rms_norm(by_head[i], weights[i].float(), 1e-6), (cos, sin)) for i in range(2)]
-    near(cache[0][page, :, offset].float().cpu(), expected[1], dtype)
-    assert torch.equal(cache[1][page, :, offset].float().cpu(), by_head[2])
-    assert cache.isnan().sum() == cache.numel() - 2 * tokens * kv_heads * dim
-    return near(q.float().cpu(), expected[0], dtype)
+    near(cache[0][page, :, offset], expected[1], ERROR_MAX[dtype])
+    same(cache[1][page, :, offset].float(), by_head[2], "values")
+    written = int((~cache.isnan()).sum())
+    assert written == 2 * tokens * kv_heads * dim, f"{written} numbers are written"
+    return found_near(q, expected[0], dtype)
 
 
 def activation(dtype: torch.dtype) -> dict[str, Any]:
     gate_up = torch.randn(37, 2 * 14336).to(dtype)
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return near(fused.silu_mul(gate_up.to(CUDA)).cpu(), silu(gate) * up, dtype)
+    return found_near(fused.silu_mul(gate_up.to(CUDA)), silu(gate) * up, dtype)
 
 
-def products(dtype: torch.dtype) -> dict[str, Any]:
+def fits(tile: Tile, dtype: torch.dtype, rows: int, height: int) -> bool:
+    """In float32, which is the library's, one that always fits into shared memory is enough."""
+    return tile == TILES[-1] if dtype == torch.float32 else tile in tiles_for(height, rows)
+
+
+def tiles(dtype: torch.dtype, sizes: Sequence[tuple[int, int, int]]) -> list[Tile]:
+    found = dict.fromkeys(tile for rows, height, _ in sizes for tile in tiles_for(height, rows))
+    return [tile for tile in found if any(fits(tile, dtype, rows, height) for rows, height, _ in sizes)]
+
+
+def products(dtype: torch.dtype, tile: Tile, fp8: bool) -> dict[str, Any]:
     worst = 0.0
-    for rows, height, width in ((1, 4096, 4096), (17, 1000, 1000), (64, 6144, 4096)):
+    for rows, height, width in PRODUCTS:
+        if not fits(tile, dtype, rows, height):
+            continue
         x, weight = torch.randn(rows, width).to(dtype), torch.randn(height, width).to(dtype)
-        expected = linear(x.double(), weight.double())
-        # In float32, which is the library's, only the smallest fits into shared memory.
-        tiles = TILES if rows > 1 else (NARROW, *TILES)
-        for tile in tiles if dtype != torch.float32 else TILES[-1:]:
-            found = skinny_matmul(x.to(CUDA), weight.to(CUDA), tile).cpu()
-            worst = max(worst, near(found, expected, dtype)["error"])
-        if dtype != torch.float32:
+        own: Weight = weight.to(CUDA)
+        if fp8:
             quantised = quantise(weight)
-            restored = quantised.values.double() * quantised.scales[:, None].double()
-            found = skinny_matmul(x.to(CUDA), quantised.to(CUDA), TILES[1]).cpu()
-            worst = max(worst, near(found, linear(x.double(), restored), dtype)["error"])
-            groups = -(-width // 128)
-            blocks = Fp8Weight(quantised.values, torch.rand(groups, height) * 0.01, 128).to(CUDA)
-            found = MatmulTable({}).linear(x.to(CUDA), blocks).cpu()
-            expected = linear(x.double(), blocks.restored(torch.float32).cpu().double())
-            worst = max(worst, near(found, expected, dtype)["error"])
+            own, weight = quantised.to(CUDA), quantised.restored(torch.float64)
+        found = skinny_matmul(x.to(CUDA), own, tile)
+        worst = max(worst, near(found, linear(x.double(), weight.double()), ERROR_MAX[dtype]))
     return {"error": worst}
 
 
-def whole_products(dtype: torch.dtype) -> dict[str, Any]:
-    """With a norm in the head and a gate in the tail; and no further from the truth than norm, product and
-    gate apart. By every tile, but where it is one more to compile: fp8, and a weight that no tile fits."""
+def grouped(dtype: torch.dtype) -> dict[str, Any]:
+    """fp8 with a scale for each group of columns, by the tile that nobody chose."""
+    worst = 0.0
+    for rows, height, width in PRODUCTS:
+        x, values = torch.randn(rows, width).to(dtype), quantise(torch.randn(height, width)).values
+        blocks = Fp8Weight(values, torch.rand(-(-width // 128), height) * 0.01, 128)
+        found = MatmulTable({}).linear(x.to(CUDA), blocks.to(CUDA))
+        expected = linear(x.double(), blocks.restored(torch.float32).double())
+        worst = max(worst, near(found, expected, ERROR_MAX[dtype]))
+    return {"error": worst}
+
+
+def whole_products(dtype: torch.dtype, tile: Tile, fp8: bool, gated: bool) -> dict[str, Any]:
+    """With a norm in the head and perhaps a gate in the tail; no further from the truth than norm, product
+    and gate apart."""
     worst, worst_apart = 0.0, 0.0
-    for rows, height, width, tiles in (
-        (1, 6144, 1024, TILES),
-        (16, 2048, 4096, TILES),
-        (7, 1000, 1000, TILES[1:2]),
-    ):
+    for rows, height, width in NORMED_PRODUCTS:
+        if not fits(tile, dtype, rows, height):
+            continue
         residual, change = (torch.randn(2, rows, width) * 3).to(dtype)
         weight = (torch.randn(height, width) / width**0.5).to(dtype)
         norm = Norm(torch.rand(width).to(CUDA), 1e-6)
-        x = rms_norm((residual + change).double(), norm.weight.cpu().double(), norm.eps)
-        quantised = quantise(weight)
-        cases: list[tuple[Weight, Tensor, Sequence[Tile]]] = [(weight.to(CUDA), weight.double(), tiles)]
-        if rows == 1:
-            cases.append((quantised.to(CUDA), quantised.restored(torch.float64), tiles[1:2]))
-        for (own, meant, own_tiles), gated in product(cases, (False, True)):
-            y = linear(x, meant)
-            gate, up = y.chunk(2, dim=-1)
-            expected = silu(gate) * up if gated else y
-            for tile in own_tiles:
-                stream = Stream(residual.to(CUDA, copy=True), change.to(CUDA))
-                found, after = normed_matmul(stream, norm, own, tile, gated=gated)
-                assert torch.equal(after.residual.cpu(), residual + change), f"{tile}: the stream"
-                worst = max(worst, near(found.cpu(), expected, dtype)["error"])
-            apart, _ = MatmulTable({}).of_stream(stream, Linear(own, norm=norm, gated=gated))
-            worst_apart = max(worst_apart, near(apart.cpu(), expected, dtype)["error"])
+        own: Weight = weight.to(CUDA)
+        if fp8:
+            quantised = quantise(weight)
+            own, weight = quantised.to(CUDA), quantised.restored(torch.float64)
+        expected = linear(
+            rms_norm((residual + change).double(), norm.weight.cpu().double(), norm.eps), weight.double()
+        )
+        if gated:
+            gate, up = expected.chunk(2, dim=-1)
+            expected = silu(gate) * up
+        stream = Stream(residual.to(CUDA, copy=True), change.to(CUDA))
+        found, after = normed_matmul(stream, norm, own, tile, gated=gated)
+        same(after.residual, residual + change, "the stream")
+        worst = max(worst, near(found, expected, ERROR_MAX[dtype]))
+        apart, _ = MatmulTable({}).of_stream(stream, Linear(own, norm=norm, gated=gated))
+        worst_apart = max(worst_apart, near(apart, expected, ERROR_MAX[dtype]))
     assert worst <= 1.1 * worst_apart, f"error {worst:.2e}, of the kernels apart {worst_apart:.2e}"
     return {"error": worst, "error_apart": worst_apart}
 
 
-def tokens(limits: dict[str, Any]) -> dict[str, Any]:
-    """Over a true vocabulary. Of the random rows one in a thousand may differ: exp is rounded differently."""
+def tokens(
+    limits: dict[str, Any], vocab: int = 151_936, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
+    """Over a true vocabulary. exp is rounded differently, which of so few rows none should notice."""
     torch.manual_seed(0)
-    rows, vocab = 64, 151_936
-    logits = torch.randn(rows, vocab) * 3
+    rows = 64
+    logits = (torch.randn(rows, vocab) * 3).to(dtype)
     asked = [SamplingParams(seed=row * 977, max_tokens=1, **limits) for row in range(rows)]
     past = sampling.histories(rows, 2, vocab)
     found, logprobs, _ = sampling.on_device(logits, asked, past, CUDA)
-    expected = sampling.on_cpu(logits, asked, past)
-    differing = sum(a != b for a, b in zip(found, expected, strict=True))
-    assert differing == 0, f"{differing} of {rows} tokens differ from the CPU's"
-    own = logits.log_softmax(-1).gather(1, torch.tensor(found)[:, None])[:, 0]
+    expected = sampling.on_cpu(logits.float(), asked, past)
+    where = [(row, a, b) for row, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b]
+    assert not where, f"{len(where)} of {rows} tokens differ from the CPU's: (row, ours, its) {where[:8]}"
+    own = logits.float().log_softmax(-1).gather(1, torch.tensor(found)[:, None])[:, 0]
     torch.testing.assert_close(logprobs, own, atol=1e-4, rtol=1e-4)
     return {"rows": rows}
 
 
+def by_tiles(dtype: torch.dtype, name: str) -> bool:
+    ok = True
+    for tile, fp8 in product(tiles(dtype, PRODUCTS), (False, True)):
+        if fp8 and dtype == torch.float32:
+            continue
+        row = f"{tile}{' fp8' if fp8 else ''} {name}"
+        ok &= check("kernels", f"matmul {row}", partial(products, dtype, tile, fp8))
+        if dtype == torch.bfloat16 and tile in tiles(dtype, NORMED_PRODUCTS):
+            for gated in (False, True):
+                what = f"matmul with norm{' and gate' if gated else ''} {row}"
+                ok &= check("kernels", what, partial(whole_products, dtype, tile, fp8, gated))
+    return ok
+
+
 def in_precision(dtype: torch.dtype, shapes: Sequence[Shape]) -> bool:
     ok, name = True, str(dtype).removeprefix("torch.")
+    checks = {
+        "begin": beginning,
+        "norm": norms,
+        "store": store,
+        "silu": activation,
+        "decode alone": decode_alone,
+    }
+    for what, run in checks.items():
+        if what != "decode alone" or dtype != torch.float32:  # half a minute to compile
+            ok &= check("kernels", f"{what} {name}", partial(run, dtype))
     for shape in shapes:
         for window in (None, 100):
             page = shape.page_size
             row = f"{shape.kv_heads}x{shape.group}x{shape.head_dim} page {page} window {window} {name}"
             ok &= check("kernels", f"decode {row}", partial(decode_attention, shape, dtype, window))
             ok &= check("kernels", f"prefill {row}", partial(prefill_attention, shape, dtype, window))
-    checks = {
-        "begin": beginning,
-        "norm": norms,
-        "store": store,
-        "silu": activation,
-        "matmul": products,
-        "decode alone": decode_alone,
-    }
-    for what, run in checks.items():
-        ok &= check("kernels", f"{what} {name}", partial(run, dtype))
-    if dtype == torch.bfloat16:
-        ok &= check("kernels", f"matmul with norm and gate {name}", partial(whole_products, dtype))
+    ok &= by_tiles(dtype, name)
     if dtype != torch.float32:
+        ok &= check("kernels", f"matmul fp8 in groups {name}", partial(grouped, dtype))
         ok &= check("kernels", f"fp8 cache {name}", partial(fp8_cache, dtype))
     return ok
 
 
 def main() -> int:
-    """What is served first; each shape of attention is a second of compiling, and in float32 several."""
+    """What is served first. A kernel takes a second to compile, in float32 up to half a minute: there the
+    shapes are those of the small models that are checked in it."""
     ok = in_precision(torch.bfloat16, SHAPES)
     for what, limits in sampling.LIMITS.items():
         ok &= check("kernels", f"sampling {what}", partial(tokens, limits))
-    for dtype in (torch.float16, torch.float32):
-        ok &= in_precision(dtype, SHAPES[:1])
+    for vocab in (128_256, 151_936):
+        run = partial(tokens, sampling.LIMITS["all at once"], vocab, torch.bfloat16)
+        ok &= check("kernels", f"sampling all at once of {vocab} in bfloat16", run)
+    ok &= in_precision(torch.float32, FLOAT32_SHAPES)
+    ok &= in_precision(torch.float16, SHAPES[:1])
     return 0 if ok else 1
 
 

@@ -43,6 +43,8 @@ def one_rank() -> dict[str, Any]:
         x.add_(1)
         captured.replay()
         assert torch.equal(captured.output[0], 2 * x), "a graph's collectives are not those outside"
+    torch.cuda.synchronize()
+    del captured  # before the group whose calls it holds
     return {"replays": 3}
 
 

@@ -19,14 +19,17 @@
 #   ranks      what tensor-parallel ranks do together, over NCCL, eager and captured; where there are two cards,
 #              small models on both against one.
 #   whole      measures the whole engine: nano-vllm's benchmark beside transformers' continuous batching, the time
-#              between decode graphs, start to ready of 8B. Writes 18 GB to TMPDIR and removes them.
+#              between decode graphs, start to ready of 8B. Writes 18 GB to TMPDIR, or where that is not set to
+#              /dev/shm if it has room for twice as much, and removes them.
 #   backends   every attention back end that is installed (FlashAttention, FlashInfer, cuDNN, torch), eager and
 #              captured, as kernels does ours.
 #
-# Each part is a process of its own with a limit of its own: one that fails or hangs costs its own rows and no
-# others. Together they take at most TOTAL_S, table included, whatever their own limits add up to. Results go to
-# DIR/gpu-<date>.jsonl (default DIR: tests/bench/results), one JSON object per line, written as soon as it is
-# known; rows not measured say so, and a table is printed last.
+# Each part is a process of its own, or several that share its rows where it only checks. One that ends or hangs
+# in a row is started again behind it: that row says how, and costs no other (engine/bench/gpu/supervise.py).
+# Each part has a limit; what one does not use, later ones may, and all together take at most TOTAL_S, table
+# included. Results go to DIR/gpu-<date>.jsonl (default DIR: tests/bench/results), one JSON object per line,
+# written as soon as it is known; rows not measured say so, and a table is printed last, with what failed: how
+# far off and where, which is meant to be enough to mend it.
 #
 # Needs python3 with torch >= 2.11, triton >= 3.6 and transformers, and what engine/runtime imports (msgspec,
 # safetensors, numpy); the rows of `whole` that start an engine need all that serves (extra `engine`).
@@ -37,8 +40,9 @@ cd "$(dirname "$0")/../.." || exit 1
 TOTAL_S=${TOTAL_S:-590}
 TABLE_S=5
 PARTS_ALL=(floors kernels tokens engine attention matmul steps ranks whole backends)
-declare -A LIMIT_S=([floors]=30 [kernels]=95 [tokens]=40 [engine]=70 [attention]=35 [matmul]=30 [steps]=75
-    [ranks]=15 [whole]=170 [backends]=25)
+declare -A LIMIT_S=([floors]=30 [kernels]=110 [tokens]=35 [engine]=55 [attention]=40 [matmul]=45 [steps]=80
+    [ranks]=15 [whole]=155 [backends]=20)
+declare -A SHARES=([kernels]=7 [tokens]=4 [engine]=5 [backends]=3)
 MEASURING=" floors attention matmul steps "
 
 out=tests/bench/results
@@ -49,7 +53,11 @@ mkdir -p "$out"
 results=$out/gpu-$(date +%F).jsonl
 export PENSTOCK_GPU_RESULTS=$results PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-TMPDIR=$(mktemp -d) || exit 1
+ROOM_KB=$((36 * 1000 * 1000))
+if [ -z "${TMPDIR:-}" ] && [ "$(df --output=avail /dev/shm 2>/dev/null | tail -1)" -gt $ROOM_KB ] 2>/dev/null; then
+    TMPDIR=/dev/shm
+fi
+TMPDIR=$(mktemp -d -p "${TMPDIR:-/tmp}") || exit 1
 trap 'rm -rf "$TMPDIR"' EXIT # a part that is ended leaves what it wrote
 export TMPDIR
 
@@ -60,19 +68,22 @@ if [ -n "${WHEELS:-}" ]; then
 fi
 
 failed=0
+ends=0
 for part in "${parts[@]}"; do
-    limit=${LIMIT_S[$part]:-}
-    if [ -z "$limit" ]; then echo "no part is called $part" >&2; exit 2; fi
+    own=${LIMIT_S[$part]:-}
+    if [ -z "$own" ]; then echo "no part is called $part" >&2; exit 2; fi
+    ends=$((ends + own)) # what was left over is this part's
+    limit=$((ends - SECONDS))
     left=$((TOTAL_S - TABLE_S - SECONDS))
-    if [ $left -lt 5 ]; then echo "== $part: no time is left" >&2; failed=1; continue; fi
     [ $limit -le $left ] || limit=$left
+    if [ $limit -lt 5 ]; then echo "== $part: no time is left" >&2; failed=1; continue; fi
     echo "== $part (at most $limit s)"
     began=$(date +%s)
     case $MEASURING in
         *" $part "*) command=(engine.bench.gpu "$part") ;;
         *) command=("tests.gpu.$part") ;;
     esac
-    timeout --kill-after=2 "$limit" python3 -m "${command[@]}"
+    python3 -m tests.gpu.part "$part" "$limit" "${SHARES[$part]:-1}" "${command[@]}"
     rc=$?
     printf '{"part": "%s", "row": "part", "rc": %d, "took_s": %d}\n' "$part" "$rc" $(($(date +%s) - began)) >>"$results"
     [ $rc -eq 0 ] || { echo "== $part failed: $rc" >&2; failed=1; }

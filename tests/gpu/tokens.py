@@ -21,7 +21,8 @@ from engine.runtime.graphs import CudaGraphDevice, DecodeGraphs, batch_buckets
 from engine.runtime.kernels.attention import TritonDecode, TritonPrefill
 from engine.runtime.kernels.decoder import DecodeStep, DeviceDecoder, DeviceModel
 from engine.runtime.kernels.overlap import CAPABILITY_MIN
-from engine.runtime.kernels.sampling import DeviceSampling, SamplingScratch
+from engine.runtime.kernels.sampling import SamplingScratch
+from engine.runtime.kernels.sampling_columns import DeviceSampling
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.load import load_runner
 from engine.runtime.model_runner import ModelRunner

@@ -128,8 +128,9 @@ def throughput(
 
 def transformers(path: Path, wanted: Sequence[Wanted], device: torch.device = CUDA) -> dict[str, Any]:
     """Raises RuntimeError where this version of transformers has no continuous batching."""
-    import transformers as hf
+    import transformers
 
+    hf: Any = transformers  # typed in part
     model = hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device).eval()
     if not hasattr(model, "continuous_batching_context_manager"):
         raise RuntimeError(f"transformers {hf.__version__} has no continuous batching")
@@ -165,7 +166,7 @@ class Mark(Protocol):
 
 
 def cuda_mark() -> Mark:
-    return torch.cuda.Event(enable_timing=True)
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 @dataclass

@@ -3,8 +3,8 @@
     floors     what this card does at best: read-only bandwidth over a buffer far larger than its cache, and
                the rate of a large bf16 product of random numbers. Every share is of these two, so a result
                means the same on another card, and no datasheet is believed.
-    attention  paged decode attention alone: bytes of keys and values over time, by every back end that is
-               installed.
+    attention  attention alone: paged decode, bytes of keys and values over time, by every back end that is
+               installed; whole prompts by the library's kernels and ours.
     matmul     the library against our tiles, per shape of the two models, weights not in the cache.
     steps      decode steps and prefills, as graphs where they decode; fp8 weights and KV against bf16.
 
@@ -15,31 +15,29 @@ A prefill of L tokens multiplies 2 P numbers per token, and its attention 2 Hq D
 of the square being masked:
     L (2 P + 2 Hq D layers L) / rate
 
-Each part is a process of its own with a limit of its own: one that fails or hangs costs its own rows and no
-others. What was not measured says so. No torch in this module: the parts import it.
+Each part is a process of its own with a limit of its own, and is started again behind a row that ended it
+(`supervise`): one that fails or hangs costs itself and no other. What was not measured says so. No torch in
+this module: the parts import it.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Final
 
-from engine.bench.gpu.results import RESULTS_VARIABLE, read
+from engine.bench.gpu.results import read
+from engine.bench.gpu.supervise import NO_GPU, TIMED_OUT, Part, run_part
 from engine.bench.gpu.targets import failures, table
 from shared.bench.figures import Figure
 from shared.bench.streams import BenchFailed
 
 __all__ = ["BenchFailed", "add_arguments", "run"]
 
-LIMITS_S: Final = {"floors": 60, "attention": 90, "matmul": 80, "steps": 200}
+LIMITS_S: Final = {"floors": 60, "attention": 90, "matmul": 150, "steps": 200}
 """Parts, in this order, and how long each may take: an H200 needs half of it."""
-NO_GPU: Final = 3
-"""Exit status of a part that finds none."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,19 +76,11 @@ async def _measure(results: Path, only: list[str] | None) -> list[Figure]:
 
 async def _run_part(part: str, results: Path) -> None:
     """Its rows go to the file; on a terminal one sees them come."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "engine.bench.gpu", part),
-        env={**os.environ, RESULTS_VARIABLE: str(results)},
-        stdout=sys.stderr.fileno(),
-    )
-    try:
-        status = await asyncio.wait_for(process.wait(), LIMITS_S[part])
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-        sys.stderr.write(f"{part} took longer than {LIMITS_S[part]} s: what is missing was not measured\n")
-        return
+    whole = Part(part, ["engine.bench.gpu", part], LIMITS_S[part])
+    status = await run_part(whole, results, sys.stderr.fileno())
     if status == NO_GPU:
         raise BenchFailed("there is nothing to measure without an NVIDIA GPU that this torch can use")
-    if status:
+    if status == TIMED_OUT:
+        sys.stderr.write(f"{part} took longer than {LIMITS_S[part]} s: what is missing was not measured\n")
+    elif status:
         sys.stderr.write(f"{part} failed with status {status}\n")

@@ -6,7 +6,8 @@ import sys
 
 import torch
 
-from engine.bench.gpu import LIMITS_S, NO_GPU
+from engine.bench.gpu import LIMITS_S
+from engine.bench.gpu.supervise import NO_GPU
 
 
 def main(argv: list[str]) -> int:

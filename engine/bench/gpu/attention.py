@@ -1,28 +1,37 @@
-"""Paged decode attention alone, at the shape of an 8B model's layer, as a share of the read bandwidth: our
-kernel at several shapes, and every back end that is installed at one of them."""
+"""Attention alone, at the shape of an 8B model's layer. Paged decode as a share of the read bandwidth: our
+kernel at several shapes, and every back end that is installed at one of them. Whole prompts as a share of the
+matrix rate, by our kernel and by those that torch has."""
 
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any, Final
 
 import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from engine.bench.gpu.measuring import check, graph_ms
-from engine.bench.gpu.results import floors, write
-from engine.runtime.attention import AttentionSpec
+from engine.bench.gpu.results import floors
+from engine.runtime.attention import AttentionSpec, Chunk
 from engine.runtime.attention.device import Bounds, build_backends
 from engine.runtime.backends import NAMES, Choice, Need, choose
 from engine.runtime.errors import BadRunnerConfig
+from engine.runtime.kernels.attention import TritonPrefill
 from engine.runtime.kv_cache import KVCache, KVGeometry
 
 CUDA: Final = torch.device("cuda")
 HEADS, KV_HEADS, DIM = 32, 8, 128
-LAYERS: Final = 4
-"""That take turns, so that none is found in the cache."""
+LAYERS_MIN: Final = 4
+TURN_BYTES: Final = 512 << 20
+"""Layers take turns, so many that their keys and values together are several times the largest cache."""
 PAGES: Final = {"flash-attn": 256}
 """Where 64 tokens will not do: flash-attn 2."""
 FP8: Final = torch.float8_e4m3fn
+LIBRARIES: Final = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash-attn 2": SDPBackend.FLASH_ATTENTION}
+"""That are in torch."""
 
 
 def chosen(name: str, kv_dtype: torch.dtype) -> tuple[Choice, int]:
@@ -46,10 +55,12 @@ def decode(
     choice, page_size = chosen(name, kv_dtype)
     width = -(-context // page_size)
     pages = batch * width
-    cache = KVCache(KVGeometry(LAYERS, KV_HEADS, page_size, DIM, kv_dtype), pages, device=CUDA)
+    read = 2 * batch * context * KV_HEADS * DIM * kv_dtype.itemsize
+    layers = max(LAYERS_MIN, -(-TURN_BYTES // read))
+    cache = KVCache(KVGeometry(layers, KV_HEADS, page_size, DIM, kv_dtype), pages, device=CUDA)
     for part in (*cache.keys, *cache.values):
         part.copy_(torch.randn(part.shape, dtype=torch.bfloat16, device=CUDA))
-    spec = AttentionSpec(HEADS, KV_HEADS, DIM, [None] * LAYERS)
+    spec = AttentionSpec(HEADS, KV_HEADS, DIM, [None] * layers)
     bounds = Bounds(batch, context, torch.cuda.get_device_properties(0).multi_processor_count)
     back_end, _ = build_backends(choice, cache, spec, torch.bfloat16, bounds)
     tables = torch.randperm(pages, device=CUDA).int().view(batch, width)
@@ -60,11 +71,10 @@ def decode(
     assert torch.isfinite(step(0, q)).all(), "not finite"
 
     def run() -> None:
-        for layer in range(LAYERS):
+        for layer in range(layers):
             step(layer, q)
 
-    us = graph_ms(run) / LAYERS * 1e3
-    read = 2 * batch * context * KV_HEADS * DIM * kv_dtype.itemsize
+    us = graph_ms(run) / layers * 1e3
     return {
         "back_end": str(choice.decode),
         "batch": batch,
@@ -76,6 +86,28 @@ def decode(
     }
 
 
+def prefill(length: int, name: str) -> dict[str, Any]:
+    """One prompt without a cached past, by one of torch's kernels or ours: cuDNN may decline groups of heads
+    unseen by the engine, as FlashAttention 2 then takes its place."""
+    q = torch.randn(length, HEADS, DIM, dtype=torch.bfloat16, device=CUDA)
+    k, v = torch.randn(2, KV_HEADS, length, DIM, dtype=torch.bfloat16, device=CUDA)
+    cache = KVCache(KVGeometry(1, KV_HEADS, 64, DIM, torch.bfloat16), -(-length // 64), device=CUDA)
+    cache.pool.normal_()
+    tables = torch.arange(cache.pages, dtype=torch.int32, device=CUDA)[None]
+    ours = TritonPrefill(cache, AttentionSpec(HEADS, KV_HEADS, DIM, [None])).of_chunks(
+        [Chunk(0, length, 0)], tables
+    )
+
+    def library() -> Tensor:
+        with sdpa_kernel([LIBRARIES[name]]):
+            heads = q.transpose(0, 1)[None]
+            return scaled_dot_product_attention(heads, k[None], v[None], is_causal=True, enable_gqa=True)
+
+    ms = graph_ms(partial(ours, 0, q) if name == "triton" else library)
+    flops = 2 * length**2 * HEADS * DIM
+    return {"tokens": length, "ms": ms, "flops": flops / ms * 1e3, "share": flops / floors()[1] / ms * 1e3}
+
+
 def main() -> int:
     ok = True
     for batch, context in ((1, 2048), (1, 32_768), (32, 2048), (32, 4096), (256, 2048)):
@@ -84,11 +116,9 @@ def main() -> int:
     for kv_dtype, suffix in ((torch.bfloat16, ""), (FP8, " fp8")):
         for name in NAMES:
             row = f"decode attention batch 32 context 4096{suffix} by {name}"
-            try:
-                chosen(name, kv_dtype)
-            except BadRunnerConfig as error:
-                write("attention", row, absent=str(error))
-                continue
-            ok &= check("attention", row, partial(decode, 32, 4096, kv_dtype, name))
+            run = partial(decode, 32, 4096, kv_dtype, name)
+            ok &= check("attention", row, run, absent=BadRunnerConfig)
             torch.cuda.empty_cache()
+    for length, name in product((2048, 8192), (*LIBRARIES, "triton")):
+        ok &= check("attention", f"prefill attention {length} by {name}", partial(prefill, length, name))
     return 0 if ok else 1

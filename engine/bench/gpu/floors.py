@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
 
 from engine.bench.gpu.measuring import graph_ms, span_ms
 from engine.bench.gpu.results import write
@@ -14,7 +14,7 @@ SIDE = 8192
 BLOCK = 16384
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def sum_kernel(source, out, blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Reads 32-bit words, keeps one sum per program."""
     total = tl.zeros([BLOCK], tl.int32)

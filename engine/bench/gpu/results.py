@@ -23,11 +23,17 @@ def path() -> Path:
 
 def write(part: str, row: str, **fields: Any) -> None:
     """Keep and show. `row` names what was checked or measured; it is how the table finds it."""
-    line = json.dumps({"part": part, "row": row, **fields}) + "\n"
-    with path().open("a") as file:
-        file.write(line)
+    line = append(path(), part, row, fields)
     sys.stdout.write(line)
     sys.stdout.flush()
+
+
+def append(file: Path, part: str, row: str, fields: Mapping[str, Any]) -> str:
+    """The line as it was written. In one piece: several processes may write."""
+    line = json.dumps({"part": part, "row": row, **fields}) + "\n"
+    with file.open("ab", buffering=0) as results:
+        results.write(line.encode())
+    return line
 
 
 def read(file: Path | None = None) -> list[Line]:

@@ -98,4 +98,8 @@ def table(lines: Iterable[Line]) -> list[Figure]:
 def failures(lines: Iterable[Line]) -> list[str]:
     """Rows that failed when they were last tried, and why."""
     checked = {line["row"]: line for line in lines if "ok" in line}
-    return [f"{row}: {line['error']}" for row, line in checked.items() if not line["ok"]]
+    return [
+        " | ".join([f"{row}: {line['error']}", *line.get("at", [])])
+        for row, line in checked.items()
+        if not line["ok"]
+    ]

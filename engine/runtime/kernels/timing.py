@@ -1,9 +1,10 @@
 """How long a kernel takes when what it reads is in memory, not in the cache.
 
 In a decode step every weight is read once and meanwhile pushed out of the cache by the others. Repeating one
-kernel would find its weight there and report a rate that no step reaches, so the cache is overwritten before
-each repetition. That also keeps the device busy while the next kernel is being launched, so that the events
-around it measure the kernel and not the host.
+kernel would find its weight there and report a rate that no step reaches, so something larger is read before
+each repetition: read and not written, as what was written has to leave the cache while the next kernel reads.
+That also keeps the device busy while the next kernel is being launched, so that the events around it measure
+the kernel and not the host.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ WARM_UPS: Final = 2
 REPETITIONS: Final = 8
 CACHE_BYTES: Final = 512 << 20
 """Several times the largest last-level cache of a GPU."""
-OVERWRITES: Final = 2
+READS: Final = 2
 """Together longer than it takes to launch what is measured, three kernels at most."""
 
 
@@ -26,7 +27,7 @@ class DeviceTimer:
     """An `autotune.Timer` on the current CUDA device."""
 
     def __init__(self) -> None:
-        self._cache = torch.empty(CACHE_BYTES, dtype=torch.int8, device="cuda")
+        self._others = torch.zeros(CACHE_BYTES // 4, device="cuda")
 
     def __call__(self, run: Callable[[], object]) -> float:
         """The best of several, in us."""
@@ -35,8 +36,8 @@ class DeviceTimer:
         spans = []
         for _ in range(REPETITIONS):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            for _ in range(OVERWRITES):
-                self._cache.zero_()
+            for _ in range(READS):
+                self._others.amax()
             begin.record()
             run()
             end.record()

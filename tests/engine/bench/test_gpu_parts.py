@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 from triton import OutOfResources
 
 from engine.bench.gpu import attention, matmul, measuring, results, steps
-from engine.bench.gpu.shapes import QWEN3_06B, decode_floor_s
+from engine.bench.gpu.shapes import LLAMA_8B, QWEN3_06B, decode_floor_s
+from engine.bench.gpu.supervise import LOST
 
 TOY = replace(
     QWEN3_06B,
@@ -71,7 +73,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(steps, "RandomWeights", lambda device: weights(device, torch.float32))
 
 
-def test_a_row_that_fails_costs_no_other() -> None:
+def test_a_row_that_fails_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it raises; but after an error of the device itself nothing can be believed."""
 
     def fail(error: Exception) -> dict[str, Any]:
@@ -83,12 +85,17 @@ def test_a_row_that_fails_costs_no_other() -> None:
         TypeError("no such option"),
     ):
         assert not measuring.check("kernels", str(error), partial(fail, error))
-    with pytest.raises(torch.AcceleratorError):
-        measuring.check("kernels", "lost", partial(fail, torch.AcceleratorError("illegal memory access")))
+    left: list[int] = []
+    monkeypatch.setattr(measuring, "_leave", left.append)
+    assert not measuring.check("kernels", "lost", partial(fail, torch.AcceleratorError("illegal access")))
+    assert left == [LOST]
+    assert measuring.check("kernels", "nothing", partial(fail, KeyError("no library")), absent=KeyError)
     assert measuring.check("kernels", "fine", lambda: {"us": 1.0})
     rows = [line for line in results.read() if line["part"] == "kernels"]
-    assert [line["ok"] for line in rows] == [False, False, False, False, True]
+    assert [line.get("ok") for line in rows] == [False, False, False, False, None, True]
     assert rows[2]["error"] == "TypeError: no such option"
+    assert rows[2]["at"][0].endswith("raise error"), "the innermost place in our own files"
+    assert rows[4]["absent"] == "'no library'"
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -104,13 +111,29 @@ def test_steps(fp8: bool) -> None:
 
 
 def test_attention_by_a_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("HEADS", 4), ("KV_HEADS", 2), ("DIM", 16), ("LAYERS", 2)):
+    for name, value in (("HEADS", 4), ("KV_HEADS", 2), ("DIM", 16), ("LAYERS_MIN", 2), ("TURN_BYTES", 1)):
         monkeypatch.setattr(attention, name, value)
     for name in ("triton", "torch"):
         found = attention.decode(2, 70, torch.float32, name)
         assert found["back_end"] == name
         assert found["us"] == pytest.approx(1e3 / 2)
         assert found["share"] == pytest.approx(2 * 2 * 70 * 2 * 16 * 4 / 4e12 / 500e-6)
+
+
+def test_attention_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("HEADS", 4), ("KV_HEADS", 2), ("DIM", 16)):
+        monkeypatch.setattr(attention, name, value)
+    libraries = {"in torch": SDPBackend.MATH}
+    monkeypatch.setattr(attention, "LIBRARIES", libraries)
+    for name in (*libraries, "triton"):
+        assert attention.prefill(70, name)["share"] == pytest.approx(2 * 70 * 70 * 4 * 16 / 7e14 / 1e-3)
+
+
+def test_a_context_that_fits_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gib, context in ((140, 2048), (79, 1024), (40, 512)):
+        card = SimpleNamespace(total_memory=gib << 30)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, card=card: card)
+        assert steps.fitting_context(LLAMA_8B, 256, 2048) == context
 
 
 def test_shapes_that_are_multiplied() -> None:
