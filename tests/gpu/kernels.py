@@ -52,6 +52,7 @@ LENGTHS = (3000, 1, 64, 65, 300, 0, 512, 513, 9000)
 CHUNKS, CONTEXTS = (700, 1, 200, 64, 5, 129), (700, 100, 1200, 192, 4133, 129)
 
 
+REPEATS = 20
 PRODUCTS = ((1, 4096, 4096), (1, 1024, 3072), (16, 2048, 4096), (17, 1000, 1000), (64, 6144, 4096))
 """Rows, and the weight's."""
 NORMED_PRODUCTS = ((1, 6144, 1024), (16, 2048, 4096), (7, 1000, 1000))
@@ -66,7 +67,7 @@ def decode_attention(shape: Shape, dtype: torch.dtype, window: int | None) -> di
     found = decode.run(case, window, programs=264, device=CUDA)
     error = found_near(found, case.expected(window), dtype)
     same(decode.run(case, window, programs=100, device=CUDA), found, "by fewer programs")
-    for _ in range(20):  # the last to arrive differs from run to run; what it adds up must not
+    for _ in range(REPEATS):  # the last to arrive differs from run to run; what it adds up must not
         same(decode.run(case, window, programs=264, device=CUDA), found, "run again")
     return error
 
