@@ -232,7 +232,13 @@ def answered(output: bytes, abandoned: dict[int, None]) -> list[tuple[int, int, 
 
 def disputed(connection: Connection, step: Step, content: bytes) -> bool:
     """What h2 refuses and RFC 9113 does not: an interim response after the end, which is an error of its
-    stream, a content-length in trailers, which means nothing, and HEADERS of padding and nothing else."""
+    stream, a content-length in trailers, which means nothing, HEADERS of padding and nothing else, and
+    WINDOW_UPDATE with its reserved bit set, which is ignored."""
+    if (
+        content[3:4] == bytes([frames.WINDOW_UPDATE])
+        and content[frames.HEADER_LEN : frames.HEADER_LEN + 1] > b"\x7f"
+    ):
+        return True
     if content[3:4] == bytes([frames.HEADERS]) and content[4] & frames.PADDED:
         length = int.from_bytes(content[:3], "big")
         if length > 1 and content[frames.HEADER_LEN] == length - 1:
