@@ -27,7 +27,7 @@ from gateway.admission.validate import warm
 from gateway.config import GatewayConfig, TlsConfig, timeouts_of
 from gateway.credentials import Credentials
 from gateway.directory import DirectoryReader
-from gateway.edge import PIPELINE, Edge, error_response, probe_answer
+from gateway.edge import PIPELINE, PROBES, Edge, error_response, probe_answer
 from gateway.engines import fetch_profile
 from gateway.live import LiveRequests
 from gateway.pipeline import Pipeline
@@ -159,8 +159,8 @@ class Gateway:
         return bound
 
     async def _admin(self, request: web.BaseRequest) -> web.StreamResponse:
-        if (probe := probe_answer(self.lifecycle, request)) is not None:
-            return probe
+        if request.path in PROBES:
+            return probe_answer(self.lifecycle, request)
         if request.path == "/metrics":
             return web.Response(body=metrics_text(), headers={"content-type": METRICS_CONTENT_TYPE})
         return error_response(RouteNotFound("There is /metrics."), {REQUEST_ID_HEADER: mint_request_id()})

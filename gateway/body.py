@@ -24,7 +24,7 @@ async def read_body(request: web.BaseRequest, watch: Watch, len_max: int, within
     if (request.content_length or 0) > len_max:
         raise BodyTooLarge(too_large)
     content = request.content
-    if not content.is_eof():  # most came with their headers
+    if is_coming := not content.is_eof():  # most came with their headers
         watch.expect(within_s, BodyTimeout, f"The request body did not arrive within {within_s:g} s.")
     chunks: list[bytes] = []
     room = len_max
@@ -46,5 +46,6 @@ async def read_body(request: web.BaseRequest, watch: Watch, len_max: int, within
             raise ClientGone from None
         detail = type(error).__name__
         raise InvalidRequest("The request body is not framed as its headers say.", detail=detail) from None
-    watch.relax()
+    if is_coming:
+        watch.relax()
     return b"".join(chunks)

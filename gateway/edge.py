@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Final
 
@@ -104,8 +104,8 @@ class Edge:
         self._count = itertools.count()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        if (probe := probe_answer(self._lifecycle, request)) is not None:
-            return probe
+        if request.path in PROBES:
+            return probe_answer(self._lifecycle, request)
         exchange = self._open(request)
         structlog.contextvars.bind_contextvars(request_id=exchange.record.request_id)
         try:
@@ -282,17 +282,17 @@ class Probe(msgspec.Struct):
     ok: bool
 
 
-def probe_answer(lifecycle: Lifecycle, request: web.BaseRequest) -> web.Response | None:
-    """`/livez`, `/readyz` and `/startupz`, the only open doors; None for every other path."""
-    match request.path:
-        case "/livez":
-            ok = lifecycle.is_live
-        case "/readyz":
-            ok = lifecycle.is_ready
-        case "/startupz":
-            ok = lifecycle.is_started
-        case _:
-            return None
+PROBES: Final[Mapping[str, Callable[[Lifecycle], bool]]] = {
+    "/livez": lambda lifecycle: lifecycle.is_live,
+    "/readyz": lambda lifecycle: lifecycle.is_ready,
+    "/startupz": lambda lifecycle: lifecycle.is_started,
+}
+"""The only open doors."""
+
+
+def probe_answer(lifecycle: Lifecycle, request: web.BaseRequest) -> web.Response:
+    """To a request for one of `PROBES`."""
+    ok = PROBES[request.path](lifecycle)
     headers = {REQUEST_ID_HEADER: accept_request_id(request.headers.get(REQUEST_ID_HEADER))}
     if request.method not in ("GET", "HEAD"):
         return error_response(MethodNotAllowed(f"{request.path} takes GET."), headers)

@@ -8,7 +8,7 @@ from typing import Final
 from aiohttp import web
 from msgspec import Struct, field
 
-from gateway.admission.quota import ReservationId, Window, Windows
+from gateway.admission.quota import ReservationId, Windows
 from gateway.config import TimeoutsConfig
 from gateway.directory import Directory
 from gateway.identity.keys import Principal
@@ -58,6 +58,8 @@ class Exchange(Struct, eq=False):
         self.stages.enter("settle")
 
     def take_engine_timing(self, value: str) -> None:
+        if not value:  # of a stream, whose head comes before there is anything to tell
+            return
         entries = value[:ENGINE_TIMING_LEN_MAX].split(",")
         named = (entry.strip() for entry in entries if _TIMING.fullmatch(entry))
         self.engine_timing = ", ".join(f"engine-{entry}" for entry in named)
@@ -71,23 +73,20 @@ class Exchange(Struct, eq=False):
         }
         if self.ignored_fields:
             headers[IGNORED_FIELDS_HEADER] = self.ignored_fields
-        for name, window in (("requests", self.windows.requests), ("tokens", self.windows.tokens)):
-            if window is not None:
-                headers.update(_rate_limit(name, window))
+        if (window := self.windows.requests) is not None:
+            headers["x-ratelimit-limit-requests"] = str(window.limit)
+            headers["x-ratelimit-remaining-requests"] = str(window.remaining)
+            headers["x-ratelimit-reset-requests"] = duration(window.reset_ms)
+        if (window := self.windows.tokens) is not None:
+            headers["x-ratelimit-limit-tokens"] = str(window.limit)
+            headers["x-ratelimit-remaining-tokens"] = str(window.remaining)
+            headers["x-ratelimit-reset-tokens"] = duration(window.reset_ms)
         return headers
 
     def begin_answer(self) -> dict[str, str]:
         """The first bytes of the answer are here: its headers."""
         self.record.first_byte_s = self.stages.enter("relay") - self.arrived_s
         return self.headers()
-
-
-def _rate_limit(name: str, window: Window) -> dict[str, str]:
-    return {
-        f"x-ratelimit-limit-{name}": str(window.limit),
-        f"x-ratelimit-remaining-{name}": str(window.remaining),
-        f"x-ratelimit-reset-{name}": duration(window.reset_ms),
-    }
 
 
 def duration(ms: int) -> str:

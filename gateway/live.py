@@ -15,8 +15,8 @@ class LiveRequests:
     def __init__(self, live_max: int) -> None:
         self._live_max = live_max
         self._exchanges: set[Exchange] = set()
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._drained = asyncio.Event()
+        """Set while nothing is left and nothing can come."""
         self._stopping = False
 
     def __len__(self) -> int:
@@ -29,12 +29,11 @@ class LiveRequests:
         if len(self._exchanges) >= self._live_max:
             raise Overloaded("The gateway is serving as many requests as it may.", retry_after_s=1.0)
         self._exchanges.add(exchange)
-        self._empty.clear()
 
     def leave(self, exchange: Exchange) -> None:
         self._exchanges.remove(exchange)
-        if not self._exchanges:
-            self._empty.set()
+        if self._stopping and not self._exchanges:
+            self._drained.set()
 
     def end(self, tenant: TenantId, request_id: RequestId, reason: Callable[[], ApiError]) -> int:
         """End this tenant's requests of exactly this id. Several may carry it: the caller chose it."""
@@ -63,11 +62,13 @@ class LiveRequests:
         Returns whether nothing had to be ended.
         """
         self._stopping = True
+        if not self._exchanges:
+            self._drained.set()
         try:
             async with asyncio.timeout(within_s):
-                await self._empty.wait()
+                await self._drained.wait()
         except TimeoutError:
             self.end_all(reason)
-            await self._empty.wait()
+            await self._drained.wait()
             return False
         return True

@@ -43,7 +43,8 @@ DEPTH_MAX: Final = 8
 NAMES_MAX: Final = 1024
 """Names of fields whose judgement is kept: most are constants of the code."""
 FRAMES_MAX: Final = 30
-REST_S: Final = 0.01
+REST_S: Final = 0.05
+"""What a process that is killed may not have written yet. A first line after silence goes out at once."""
 FLUSH_S: Final = 2.0
 """How long the end of the process waits for the writer."""
 
@@ -192,7 +193,7 @@ def write(event: str, fields: Mapping[str, object]) -> None:
 def render(service: str, level: str, event: str, fields: Mapping[str, object]) -> str:
     """One line, without its newline."""
     line: dict[str, object] = {
-        "ts": datetime.now(UTC).isoformat(timespec="microseconds"),
+        "ts": datetime.now(UTC),  # as RFC 3339 has it, by the encoder
         "level": level,
         "service": service,
         "event": event[:TEXT_LEN_MAX],

@@ -64,6 +64,8 @@ class Histogram(Collector):
         self._bounds = tuple(buckets)
         self._cells: dict[tuple[object, ...], list[float]] = {}
         """Of each bucket its own observations, those of lower ones not counted; last, the sum of all."""
+        self._rows: dict[tuple[object, ...], dict[str, list[float]]] = {}
+        """The same cells, by all labels but the last, and by that."""
         REGISTRY.register(self)
 
     def observe(self, value: float, *labels: object) -> None:
@@ -73,9 +75,13 @@ class Histogram(Collector):
 
     def observe_all(self, values: Mapping[str, float], *labels: object) -> None:
         """Each of `values` by its name, which is the last label."""
-        cells, bounds = self._cells, self._bounds
+        row, bounds = self._rows.get(labels), self._bounds
+        if row is None:
+            row = self._rows[labels] = {}
         for name, value in values.items():
-            cell = cells.get((*labels, name)) or self._new_cell((*labels, name))
+            cell = row.get(name)
+            if cell is None:
+                cell = row[name] = self._cells.get((*labels, name)) or self._new_cell((*labels, name))
             cell[bisect_left(bounds, value)] += 1
             cell[-1] += value
 

@@ -89,6 +89,17 @@ def parse_traceparent(value: str | None) -> TraceContext | None:
 # -- stages ---------------------------------------------------------------------------------------
 
 
+class _Fields(dict[str, str]):
+    """A stage's name in the completed line, kept as one object: most lines name the same stages."""
+
+    def __missing__(self, stage: str) -> str:
+        name = self[stage] = f"{stage}_ms"
+        return name
+
+
+_field: Final = _Fields()
+
+
 class Stages:
     """The stage times of one request in one service, under one span.
 
@@ -153,7 +164,7 @@ class Stages:
 
     def log_fields(self) -> dict[str, float]:
         """`{"quota_ms": 0.031, ...}` for the completed line."""
-        return {f"{stage}_ms": int(seconds * 1e6 + 0.5) / 1e3 for stage, seconds in self._seconds.items()}
+        return {_field[stage]: int(seconds * 1e6 + 0.5) / 1e3 for stage, seconds in self._seconds.items()}
 
     def end(self, **attributes: str | int | float | bool) -> None:
         """Observe what each stage took, and close the span of the request. `attributes` never hold prompt

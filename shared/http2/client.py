@@ -260,8 +260,9 @@ class Http2Transport(httpx.AsyncBaseTransport):
         timeouts: Timeouts,
         connected: Callable[[], None] | None,
     ) -> ResponseStream:
-        stream = await self._pool(origin).open(
-            head, end=upload.empty, connect_timeout_s=timeouts.connect_s, pool_timeout_s=timeouts.pool_s
+        pool, end = self._pools.get(origin) or self._new_pool(origin), upload.empty
+        stream = pool.open_now(head, end=end) or await pool.open(
+            head, end=end, connect_timeout_s=timeouts.connect_s, pool_timeout_s=timeouts.pool_s
         )
         try:
             if connected is not None:
@@ -288,18 +289,16 @@ class Http2Transport(httpx.AsyncBaseTransport):
         """Open ones, on all connections."""
         return sum(len(one.connection.streams) for pool in self._pools.values() for one in pool.endpoints)
 
-    def _pool(self, origin: Origin) -> OriginPool:
-        pool = self._pools.get(origin)
-        if pool is None:
-            if len(self._pools) >= ORIGINS_MAX:
-                self._pools = {origin: pool for origin, pool in self._pools.items() if pool.used}
-            if len(self._pools) >= ORIGINS_MAX:
-                raise httpx.PoolTimeout("too many origins")
+    def _new_pool(self, origin: Origin) -> OriginPool:
+        if len(self._pools) >= ORIGINS_MAX:
+            self._pools = {origin: pool for origin, pool in self._pools.items() if pool.used}
+        if len(self._pools) >= ORIGINS_MAX:
+            raise httpx.PoolTimeout("too many origins")
 
-            async def connect(pool: OriginPool, patience_s: float) -> Endpoint:
-                return await self._connect(origin, pool, patience_s)
+        async def connect(pool: OriginPool, patience_s: float) -> Endpoint:
+            return await self._connect(origin, pool, patience_s)
 
-            pool = self._pools[origin] = OriginPool(connect, self._connections_max)
+        pool = self._pools[origin] = OriginPool(connect, self._connections_max)
         return pool
 
     async def _connect(self, origin: Origin, pool: OriginPool, patience_s: float) -> Endpoint:

@@ -60,12 +60,16 @@ class OriginPool:
     def used(self) -> bool:
         return bool(self.endpoints or self._waiting or self._connecting)
 
+    def open_now(self, head: HeaderList, *, end: bool) -> Stream | None:
+        """A stream on which `head` was sent, if there is room and nobody waits for it."""
+        if not self._waiting and (endpoint := self._with_room()) is not None:
+            return endpoint.connection.open(head, end=end)
+        return None
+
     async def open(
         self, head: HeaderList, *, end: bool, connect_timeout_s: float | None, pool_timeout_s: float | None
     ) -> Stream:
-        """A stream on which `head` was sent. Raises ConnectError, ConnectTimeout, PoolTimeout."""
-        if not self._waiting and (endpoint := self._with_room()) is not None:
-            return endpoint.connection.open(head, end=end)
+        """The same, in turn, once there is room. Raises ConnectError, ConnectTimeout, PoolTimeout."""
         if len(self._waiting) >= WAITING_MAX:
             raise httpx.PoolTimeout("too many requests wait for a stream")
         place = Place(head, end, connect_timeout_s, asyncio.get_running_loop().create_future())

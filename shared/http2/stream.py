@@ -84,10 +84,15 @@ class Stream:
 
     async def wait_head(self) -> HeaderList:
         """The peer's header list. Raises StreamFailed if none will come."""
-        while self.head is None:
-            if self.error is not None:
-                raise self.error.with_traceback(None)
-            await self._wait_to_read()
+        assert self._reader is None, "one reader at a time"
+        try:
+            while self.head is None:
+                if self.error is not None:
+                    raise self.error.with_traceback(None)
+                self._reader = asyncio.get_running_loop().create_future()
+                await self._reader
+        finally:
+            self._reader = None
         return self.head
 
     async def read(self) -> bytes | None:
