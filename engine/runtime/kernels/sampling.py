@@ -13,18 +13,20 @@ the same to the bit, and "the first whose cumulative mass exceeds u times the to
 non-negative floats, whose bits ascend as they do. Eleven rounds of three bits, each one pass that sums the
 mass (or count) below seven pivots, find the value at which the sum passes a target; equals are told apart by
 id. Top-k is such a search by count, top-p one by mass, and the draw itself one by mass. They run over the
-candidates within `NEAR` of the best, hundreds where there are 152k; rows whose top-k or top-p reaches
-further, which no likely distribution does, take all.
+candidates within a distance of the best, for which one of four is chosen: the second kernel counts and weighs
+what lies within each of them, chunk by chunk, and the third takes the least that top-k and top-p do not reach
+beyond. That leaves tens or hundreds of 152k, and most chunks need not be looked at. Rows that reach beyond
+`NEAR`, which no likely distribution does, take all.
 
 Three launches, the first two spread over (row, chunk of the vocabulary):
 
     measure   edits the rows that ask for it; maximum, soundness, log-sum-exp of each chunk
-    weigh     the mass of each chunk
+    weigh     the mass of each chunk; where top-k or top-p cut, what is near
     choose    one program per row: greedy, by chunks, or among candidates; log-probability; counts; the token
               goes where the next step looks for it
 
-Logits come in the model's type and are read once as such: what is sampled from is a copy in float32, edited
-where a row asks for it. So nothing has to be converted before.
+Logits come in the model's type and are left as they are: rows that ask for edits are sampled from a copy in
+float32, which the first kernel makes and edits. All others need none.
 """
 
 from __future__ import annotations
@@ -50,9 +52,12 @@ CANDIDATE_BLOCK: Final = 512
 MASS_BITS: Final = 44
 NEAR: Final = 16.0
 """In nats of the tempered distribution: what is left out weighs less than e^-16 of the best, each."""
+RUNGS: Final = 4
+"""Distances from the best, NEAR the largest, NEAR / RUNGS the least."""
 
 _UNIT = tl.constexpr(float(1 << MASS_BITS))
-_NEAR = tl.constexpr(NEAR)
+_RUNGS = tl.constexpr(RUNGS)
+_RUNG = tl.constexpr(NEAR / RUNGS)
 _FAILURE = tl.constexpr(NUMERIC_FAILURE)
 _NOBODY = tl.constexpr(0x7F800000 << 32)  # infinitely far: no mass
 
@@ -62,7 +67,9 @@ class SamplingScratch:
     """Memory between the launches, for at most so many rows."""
 
     edited: Tensor
-    """[rows, vocab] float32: what tokens are drawn from"""
+    """[rows, vocab] float32: what tokens are drawn from, in rows that ask for edits"""
+    are_edited: Tensor
+    """[rows] int32"""
     logits: Tensor
     """[rows, vocab] in the model's type: a place for what `sample` is given, the same in every step"""
     candidates: Tensor
@@ -73,17 +80,24 @@ class SamplingScratch:
     """[rows, chunks] int32: the best edited logit's id; NUMERIC_FAILURE where a logit is not finite"""
     masses: Tensor
     """[rows, chunks] int64"""
+    near_masses: Tensor
+    """[rows, chunks, RUNGS] int64: what lies within each distance"""
+    near_counts: Tensor
+    """[rows, chunks, RUNGS] int32"""
 
     @staticmethod
     def empty(rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> SamplingScratch:
         chunks = triton.cdiv(vocab_size, CHUNK)
         return SamplingScratch(
             edited=torch.empty(rows, vocab_size, device=device),
+            are_edited=torch.empty(rows, dtype=torch.int32, device=device),
             logits=torch.empty(rows, vocab_size, dtype=dtype, device=device),
             candidates=torch.empty(rows, vocab_size, dtype=torch.int64, device=device),
             measures=torch.empty(3, rows, chunks, device=device),
             places=torch.empty(rows, chunks, dtype=torch.int32, device=device),
             masses=torch.empty(rows, chunks, dtype=torch.int64, device=device),
+            near_masses=torch.empty(rows, chunks, RUNGS, dtype=torch.int64, device=device),
+            near_counts=torch.empty(rows, chunks, RUNGS, dtype=torch.int32, device=device),
         )
 
 
@@ -114,6 +128,7 @@ def sample(
     measure_kernel[(rows, chunks)](
         logits,
         scratch.edited,
+        scratch.are_edited,
         slots,
         positions,
         columns.penalties,
@@ -136,10 +151,11 @@ def sample(
         **dependent(),
     )
     limits = (columns.temperature, columns.top_k, columns.top_p, columns.min_p)
-    weigh_kernel[(rows, chunks)](scratch.edited, slots, *limits, best, scratch.masses, vocab_size, **size)
+    source = (logits, scratch.edited, scratch.are_edited)
+    weighed = (scratch.masses, scratch.near_masses, scratch.near_counts)
+    weigh_kernel[(rows, chunks)](*source, slots, *limits, best, *weighed, vocab_size, **size)
     choose_kernel[(rows,)](
-        logits,
-        scratch.edited,
+        *source,
         slots,
         positions,
         *limits,
@@ -150,7 +166,7 @@ def sample(
         raw_best,
         raw_sum,
         scratch.places,
-        scratch.masses,
+        *weighed,
         scratch.candidates,
         tokens,
         logprobs,
@@ -173,6 +189,7 @@ def _looks_back(penalties):
 def measure_kernel(
     logits,
     edited,
+    are_edited,
     slots,
     positions,
     penalties,
@@ -205,12 +222,17 @@ def measure_kernel(
     at = row * tl.num_programs(1) + chunk
     tl.store(raw_best + at, top)
     tl.store(raw_sum + at, tl.sum(tl.where(inside, tl.exp(x - top), 0.0)))
-    if _looks_back(penalties + slot * 3):
-        x = _penalised(x, ids, inside, penalties + slot * 3, counts + slot * 2 * vocab, vocab)
-    target = edited + row * vocab
-    tl.store(target + ids, x, mask=inside)
+    looks_back = _looks_back(penalties + slot * 3)
     bias_count = tl.load(biases + slot)
     stop_count = tl.where(position < tl.load(held_until + slot), tl.load(stops + slot), 0)
+    is_edited = looks_back | (bias_count > 0) | (stop_count > 0)
+    if chunk == 0:
+        tl.store(are_edited + row, is_edited.to(tl.int32))
+    if looks_back:
+        x = _penalised(x, ids, inside, penalties + slot * 3, counts + slot * 2 * vocab, vocab)
+    target = edited + row * vocab
+    if is_edited:
+        tl.store(target + ids, x, mask=inside)
     if (bias_count > 0) | (stop_count > 0):
         tl.debug_barrier()  # a token's bias is added by another thread than the one that stored it
         entry = tl.arange(0, EDITS_MAX)
@@ -249,8 +271,20 @@ def _mass(distance):
 
 
 @triton.jit
+def _load_logits(logits, edited, is_edited, at, inside):
+    """What tokens are drawn from, float32; -inf where not inside."""
+    if is_edited:
+        x = tl.load(edited + at, mask=inside, other=float("-inf"))
+    else:
+        x = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
+    return x
+
+
+@triton.jit
 def weigh_kernel(
+    logits,
     edited,
+    are_edited,
     slots,
     temperature,
     top_k,
@@ -258,12 +292,15 @@ def weigh_kernel(
     min_p,
     best,
     masses,
+    near_masses,
+    near_counts,
     vocab,
     CHUNK: tl.constexpr,
     CHUNKS_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Mass of each chunk: of all tokens where top-p wants a share of them, else of those that min-p keeps."""
+    """Mass of each chunk: of all tokens where top-p wants a share of them, else of those that min-p keeps.
+    Where top-k or top-p cut, also how many tokens lie within each distance, and their mass."""
     wait_for_earlier(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
@@ -273,18 +310,31 @@ def weigh_kernel(
         every = tl.arange(0, CHUNKS_BLOCK)
         tops = tl.load(best + row * chunks + every, mask=every < chunks, other=float("-inf"))
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = tl.load(edited + row * vocab + ids, mask=ids < vocab, other=float("-inf"))
+        x = _load_logits(logits, edited, tl.load(are_edited + row) > 0, row * vocab + ids, ids < vocab)
         distance = tl.div_rn(tl.max(tops) - x, heat)
         whole = (tl.load(top_k + slot) < vocab) | (tl.load(top_p + slot) < 1.0)
         kept = whole | (tl.exp(-distance) >= tl.load(min_p + slot))
         mass = tl.where(kept & (ids < vocab), _mass(distance), 0)
         tl.store(masses + row * chunks + chunk, tl.sum(mass))
+        if whole:
+            at = (row * chunks + chunk) * _RUNGS
+            for rung in range(_RUNGS):
+                near = (distance <= (rung + 1) * _RUNG) & (ids < vocab)
+                tl.store(near_counts + at + rung, tl.sum(near.to(tl.int32)))
+                tl.store(near_masses + at + rung, tl.sum(tl.where(near, mass, 0)))
+
+
+@triton.jit
+def _limit(rung):
+    """Its distance from the best; the one beyond the last takes all."""
+    return tl.where(rung < _RUNGS, (rung + 1).to(tl.float32) * _RUNG, float("inf"))
 
 
 @triton.jit
 def choose_kernel(
     logits,
     edited,
+    are_edited,
     slots,
     positions,
     temperature,
@@ -299,6 +349,8 @@ def choose_kernel(
     raw_sum,
     places,
     masses,
+    near_masses,
+    near_counts,
     candidates,
     tokens,
     logprobs,
@@ -325,27 +377,21 @@ def choose_kernel(
     token = tl.sum(tl.where(every == chunk, place, 0))
     heat = tl.load(temperature + slot)
     if sound & (heat > 0):
-        source = edited + row * vocab
+        is_edited = tl.load(are_edited + row) > 0
         mass = tl.load(masses + at, mask=exists, other=0)
         k, p, floor = tl.load(top_k + slot), tl.load(top_p + slot), tl.load(min_p + slot)
         u = _uniform(tl.load(seed + slot), position)
         if (k < vocab) | (p < 1.0):
-            token = _draw_sorted(
-                source,
-                candidates + row * vocab,
-                top,
-                heat,
-                tl.sum(mass),
-                k,
-                p,
-                floor,
-                u,
-                vocab,
-                CHUNK,
-                CANDIDATE_BLOCK,
+            own, total = candidates + row * vocab, tl.sum(mass)
+            rung = _rung(near_masses, near_counts, row * count, count, k, p, total, vocab, CHUNKS_BLOCK)
+            n = _gather(
+                logits, edited, is_edited, own, near_counts, row, rung, top, heat, count, vocab, CHUNK
             )
+            token = _draw_sorted(own, n, total, k, p, floor, u, vocab, CANDIDATE_BLOCK)
         else:
-            token = _draw_by_id(source, mass, top, heat, floor, u, vocab, CHUNK, CHUNKS_BLOCK)
+            token = _draw_by_id(
+                logits, edited, is_edited, row * vocab, mass, top, heat, floor, u, vocab, CHUNK, CHUNKS_BLOCK
+            )
     raw_tops = tl.load(raw_best + at, mask=exists, other=float("-inf"))
     raw_top = tl.max(raw_tops)
     total = tl.sum(
@@ -376,36 +422,59 @@ def _share(u, total):
 
 
 @triton.jit
-def _draw_by_id(source, mass, top, heat, floor, u, vocab, CHUNK: tl.constexpr, CHUNKS_BLOCK: tl.constexpr):
-    """First the chunk at u of the cumulative mass, then the token in it."""
+def _draw_by_id(
+    logits,
+    edited,
+    is_edited,
+    begin,
+    mass,
+    top,
+    heat,
+    floor,
+    u,
+    vocab,
+    CHUNK: tl.constexpr,
+    CHUNKS_BLOCK: tl.constexpr,
+):
+    """First the chunk at u of the cumulative mass, then the token in it. The row begins at `begin`."""
     ends = tl.cumsum(mass, 0)
     target = _share(u, tl.sum(mass))
     chunk = tl.sum((ends <= target).to(tl.int32))
     chunk = tl.minimum(chunk, CHUNKS_BLOCK - 1)
     before = tl.sum(tl.where(tl.arange(0, CHUNKS_BLOCK) < chunk, mass, 0))
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    distance = tl.div_rn(top - tl.load(source + ids, mask=ids < vocab, other=float("-inf")), heat)
+    distance = tl.div_rn(top - _load_logits(logits, edited, is_edited, begin + ids, ids < vocab), heat)
     own = tl.where((tl.exp(-distance) >= floor) & (ids < vocab), _mass(distance), 0)
     token = chunk * CHUNK + tl.sum((before + tl.cumsum(own, 0) <= target).to(tl.int32))
     return tl.minimum(token, vocab - 1)
 
 
 @triton.jit
-def _draw_sorted(
-    source, candidates, top, heat, total, k, p, floor, u, vocab, CHUNK: tl.constexpr, BLOCK: tl.constexpr
-):
+def _share_of(p, mass):
+    """The mass that top-p wants of so much."""
+    return tl.maximum(tl.ceil(p * mass.to(tl.float64)).to(tl.int64), 1)
+
+
+@triton.jit
+def _rung(near_masses, near_counts, first, chunks, k, p, total, vocab, CHUNKS_BLOCK: tl.constexpr):
+    """The least of the distances within which top-k and top-p find what they want; RUNGS: none of them."""
+    every, rung = tl.arange(0, CHUNKS_BLOCK)[:, None], tl.arange(0, _RUNGS)[None, :]
+    at, exists = (first + every) * _RUNGS + rung, (every < chunks) & (rung >= 0)
+    counted = tl.sum(tl.load(near_counts + at, mask=exists, other=0), 0)
+    weighed = tl.sum(tl.load(near_masses + at, mask=exists, other=0), 0)
+    reached = tl.where(k < vocab, counted >= k, weighed >= _share_of(p, total))
+    return _RUNGS - tl.sum(reached.to(tl.int32))
+
+
+@triton.jit
+def _draw_sorted(candidates, n, total, k, p, floor, u, vocab, BLOCK: tl.constexpr):
     """The token at u of what top-k, top-p and min-p leave, likeliest first, lower ids first among equals."""
-    n, near_mass = _gather(source, candidates, top, heat, _NEAR, vocab, CHUNK)
-    reached = tl.where(k < vocab, n >= k, near_mass.to(tl.float64) >= p * total.to(tl.float64))
-    if reached == 0:
-        n, near_mass = _gather(source, candidates, top, heat, float("inf"), vocab, CHUNK)
-    tl.debug_barrier()
     kept = total
     if k < vocab:
         key, before = _search(candidates, n, k.to(tl.int64) - 1, True, BLOCK)
         kept = _mass_before(candidates, n, key, BLOCK) + (k - before) * _mass_of(key)
     if p < 1.0:
-        reach = tl.maximum(tl.ceil(p * kept.to(tl.float64)).to(tl.int64), 1)
+        reach = _share_of(p, kept)
         key, before = _search(candidates, n, reach - 1, False, BLOCK)
         each = tl.maximum(_mass_of(key), 1)
         kept = tl.minimum(kept, before + (reach - before + each - 1) // each * each)
@@ -417,20 +486,35 @@ def _draw_sorted(
 
 
 @triton.jit
-def _gather(source, candidates, top, heat, limit, vocab, BLOCK: tl.constexpr):
-    """Tokens within `limit` of the best, in order of their ids -> (how many, their mass)."""
+def _gather(
+    logits,
+    edited,
+    is_edited,
+    candidates,
+    near_counts,
+    row,
+    rung,
+    top,
+    heat,
+    chunks,
+    vocab,
+    CHUNK: tl.constexpr,
+):
+    """Tokens within the rung's distance of the best, in order of their ids -> how many. For all threads."""
     n = tl.full([], 0, tl.int64)
-    mass = tl.full([], 0, tl.int64)
-    for start in range(0, vocab, BLOCK):
-        ids = start + tl.arange(0, BLOCK)
-        x = tl.load(source + ids, mask=ids < vocab, other=float("-inf"))
-        distance = tl.div_rn(top - x, heat)
-        near = (distance <= limit) & (ids < vocab)
-        packed = (distance.to(tl.int32, bitcast=True).to(tl.int64) << 32) | ids
-        tl.store(candidates + n + tl.cumsum(near.to(tl.int32), 0) - 1, packed, mask=near)
-        n += tl.sum(near.to(tl.int32))
-        mass += tl.sum(tl.where(near, _mass(distance), 0))
-    return n, mass
+    limit = _limit(rung)
+    for chunk in range(chunks):
+        counted = tl.load(near_counts + (row * chunks + chunk) * _RUNGS + tl.minimum(rung, _RUNGS - 1))
+        if (counted > 0) | (rung == _RUNGS):
+            ids = chunk * CHUNK + tl.arange(0, CHUNK)
+            x = _load_logits(logits, edited, is_edited, row * vocab + ids, ids < vocab)
+            distance = tl.div_rn(top - x, heat)
+            near = (distance <= limit) & (ids < vocab)
+            packed = (distance.to(tl.int32, bitcast=True).to(tl.int64) << 32) | ids
+            tl.store(candidates + n + tl.cumsum(near.to(tl.int32), 0) - 1, packed, mask=near)
+            n += tl.sum(near.to(tl.int32))
+    tl.debug_barrier()
+    return n
 
 
 @triton.jit

@@ -60,11 +60,13 @@ def on_device(
     asked: Sequence[SamplingParams],
     past: list[tuple[Tensor, Tensor]],
     device: torch.device = CPU,
+    scratch: kernels.SamplingScratch | None = None,
 ) -> tuple[list[int], Tensor, kernels.DeviceSampling]:
     """Rows sit in slots from the last to the first. tests/gpu calls it too."""
     rows, vocab = logits.shape
     columns = kernels.DeviceSampling.empty(rows, vocab, device)
-    scratch = kernels.SamplingScratch.empty(rows, vocab, logits.dtype, device)
+    scratch = scratch or kernels.SamplingScratch.empty(rows, vocab, logits.dtype, device)
+    scratch.edited.fill_(torch.nan)
     for row, (own, (prompt, output)) in enumerate(zip(asked, past, strict=True)):
         columns.seat(rows - 1 - row, own, prompt.to(device), output.to(device))
     slots = torch.arange(rows - 1, -1, -1, dtype=torch.int32, device=device)
@@ -104,6 +106,30 @@ def test_a_seed_gives_the_cpus_tokens(limits: dict[str, Any]) -> None:
     assert found == on_cpu(logits, asked, past)
     own = logits.log_softmax(-1).gather(1, torch.tensor(found)[:, None])[:, 0]
     torch.testing.assert_close(logprobs, own, atol=2e-6, rtol=1e-5)
+
+
+def test_no_more_candidates_than_are_needed() -> None:
+    """Logits 0.1 nats apart: 40 of them in each rung of 4 nats, and the best."""
+    logits = torch.linspace(0, -0.1 * (VOCAB - 1), VOCAB)[None] - 0.01
+    e = torch.e
+    wanted = [
+        ({"top_k": 5}, 40),
+        ({"top_k": 40}, 40),
+        ({"top_k": 41}, 80),
+        ({"top_k": 100}, 120),
+        ({"top_k": 160, "top_p": 0.1}, 160),
+        ({"top_k": 161}, VOCAB),
+        ({"top_p": 1 - e**-3.9}, 40),
+        ({"top_p": 1 - e**-4.1}, 80),
+        ({"top_p": 1 - e**-17}, VOCAB),
+    ]
+    logits[0, 0] += 0.005  # the first of each rung is then just beyond its edge
+    for limits, candidates in wanted:
+        scratch = kernels.SamplingScratch.empty(1, VOCAB, logits.dtype, CPU)
+        scratch.candidates.fill_(-1)
+        asked, past = [params(**limits)], histories(1, 0)
+        assert on_device(logits, asked, past, scratch=scratch)[0] == on_cpu(logits, asked, past), limits
+        assert (scratch.candidates >= 0).sum() == candidates, limits
 
 
 @pytest.mark.parametrize("limits", [{"top_k": 10}, {"top_p": 0.5}, {"temperature": 0.0}, {}], ids=str)
