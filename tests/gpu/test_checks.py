@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.runtime.kernels.matmul import Tile
+from engine.runtime.kernels.matmul import TILES, Tile
 from tests.engine.runtime.kernels.cases import Shape
 from tests.gpu import kernels
 from tests.gpu.near import near, same
@@ -62,8 +62,8 @@ def test_what_is_between(check: Callable[[torch.dtype], dict[str, Any]]) -> None
 def test_every_tile_is_checked_where_it_would_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     bf16, fp32 = (kernels.tiles(dtype, kernels.PRODUCTS) for dtype in (torch.bfloat16, torch.float32))
-    assert fp32 == [kernels.TILES[-1]]
-    assert set(kernels.TILES) < set(bf16)
+    assert fp32 == [TILES[-1]]
+    assert set(TILES) < set(bf16)
     assert len(bf16) == len({str(tile) for tile in bf16}), "rows are told apart by name"
 
 
