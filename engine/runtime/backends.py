@@ -73,10 +73,6 @@ ORDER: Final[Mapping[Phase, tuple[Backend, ...]]] = {
     ),
 }
 
-TRITON_TILE_BYTES: Final = 32 << 10
-"""A page of one kv head, in the type that is computed in: four of them lie in shared memory, queries beside
-them, and a multiprocessor has 227 KiB."""
-
 READS_WHOLE_PAGES: Final = frozenset({Backend.FLASH_ATTN_3, Backend.FLASHINFER_TRTLLM})
 """These may multiply what lies behind a row's last token by a weight of zero, so it must not be NaN:
 FlashAttention 3 does where pages are whole tiles, and TensorRT-LLM's kernels promise nothing else."""
@@ -244,9 +240,6 @@ def _triton(need: Need, capability: tuple[int, int]) -> Iterator[str]:
         yield f"takes head sizes 16, 32, 64, 128 and 256, not {need.head_dim}"
     if need.page_size < 16:
         yield f"takes pages of 16 tokens and more, not {need.page_size}"
-    largest = TRITON_TILE_BYTES // (need.head_dim * (4 if need.dtype == "float32" else 2))
-    if need.page_size > largest:
-        yield f"takes pages of at most {largest} tokens (page_size) at this head size, not {need.page_size}"
     if need.kv_dtype.startswith("float8") and capability < (8, 9):
         yield f"reads fp8 from compute capability 8.9, this GPU has {_dotted(capability)}"
 

@@ -71,6 +71,7 @@ def _decode(
             rows_max=bounds.rows_max,
             length_max=bounds.length_max,
             programs=PROGRAMS_PER_SM * bounds.multiprocessors,
+            dtype=dtype,
         )
     assert library is not None, chosen
     if chosen.backend is Backend.FLASHINFER_TRTLLM:

@@ -25,6 +25,7 @@ from engine.runtime.kernels.decode_attention import (
     list_work,
     most_splits,
     paged_decode,
+    tile_tokens,
 )
 from engine.runtime.kernels.prefill_attention import paged_prefill, tile_list
 from engine.runtime.kv_cache import KVCache
@@ -41,15 +42,25 @@ class TritonDecode:
     """Back end for rows of one token. Owns the memory in which splits meet: one per device and stream."""
 
     def __init__(
-        self, cache: KVCache, spec: AttentionSpec, *, rows_max: int, length_max: int, programs: int
+        self,
+        cache: KVCache,
+        spec: AttentionSpec,
+        *,
+        rows_max: int,
+        length_max: int,
+        programs: int,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        """`dtype`: of queries; None: as the cache's, or bfloat16 for one in fp8."""
         self._cache = cache
         self._spec = spec
         self._programs = programs
-        device, page_size = cache.keys[0].device, cache.geometry.page_size
+        device, stored = cache.keys[0].device, cache.geometry.dtype
+        dtype = dtype or (torch.bfloat16 if stored == torch.float8_e4m3fn else stored)
+        self._tile = tile_tokens(cache.geometry.page_size, spec.head_dim, dtype)
         windows = set(spec.windows)
         self._work = {window: DecodeWork.empty(rows_max, device) for window in windows}
-        splits = max(most_splits(length_max, window, page_size) for window in windows)
+        splits = max(most_splits(length_max, window, self._tile) for window in windows)
         heads = spec.heads, spec.kv_heads, spec.head_dim
         self._scratch = DecodeScratch.empty(rows_max, *heads, splits, device)
 
@@ -64,9 +75,16 @@ class TritonDecode:
 
     def on_device(self, tables: Tensor, lengths: Tensor) -> TritonDecodeStep:
         for window, work in self._work.items():
-            list_work(lengths, window, self._cache.geometry.page_size, work)
+            list_work(lengths, window, self._tile, work)
         return TritonDecodeStep(
-            self._cache, self._spec, self._work, self._scratch, tables, lengths, self._programs
+            self._cache,
+            self._spec,
+            self._work,
+            self._scratch,
+            tables,
+            lengths,
+            self._programs,
+            self._tile,
         )
 
 
@@ -79,6 +97,7 @@ class TritonDecodeStep:
     tables: Tensor
     lengths: Tensor
     programs: int
+    tile: int
 
     def __call__(self, layer: int, q: Tensor) -> Tensor:
         """q [R, H, D] -> the same shape."""
@@ -95,6 +114,7 @@ class TritonDecodeStep:
             window=window,
             kv_scales=self.cache.scales[layer],
             programs=self.programs,
+            tile=self.tile,
         )
 
 

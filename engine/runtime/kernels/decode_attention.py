@@ -22,6 +22,9 @@ counter back for the next layer. Memory order: a program's stores, a barrier amo
 acquire-release addition; the sums are read past the first-level cache.
 
 A row of length 0 comes out as zero: it is the padding of a graph.
+
+A head's page lies in one piece. A large one is read in parts, which are pages to everything here but the page
+table.
 """
 
 from __future__ import annotations
@@ -60,8 +63,16 @@ behind the last one."""
 COMBINE_ELEMENTS: Final = 4096
 """Of partial sums, added at once: 32 registers per thread."""
 HEAD_DIMS: Final = (16, 32, 64, 128, 256)
+TILE_BYTES_MAX: Final = 16 << 10
+"""Of keys that are multiplied at once, in the type of the queries: 64 at head size 128. More leave room for
+fewer programs."""
 
 LOG2_E: Final = 1.4426950408889634
+
+
+def tile_tokens(page_size: int, head_dim: int, dtype: torch.dtype, bytes_max: int = TILE_BYTES_MAX) -> int:
+    """Keys that are multiplied at once: a page's, or those of a part of it. `dtype`: of queries."""
+    return min(page_size, bytes_max // (head_dim * dtype.itemsize))
 
 
 def split_count(length: int, window: int | None, page_size: int) -> int:
@@ -121,7 +132,8 @@ class DecodeScratch:
 
 
 def list_work(lengths: Tensor, window: int | None, page_size: int, work: DecodeWork) -> None:
-    """lengths [R] int32, keys per row -> `work`, in order of rows and splits."""
+    """lengths [R] int32, keys per row -> `work`, in order of rows and splits. Where pages are read in parts,
+    `page_size` is a part's."""
     rows = len(lengths)
     assert rows * SPLITS_MAX <= len(work.items)
     list_work_kernel[(rows,)](
@@ -152,18 +164,20 @@ def paged_decode(
     window: int | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
     programs: int,
+    tile: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """q [R, H, D]; keys, values [pages, Hkv, page_size, D]; tables [R, P], lengths [R] int32 -> [R, H, D].
 
     A token's heads lie side by side; tokens may lie apart.
 
-    `work` is `list_work` of the same lengths and window. `kv_scales` are what stored keys and values have
-    to be multiplied by (fp8). `programs`: PROGRAMS_PER_SM times the device's multiprocessors.
+    `work` is `list_work` of the same lengths, window and `tile`: keys at once, None being `tile_tokens`.
+    `kv_scales` are what stored keys and values have to be multiplied by (fp8). `programs`: PROGRAMS_PER_SM
+    times the device's multiprocessors.
     """
     _, heads, head_dim = q.shape
     _, kv_heads, page_size, _ = keys.shape
-    group = heads // kv_heads
+    group, tile = heads // kv_heads, tile or tile_tokens(page_size, head_dim, q.dtype)
     assert head_dim in HEAD_DIMS, f"head size {head_dim} is none of {HEAD_DIMS}"
     assert all(t.is_contiguous() for t in (q[0], keys, values))
     assert tables.stride(1) == 1
@@ -192,8 +206,9 @@ def paged_decode(
         GROUP_BLOCK=group_block,
         DOT_ROWS=max(DOT_ROWS_MIN, group_block),
         D=head_dim,
-        PAGE=page_size,
-        SPLIT_PAGES=max(1, SPLIT_TOKENS // page_size),
+        PAGE=tile,
+        PARTS=page_size // tile,
+        SPLIT_PAGES=max(1, SPLIT_TOKENS // tile),
         SPLITS_MAX=SPLITS_MAX,
         COMBINE=max(1, COMBINE_ELEMENTS // (group_block * head_dim)),
         num_warps=WARPS,
@@ -282,6 +297,7 @@ def decode_kernel(
     DOT_ROWS: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
+    PARTS: tl.constexpr,
     SPLIT_PAGES: tl.constexpr,
     SPLITS_MAX: tl.constexpr,
     COMBINE: tl.constexpr,
@@ -302,7 +318,7 @@ def decode_kernel(
         query = beside(query, keys)
         acc, top, weight = _attend_split(
             query, keys, values, tables + row.to(tl.int64) * table_stride, length, split, head, scale,
-            WINDOW, KV_HEADS, DOT_ROWS, D, PAGE, SPLIT_PAGES, SPLITS_MAX,
+            WINDOW, KV_HEADS, DOT_ROWS, D, PAGE, PARTS, SPLIT_PAGES, SPLITS_MAX,
         )  # fmt: skip
         if splits == 1:
             result = acc * v_scale / tl.where(weight > 0, weight, 1.0)[:, None]
@@ -341,6 +357,7 @@ def _attend_split(
     DOT_ROWS: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
+    PARTS: tl.constexpr,
     SPLIT_PAGES: tl.constexpr,
     SPLITS_MAX: tl.constexpr,
 ):
@@ -354,7 +371,8 @@ def _attend_split(
     top = tl.full([DOT_ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([DOT_ROWS], tl.float32)
     for page in range(begin, tl.minimum(begin + each, end_page)):
-        start = (tl.load(table + page).to(tl.int64) * KV_HEADS + head) * (PAGE * D)
+        whole = tl.load(table + page // PARTS).to(tl.int64) * KV_HEADS + head
+        start = (whole * PARTS + page % PARTS) * (PAGE * D)
         position = page * PAGE + in_page
         seen = position < length
         if WINDOW > 0:

@@ -7,7 +7,8 @@ group 4 is 32 tokens. All of its rows share a kv head, so keys and values are re
 and more compile to `wgmma` (16 to `mma.sync`, at half the rate). A group that does not divide BLOCK_M
 leaves rows idle: 7 uses 126 of 128.
 
-**A page is a tile of keys**, contiguous in the cache: one lookup, then wide asynchronous copies.
+**A page is a tile of keys**, contiguous in the cache: one lookup, then wide asynchronous copies. A page that
+is too large for shared memory is several.
 
 **Masks only where they are needed.** A tile's pages fall into those that every token sees whole, which are
 most, and those on an edge: the diagonal and, with a window, its far end. They are separate loops; the first
@@ -31,12 +32,15 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.runtime.attention import Chunk
-from engine.runtime.kernels.decode_attention import HEAD_DIMS, LOG2_E
+from engine.runtime.kernels.decode_attention import HEAD_DIMS, LOG2_E, tile_tokens
 from engine.runtime.kernels.widening import beside, widened
 
 BLOCK_M: Final = 128
 """Two groups of four warps, each with the 64 rows of one `wgmma`."""
 WARPS: Final = 8
+TILE_BYTES_MAX: Final = 32 << 10
+"""Of keys, in the type of the queries: four tiles lie in shared memory, the queries beside them, and a
+multiprocessor has 227 KiB."""
 STAGES: Final = 4
 """With the page's lookup among them: two tiles of keys and of values are in shared memory, 64 KiB at head
 size 128, beside the 32 KiB of queries."""
@@ -75,7 +79,7 @@ def paged_prefill(
     """
     _, heads, head_dim = q.shape
     _, kv_heads, page_size, _ = keys.shape
-    group = heads // kv_heads
+    group, tile = heads // kv_heads, tile_tokens(page_size, head_dim, q.dtype, TILE_BYTES_MAX)
     assert head_dim in HEAD_DIMS, f"head size {head_dim} is none of {HEAD_DIMS}"
     assert group <= BLOCK_M
     assert all(t.is_contiguous() for t in (q[0], keys, values, chunks, tiles))
@@ -98,7 +102,8 @@ def paged_prefill(
         GROUP=group,
         BLOCK_M=BLOCK_M,
         D=head_dim,
-        PAGE=page_size,
+        PAGE=tile,
+        PARTS=page_size // tile,
         num_warps=WARPS,
         num_stages=STAGES,
     )
@@ -124,6 +129,7 @@ def prefill_kernel(
     BLOCK_M: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """One program per (tile, kv head), kv heads fastest."""
     tile, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
@@ -154,15 +160,15 @@ def prefill_kernel(
     if WINDOW > 0:
         acc, top, weight = _attend_pages(
             acc, top, weight, query, position, keys, values, table, begin, low, start + length, head, scale,
-            True, WINDOW, KV_HEADS, D, PAGE,
+            True, WINDOW, KV_HEADS, D, PAGE, PARTS,
         )  # fmt: skip
     acc, top, weight = _attend_pages(
         acc, top, weight, query, position, keys, values, table, low, high, start + length, head, scale,
-        False, WINDOW, KV_HEADS, D, PAGE,
+        False, WINDOW, KV_HEADS, D, PAGE, PARTS,
     )  # fmt: skip
     acc, top, weight = _attend_pages(
         acc, top, weight, query, position, keys, values, table, high, end, start + length, head, scale,
-        True, WINDOW, KV_HEADS, D, PAGE,
+        True, WINDOW, KV_HEADS, D, PAGE, PARTS,
     )  # fmt: skip
     result = acc * (v_scale / tl.where(weight > 0, weight, 1.0))[:, None]
     out_at = packed[:, None] * (KV_HEADS * GROUP * D) + in_token
@@ -189,12 +195,14 @@ def _attend_pages(
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Pages [begin, end) of the table into the running sum, maximum and weight of each query row."""
     in_page = tl.arange(0, PAGE)
     tile = in_page[:, None] * D + tl.arange(0, D)[None, :]
     for page in range(begin, end):
-        start = (tl.load(table + page).to(tl.int64) * KV_HEADS + head) * (PAGE * D)
+        whole = tl.load(table + page // PARTS).to(tl.int64) * KV_HEADS + head
+        start = (whole * PARTS + page % PARTS) * (PAGE * D)
         key_at = page * PAGE + in_page
         if EDGE:
             written = (key_at < context)[:, None]

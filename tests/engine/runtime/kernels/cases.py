@@ -47,6 +47,20 @@ class PagedCase:
         q, keys, values, tables = tensors
         return PagedCase(self.shape, self.chunks, self.lengths, q, keys, values, tables, self.history)
 
+    def in_parts(self, size: int) -> PagedCase:
+        """The same in pages of so many tokens, of which several make one of these."""
+        shape, (pages, kv_heads, page_size, dim) = self.shape, self.keys.shape
+        parts = page_size // size
+
+        def cut(x: Tensor) -> Tensor:
+            own = x.view(pages, kv_heads, parts, size, dim).transpose(1, 2)
+            return own.reshape(pages * parts, kv_heads, size, dim)
+
+        tables = (self.tables[:, :, None] * parts + torch.arange(parts, dtype=torch.int32)).flatten(1)
+        smaller = Shape(shape.kv_heads, shape.group, shape.head_dim, size)
+        given = self.chunks, self.lengths, self.q, cut(self.keys), cut(self.values), tables, self.history
+        return PagedCase(smaller, *given)
+
     def expected(self, window: int | None) -> Tensor:
         """[T, H, D] float32 on the CPU: attention as it is defined, row by row, in float64."""
         found, offset = [], 0

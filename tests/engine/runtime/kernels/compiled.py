@@ -25,7 +25,6 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.runtime.backends import TRITON_TILE_BYTES
 from engine.runtime.fp8 import Fp8Weight
 from engine.runtime.kernels import begin, decode_attention, fused, matmul, prefill_attention, sampling
 from engine.runtime.kernels.overlap import overlapping
@@ -194,16 +193,12 @@ def decode_launch(
     return launch
 
 
-def largest_page(head_dim: int) -> int:
-    return TRITON_TILE_BYTES // (2 * head_dim)
-
-
 def report_largest_pages() -> None:
-    """What back ends are chosen for is what fits."""
+    """Of a prefill, the largest tiles; of decode, pages that are read in parts."""
     for dim in (64, 128, 256):
-        page = {"page_size": largest_page(dim)}
+        page = {"page_size": 32_768 // dim}
         decode, prefill = decode_launch(8, 2, dim, **page), prefill_launch(8, 2, dim, **page)
-        report(f"largest decode {dim}", decode_attention, "decode_kernel", decode)
+        report(f"parts decode {dim}", decode_attention, "decode_kernel", decode)
         report(f"largest prefill {dim}", prefill_attention, "prefill_kernel", prefill)
 
 

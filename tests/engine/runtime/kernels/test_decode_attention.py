@@ -32,11 +32,12 @@ def run(
     size = shape.page_size
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
     work = kernels.DecodeWork.empty(rows, device)
-    splits = kernels.most_splits(max(case.lengths), window, size)
+    tile = kernels.tile_tokens(size, shape.head_dim, case.q.dtype)
+    splits = kernels.most_splits(max(case.lengths), window, tile)
     heads = shape.heads, shape.kv_heads, shape.head_dim
     scratch = kernels.DecodeScratch.empty(rows, *heads, splits, device)
     scratch.sums.fill_(torch.nan)
-    kernels.list_work(lengths, window, size, work)
+    kernels.list_work(lengths, window, tile, work)
     out = kernels.paged_decode(
         case.q,
         case.keys,
@@ -49,6 +50,7 @@ def run(
         window=window,
         kv_scales=scales,
         programs=programs,
+        tile=tile,
     )
     assert not scratch.arrivals.any(), "the counters are not ready for the next layer"
     return out.cpu()
@@ -71,6 +73,15 @@ def test_equals_the_definition(shape: Shape, window: int | None) -> None:
 def test_other_pages_groups_and_head_sizes(shape: Shape) -> None:
     case = paged_case(shape, [1, 1], [600, 17])
     close(run(case), case.expected(None))
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_page_too_large_for_shared_memory_is_read_in_parts(window: int | None) -> None:
+    """To the bit as if the parts were pages."""
+    case = paged_case(Shape(1, 2, 128, 256), [1, 1, 1], [600, 17, 255])
+    found = run(case, window)
+    close(found, case.expected(window))
+    assert torch.equal(found, run(case.in_parts(64), window))
 
 
 def test_half_precision() -> None:

@@ -66,6 +66,15 @@ def test_other_pages_and_head_sizes(shape: Shape) -> None:
     close(run(case, 20), case.expected(20))
 
 
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_page_too_large_for_shared_memory_is_read_in_parts(window: int | None) -> None:
+    """To the bit as if the parts were pages."""
+    case = paged_case(Shape(1, 2, 128, 256), [40, 3, 1], [290, 3, 256])
+    found = run(case, window)
+    close(found, case.expected(window))
+    assert torch.equal(found, run(case.in_parts(64), window))
+
+
 def test_half_precision() -> None:
     case = paged_case(Shape(2, 4, 64), CHUNKS, LENGTHS, dtype=torch.float16)
     close(run(case), case.expected(None), 4e-3)
