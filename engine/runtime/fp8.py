@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 FP8_MAX: Final = 448.0
@@ -46,13 +45,6 @@ class Fp8Weight:
 
     def to(self, device: torch.device) -> Fp8Weight:
         return Fp8Weight(self.values.to(device), self.scales.to(device), self.group)
-
-    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [M, K] -> [M, N], through a copy in x's type: for many rows, where that is little."""
-        if self.group:
-            return F.linear(x, self.restored(x.dtype), bias)
-        out = F.linear(x, self.values.to(x.dtype)).float() * self.scales
-        return (out if bias is None else out + bias).to(x.dtype)
 
     def restored(self, dtype: torch.dtype) -> Tensor:
         """[N, K]: the numbers that are meant."""

@@ -1,9 +1,10 @@
 """Which kernel multiplies a weight with so many rows: measured once, at warm-up, on the device at hand.
 
 The library stays unless one of our tiles beats it by `MARGIN`: a difference below that is noise, and the
-library's kernel is the better-known one. An fp8 weight has no rival in the library at these sizes, so there
-the best tile wins. Rows beyond `matmul.ROWS_MAX` always go to the library, and so does float32, for which the
-tensor cores that our tiles are made for do nothing.
+library's kernel is the better-known one. An fp8 weight has no rival in the library for up to `ROWS_MAX` rows,
+so there the best tile wins; for more, the rival is the library's product and what restores the weight before
+it. Rows beyond `matmul.rows_max` always go to the library, and so does float32, for which the tensor cores
+that our tiles are made for do nothing.
 
 What a product has before it (a norm) and behind it (SiLU and a multiplication) are kernels of their own, or
 its head and tail (`matmul.py`). Which is faster is measured too, for up to `FUSED_ROWS_MAX` rows: each
@@ -29,17 +30,19 @@ from triton import OutOfResources
 from engine.runtime.fp8 import Fp8Weight
 from engine.runtime.kernels.fused import Norm, Stream, norm_stream, silu_mul
 from engine.runtime.kernels.matmul import (
-    ROWS,
+    ROWS_FP8,
     ROWS_MAX,
     Tile,
     Weight,
     normed_matmul,
     row_bucket,
+    rows_max,
     skinny_matmul,
     tiles_for,
 )
+from engine.runtime.kernels.restoring import restored
 
-MEASURED_ROWS: Final = (1, *ROWS)
+MEASURED_ROWS: Final = (1, *ROWS_FP8)
 """One row alone is a matrix times a vector, for which the library has kernels of its own."""
 FUSED_ROWS_MAX: Final = 16
 MARGIN: Final = 1.05
@@ -66,7 +69,7 @@ class MatmulShape:
     width: int
     """K"""
     rows: int
-    """One of `MEASURED_ROWS`."""
+    """One of `MEASURED_ROWS`, at most the weight's `rows_max`."""
     fp8: bool
     group: int = 0
     """Of an fp8 weight."""
@@ -114,7 +117,7 @@ class MatmulTable:
         fused: dict[FusedShape, FusedMeasured] = {}
         table = MatmulTable(measured, fused)
         for linear in linears:
-            for rows in MEASURED_ROWS:
+            for rows in (rows for rows in MEASURED_ROWS if rows <= rows_max(linear.weight)):
                 shape = shape_of(linear.weight, rows)
                 if shape not in measured:
                     measured[shape] = _measure(linear.weight, rows, activations, timer)
@@ -127,11 +130,11 @@ class MatmulTable:
         self, x: Tensor, weight: Weight, bias: Tensor | None = None, *, out: Tensor | None = None
     ) -> Tensor:
         """x [M, K] -> [M, N]; in `out`, if there is a place for it."""
-        if len(x) <= ROWS_MAX:
+        if len(x) <= rows_max(weight):
             found = self.measured.get(shape_of(weight, _measured_rows(len(x))))
             if found is not None and found.tile is not None:
                 return skinny_matmul(x, weight, found.tile, bias=bias, out=out)
-            if found is None and isinstance(weight, Fp8Weight):
+            if found is None and isinstance(weight, Fp8Weight) and len(x) <= ROWS_MAX:
                 return skinny_matmul(x, weight, _tiles(weight, x.dtype)[-1], bias=bias, out=out)
         return _by_library(x, weight, bias, out)
 
@@ -173,7 +176,7 @@ def _measure(weight: Weight, rows: int, activations: torch.dtype, timer: Timer) 
     values = _values(weight)
     x = torch.zeros(rows, values.shape[1], dtype=activations, device=values.device)
     tile, best_us = _best(_tiles(weight, activations, rows), partial(skinny_matmul, x, weight), timer)
-    if isinstance(weight, Fp8Weight) and best_us < math.inf:
+    if isinstance(weight, Fp8Weight) and rows <= ROWS_MAX and best_us < math.inf:
         return Measured(tile, best_us, None)
     library_us = timer(partial(_by_library, x, weight, None))
     if best_us * MARGIN < library_us:
@@ -225,7 +228,7 @@ def _tiles(weight: Weight, activations: torch.dtype, rows: int = ROWS_MAX) -> Se
 
 def _by_library(x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     if isinstance(weight, Fp8Weight):
-        return weight.linear(x, bias) if out is None else out.copy_(weight.linear(x, bias))
+        weight = restored(weight, x.dtype)
     if out is None:
         return F.linear(x, weight, bias)
     return torch.mm(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)

@@ -16,7 +16,8 @@ shared memory is all the weight's.
 
 A weight in fp8 (e4m3) is converted as it arrives, and the product multiplied by the row's scale at the end:
 half the bytes, and in decode nearly half the time. Where groups of columns have scales of their own, each
-tile's product is multiplied before it is added.
+tile's product is multiplied before it is added. The library multiplies such a weight only when it is restored
+(`restoring.py`), so it may have more rows of activations here than others, up to 256.
 
 **A norm in the head.** What comes before a product in a decoder is often the norm of the residual stream:
 s = residual + change, and y = W (s * g / rms(s)). 1 / rms is one number per row, so it commutes with the
@@ -61,6 +62,8 @@ Weight = Tensor | Fp8Weight
 ROWS: Final = (16, 32, 64)
 """Rows of activations that a kernel is compiled for; `tl.dot` wants at least 16."""
 ROWS_MAX: Final = ROWS[-1]
+ROWS_FP8: Final = (*ROWS, 128, 256)
+"""Of an fp8 weight, which the library wants restored first: that takes longer than so many rows do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +101,30 @@ TILES_ALONE: Final = (
 )
 
 
+TILES_MANY: Final = (
+    # Up to 256 rows: the tensor cores have to be kept busy, the memory less so.
+    Tile(64, 64, 8, 4),
+    Tile(128, 64, 8, 4),
+)
+
+
+def rows_max(weight: Weight) -> int:
+    """Of activations, that a kernel here may multiply with."""
+    return ROWS_FP8[-1] if isinstance(weight, Fp8Weight) else ROWS_MAX
+
+
 def tiles_for(height: int, rows: int) -> Sequence[Tile]:
     """Worth trying for a weight of so many rows, times so many rows of activations."""
+    if rows > ROWS_MAX:
+        return TILES_MANY
     is_narrow = height <= NARROW_HEIGHT_MAX and rows <= ROWS[0]
     tiles = (NARROW, *TILES) if is_narrow else TILES
     return (*tiles, *TILES_ALONE) if rows == 1 else tiles
 
 
 def row_bucket(rows: int) -> int:
-    """The kernel's row count for so many rows of activations, at most ROWS_MAX."""
-    return next(bucket for bucket in ROWS if rows <= bucket)
+    """The kernel's row count for so many rows of activations, at most `rows_max`."""
+    return next(bucket for bucket in ROWS_FP8 if rows <= bucket)
 
 
 def skinny_matmul(
@@ -119,7 +136,7 @@ def skinny_matmul(
     gated: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x [M, K], M <= ROWS_MAX; weight [N, K] in x's type or fp8; bias [N] -> [M, N].
+    """x [M, K], M <= `rows_max`; weight [N, K] in x's type or fp8; bias [N] -> [M, N].
 
     y = (x @ weight^T) * scales + bias, in float32, rounded once. With groups of columns, they are a multiple
     of the tile's. `gated`: silu(y's first half) * y's second half, [M, N / 2].
@@ -161,7 +178,7 @@ def _launch(
         values, scales, group = weight.values, weight.scales, weight.group
     (rows, width), halves = x.shape, 1 + gated
     height, block_n = values.shape[0] // halves, tile.n // halves
-    assert rows <= ROWS_MAX
+    assert rows <= rows_max(weight)
     assert values.shape[1] == width
     assert all(t.is_contiguous() for t in (x, change, total, values, bias, out) if t is not None)
     assert group % tile.k == 0

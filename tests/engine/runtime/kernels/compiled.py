@@ -26,7 +26,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.runtime.fp8 import Fp8Weight
-from engine.runtime.kernels import begin, decode_attention, fused, matmul, prefill_attention, sampling
+from engine.runtime.kernels import (
+    begin,
+    decode_attention,
+    fused,
+    matmul,
+    prefill_attention,
+    restoring,
+    sampling,
+)
 from engine.runtime.kernels.overlap import overlapping
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -154,6 +162,8 @@ def report_overlapped() -> None:
         report(f"overlapped gated {tile.n}x{tile.k}", matmul, "skinny_kernel", gated, **on)
     plain = partial(matmul.skinny_matmul, meta(1, 1024), weight, matmul.TILES[0])
     report("overlapped matmul", matmul, "skinny_kernel", plain, **on)
+    restore = partial(restoring.restored, matrix(4096, 4096, torch.float8_e4m3fn), torch.bfloat16)
+    report("overlapped restore", restoring, "restore_kernel", restore, **on)
     report("overlapped begin", begin, "begin_step_kernel", begin_launch, **on)
     report("overlapped list_work", decode_attention, "list_work_kernel", list_launch, **on)
     report("overlapped decode", decode_attention, "decode_kernel", decode_launch(32, 8, 128), **on)
@@ -348,6 +358,14 @@ def report_matmul() -> None:
     report("matmul 64 rows", matmul, "skinny_kernel", launch(64, tile, torch.bfloat16))
     report("matmul fp8", matmul, "skinny_kernel", launch(8, tile, torch.float8_e4m3fn))
     report("matmul fp8 blocks", matmul, "skinny_kernel", launch(8, tile, torch.float8_e4m3fn, 128))
+    for tile in matmul.TILES_MANY:
+        for rows in (128, 256):
+            name = f"matmul fp8 {rows} rows {tile.n}x{tile.k}"
+            report(name, matmul, "skinny_kernel", launch(rows, tile, torch.float8_e4m3fn))
+    for group in (0, 128):
+        weight = matrix(28_672, 4096, torch.float8_e4m3fn, group)
+        restore = partial(restoring.restored, weight, torch.bfloat16)
+        report(f"restore {group}", restoring, "restore_kernel", restore)
 
 
 if __name__ == "__main__":

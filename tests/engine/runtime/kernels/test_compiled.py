@@ -102,9 +102,18 @@ def test_nothing_is_converted_one_number_at_a_time(reports: dict[str, Report]) -
         assert report["cvt.bf16.f16"] == 0, name
 
 
+def test_many_rows_of_an_fp8_weight_feed_the_tensor_cores(reports: dict[str, Report]) -> None:
+    many = [report for name, report in reports.items() if name.startswith("matmul fp8 ") and "rows" in name]
+    assert len(many) == 4
+    for report in many:
+        assert report["wgmma.mma_async"] > 0
+        assert report["mma.sync"] == 0
+        assert report["cp.async.cg"] > 0
+
+
 def test_overlapping_kernels_wait_before_they_touch_anything_but_weights(reports: dict[str, Report]) -> None:
     overlapped = {name: report for name, report in reports.items() if name.startswith("overlapped")}
-    assert len(overlapped) == 12
+    assert len(overlapped) == 13
     for name, report in overlapped.items():
         assert report["waits"] == report["lets_start"] == 1, name
         assert report["touched"] == 0, name

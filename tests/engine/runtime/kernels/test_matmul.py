@@ -24,6 +24,7 @@ from engine.runtime.kernels.autotune import (
 )
 from engine.runtime.kernels.fused import Norm, Stream
 from engine.runtime.kernels.matmul import TILES, Tile, Weight, normed_matmul, row_bucket, skinny_matmul
+from engine.runtime.kernels.restoring import restored
 
 SMALL = Tile(16, 32, 4, 3)
 WIDER = Tile(32, 32, 4, 3)
@@ -68,16 +69,17 @@ def test_fp8_weights() -> None:
     weight = torch.randn(48, 256) * torch.logspace(-3, 2, 48)[:, None]
     weight[5] = 0.0
     quantised = quantise(weight)
-    restored = quantised.values.float() * quantised.scales[:, None]
+    meant = quantised.values.float() * quantised.scales[:, None]
     assert quantised.values.float().abs().amax(dim=1).tolist() == [
         0.0 if i == 5 else FP8_MAX for i in range(48)
     ]
-    assert torch.equal(restored[5], weight[5])
+    assert torch.equal(meant[5], weight[5])
     x, bias = torch.randn(3, 256), torch.randn(48)
-    expected = linear(x, restored, bias)
+    expected = linear(x, meant, bias)
     by_kernel = skinny_matmul(x, quantised, SMALL, bias=bias)
     torch.testing.assert_close(by_kernel, expected, atol=1e-4, rtol=1e-5)
-    torch.testing.assert_close(quantised.linear(x, bias), expected, atol=1e-4, rtol=1e-5)
+    by_library = linear(x, restored(quantised, torch.float32), bias)
+    torch.testing.assert_close(by_library, expected, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("height", "width"), [(48, 256), (40, 200)])
@@ -93,7 +95,8 @@ def test_fp8_weights_with_a_scale_for_each_group_of_columns(height: int, width: 
     close = {"atol": 1e-3, "rtol": 1e-5}
     found = skinny_matmul(x, weight, Tile(16, 32, 4, 3), bias=bias)
     torch.testing.assert_close(found, expected, **close)
-    torch.testing.assert_close(weight.linear(x, bias), expected, **close)
+    by_library = linear(x, restored(weight, torch.float32), bias)
+    torch.testing.assert_close(by_library, expected, **close)
     torch.testing.assert_close(MatmulTable({}).linear(x, weight, bias), expected, **close)
     with pytest.raises(AssertionError):
         skinny_matmul(x, weight, Tile(16, 128, 4, 3))
@@ -306,7 +309,7 @@ def test_the_library_stays_unless_clearly_beaten(
         timer = FakeTimer(patch, library_us, {TILES[2]: 12.0, TILES[0]: 13.0})
         weight = torch.zeros(64, 32)
         table = MatmulTable.fill([Linear(weight)] * 3, torch.float16, timer)
-    tried = sum(len(matmul.tiles_for(64, rows)) + 1 for rows in autotune.MEASURED_ROWS)
+    tried = sum(len(matmul.tiles_for(64, rows)) + 1 for rows in (1, *matmul.ROWS))
     assert timer.calls == tried, "a shape is measured once"
     assert {shape.rows for shape in table.measured} == {1, *matmul.ROWS}
     assert {found.tile for found in table.measured.values()} == {winner}
@@ -318,7 +321,42 @@ def test_a_tile_beyond_the_card_is_none(monkeypatch: pytest.MonkeyPatch) -> None
         with monkeypatch.context() as patch:
             timer = FakeTimer(patch, 99.0, {TILES[0]: 1.0, TILES[2]: 12.0}, too_large)
             table = MatmulTable.fill([Linear(weight), Linear(quantise(weight))], torch.float16, timer)
-        assert {found.tile for found in table.measured.values()} == {winner}
+        few = [found.tile for shape, found in table.measured.items() if shape.rows <= matmul.ROWS_MAX]
+        assert set(few) == {winner}
+
+
+def test_an_fp8_weight_competes_with_its_restored_self_for_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = matmul.TILES_MANY[1]
+    with monkeypatch.context() as patch:
+        timer = FakeTimer(patch, 50.0, {wide: 40.0, TILES[0]: 60.0})
+        table = MatmulTable.fill([Linear(quantise(torch.zeros(64, 32)))], torch.bfloat16, timer)
+    winners = {shape.rows: found.tile for shape, found in table.measured.items()}
+    assert winners == dict.fromkeys((1, 16, 32, 64), TILES[0]) | dict.fromkeys((128, 256), wide)
+
+
+@pytest.mark.parametrize("tile", matmul.TILES_MANY, ids=str)
+def test_an_fp8_weight_may_have_more_rows(tile: Tile) -> None:
+    torch.manual_seed(0)
+    weight = quantise(torch.randn(80, 128))
+    x, bias = torch.randn(150, 128), torch.randn(80)
+    expected = linear(x, weight.restored(torch.float32), bias)
+    torch.testing.assert_close(skinny_matmul(x, weight, tile, bias=bias), expected, atol=1e-3, rtol=1e-5)
+    with pytest.raises(AssertionError):
+        skinny_matmul(x, torch.randn(80, 128), tile)
+    with pytest.raises(AssertionError):
+        skinny_matmul(torch.randn(257, 128), weight, tile)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "group"), [(40, 200, 0), (16, 256, 64), (33, 400, 128), (20, 600, 192)]
+)
+def test_restoring_an_fp8_weight(height: int, width: int, group: int) -> None:
+    """To the bit what the weight says of itself, in float32 and rounded to half."""
+    torch.manual_seed(0)
+    scales = torch.rand(*((-(-width // group), height) if group else (height,)))
+    weight = Fp8Weight(torch.randn(height, width).to(torch.float8_e4m3fn), scales, group)
+    for dtype in (torch.float32, torch.float16):
+        assert torch.equal(restored(weight, dtype), weight.restored(dtype))
 
 
 def test_float32_stays_with_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +417,8 @@ def test_one_row_has_tiles_of_its_own() -> None:
 
 
 def test_row_buckets() -> None:
-    assert [row_bucket(rows) for rows in (1, 16, 17, 32, 33, 64)] == [16, 16, 32, 32, 64, 64]
+    buckets = {1: 16, 16: 16, 17: 32, 32: 32, 33: 64, 64: 64, 65: 128, 129: 256, 256: 256}
+    assert {rows: row_bucket(rows) for rows in buckets} == buckets
 
 
 def test_an_fp8_weight_is_what_it_says() -> None:
