@@ -229,29 +229,33 @@ def _fields(record: RequestRecord) -> dict[str, object]:
         "status": record.status,
         "end_reason": str(record.end_reason),
         "stage": record.stage,
-        "tenant": record.tenant,
-        "key_id": record.key,
-        "model": record.model,
         "stream": record.stream,
-        "replica": record.replica,
         "attempts": record.attempts,
         "prompt_tokens": closing.prompt_tokens if closing else record.prompt_tokens,
         "prompt_exact": record.prompt_exact or closing is not None,
-        "completion_tokens": closing.completion_tokens if closing else None,
-        "cached_tokens": closing.cached_tokens if closing else None,
         "reserved_tokens": record.reserved,
         "settled_tokens": record.settled,
         "events": record.events,
         "body_len": record.body_len,
-        "first_byte_ms": None if record.first_byte_s is None else _ms(record.first_byte_s),
     }
+    if record.key is not None:
+        fields["tenant"], fields["key_id"] = record.tenant, record.key
+    if record.model is not None:
+        fields["model"] = record.model
+    if record.replica is not None:
+        fields["replica"] = record.replica
+    if record.first_byte_s is not None:
+        fields["first_byte_ms"] = _ms(record.first_byte_s)
     if error is not None:
-        fields |= {"error_code": error.code, "error_detail": error.detail, "error_param": error.param}
+        told = {"error_code": error.code, "error_detail": error.detail, "error_param": error.param}
+        fields.update((name, value) for name, value in told.items() if value is not None)
     if decision is not None and decision.refusal is not None:
         fields |= {"quota_meter": decision.refusal.meter.value, "quota_scope": decision.refusal.scope.value}
     if closing is not None:
+        fields["completion_tokens"] = closing.completion_tokens
+        fields["cached_tokens"] = closing.cached_tokens
         fields.update(zip(_SAID_LABELS, _said(closing), strict=True))
-    return {name: value for name, value in fields.items() if value is not None}
+    return fields
 
 
 def _ms(seconds: float) -> float:

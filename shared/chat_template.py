@@ -40,8 +40,15 @@ class ChatTemplate:
             self._template = _environment(clock).from_string(source)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template does not compile: {error}") from error
-        self._template.globals = dict(self._template.globals)  # a ChainMap: each rendering copies it twice
-        self._special_tokens = special_tokens
+        self._given = {
+            **self._template.globals,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+            **special_tokens,
+        }
+        """What every rendering sees, beside the messages. The template's own `generate` would collect it from
+        two dicts each time, and pass on every block by a generator of its own."""
         self._knows_developer = "developer" in source
 
     def render(self, messages: list[ChatMessage]) -> str:
@@ -49,13 +56,8 @@ class ChatTemplate:
         blocks: list[str] = []
         room = RENDERED_LEN_MAX
         try:
-            for block in self._template.generate(
-                messages=[self._plain(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **self._special_tokens,
-            ):
+            seen = {**self._given, "messages": [self._plain(message) for message in messages]}
+            for block in self._template.root_render_func(self._template.new_context(seen, shared=True)):
                 blocks.append(block)
                 room -= len(block)
                 if room < 0:

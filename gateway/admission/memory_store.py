@@ -128,8 +128,10 @@ class MemoryStore:
         ledger = self.ledger
         ledger.outstanding -= settlement.reserved
         ledger.settled += settlement.settled
-        ledger.released += settlement.released
-        ledger.overdrawn += settlement.overdrawn
+        if settlement.settled <= settlement.reserved:
+            ledger.released += settlement.released
+        else:
+            ledger.overdrawn += settlement.overdrawn
         assert ledger.balanced, ledger
 
     def _of(self, subject: Subject, now_ms: int) -> Usage:

@@ -40,7 +40,8 @@ class Replicas:
         if not left:
             return None
         self._turn += 1
-        replica = left[least_loaded([replica.tokens for replica in left], self._turn % len(left))]
+        loads = [replica.tokens for replica in left]
+        replica = left[least_loaded(loads, self._turn % len(left))] if len(left) > 1 else left[0]
         replica.tokens += tokens
         replica.requests += 1
         return replica

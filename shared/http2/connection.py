@@ -205,7 +205,8 @@ class Connection:
     def open(self, head: HeaderList, *, end: bool) -> Stream:
         """A client's: sends a request's header list. Asserts that there is room for a stream."""
         assert self.client
-        assert self.streams_room > 0
+        assert self.phase is Phase.OPEN
+        assert len(self.streams) < self._allowed
         self._opened_id += 2
         stream = Stream(self._opened_id, self)
         if (b":method", b"HEAD") in head[:4]:  # pseudo-headers come first
