@@ -63,11 +63,7 @@ class Planner:
         if not (batch.chunks or self.waiting.willing):
             return  # as in most steps
         circumstances = self._circumstances(now)
-        batch.copies_charged = batch.copied_pages
-        room_s = self._prompt_room_s(batch, circumstances)
-        position = max((sequence.planned_len for sequence in batch.chunks), default=0)
-        batch.budget_left = policy.prompt_budget(batch.budget_left, room_s, circumstances.cost, position)
-        batch.keep(policy.kept_for_eldest(batch.budget_left))
+        batch.open_to_prompts(self._prompt_room_s(batch, circumstances), circumstances.cost)
         if self.room.has_free_slot or self.room.is_outranked():  # else the queue would be ranked for nothing
             self._admit(batch, news, circumstances)
         for sequence in self.waiting.rank(batch.unplanned, circumstances):
@@ -77,7 +73,7 @@ class Planner:
         work = batch.work
         target_s, decodes_s = self.config.step_time_target_s, circumstances.cost.seconds(work)
         if not work.decode_rows:  # nobody streams
-            return target_s - decodes_s
+            return policy.room_alone_s(target_s, decodes_s)
         prompts = (policy.lateness(s, circumstances) for s in (*batch.chunks, *self.waiting.willing))
         return policy.prompt_room_s(target_s, decodes_s, prompts)
 
@@ -91,7 +87,7 @@ class Planner:
         passed = 0
         for candidate in self.waiting.candidates(batch.unplanned, circumstances):
             sequence = candidate.sequence
-            if not batch.budget_left or passed == PASSED_MAX or blocked is max(ServiceClass):
+            if batch.is_full or passed == PASSED_MAX or blocked is max(ServiceClass):
                 return
             if sequence.status is Status.RUNNING:
                 batch.add_chunk(sequence)
@@ -137,5 +133,5 @@ class Planner:
         batch.seated.append(seated)
         batch.grown[slot] = list(sequence.pages)
         batch.chunks.append(sequence)
-        batch.charge_copies(self.learner.cost)
-        batch.add_chunk(sequence)
+        batch.charge_copies()
+        batch.add_chunk(sequence, tokens_min=1)

@@ -76,7 +76,9 @@ SHARE_HALVED_BY: Final = 1024
 """Both in tokens."""
 ELDER_TURN: Final = 16
 PROMPT_TOKENS_MIN: Final = 4
+"""What a step computes of prompts at least, however long that takes."""
 BESIDE_DECODES: Final = 0.75
+FIXED_MULTIPLE: Final = 4.0
 _HALVINGS_MAX: Final = 512.0
 """Beyond this a share counts as 2 ** -512, so that it stays a number above zero."""
 assert list(WEIGHTS) == sorted(ServiceClass)
@@ -220,18 +222,18 @@ def lateness(sequence: Sequence, circumstances: Circumstances) -> float:
     return (circumstances.now - sequence.arrived_at) / alone_s
 
 
-def prompt_budget(budget_left: int, room_s: float, cost: StepCost, position: int) -> int:
-    """Prompt tokens that a step may compute beside its decodes: as many as fit `room_s`, were all of
-    them at `position`, where attention costs most; at least `PROMPT_TOKENS_MIN`, so that prompts get
-    on however long the decodes take; and no more than the budget."""
-    within = budget_left if room_s == math.inf else cost.tokens_within(room_s, position)
-    return min(budget_left, max(within, PROMPT_TOKENS_MIN))
+def room_alone_s(target_s: float, fixed_s: float) -> float:
+    """Of a step's time, what prompts may take when nobody streams: no gap is to be kept short, but newcomers
+    wait for a step to end. `fixed_s` is what a step takes before it computes anything: where that alone is
+    near the target, short steps would take most of their time for it."""
+    return max(target_s - fixed_s, FIXED_MULTIPLE * fixed_s)
 
 
-def kept_for_eldest(budget_left: int) -> int:
-    """Of the budget that decodes leave, what is kept for the prompt that has been computed for longest,
-    whoever ranks above it: so that none takes more than `ELDER_TURN` times as long as alone."""
-    return -(-budget_left // ELDER_TURN)
+def kept_for_eldest(budget_left: int, room_s: float, least_s: float) -> tuple[int, float]:
+    """Of the tokens and the time that decodes leave, what is kept for the prompt that has been computed for
+    longest, whoever ranks above it: so that none takes more than `ELDER_TURN` times as long as alone.
+    `least_s` is what one token of it takes, which is much where it reads a long context."""
+    return -(-budget_left // ELDER_TURN), min(max(room_s / ELDER_TURN, least_s), room_s / 2)
 
 
 def choose_stalled(stalled: Iterable[Sequence], pages_freed: Callable[[Sequence], int]) -> Sequence:

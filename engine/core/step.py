@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from engine.core import policy
 from engine.core.cost import StepCost, Work
 from engine.core.messages import Finished, Plan, SlotStart, Started, TokenLogprobs
 from engine.core.sequence import Sequence
+
+STEP_S_MAX: Final = 1e6
+"""Where no target is set."""
 
 
 @dataclass(slots=True)
@@ -16,20 +20,27 @@ class Batch:
     """A plan in the making."""
 
     budget_left: int
+    """In tokens."""
+    room_s: float = STEP_S_MAX
+    """Of the step's time, what is left for prompts, by `cost`."""
+    cost: StepCost = field(default_factory=StepCost)
     seated: list[SlotStart] = field(default_factory=list)
     grown: dict[int, list[int]] = field(default_factory=dict)
     rows: list[Sequence] = field(default_factory=list)
     chunks: list[Sequence] = field(default_factory=list)
     """Those who have more than one token to compute, and run or are admitted by this plan; the first has
     run for longest."""
+    has_chunk: bool = False
+    """Whether somebody's prompt has got a row."""
     kept: int = 0
-    """Of the budget, set aside for the first of the chunks."""
+    """Of the budget and of the room, set aside for the first of the chunks."""
+    kept_s: float = 0.0
     slots: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
     copied_pages: int = 0
-    """To host memory and from there, and of those the ones that the budget has been charged for."""
+    """To host memory and from there, and of those the ones that the room has been charged for."""
     copies_charged: int = 0
 
     @property
@@ -54,37 +65,57 @@ class Batch:
         planned = {id(sequence) for sequence in self.rows}
         return [sequence for sequence in self.chunks if id(sequence) not in planned]
 
-    def keep(self, tokens: int) -> None:
-        """Set so much aside for the first of the chunks, if there is one."""
-        if self.chunks:
-            self.kept = min(tokens, self.chunks[0].pending_len)
-            self.budget_left -= self.kept
+    @property
+    def is_full(self) -> bool:
+        return not self.budget_left or (self.room_s <= 0.0 and self.has_chunk)
 
-    def add_chunk(self, sequence: Sequence) -> None:
-        """As much of its prompt as the budget allows, if any. It samples when nothing is left."""
-        self._unkeep(sequence)
-        length = policy.chunk_len(sequence.pending_len, self.budget_left)
+    def open_to_prompts(self, room_s: float, cost: StepCost) -> None:
+        """The decodes are in. What follows may take so long, a part of which is the first chunk's, if there
+        is one."""
+        self.room_s, self.cost = min(room_s, STEP_S_MAX), cost
+        self.copies_charged = self.copied_pages
+        if self.chunks:
+            eldest = self.chunks[0]
+            least_s = cost.chunk_s(eldest.planned_len, 1)
+            kept, self.kept_s = policy.kept_for_eldest(self.budget_left, self.room_s, least_s)
+            self.kept = min(kept, eldest.pending_len)
+            self.budget_left -= self.kept
+            self.room_s -= self.kept_s
+
+    def add_chunk(self, sequence: Sequence, tokens_min: int = 0) -> None:
+        """As much of its prompt as budget and room allow, if any; so many tokens in any case, while there is
+        any budget. It samples when nothing is left."""
+        if self._unkeep(sequence):
+            tokens_min = 1
+        if not self.has_chunk:
+            tokens_min = policy.PROMPT_TOKENS_MIN
+        position = sequence.planned_len
+        within = max(tokens_min, self.cost.tokens_within(self.room_s, position))
+        length = policy.chunk_len(sequence.pending_len, min(self.budget_left, within))
         if length:
             assert sequence.slot is not None
             assert length <= self.budget_left
+            self.has_chunk = True
             self.budget_left -= length
+            self.room_s -= self.cost.chunk_s(position, length)
             self.rows.append(sequence)
             self.slots.append(sequence.slot)
-            self.positions.append(sequence.planned_len)
+            self.positions.append(position)
             self.lengths.append(length)
             self.samples.append(length == sequence.pending_len)
 
-    def _unkeep(self, sequence: Sequence) -> None:
+    def _unkeep(self, sequence: Sequence) -> bool:
         """If it is the first of the chunks, what was kept for it may be spent."""
-        if self.chunks and sequence is self.chunks[0]:
-            self.budget_left, self.kept = self.budget_left + self.kept, 0
+        if not self.kept or sequence is not self.chunks[0]:
+            return False
+        self.budget_left, self.kept = self.budget_left + self.kept, 0
+        self.room_s, self.kept_s = self.room_s + self.kept_s, 0.0
+        return True
 
-    def charge_copies(self, cost: StepCost) -> None:
-        """In the time that pages were copied, so many tokens could have been computed: all but one of those
-        left, at most."""
-        copies_s = cost.page_s * (self.copied_pages - self.copies_charged)
+    def charge_copies(self) -> None:
+        """What pages take that are copied for those who are admitted is taken from the room."""
+        self.room_s -= self.cost.page_s * (self.copied_pages - self.copies_charged)
         self.copies_charged = self.copied_pages
-        self.budget_left = max(1, self.budget_left - cost.tokens_within(copies_s, 0))
 
     def drop(self, slot: int, sequence: Sequence) -> None:
         """It must leave before it could compute anything: take back what was planned for it."""
@@ -96,6 +127,7 @@ class Batch:
             return
         row = self.slots.index(slot)
         self.budget_left += self.lengths[row]
+        self.room_s += self.cost.chunk_s(self.positions[row], self.lengths[row])
         for column in (self.rows, self.slots, self.positions, self.lengths, self.samples):
             del column[row]
 

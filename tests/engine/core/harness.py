@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from engine.core.config import SchedulerConfig
 from engine.core.messages import (
     AddSequence,
@@ -46,6 +48,7 @@ class Harness:
         host_pages: int = 0,
         prefers_swap: Preference = if_cheaper,
         paused_max: int = 256,
+        step_time_target_s: float = math.inf,
     ) -> None:
         config = SchedulerConfig(
             step_tokens_max=step_tokens_max,
@@ -56,6 +59,7 @@ class Harness:
             stall_deadline_s=stall_deadline_s,
             paused_max=paused_max,
             queue_tokens_max=queue_tokens_max,
+            step_time_target_s=step_time_target_s,
         )
         info = runner_info(
             pages=pages, page_size=page_size, slots=slots, max_model_len=max_model_len, host_pages=host_pages

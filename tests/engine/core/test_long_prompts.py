@@ -22,13 +22,11 @@ def decodes_s(cost: StepCost, context_len: int) -> float:
     return cost.seconds(Work.of([context_len] * STREAMS, [1] * STREAMS))
 
 
-def beside_streams(cost: StepCost, target_s: float, noise: float) -> tuple[Outcome, list[Outcome]]:
-    """The prompt, and the streams."""
-    at_s = CALM_STEPS * decodes_s(cost, 100)
+def beside_streams(engine: Engine, *prompts: Request) -> tuple[list[Outcome], list[Outcome]]:
+    """Of the prompts, and of streams that run when they come."""
     streams = [Request(0.0, 60, 1000) for _ in range(STREAMS)]
-    engine = Engine(cost, step_time_target_s=target_s, noise=noise)
-    *others, prompt = run([*streams, Request(at_s, PROMPT_LEN, 2)], engine).outcomes
-    return prompt, others
+    outcomes = run([*streams, *prompts], engine).outcomes
+    return outcomes[STREAMS:], outcomes[:STREAMS]
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1, 0.2])
@@ -40,7 +38,31 @@ def test_it_takes_its_share_even_where_decodes_take_the_target_and_more(
     """Three sevenths of the time are its own (`policy.BESIDE_DECODES`), so it takes 7/3 of its time alone,
     and more for reading what is before each of its short chunks."""
     cost = RUNNERS[name]
-    prompt, streams = beside_streams(cost, target_s, noise)
+    engine = Engine(cost, step_time_target_s=target_s, noise=noise)
+    at_s = CALM_STEPS * decodes_s(cost, 100)
+    (prompt,), streams = beside_streams(engine, Request(at_s, PROMPT_LEN, 2))
     assert prompt.first_token_s < 4.0 * cost.service_s(PROMPT_LEN)
     gaps = [gap for stream in streams for gap in stream.gaps_s[: CALM_STEPS + 400]]
     assert quantile(gaps, 0.99) < 2.0 * (1.0 + noise) * decodes_s(cost, CALM_STEPS + 400)
+
+
+@pytest.mark.parametrize("name", RUNNERS)
+def test_a_short_prompt_that_passes_it_pays_for_its_own_tokens_only(name: str) -> None:
+    """Not as if its tokens, too, were far into a long prompt, where there is room for few."""
+    cost = RUNNERS[name]
+    at_s = CALM_STEPS * decodes_s(cost, 100)
+    long = Request(at_s, PROMPT_LEN, 2)
+    (alone,), _ = beside_streams(Engine(cost), long)
+    short = Request(at_s + 0.3 * alone.first_token_s, 100, 2)
+    (passed, passing), _ = beside_streams(Engine(cost), long, short)
+    assert passing.first_token_s < 3.2 * cost.service_s(short.prompt_len)
+    assert passed.first_token_s < 1.05 * alone.first_token_s
+
+
+@pytest.mark.parametrize("name", RUNNERS)
+@pytest.mark.parametrize("prompt_len", [100, 4000])
+def test_alone_it_takes_hardly_longer_than_in_one_step(name: str, prompt_len: int) -> None:
+    cost = RUNNERS[name]
+    warm = Request(0.0, 500, 20)
+    *_, prompt = run([warm, Request(100.0, prompt_len, 2)], Engine(cost)).outcomes
+    assert prompt.first_token_s < 1.4 * cost.service_s(prompt_len)

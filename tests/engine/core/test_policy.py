@@ -152,6 +152,36 @@ def test_prompts_get_as_long_as_the_decodes_each_up_to_the_target(
     assert policy.prompt_room_s(target_s, decodes_s, prompts) == pytest.approx(room_s)
 
 
+@pytest.mark.parametrize(
+    ("target_s", "fixed_s", "room_s"),
+    [
+        (0.1, 0.01, 0.09),
+        (0.1, 0.07, 0.28),  # most of a step that keeps to the target would go into what is fixed
+        (0.1, 0.2, 0.8),
+        (math.inf, 0.01, math.inf),
+    ],
+)
+def test_with_nobody_streaming_a_steps_fixed_part_is_a_fifth_of_it_at_most(
+    target_s: float, fixed_s: float, room_s: float
+) -> None:
+    assert policy.room_alone_s(target_s, fixed_s) == pytest.approx(room_s)
+
+
+@pytest.mark.parametrize(
+    ("budget", "room_s", "least_s", "kept"),
+    [
+        (1600, 0.16, 0.001, (100, 0.01)),
+        (17, 0.16, 0.001, (2, 0.01)),
+        (1600, 0.16, 0.03, (100, 0.03)),  # as much as one token needs that reads a long context
+        (1600, 0.16, 0.2, (100, 0.08)),  # but not more than the others keep
+    ],
+)
+def test_a_part_is_kept_for_who_has_been_computed_for_longest(
+    budget: int, room_s: float, least_s: float, kept: tuple[int, float]
+) -> None:
+    assert policy.kept_for_eldest(budget, room_s, least_s) == pytest.approx(kept)
+
+
 def test_a_prompt_is_late_beyond_its_time_alone() -> None:
     prompt = sequence(1, 0.0)
     late = [policy.lateness(prompt, Circumstances(now, COST, {})) for now in (0.0, 0.05, 0.1, 0.4)]

@@ -229,8 +229,8 @@ def test_in_the_middle_of_a_prompt() -> None:
 
 
 def test_copies_take_their_time_from_prompts() -> None:
-    """A page that costs as much as a hundred tokens leaves one token of the budget to compute."""
-    h = pressed()
+    """Pages that take longer than a step may leave one token of the budget to compute."""
+    h = pressed(step_time_target_s=0.1)
     h.scheduler._learner._cost = StepCost(token_s=0.001, row_s=0.0, pair_s=0.0, fixed_s=0.0, page_s=0.1)
     h.scheduler._learner.observe = lambda work, seconds: None  # type: ignore[method-assign]
     h.add(3, [3] * 12, greedy(2))
