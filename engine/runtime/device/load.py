@@ -70,6 +70,8 @@ GRAPH_ROWS_MAX: Final = 512
 OVERLAPS: Final = False
 """Whether kernels of a decode step start while those before them end: not before a card has shown that it is
 right and faster, which `tests/gpu/run.sh tokens steps` does."""
+OUT_OF_MEMORY: Final = ("out of memory", "ALLOC_FAILED", "ncclUnhandledCudaError: Cuda failure 2")
+"""As CUDA, Triton and cuDNN; cuBLAS; and NCCL say it."""
 LIKELIEST_MAX: Final = 20
 """Log-probabilities that every row of the measured step asks for: the most that a client can."""
 
@@ -239,13 +241,24 @@ def largest_plans(info: RunnerInfo, tokens: int) -> Iterator[Plan]:
 
 @contextmanager
 def enough_memory(doing: str, advice: str) -> Iterator[None]:
-    """Raises DoesNotFit where the device's memory ends."""
+    """Raises DoesNotFit where the device's memory ends, whoever says so: torch, a library, Triton, or what
+    follows from it, as a capture that was broken off."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if (found := _out_of_memory(error)) is None:
+            raise
         raise DoesNotFit(
-            f"out of GPU memory while {doing}: {advice} ({str(error).split('. ')[0]})"
+            f"out of GPU memory while {doing}: {advice} ({str(found).split('. ')[0]})"
         ) from error
+
+
+def _out_of_memory(error: BaseException | None) -> BaseException | None:
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
+            return error
+        error = error.__context__
+    return None
 
 
 def _need(

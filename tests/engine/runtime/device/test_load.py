@@ -117,6 +117,33 @@ def test_memory_that_ends_on_the_way_does_too() -> None:
 
 
 @pytest.mark.parametrize(
+    "said",
+    [
+        "Triton Error [CUDA]: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`",
+    ],
+)
+def test_whoever_finds_no_memory(said: str) -> None:
+    with pytest.raises(DoesNotFit, match="use less"), enough_memory("measuring", "use less"):
+        raise RuntimeError(said)
+
+
+def test_a_capture_that_memory_broke_off() -> None:
+    """What ends the capture raises in turn."""
+
+    def capture() -> None:
+        try:
+            raise torch.OutOfMemoryError("Tried to allocate 2 GiB. GPU 0 has ...")
+        finally:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    with pytest.raises(DoesNotFit, match=r"use less \(Tried to allocate"), enough_memory("it", "use less"):
+        capture()
+    with pytest.raises(RuntimeError, match="illegal"), enough_memory("it", "use less"):
+        raise RuntimeError("an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize(
     ("slots", "context", "tokens", "lengths"),
     [
         (4, 100, 32, [[8] * 4, [32]]),
