@@ -157,9 +157,9 @@ def report_overlapped() -> None:
     on = {"overlaps": True}
     norm = fused.Norm(meta(1024, dtype=torch.float32), 1e-6)
     stream, weight = fused.Stream(meta(1, 1024), meta(1, 1024)), matrix(6144, 1024, torch.bfloat16)
-    for tile in matmul.TILES[:2]:
+    for tile in (*matmul.TILES[:2], matmul.TILES_ALONE[1]):
         gated = partial(matmul.normed_matmul, stream, norm, weight, tile, gated=True)
-        report(f"overlapped gated {tile.n}x{tile.k}", matmul, "skinny_kernel", gated, **on)
+        report(f"overlapped gated {tile}", matmul, "skinny_kernel", gated, **on)
     plain = partial(matmul.skinny_matmul, meta(1, 1024), weight, matmul.TILES[0])
     report("overlapped matmul", matmul, "skinny_kernel", plain, **on)
     restore = partial(restoring.restored, matrix(4096, 4096, torch.float8_e4m3fn), torch.bfloat16)
