@@ -19,6 +19,7 @@ from engine.bench.gpu import attention, matmul, measuring, results, steps
 from engine.bench.gpu.shapes import LLAMA_8B, QWEN3_06B, decode_floor_s
 from engine.bench.gpu.supervise import LOST
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter")
 TOY = replace(
     QWEN3_06B,
     vocab_size=320,

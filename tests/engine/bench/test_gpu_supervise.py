@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from engine.bench.gpu import supervise
 from engine.bench.gpu.results import read
 from engine.bench.gpu.supervise import TIMED_OUT, Part, run_part
 
+ROOT = Path(__file__).parents[3]
 BREAKING = """
 import os, sys, threading
 import torch
@@ -40,7 +43,7 @@ sys.exit(0 if all(oks) else 1)
 
 def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, **how: Any) -> tuple[int, Path]:
     (tmp_path / "penstock_fake_part.py").write_text(source)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[3]}")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT), *sys.path[1:]]))
     results = tmp_path / "gpu.jsonl"
     results.write_text(json.dumps({"part": "broken", "row": "killed", "ok": True}) + "\n")  # of another day
     part = Part("broken", ["penstock_fake_part"], **{"limit_s": 120.0} | how)
