@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -20,6 +19,8 @@ from engine.runtime.kernels.autotune import Linear, MatmulTable
 from engine.runtime.kernels.begin import begin_step
 from engine.runtime.kernels.fused import Norm, Stream
 from engine.runtime.kernels.matmul import (
+    ROWS,
+    ROWS_FP8,
     TILES,
     Tile,
     Weight,
@@ -27,6 +28,7 @@ from engine.runtime.kernels.matmul import (
     skinny_matmul,
     tiles_for,
 )
+from engine.runtime.kernels.restoring import restored
 from engine.runtime.layers import Rotary, rms_norm, rotate
 from engine.runtime.models.config import RopeConfig
 from tests.engine.runtime.kernels import test_decode_attention as decode
@@ -54,8 +56,17 @@ CHUNKS, CONTEXTS = (700, 1, 200, 64, 5, 129), (700, 100, 1200, 192, 4133, 129)
 
 
 REPEATS = 20
-PRODUCTS = ((1, 4096, 4096), (1, 1024, 3072), (16, 2048, 4096), (17, 1000, 1000), (64, 6144, 4096))
+PRODUCTS = (
+    (1, 4096, 4096),
+    (1, 1024, 3072),
+    (16, 2048, 4096),
+    (17, 1000, 1000),
+    (64, 6144, 4096),
+    (100, 1000, 1000),
+    (256, 4096, 4096),
+)
 """Rows, and the weight's."""
+RESTORED = ((1000, 1000), (4096, 4096))
 NORMED_PRODUCTS = ((1, 6144, 1024), (16, 2048, 4096), (7, 1000, 1000))
 
 
@@ -151,20 +162,22 @@ def activation(dtype: torch.dtype) -> dict[str, Any]:
     return found_near(fused.silu_mul(gate_up.to(CUDA)), silu(gate) * up, dtype)
 
 
-def fits(tile: Tile, dtype: torch.dtype, rows: int, height: int) -> bool:
+def fits(tile: Tile, dtype: torch.dtype, fp8: bool, rows: int, height: int) -> bool:
     """In float32, which is the library's, one that always fits into shared memory is enough."""
+    if rows > (ROWS_FP8 if fp8 else ROWS)[-1]:
+        return False
     return tile == TILES[-1] if dtype == torch.float32 else tile in tiles_for(height, rows)
 
 
-def tiles(dtype: torch.dtype, sizes: Sequence[tuple[int, int, int]]) -> list[Tile]:
+def tiles(dtype: torch.dtype, fp8: bool, sizes: Sequence[tuple[int, int, int]]) -> list[Tile]:
     found = dict.fromkeys(tile for rows, height, _ in sizes for tile in tiles_for(height, rows))
-    return [tile for tile in found if any(fits(tile, dtype, rows, height) for rows, height, _ in sizes)]
+    return [tile for tile in found if any(fits(tile, dtype, fp8, *size[:2]) for size in sizes)]
 
 
 def products(dtype: torch.dtype, tile: Tile, fp8: bool) -> dict[str, Any]:
     worst = 0.0
     for rows, height, width in PRODUCTS:
-        if not fits(tile, dtype, rows, height):
+        if not fits(tile, dtype, fp8, rows, height):
             continue
         x, weight = torch.randn(rows, width).to(dtype), torch.randn(height, width).to(dtype)
         own: Weight = weight.to(CUDA)
@@ -188,12 +201,22 @@ def grouped(dtype: torch.dtype) -> dict[str, Any]:
     return {"error": worst}
 
 
+def restoring(dtype: torch.dtype) -> dict[str, Any]:
+    """What the library multiplies in place of fp8, for many rows."""
+    for height, width in RESTORED:
+        whole = quantise(torch.randn(height, width))
+        groups = Fp8Weight(whole.values, torch.rand(-(-width // 128), height) * 0.01, 128)
+        for weight in (whole, groups):
+            same(restored(weight.to(CUDA), dtype), weight.restored(dtype), f"group {weight.group}")
+    return {}
+
+
 def whole_products(dtype: torch.dtype, tile: Tile, fp8: bool, gated: bool) -> dict[str, Any]:
     """With a norm in the head and perhaps a gate in the tail; no further from the truth than norm, product
     and gate apart."""
     worst, worst_apart = 0.0, 0.0
     for rows, height, width in NORMED_PRODUCTS:
-        if not fits(tile, dtype, rows, height):
+        if not fits(tile, dtype, fp8, rows, height):
             continue
         residual, change = (torch.randn(2, rows, width) * 3).to(dtype)
         weight = (torch.randn(height, width) / width**0.5).to(dtype)
@@ -240,13 +263,12 @@ def tokens(
 
 def by_tiles(dtype: torch.dtype, name: str) -> bool:
     ok = True
-    for tile, fp8 in product(tiles(dtype, PRODUCTS), (False, True)):
-        if fp8 and dtype == torch.float32:
-            continue
-        row = f"{tile}{' fp8' if fp8 else ''} {name}"
-        ok &= check("kernels", f"matmul {row}", partial(products, dtype, tile, fp8))
-        if dtype == torch.bfloat16 and tile in tiles(dtype, NORMED_PRODUCTS):
-            for gated in (False, True):
+    for fp8 in (False, True) if dtype != torch.float32 else (False,):
+        normed = tiles(dtype, fp8, NORMED_PRODUCTS) if dtype == torch.bfloat16 else ()
+        for tile in tiles(dtype, fp8, PRODUCTS):
+            row = f"{tile}{' fp8' if fp8 else ''} {name}"
+            ok &= check("kernels", f"matmul {row}", partial(products, dtype, tile, fp8))
+            for gated in (False, True) if tile in normed else ():
                 what = f"matmul with norm{' and gate' if gated else ''} {row}"
                 ok &= check("kernels", what, partial(whole_products, dtype, tile, fp8, gated))
     return ok
@@ -273,6 +295,7 @@ def in_precision(dtype: torch.dtype, shapes: Sequence[Shape]) -> bool:
     ok &= by_tiles(dtype, name)
     if dtype != torch.float32:
         ok &= check("kernels", f"matmul fp8 in groups {name}", partial(grouped, dtype))
+        ok &= check("kernels", f"fp8 restored {name}", partial(restoring, dtype))
         ok &= check("kernels", f"fp8 cache {name}", partial(fp8_cache, dtype))
     return ok
 

@@ -28,6 +28,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
         "CONTEXTS": (20, 1),
         "PRODUCTS": ((1, 32, 64), (17, 33, 40)),
         "NORMED_PRODUCTS": ((1, 32, 64), (7, 34, 40)),
+        "RESTORED": ((33, 200),),
         "TILES": (TILE,),
     }.items():
         monkeypatch.setattr(kernels, name, value)
@@ -50,6 +51,7 @@ def test_products(fp8: bool) -> None:
 def test_products_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "PRODUCTS", ((3, 32, 200),))
     assert kernels.grouped(torch.float32)["error"] < 1e-5
+    kernels.restoring(torch.float16)
 
 
 @pytest.mark.parametrize(
@@ -61,10 +63,11 @@ def test_what_is_between(check: Callable[[torch.dtype], dict[str, Any]]) -> None
 
 def test_every_tile_is_checked_where_it_would_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    bf16, fp32 = (kernels.tiles(dtype, kernels.PRODUCTS) for dtype in (torch.bfloat16, torch.float32))
-    assert fp32 == [TILES[-1]]
-    assert set(TILES) < set(bf16)
-    assert len(bf16) == len({str(tile) for tile in bf16}), "rows are told apart by name"
+    of = kernels.tiles
+    bf16, fp8 = (of(torch.bfloat16, fp8, kernels.PRODUCTS) for fp8 in (False, True))
+    assert of(torch.float32, False, kernels.PRODUCTS) == [TILES[-1]]
+    assert set(TILES) < set(bf16) < set(fp8)
+    assert len(fp8) == len({str(tile) for tile in fp8}), "rows are told apart by name"
 
 
 def test_a_wrong_result_is_described() -> None:
