@@ -228,8 +228,8 @@ def _add_scheduling_arguments(scheduling: argparse._ArgumentGroup) -> None:
         type=_milliseconds,
         default=100.0,
         metavar="MS",
-        help="how long prompts may make one step, the longest gap that running streams see (one prompt at "
-        "most doubles theirs, and so much is always allowed); inf: as long as --max-step-tokens takes "
+        help="how long prompts may make one step, the longest gap that running streams see. One prompt at most "
+        "doubles theirs; that much for each of two is always allowed. inf: as long as --max-step-tokens takes "
         "(default: 100)",
     )
     scheduling.add_argument(

@@ -142,7 +142,7 @@ def test_chunk_len(pending: int, budget: int, length: int) -> None:
         (0.1, 0.01, [0.0] * 50, 0.09),  # they come faster than they are computed: what the target leaves
         (0.1, 0.08, [0.0], 0.06),  # decodes that nearly fill the target, or overfill it, do not stop prompts
         (0.1, 0.2, [0.0], 0.15),
-        (0.1, 0.2, [0.0] * 50, 0.15),
+        (0.1, 0.2, [0.0] * 50, 0.3),
         (math.inf, 0.01, [0.0], math.inf),  # nobody set a target
     ],
 )
