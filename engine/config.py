@@ -228,9 +228,9 @@ def _add_scheduling_arguments(scheduling: argparse._ArgumentGroup) -> None:
         type=_milliseconds,
         default=100.0,
         metavar="MS",
-        help="how long prompts may make one step, the longest gap that running streams see. One prompt at most "
-        "doubles theirs; that much for each of two is always allowed. inf: as long as --max-step-tokens takes "
-        "(default: 100)",
+        help="how long prompts may make one step, the longest gap that running streams see. One prompt never "
+        "doubles theirs, and as much for each of two is always allowed. inf: as long as --max-step-tokens "
+        "takes (default: 100)",
     )
     scheduling.add_argument(
         "--max-queue-len",

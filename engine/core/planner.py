@@ -35,6 +35,8 @@ class Planner:
     learner: CostLearner
     in_flight: Mapping[int, InFlight]
     """By step."""
+    is_odd: bool = False
+    """Of the steps that had prompts beside decodes, the last."""
     prefix_query_tokens: int = 0
     """Of all prompts admitted, and of those found in the cache."""
     prefix_hit_tokens: int = 0
@@ -75,7 +77,8 @@ class Planner:
         if not work.decode_rows:  # nobody streams
             return policy.room_alone_s(target_s, decodes_s)
         prompts = (policy.lateness(s, circumstances) for s in (*batch.chunks, *self.waiting.willing))
-        return policy.prompt_room_s(target_s, decodes_s, prompts)
+        self.is_odd = not self.is_odd
+        return policy.prompt_room_s(target_s, decodes_s, prompts, is_odd=self.is_odd)
 
     def _circumstances(self, now: float) -> Circumstances:
         competing = {sequence.tenant for sequence in self.waiting.willing}

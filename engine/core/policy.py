@@ -77,7 +77,8 @@ SHARE_HALVED_BY: Final = 1024
 ELDER_TURN: Final = 16
 PROMPT_TOKENS_MIN: Final = 4
 """What a step computes of prompts at least, however long that takes."""
-BESIDE_DECODES: Final = 0.75
+BESIDE_DECODES: Final = 0.65
+SWING: Final = 0.15
 FIXED_MULTIPLE: Final = 4.0
 _HALVINGS_MAX: Final = 512.0
 """Beyond this a share counts as 2 ** -512, so that it stays a number above zero."""
@@ -188,10 +189,10 @@ def chunk_len(pending_len: int, budget_left: int) -> int:
     return min(pending_len, budget_left)
 
 
-def prompt_room_s(target_s: float, decodes_s: float, prompts: Iterable[float]) -> float:
+def prompt_room_s(target_s: float, decodes_s: float, prompts: Iterable[float], *, is_odd: bool) -> float:
     """Of a step's time, what prompts may take beside decodes that take `decodes_s`.
 
-    `prompts`: how late each is, by `lateness`. One that is the only one takes nearly as long as the decodes
+    `prompts`: how late each is, by `lateness`. One that is the only one takes two thirds of the decodes' time
     (`BESIDE_DECODES`): the gap that streams see does not double, though estimates err. When there are more,
     each takes that, or `late ** 2` times that: so where they come faster than they are computed, they soon
     get up to the target. A fixed share would cap their rate instead, and queues that could be served would
@@ -200,6 +201,9 @@ def prompt_room_s(target_s: float, decodes_s: float, prompts: Iterable[float]) -
     Decodes alone may take the target or more. What one prompt may take, or two together, is left to them
     even then, else they would hardly get on: far into a long prompt, the least of chunks takes longer than
     what is left.
+
+    The room of a lone one is larger by `SWING` in odd steps, and smaller in even ones. Hundreds of its chunks
+    would be of one length otherwise, and nothing would tell what a token takes from what a chunk does.
 
     Short gaps cost long prompts time, as every step pays for the weights anew. Their p99 over FIFO's is 1.30
     on ten seeds (`penstock bench scheduler --only chat --first-seed 301 --seeds 10`).
@@ -214,7 +218,9 @@ def prompt_room_s(target_s: float, decodes_s: float, prompts: Iterable[float]) -
         wanted_s += max(1.0, late * late) * one_s
         if count > 1 and wanted_s >= room_s:
             break  # a long queue is not looked through in every step
-    return one_s if count == 1 else min(room_s, wanted_s)
+    if count == 1:
+        return one_s * (1.0 + SWING if is_odd else 1.0 - SWING)
+    return min(room_s, wanted_s)
 
 
 def lateness(sequence: Sequence, circumstances: Circumstances) -> float:

@@ -135,21 +135,23 @@ def test_chunk_len(pending: int, budget: int, length: int) -> None:
 @pytest.mark.parametrize(
     ("target_s", "decodes_s", "prompts", "room_s"),
     [
-        (0.1, 0.01, [0.0], 0.0075),  # one prompt: a gap nearly twice as long
-        (0.1, 0.01, [9.0], 0.0075),  # it need not hurry: nobody waits behind it
-        (0.1, 0.01, [0.0, 1.0], 0.015),
-        (0.1, 0.01, [0.5, 2.0], 0.0375),  # one is late
+        (0.1, 0.01, [0.0], 0.0065),  # one prompt: a gap nearly twice as long
+        (0.1, 0.01, [9.0], 0.0065),  # it need not hurry: nobody waits behind it
+        (0.1, 0.01, [0.0, 1.0], 0.013),
+        (0.1, 0.01, [0.5, 2.0], 0.0325),  # one is late
         (0.1, 0.01, [0.0] * 50, 0.09),  # they come faster than they are computed: what the target leaves
-        (0.1, 0.08, [0.0], 0.06),  # decodes that nearly fill the target, or overfill it, do not stop prompts
-        (0.1, 0.2, [0.0], 0.15),
-        (0.1, 0.2, [0.0] * 50, 0.3),
+        (0.1, 0.08, [0.0], 0.052),  # decodes that nearly fill the target, or overfill it, do not stop prompts
+        (0.1, 0.2, [0.0], 0.13),
+        (0.1, 0.2, [0.0] * 50, 0.26),
         (math.inf, 0.01, [0.0], math.inf),  # nobody set a target
     ],
 )
 def test_prompts_get_as_long_as_the_decodes_each_up_to_the_target(
     target_s: float, decodes_s: float, prompts: list[float], room_s: float
 ) -> None:
-    assert policy.prompt_room_s(target_s, decodes_s, prompts) == pytest.approx(room_s)
+    odd, even = [policy.prompt_room_s(target_s, decodes_s, prompts, is_odd=odd) for odd in (True, False)]
+    assert (odd + even) / 2 == pytest.approx(room_s)
+    assert odd / even == pytest.approx(1.15 / 0.85) if len(prompts) == 1 and odd < math.inf else odd == even
 
 
 @pytest.mark.parametrize(
