@@ -33,7 +33,9 @@
 #
 # Needs python3 with torch >= 2.11, triton >= 3.6 and transformers, and what engine/runtime imports (msgspec,
 # safetensors, numpy); the rows of `whole` that start an engine need all that serves (extra `engine`).
-# WHEELS=DIR: wheels to use from there, for a machine that reaches no registry.
+# WHEELS=DIR: wheels to use from there, for a machine that reaches no registry. Beside torch and transformers it
+# mostly lacks these, which `pip download --no-deps --only-binary :all: --python-version 3.12 -c constraints.txt
+# -d DIR msgspec structlog h2 hpack hyperframe pyzmq opentelemetry-api httpx` brings.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 
