@@ -101,9 +101,12 @@ def requests(first_handle: int) -> list[AddSequence]:
 
 
 def said(runner: Runner) -> tuple[dict[int, list[int]], dict[int, list[float]], CoreStats]:
-    """Everybody twice: plain and cold, then overlapped and warm."""
+    """Everybody twice, plain and overlapped; then one twice alone, so that it finds its own pages."""
     scheduler = Scheduler(SchedulerConfig(step_tokens_max=24, queue_len_max=64), runner.info)
     steps = serve(scheduler, runner, requests(0)) + serve_overlapped(scheduler, runner, requests(100))
+    for first_handle in (200, 300):
+        longest = max(requests(first_handle), key=lambda request: len(request.prompt_ids))
+        steps += serve(scheduler, runner, [longest])
     return *all_said(steps), steps[-1].stats
 
 
