@@ -29,8 +29,9 @@ class SchedulerConfig:
     deadline. What readers who do not read can hold is so bounded, however many there are."""
     step_time_target_s: float = math.inf
     """How long a step may take as far as prompts decide it: the longest gap that running streams see.
-    Few prompts take less (`policy.prompt_room_s`). What it buys in tokens is learned, and
-    `step_tokens_max` is its cap. Infinite: prompts may take whatever the budget of tokens allows."""
+    Few prompts take less, and where decodes alone come near it prompts take a share of their time all the
+    same (`policy.prompt_room_s`). What it buys in tokens is learned, and `step_tokens_max` is its cap.
+    Infinite: prompts may take whatever the budget of tokens allows."""
 
     def __post_init__(self) -> None:
         assert self.step_tokens_max >= 1

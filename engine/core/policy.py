@@ -53,7 +53,7 @@ every sixteenth cost other tenants a third of their p99 in a flood, and gained l
 
 Where lengths differ more and come in bursts, as in a public trace (`--only trace`), long prompts pay more:
 their p99 is 2.1 times FIFO's, a fifth less than with shortest first, within the bound; that of short ones is
-0.12 of FIFO's.
+0.11 of FIFO's.
 """
 
 from __future__ import annotations
@@ -78,8 +78,11 @@ ELDER_TURN: Final = 16
 PROMPT_TOKENS_MIN: Final = 4
 """What a step computes of prompts at least, however long that takes."""
 BESIDE_DECODES: Final = 0.65
+"""A lone prompt's time in a step, over the decodes'."""
 SWING: Final = 0.15
+"""By which share of itself that is more in one step and less in the next."""
 FIXED_MULTIPLE: Final = 4.0
+"""What prompts may take with nobody streaming, over what a step takes before it computes anything."""
 _HALVINGS_MAX: Final = 512.0
 """Beyond this a share counts as 2 ** -512, so that it stays a number above zero."""
 assert list(WEIGHTS) == sorted(ServiceClass)
@@ -238,8 +241,9 @@ def room_alone_s(target_s: float, fixed_s: float) -> float:
 
 def kept_for_eldest(budget_left: int, room_s: float, least_s: float) -> tuple[int, float]:
     """Of the tokens and the time that decodes leave, what is kept for the prompt that has been computed for
-    longest, whoever ranks above it: so that none takes more than `ELDER_TURN` times as long as alone.
-    `least_s` is what one token of it takes, which is much where it reads a long context."""
+    longest, whoever ranks above it: an `ELDER_TURN`-th of both, so that those above it do not stop it.
+    `least_s` is what one token of it takes, which is much where it reads a long context: as much is kept
+    then, up to half."""
     return -(-budget_left // ELDER_TURN), min(max(room_s / ELDER_TURN, least_s), room_s / 2)
 
 

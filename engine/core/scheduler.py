@@ -15,9 +15,8 @@ paused since the last one. It has one token budget, spent in this order:
    cheaper: recomputed through the prefix cache, or from copies in host memory (`engine.core.swap`).
 2. *Decodes*: one token for each running sequence that has one pending.
 3. *Prompts*, by rank (`engine.core.policy`): what is left of the budget, as far as the learned cost of
-   a step says that it keeps to `step_time_target_s`, and to less than twice what its decodes take when
-   there is but one prompt (`policy.prompt_room_s`, where decodes leave no room, too), goes to chunks of
-   those who run and to admissions.
+   a step says that it keeps to `step_time_target_s`, or to less than twice what its decodes take when
+   there is but one prompt (`policy.prompt_room_s`), goes to chunks of those who run and to admissions.
    Somebody is admitted into a free slot, when the whole uncached part fits into available pages with a
    watermark to spare; pages of the stalled count as available, and are taken when nothing else is
    left. The first that does not fit ends the admissions of its class and those below, so nothing

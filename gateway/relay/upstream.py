@@ -142,8 +142,8 @@ class Upstream:
         secure = {model.protocol for model in models for url in model.replicas if url.startswith("https:")}
 
         def context(protocol: Protocol) -> ssl.SSLContext | None:
-            """One for each: they differ in what ALPN offers. Making one takes 35 ms, mostly for the system's
-            authorities; so none is made in vain, except to check the files that are named."""
+            """One for each: they differ in what ALPN offers. Making one reads the system's authorities, so
+            none is made in vain, except to check the files that are named."""
             if protocol not in secure and hop == HopConfig():
                 return None
             return client_context(ca=hop.ca, cert=hop.cert, key=hop.key)

@@ -33,8 +33,8 @@ from engine.runtime.kv_cache import KVCache
 FRESH_TOKENS_MIN: Final = 1024
 """Shorter prompts are several to a step, and the library's is one launch each."""
 FRESH_TOKENS_MULTIPLE: Final = 512
-"""cuDNN plans for every length anew, which keeps the host for 40 ms and more; so lengths are rounded up, and
-planned for before the first request."""
+"""cuDNN plans for every length anew, and the host waits; so lengths are rounded up, and planned
+for before the first request."""
 assert FRESH_TOKENS_MIN % FRESH_TOKENS_MULTIPLE == 0
 
 
