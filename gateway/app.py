@@ -213,7 +213,7 @@ class _Protocol(RequestHandler):
 
     def resume_reading(self, resume_parser: bool = True) -> None:
         """A body's reader has room, as it says after every read. Without a pause there is nothing to resume;
-        aiohttp would parse once more what it has not got, which takes as long as the request did."""
+        aiohttp would run its parser once more over nothing."""
         if self._reading_paused:
             super().resume_reading(resume_parser)
 
