@@ -58,8 +58,7 @@ def test_prefill_first_shows_its_weakness_and_ours_does_not() -> None:
 
 
 def test_short_prompts_pass_long_ones_which_hardly_suffer() -> None:
-    """What README claims, on a third of the traffic, where long prompts are too few for the bound of 1.4
-    (1.30 on ten whole seeds)."""
+    """What README claims, on a third of the traffic."""
     engine = Engine(scheduler.COST)
     per_s = scheduler.LOAD * scheduler.capacity(CHAT, 600, engine)
     runs = {
@@ -68,7 +67,7 @@ def test_short_prompts_pass_long_ones_which_hardly_suffer() -> None:
     }
     fifo, ours = runs[disciplines.FIFO], runs[disciplines.OURS]
     assert ttft_p99(ours, CHAT.is_short) <= 0.2 * ttft_p99(fifo, CHAT.is_short)
-    assert ttft_p99(ours, CHAT.is_long) <= 1.5 * ttft_p99(fifo, CHAT.is_long)
+    assert ttft_p99(ours, CHAT.is_long) <= 1.4 * ttft_p99(fifo, CHAT.is_long)
     for one, other in zip(ours, fifo, strict=True):
         assert one.makespan_s <= 1.05 * other.makespan_s
         assert one.bound_use <= 1.0

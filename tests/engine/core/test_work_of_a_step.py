@@ -7,6 +7,7 @@ import tracemalloc
 from types import FrameType
 from typing import Any
 
+from engine.core import least_squares
 from engine.core.messages import Plan
 from tests.engine.core.harness import STEP_S, Harness, greedy
 
@@ -29,6 +30,8 @@ def work_of_decodes(prompt_len: int) -> tuple[int, int]:
 
     def count(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal lines
+        if frame.f_code.co_filename == least_squares.__file__:
+            return None  # every sixteenth step, in as many passes as the figures need, whatever the lengths
         lines += event == "line"
         return count
 
@@ -65,5 +68,5 @@ def work_of_decodes(prompt_len: int) -> tuple[int, int]:
 def test_a_decode_steps_work_does_not_grow_with_the_sequence() -> None:
     short_lines, short_bytes = work_of_decodes(SHORT)
     long_lines, long_bytes = work_of_decodes(LONG)
-    assert long_lines < 1.25 * short_lines, "the learned cost takes a pass more or less"
+    assert long_lines < 1.1 * short_lines
     assert long_bytes < short_bytes + LONG, "less than a byte for each token"
