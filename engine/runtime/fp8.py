@@ -14,10 +14,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from engine.runtime.models.quantization import GROUP_MULTIPLE
+
 FP8_MAX: Final = 448.0
 """The largest e4m3."""
-GROUP_MULTIPLE: Final = 64
-"""Groups of columns are multiples of this, so that a kernel's tile lies in one of them."""
 
 
 def taken(x: Tensor, rows: Tensor) -> Tensor:

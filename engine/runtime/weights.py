@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.runtime.errors import ModelUnavailable, WeightsMismatch
-from engine.runtime.fp8 import GROUP_MULTIPLE, Fp8Weight, quantise
+from engine.runtime.fp8 import Fp8Weight, quantise
 from engine.runtime.models.quantization import Fp8Scheme
 from engine.runtime.parallel.shard import Span
 
@@ -234,9 +234,8 @@ class Checkpoint:
         if scale.shape[1] == 1:
             return Fp8Weight(values, scale[:, 0].contiguous())
         assert self._fp8 is not None
-        assert self._fp8.block is not None
-        group = self._fp8.block[1]
-        if group % GROUP_MULTIPLE or (columns is not None and columns[0] % group):
+        group = self._fp8.group(0 if columns is None else columns[0])
+        if not group:
             return quantise(values.float() * scale)
         return Fp8Weight(values, scale[:, ::group].T.contiguous(), group)
 

@@ -11,8 +11,9 @@ import torch
 from engine.bench.gpu.measuring import check
 from engine.bench.gpu.results import floors
 from engine.bench.gpu.shapes import LLAMA_8B, QWEN3_06B
+from engine.bench.gpu.tuning import tuned
 from engine.runtime.fp8 import quantise
-from engine.runtime.kernels.autotune import Linear, MatmulTable
+from engine.runtime.kernels.autotune import Linear
 from engine.runtime.kernels.fused import Norm
 from engine.runtime.kernels.matmul import Weight
 from engine.runtime.kernels.timing import DeviceTimer
@@ -44,7 +45,7 @@ def measure(
         assert isinstance(weight, torch.Tensor)
         weight = quantise(weight)
     norm = Norm(torch.ones(width, device="cuda"), 1e-6) if normed else None
-    table = MatmulTable.fill([Linear(weight, None, norm, gated)], torch.bfloat16, timer)
+    table = tuned([Linear(weight, None, norm, gated)], timer)
     floor_us = height * width * (1 if fp8 else 2) / floors()[0] * 1e6
     found = {}
     for shape, measured in table.measured.items():

@@ -23,11 +23,11 @@ from engine.bench.gpu.shapes import (
     layer_parameters,
     prefill_floor_s,
 )
+from engine.bench.gpu.tuning import tuned
 from engine.core.messages import SamplingParams
 from engine.runtime.attention import AttentionSpec, Chunk
 from engine.runtime.graphs import CudaGraphDevice, DecodeGraphs
 from engine.runtime.kernels.attention import LibraryPrefill, TritonDecode, TritonPrefill
-from engine.runtime.kernels.autotune import MatmulTable
 from engine.runtime.kernels.decode_attention import PROGRAMS_PER_SM
 from engine.runtime.kernels.decoder import DecodeStep, DeviceDecoder, StepTokens
 from engine.runtime.kernels.sampling import SamplingScratch
@@ -52,7 +52,7 @@ class Bench:
         self.spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.windows)
         self.decoder = DeviceDecoder(config, RandomWeights(CUDA), CUDA, fp8=fp8)
         layer = self.decoder.linears[:4] + self.decoder.linears[-1:]
-        self.decoder.table = MatmulTable.fill(layer, torch.bfloat16, DeviceTimer())
+        self.decoder.table = tuned(layer, DeviceTimer())
         self.programs = PROGRAMS_PER_SM * torch.cuda.get_device_properties(0).multi_processor_count
         write("steps", f"{name} made and tuned", took_s=time.perf_counter() - began)
 

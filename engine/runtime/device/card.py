@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +12,7 @@ import torch
 
 from engine.runtime.graphs import CudaGraphDevice, GraphDevice
 from engine.runtime.kernels.autotune import Timer
+from engine.runtime.kernels.launching import compiling_in
 from engine.runtime.kernels.timing import DeviceTimer
 
 
@@ -51,6 +55,19 @@ class Card(Protocol):
     def graphs(self) -> GraphDevice: ...
 
 
+class Compiler(Protocol):
+    """What compiles for a card."""
+
+    def compiling(self, workers: Executor) -> AbstractContextManager[None]:
+        """Within, the calling thread's launches compile their kernels by those workers; it ends when all are
+        compiled."""
+        ...
+
+
+class OwnCard(Card, Compiler, Protocol):
+    """The card that a runner is for."""
+
+
 class CudaCard:
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -79,3 +96,9 @@ class CudaCard:
 
     def graphs(self) -> GraphDevice:
         return CudaGraphDevice(self._stream)
+
+    @contextmanager
+    def compiling(self, workers: Executor) -> Iterator[None]:
+        torch.cuda.set_device(self.device)  # each thread has its own
+        with compiling_in(workers):
+            yield

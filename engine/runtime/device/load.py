@@ -1,6 +1,7 @@
 """From a model directory to a warm runner on a GPU.
 
-    load       weights, and for each matrix the kernel that multiplies fastest, measured
+    load       weights, while kernels are compiled beside (`rehearsal.py`)
+    tune       for each matrix the kernel that multiplies fastest, measured
     size       what is left for the KV cache: the largest step is run once over a cache of one page, the
                largest and the smallest graph are captured, and what that took is set aside
     build      cache, slots' tables, graphs for all batch sizes
@@ -17,27 +18,28 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 
 from engine.core.messages import Plan, RunnerInfo, SamplingParams, SlotStart
 from engine.runtime.attention import AttentionSpec
 from engine.runtime.attention.device import Bounds, build_backends
-from engine.runtime.backends import Choice, Need, choose
+from engine.runtime.backends import Backend, Choice, Chosen, Need, choose
 from engine.runtime.config import RunnerConfig
-from engine.runtime.device.card import Card, MemoryReading
+from engine.runtime.device.card import Card, MemoryReading, OwnCard
 from engine.runtime.device.precision import Precision
+from engine.runtime.device.rehearsal import Blueprint, Shapes, Unjoined, rehearsed
 from engine.runtime.device.runner import DeviceRunner
 from engine.runtime.device.slots import DeviceSlots
 from engine.runtime.errors import DoesNotFit
-from engine.runtime.graphs import DecodeGraphs, batch_buckets
+from engine.runtime.graphs import DecodeGraphs, DecodeInputs, batch_buckets
 from engine.runtime.hardware import available_memory_bytes, usable_cores
 from engine.runtime.kernels.autotune import MatmulTable
 from engine.runtime.kernels.decoder import DecodeStep, DeviceDecoder, DeviceModel, DeviceSampler
@@ -63,6 +65,7 @@ from engine.runtime.load import (
 )
 from engine.runtime.models.config import ModelConfig, read_model_config
 from engine.runtime.parallel.collective import ALONE, Collective
+from engine.runtime.parallel.shard import WHOLE, Shard
 from engine.runtime.weights import WeightSource
 
 GRAPH_ROWS_MAX: Final = 512
@@ -77,64 +80,77 @@ LIKELIEST_MAX: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceNetwork:
-    """Weights on a device, before there is a cache."""
+class Design:
+    """What is decided before a weight is read."""
 
     config: RunnerConfig
     model: ModelConfig
-    """As this rank computes it."""
+    """The whole one."""
+    dtype: torch.dtype
     max_model_len: int
+    precision: Precision
+    attention: Choice
+
+    @staticmethod
+    def of(config: RunnerConfig, model: ModelConfig, card: Card, shard: Shard) -> Design:
+        """Raises BadRunnerConfig where the card cannot do what is asked for."""
+        dtype = torch.bfloat16 if config.dtype == "auto" else choose_dtype(config.dtype)
+        precision = Precision.of(config, model, dtype, card.capability)
+        need = _need(config, shard.of(model), dtype, precision, card)
+        attention = choose(config.attention_backend, need)
+        return Design(config, model, dtype, choose_max_model_len(config, model), precision, attention)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceNetwork:
+    """Weights on a device, before there is a cache."""
+
+    design: Design
+    model: ModelConfig
+    """As this rank computes it."""
     card: Card
     decoder: DeviceDecoder
-    attention: Choice
-    precision: Precision
     kv_scales: Sequence[tuple[float, float]] | None
     at_start: MemoryReading
 
     @staticmethod
-    def load(
-        config: RunnerConfig,
-        model: ModelConfig,
-        source: WeightSource,
-        dtype: torch.dtype,
-        max_model_len: int,
-        card: Card,
-        progress: Progress,
-        ranks: Collective = ALONE,
-    ) -> DeviceNetwork:
-        """`model` is the whole one, of which this rank's part is read. Raises ModelError."""
-        at_start, share = card.memory(), ranks.shard.of(model)
-        precision = Precision.of(config, model, dtype, card.capability)
-        attention = choose(config.attention_backend, _need(config, share, dtype, precision, card))
-        progress(str(attention))
-        kv_scales = precision.kv_scales(model, source)
-        if said := precision.describe(model, kv_scales):
-            progress(said)
+    def load(design: Design, source: WeightSource, card: Card, ranks: Collective) -> DeviceNetwork:
+        """Of a model's weights, this rank's part. Raises ModelError."""
+        at_start, precision = card.memory(), design.precision
+        kv_scales = precision.kv_scales(design.model, source)
         with enough_memory("loading weights", "end what else uses this GPU, or use fp8 weights"):
-            decoder = DeviceDecoder(model, source, card.device, fp8=precision.weights_fp8, ranks=ranks)
-            progress("measuring which kernels multiply fastest")
-            decoder.table = MatmulTable.fill(decoder.linears, decoder.dtype, card.timer())
-        return DeviceNetwork(
-            config, share, max_model_len, card, decoder, attention, precision, kv_scales, at_start
-        )
+            fp8 = precision.weights_fp8
+            decoder = DeviceDecoder(design.model, source, card.device, fp8=fp8, ranks=ranks)
+        share = ranks.shard.of(design.model)
+        return DeviceNetwork(design, share, card, decoder, kv_scales, at_start)
+
+    @property
+    def max_model_len(self) -> int:
+        return self.design.max_model_len
+
+    def tune(self) -> None:
+        """Raises DoesNotFit."""
+        with enough_memory("measuring kernels", "end what else uses this GPU, or use fp8 weights"):
+            decoder = self.decoder
+            decoder.table = MatmulTable.fill(decoder.linears, decoder.dtype, self.card.timer())
 
     @property
     def geometry(self) -> KVGeometry:
-        model = self.model
+        model, page_size = self.model, self.design.config.page_size
         return KVGeometry(
-            model.layers, model.kv_heads, self.config.page_size, model.head_dim, self.precision.kv_dtype
+            model.layers, model.kv_heads, page_size, model.head_dim, self.design.precision.kv_dtype
         )
 
     def info(self, pages: int) -> RunnerInfo:
         """Before anything was timed."""
         info = untimed_info(
-            self.config, self.model, self.geometry, self.decoder.dtype, self.max_model_len, pages
+            self.design.config, self.model, self.geometry, self.decoder.dtype, self.max_model_len, pages
         )
-        return replace(info, is_async=True)
+        return msgspec.structs.replace(info, is_async=True)
 
     def page_count(self) -> int:
         """How many pages to allocate. Raises DoesNotFit."""
-        config, geometry = self.config, self.geometry
+        config, geometry = self.design.config, self.geometry
         if config.kv_cache_bytes is not None:
             return page_count(config, self.model, geometry, self.max_model_len, available_bytes=0)
         useful = useful_pages(config, self.max_model_len)
@@ -144,12 +160,12 @@ class DeviceNetwork:
         """Of these sizes. Raises DoesNotFit."""
         with enough_memory("allocating the KV cache and capturing graphs", "lower gpu_memory_utilization"):
             runner, step = self._assemble(info)
-            if not self.config.enforce_eager:
+            if not self.design.config.enforce_eager:
                 graphs = self._graphs(step, runner.slots, batch_buckets(runner.decode_rows_max))
                 graphs.capture(self.card.graphs(), partial(_tell, progress))
                 runner.decode = graphs.replay
             progress("planning attention of long prompts")
-            tokens_max = min(self.config.step_tokens_max, self.max_model_len)
+            tokens_max = min(self.design.config.step_tokens_max, self.max_model_len)
             runner.model.prefill.warm_up(tokens_max, self.decoder.dtype)
         return runner
 
@@ -165,7 +181,7 @@ class DeviceNetwork:
         scratch = SamplingScratch.empty(info.slots, info.vocab_size, decoder.dtype, device)
         spec = AttentionSpec(model.heads, model.kv_heads, model.head_dim, model.windows)
         bounds = Bounds(info.slots, info.max_model_len, self.card.multiprocessors)
-        decode, prefill = build_backends(self.attention, cache, spec, decoder.dtype, bounds)
+        decode, prefill = build_backends(self.design.attention, cache, spec, decoder.dtype, bounds)
         tables = slots.tokens, slots.page_table, slots.sampling
         step = DecodeStep(decoder, cache, decode, *tables, scratch, overlaps=OVERLAPS)
         rows_max = min(info.slots, GRAPH_ROWS_MAX)
@@ -193,10 +209,10 @@ class DeviceNetwork:
             runner, step = self._assemble(self.info(pages=1))
             idle = card.memory()
             card.start_peak()
-            for plan in largest_plans(runner.info, self.config.step_tokens_max):
+            for plan in largest_plans(runner.info, self.design.config.step_tokens_max):
                 runner.run(plan)
             stepped = card.memory()
-            graphs = 0 if self.config.enforce_eager else self._graph_bytes(step, runner)
+            graphs = 0 if self.design.config.enforce_eager else self._graph_bytes(step, runner)
         return MemoryProfile(
             total=start.total,
             free_at_start=start.free,
@@ -218,6 +234,17 @@ class DeviceNetwork:
         self._graphs(step, runner.slots, sorted({1, rows_max})).capture(self.card.graphs(), note)
         largest, *smallest = (before - after for before, after in pairwise(free))
         return max(0, largest) + max(0, *smallest, 0) * (len(batch_buckets(rows_max)) - 1)
+
+    def rehearse(self, *, clear_tails: bool) -> None:
+        """Launches of ours whatever a start does. Its choice of tiles may be another, which costs a start the
+        first layer's product anew: nothing else is compiled for the chosen one alone."""
+        self.tune()
+        runner, step = self._assemble(self.info(pages=1))
+        runner.cache.clear_tails = clear_tails
+        for plan in largest_plans(runner.info, self.design.config.step_tokens_max):
+            runner.compute(plan)
+        for rows in batch_buckets(runner.decode_rows_max):
+            step(DecodeInputs.empty(rows, self.card.device))
 
 
 def largest_plans(info: RunnerInfo, tokens: int) -> Iterator[Plan]:
@@ -279,26 +306,50 @@ def _tell(progress: Progress, done: int, of: int) -> None:
     progress(f"capturing decode steps, {done} of {of}")
 
 
+def load_network(
+    config: RunnerConfig, card: OwnCard, progress: Progress, ranks: Collective = ALONE
+) -> DeviceNetwork:
+    """A rank's, with each matrix's kernel measured. Raises ModelError."""
+    model = read_model_config(Path(config.model_dir))
+    design = Design.of(config, model, card, ranks.shard)
+    shards = "" if ranks.shard == WHOLE else f", in {ranks.shard.size} shards,"
+    progress(f"loading {model.architecture} in {dtype_name(design.dtype)}{shards} on {card.name}")
+    source = checked_checkpoint(config, model, design.dtype, card.device)
+    progress(str(design.attention))
+    threads = max(1, (config.threads or usable_cores()) // ranks.shard.size)
+    with rehearsed(card, partial(_rehearse, design, Blueprint.of(card), ranks.shard), threads) as compiled:
+        network = DeviceNetwork.load(design, source, card, ranks)
+        if said := design.precision.describe(model, network.kv_scales):
+            progress(said)
+        progress(compiled())
+    progress("measuring which kernels multiply fastest")
+    network.tune()
+    return network
+
+
+def _rehearse(design: Design, blueprint: Blueprint, shard: Shard) -> None:
+    """A library's attention is none of ours to compile; in its place stands ours, which goes beside some."""
+    ours = replace(design, attention=Choice(Chosen(Backend.TRITON), Chosen(Backend.TRITON)))
+    source = Shapes(design.dtype, design.model.fp8)
+    network = DeviceNetwork.load(ours, source, blueprint, Unjoined(shard))
+    network.rehearse(clear_tails=design.attention.reads_whole_pages)
+
+
 @torch.inference_mode()
-def load_on_card(config: RunnerConfig, card: Card, progress: Progress) -> DeviceRunner:
+def load_on_card(config: RunnerConfig, card: OwnCard, progress: Progress) -> DeviceRunner:
     """As `engine.runtime.load.load_runner`."""
     started_s = time.monotonic()
     set_threads(config.threads or usable_cores())
-    model = read_model_config(Path(config.model_dir))
-    dtype = torch.bfloat16 if config.dtype == "auto" else choose_dtype(config.dtype)
-    max_model_len = choose_max_model_len(config, model)
-    progress(f"loading {model.architecture} in {dtype_name(dtype)} on {card.name}")
-    source = checked_checkpoint(config, model, dtype, card.device)
-    network = DeviceNetwork.load(config, model, source, dtype, max_model_len, card, progress)
+    network = load_network(config, card, progress)
     progress("measuring the largest step")
     pages = network.page_count()
     loaded_s = time.monotonic()
-    host_pages = host_page_count(config, network.geometry, max_model_len, available_memory_bytes())
-    info = replace(network.info(pages), host_pages=host_pages, load_s=loaded_s - started_s)
+    host_pages = host_page_count(config, network.geometry, network.max_model_len, available_memory_bytes())
+    info = msgspec.structs.replace(network.info(pages), host_pages=host_pages, load_s=loaded_s - started_s)
     progress(f"allocating {pages} KV pages of {config.page_size} tokens")
     runner = network.build(info, progress)
     progress("warming up")
     warm_up(runner)
     page_copy_s, warmup_s = runner.host.measure(), time.monotonic() - loaded_s
-    runner.info = replace(info, warmup_s=warmup_s, page_copy_s=page_copy_s)
+    runner.info = msgspec.structs.replace(info, warmup_s=warmup_s, page_copy_s=page_copy_s)
     return runner

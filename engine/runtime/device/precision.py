@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -41,7 +42,7 @@ class Precision:
             return None
         return source.kv_scales(model.layers)
 
-    def describe(self, model: ModelConfig, scales: list[tuple[float, float]] | None) -> str:
+    def describe(self, model: ModelConfig, scales: Sequence[tuple[float, float]] | None) -> str:
         """For the log; empty where nothing is in fp8."""
         parts = []
         if self.weights_fp8:

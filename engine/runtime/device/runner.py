@@ -70,10 +70,13 @@ class DeviceRunner:
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Flight:
         """Take on a plan. Asserts that it follows from the plans before."""
+        return Flight(self.compute(plan).moved(download), Arrival.on(self.slots.device))
+
+    def compute(self, plan: Plan) -> Computed:
+        """As `launch`; results stay on the device."""
         self.slots.apply(plan)
         self.host.copy(plan.swapped_out, plan.swapped_in)
-        computed = self._compute(DeviceBatch.of(plan, self.slots)) if plan.slots else Computed()
-        return Flight(computed.moved(download), Arrival.on(self.slots.device))
+        return self._compute(DeviceBatch.of(plan, self.slots)) if plan.slots else Computed()
 
     def _compute(self, batch: DeviceBatch) -> Computed:
         if batch.is_decode and len(batch.rows) <= self.decode_rows_max:

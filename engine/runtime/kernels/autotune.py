@@ -50,6 +50,12 @@ Timer = Callable[[Callable[[], object]], float]
 """Runs it several times, weights not in the cache, and returns the best time in us."""
 
 
+def once(run: Callable[[], object]) -> float:
+    """A Timer of what is to be compiled and not measured."""
+    run()
+    return 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class Linear:
     """A product as a model has it."""

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.runtime.kernels.launching import launch
 from engine.runtime.kernels.overlap import plain, wait_for_earlier
 
 COPY_BLOCK: Final = 1024
@@ -61,7 +62,9 @@ def begin_step(
     pages, offsets = (torch.empty(rows, dtype=torch.int64, device=slots.device) for _ in range(2))
     begun = StepRows(embedding.new_empty(rows, hidden), (cos, sin), pages, offsets)
     tables = page_table.new_empty(rows, page_table.shape[1])
-    begin_step_kernel[(rows,)](
+    launch(
+        begin_step_kernel,
+        (rows,),
         slots,
         lengths,
         tokens,

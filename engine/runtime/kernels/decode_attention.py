@@ -37,6 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.runtime.kernels.launching import launch
 from engine.runtime.kernels.overlap import dependent, wait_for_earlier
 from engine.runtime.kernels.widening import beside, widened
 
@@ -136,7 +137,9 @@ def list_work(lengths: Tensor, window: int | None, page_size: int, work: DecodeW
     `page_size` is a part's."""
     rows = len(lengths)
     assert rows * SPLITS_MAX <= len(work.items)
-    list_work_kernel[(rows,)](
+    launch(
+        list_work_kernel,
+        (rows,),
         lengths,
         work.items,
         work.total,
@@ -183,7 +186,9 @@ def paged_decode(
     assert tables.stride(1) == 1
     out = q.new_empty(q.shape) if out is None else out
     group_block = triton.next_power_of_2(group)
-    decode_kernel[(programs,)](
+    launch(
+        decode_kernel,
+        (programs,),
         q,
         keys,
         values,

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.runtime.fp8 import FP8_MAX
+from engine.runtime.kernels.launching import launch
 from engine.runtime.kernels.overlap import dependent, wait_for_earlier
 
 NORM_WARPS: Final = 8
@@ -70,7 +71,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     assert x.is_contiguous()
     assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
     out = torch.empty_like(x)
-    rms_norm_kernel[(rows,)](
+    launch(
+        rms_norm_kernel,
+        (rows,),
         x,
         residual,
         weight,
@@ -122,7 +125,9 @@ def norm_rotate_store(
     q = qkv.new_empty(tokens, heads, head_dim)
     q_blocks = triton.cdiv(heads, HEADS_BLOCK)
     grid = (tokens, q_blocks + triton.cdiv(kv_heads, HEADS_BLOCK))
-    norm_rotate_store_kernel[grid](
+    launch(
+        norm_rotate_store_kernel,
+        grid,
         qkv,
         q,
         cos,
@@ -157,7 +162,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     assert gate_up.is_contiguous()
     out = gate_up.new_empty(rows, inner)
     grid = (rows, triton.cdiv(inner, SILU_BLOCK))
-    silu_mul_kernel[grid](gate_up, out, inner, BLOCK=SILU_BLOCK, num_warps=4, **dependent())
+    launch(silu_mul_kernel, grid, gate_up, out, inner, BLOCK=SILU_BLOCK, num_warps=4, **dependent())
     return out
 
 

@@ -54,6 +54,7 @@ from torch import Tensor
 
 from engine.runtime.fp8 import Fp8Weight
 from engine.runtime.kernels.fused import Norm, Stream
+from engine.runtime.kernels.launching import launch
 from engine.runtime.kernels.overlap import dependent, prefetch, wait_for_earlier
 from engine.runtime.kernels.widening import widened
 
@@ -184,7 +185,9 @@ def _launch(
     assert group % tile.k == 0
     assert rows == 1 or not tile.alone
     out = x.new_empty(rows, height) if out is None else out
-    skinny_kernel[(triton.cdiv(height, block_n),)](
+    launch(
+        skinny_kernel,
+        (triton.cdiv(height, block_n),),
         x,
         change,
         norm.weight if norm else None,

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from engine.runtime.attention import Chunk
 from engine.runtime.kernels.decode_attention import HEAD_DIMS, LOG2_E, tile_tokens
+from engine.runtime.kernels.launching import launch
 from engine.runtime.kernels.widening import beside, widened
 
 BLOCK_M: Final = 128
@@ -85,7 +86,9 @@ def paged_prefill(
     assert all(t.is_contiguous() for t in (q[0], keys, values, chunks, tiles))
     assert tables.stride(1) == 1
     out = q.new_empty(q.shape) if out is None else out
-    prefill_kernel[(len(tiles) * kv_heads,)](
+    launch(
+        prefill_kernel,
+        (len(tiles) * kv_heads,),
         q,
         keys,
         values,

@@ -15,9 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.runtime.fp8 import GROUP_MULTIPLE, Fp8Weight
+from engine.runtime.fp8 import Fp8Weight
+from engine.runtime.kernels.launching import launch
 from engine.runtime.kernels.overlap import dependent, wait_for_earlier
 from engine.runtime.kernels.widening import widened
+from engine.runtime.models.quantization import GROUP_MULTIPLE
 
 ROWS_BLOCK: Final = 16
 COLUMNS_BLOCK: Final = 256
@@ -34,7 +36,9 @@ def restored(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
     while weight.group % columns_block:
         columns_block //= 2
     assert columns_block >= min(COLUMNS_BLOCK, GROUP_MULTIPLE)
-    restore_kernel[(triton.cdiv(rows, ROWS_BLOCK), triton.cdiv(columns, columns_block))](
+    launch(
+        restore_kernel,
+        (triton.cdiv(rows, ROWS_BLOCK), triton.cdiv(columns, columns_block)),
         weight.values,
         weight.scales,
         out,

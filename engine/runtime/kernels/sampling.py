@@ -40,6 +40,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.core.messages import NUMERIC_FAILURE
+from engine.runtime.kernels.launching import launch
 from engine.runtime.kernels.overlap import dependent, wait_for_earlier
 from engine.runtime.kernels.sampling_columns import EDITS_MAX, STOPS_MAX, DeviceSampling
 
@@ -125,7 +126,9 @@ def sample(
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
     best, raw_best, raw_sum = scratch.measures
     size = {"CHUNK": CHUNK, "CHUNKS_BLOCK": triton.next_power_of_2(chunks), "num_warps": WARPS, **dependent()}
-    measure_kernel[(rows, chunks)](
+    launch(
+        measure_kernel,
+        (rows, chunks),
         logits,
         scratch.edited,
         scratch.are_edited,
@@ -153,8 +156,10 @@ def sample(
     limits = (columns.temperature, columns.top_k, columns.top_p, columns.min_p)
     source = (logits, scratch.edited, scratch.are_edited)
     weighed = (scratch.masses, scratch.near_masses, scratch.near_counts)
-    weigh_kernel[(rows, chunks)](*source, slots, *limits, best, *weighed, vocab_size, **size)
-    choose_kernel[(rows,)](
+    launch(weigh_kernel, (rows, chunks), *source, slots, *limits, best, *weighed, vocab_size, **size)
+    launch(
+        choose_kernel,
+        (rows,),
         *source,
         slots,
         positions,

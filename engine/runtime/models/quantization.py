@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+GROUP_MULTIPLE: Final = 64
+"""Groups of columns are multiples of this, so that a kernel's tile lies in one of them."""
 _BLOCK: Final = re.compile(r"(\d+)x(\d+)")
 _COMPRESSED_FORMATS: Final = ("float-quantized", "naive-quantized")
 _STRATEGIES: Final = ("tensor", "channel", "block")
@@ -40,6 +42,12 @@ class Fp8Scheme:
         if self.block is None:
             return plain
         return (*plain, (-(-rows // self.block[0]), -(-columns // self.block[1])))
+
+    def group(self, first_column: int = 0) -> int:
+        """How many columns of a matrix, or of its part from that column on, share a scale; 0 where scales are
+        not per block, or no kernel takes such blocks, or the part cuts through one."""
+        width = 0 if self.block is None else self.block[1]
+        return 0 if width % GROUP_MULTIPLE or (width and first_column % width) else width
 
 
 def read_fp8_scheme(config: Mapping[str, Any]) -> Fp8Scheme | str:

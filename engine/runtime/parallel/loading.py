@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 import torch
@@ -37,10 +37,6 @@ from engine.runtime.parallel.collective import Collective
 from engine.runtime.parallel.group import Group
 from engine.runtime.parallel.shard import Shard
 from engine.runtime.slots import Slots
-
-if TYPE_CHECKING:
-    from engine.runtime.device.card import Card
-    from engine.runtime.device.load import DeviceNetwork
 
 
 class OwnRunner(Protocol):
@@ -144,8 +140,9 @@ def load_shard(config: RunnerConfig, ranks: Group, progress: Progress) -> Loaded
     if ranks.device.type == "cpu":
         return _on_host(config, ranks, progress)
     from engine.runtime.device.card import CudaCard
+    from engine.runtime.device.load import load_network
 
-    return on_card(config, CudaCard(ranks.device), ranks, progress)
+    return load_network(config, CudaCard(ranks.device), progress, ranks)
 
 
 def _on_host(config: RunnerConfig, ranks: Collective, progress: Progress) -> HostShard:
@@ -161,16 +158,3 @@ def _on_host(config: RunnerConfig, ranks: Collective, progress: Progress) -> Hos
     network = TorchNetwork(decoder, share, f"on {size} ranks: native kernels take no shards")
     progress(f"computing with {network.name}")
     return HostShard(config, share, dtype, choose_max_model_len(config, model), network)
-
-
-def on_card(config: RunnerConfig, card: Card, ranks: Collective, progress: Progress) -> DeviceNetwork:
-    from engine.runtime.device.load import DeviceNetwork
-
-    model = read_model_config(Path(config.model_dir))
-    dtype = torch.bfloat16 if config.dtype == "auto" else choose_dtype(config.dtype)
-    progress(
-        f"loading {model.architecture} in {dtype_name(dtype)}, in {ranks.shard.size} shards, on {card.name}"
-    )
-    source = checked_checkpoint(config, model, dtype, card.device)
-    max_model_len = choose_max_model_len(config, model)
-    return DeviceNetwork.load(config, model, source, dtype, max_model_len, card, progress, ranks)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from engine.runtime.config import RunnerConfig
 from engine.runtime.device.card import MemoryReading
 from engine.runtime.device.load import load_on_card
 from engine.runtime.device.runner import DeviceRunner
+from engine.runtime.kernels.launching import compiling
 from tests.engine.runtime.kernels.interpreter import hasten
 
 hasten()
@@ -53,6 +56,35 @@ class FakeGraphs:
         return RunAgain(self, run, output)
 
 
+Specialized = tuple[str, tuple[object, ...]]
+"""A kernel's name, and what there is one compiled for: types, constants, pointers that are aligned, integers
+that are 1 or divisible by 16."""
+
+
+def specialized(kernel: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Specialized:
+    """`kernel`: as the interpreter has it."""
+    given = dict(zip(kernel.arg_names, args, strict=False)) | dict(named)
+    fixed = {name for name, kind in kernel.fn.__annotations__.items() if "constexpr" in str(kind)}
+    fixed |= given.keys() - set(kernel.arg_names)
+    loose = kernel.kwargs.get("do_not_specialize") or ()
+    kinds = {
+        name: value if name in fixed else "any" if name in loose else _kind(value)
+        for name, value in given.items()
+    }
+    return kernel.fn.__name__, tuple(sorted(kinds.items()))
+
+
+def _kind(value: object) -> object:
+    if isinstance(value, Tensor):
+        return f"{value.dtype}, aligned" if value.data_ptr() % 16 == 0 else f"{value.dtype}"
+    if isinstance(value, float):
+        return "float"
+    if isinstance(value, int):
+        return 1 if value == 1 else "by 16" if value % 16 == 0 else "any"
+    assert value is None
+    return None
+
+
 @dataclass
 class FakeCard:
     """`readings` are what `memory` answers, one after another, and then the last of them for ever."""
@@ -64,6 +96,7 @@ class FakeCard:
     name: str = "a CPU in a GPU's place"
     capability: tuple[int, int] = (9, 0)
     multiprocessors: int = 1
+    compiled: set[Specialized] = field(default_factory=set)
 
     def memory(self) -> MemoryReading:
         return self.readings.pop(0) if len(self.readings) > 1 else self.readings[0]
@@ -74,13 +107,19 @@ class FakeCard:
     def timer(self) -> Callable[[Callable[[], object]], float]:
         return lambda run: 1.0
 
+    @contextmanager
+    def compiling(self, workers: Executor) -> Iterator[None]:
+        """As if it compiled: what a launch would be compiled by is kept in `compiled`."""
+        with compiling(lambda kernel, grid, args, named: self.compiled.add(specialized(kernel, args, named))):
+            yield
+
     def graphs(self) -> FakeGraphs:
         self.captured = FakeGraphs()
         return self.captured
 
 
-def load_fake(path: Path, card: FakeCard | None = None, **overrides: Any) -> DeviceRunner:
-    """A small fp32 runner, profile run and capture included unless `kv_cache_bytes` is told."""
+def fake_config(path: Path, **overrides: Any) -> RunnerConfig:
+    """A small one, in fp32."""
     settings: dict[str, Any] = {
         "dtype": "float32",
         "page_size": 16,
@@ -90,4 +129,9 @@ def load_fake(path: Path, card: FakeCard | None = None, **overrides: Any) -> Dev
         "threads": 1,
         "attention_backend": "triton",
     } | overrides
-    return load_on_card(RunnerConfig(str(path), **settings), card or FakeCard(), lambda stage: None)
+    return RunnerConfig(str(path), **settings)
+
+
+def load_fake(path: Path, card: FakeCard | None = None, **overrides: Any) -> DeviceRunner:
+    """By `fake_config`, profile run and capture included unless `kv_cache_bytes` is told."""
+    return load_on_card(fake_config(path, **overrides), card or FakeCard(), lambda stage: None)

@@ -17,18 +17,23 @@ SHARED_BYTES_MAX = 227 << 10
 Report = dict[str, int]
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+def program(name: str, cache: Path) -> str:
+    """What one of this package's says, compiling everything anew."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {
-        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
-        "TRITON_DEFAULT_FP_FUSION": "1",
+        "TRITON_CACHE_DIR": str(cache),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
-    command = [sys.executable, "-m", "tests.engine.runtime.kernels.compiled"]
+    command = [sys.executable, "-W", "error", "-m", f"tests.engine.runtime.kernels.{name}"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+    said = program("compiled", tmp_path_factory.mktemp("triton"))
+    lines = [json.loads(line) for line in said.splitlines()]
     return {line.pop("name"): line for line in lines}
 
 
@@ -118,3 +123,9 @@ def test_overlapping_kernels_wait_before_they_touch_anything_but_weights(reports
         assert report["waits"] == report["lets_start"] == 1, name
         assert report["touched"] == 0, name
         assert (report["prefetched"] > 0) == name.startswith(("overlapped gated", "overlapped matmul")), name
+
+
+def test_what_is_compiled_ahead_in_threads_is_what_a_launch_looks_for(tmp_path: Path) -> None:
+    """Three kernels: one of two launches is the other's, with more rows."""
+    done = program("ahead", tmp_path)
+    assert [json.loads(line) for line in done.splitlines()] == [{"compile": 3}, {"compile": 3}]

@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 
 from engine.runtime.config import RunnerConfig
-from engine.runtime.device.load import DeviceNetwork
+from engine.runtime.device.load import DeviceNetwork, load_network
 from engine.runtime.load import Progress, set_threads
 from engine.runtime.parallel import loading, rank
 from engine.runtime.parallel.group import Group
@@ -16,7 +16,7 @@ from tests.engine.runtime.device.card import FakeCard
 def load_shard(config: RunnerConfig, ranks: Group, progress: Progress) -> DeviceNetwork:
     set_threads(1)
     config = replace(config, attention_backend="triton")  # which nobody may ask of a CPU
-    return loading.on_card(config, FakeCard(), ranks, progress)
+    return load_network(config, FakeCard(), progress, ranks)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,142 @@
+"""Kernels compiled while weights are being read.
+
+A start launches some fifty kernels that no cache may hold yet, each a second or so of compiling, one after
+another. None needs a weight to be compiled, only its shape. So the walk of a start is made once before, on
+torch's `meta` device, whose tensors have shapes and no memory; what it launches is compiled instead, in
+threads, while the disk is busy.
+
+A rehearsal cannot make a start wrong: what it misses is compiled when it is launched, as ever, and if it ends
+in an error, all is. That it misses next to nothing is tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Event
+from time import monotonic
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor
+
+from engine.runtime.device.card import Card, Compiler, MemoryReading
+from engine.runtime.fp8 import Fp8Weight
+from engine.runtime.graphs import GraphDevice
+from engine.runtime.kernels.autotune import Timer, once
+from engine.runtime.models.quantization import Fp8Scheme
+from engine.runtime.parallel.shard import Shard
+from engine.runtime.weights import ALL, Part
+
+T = TypeVar("T")
+META: Final = torch.device("meta")
+THREADS_MAX: Final = 32
+"""A thread that compiles holds some hundred megabytes."""
+
+
+@contextmanager
+def rehearsed(compiler: Compiler, walk: Callable[[], None], threads: int) -> Iterator[Callable[[], str]]:
+    """Begins, beside what is done within. What it yields waits for the end, and says what came of it; whoever
+    leaves without having asked does not wait for more than the kernels that are being compiled."""
+    with (
+        ThreadPoolExecutor(1, "rehearse") as conductor,
+        Workers(min(threads, THREADS_MAX)) as workers,
+    ):
+        try:
+            yield conductor.submit(_rehearse, compiler, walk, workers).result
+        finally:
+            workers.called_off.set()
+            conductor.shutdown()
+
+
+class Workers(ThreadPoolExecutor):
+    """Threads whose work can be called off."""
+
+    def __init__(self, threads: int) -> None:
+        super().__init__(threads, "compile")
+        self.called_off: Final = Event()
+        """What has not begun ends in `CancelledError`. Of a future's own `cancel` those who wait for several
+        are not told."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **named: Any) -> Future[T]:
+        return super().submit(self._run, fn, *args, **named)
+
+    def _run(self, fn: Callable[..., T], /, *args: Any, **named: Any) -> T:
+        if self.called_off.is_set():
+            raise CancelledError
+        return fn(*args, **named)
+
+
+def _rehearse(compiler: Compiler, walk: Callable[[], None], workers: Executor) -> str:
+    began_s = monotonic()
+    try:
+        with torch.inference_mode(), compiler.compiling(workers):
+            walk()
+    except Exception as error:
+        return f"kernels are compiled when they are first needed ({type(error).__name__}: {error})"
+    return f"kernels compiled meanwhile, in {monotonic() - began_s:.1f} s"
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """A card of the same make, without memory."""
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    device: torch.device = META
+
+    @staticmethod
+    def of(card: Card) -> Blueprint:
+        return Blueprint(card.name, card.capability, card.multiprocessors)
+
+    def memory(self) -> MemoryReading:
+        return MemoryReading(0, 0, 0, 0)
+
+    def start_peak(self) -> None:
+        pass
+
+    def timer(self) -> Timer:
+        return once
+
+    def graphs(self) -> GraphDevice:
+        raise AssertionError("steps are rehearsed kernel by kernel")
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """A WeightSource and an Fp8Source of a checkpoint whose matrices are all in fp8, if any is."""
+
+    dtype: torch.dtype
+    fp8: Fp8Scheme | None
+
+    def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int, part: Part = ALL) -> Tensor:
+        return torch.empty(part.shape(rows, columns), dtype=self.dtype, device=META)
+
+    def stack_fp8(
+        self, names: Sequence[str], rows: Sequence[int], columns: int, part: Part = ALL
+    ) -> Fp8Weight | None:
+        if self.fp8 is None:
+            return None
+        height, width = part.shape(rows, [columns])
+        group = self.fp8.group(0 if part.columns is None else part.columns[0])
+        scales = torch.empty((-(-width // group), height) if group else height, device=META)
+        return Fp8Weight(torch.empty(height, width, dtype=torch.float8_e4m3fn, device=META), scales, group)
+
+    def kv_scales(self, layers: int) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Unjoined:
+    """A rank's `Collective` without the others."""
+
+    shard: Shard
+
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x.repeat(1, self.shard.size)

@@ -1,0 +1,139 @@
+"""What is compiled while weights are read is what a start and its first steps launch."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+
+from engine.runtime.device.load import load_network
+from engine.runtime.device.rehearsal import Unjoined, Workers, rehearsed
+from engine.runtime.errors import WeightsMismatch
+from engine.runtime.kernels.launching import compiling
+from engine.runtime.load import warm_up
+from engine.runtime.parallel.shard import Shard
+from tests.engine.runtime.conftest import MakeModel
+from tests.engine.runtime.device.card import FakeCard, Specialized, fake_config, load_fake, specialized
+from tests.engine.runtime.device.test_runner import COMPANY, SMALL, lead
+
+
+@dataclass
+class Seen(FakeCard):
+    """Whatever is launched is kept in `launched`, on top of what was compiled before. Any kernel may be the
+    fastest; none is run to find out."""
+
+    launched: set[Specialized] = field(default_factory=set)
+
+    def timer(self) -> Callable[[Callable[[], object]], float]:
+        rng = random.Random(0)
+
+        def took_us(run: Callable[[], object]) -> float:
+            with compiling(lambda kernel, grid, args, named: self._see(kernel, args, named)):
+                run()
+            return rng.uniform(1.0, 9.0)
+
+        return took_us
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """What this thread launches."""
+
+        def see_and_run(
+            kernel: Any, grid: Sequence[int], args: Sequence[Any], named: Mapping[str, Any]
+        ) -> None:
+            self._see(kernel, args, named)
+            kernel[grid](*args, **named)
+
+        with compiling(see_and_run):
+            yield
+
+    def _see(self, kernel: Any, args: Sequence[Any], named: Mapping[str, Any]) -> None:
+        self.launched.add(specialized(kernel, args, named))
+
+    def assert_compiled_before(self) -> None:
+        """But for the first layer's product, of the chosen tile: once for a row alone, once for more."""
+        late = [(name, dict(kinds)) for name, kinds in self.launched - self.compiled]
+        first = [kinds for name, kinds in late if name == "skinny_kernel" and kinds["change"] is None]
+        assert all(kinds["norm"] is not None for kinds in first)
+        assert len(late) == len(first) <= 2, late
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds", "overrides"),
+    [
+        ("llama", 13, {"dtype": "float32"}),
+        ("qwen3", 80, {"dtype": "bfloat16", "weights": "fp8", "kv_cache_dtype": "fp8"}),
+    ],
+)
+def test_a_start_compiles_nothing_anew(
+    tiny_model: MakeModel, family: str, kinds: int, overrides: dict[str, Any]
+) -> None:
+    card = Seen()
+    with card.watched():
+        load_fake(tiny_model(family, **SMALL), card, **overrides)
+    assert len(card.launched) >= kinds
+    card.assert_compiled_before()
+
+
+def test_nor_does_anything_that_can_be_asked_for(tiny_model: MakeModel) -> None:
+    card = Seen()
+    with card.watched():
+        slots = len(COMPANY) + 2
+        lead(load_fake(tiny_model("qwen3", **SMALL), card, max_num_seqs=slots, dtype="bfloat16"), 3)
+    assert len(card.launched) >= 50
+    card.assert_compiled_before()
+
+
+def test_nor_does_a_rank(tiny_model: MakeModel) -> None:
+    shape = SMALL | {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = tiny_model("llama", **shape)
+    config = fake_config(model, dtype="bfloat16", max_num_seqs=2, max_model_len=48, tensor_parallel=2)
+    card, stages = Seen(), []
+    with card.watched(), torch.inference_mode():
+        network = load_network(config, card, stages.append, Unjoined(Shard(1, 2)))
+        warm_up(network.build(network.info(network.page_count()), stages.append))
+    assert "in 2 shards" in stages[0]
+    card.assert_compiled_before()
+
+
+def test_what_it_ends_in_does_not_end_the_start() -> None:
+    def walk() -> None:
+        raise ValueError("no such thing")
+
+    with rehearsed(FakeCard(), walk, threads=1) as compiled:
+        assert compiled() == "kernels are compiled when they are first needed (ValueError: no such thing)"
+
+
+def test_who_leaves_early_waits_for_what_is_being_compiled_and_no_more() -> None:
+    begun, ended = Event(), []
+
+    class Slow(FakeCard):
+        @contextmanager
+        def compiling(self, workers: Workers) -> Iterator[None]:
+            def compile_one() -> None:
+                begun.set()
+                workers.called_off.wait(10)
+                ended.append(1)
+
+            compiles = [workers.submit(compile_one) for _ in range(5)]
+            yield
+            for one in as_completed(compiles):
+                assert (one is compiles[0]) == (one.exception() is None)
+
+    def load_what_is_wrong() -> None:
+        with rehearsed(Slow(), lambda: None, threads=1):
+            assert begun.wait(10)
+            raise WeightsMismatch("a tensor is missing")
+
+    with pytest.raises(WeightsMismatch):
+        load_what_is_wrong()
+    assert len(ended) == 1
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("compile")]
