@@ -15,6 +15,9 @@ from engine.runtime.kernels.launching import compiling_in
 def tuned(linears: Sequence[Linear], timer: Timer) -> MatmulTable:
     """In bfloat16. As at an engine's start, all candidates are compiled before one is measured, and by all
     cores."""
-    with ThreadPoolExecutor(usable_cores()) as threads, compiling_in(threads):
+    with (
+        ThreadPoolExecutor(usable_cores()) as threads,
+        compiling_in(threads, torch.device("cuda", torch.cuda.current_device())),
+    ):
         MatmulTable.fill(linears, torch.bfloat16, once)
     return MatmulTable.fill(linears, torch.bfloat16, timer)

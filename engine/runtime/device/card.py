@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,8 +58,8 @@ class Compiler(Protocol):
     """What compiles for a card."""
 
     def compiling(self, workers: Executor) -> AbstractContextManager[None]:
-        """Within, the calling thread's launches compile their kernels by those workers; it ends when all are
-        compiled."""
+        """Within, kernels that this thread launches are compiled by those workers instead; it ends when all
+        are."""
         ...
 
 
@@ -97,8 +96,5 @@ class CudaCard:
     def graphs(self) -> GraphDevice:
         return CudaGraphDevice(self._stream)
 
-    @contextmanager
-    def compiling(self, workers: Executor) -> Iterator[None]:
-        torch.cuda.set_device(self.device)  # each thread has its own
-        with compiling_in(workers):
-            yield
+    def compiling(self, workers: Executor) -> AbstractContextManager[None]:
+        return compiling_in(workers, self.device)

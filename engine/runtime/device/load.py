@@ -328,10 +328,17 @@ def load_network(
 
 
 def _rehearse(design: Design, blueprint: Blueprint, shard: Shard) -> None:
-    """A library's attention is none of ours to compile; in its place stands ours, which goes beside some."""
-    ours = replace(design, attention=Choice(Chosen(Backend.TRITON), Chosen(Backend.TRITON)))
-    source = Shapes(design.dtype, design.model.fp8)
-    network = DeviceNetwork.load(ours, source, blueprint, Unjoined(shard))
+    """Layers differ by their windows, and the first from all others. A library's attention is none of ours to
+    compile; in its place stands ours, which goes beside some."""
+    windows = (design.model.windows[0], *dict.fromkeys(design.model.windows))
+    model = replace(design.model, windows=windows)
+    ours = Choice(Chosen(Backend.TRITON), Chosen(Backend.TRITON))
+    network = DeviceNetwork.load(
+        replace(design, model=model, attention=ours),
+        Shapes(design.dtype, model.fp8),
+        blueprint,
+        Unjoined(shard),
+    )
     network.rehearse(clear_tails=design.attention.reads_whole_pages)
 
 

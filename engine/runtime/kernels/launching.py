@@ -8,12 +8,15 @@ within `compiling`. What is said around a call belongs to the thread that says i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
-from contextlib import contextmanager
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
 import triton
+from triton import OutOfResources
 
 Compile = Callable[[Any, Sequence[int], Sequence[Any], Mapping[str, Any]], object]
 """(kernel, grid, arguments, and those by name): in place of a launch."""
@@ -48,8 +51,34 @@ def compile_ahead(kernel: Any, grid: Sequence[int], args: Sequence[Any], named: 
 
 
 @contextmanager
-def compiling_in(threads: Executor) -> Iterator[None]:
-    """Within, kernels are compiled in an executor's threads instead of launched; it ends when all are. One
-    that cannot be compiled says why when it is launched."""
-    with triton.AsyncCompileMode(threads, ignore_errors=True), compiling(compile_ahead):
+def compiling_in(workers: Executor, device: torch.device) -> Iterator[None]:
+    """Within, what this thread launches is compiled and loaded by those workers instead; it ends when all
+    is. What cannot be says why when it is launched."""
+    _choose(device)
+    with triton.AsyncCompileMode(_Loading(workers, device), ignore_errors=True), compiling(compile_ahead):
         yield
+
+
+@dataclass(frozen=True, slots=True)
+class _Loading(Executor):
+    """Has each kernel loaded by who compiled it: what launches it is C that Triton has compiled as well."""
+
+    workers: Executor
+    device: torch.device
+
+    def submit(self, compile_: Callable[[], Any], /, *args: Any, **named: Any) -> Future[Any]:
+        return self.workers.submit(_loaded, self.device, compile_)
+
+
+def _loaded(device: torch.device, compile_: Callable[[], Any]) -> Any:
+    kernel = compile_()
+    _choose(device)
+    with suppress(OutOfResources):  # the kernel keeps it for who launches it
+        _ = kernel.run
+    return kernel
+
+
+def _choose(device: torch.device) -> None:
+    """Of this thread: each has its own."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
