@@ -77,8 +77,10 @@ SHARE_HALVED_BY: Final = 1024
 ELDER_TURN: Final = 16
 PROMPT_TOKENS_MIN: Final = 4
 """What a step computes of prompts at least, however long that takes."""
-BESIDE_DECODES: Final = 0.65
+LONE: Final = 0.5
 """A lone prompt's time in a step, over the decodes'."""
+EACH: Final = 0.8
+"""That of each, where there are more."""
 SWING: Final = 0.15
 """By which share of itself that is more in one step and less in the next."""
 FIXED_MULTIPLE: Final = 4.0
@@ -195,11 +197,11 @@ def chunk_len(pending_len: int, budget_left: int) -> int:
 def prompt_room_s(target_s: float, decodes_s: float, prompts: Iterable[float], *, is_odd: bool) -> float:
     """Of a step's time, what prompts may take beside decodes that take `decodes_s`.
 
-    `prompts`: how late each is, by `lateness`. One that is the only one takes two thirds of the decodes' time
-    (`BESIDE_DECODES`): the gap that streams see does not double, though estimates err. When there are more,
-    each takes that, or `late ** 2` times that: so where they come faster than they are computed, they soon
-    get up to the target. A fixed share would cap their rate instead, and queues that could be served would
-    grow.
+    `prompts`: how late each is, by `lateness`. One that is the only one takes half of the decodes' time
+    (`LONE`): the gap that streams see does not double, though estimates err and their contexts grow
+    meanwhile. When there are more, each takes `EACH` of it, or `late ** 2` times that: so where they come
+    faster than they are computed, they soon get up to the target. A fixed share would cap their rate
+    instead, and queues that could be served would grow.
 
     Decodes alone may take the target or more. What one prompt may take, or two together, is left to them
     even then, else they would hardly get on: far into a long prompt, the least of chunks takes longer than
@@ -208,21 +210,21 @@ def prompt_room_s(target_s: float, decodes_s: float, prompts: Iterable[float], *
     The room of a lone one is larger by `SWING` in odd steps, and smaller in even ones. Hundreds of its chunks
     would be of one length otherwise, and nothing would tell what a token takes from what a chunk does.
 
-    Short gaps cost long prompts time, as every step pays for the weights anew. Their p99 over FIFO's is 1.30
+    Short gaps cost long prompts time, as every step pays for the weights anew. Their p99 over FIFO's is 1.32
     on ten seeds (`penstock bench scheduler --only chat --first-seed 301 --seeds 10`).
     """
     if target_s == math.inf:
         return target_s
-    one_s = BESIDE_DECODES * decodes_s
-    room_s = max(2 * one_s, target_s - decodes_s)
+    each_s = EACH * decodes_s
+    room_s = max(2 * each_s, target_s - decodes_s)
     count, wanted_s = 0, 0.0
     for late in prompts:
         count += 1
-        wanted_s += max(1.0, late * late) * one_s
+        wanted_s += max(1.0, late * late) * each_s
         if count > 1 and wanted_s >= room_s:
             break  # a long queue is not looked through in every step
     if count == 1:
-        return one_s * (1.0 + SWING if is_odd else 1.0 - SWING)
+        return LONE * decodes_s * (1.0 + SWING if is_odd else 1.0 - SWING)
     return min(room_s, wanted_s)
 
 

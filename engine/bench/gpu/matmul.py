@@ -19,6 +19,7 @@ from engine.runtime.kernels.matmul import Weight
 from engine.runtime.kernels.timing import DeviceTimer
 from engine.runtime.models.config import ModelConfig
 
+CUDA: Final = torch.device("cuda")
 NORMED: Final = ("qkv", "gate_up", "head")
 GATED: Final = ("gate_up",)
 ROW_LIMIT_S: Final = 120.0
@@ -40,12 +41,12 @@ def measure(
     height: int, width: int, timer: DeviceTimer, fp8: bool, normed: bool, gated: bool
 ) -> dict[str, Any]:
     """`normed`, `gated`: as a decoder has it, with what is before and behind it."""
-    weight: Weight = torch.empty(height, width, dtype=torch.bfloat16, device="cuda").normal_()
+    weight: Weight = torch.empty(height, width, dtype=torch.bfloat16, device=CUDA).normal_()
     if fp8:
         assert isinstance(weight, torch.Tensor)
         weight = quantise(weight)
-    norm = Norm(torch.ones(width, device="cuda"), 1e-6) if normed else None
-    table = tuned([Linear(weight, None, norm, gated)], timer)
+    norm = Norm(torch.ones(width, device=CUDA), 1e-6) if normed else None
+    table = tuned([Linear(weight, None, norm, gated)], timer, CUDA)
     floor_us = height * width * (1 if fp8 else 2) / floors()[0] * 1e6
     found = {}
     for shape, measured in table.measured.items():

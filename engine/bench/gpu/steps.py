@@ -52,7 +52,7 @@ class Bench:
         self.spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.windows)
         self.decoder = DeviceDecoder(config, RandomWeights(CUDA), CUDA, fp8=fp8)
         layer = self.decoder.linears[:4] + self.decoder.linears[-1:]
-        self.decoder.table = tuned(layer, DeviceTimer())
+        self.decoder.table = tuned(layer, DeviceTimer(), CUDA)
         self.programs = PROGRAMS_PER_SM * torch.cuda.get_device_properties(0).multi_processor_count
         write("steps", f"{name} made and tuned", took_s=time.perf_counter() - began)
 

@@ -12,12 +12,9 @@ from engine.runtime.kernels.autotune import Linear, MatmulTable, Timer, once
 from engine.runtime.kernels.launching import compiling_in
 
 
-def tuned(linears: Sequence[Linear], timer: Timer) -> MatmulTable:
+def tuned(linears: Sequence[Linear], timer: Timer, card: torch.device) -> MatmulTable:
     """In bfloat16. As at an engine's start, all candidates are compiled before one is measured, and by all
     cores."""
-    with (
-        ThreadPoolExecutor(usable_cores()) as threads,
-        compiling_in(threads, torch.device("cuda", torch.cuda.current_device())),
-    ):
+    with ThreadPoolExecutor(usable_cores()) as workers, compiling_in(workers, card):
         MatmulTable.fill(linears, torch.bfloat16, once)
     return MatmulTable.fill(linears, torch.bfloat16, timer)

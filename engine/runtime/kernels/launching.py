@@ -79,6 +79,6 @@ def _loaded(device: torch.device, compile_: Callable[[], Any]) -> Any:
 
 
 def _choose(device: torch.device) -> None:
-    """Of this thread: each has its own."""
-    if device.type == "cuda":
+    """For this thread, which has a current one of its own."""
+    if device.index is not None:
         torch.cuda.set_device(device)

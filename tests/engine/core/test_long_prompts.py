@@ -35,15 +35,15 @@ def beside_streams(engine: Engine, *prompts: Request) -> tuple[list[Outcome], li
 def test_it_takes_its_share_even_where_decodes_take_the_target_and_more(
     name: str, target_s: float, noise: float
 ) -> None:
-    """Two fifths of the time are its own (`policy.BESIDE_DECODES`), so it takes two and a half times as long
-    as alone, and more for reading what is before each of its short chunks."""
+    """A third of the time is its own (`policy.LONE`), so it takes three times as long as alone, and up to as
+    long again for reading what is before each of its short chunks; more where estimates err."""
     cost = RUNNERS[name]
     engine = Engine(cost, step_time_target_s=target_s, noise=noise)
     at_s = CALM_STEPS * decodes_s(cost, 100)
     (prompt,), streams = beside_streams(engine, Request(at_s, PROMPT_LEN, 2))
-    assert prompt.first_token_s < 5.0 * cost.service_s(PROMPT_LEN)
+    assert prompt.first_token_s < 6.5 * cost.service_s(PROMPT_LEN)
     gaps = [gap for stream in streams for gap in stream.gaps_s[: CALM_STEPS + 400]]
-    assert quantile(gaps, 0.99) < 2.0 * (1.0 + noise) * decodes_s(cost, CALM_STEPS + 400)
+    assert quantile(gaps, 0.99) < 1.8 * (1.0 + noise) * decodes_s(cost, CALM_STEPS + 400)
 
 
 @pytest.mark.parametrize("name", RUNNERS)

@@ -135,14 +135,14 @@ def test_chunk_len(pending: int, budget: int, length: int) -> None:
 @pytest.mark.parametrize(
     ("target_s", "decodes_s", "prompts", "room_s"),
     [
-        (0.1, 0.01, [0.0], 0.0065),  # one prompt: a gap nearly twice as long
-        (0.1, 0.01, [9.0], 0.0065),  # it need not hurry: nobody waits behind it
-        (0.1, 0.01, [0.0, 1.0], 0.013),
-        (0.1, 0.01, [0.5, 2.0], 0.0325),  # one is late
+        (0.1, 0.01, [0.0], 0.005),  # one prompt: a gap half as long again
+        (0.1, 0.01, [9.0], 0.005),  # it need not hurry: nobody waits behind it
+        (0.1, 0.01, [0.0, 1.0], 0.016),
+        (0.1, 0.01, [0.5, 2.0], 0.04),  # one is late
         (0.1, 0.01, [0.0] * 50, 0.09),  # they come faster than they are computed: what the target leaves
-        (0.1, 0.08, [0.0], 0.052),  # decodes that nearly fill the target, or overfill it, do not stop prompts
-        (0.1, 0.2, [0.0], 0.13),
-        (0.1, 0.2, [0.0] * 50, 0.26),
+        (0.1, 0.08, [0.0], 0.04),  # decodes that nearly fill the target, or overfill it, do not stop prompts
+        (0.1, 0.2, [0.0], 0.1),
+        (0.1, 0.2, [0.0] * 50, 0.32),
         (math.inf, 0.01, [0.0], math.inf),  # nobody set a target
     ],
 )
