@@ -53,7 +53,7 @@ every sixteenth cost other tenants a third of their p99 in a flood, and gained l
 
 Where lengths differ more and come in bursts, as in a public trace (`--only trace`), long prompts pay more:
 their p99 is 2.1 times FIFO's, a fifth less than with shortest first, within the bound; that of short ones is
-0.11 of FIFO's.
+0.12 of FIFO's.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def prompt_room_s(target_s: float, decodes_s: float, prompts: Iterable[float], *
     The room of a lone one is larger by `SWING` in odd steps, and smaller in even ones. Hundreds of its chunks
     would be of one length otherwise, and nothing would tell what a token takes from what a chunk does.
 
-    Short gaps cost long prompts time, as every step pays for the weights anew. Their p99 over FIFO's is 1.32
+    Short gaps cost long prompts time, as every step pays for the weights anew. Their p99 over FIFO's is 1.30
     on ten seeds (`penstock bench scheduler --only chat --first-seed 301 --seeds 10`).
     """
     if target_s == math.inf:

@@ -112,11 +112,14 @@ class DeviceNetwork:
     decoder: DeviceDecoder
     kv_scales: Sequence[tuple[float, float]] | None
     at_start: MemoryReading
+    """Before this process took any."""
 
     @staticmethod
-    def load(design: Design, source: WeightSource, card: Card, ranks: Collective) -> DeviceNetwork:
+    def load(
+        design: Design, source: WeightSource, card: Card, ranks: Collective, at_start: MemoryReading
+    ) -> DeviceNetwork:
         """Of a model's weights, this rank's part. Raises ModelError."""
-        at_start, precision = card.memory(), design.precision
+        precision = design.precision
         kv_scales = precision.kv_scales(design.model, source)
         with enough_memory("loading weights", "end what else uses this GPU, or use fp8 weights"):
             fp8 = precision.weights_fp8
@@ -316,9 +319,9 @@ def load_network(
     progress(f"loading {model.architecture} in {dtype_name(design.dtype)}{shards} on {card.name}")
     source = checked_checkpoint(config, model, design.dtype, card.device)
     progress(str(design.attention))
-    threads = max(1, (config.threads or usable_cores()) // ranks.shard.size)
+    at_start, threads = card.memory(), max(1, (config.threads or usable_cores()) // ranks.shard.size)
     with rehearsed(card, partial(_rehearse, design, Blueprint.of(card), ranks.shard), threads) as compiled:
-        network = DeviceNetwork.load(design, source, card, ranks)
+        network = DeviceNetwork.load(design, source, card, ranks, at_start)
         if said := design.precision.describe(model, network.kv_scales):
             progress(said)
         progress(compiled())
@@ -338,6 +341,7 @@ def _rehearse(design: Design, blueprint: Blueprint, shard: Shard) -> None:
         Shapes(design.dtype, model.fp8),
         blueprint,
         Unjoined(shard),
+        blueprint.memory(),
     )
     network.rehearse(clear_tails=design.attention.reads_whole_pages)
 
