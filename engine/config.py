@@ -229,7 +229,7 @@ def _add_scheduling_arguments(scheduling: argparse._ArgumentGroup) -> None:
         default=100.0,
         metavar="MS",
         help="how long prompts may make one step, the longest gap that running streams see. One prompt never "
-        "doubles theirs, and as much for each of two is always allowed. inf: as long as --max-step-tokens "
+        "doubles theirs, and two may always make it 2.6 times as long. inf: as long as --max-step-tokens "
         "takes (default: 100)",
     )
     scheduling.add_argument(

@@ -1,9 +1,9 @@
 """Kernels compiled while weights are being read.
 
-A start launches some fifty kernels that no cache may hold yet, each a second or so of compiling, one after
-another. None needs a weight to be compiled, only its shape. So the walk of a start is made once before, on
-torch's `meta` device, whose tensors have shapes and no memory; what it launches is compiled instead, in
-threads, while the disk is busy.
+A start launches fifty kernels and more that no cache may hold yet, and each would be compiled when it is
+first launched, one after another. None needs a weight for that, only its shape. So the walk of a start is
+made once before, on torch's `meta` device, whose tensors have shapes and no memory; what it launches is
+compiled instead, in threads, while the disk is busy.
 
 A rehearsal cannot make a start wrong: what it misses is compiled when it is launched, as ever, and if it ends
 in an error, all is. That it misses next to nothing is tested.
@@ -33,7 +33,7 @@ from engine.runtime.weights import ALL, Part
 T = TypeVar("T")
 META: Final = torch.device("meta")
 THREADS_MAX: Final = 32
-"""A thread that compiles holds some hundred megabytes."""
+"""However many cores there are: each compiler takes memory while it works."""
 
 
 @contextmanager
