@@ -1,0 +1,80 @@
+"""How much of a bounded resource each tenant may hold: dynamic thresholds.
+
+    a tenant may hold up to ALPHA times what nobody holds
+
+After Choudhury and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches" (1998). The
+limit follows the load, and there is no setting per tenant:
+
+    one greedy tenant                               3/4 of the capacity
+    one that comes while k others hold their fill   3/4 of what they left, which is (1/4) ** k
+    n greedy tenants, as they give back and take    ALPHA / (1 + n * ALPHA) each
+
+Rules
+
+1. What all hold together never exceeds the capacity, except by rule 2.
+2. Where the caller says `alone=True`, a tenant that holds nothing may take any amount while the resource is
+   not full, so that a request larger than every limit is not refused for ever. At most ALPHA / (1 + ALPHA)
+   of the capacity is counted for one tenant, so the others keep their part.
+
+Both services bound live requests, buffered bytes and queues by it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+ALPHA: Final = 3
+
+
+class FairShare:
+    """Counts what each tenant holds of one resource, in whole units."""
+
+    __slots__ = ("_counted", "_held", "_most", "capacity")
+
+    def __init__(self, capacity: int) -> None:
+        assert capacity >= 1
+        self.capacity: Final = capacity
+        self._most: Final = max(1, capacity * ALPHA // (1 + ALPHA))
+        self._held: dict[str, int] = {}
+        self._counted = 0
+        """The sum over tenants of what each holds, at most `_most` of it counted."""
+
+    @property
+    def most(self) -> int:
+        """The units that a tenant may hold while no other holds any."""
+        return self._most
+
+    @property
+    def held(self) -> int:
+        """The units that all tenants hold."""
+        return sum(self._held.values())
+
+    def held_by(self, tenant: str) -> int:
+        return self._held.get(tenant, 0)
+
+    def may_take(self, tenant: str, amount: int, *, alone: bool = False) -> bool:
+        """Whether `amount` more are within the tenant's limit."""
+        own = self._held.get(tenant, 0)
+        if alone and not own:
+            return self._counted < self.capacity
+        free = self.capacity - self._counted - amount
+        return free >= 0 and own + amount <= max(ALPHA * free, 1)
+
+    def take(self, tenant: str, amount: int, *, alone: bool = False) -> bool:
+        """Hold `amount` more if `may_take`. Returns whether they are held now."""
+        if not self.may_take(tenant, amount, alone=alone):
+            return False
+        self._set(tenant, self._held.get(tenant, 0) + amount)
+        return True
+
+    def give_back(self, tenant: str, amount: int) -> None:
+        """Hold `amount` fewer."""
+        left = self._held.get(tenant, 0) - amount
+        assert left >= 0, "more was given back than was taken"
+        self._set(tenant, left)
+
+    def _set(self, tenant: str, held: int) -> None:
+        before = self._held.pop(tenant, 0)
+        if held:
+            self._held[tenant] = held
+        self._counted += min(held, self._most) - min(before, self._most)

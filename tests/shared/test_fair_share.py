@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.fair_share import FairShare
+
+
+def greedy(share: FairShare, tenant: str) -> int:
+    """Take one unit after the other until refused. Returns how many were taken."""
+    taken = 0
+    while share.take(tenant, 1):
+        taken += 1
+    return taken
+
+
+def test_a_lone_tenant_gets_three_quarters() -> None:
+    share = FairShare(4096)
+    assert greedy(share, "a") == share.most == 3072
+
+
+@pytest.mark.parametrize("attackers", [1, 2, 3])
+def test_a_newcomer_finds_room_whoever_was_greedy(attackers: int) -> None:
+    share = FairShare(1000)
+    for i in range(attackers):
+        greedy(share, f"attacker-{i}")
+    assert 1000 - share.held >= 1000 // 4**attackers
+    assert greedy(share, "victim") >= 1000 // 4**attackers * 3 // 4
+
+
+def test_tenants_that_come_and_go_end_with_equal_parts() -> None:
+    share = FairShare(1000)
+    for _ in range(200):  # each gives a little back and takes what it can
+        for tenant in ("a", "b", "c"):
+            share.give_back(tenant, share.held_by(tenant) // 10)
+            greedy(share, tenant)
+    parts = [share.held_by(tenant) for tenant in ("a", "b", "c")]
+    assert max(parts) - min(parts) <= 40
+    assert sum(parts) <= 1000
+
+
+def test_one_large_amount_may_be_held_alone_and_leaves_the_others_their_part() -> None:
+    share = FairShare(256)
+    assert not share.take("a", 1000)
+    assert share.take("a", 1000, alone=True)
+    assert not share.take("a", 1, alone=True), "it holds something already"
+    assert share.take("b", 40)
+    share.give_back("a", 1000)
+    share.give_back("b", 40)
+    assert share.held == 0
+    assert greedy(share, "b") == share.most
+
+
+def test_a_capacity_of_one_serves_one() -> None:
+    share = FairShare(1)
+    assert share.take("a", 1)
+    assert not share.take("b", 1)
+    share.give_back("a", 1)
+    assert share.take("b", 1)
+
+
+@given(
+    capacity=st.integers(1, 200),
+    moves=st.lists(st.tuples(st.sampled_from("abcd"), st.integers(-40, 80), st.booleans()), max_size=80),
+)
+def test_all_together_never_hold_more_than_the_capacity_but_for_one_large_amount(
+    capacity: int, moves: list[tuple[str, int, bool]]
+) -> None:
+    share, model = FairShare(capacity), dict.fromkeys("abcd", 0)
+    largest = 0
+    for tenant, amount, alone in moves:
+        if amount < 0:
+            amount = min(-amount, model[tenant])
+            share.give_back(tenant, amount)
+            model[tenant] -= amount
+        elif share.take(tenant, amount, alone=alone):
+            model[tenant] += amount
+            largest = max(largest, amount) if alone else largest
+        assert {tenant: share.held_by(tenant) for tenant in "abcd"} == model
+        assert share.held == sum(model.values())
+    clipped = sum(min(held, share.most) for held in model.values())
+    assert clipped <= capacity + min(largest, share.most)
