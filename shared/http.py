@@ -60,6 +60,11 @@ class Responder(Protocol):
 
     async def finish(self) -> None: ...
 
+    def report(self, data: bytes) -> None:
+        """The service's last words on this request, to a peer who can hear them (a gateway over HTTP/2),
+        also when it has reset the stream. At most a few kilobytes, once, when all else was said."""
+        ...
+
     def abort(self) -> None:
         """The client will get no more, and loses what it has not read: to HTTP/1.1 the connection is cut,
         to HTTP/2 the stream is reset. Whoever waits in one of the above is cancelled, or gets ClientGone."""

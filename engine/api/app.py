@@ -115,6 +115,9 @@ class AioResponder:
         except (ConnectionError, ClientConnectionError) as error:
             raise ClientGone from error
 
+    def report(self, data: bytes) -> None:
+        """HTTP/1.1 has nothing to carry it."""
+
     def abort(self) -> None:
         if (transport := self._request.transport) is not None:
             transport.abort()

@@ -20,6 +20,7 @@ from msgspec import Struct
 from gateway.admission import quota
 from gateway.admission.quota import (
     Decision,
+    Holding,
     ReservationId,
     Scope,
     Settlement,
@@ -64,22 +65,41 @@ class MemoryStore:
         self._reservations: OrderedDict[ReservationId, _Reservation] = OrderedDict()
         self.ledger = Ledger()
 
-    def reserve(self, reservation: ReservationId, subjects: Sequence[Subject], tokens: int) -> Done[Decision]:
+    def enter(
+        self, reservation: ReservationId, subjects: Sequence[Subject], *, needs_tokens: bool
+    ) -> Done[Decision]:
         assert reservation not in self._reservations
-        assert tokens >= 0
         now_ms = self._now_ms()
         self._expire(now_ms)
-        holdings = [(subject, self._of(subject, now_ms)) for subject in subjects]
-        refusal = quota.decide(holdings, tokens)
+        holdings = self._holdings(subjects, now_ms)
+        refusal = quota.decide(holdings, seats=1, tokens=1 if needs_tokens else 0)
         if refusal is None:
-            holdings = [(subject, quota.charge(subject.limits, usage, tokens)) for subject, usage in holdings]
-            for subject, usage in holdings:
-                self._usage[subject.scope, subject.id] = usage
-            entry = _Reservation(tuple(subjects), tokens, now_ms + LEASE_TTL_MS)
-            self._reservations[reservation] = entry
-            self.ledger.reserved += tokens
-            self.ledger.outstanding += tokens
+            holdings = self._charge(holdings, seats=1, tokens=0)
+            self._reservations[reservation] = _Reservation(tuple(subjects), 0, now_ms + LEASE_TTL_MS)
         return Done(Decision(refusal, quota.windows_of(holdings)))
+
+    def reserve(
+        self, reservation: ReservationId, subjects: Sequence[Subject], least: int, most: int
+    ) -> Done[Decision]:
+        assert 0 <= least <= most
+        now_ms = self._now_ms()
+        self._expire(now_ms)
+        entry = self._reservations.get(reservation)
+        assert entry is None or not entry.tokens, "tokens are reserved once"
+        seats = 1 if entry is None else 0
+        holdings = self._holdings(subjects, now_ms)
+        refusal = quota.decide(holdings, seats=seats, tokens=least)
+        if refusal is not None:
+            return Done(Decision(refusal, quota.windows_of(holdings)))
+        tokens = quota.grant(holdings, least, most)
+        holdings = self._charge(holdings, seats=seats, tokens=tokens)
+        if entry is None:
+            entry = _Reservation(tuple(subjects), 0, now_ms + LEASE_TTL_MS)
+            self._reservations[reservation] = entry
+        entry.tokens = tokens
+        self.ledger.reserved += tokens
+        self.ledger.outstanding += tokens
+        return Done(Decision(None, quota.windows_of(holdings), tokens))
 
     def settle(self, reservation: ReservationId, tokens: int) -> Done[Settlement | None]:
         assert tokens >= 0
@@ -106,12 +126,24 @@ class MemoryStore:
 
     def windows(self, subjects: Sequence[Subject]) -> Done[Windows]:
         now_ms = self._now_ms()
-        return Done(quota.windows_of([(subject, self._of(subject, now_ms)) for subject in subjects]))
+        return Done(quota.windows_of(self._holdings(subjects, now_ms)))
 
     @property
     def live(self) -> int:
         """Reservations held."""
         return len(self._reservations)
+
+    def _holdings(self, subjects: Sequence[Subject], now_ms: int) -> list[Holding]:
+        return [(subject, self._of(subject, now_ms)) for subject in subjects]
+
+    def _charge(self, holdings: list[Holding], *, seats: int, tokens: int) -> list[Holding]:
+        charged = [
+            (subject, quota.charge(subject.limits, usage, seats=seats, tokens=tokens))
+            for subject, usage in holdings
+        ]
+        for subject, usage in charged:
+            self._usage[subject.scope, subject.id] = usage
+        return charged
 
     def _expire(self, now_ms: int) -> None:
         """Whoever held these is gone without settling: they count as used in full."""

@@ -7,10 +7,14 @@ so there is no window whose edge lets twice the limit through at once.
 
 Rules:
 
-1. A request reserves on all meters of all its subjects, or on none.
+1. A request reserves in two steps, each on all meters of all its subjects or on none: its seat (one
+   request, and one of the concurrent ones) from its headers alone, before its body is read; its tokens
+   once they are counted. A subject that could not pay for one token gives no seat to a request for some.
 2. Tokens are reserved before they are known (prompt + the most that may be generated) and settled
    with what was used. A refund lowers the level at once; usage above the reservation becomes debt:
-   the level passes the brim, and nothing is admitted until it has drained.
+   the level passes the brim, and nothing is admitted until it has drained. A request that states no
+   maximum is granted between the least it can do with and the most it could use: a `GRANT_SHARE`-th
+   of what is left, so that one request leaves something to the next.
 3. Whole numbers throughout, so that a store in another language decides the same. One request or
    token weighs `WEIGHT` units; a bucket of `limit` per minute drains `limit` units each millisecond.
 4. Time that runs backwards drains nothing.
@@ -32,6 +36,8 @@ WEIGHT: Final = 60_000
 assert QUOTA_MAX * WEIGHT < 2**53, "levels stay exact where numbers are doubles"
 BUSY_RETRY_MS: Final = 1_000
 """When a concurrency limit may have room again: nobody knows, so this is a guess and a spacing."""
+GRANT_SHARE: Final = 4
+"""A request whose maximum is open is granted this fraction (one quarter) of what is left."""
 
 
 class Meter(StrEnum):
@@ -102,11 +108,15 @@ class Refusal(Struct, frozen=True):
     limit: int
     retry_after_ms: int | None
     """None: waiting does not help, the request is larger than the limit or the budget is spent."""
+    remaining: int = 0
+    """Tokens that are left of a budget."""
 
 
 class Decision(Struct, frozen=True):
     refusal: Refusal | None
     windows: Windows
+    granted: int = 0
+    """Tokens reserved by this call."""
 
 
 class Settlement(Struct, frozen=True):
@@ -132,11 +142,18 @@ class QuotaStore(Protocol):
     """Where usage lives. Each call is atomic, whoever else calls at the same moment. A store that need not
     wait answers with `shield.Done`."""
 
-    def reserve(
-        self, reservation: ReservationId, subjects: Sequence[Subject], tokens: int
+    def enter(
+        self, reservation: ReservationId, subjects: Sequence[Subject], *, needs_tokens: bool
     ) -> Awaitable[Decision]:
-        """Everything or nothing. A granted reservation holds one lease of every subject until it is
-        settled or, unless renewed, until the lease's time to live is over."""
+        """Take a seat of every subject, or of none. It is held until the reservation is settled or, unless
+        renewed, until the lease's time to live is over. `needs_tokens`: the request will reserve some."""
+        ...
+
+    def reserve(
+        self, reservation: ReservationId, subjects: Sequence[Subject], least: int, most: int
+    ) -> Awaitable[Decision]:
+        """Reserve between `least` and `most` tokens of every subject, or of none, once per reservation. A
+        seat whose lease ran out meanwhile is taken anew, or refused."""
         ...
 
     def settle(self, reservation: ReservationId, tokens: int) -> Awaitable[Settlement | None]:
@@ -178,23 +195,29 @@ def charged(level: int, per_min: int | None, amount: int) -> int:
 # -- all meters of a subject ----------------------------------------------------------------------
 
 
-def decide(holdings: Iterable[Holding], tokens: int) -> Refusal | None:
-    """Whether one request of `tokens` may pass. Of several refusals, the one that lasts longest."""
+def decide(holdings: Iterable[Holding], *, seats: int, tokens: int) -> Refusal | None:
+    """Whether so many seats (0 or 1) and tokens may be had. Of several refusals, the one that lasts longest."""
     worst: Refusal | None = None
     for subject, usage in holdings:
-        for refusal in _refusals(subject, usage, tokens):
+        for refusal in _refusals(subject, usage, seats, tokens):
             if worst is None or _lasts_ms(refusal) > _lasts_ms(worst):
                 worst = refusal
     return worst
 
 
-def charge(limits: QuotaLimits, usage: Usage, tokens: int) -> Usage:
+def grant(holdings: Iterable[Holding], least: int, most: int) -> int:
+    """How many tokens a request gets that `decide` lets have `least`."""
+    left = min((left for holding in holdings for left in _tokens_left(*holding)), default=None)
+    return most if left is None else min(most, max(least, left // GRANT_SHARE))
+
+
+def charge(limits: QuotaLimits, usage: Usage, *, seats: int, tokens: int) -> Usage:
     """After a grant."""
     return Usage(
-        charged(usage.requests, limits.requests_per_min, 1),
+        charged(usage.requests, limits.requests_per_min, seats),
         charged(usage.tokens, limits.tokens_per_min, tokens),
         usage.at_ms,
-        usage.live + 1,
+        usage.live + seats,
         usage.spent + tokens,
     )
 
@@ -222,16 +245,25 @@ def windows_of(holdings: Iterable[Holding]) -> Windows:
     return Windows(requests, tokens)
 
 
-def _refusals(subject: Subject, usage: Usage, tokens: int) -> Iterable[Refusal]:
+def _refusals(subject: Subject, usage: Usage, seats: int, tokens: int) -> Iterable[Refusal]:
     limits, scope = subject.limits, subject.scope
-    if (limit := limits.requests_per_min) is not None and not fits(usage.requests, limit, 1):
-        yield Refusal(Meter.REQUESTS, scope, limit, wait_ms(usage.requests, limit, 1))
-    if (limit := limits.tokens_per_min) is not None and not fits(usage.tokens, limit, tokens):
-        yield Refusal(Meter.TOKENS, scope, limit, wait_ms(usage.tokens, limit, tokens))
-    if (limit := limits.concurrent) is not None and usage.live >= limit:
-        yield Refusal(Meter.CONCURRENCY, scope, limit, BUSY_RETRY_MS)
-    if (limit := limits.token_budget) is not None and usage.spent + tokens > limit:
-        yield Refusal(Meter.BUDGET, scope, limit, None)
+    if seats:
+        if (limit := limits.requests_per_min) is not None and not fits(usage.requests, limit, seats):
+            yield Refusal(Meter.REQUESTS, scope, limit, wait_ms(usage.requests, limit, seats))
+        if (limit := limits.concurrent) is not None and usage.live + seats > limit:
+            yield Refusal(Meter.CONCURRENCY, scope, limit, BUSY_RETRY_MS)
+    if tokens:
+        if (limit := limits.tokens_per_min) is not None and not fits(usage.tokens, limit, tokens):
+            yield Refusal(Meter.TOKENS, scope, limit, wait_ms(usage.tokens, limit, tokens))
+        if (limit := limits.token_budget) is not None and usage.spent + tokens > limit:
+            yield Refusal(Meter.BUDGET, scope, limit, None, max(0, limit - usage.spent))
+
+
+def _tokens_left(subject: Subject, usage: Usage) -> Iterable[int]:
+    if (limit := subject.limits.tokens_per_min) is not None:
+        yield max(0, limit * WEIGHT - usage.tokens) // WEIGHT
+    if (limit := subject.limits.token_budget) is not None:
+        yield max(0, limit - usage.spent)
 
 
 def _lasts_ms(refusal: Refusal) -> float:

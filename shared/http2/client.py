@@ -44,6 +44,7 @@ from shared.http2.endpoint import Endpoint, WatchConfig
 from shared.http2.errors import ConnectionLost, Http2Error, StreamFailed, StreamRefused
 from shared.http2.headers import BadHeader, HeaderList, Headers, header_list
 from shared.http2.pool import OriginPool
+from shared.http2.report import Report
 from shared.http2.stream import Stream
 
 ATTEMPTS_MAX: Final = 3
@@ -231,10 +232,12 @@ class Http2Transport(httpx.AsyncBaseTransport):
         *,
         timeouts: Timeouts = NO_TIMEOUTS,
         connected: Callable[[], None] | None = None,
+        report: Report | None = None,
     ) -> ResponseStream:
         """As `handle_async_request`, without the objects of httpx, which cost as much as all the rest.
 
-        The response is the caller's to close.
+        The response is the caller's to close. `report`: where the server's last words on the stream go, which
+        come even when the call is cancelled or the response left before its end.
         """
         target = _target(method, url)
         try:
@@ -244,7 +247,7 @@ class Http2Transport(httpx.AsyncBaseTransport):
         upload = _Upload(content, timeouts.write_s)
         for attempts_left in reversed(range(ATTEMPTS_MAX)):
             try:
-                return await self._attempt(target.origin, head, upload, timeouts, connected)
+                return await self._attempt(target.origin, head, upload, timeouts, connected, report)
             except StreamRefused as error:
                 if not attempts_left or not upload.whole:
                     raise _mapped(error) from error
@@ -259,11 +262,13 @@ class Http2Transport(httpx.AsyncBaseTransport):
         upload: _Upload,
         timeouts: Timeouts,
         connected: Callable[[], None] | None,
+        report: Report | None,
     ) -> ResponseStream:
         pool, end = self._pools.get(origin) or self._new_pool(origin), upload.empty
         stream = pool.open_now(head, end=end) or await pool.open(
             head, end=end, connect_timeout_s=timeouts.connect_s, pool_timeout_s=timeouts.pool_s
         )
+        stream.report = report
         try:
             if connected is not None:
                 connected()

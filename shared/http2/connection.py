@@ -21,7 +21,9 @@ Rules.
 5. GOAWAY never reaches `h2`, in either direction: `h2` would close the connection with it, while its point
    is that streams which run may finish. After the peer's GOAWAY no stream is opened; those above its last id
    were never processed, and fail with StreamRefused.
-6. Whatever a peer can make us hold or do is bounded (limits.py). A breach raises ProtocolViolation out of
+6. What a server reports of a stream (report.py) comes in a frame of the connection's, after the stream's end:
+   neither a window nor a reset holds it up.
+7. Whatever a peer can make us hold or do is bounded (limits.py). A breach raises ProtocolViolation out of
    `receive`, with GOAWAY in the output; the owner sends that and closes.
 
 Laws (tests/shared/http2): bytes written = bytes read; no window is negative;
@@ -52,6 +54,7 @@ from shared.http2.errors import (
 from shared.http2.fastpath import FastPath
 from shared.http2.headers import HeaderList
 from shared.http2.plainpath import PlainPath
+from shared.http2.report import Report
 from shared.http2.state import ProtocolState
 from shared.http2.stream import Stream
 
@@ -116,6 +119,8 @@ class Connection:
         self.credit_at = max(1, config.stream_window_len // 2)
         self.handing_over: list[Stream] = []  # whose readers take what came in this turn
         self.abandoned: dict[int, None] = {}  # ids closed by a reset, oldest first
+        self._awaited: dict[int, Report] = {}  # by id, of streams that were reset, oldest first
+        self._takes_reports = False  # as the peer's SETTINGS say
         self._owner = owner
         self._out = bytearray()
         self._backlog: deque[Stream] = deque()
@@ -141,6 +146,8 @@ class Connection:
         self._out += self.h2.greeting
         self.path = FastPath(self) if config.fast else PlainPath(self)
         self._takers: dict[int, frames.Taker] = {**self.path.takers, frames.GOAWAY: self._take_goaway}
+        if client:
+            self._takers[frames.REPORT] = self._take_report
         ignored = dict.fromkeys((frames.WINDOW_UPDATE, frames.RST_STREAM), frames.ignore)
         self._takers_of_abandoned = {**self._takers, **ignored, frames.DATA: self._drop_data}
         self._handlers: dict[type[events.Event], Callable[[Any], None]] = {
@@ -230,6 +237,11 @@ class Connection:
         if stream.error is None:
             self.path.send_head(stream, [(b":status", status)], end=False)
 
+    def report(self, stream_id: int, payload: bytes) -> None:
+        """A server's: its last words on a stream, open or not, if the peer takes such."""
+        if self._takes_reports and self.phase is not Phase.CLOSED:
+            self.put(frames.report(stream_id, payload))
+
     def ping(self, data: bytes) -> None:
         self.h2.ping(data)
         self.collect()
@@ -265,6 +277,9 @@ class Connection:
         for stream in streams:
             stream.fail(ConnectionLost(*error.args))  # one each: whoever raises it adds his traceback to it
             self._owner.stream_closed(stream)
+        for report in self._awaited.values():
+            report.deliver(None)
+        self._awaited.clear()
         self._owner.peer_changed()
 
     def _move(self, phase: Phase) -> None:
@@ -436,6 +451,14 @@ class Connection:
         self._on_goaway(*frames.parse_goaway(payload))
         return True
 
+    def _take_report(self, _flags: int, _stream_id: int, payload: bytes) -> bool:
+        stream_id, said = frames.parse_report(payload)
+        stream = self.streams.get(stream_id)
+        report = self._awaited.pop(stream_id, None) if stream is None else stream.report
+        if report is not None:
+            report.deliver(said)
+        return True
+
     def _drop_data(self, _flags: int, _stream_id: int, payload: bytes) -> bool:
         self.path.drop(len(payload))
         return True
@@ -453,6 +476,7 @@ class Connection:
     def _on_settings(self, event: events.RemoteSettingsChanged) -> None:
         self.greeted = True
         self._allowed = min(self.h2.remote_settings.max_concurrent_streams, self.config.streams_max)
+        self._takes_reports = bool(self.h2.remote_settings.get(frames.TAKES_REPORTS, 0))
         self.path.settings_changed()
         for stream in self.streams.values():
             self.enqueue(stream)
@@ -482,6 +506,7 @@ class Connection:
 
     def _close_if_done(self, stream: Stream) -> None:
         if stream.received_all and stream.sent_all and self.streams.pop(stream.id, None) is not None:
+            self._await_report(stream)
             self.path.closed(stream)
             self._owner.stream_closed(stream)
 
@@ -490,6 +515,16 @@ class Connection:
         if len(self.abandoned) > limits.ABANDONED_MAX:
             del self.abandoned[next(iter(self.abandoned))]
         del self.streams[stream.id]
+        if not isinstance(error, StreamRefused):
+            self._await_report(stream)
         self.path.closed(stream)
         stream.fail(error)
         self._owner.stream_closed(stream)
+
+    def _await_report(self, stream: Stream) -> None:
+        """The stream is over, and what the server says of it is still to come. A server that takes reports
+        sends them too."""
+        if self._takes_reports and stream.report is not None and stream.report.expect():
+            self._awaited[stream.id] = stream.report
+            if len(self._awaited) > limits.ABANDONED_MAX:
+                self._awaited.pop(next(iter(self._awaited))).deliver(None)

@@ -30,6 +30,10 @@ PING: Final = 0x6
 GOAWAY: Final = 0x7
 WINDOW_UPDATE: Final = 0x8
 CONTINUATION: Final = 0x9
+REPORT: Final = 0xF1
+"""An extension of ours (RFC 9113, 5.5), on stream 0: the id of a stream, and what the server says of it when
+its handler has ended. Sent only to a peer whose SETTINGS have `TAKES_REPORTS`."""
+TAKES_REPORTS: Final = 0xF1F1
 
 END_STREAM: Final = 0x1
 END_HEADERS: Final = 0x4
@@ -75,6 +79,17 @@ def ignore(_flags: int, _stream_id: int, _payload: bytes) -> bool:
 
 def goaway(last_stream_id: int, code: int, debug: bytes = b"") -> bytes:
     return frame(GOAWAY, 0, 0, _TWO_WORDS.pack(last_stream_id, code) + debug)
+
+
+def report(stream_id: int, payload: bytes) -> bytes:
+    return frame(REPORT, 0, 0, stream_id.to_bytes(4, "big") + payload)
+
+
+def parse_report(payload: bytes) -> tuple[int, bytes]:
+    """Stream id and what is said of the stream."""
+    if len(payload) < 4:
+        raise ProtocolViolation(ErrorCode.FRAME_SIZE_ERROR, "REPORT is too short")
+    return int.from_bytes(payload[:4], "big"), payload[4:]
 
 
 def unpadded(payload: bytes, flags: int) -> bytes:

@@ -132,6 +132,10 @@ class ServerResponder:
         """Whatever was not framed yet is dropped; never fails."""
         self._stream.reset(ErrorCode.CANCEL)
 
+    def report(self, data: bytes) -> None:
+        """Tell a peer that takes reports what became of this stream, whether or not it was reset."""
+        self._connection.report(self._stream.id, data)
+
     def _respond(self, head: HeaderList, *, end: bool) -> None:
         assert not self.started, "one answer for one request"
         try:

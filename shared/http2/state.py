@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import cast
 
 from h2.config import H2Configuration
 from h2.connection import H2Connection
@@ -39,14 +40,15 @@ class ProtocolState(H2Connection):
             )
         )
         self.encoder = LiteralEncoder()  # type: ignore[assignment]  # it has what h2 asks for
-        told = {
+        told: dict[int, int] = {
             SettingCodes.ENABLE_PUSH: 0,
             SettingCodes.INITIAL_WINDOW_SIZE: stream_window_len,
             SettingCodes.MAX_FRAME_SIZE: limits.FRAME_LEN_MAX,
             SettingCodes.MAX_CONCURRENT_STREAMS: streams_max,
             SettingCodes.MAX_HEADER_LIST_SIZE: limits.HEADER_LIST_LEN_MAX,
+            frames.TAKES_REPORTS: 1,
         }
-        kept = {**told, SettingCodes.MAX_CONCURRENT_STREAMS: 2 * streams_max}
+        kept = cast("dict[SettingCodes, int]", {**told, SettingCodes.MAX_CONCURRENT_STREAMS: 2 * streams_max})
         self.local_settings = Settings(client=client, initial_values=kept)
         self.decoder.max_header_list_size = limits.HEADER_LIST_LEN_MAX
         self.initiate_connection()

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 from shared.http2.errors import ErrorCode, ProtocolViolation, StreamFailed, StreamReset
 from shared.http2.headers import HeaderList, content_length
+from shared.http2.report import Report
 
 if TYPE_CHECKING:
     from shared.http2.connection import Connection
@@ -46,6 +47,7 @@ class Stream:
         "queued",
         "receive_window",
         "received_all",
+        "report",
         "send_window",
         "sent_all",
         "uncredited",
@@ -64,6 +66,7 @@ class Stream:
         self.left: int | None = None  # bytes that the peer declared and did not send yet
         self.send_window = 0  # kept by the fast path alone, like the next
         self.receive_window = 0
+        self.report: Report | None = None  # a client's: where the server's last words on it go
         self._connection = connection
         self._chunks: deque[bytes] = deque()
         self._reader: asyncio.Future[bool] | None = None  # whether the reader is to go on reading

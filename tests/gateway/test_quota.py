@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, TypeVar
 
 import pytest
@@ -14,7 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from gateway.admission.memory_store import LEASE_TTL_MS, MemoryStore
 from gateway.admission.quota import (
     BUSY_RETRY_MS,
+    GRANT_SHARE,
     WEIGHT,
+    Decision,
     Meter,
     QuotaStore,
     Refusal,
@@ -42,6 +44,19 @@ def subject(id_: str = "k", scope: Scope = Scope.KEY, **limits: int | None) -> S
 
 def rid(name: object) -> ReservationId:
     return ReservationId(str(name))
+
+
+async def take(
+    store: QuotaStore, name: ReservationId, subjects: Sequence[Subject], least: int, most: int = 0
+) -> Decision:
+    """A seat, then tokens, as a request takes them. A request that is refused tokens ends, and gives its seat
+    back."""
+    decision = await store.enter(name, subjects, needs_tokens=least > 0)
+    if decision.refusal is None and least:
+        decision = await store.reserve(name, subjects, least, max(least, most))
+        if decision.refusal is not None:
+            await store.settle(name, 0)
+    return decision
 
 
 # -- the bucket -----------------------------------------------------------------------------------
@@ -104,7 +119,7 @@ Both = tuple[VirtualClock, QuotaStore]
 async def test_exactly_the_limit_passes_however_many_ask(clock_and_store: Both) -> None:
     _, store = clock_and_store
     who = [subject(requests_per_min=100)]
-    decisions = await asyncio.gather(*(store.reserve(rid(i), who, 1) for i in range(1000)))
+    decisions = await asyncio.gather(*(take(store, rid(i), who, 1) for i in range(1000)))
     assert sum(d.refusal is None for d in decisions) == 100
 
 
@@ -112,63 +127,63 @@ async def test_requests_come_back_as_time_passes(clock_and_store: Both) -> None:
     clock, store = clock_and_store
     who = [subject(requests_per_min=2)]
     for i in range(2):
-        assert (await store.reserve(rid(i), who, 0)).refusal is None
-    refusal = (await store.reserve(rid(2), who, 0)).refusal
+        assert (await take(store, rid(i), who, 0)).refusal is None
+    refusal = (await take(store, rid(2), who, 0)).refusal
     assert refusal == Refusal(Meter.REQUESTS, Scope.KEY, 2, 30_000)
     clock.advance(29.9)
-    assert (await store.reserve(rid(3), who, 0)).refusal is not None
+    assert (await take(store, rid(3), who, 0)).refusal is not None
     clock.advance(0.2)
-    assert (await store.reserve(rid(4), who, 0)).refusal is None
+    assert (await take(store, rid(4), who, 0)).refusal is None
 
 
 async def test_tokens_are_reserved_and_the_rest_refunded(clock_and_store: Both) -> None:
     _, store = clock_and_store
     who = [subject(tokens_per_min=1000)]
-    assert (await store.reserve(rid(1), who, 900)).windows.tokens.remaining == 100  # type: ignore[union-attr]
-    refusal = (await store.reserve(rid(2), who, 200)).refusal
+    assert (await take(store, rid(1), who, 900)).windows.tokens.remaining == 100  # type: ignore[union-attr]
+    refusal = (await take(store, rid(2), who, 200)).refusal
     assert refusal is not None
     assert refusal.meter is Meter.TOKENS
     assert refusal.retry_after_ms == 6_000
     assert await store.settle(rid(1), 100) == Settlement(900, 100)
     assert (await store.windows(who)).tokens.remaining == 900  # type: ignore[union-attr]
-    assert (await store.reserve(rid(3), who, 900)).refusal is None
+    assert (await take(store, rid(3), who, 900)).refusal is None
 
 
 async def test_usage_above_the_reservation_is_debt(clock_and_store: Both) -> None:
     clock, store = clock_and_store
     who = [subject(tokens_per_min=60)]
-    await store.reserve(rid(1), who, 10)
+    await take(store, rid(1), who, 10)
     settlement = await store.settle(rid(1), 120)
     assert settlement is not None
     assert (settlement.overdrawn, settlement.released) == (110, 0)
-    assert (await store.reserve(rid(2), who, 1)).refusal is not None
+    assert (await take(store, rid(2), who, 1)).refusal is not None
     clock.advance(60)
-    assert (await store.reserve(rid(3), who, 1)).refusal is not None
+    assert (await take(store, rid(3), who, 1)).refusal is not None
     clock.advance(1)
-    assert (await store.reserve(rid(4), who, 1)).refusal is None
+    assert (await take(store, rid(4), who, 1)).refusal is None
 
 
 async def test_what_can_never_fit_is_told_no_time(clock_and_store: Both) -> None:
     _, store = clock_and_store
-    refusal = (await store.reserve(rid(1), [subject(tokens_per_min=10)], 11)).refusal
+    refusal = (await take(store, rid(1), [subject(tokens_per_min=10)], 11)).refusal
     assert refusal == Refusal(Meter.TOKENS, Scope.KEY, 10, None)
 
 
 async def test_a_limit_of_nothing_lets_nothing_through(clock_and_store: Both) -> None:
     _, store = clock_and_store
     for name in ("requests_per_min", "concurrent"):
-        assert (await store.reserve(rid(name), [subject(**{name: 0})], 0)).refusal is not None
-    assert (await store.reserve(rid(1), [subject(token_budget=0)], 1)).refusal is not None
+        assert (await take(store, rid(name), [subject(**{name: 0})], 0)).refusal is not None
+    assert (await take(store, rid(1), [subject(token_budget=0)], 1)).refusal is not None
 
 
 async def test_all_subjects_or_none(clock_and_store: Both) -> None:
     _, store = clock_and_store
     key, tenant = subject(tokens_per_min=1000), subject("t", Scope.TENANT, tokens_per_min=100)
-    refusal = (await store.reserve(rid(1), [key, tenant], 500)).refusal
+    refusal = (await take(store, rid(1), [key, tenant], 500)).refusal
     assert refusal is not None
     assert refusal.scope is Scope.TENANT
     assert (await store.windows([key])).tokens.remaining == 1000  # type: ignore[union-attr]
-    decision = await store.reserve(rid(2), [key, tenant], 80)
+    decision = await take(store, rid(2), [key, tenant], 80)
     assert decision.windows.tokens.limit == 100  # type: ignore[union-attr]
     assert decision.windows.tokens.remaining == 20  # type: ignore[union-attr]
 
@@ -176,53 +191,53 @@ async def test_all_subjects_or_none(clock_and_store: Both) -> None:
 async def test_the_refusal_that_lasts_longest_is_told(clock_and_store: Both) -> None:
     _, store = clock_and_store
     who = [subject(requests_per_min=1, concurrent=1, token_budget=5)]
-    await store.reserve(rid(1), who, 5)
-    refusal = (await store.reserve(rid(2), who, 5)).refusal
+    await take(store, rid(1), who, 5)
+    refusal = (await take(store, rid(2), who, 5)).refusal
     assert refusal == Refusal(Meter.BUDGET, Scope.KEY, 5, None)
 
 
 async def test_a_budget_does_not_refill_but_is_refunded(clock_and_store: Both) -> None:
     clock, store = clock_and_store
     who = [subject(token_budget=100)]
-    await store.reserve(rid(1), who, 100)
-    assert (await store.reserve(rid(2), who, 1)).refusal is not None
+    await take(store, rid(1), who, 100)
+    assert (await take(store, rid(2), who, 1)).refusal is not None
     await store.settle(rid(1), 60)
     clock.advance(3600)
-    assert (await store.reserve(rid(3), who, 41)).refusal is not None
-    assert (await store.reserve(rid(4), who, 40)).refusal is None
+    assert (await take(store, rid(3), who, 41)).refusal is not None
+    assert (await take(store, rid(4), who, 40)).refusal is None
 
 
 async def test_settling_is_idempotent_and_unknown_ids_are_nothing(clock_and_store: Both) -> None:
     _, store = clock_and_store
     who = [subject(concurrent=1, token_budget=100)]
-    await store.reserve(rid(1), who, 50)
+    await take(store, rid(1), who, 50)
     assert await store.settle(rid("nobody"), 5) is None
     assert await store.settle(rid(1), 20) is not None
     assert await store.settle(rid(1), 20) is None
-    assert (await store.reserve(rid(2), who, 80)).refusal is None
+    assert (await take(store, rid(2), who, 80)).refusal is None
 
 
 async def test_concurrency_is_a_lease(clock_and_store: Both) -> None:
     clock, store = clock_and_store
     who = [subject(concurrent=1)]
-    await store.reserve(rid(1), who, 0)
-    refusal = (await store.reserve(rid(2), who, 0)).refusal
+    await take(store, rid(1), who, 0)
+    refusal = (await take(store, rid(2), who, 0)).refusal
     assert refusal == Refusal(Meter.CONCURRENCY, Scope.KEY, 1, BUSY_RETRY_MS)
     clock.advance(LEASE_TTL_MS / 1000 - 1)
     await store.renew([rid(1), rid("nobody")])
     clock.advance(LEASE_TTL_MS / 1000 - 1)
-    assert (await store.reserve(rid(3), who, 0)).refusal is not None, "renewed, so still held"
+    assert (await take(store, rid(3), who, 0)).refusal is not None, "renewed, so still held"
     clock.advance(1)
-    assert (await store.reserve(rid(4), who, 0)).refusal is None, "a lease outlived its time to live"
+    assert (await take(store, rid(4), who, 0)).refusal is None, "a lease outlived its time to live"
     assert await store.settle(rid(1), 0) is None
 
 
 async def test_a_lease_that_ran_out_stays_charged(clock_and_store: Both) -> None:
     clock, store = clock_and_store
     who = [subject(token_budget=100)]
-    await store.reserve(rid(1), who, 100)
+    await take(store, rid(1), who, 100)
     clock.advance(LEASE_TTL_MS / 1000)
-    assert (await store.reserve(rid(2), who, 1)).refusal is not None
+    assert (await take(store, rid(2), who, 1)).refusal is not None
 
 
 async def test_limits_that_differ_by_subject_are_kept_apart(clock_and_store: Both) -> None:
@@ -230,16 +245,71 @@ async def test_limits_that_differ_by_subject_are_kept_apart(clock_and_store: Bot
     for scope in Scope:
         for name in ("a", "b"):
             who = [subject(name, scope, requests_per_min=1)]
-            assert (await store.reserve(rid(f"{scope}{name}"), who, 0)).refusal is None
-            assert (await store.reserve(rid(f"{scope}{name}2"), who, 0)).refusal is not None
+            assert (await take(store, rid(f"{scope}{name}"), who, 0)).refusal is None
+            assert (await take(store, rid(f"{scope}{name}2"), who, 0)).refusal is not None
 
 
 async def test_without_limits_nothing_is_shown_or_kept(clock_and_store: Both) -> None:
     _, store = clock_and_store
-    decision = await store.reserve(rid(1), [subject()], 10**9)
+    decision = await take(store, rid(1), [subject()], 10**9)
     assert decision.refusal is None
     assert decision.windows.requests is None
     assert decision.windows.tokens is None
+
+
+async def test_a_seat_is_taken_before_any_token(clock_and_store: Both) -> None:
+    _, store = clock_and_store
+    who = [subject(requests_per_min=2, concurrent=1, tokens_per_min=100)]
+    decision = await store.enter(rid(1), who, needs_tokens=True)
+    assert decision.refusal is None
+    assert decision.windows.requests.remaining == 1  # type: ignore[union-attr]
+    assert decision.windows.tokens.remaining == 100  # type: ignore[union-attr]
+    refusal = (await store.enter(rid(2), who, needs_tokens=False)).refusal
+    assert refusal == Refusal(Meter.CONCURRENCY, Scope.KEY, 1, BUSY_RETRY_MS)
+    await store.settle(rid(1), 0)
+    assert (await store.enter(rid(3), who, needs_tokens=True)).refusal is None
+    await store.settle(rid(3), 0)
+    refusal = (await store.enter(rid(4), who, needs_tokens=True)).refusal
+    assert refusal is not None
+    assert refusal.meter is Meter.REQUESTS, "ended requests stay counted"
+
+
+@pytest.mark.parametrize("limits", [{"tokens_per_min": 0}, {"token_budget": 0}])
+async def test_who_cannot_pay_for_a_token_gets_no_seat_for_some(
+    clock_and_store: Both, limits: dict[str, int]
+) -> None:
+    _, store = clock_and_store
+    who = [subject(**limits)]
+    assert (await store.enter(rid(1), who, needs_tokens=True)).refusal is not None
+    assert (await store.enter(rid(2), who, needs_tokens=False)).refusal is None
+
+
+async def test_a_seat_whose_lease_ran_out_is_taken_anew_with_the_tokens(clock_and_store: Both) -> None:
+    clock, store = clock_and_store
+    who = [subject(concurrent=1, token_budget=100)]
+    await store.enter(rid(1), who, needs_tokens=True)
+    clock.advance(LEASE_TTL_MS / 1000)
+    assert (await store.reserve(rid(1), who, 10, 10)).refusal is None
+    assert (await store.enter(rid(2), who, needs_tokens=True)).refusal is not None
+    await store.settle(rid(1), 10)
+    await store.enter(rid(3), who, needs_tokens=True)
+    clock.advance(LEASE_TTL_MS / 1000)
+    await store.enter(rid(4), who, needs_tokens=True)
+    refusal = (await store.reserve(rid(3), who, 10, 10)).refusal
+    assert refusal is not None
+    assert refusal.meter is Meter.CONCURRENCY, "somebody else sits there now"
+
+
+async def test_an_open_maximum_is_granted_a_share_of_what_is_left(clock_and_store: Both) -> None:
+    _, store = clock_and_store
+    who = [subject(token_budget=1000)]
+    assert (await take(store, rid(1), who, 10, 10_000)).granted == 1000 // GRANT_SHARE
+    assert (await take(store, rid(2), who, 10, 100)).granted == 100, "no more than it could use"
+    assert (await take(store, rid(3), who, 300, 10_000)).granted == 300, "no less than it needs"
+    refusal = (await take(store, rid(4), who, 351, 10_000)).refusal
+    assert refusal == Refusal(Meter.BUDGET, Scope.KEY, 1000, None, 350)
+    assert (await take(store, rid(5), who, 350, 10_000)).granted == 350
+    assert (await take(store, rid(6), [subject("free")], 10, 10_000)).granted == 10_000
 
 
 # -- law 4 ----------------------------------------------------------------------------------------
@@ -267,11 +337,13 @@ class Law4(RuleBasedStateMachine):
         self.granted: dict[ReservationId, float] = {}
         self.count = 0
 
-    @rule(tokens=st.integers(0, 6000), subjects=st.integers(1, 2))
-    def reserve(self, tokens: int, subjects: int) -> None:
+    @rule(least=st.integers(0, 6000), more=st.integers(0, 6000), subjects=st.integers(1, 2))
+    def reserve(self, least: int, more: int, subjects: int) -> None:
         self.count += 1
         name = rid(self.count)
-        if run(self.store.reserve(name, self.who[:subjects], tokens)).refusal is None:
+        decision = run(take(self.store, name, self.who[:subjects], least, least + more))
+        if decision.refusal is None:
+            assert least <= decision.granted <= least + more or not least
             self.granted[name] = self.clock.monotonic()
 
     @precondition(lambda self: self.granted)

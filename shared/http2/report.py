@@ -1,0 +1,53 @@
+"""A server's last words on a stream, which a reset does not cut off.
+
+What a stream cost is known only when its handler has ended, and by then the client may have reset it. So the
+server says it in a frame of the connection's (`frames.REPORT`), once for every stream whose handler has
+something to say, and right after its end. A client that has not read a stream to its end waits a moment for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Report:
+    """What is said of one stream. Nothing is expected until the stream is over, ended or reset."""
+
+    __slots__ = ("_is_due", "_waiter", "payload")
+
+    def __init__(self) -> None:
+        self.payload: bytes | None = None
+        """None until it came."""
+        self._is_due = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def wait(self, within_s: float) -> bytes | None:
+        """The payload; None when none is expected, or none came in time."""
+        if self._is_due:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                async with asyncio.timeout(within_s):
+                    await self._waiter
+            except TimeoutError:
+                self._is_due = False
+            finally:
+                self._waiter = None
+        return self.payload
+
+    @property
+    def is_due(self) -> bool:
+        """Whether somebody may still wait for it."""
+        return self._is_due
+
+    def expect(self) -> bool:
+        """The stream is over. Returns whether there is something to wait for."""
+        self._is_due = self.payload is None
+        return self._is_due
+
+    def deliver(self, payload: bytes | None) -> None:
+        """It came, or with None it never will."""
+        self._is_due = False
+        if payload is not None:
+            self.payload = payload
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
