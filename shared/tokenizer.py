@@ -13,14 +13,12 @@ Rules:
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 import tokenizers
@@ -28,16 +26,13 @@ from tokenizers import decoders
 
 from shared.chat_template import ChatTemplate
 from shared.clock import SYSTEM_CLOCK, Clock
-from shared.errors import InvalidRequest, Overloaded
+from shared.errors import InvalidRequest
 from shared.openai import ChatMessage, ChatRequest, CompletionRequest
+from shared.text_slices import Slicer
 from shared.validation import prompt_count
 from shared.words import WordEncoder, byte_level_alphabet
 
-T = TypeVar("T")
-
 FILE_LEN_MAX: Final = 128 * 1024 * 1024
-WAITING_MAX: Final = 1024
-"""Requests that wait for a tokenizer thread."""
 PENDING_MAX: Final = 8
 """Tokens that a stream holds back for an unfinished character. A character of UTF-8 has 4 bytes at
 most, so after twice as many tokens the bytes are no character, and never will be."""
@@ -49,7 +44,7 @@ assert _BEGUN_MAX < PENDING_MAX <= PROMPT_TAIL_LEN
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 """The library would hand even one short text to threads of its own, which takes longer than encoding it.
-Ours, a bounded number, are in `TokenizerThreads`."""
+Ours, a bounded number, are in `shared.fair_threads`."""
 
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 _SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -152,6 +147,9 @@ class Tokenizer:
         spec = json.loads(bundle.tokenizer_json)
         self._piece_bytes = _piece_decoder(spec)
         self._words = WordEncoder.of(self.raw, spec)
+        self.around = _around(self)
+        self.slicer = None if self.around is None else Slicer.of(self.raw, spec)
+        """None for a tokenizer whose text is not known to be cut anywhere."""
         self.sentinel_id = next((vocabulary[char] for char in _SENTINELS if char in vocabulary), None)
         """A token of one plain character, if there is one."""
 
@@ -304,6 +302,20 @@ class DecodeStream:
         return self._tokenizer.decode(ids, self._skip_special_tokens)
 
 
+def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]] | None:
+    """The special tokens that are added before and behind a text; None where they do more than that."""
+    bare, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
+    for at in range(len(whole) - len(bare) + 1):
+        before, after = whole[:at], whole[at + len(bare) :]
+        if whole[at : at + len(bare)] == bare and tokenizer.encode("b a") == [
+            *before,
+            *tokenizer.encode("b a", add_special_tokens=False),
+            *after,
+        ]:
+            return before, after
+    return None
+
+
 def _piece_decoder(spec: dict[str, Any]) -> Callable[[str], bytes]:
     """How this vocabulary spells bytes, told from the decoder that its file names."""
     decoder = json.dumps(spec.get("decoder"))
@@ -331,35 +343,3 @@ def _sentencepiece_bytes(piece: str) -> bytes:
         except ValueError:
             return piece.encode()
     return piece.replace("\u2581", " ").encode()
-
-
-class TokenizerThreads:
-    """Encoding off the event loop, which the library's long calls would hold up otherwise."""
-
-    def __init__(self, tokenizer: Tokenizer, workers: int) -> None:
-        assert workers >= 1
-        self.tokenizer = tokenizer
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tokenizer")
-        self._waiting = 0
-
-    @property
-    def hash(self) -> str:
-        return self.tokenizer.hash
-
-    async def prompt_ids(self, request: ChatRequest | CompletionRequest) -> list[list[int]]:
-        """As `Tokenizer.prompt_ids`. Raises Overloaded when too many wait already."""
-        return await self.run(lambda: self.tokenizer.prompt_ids(request))
-
-    async def run(self, work: Callable[[], T]) -> T:
-        """Do it in one of these threads. Raises Overloaded when too many wait already."""
-        if self._waiting >= WAITING_MAX:
-            raise Overloaded("Too many texts wait for the tokenizer.", retry_after_s=1.0)
-        self._waiting += 1
-        try:
-            return await asyncio.wrap_future(self._pool.submit(work))
-        finally:
-            self._waiting -= 1
-
-    def close(self) -> None:
-        """Without waiting for what runs; nobody is left who waits for it."""
-        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -54,6 +54,8 @@ _IN_ASCII: Final = {
     r"|\s+(?!\S)|\s+": rf"{_CASELESS}|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]{{1,3}}|{_END}",
 }
 """Patterns of tokenizers, and what they mean for ASCII. None has a group, so that `split` may add one."""
+_WORDS: Final = frozenset(_IN_ASCII) - {"\n"}
+"""Those that cut words apart."""
 _FLAGS: Final = ("lstrip", "rstrip", "single_word", "normalized")
 """Of an added token: that it is looked for in other ways than letter by letter."""
 
@@ -131,10 +133,27 @@ def _keeps_text(post: dict[str, Any]) -> bool:
     return not post or post["type"] in ("ByteLevel", "RobertaProcessing", "BertProcessing")
 
 
+def cuts_words(pre: dict[str, Any]) -> bool:
+    """Whether it is a byte-level pre-tokenizer that is known here and cuts words apart."""
+    return _splits(pre) is not None and any(
+        stage.get("use_regex", True) if stage["type"] == "ByteLevel" else _regex_of(stage) in _WORDS
+        for stage in _stages(pre)
+    )
+
+
+def _stages(pre: dict[str, Any]) -> list[dict[str, Any]]:
+    return pre["pretokenizers"] if pre.get("type") == "Sequence" else [pre]
+
+
+def _regex_of(stage: dict[str, Any]) -> str | None:
+    pattern = stage.get("pattern")
+    return pattern.get("Regex") if isinstance(pattern, dict) else None
+
+
 def _splits(pre: dict[str, Any]) -> list[Split] | None:
     """The stages of a byte-level pre-tokenizer, each of which cuts the pieces of the one before; None if
     one is not known here."""
-    stages = pre["pretokenizers"] if pre.get("type") == "Sequence" else [pre]
+    stages = _stages(pre)
     if not stages or stages[-1].get("type") != "ByteLevel":
         return None
     splits: list[Split] = []

@@ -196,7 +196,8 @@ def charged(level: int, per_min: int | None, amount: int) -> int:
 
 
 def decide(holdings: Iterable[Holding], *, seats: int, tokens: int) -> Refusal | None:
-    """Whether so many seats (0 or 1) and tokens may be had. Of several refusals, the one that lasts longest."""
+    """Whether so many seats (0 or 1) and tokens may be had. Of several refusals, the one that lasts
+    longest."""
     worst: Refusal | None = None
     for subject, usage in holdings:
         for refusal in _refusals(subject, usage, seats, tokens):

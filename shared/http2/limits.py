@@ -49,9 +49,9 @@ class Allowance:
 
 
 RESETS: Final = Allowance(4 * STREAMS_MAX, 4 * STREAMS_MAX)
-"""Every client of a full gateway may leave at once, and clients that do nothing but leave may keep a gateway's
-whole core busy with it (2,700 resets a second): their resets are the gateway's, and must not end the streams of
-its other clients."""
+"""Every client of a full gateway may leave at once, and clients that do nothing but leave may keep a
+gateway's whole core busy with it (2,700 resets a second): their resets are the gateway's, and must not end
+the streams of its other clients."""
 PINGS: Final = Allowance(256, 32)
 SETTINGS_FRAMES: Final = Allowance(32, 2)
 PRIORITIES: Final = Allowance(2 * STREAMS_MAX, STREAMS_MAX)

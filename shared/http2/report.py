@@ -2,7 +2,8 @@
 
 What a stream cost is known only when its handler has ended, and by then the client may have reset it. So the
 server says it in a frame of the connection's (`frames.REPORT`), once for every stream whose handler has
-something to say, and right after its end. A client that has not read a stream to its end waits a moment for it.
+something to say, and right after its end. A client that has not read a stream to its end waits a moment for
+it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from shared import tokenizer as tokenizer_module
-from shared.errors import InvalidRequest, Overloaded
+from shared.errors import InvalidRequest
 from shared.openai import ChatMessage, ChatRequest, CompletionRequest, TextPart
-from shared.tokenizer import PENDING_MAX, Tokenizer, TokenizerBundle, TokenizerThreads, UnusableTokenizer
+from shared.tokenizer import PENDING_MAX, Tokenizer, TokenizerBundle, UnusableTokenizer
 
 CORPUS = [
     "The valve opens and the water flows through the penstock to the turbine. " * 20,
@@ -470,49 +467,3 @@ def test_a_byte_that_spoils_those_before_it_fails_no_stream() -> None:
     then = SENTENCEPIECE.encode("The end", add_special_tokens=False)
     assert SENTENCEPIECE.decode([*e_acute, e2, *then]).startswith("\N{REPLACEMENT CHARACTER}" * 3)
     assert "".join(streamed(SENTENCEPIECE, [], [*e_acute, e2, *then])) == "é The end"
-
-
-# -- threads --------------------------------------------------------------------------------------
-
-
-async def test_threads_encode_as_the_tokenizer_does() -> None:
-    threads = TokenizerThreads(BYTE_LEVEL, 2)
-    requests = [CompletionRequest(model="m", prompt=f"number {i}") for i in range(20)]
-    got = await asyncio.gather(*(threads.prompt_ids(request) for request in requests))
-    assert got == [BYTE_LEVEL.prompt_ids(request) for request in requests]
-    assert threads.hash == BYTE_LEVEL.hash
-    with pytest.raises(InvalidRequest):
-        await threads.prompt_ids(CompletionRequest(model="m", prompt=""))
-    threads.close()
-
-
-class Gated:
-    """A tokenizer whose thread stands still until it is let go."""
-
-    hash = "sha256:0"
-
-    def __init__(self) -> None:
-        self.go = threading.Event()
-
-    def prompt_ids(self, request: Any) -> list[list[int]]:
-        assert self.go.wait(30)
-        return [[1]]
-
-
-async def test_the_line_before_the_threads_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_module, "WAITING_MAX", 3)
-    gated = Gated()
-    threads = TokenizerThreads(gated, 1)  # type: ignore[arg-type]
-    request = CompletionRequest(model="m", prompt="x")
-    waiting = [asyncio.create_task(threads.prompt_ids(request)) for _ in range(3)]
-    await asyncio.sleep(0)
-    with pytest.raises(Overloaded):
-        await threads.prompt_ids(request)
-    with pytest.raises(Overloaded):
-        await threads.run(lambda: 1)
-    waiting[2].cancel()
-    await asyncio.gather(waiting[2], return_exceptions=True)
-    another = asyncio.create_task(threads.prompt_ids(request))
-    gated.go.set()
-    assert await asyncio.gather(*waiting[:2], another) == [[[1]]] * 3
-    threads.close()

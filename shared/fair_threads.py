@@ -1,0 +1,168 @@
+"""Work that takes milliseconds, off the event loop, shared fairly between tenants.
+
+A job is a generator: each `next` does one slice of it, some milliseconds long, and what it returns is the
+result. Between slices another job may go on. The tenant that has used the least time goes next, by start-time
+fair queueing (Goyal, Vin and Cheng, 1996): a tenant that comes back starts no lower than the busy ones stand,
+so idling earns no credit.
+
+Rules
+
+1. A job whose caller has left does not begin another slice; its generator is closed.
+2. Jobs that wait are bounded, in all and by tenant (`shared.fair_share`). One more is Overloaded, at once.
+3. Within a tenant, jobs take turns slice by slice, so a short one does not wait for a long one's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, Generic, TypeVar
+
+from shared.clock import SYSTEM_CLOCK, Clock
+from shared.errors import Overloaded
+from shared.fair_share import FairShare
+
+T = TypeVar("T")
+
+JOBS_MAX: Final = 1024
+
+Slices = Generator[None, None, T]
+"""A job: one slice for each `next`, the result at the end."""
+
+
+class _Job(Generic[T]):
+    __slots__ = ("done", "slices", "tenant")
+
+    def __init__(self, tenant: str, slices: Slices[T], done: asyncio.Future[T]) -> None:
+        self.tenant: Final = tenant
+        self.slices: Final = slices
+        self.done: Final = done
+
+
+class _Tenant:
+    """One that has had jobs since all were idle."""
+
+    __slots__ = ("jobs", "started_s", "used_s")
+
+    def __init__(self) -> None:
+        self.jobs: deque[_Job[Any]] = deque()
+        self.used_s = 0.0
+        """Its virtual time, without the slices that run."""
+        self.started_s: list[float] = []
+        """When each slice that runs began."""
+
+    def level_s(self, now_s: float) -> float:
+        return self.used_s + sum(now_s - started_s for started_s in self.started_s)
+
+
+class FairThreads:
+    """Make it in a running loop, or before; jobs come from one loop."""
+
+    def __init__(self, workers: int, *, jobs_max: int = JOBS_MAX, clock: Clock = SYSTEM_CLOCK) -> None:
+        assert workers >= 1
+        self._workers: Final = workers
+        self._pool: Final = ThreadPoolExecutor(workers, thread_name_prefix="fair")
+        self._share: Final = FairShare(jobs_max)
+        self._clock: Final = clock
+        self._tenants: dict[str, _Tenant] = {}
+        self._running = 0
+        self._level_s = 0.0
+        """The virtual time at which the slice that began last stood."""
+
+    @property
+    def jobs(self) -> int:
+        """Jobs that wait or run."""
+        return self._share.held
+
+    async def call(self, tenant: str, work: Callable[[], T]) -> T:
+        """Do `work` in one slice. Raises Overloaded, and what `work` raises."""
+        return await self.run(tenant, _one_slice(work))
+
+    async def run(self, tenant: str, slices: Slices[T]) -> T:
+        """Run a job to its end. Raises Overloaded when too many wait, and what the job raises."""
+        if not self._share.take(tenant, 1):
+            slices.close()
+            raise Overloaded("Too many texts are waiting to be read.", retry_after_s=1.0)
+        job = _Job(tenant, slices, asyncio.get_running_loop().create_future())
+        self._enqueue(job)
+        self._dispatch()
+        return await job.done
+
+    def close(self) -> None:
+        """Without waiting for the slices that run: nobody is left who waits for them."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _enqueue(self, job: _Job[Any]) -> None:
+        tenant = self._tenants.setdefault(job.tenant, _Tenant())
+        if not tenant.jobs and not tenant.started_s:
+            tenant.used_s = max(tenant.used_s, self._level_s)
+        tenant.jobs.append(job)
+
+    def _dispatch(self) -> None:
+        now_s = self._clock.monotonic()
+        while self._running < self._workers:
+            ready = [tenant for tenant in self._tenants.values() if tenant.jobs]
+            if not ready:
+                return
+            tenant = min(ready, key=lambda one: one.level_s(now_s))
+            job = tenant.jobs.popleft()
+            if job.done.cancelled():
+                job.slices.close()
+                self._leave(job)
+                continue
+            self._level_s = max(self._level_s, tenant.level_s(now_s))
+            self._start(job, tenant, now_s)
+
+    def _start(self, job: _Job[Any], tenant: _Tenant, now_s: float) -> None:
+        loop = job.done.get_loop()
+        self._running += 1
+        tenant.started_s.append(now_s)
+
+        def told(result: Any, error: BaseException | None, ended: bool) -> None:
+            self._running -= 1
+            tenant.started_s.remove(now_s)
+            tenant.used_s += self._clock.monotonic() - now_s
+            if ended:
+                self._finish(job, result, error)
+            else:
+                tenant.jobs.append(job)
+            self._dispatch()
+
+        def work() -> None:
+            outcome = _advance(job.slices)
+            loop.call_soon_threadsafe(told, *outcome)
+
+        self._pool.submit(work)
+
+    def _finish(self, job: _Job[Any], result: Any, error: BaseException | None) -> None:
+        self._leave(job)
+        if job.done.done():
+            return
+        if error is None:
+            job.done.set_result(result)
+        else:
+            job.done.set_exception(error)
+
+    def _leave(self, job: _Job[Any]) -> None:
+        self._share.give_back(job.tenant, 1)
+        if not self._share.held:  # all are idle, and nobody owes anybody
+            self._tenants.clear()
+            self._level_s = 0.0
+
+
+def _advance(slices: Slices[T]) -> tuple[T | None, BaseException | None, bool]:
+    """One slice, on a thread: (result, error, whether the job has ended)."""
+    try:
+        next(slices)
+    except StopIteration as end:
+        return end.value, None, True
+    except BaseException as error:  # raised to the caller, whatever it is
+        return None, error, True
+    return None, None, False
+
+
+def _one_slice(work: Callable[[], T]) -> Slices[T]:
+    return work()
+    yield  # a generator, by this

@@ -1,0 +1,107 @@
+"""A request's prompts as token ids, in slices that can be stopped between any two (`shared.fair_threads`).
+
+Rules
+
+1. The ids are those that the tokenizer gives for the whole text (`shared.text_slices` says why).
+2. What cannot fit is refused as early as it shows: by its length alone before anything is encoded, or in the
+   slice in which the count passes the bound. Counting on would be work for an answer that is no.
+3. A job holds the text, the ids so far and what one slice takes; ids are bounded by `TOKENS_MAX`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from shared.errors import ApiError, ContextLengthExceeded, InvalidRequest
+from shared.fair_threads import Slices
+from shared.openai import ChatRequest, CompletionRequest
+from shared.text_slices import SLICE_LEN, WHOLE_LEN_MAX
+from shared.tokenizer import Tokenizer
+from shared.validation import prompt_count
+
+TOKENS_MAX: Final = 1024 * 1024
+"""Tokens of all prompts of a request together."""
+
+
+def prompt_slices(
+    tokenizer: Tokenizer, request: ChatRequest | CompletionRequest, len_max: int | None
+) -> Slices[list[list[int]]]:
+    """As `Tokenizer.prompt_ids`; no prompt may have more than `len_max` tokens.
+
+    Raises InvalidRequest, and ContextLengthExceeded for a prompt that is too long.
+    """
+    if isinstance(request, ChatRequest):
+        text = tokenizer.render_chat(request.messages)
+        yield
+        ids = yield from text_slices(tokenizer, text, len_max, "messages", add_special_tokens=False)
+        return _checked([ids], "messages")
+    prompt = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+    prompt_count(prompt)
+    texts = [item for item in prompt if isinstance(item, str)]
+    if not all(texts):
+        raise _empty("prompt")
+    if not texts:
+        return tokenizer.prompt_ids(request)
+    prompts: list[list[int]] = []
+    tokens = encoded_len = 0
+    for text in texts:
+        prompts.append((yield from text_slices(tokenizer, text, len_max, "prompt")))
+        tokens += len(prompts[-1])
+        if tokens > TOKENS_MAX:
+            raise _too_many("prompt")
+        encoded_len += len(text)
+        if encoded_len >= SLICE_LEN:
+            encoded_len = 0
+            yield
+    return _checked(prompts, "prompt")
+
+
+def text_slices(
+    tokenizer: Tokenizer,
+    text: str,
+    len_max: int | None,
+    param: str,
+    *,
+    add_special_tokens: bool = True,
+) -> Slices[list[int]]:
+    """As `Tokenizer.encode`. `param` names the text in errors, which are those of `prompt_slices`."""
+    most = TOKENS_MAX if len_max is None else min(len_max, TOKENS_MAX)
+    too_long = _too_many(param) if most == TOKENS_MAX else _too_long(param, most)
+    slicer = tokenizer.slicer
+    if slicer is not None and len(text) > most * slicer.longest:
+        raise too_long
+    if slicer is None or len(text) <= SLICE_LEN:
+        if len(text) > WHOLE_LEN_MAX:
+            message = f"{param} has more than {WHOLE_LEN_MAX} characters, the most that this model's "
+            raise InvalidRequest(f"{message}tokenizer takes at once.", param=param)
+        ids = tokenizer.encode(text, add_special_tokens)
+        if len(ids) > most:
+            raise too_long
+        return ids
+    before, after = tokenizer.around if add_special_tokens else ((), ())
+    ids = list(before)
+    for piece in slicer.slices(text):
+        ids += tokenizer.encode(piece, add_special_tokens=False)
+        if len(ids) > most:
+            raise too_long
+        yield
+    return [*ids, *after]
+
+
+def _checked(prompts: list[list[int]], param: str) -> list[list[int]]:
+    if not all(prompts):
+        raise _empty(param)
+    return prompts
+
+
+def _empty(param: str) -> ApiError:
+    return InvalidRequest(f"{param} must not be empty.", param=param)
+
+
+def _too_long(param: str, len_max: int) -> ApiError:
+    message = f"This model's context holds {len_max} tokens, and the {param} has more."
+    return ContextLengthExceeded(message, param=param)
+
+
+def _too_many(param: str) -> ApiError:
+    return InvalidRequest(f"{param} has more than {TOKENS_MAX} tokens.", param=param)
