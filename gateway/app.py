@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
 import signal
 import socket
@@ -31,12 +32,13 @@ from gateway.edge import PIPELINE, PROBES, Edge, error_response, probe_answer
 from gateway.engines import fetch_profile
 from gateway.live import LiveRequests
 from gateway.pipeline import Pipeline
-from gateway.record import HTTP2_STREAMS, IN_FLIGHT, DrainCut
+from gateway.record import CONNECTIONS_CUT, HTTP2_STREAMS, IN_FLIGHT, DrainCut
 from gateway.relay.upstream import Upstream
 from gateway.routing.replicas import Replicas
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import RouteNotFound
+from shared.fair_threads import FairThreads
 from shared.http2.sockets import bound_transport
 from shared.ids import REQUEST_ID_HEADER, mint_request_id
 from shared.lifecycle import Lifecycle, Phase, on_stop_signals
@@ -48,6 +50,10 @@ LINE_LEN_MAX: Final = 8190
 HEADER_LEN_MAX: Final = 8190
 HEADERS_MAX: Final = 64
 BACKLOG_LEN: Final = 1024
+TELL_EVERY_S: Final = 10.0
+"""How often the log says that connections are cut, at most."""
+HANDSHAKE_S: Final = 10.0
+"""How long a TLS handshake may take."""
 LINGER_S: Final = 1.0
 """How long an unread body is still swallowed, so that the client sees our answer and not a reset."""
 CLOSE_GRACE_S: Final = 2.0
@@ -82,8 +88,9 @@ class Gateway:
         self.quotas = quotas or MemoryStore(clock)
         self.live = LiveRequests(config.limits.live_max)
         self.directory = DirectoryReader(config, path, clock)
-        self.replicas = Replicas(config.models)
+        self.replicas = Replicas(config.models, clock)
         self._upstream = Upstream(config.hop, config.models)
+        self._threads = FairThreads(config.limits.tokenizer_threads)
         IN_FLIGHT.set_function(lambda: len(self.live))
         HTTP2_STREAMS.set_function(lambda: self._upstream.streams)
         self.tokens = TokenCounter(
@@ -94,10 +101,19 @@ class Gateway:
                 timeouts_of(config.timeouts, model).connect_s,
                 credentials.headers(model),
             ),
-            config.limits.tokenizer_threads,
+            self._threads,
             clock,
         )
-        pipeline = Pipeline(config, self.tokens, self.quotas, self.replicas, self._upstream, credentials)
+        pipeline = Pipeline(
+            config,
+            self.tokens,
+            self.quotas,
+            self.replicas,
+            self._upstream,
+            credentials,
+            self.live,
+            self._threads,
+        )
         self._edge = Edge(
             config, self.directory, pipeline, self.live, self.tokens, self.quotas, self.lifecycle, clock
         )
@@ -111,7 +127,7 @@ class Gateway:
         warm(PIPELINE.values())
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._upstream.aclose)
-            stack.callback(self.tokens.close)
+            stack.callback(self._threads.close)
             for work in (self.tokens.run(), self.directory.watch(), self._renew_leases()):
                 task = asyncio.create_task(work)
                 task.add_done_callback(_report_death)
@@ -154,7 +170,7 @@ class Gateway:
             sock = _bound_socket(host, port, self.config.limits.send_buffer_len)
         except OSError as error:
             raise ListenFailed(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-        await web.SockSite(runner, sock, ssl_context=tls, backlog=BACKLOG_LEN).start()
+        await _Site(runner, sock, ssl_context=tls, backlog=BACKLOG_LEN).start()
         bound: int = sock.getsockname()[1]
         return bound
 
@@ -179,6 +195,8 @@ class _Server(web.Server):
         self._edge = edge
         self._write_buffer_len = config.limits.write_buffer_len
         self._connections_max = config.limits.connections_max
+        self._told_at_s = -math.inf
+        """When the log last said that connections are cut."""
         self._options: dict[str, Any] = {
             "access_log": None,
             "auto_decompress": False,
@@ -190,12 +208,41 @@ class _Server(web.Server):
         }
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
+        """Above the bound, the oldest connection without a request gives way: idle connections keep no probe
+        and no caller out. Where all have one, the newcomer goes."""
         super().connection_made(handler, transport)
-        if len(self._connections) > self._connections_max:
-            transport.abort()
+        if len(self._connections) <= self._connections_max:
+            return
+        first = next((one for one in self._connections if _is_idle(one) and one is not handler), handler)
+        CONNECTIONS_CUT.inc()
+        now_s = self._loop.time()
+        if now_s - self._told_at_s >= TELL_EVERY_S:
+            self._told_at_s = now_s
+            log.warning("gateway.connections_full", connections_max=self._connections_max)
+        self._connections[first].abort()
 
     def __call__(self) -> RequestHandler:
         return _Protocol(self, self._edge, self._write_buffer_len, loop=self._loop, **self._options)
+
+
+def _is_idle(handler: RequestHandler) -> bool:
+    return handler._current_request is None
+
+
+class _Site(web.SockSite):
+    """With a bound on TLS handshakes, which have no request yet whose deadline could end them."""
+
+    async def start(self) -> None:
+        await web.BaseSite.start(self)
+        server = self._runner.server
+        assert server is not None
+        self._server = await asyncio.get_running_loop().create_server(
+            server,
+            sock=self._sock,
+            ssl=self._ssl_context,
+            backlog=self._backlog,
+            ssl_handshake_timeout=None if self._ssl_context is None else HANDSHAKE_S,
+        )
 
 
 class _Protocol(RequestHandler):

@@ -1,6 +1,8 @@
-"""A request's body, bounded in size and time."""
+"""A request's body, bounded in size and time, and reserved with its tenant as it arrives."""
 
 from __future__ import annotations
+
+from typing import Final
 
 from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -8,20 +10,28 @@ from aiohttp.http_exceptions import HttpProcessingError
 from gateway.relay.client import ClientGone
 from gateway.relay.watch import Watch
 from shared.errors import BodyTimeout, BodyTooLarge, InvalidRequest
+from shared.holding import Holding
+
+LENGTH_DIGITS_MAX: Final = 18
+"""Digits of a `Content-Length`. Longer ones are larger than any body, or padded with zeros."""
 
 
-async def read_body(request: web.BaseRequest, watch: Watch, len_max: int, within_s: float) -> bytes:
+async def read_body(
+    request: web.BaseRequest, watch: Watch, holding: Holding, len_max: int, within_s: float
+) -> bytes:
     """All of it, within `within_s` however slowly it drips.
 
     Raises:
         BodyTooLarge: at once when the headers say so, else as soon as the bound is passed.
         BodyTimeout: by the watch.
         InvalidRequest: compressed, or not framed as the headers say.
+        Overloaded: the tenant's part of the memory is full.
     """
     if request.headers.get("content-encoding", "identity") != "identity":
         raise InvalidRequest("Compressed request bodies are not accepted.")
     too_large = f"The request body is larger than {len_max} bytes."
-    if (request.content_length or 0) > len_max:
+    declared = request.headers.get("content-length", "0").lstrip("0")
+    if len(declared) > LENGTH_DIGITS_MAX or int(declared or "0") > len_max:
         raise BodyTooLarge(too_large)
     content = request.content
     if is_coming := not content.is_eof():  # most came with their headers
@@ -37,6 +47,7 @@ async def read_body(request: web.BaseRequest, watch: Watch, len_max: int, within
             room -= len(chunk)
             if room < 0:
                 raise BodyTooLarge(too_large)
+            holding.hold(len_max - room)
             if content.at_eof():
                 break
     except ConnectionError:

@@ -35,6 +35,8 @@ from msgspec import Meta
 
 from shared import config
 from shared.config import ConfigError
+from shared.fair_share import FairShare
+from shared.holding import memory_max
 from shared.ids import KeyId, TenantId
 from shared.openai import BODY_LEN_MAX, TOKENS_MAX
 
@@ -102,8 +104,11 @@ class AdminConfig:
 @dataclass(frozen=True, slots=True)
 class LimitsConfig:
     body_len_max: Annotated[int, Meta(ge=1024, le=BODY_LEN_MAX)] = BODY_LEN_MAX
+    request_memory: Annotated[int, Meta(ge=1024 * 1024, le=1024**4)] = 512 * 1024 * 1024
+    """Bytes that the bodies of requests and what is made of them may take until they are answered, all
+    together; a tenant has three quarters of it at most. Above it a 503, at once."""
     live_max: Annotated[int, Meta(ge=1, le=100_000)] = 4096
-    """Requests in progress; above it a 503, at once."""
+    """Requests in progress; above it a 503, at once. A tenant has three quarters of it at most."""
     connections_max: Annotated[int, Meta(ge=1, le=1_000_000)] = 16_384
     """Client connections, idle ones too; above it new ones are closed unanswered."""
     send_buffer_len: Annotated[int, Meta(ge=4096, le=16 * 1024 * 1024)] = 64 * 1024
@@ -155,7 +160,7 @@ class TimeoutOverrides:
 class AdmissionConfig:
     unknown_fields: Literal["ignore", "refuse"] = "ignore"
     completion_estimate: Annotated[int, Meta(ge=1, le=TOKENS_MAX)] = 1024
-    """Completion tokens reserved for a request that states no maximum."""
+    """Completion tokens that are reserved at least for each choice of a request that states no maximum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +327,12 @@ def _overridden(config: TimeoutsConfig, *overrides: TimeoutOverrides | None) -> 
 
 def _contradictions(config: GatewayConfig) -> Iterator[str]:
     """What no single value shows."""
+    needed = memory_max(config.limits.body_len_max)
+    if FairShare(config.limits.request_memory).most < needed:
+        yield (
+            f"limits: request_memory must be at least {-(-needed * 4 // 3)} bytes, so that a body of "
+            f"body_len_max ({config.limits.body_len_max}) bytes fits into one tenant's part of it"
+        )
     if (config.hop.cert is None) != (config.hop.key is None):
         yield "hop: cert and key belong together"
     model_names = {model.name for model in config.models}

@@ -29,7 +29,6 @@ from gateway.identity.tenant import TenantPolicy
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.config import ConfigError
-from shared.ids import KeyId
 
 POLL_S: Final = 1.0
 assert POLL_S <= 5, "a revoked key is refused within five seconds"
@@ -48,8 +47,8 @@ class Terms(Struct, frozen=True):
     subjects: tuple[Subject, ...]
     """Whose quotas the request counts against: key and tenant, if they have any. An account without limits
     is not kept; one that gets some starts empty."""
-    tokens_per_min: int | None
-    """The tightest of their limits."""
+    tokens_max: int | None
+    """The tightest of their limits on tokens, per minute or in all; None where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,9 @@ class Directory:
     tenants: TenantPolicy
     timeouts: TimeoutsConfig
     """Everybody's."""
-    _terms: dict[tuple[KeyId, str | None], Terms] = field(default_factory=dict, repr=False)
+    _terms: dict[tuple[Principal, str | None], Terms] = field(default_factory=dict, repr=False)
     """Worked out once: most requests come on terms that others came on before."""
+    _subjects: dict[Principal, tuple[Subject, ...]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, config: GatewayConfig) -> Self:
@@ -68,23 +68,30 @@ class Directory:
 
     def terms(self, principal: Principal, model_name: str | None) -> Terms:
         """Raises as `TenantPolicy.resolve`."""
-        if (known := self._terms.get((principal.key, model_name))) is not None:
+        if (known := self._terms.get((principal, model_name))) is not None:
             return known
         model, tenant = self.tenants.resolve(principal, model_name), self.tenants.tenant(principal)
         timeouts, subjects = timeouts_of(self.timeouts, model, tenant), self.subjects(principal)
-        limits = [s.limits.tokens_per_min for s in subjects if s.limits.tokens_per_min is not None]
-        terms = Terms(model, tenant, timeouts, subjects, min(limits, default=None))
+        limits = [limit for s in subjects for limit in (s.limits.tokens_per_min, s.limits.token_budget)]
+        tokens_max = min((limit for limit in limits if limit is not None), default=None)
+        terms = Terms(model, tenant, timeouts, subjects, tokens_max)
         if model_name in model.names and len(self._terms) < TERMS_MAX:  # callers make up names behind a `*`
-            self._terms[principal.key, model_name] = terms
+            self._terms[principal, model_name] = terms
         return terms
 
     def subjects(self, principal: Principal) -> tuple[Subject, ...]:
+        """Key and tenant, if they have limits."""
+        if (known := self._subjects.get(principal)) is not None:
+            return known
         tenant = self.tenants.tenant(principal)
         both = (
             Subject(Scope.KEY, principal.key, principal.limits),
             Subject(Scope.TENANT, principal.tenant, tenant.limits),
         )
-        return tuple(subject for subject in both if subject.limits != QuotaLimits())
+        subjects = tuple(subject for subject in both if subject.limits != QuotaLimits())
+        if len(self._subjects) < TERMS_MAX:
+            self._subjects[principal] = subjects
+        return subjects
 
 
 class DirectoryReader:

@@ -27,10 +27,11 @@ from gateway.admission.tokens import TokenCounter
 from gateway.config import GatewayConfig, ModelConfig
 from gateway.directory import DirectoryReader
 from gateway.exchange import Exchange
+from gateway.hygiene import check, path_of
 from gateway.live import LiveRequests
 from gateway.pipeline import Pipeline, ProxiedRequest
 from gateway.record import Reporter, RequestRecord
-from gateway.relay.client import Client, ClientGone
+from gateway.relay.client import SERVER, Client, ClientGone
 from gateway.relay.watch import Watch
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
@@ -43,6 +44,7 @@ from shared.errors import (
     RequestAborted,
     RouteNotFound,
     Unauthenticated,
+    forget_frames,
 )
 from shared.ids import REQUEST_ID_HEADER, TRACEPARENT_HEADER, RequestId, accept_request_id, mint_request_id
 from shared.lifecycle import Lifecycle
@@ -104,9 +106,10 @@ class Edge:
         self._count = itertools.count()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        if request.path in PROBES:
+        path = path_of(request)
+        if path in PROBES:
             return probe_answer(self._lifecycle, request)
-        exchange = self._open(request)
+        exchange = self._open(request, path)
         structlog.contextvars.bind_contextvars(request_id=exchange.record.request_id)
         try:
             return await self._answer(exchange)
@@ -117,6 +120,8 @@ class Edge:
             raise
         finally:
             self._complete(exchange)
+            forget_frames(exchange.record.error)
+            forget_frames(exchange.watch.reason)
 
     async def _answer(self, exchange: Exchange) -> web.StreamResponse:
         try:
@@ -136,7 +141,8 @@ class Edge:
 
     async def _serve(self, exchange: Exchange) -> web.StreamResponse:
         """By the path; who calls is asked before what for."""
-        method, path = exchange.request.method, exchange.request.path
+        check(exchange.request)
+        method, path = exchange.request.method, exchange.path
         if path in PIPELINE and method == "POST":
             await self._pipeline.run(exchange)
             assert exchange.client.response is not None
@@ -204,15 +210,16 @@ class Edge:
 
     # -- the life of a request --------------------------------------------------------------------
 
-    def _open(self, request: web.BaseRequest) -> Exchange:
+    def _open(self, request: web.BaseRequest, path: str) -> Exchange:
         headers = request.headers
         stages = Stages("gateway", self._clock, traceparent=headers.get(TRACEPARENT_HEADER))
         watch = Watch(self._config.timeouts.total_s, self._soonest_s)
         request_id = accept_request_id(headers.get(REQUEST_ID_HEADER))
         return Exchange(
             request=request,
-            shape=PIPELINE.get(request.path, _NO_SHAPE),
-            record=RequestRecord(request_id, request.method[:16], _endpoint(request.path)),
+            path=path,
+            shape=PIPELINE.get(path, _NO_SHAPE),
+            record=RequestRecord(request_id, request.method[:16], _endpoint(path)),
             stages=stages,
             watch=watch,
             client=Client(request, watch, self._config.timeouts.slow_client_s),
@@ -264,7 +271,8 @@ def _allow(exchange: Exchange, method: str) -> None:
 
 
 def _response(status: int, body: bytes, headers: Mapping[str, str]) -> web.Response:
-    return web.Response(status=status, body=body, content_type=JSON, headers=headers)
+    named = {**headers, "server": SERVER}
+    return web.Response(status=status, body=body, content_type=JSON, headers=named)
 
 
 def error_response(error: ApiError, headers: Mapping[str, str]) -> web.Response:
@@ -292,7 +300,7 @@ PROBES: Final[Mapping[str, Callable[[Lifecycle], bool]]] = {
 
 def probe_answer(lifecycle: Lifecycle, request: web.BaseRequest) -> web.Response:
     """To a request for one of `PROBES`."""
-    ok = PROBES[request.path](lifecycle)
+    ok = PROBES[path_of(request)](lifecycle)
     headers = {REQUEST_ID_HEADER: accept_request_id(request.headers.get(REQUEST_ID_HEADER))}
     if request.method not in ("GET", "HEAD"):
         return error_response(MethodNotAllowed(f"{request.path} takes GET."), headers)

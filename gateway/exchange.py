@@ -28,6 +28,8 @@ class Exchange(Struct, eq=False):
     """What the stages of one request share."""
 
     request: web.BaseRequest
+    path: str
+    """As it was sent, without the query."""
     shape: type[Struct]
     record: RequestRecord
     stages: Stages
@@ -42,6 +44,8 @@ class Exchange(Struct, eq=False):
     arrived_s: float
     progress: Progress = field(default_factory=Progress)
     principal: Principal | None = None
+    is_seated: bool = False
+    """Whether its seat was asked for: a lease that is to be renewed."""
     windows: Windows = field(default_factory=Windows)
     ignored_fields: str = ""
     engine_timing: str = ""

@@ -1,4 +1,8 @@
-"""The requests in progress: how many, whose, and how to end them."""
+"""The requests in progress: how many, whose, and how to end them.
+
+A tenant's part of the places is bounded by what is left of them (`shared.fair_share`), so that a tenant whose
+requests never get on, as those whose bodies do not arrive, leaves room for the others.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,14 @@ from collections.abc import Callable
 from gateway.admission.quota import ReservationId
 from gateway.exchange import Exchange
 from shared.errors import ApiError, NotReady, Overloaded
+from shared.fair_share import FairShare
 from shared.ids import RequestId, TenantId
 
 
 class LiveRequests:
     def __init__(self, live_max: int) -> None:
-        self._live_max = live_max
+        self._share = FairShare(live_max)
+        self._claims: dict[Exchange, TenantId] = {}
         self._exchanges: set[Exchange] = set()
         self._drained = asyncio.Event()
         """Set while nothing is left and nothing can come."""
@@ -23,15 +29,26 @@ class LiveRequests:
         return len(self._exchanges)
 
     def enter(self, exchange: Exchange) -> None:
-        """`leave` must follow. Raises NotReady while the gateway drains, and Overloaded when it is full."""
+        """`leave` must follow. Raises NotReady while the gateway drains."""
         if self._stopping:
             raise NotReady("The gateway is shutting down.", retry_after_s=1.0)
-        if len(self._exchanges) >= self._live_max:
-            raise Overloaded("The gateway is serving as many requests as it may.", retry_after_s=1.0)
         self._exchanges.add(exchange)
+
+    def claim(self, exchange: Exchange, tenant: TenantId) -> None:
+        """Take one of the places that requests may wait at. Raises Overloaded when the tenant has its
+        share."""
+        if not self._share.take(tenant, 1):
+            raise Overloaded(
+                "The gateway is serving as many requests as it may.",
+                retry_after_s=1.0,
+                detail=f"{self._share.held} in progress, {self._share.held_by(tenant)} of the tenant",
+            )
+        self._claims[exchange] = tenant
 
     def leave(self, exchange: Exchange) -> None:
         self._exchanges.remove(exchange)
+        if (tenant := self._claims.pop(exchange, None)) is not None:
+            self._share.give_back(tenant, 1)
         if self._stopping and not self._exchanges:
             self._drained.set()
 
@@ -54,7 +71,7 @@ class LiveRequests:
 
     def reservations(self) -> list[ReservationId]:
         """Those whose leases are to be renewed."""
-        return [exchange.reservation for exchange in self._exchanges if exchange.record.decision is not None]
+        return [exchange.reservation for exchange in self._exchanges if exchange.is_seated]
 
     async def drain(self, within_s: float, reason: Callable[[], ApiError]) -> bool:
         """Refuse new requests, wait for the open ones, and end what is left after so long.

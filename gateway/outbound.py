@@ -2,7 +2,8 @@
 
 An engine of ours is told everything: the ids that were counted, the tenant and the class that it may
 have at most, how long its callers wait. Any other engine gets OpenAI's own fields alone: there is nobody
-there who would hold a caller's `priority` down, and some refuse what they do not know.
+there who would hold a caller's `priority` down, and some refuse what they do not know. Its streams are asked
+for their usage, by which they are charged.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from shared.ids import (
     TENANT_HEADER,
     TRACEPARENT_HEADER,
 )
-from shared.openai import BODY_LEN_MAX
+from shared.openai import BODY_LEN_MAX, GenerationRequest, StreamOptions
+from shared.timeouts import stated_timeout_s
 from shared.validation import Parsed, with_fields
 
 OURS_ALONE: Final = frozenset({"penstock", "priority"})
@@ -38,8 +40,6 @@ _REQUEST_ID: Final = REQUEST_ID_HEADER.encode()
 _TRACEPARENT: Final = TRACEPARENT_HEADER.encode()
 _TENANT: Final = TENANT_HEADER.encode()
 _SERVICE_TIER: Final = SERVICE_TIER_HEADER.encode()
-_QUEUE_TIMEOUT: Final = QUEUE_TIMEOUT_HEADER.encode()
-_REQUEST_TIMEOUT: Final = REQUEST_TIMEOUT_HEADER.encode()
 
 
 def outbound(
@@ -48,10 +48,12 @@ def outbound(
     parsed: Parsed[Any],
     count: Count,
     *,
+    maximum: int | None,
     ours: bool,
     credentials: Headers,
 ) -> Outbound:
-    """`credentials`: the gateway's own towards this model's replicas; the caller's key goes nowhere."""
+    """`maximum`: what each choice may generate at most, where the request does not say. `credentials`: the
+    gateway's own towards this model's replicas; the caller's key goes nowhere. Raises InvalidRequest."""
     headers = (
         _JSON,
         (_REQUEST_ID, exchange.record.request_id.encode()),
@@ -59,6 +61,8 @@ def outbound(
         *credentials,
     )
     overrides: dict[str, object] = {"model": terms.model.upstream_model or terms.model.name}
+    if maximum is not None:
+        overrides["max_tokens"] = maximum
     if ours:
         headers += _for_ours(exchange, terms)
         fields = parsed.fields
@@ -69,35 +73,40 @@ def outbound(
     body = with_fields(fields, **overrides, **ids)
     if len(body) > BODY_LEN_MAX:  # with the ids of a huge prompt: the engine counts it again
         body = with_fields(fields, **overrides)
-    return Outbound("POST", exchange.request.path, headers, body)
+    return Outbound("POST", exchange.path, headers, body, "stream_options" in overrides)
 
 
 def _for_ours(exchange: Exchange, terms: Terms) -> Headers:
-    callers, tenant, model = exchange.request.headers, terms.tenant, terms.model
+    tenant, model = terms.tenant, terms.model
     headers: Headers = ((_TENANT, tenant.id.encode()), (_SERVICE_TIER, tenant.service_tier.encode()))
-    queued = bound(callers.get(QUEUE_TIMEOUT_HEADER), tenant.queue_timeout_s or model.queue_timeout_s)
-    if queued is not None:
-        headers += ((_QUEUE_TIMEOUT, queued.encode()),)
-    in_all = bound(callers.get(REQUEST_TIMEOUT_HEADER), tenant.request_timeout_s or model.request_timeout_s)
-    if in_all is not None:
-        headers += ((_REQUEST_TIMEOUT, in_all.encode()),)
+    deadlines = (
+        (QUEUE_TIMEOUT_HEADER, tenant.queue_timeout_s or model.queue_timeout_s),
+        (REQUEST_TIMEOUT_HEADER, tenant.request_timeout_s or model.request_timeout_s),
+    )
+    for name, most_s in deadlines:
+        if (seconds := bound_s(name, exchange.request.headers.get(name), most_s)) is not None:
+            headers += ((name.encode(), repr(seconds).removesuffix(".0").encode()),)
     return headers
 
 
-def bound(asked: str | None, most_s: float | None) -> str | None:
+def bound_s(header: str, asked: str | None, most_s: float | None) -> float | None:
     """A deadline for the engine, in seconds: the caller's own, or the configured one where the caller names
-    none or a longer one. What is no number is passed on: the engine refuses it, by name."""
-    if asked is None or most_s is None:
-        return asked if most_s is None else str(most_s)
-    try:
-        return str(most_s) if float(asked) > most_s else asked
-    except ValueError:
-        return asked
+    none or a longer one. Raises InvalidRequest for a value that is none."""
+    asked_s = stated_timeout_s(header, asked)
+    if asked_s is None or most_s is None:
+        return most_s if asked_s is None else asked_s
+    return min(asked_s, most_s)
 
 
-def _for_others(parsed: Parsed[Any], tier_max: Tier) -> tuple[dict[str, Raw], dict[str, str]]:
-    """The fields that another engine is sent, and a `service_tier` instead of one above the tenant's."""
+def _for_others(parsed: Parsed[Any], tier_max: Tier) -> tuple[dict[str, Raw], dict[str, object]]:
+    """The fields that another engine is sent, and what is said instead of some: `service_tier` when it is
+    above the tenant's, and that a stream shall end with its usage."""
+    request = parsed.request
     fields = {name: value for name, value in parsed.fields.items() if name not in OURS_ALONE}
-    tier = getattr(parsed.request, "service_tier", None)
-    is_above = tier is not None and _RANKS[tier] > _RANKS[tier_max]
-    return fields, {"service_tier": tier_max} if is_above else {}
+    instead: dict[str, object] = {}
+    tier = getattr(request, "service_tier", None)
+    if tier is not None and _RANKS[tier] > _RANKS[tier_max]:
+        instead["service_tier"] = tier_max
+    if isinstance(request, GenerationRequest) and request.stream and not request.include_usage:
+        instead["stream_options"] = StreamOptions(include_usage=True)
+    return fields, instead

@@ -1,7 +1,8 @@
 """THE ORDER of a request's stages. Nobody else knows it, and no stage knows another.
 
     auth        who calls?                              401
-    body        the bytes, bounded in size and time     408 413
+    seat        may they have one more request?         429 503; from the headers alone
+    body        the bytes, bounded in size and time     408 413 503
     validate    what do they ask for?                   400, naming the field
     tenant      may they use that model?                404
     tokenize    how much is it?                         400 when it cannot fit the context
@@ -14,45 +15,67 @@
 
 Rules:
 
-1. What is reserved is settled, whichever way the request ends, also when the client leaves: usage as
-   the engine reports it; failing that (the client left, the engine died) the prompt, once it was
-   dispatched, and a token for each event passed on; nothing when the engine refused.
-2. Nothing is dispatched twice, except to another replica when no connection was had to the first, or
-   when that one refused at its door (503). When it was its queue that was full, no more than
-   `ELSEWHERE_MAX` others are asked: a crowd before all doors is not to be multiplied by their number.
+1. No work before its reservation. The seat is taken before the body is read; the body's bytes, and what is
+   made of them, are reserved as they come; tokens are counted no further than the context goes, and reserved
+   before an engine hears of them. What a request holds of its body is given back once it is answered.
+2. What is reserved is settled, whichever way the request ends, also when the client leaves: with what the
+   engine reports, which comes even of answers that were cut off. Where it cannot be learnt (the engine is
+   gone, or another's), what was reserved is charged; nothing when nothing was dispatched, or when the engine
+   refused.
+3. Nothing is dispatched twice, except to another replica when no connection was had to the first, when that
+   one refused at its door (503), or when its connection broke before it answered. When it was its queue that
+   was full, or when it had been dispatched, no more than `ELSEWHERE_MAX` others are asked: a crowd before all
+   doors is not to be multiplied by their number.
+4. What may be generated is what was reserved: a request that states no maximum, from a caller whose tokens
+   are limited, is given one.
 """
 
 from __future__ import annotations
 
+import asyncio
+import sys
+from functools import partial
 from typing import Final, cast
 
-from gateway.admission.quota import Meter, QuotaStore, Refusal
+from msgspec import Struct
+
+from gateway.admission.quota import Decision, Meter, QuotaStore, Refusal
 from gateway.admission.tokens import Count, TokenCounter
-from gateway.admission.validate import validate
+from gateway.admission.validate import PARSED_INLINE_LEN_MAX, validate
 from gateway.body import read_body
 from gateway.config import GatewayConfig, ModelConfig
 from gateway.credentials import Credentials
 from gateway.directory import Terms
 from gateway.exchange import Exchange
 from gateway.identity.keys import Principal
+from gateway.live import LiveRequests
 from gateway.outbound import outbound
 from gateway.record import observe_attempt, observe_decision
 from gateway.relay.stream import Progress, Relay
 from gateway.relay.upstream import Answer, Outbound, Upstream
-from gateway.routing.replicas import Replica, Replicas
+from gateway.relay.watch import Watch
+from gateway.routing.replicas import Outcome, Replica, Replicas
 from gateway.shield import shielded
+from shared.census import census_of
 from shared.errors import (
     ApiError,
     BudgetExhausted,
     ConnectTimeout,
+    EngineFailed,
     FirstTokenTimeout,
+    InterTokenTimeout,
     NotReady,
     Overloaded,
     RateLimited,
     RequestExceedsQuota,
     TokensRateLimited,
+    UpstreamFailed,
+    UpstreamLost,
     UpstreamUnreachable,
 )
+from shared.fair_share import FairShare
+from shared.fair_threads import FairThreads
+from shared.holding import Holding, memory_of
 from shared.ids import TOKENIZER_HEADER, ReplicaId
 from shared.openai import (
     ChatRequest,
@@ -67,7 +90,40 @@ ProxiedRequest = GenerationRequest | TokenizeRequest | DetokenizeRequest
 NO_TOKENS = Count(prompt_tokens=0, longest=0, prompts=0, extension=None)
 
 ELSEWHERE_MAX: Final = 1
-"""Other replicas that are asked when one's queue is full."""
+"""Other replicas that are asked when one's queue is full, or when it broke off."""
+ELSEWHERE: Final = (ConnectTimeout, UpstreamUnreachable, NotReady, Overloaded, UpstreamLost)
+"""The failures of one replica after which another may be asked."""
+FAILURES: Final = (
+    ConnectTimeout,
+    UpstreamUnreachable,
+    NotReady,
+    UpstreamFailed,
+    EngineFailed,
+    FirstTokenTimeout,
+    InterTokenTimeout,
+)
+"""The errors that tell of a replica that does not work."""
+REPORT_S: Final = 0.25
+"""How long an engine may take to report what an answer that was cut off has cost."""
+
+
+class Prepared(Struct, frozen=True):
+    """A request that may be dispatched."""
+
+    model: ModelConfig
+    outbound: Outbound
+    tokens: int
+    """Reserved: its load on a replica."""
+
+
+class Dispatched(Struct, frozen=True):
+    """A request that a replica has begun to answer."""
+
+    model: ModelConfig
+    replica: Replica
+    tokens: int
+    answer: Answer
+    hides_usage: bool
 
 
 class Pipeline:
@@ -79,7 +135,12 @@ class Pipeline:
         replicas: Replicas,
         upstream: Upstream,
         credentials: Credentials,
+        live: LiveRequests,
+        threads: FairThreads,
     ) -> None:
+        self._live = live
+        self._threads = threads
+        self._memory = FairShare(config.limits.request_memory)
         self._config = config
         self._tokens = tokens
         self._quotas = quotas
@@ -90,20 +151,32 @@ class Pipeline:
     async def run(self, exchange: Exchange) -> None:
         """Answer one request. Raises ApiError, ClientGone or CancelledError; by then all is settled."""
         principal = self.authenticate(exchange)
-        parsed = await self._read(exchange)
-        terms = self._resolve(exchange, principal, parsed.request)
-        count = await self._count(exchange, terms.model, parsed.request)
         try:
-            tokens = await self._reserve(exchange, terms, parsed.request, count)
-            request = self._outbound(exchange, terms, parsed, count)
-            replica, answer = await self._send(exchange, terms.model, request, tokens)
+            await self._take_seat(exchange, principal)
+            dispatched = await self._dispatch(exchange, principal)
             try:
-                await self._relay(exchange, terms.model, answer)
+                await self._relay(exchange, dispatched)
             finally:
-                self._replicas.give_back(replica, tokens)
-                await answer.aclose()  # tells the engine to stop, if there is more
+                outcome = outcome_of(sys.exception(), exchange.watch)
+                self._replicas.give_back(dispatched.replica, dispatched.tokens, outcome)
+                await dispatched.answer.aclose()  # tells the engine to stop, if there is more
         finally:
-            await self._settle(exchange, count.prompt_tokens)
+            await self._settle(exchange)
+
+    async def _dispatch(self, exchange: Exchange, principal: Principal) -> Dispatched:
+        """All that holds the request's body is in here, and is gone when this returns."""
+        with Holding(self._memory, principal.tenant) as holding:
+            prepared = await self._prepare(exchange, principal, holding)
+            holding.hold(len(prepared.outbound.content))
+            return await self._send(exchange, prepared)
+
+    async def _prepare(self, exchange: Exchange, principal: Principal, holding: Holding) -> Prepared:
+        parsed = await self._read(exchange, principal, holding)
+        terms = self._resolve(exchange, principal, parsed)
+        count = await self._count(exchange, terms, parsed.request)
+        maximum = await self._reserve(exchange, terms, parsed.request, count)
+        request = self._outbound(exchange, terms, parsed, count, maximum)
+        return Prepared(terms.model, request, exchange.record.reserved)
 
     def authenticate(self, exchange: Exchange) -> Principal:
         exchange.stages.enter("auth")
@@ -113,54 +186,87 @@ class Pipeline:
         exchange.record.key, exchange.record.tenant = principal.key, principal.tenant
         return principal
 
-    async def _read(self, exchange: Exchange) -> Parsed[ProxiedRequest]:
+    async def _take_seat(self, exchange: Exchange, principal: Principal) -> None:
+        exchange.stages.enter("seat")
+        self._live.claim(exchange, principal.tenant)
+        exchange.is_seated = True
+        subjects = exchange.directory.subjects(principal)
+        needs_tokens = issubclass(exchange.shape, GenerationRequest)
+        decision = await self._quotas.enter(exchange.reservation, subjects, needs_tokens=needs_tokens)
+        self._heed(exchange, decision, 1 if needs_tokens else 0)
+
+    async def _read(
+        self, exchange: Exchange, principal: Principal, holding: Holding
+    ) -> Parsed[ProxiedRequest]:
         exchange.stages.enter("body")
+        limits, timeouts = self._config.limits, self._config.timeouts
         body = await read_body(
-            exchange.request, exchange.watch, self._config.limits.body_len_max, self._config.timeouts.body_s
+            exchange.request, exchange.watch, holding, limits.body_len_max, timeouts.body_s
         )
         exchange.stages.enter("validate")
-        parsed = validate(body, exchange.shape, self._config.admission.unknown_fields)
+        census = census_of(body)
+        holding.hold(memory_of(body, census))
+        refuses_unknown = self._config.admission.unknown_fields
+        if len(body) <= PARSED_INLINE_LEN_MAX:
+            parsed = validate(body, exchange.shape, refuses_unknown, census)
+        else:
+            work = partial(validate, body, exchange.shape, refuses_unknown, census)
+            parsed = await self._threads.call(principal.tenant, work)
         assert isinstance(parsed.request, ProxiedRequest)
         exchange.ignored_fields = parsed.ignored_header
         exchange.record.stream = isinstance(parsed.request, GenerationRequest) and bool(parsed.request.stream)
         return cast("Parsed[ProxiedRequest]", parsed)  # Parsed is invariant
 
-    def _resolve(self, exchange: Exchange, principal: Principal, request: ProxiedRequest) -> Terms:
+    def _resolve(self, exchange: Exchange, principal: Principal, parsed: Parsed[ProxiedRequest]) -> Terms:
         exchange.stages.enter("tenant")
-        terms = exchange.directory.terms(principal, request.model)
+        terms = exchange.directory.terms(principal, parsed.request.model)
         exchange.record.model = terms.model.name
         exchange.bound_by(terms.timeouts)
+        if not self._tokens.is_foreign(terms.model):  # which may do what ours cannot
+            parsed.require_supported()
         return terms
 
-    async def _count(self, exchange: Exchange, model: ModelConfig, request: ProxiedRequest) -> Count:
+    async def _count(self, exchange: Exchange, terms: Terms, request: ProxiedRequest) -> Count:
         exchange.stages.enter("tokenize")
         if not isinstance(request, ChatRequest | CompletionRequest):
             return NO_TOKENS
-        count = await self._tokens.count(model, request)
+        count = await self._tokens.count(terms.model, request, terms.tenant.id)
         exchange.record.prompt_tokens, exchange.record.prompt_exact = count.prompt_tokens, count.is_exact
-        self._tokens.check_fits(model, request, count)
+        self._tokens.check_fits(terms.model, request, count)
         return count
 
-    async def _reserve(self, exchange: Exchange, terms: Terms, request: ProxiedRequest, count: Count) -> int:
-        """The reserved tokens."""
+    async def _reserve(
+        self, exchange: Exchange, terms: Terms, request: ProxiedRequest, count: Count
+    ) -> int | None:
+        """Reserve the request's tokens. Returns what each choice may generate at most, None where the request
+        says so itself or nothing limits it."""
         exchange.stages.enter("quota")
-        tokens = 0
-        if isinstance(request, ChatRequest | CompletionRequest):
-            most = self._config.admission.completion_estimate
-            tokens = self._tokens.reservation(terms.model, request, count, most, terms.tokens_per_min)
-        decision = await self._quotas.reserve(exchange.reservation, terms.subjects, tokens)
+        if not isinstance(request, ChatRequest | CompletionRequest):
+            return None
+        least_each = self._config.admission.completion_estimate
+        span = self._tokens.span(terms.model, request, count, least_each, terms.tokens_max)
+        decision = await self._quotas.reserve(exchange.reservation, terms.subjects, span.least, span.most)
+        self._heed(exchange, decision, span.least)
+        exchange.record.reserved = decision.granted
+        return span.maximum_each(decision.granted) if span.is_open else None
+
+    def _heed(self, exchange: Exchange, decision: Decision, tokens: int) -> None:
+        """Raises what a refusal means. `tokens`: the least that was asked for."""
         exchange.windows, exchange.record.decision = decision.windows, decision
-        observe_decision(decision, tokens)
+        observe_decision(decision)
         if decision.refusal is not None:
             raise _refused(decision.refusal, tokens)
-        exchange.record.reserved = tokens
-        return tokens
 
-    async def _settle(self, exchange: Exchange, prompt_tokens: int) -> None:
+    async def _settle(self, exchange: Exchange) -> None:
         """Whatever was reserved, and whether or not anybody heard that it was."""
         exchange.settling()
-        used = used_tokens(exchange.progress, prompt_tokens, exchange.record.reserved)
-        await shielded(self._quotas.settle(exchange.reservation, used), exchange.record.settlement)
+        progress = exchange.progress
+        try:
+            if progress.awaits_report:
+                await shielded(progress.report.wait(REPORT_S))
+        finally:
+            used = used_tokens(progress, exchange.record.reserved)
+            await shielded(self._quotas.settle(exchange.reservation, used), exchange.record.settlement)
 
     def _outbound(
         self,
@@ -168,37 +274,44 @@ class Pipeline:
         terms: Terms,
         parsed: Parsed[ProxiedRequest],
         count: Count,
+        maximum: int | None,
     ) -> Outbound:
         ours = not self._tokens.is_foreign(terms.model)
         credentials = self._credentials.headers(terms.model)
-        return outbound(exchange, terms, parsed, count, ours=ours, credentials=credentials)
+        return outbound(exchange, terms, parsed, count, maximum=maximum, ours=ours, credentials=credentials)
 
-    async def _send(
-        self, exchange: Exchange, model: ModelConfig, request: Outbound, tokens: int
-    ) -> tuple[Replica, Answer]:
-        """Rule 2."""
+    async def _send(self, exchange: Exchange, prepared: Prepared) -> Dispatched:
+        """Rule 3."""
+        exchange.stages.enter("route")
+        turn = self._replicas.next_turn()
         failure: ApiError | None = None
         tried: set[ReplicaId] = set()
-        full = 0
-        while True:
-            exchange.stages.enter("route")
-            enough = full > ELSEWHERE_MAX
-            replica = None if enough else self._replicas.take(model.name, tokens, tried)
-            if replica is None:
-                raise failure or UpstreamUnreachable("No engine serves this model.")
-            exchange.record.attempts += 1
-            try:
-                return replica, await self._connect(exchange, replica, request)
-            except (ConnectTimeout, UpstreamUnreachable, NotReady, Overloaded) as error:
-                failure = error
-                tried.add(replica.id)
-                full += isinstance(error, Overloaded)
-                exchange.progress.dispatched = exchange.progress.refused = False  # nothing was done there
-                self._replicas.give_back(replica, tokens)
-                observe_attempt(replica.id, error.code)
-            except BaseException:
-                self._replicas.give_back(replica, tokens)
-                raise
+        elsewhere = 0
+        try:
+            while True:
+                replica = None
+                if elsewhere <= ELSEWHERE_MAX:
+                    replica = self._replicas.take(prepared.model.name, prepared.tokens, turn, tried)
+                if replica is None:
+                    raise failure or UpstreamUnreachable("No engine serves this model.")
+                exchange.record.attempts += 1
+                try:
+                    answer = await self._connect(exchange, replica, prepared.outbound)
+                    hides_usage = prepared.outbound.asks_for_usage
+                    return Dispatched(prepared.model, replica, prepared.tokens, answer, hides_usage)
+                except ELSEWHERE as error:
+                    failure = error
+                    tried.add(replica.id)
+                    elsewhere += isinstance(error, Overloaded | UpstreamLost)
+                    exchange.progress.begin_anew(lost=isinstance(error, UpstreamLost))
+                    self._replicas.give_back(replica, prepared.tokens, outcome_of(error, exchange.watch))
+                    observe_attempt(replica.id, error.code)
+                    exchange.stages.enter("route")
+                except BaseException as error:
+                    self._replicas.give_back(replica, prepared.tokens, outcome_of(error, exchange.watch))
+                    raise
+        finally:
+            del failure  # it refers to this frame, which would keep both, and the body
 
     async def _connect(self, exchange: Exchange, replica: Replica, request: Outbound) -> Answer:
         exchange.stages.enter("connect")
@@ -211,19 +324,25 @@ class Pipeline:
             exchange.progress.dispatched = True
             exchange.stages.enter("wait")
 
-        connect_s = exchange.timeouts.connect_s
-        answer = await self._upstream.send(replica.protocol, replica.url, request, connect_s, connected)
+        answer = await self._upstream.send(
+            replica.protocol,
+            replica.url,
+            request,
+            exchange.timeouts.connect_s,
+            connected,
+            exchange.progress.report,
+        )
         observe_attempt(replica.id, "connected")
         if answer.status == NotReady.status:  # over HTTP/2 the connection may have said so: both are NotReady
-            exchange.progress.refused = True
             try:
                 raise await answer.error()
             finally:
                 await answer.aclose()
         return answer
 
-    async def _relay(self, exchange: Exchange, model: ModelConfig, answer: Answer) -> None:
-        self._tokens.observe(model, answer.headers.get(TOKENIZER_HEADER))
+    async def _relay(self, exchange: Exchange, dispatched: Dispatched) -> None:
+        answer = dispatched.answer
+        self._tokens.observe(dispatched.model, answer.headers.get(TOKENIZER_HEADER))
         exchange.take_engine_timing(answer.headers.get("server-timing", ""))
         relay = Relay(
             exchange.client,
@@ -231,19 +350,26 @@ class Pipeline:
             exchange.timeouts,
             exchange.progress,
             exchange.begin_answer,
+            dispatched.hides_usage,
         )
         await relay.run(answer)
 
 
-def used_tokens(progress: Progress, prompt_tokens: int, reserved: int) -> int:
-    """What a request is charged in the end; rule 1."""
-    if progress.refused or not progress.dispatched:
-        return 0
+def used_tokens(progress: Progress, reserved: int) -> int:
+    """What a request is charged in the end; rule 2."""
     if (closing := progress.closing) is not None:
         return closing.prompt_tokens + closing.completion_tokens
-    if progress.complete and not progress.events:  # a foreign engine's unary answer: nobody counted
-        return reserved
-    return prompt_tokens + progress.events
+    if progress.refused or not progress.dispatched:
+        return reserved if progress.lost else 0
+    return reserved
+
+
+def outcome_of(error: BaseException | None, watch: Watch) -> Outcome:
+    """What a dispatch that ended so tells about its replica."""
+    if error is None:
+        return Outcome.WORKED
+    told = watch.reason if isinstance(error, asyncio.CancelledError) else error
+    return Outcome.FAILED if isinstance(told, FAILURES) else Outcome.NEUTRAL
 
 
 def _refused(refusal: Refusal, tokens: int) -> ApiError:
@@ -259,5 +385,8 @@ def _refused(refusal: Refusal, tokens: int) -> ApiError:
         case Meter.TOKENS:
             message = f"{whose} tokens per minute is reached; this request may take {tokens}."
             return TokensRateLimited(message, retry_after_s=after_s)
+        case Meter.BUDGET if refusal.remaining and tokens > 1:
+            left = f"has {refusal.remaining} left; this request may take {tokens}, and fewer with max_tokens"
+            return BudgetExhausted(f"This {refusal.scope}'s budget of {refusal.limit} tokens {left}.")
         case Meter.BUDGET:
             return BudgetExhausted(f"This {refusal.scope}'s budget of {refusal.limit} tokens is spent.")

@@ -41,6 +41,9 @@ class EndReason(StrEnum):
     INTER_TOKEN_TIMEOUT = "inter_token_timeout"  # noqa: S105
     TOTAL_TIMEOUT = "total_timeout"
     SLOW_CLIENT = "slow_client"
+    QUEUE_TIMEOUT = "queue_timeout"
+    """The caller's own bound, as the next."""
+    REQUEST_TIMEOUT = "request_timeout"
     UPSTREAM_UNREACHABLE = "upstream_unreachable"
     UPSTREAM_FAILED = "upstream_failed"
     DRAIN = "drain"
@@ -61,8 +64,11 @@ _REASONS: Final[dict[type[ApiError], EndReason]] = {
     errors.InterTokenTimeout: EndReason.INTER_TOKEN_TIMEOUT,
     errors.TotalTimeout: EndReason.TOTAL_TIMEOUT,
     errors.SlowClient: EndReason.SLOW_CLIENT,
+    errors.QueueTimeout: EndReason.QUEUE_TIMEOUT,
+    errors.RequestTimeout: EndReason.REQUEST_TIMEOUT,
     errors.UpstreamUnreachable: EndReason.UPSTREAM_UNREACHABLE,
     errors.UpstreamFailed: EndReason.UPSTREAM_FAILED,
+    errors.UpstreamLost: EndReason.UPSTREAM_FAILED,
     errors.EngineFailed: EndReason.UPSTREAM_FAILED,
     errors.InternalError: EndReason.INTERNAL_ERROR,
     DrainCut: EndReason.DRAIN,
@@ -135,6 +141,9 @@ IN_FLIGHT: Final = Gauge("penstock_gateway_requests_in_flight", "Requests in pro
 HTTP2_STREAMS: Final = Gauge(
     "penstock_gateway_http2_streams", "Streams to engines that are open.", registry=REGISTRY
 )
+CONNECTIONS_CUT: Final = Counter(
+    "penstock_gateway_connections_cut", "Client connections closed because there were too many.", ()
+)
 TOKENS: Final = Counter(
     "penstock_gateway_tokens", "Tokens as the engine counted.", ("model", "tenant", "kind")
 )
@@ -152,7 +161,7 @@ SECONDS: Final = Histogram(
 )
 QUOTA: Final = Counter(
     "penstock_gateway_quota_decisions",
-    "Reservations granted, and refused by which meter of whom.",
+    "Seats and tokens granted, and refused by which meter of whom.",
     ("decision", "meter", "scope"),
 )
 QUOTA_TOKENS: Final = Counter(
@@ -171,11 +180,13 @@ def observe_attempt(replica: ReplicaId, outcome: str) -> None:
     UPSTREAM_ATTEMPTS.inc(replica, outcome)
 
 
-def observe_decision(decision: Decision, tokens: int) -> None:
+def observe_decision(decision: Decision) -> None:
     refusal = decision.refusal
-    if refusal is None:
-        QUOTA.inc("granted", NONE, NONE)
-        QUOTA_TOKENS.inc("reserved", by=tokens)
+    if refusal is None and decision.granted:
+        QUOTA.inc("granted", "tokens", NONE)
+        QUOTA_TOKENS.inc("reserved", by=decision.granted)
+    elif refusal is None:
+        QUOTA.inc("granted", "seat", NONE)
     else:
         QUOTA.inc("refused", refusal.meter.value, refusal.scope.value)
 

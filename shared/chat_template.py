@@ -79,6 +79,8 @@ class ChatTemplate:
         plain = {"role": role, "content": message.text}
         if message.name is not None:
             plain["name"] = message.name
+        if message.reasoning_content is not None:
+            plain["reasoning_content"] = message.reasoning_content
         return plain
 
 

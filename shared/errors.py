@@ -38,6 +38,23 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
 
+def forget_frames(error: BaseException | None) -> None:
+    """Drop the tracebacks of `error` and of those that led to it.
+
+    They hold every frame that the error went through, and those their variables, the request's body among
+    them; and where one of these variables leads back to the error, all of it stays until the next full
+    garbage collection. An error that was answered and logged has no use for them.
+    """
+    seen: set[int] = set()
+    left = [error]
+    while left:
+        found = left.pop()
+        if found is not None and id(found) not in seen:
+            seen.add(id(found))
+            found.__traceback__ = None
+            left += (found.__cause__, found.__context__)
+
+
 class InternalError(ApiError):
     """A bug of ours. The message says nothing; the detail and the log say everything."""
 
@@ -194,6 +211,11 @@ class UpstreamFailed(ApiError):
 
     status = HTTPStatus.BAD_GATEWAY
     code = "upstream_failed"
+
+
+class UpstreamLost(UpstreamFailed):
+    """The connection broke after the request was dispatched and before anything was answered: the engine no
+    longer works on it, and another may be asked."""
 
 
 class ConnectTimeout(ApiError):

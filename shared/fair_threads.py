@@ -88,7 +88,8 @@ class FairThreads:
         job = _Job(tenant, slices, asyncio.get_running_loop().create_future())
         self._enqueue(job)
         self._dispatch()
-        return await job.done
+        result: T = await job.done
+        return result
 
     def close(self) -> None:
         """Without waiting for the slices that run: nobody is left who waits for them."""

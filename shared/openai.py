@@ -3,14 +3,15 @@
 Policy for fields, as README documents it:
 
 - A field that is honoured is typed and bounded here, and a bad value is a 400 that names it.
-- A field that asks for something we cannot do (`tools`, a JSON `response_format`, audio) is refused
-  by `shared.validation`; it is never silently ignored.
+- A field that asks for something we cannot do (`tools`, a JSON `response_format`, audio, other engines'
+  extensions) is refused, by the tables of `shared.fields`; it is never silently ignored.
 - Fields that change nothing about the answer (`metadata`, `user`, `store`, ...) are accepted.
 - Unknown fields are accepted too, passed on, and named in the `x-penstock-ignored-fields` answer
   header, so that a misspelt name can be seen.
 
 Beyond OpenAI, the common extensions of open engines: `top_k`, `min_p`, `repetition_penalty`,
-`stop_token_ids`, `min_tokens`, `ignore_eos`, `return_token_ids`, `cache_salt`.
+`stop_token_ids`, `min_tokens`, `ignore_eos`, `return_token_ids`, `cache_salt`, a message's
+`reasoning_content`.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class ChatMessage(Struct):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Meta(max_length=MESSAGES_MAX)]
     name: str | None = None
+    reasoning_content: str | None = None
+    """What the assistant thought, for templates that repeat it. An extension that open engines share."""
 
     @property
     def text(self) -> str:
@@ -150,14 +153,14 @@ class ChatRequest(GenerationRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)] | None = None
 
-    # accepted when they ask for nothing; refused by shared.validation when they do
-    tools: list[Raw] | None = None
+    # accepted when they ask for nothing; `shared.fields` says when they do
+    tools: Raw = _NULL
     tool_choice: Raw = _NULL
     parallel_tool_calls: bool | None = None
-    functions: list[Raw] | None = None
+    functions: Raw = _NULL
     function_call: Raw = _NULL
     response_format: ResponseFormat | None = None
-    modalities: list[str] | None = None
+    modalities: Raw = _NULL
     audio: Raw = _NULL
     reasoning_effort: str | None = None
     verbosity: str | None = None

@@ -10,17 +10,13 @@ Rules
 
 from __future__ import annotations
 
-from typing import Final
-
 from shared.errors import ApiError, ContextLengthExceeded, InvalidRequest
 from shared.fair_threads import Slices
+from shared.holding import TOKENS_MAX
 from shared.openai import ChatRequest, CompletionRequest
 from shared.text_slices import SLICE_LEN, WHOLE_LEN_MAX
 from shared.tokenizer import Tokenizer
 from shared.validation import prompt_count
-
-TOKENS_MAX: Final = 1024 * 1024
-"""Tokens of all prompts of a request together."""
 
 
 def prompt_slices(
@@ -35,8 +31,8 @@ def prompt_slices(
         yield
         ids = yield from text_slices(tokenizer, text, len_max, "messages", add_special_tokens=False)
         return _checked([ids], "messages")
+    prompt_count(request.prompt)
     prompt = [request.prompt] if isinstance(request.prompt, str) else request.prompt
-    prompt_count(prompt)
     texts = [item for item in prompt if isinstance(item, str)]
     if not all(texts):
         raise _empty("prompt")

@@ -147,8 +147,10 @@ class Tokenizer:
         spec = json.loads(bundle.tokenizer_json)
         self._piece_bytes = _piece_decoder(spec)
         self._words = WordEncoder.of(self.raw, spec)
-        self.around = _around(self)
-        self.slicer = None if self.around is None else Slicer.of(self.raw, spec)
+        around = _around(self)
+        self.around: tuple[list[int], list[int]] = around or ([], [])
+        """The special tokens that are added before and behind a text."""
+        self.slicer = None if around is None else Slicer.of(self.raw, spec)
         """None for a tokenizer whose text is not known to be cut anywhere."""
         self.sentinel_id = next((vocabulary[char] for char in _SENTINELS if char in vocabulary), None)
         """A token of one plain character, if there is one."""
@@ -303,7 +305,7 @@ class DecodeStream:
 
 
 def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]] | None:
-    """The special tokens that are added before and behind a text; None where they do more than that."""
+    """The special tokens before and behind a text; None where more is done to it."""
     bare, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
     for at in range(len(whole) - len(bare) + 1):
         before, after = whole[:at], whole[at + len(bare) :]

@@ -8,25 +8,32 @@ Rules:
 
 1. Whatever the bytes, the outcome is a `Parsed` or an `InvalidRequest`; nothing else escapes.
 2. The error names the field (`param`), and never shows a value: values may be prompt text.
-3. A field that asks for something we cannot do is refused, and never silently ignored.
+3. A field that asks for something no engine of ours can do is told (`Parsed.unsupported`), and never silently
+   ignored. Whether to refuse it is for those who know the engine.
+4. What is made of a body is bounded before it is made: its values are counted first (`shared.census`), so the
+   work is some milliseconds for each megabyte, and the memory what `shared.census` says.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 from msgspec import Raw, Struct
 
+from shared.census import Census, census_of
 from shared.errors import InvalidJson, InvalidRequest, UnsupportedParameter
+from shared.fields import survey
 from shared.openai import PROMPTS_MAX, ChatRequest, CompletionRequest, Prompt
 
 T = TypeVar("T", bound=Struct)
 
+FIELDS_MAX: Final = 256
+"""Fields at the body's top level."""
 IGNORED_NAMED_MAX: Final = 32
 """Names of ignored fields that the answer's header lists."""
 _HEADER_SAFE: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -37,7 +44,14 @@ class Parsed(Struct, Generic[T], frozen=True):
     fields: dict[str, Raw]
     """The body's top level, as it was sent."""
     ignored: tuple[str, ...]
-    """Names in `fields` that mean nothing here."""
+    """Names of fields that mean nothing here, those within messages too."""
+    unsupported: str | None = None
+    """The first field that asks for what no engine of ours can do."""
+
+    def require_supported(self) -> None:
+        """Raises UnsupportedParameter."""
+        if (param := self.unsupported) is not None:
+            raise UnsupportedParameter(f"{param}: this server cannot do what it asks for.", param=param)
 
     @property
     def ignored_header(self) -> str:
@@ -48,8 +62,11 @@ class Parsed(Struct, Generic[T], frozen=True):
         return ", ".join(named[:IGNORED_NAMED_MAX])
 
 
-def parse(body: bytes, type_: type[T]) -> Parsed[T]:
-    """Decode and check one request. Raises InvalidJson, InvalidRequest or UnsupportedParameter."""
+def parse(body: bytes, type_: type[T], census: Census | None = None) -> Parsed[T]:
+    """Decode and check one request. Raises InvalidJson or InvalidRequest. `census`: the body's, if it was
+    taken already."""
+    if (excess := (census or census_of(body)).excess) is not None:
+        raise InvalidRequest(f"The body has {excess}.")
     try:
         body.decode()  # msgspec leaves strings that it skips unchecked
         fields = _top_level(body)
@@ -63,10 +80,9 @@ def parse(body: bytes, type_: type[T]) -> Parsed[T]:
     except msgspec.DecodeError as error:
         raise _invalid_json(body, str(error)) from None
     if isinstance(request, ChatRequest | CompletionRequest):
-        check(request, fields)
-    known = _names(type_)
-    ignored = () if fields.keys() <= known else tuple(name for name in fields if name not in known)
-    return Parsed(request, fields, ignored)
+        check(request)
+    found = survey(request, fields, _names(type_))
+    return Parsed(request, fields, found.unknown, found.unsupported)
 
 
 def with_fields(fields: dict[str, Raw], **overrides: object) -> bytes:
@@ -92,6 +108,8 @@ _decode_top_level: Final = msgspec.json.Decoder(dict[_Key, Raw], dec_hook=_Key).
 
 def _top_level(body: bytes) -> dict[str, Raw]:
     pairs = _decode_top_level(body)
+    if len(pairs) > FIELDS_MAX:
+        raise InvalidRequest(f"The body has more than {FIELDS_MAX} fields.")
     fields: dict[str, Raw] = {}
     for key, value in pairs.items():
         if key.name in fields:
@@ -245,12 +263,8 @@ def _spread(type_: Any) -> Iterator[Any]:
 # -- meaning --------------------------------------------------------------------------------------
 
 
-def check(request: ChatRequest | CompletionRequest, named: Iterable[str]) -> None:
-    """What no single field's type can say. `named`: the fields that were sent."""
-    asks = _ASKS[type(request)]
-    for param in named:
-        if param in asks and asks[param](request):
-            raise UnsupportedParameter(f"{param}: this server cannot do what it asks for.", param=param)
+def check(request: ChatRequest | CompletionRequest) -> None:
+    """What no single field's type can say."""
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
     if request.logit_bias is not None:
@@ -268,6 +282,8 @@ def _check_logit_bias(bias: dict[str, float]) -> None:
     for key in bias:
         if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < 2**31):
             raise InvalidRequest("The keys of logit_bias must be token ids.", param="logit_bias")
+    if len({int(key) for key in bias}) < len(bias):
+        raise InvalidRequest("logit_bias names a token twice.", param="logit_bias")
 
 
 def _check_chat(request: ChatRequest) -> None:
@@ -296,29 +312,3 @@ def prompt_count(prompt: Prompt) -> int:
     if len(kinds) > 1:
         raise InvalidRequest("prompt must not mix strings, token ids and lists of token ids.", param="prompt")
     return 1 if kinds == {int} else len(prompt)
-
-
-def _asks(value: Raw, *nothing: bytes) -> bool:
-    return bytes(value) not in (b"null", *nothing)
-
-
-_ASKS: Final[dict[type[Struct], dict[str, Callable[[Any], bool]]]] = {
-    ChatRequest: {
-        "tools": lambda chat: bool(chat.tools),
-        "tool_choice": lambda chat: _asks(chat.tool_choice, b'"none"', b'"auto"'),
-        "functions": lambda chat: bool(chat.functions),
-        "function_call": lambda chat: _asks(chat.function_call, b'"none"', b'"auto"'),
-        "response_format": lambda chat: (
-            chat.response_format is not None and chat.response_format.type != "text"
-        ),
-        "modalities": lambda chat: chat.modalities not in (None, [], ["text"]),
-        "audio": lambda chat: _asks(chat.audio),
-        "reasoning_effort": lambda chat: chat.reasoning_effort not in (None, "none"),
-        "verbosity": lambda chat: chat.verbosity not in (None, "medium"),
-    },
-    CompletionRequest: {
-        "suffix": lambda completion: bool(completion.suffix),
-        "best_of": lambda completion: completion.best_of not in (None, completion.n or 1),
-    },
-}
-"""Of the fields that are accepted when they ask for nothing: whether they ask for something."""

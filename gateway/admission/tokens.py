@@ -7,7 +7,8 @@ Rules:
 
 1. Counting never holds up the event loop, and fetching never holds up a request. A prompt of up to
    `INLINE_LEN_MAX` characters is counted in place, because handing it to a thread and back takes
-   longer than counting it.
+   longer than counting it. Any other is counted slice by slice on threads that tenants share fairly, and
+   no further than the model's context goes.
 2. Ids that were counted are sent along; the engine trusts them only under its own tokenizer's hash.
 3. An estimate errs on the high side for most text: one token for `ESTIMATE_BYTES` bytes of UTF-8
    (English has about four, Chinese and Japanese about three) and a few for each message's frame.
@@ -28,8 +29,10 @@ from gateway.config import ModelConfig
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import ApiError, ContextLengthExceeded
+from shared.fair_threads import FairThreads
 from shared.openai import ChatMessage, ChatRequest, CompletionRequest, PromptExtension
-from shared.tokenizer import Tokenizer, TokenizerBundle, TokenizerThreads, UnusableTokenizer
+from shared.prompts import prompt_slices
+from shared.tokenizer import Tokenizer, TokenizerBundle, UnusableTokenizer
 
 INLINE_LEN_MAX: Final = 1024
 """About 250 tokens: a tenth of a millisecond."""
@@ -38,8 +41,8 @@ ESTIMATE_MESSAGE_TOKENS: Final = 8
 RETRY_S_MIN: Final = 0.5
 RETRY_S_MAX: Final = 5.0
 QUOTA_SHARE_MAX: Final = 4
-"""A request that states no maximum reserves at most this fraction (one quarter) of the tightest
-tokens-per-minute limit for its completion, so that small limits still let it through."""
+"""A request that states no maximum reserves for its completion at least the estimate, or this fraction (one
+quarter) of the tightest limit on tokens if that is less, so that small limits still let it through."""
 
 log = logs.get(__name__)
 
@@ -74,17 +77,41 @@ class Count(Struct, frozen=True):
         return self.extension is not None
 
 
+class Span(Struct, frozen=True):
+    """Tokens to reserve: the least that the request can do with, and the most that it could use."""
+
+    prompt_tokens: int
+    choices: int
+    least_each: int
+    """Tokens of one choice."""
+    most_each: int
+    is_open: bool = False
+    """Whether the request states no maximum and its caller's tokens are limited: then it is given one."""
+
+    @property
+    def least(self) -> int:
+        return self.prompt_tokens + self.choices * self.least_each
+
+    @property
+    def most(self) -> int:
+        return self.prompt_tokens + self.choices * self.most_each
+
+    def maximum_each(self, granted: int) -> int:
+        """What each choice may generate, so that all together stay within what was granted."""
+        return max(1, (granted - self.prompt_tokens) // self.choices)
+
+
 @dataclass(slots=True)
 class _Known:
     """What is known about one model, and whether to ask again."""
 
     profile: EngineProfile | None = None
-    threads: TokenizerThreads | None = None
+    tokenizer: Tokenizer | None = None
     stale: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def hash(self) -> str | None:
-        return self.threads.hash if self.threads else None
+        return self.tokenizer.hash if self.tokenizer else None
 
 
 class TokenCounter:
@@ -92,7 +119,7 @@ class TokenCounter:
         self,
         models: Iterable[ModelConfig],
         fetch: Callable[[ModelConfig], Awaitable[EngineProfile]],
-        threads: int,
+        threads: FairThreads,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._models: Final = {model.name: model for model in models}
@@ -109,15 +136,21 @@ class TokenCounter:
         profile = self._known[model.name].profile
         return profile is not None and profile.bundle is None
 
-    async def count(self, model: ModelConfig, request: PromptRequest) -> Count:
-        """Raises InvalidRequest for a prompt that is empty or that the chat template refuses."""
-        threads = self._known[model.name].threads
-        if threads is None:
+    async def count(self, model: ModelConfig, request: PromptRequest, tenant: str) -> Count:
+        """Raises InvalidRequest for a prompt that is empty or that the chat template refuses,
+        ContextLengthExceeded for one that is too long, and Overloaded."""
+        known = self._known[model.name]
+        tokenizer = known.tokenizer
+        if tokenizer is None:
             return estimate(request)
-        short = _is_short(request)
-        prompt_ids = threads.tokenizer.prompt_ids(request) if short else await threads.prompt_ids(request)
+        if _is_short(request):
+            prompt_ids = tokenizer.prompt_ids(request)
+        else:
+            len_max = known.profile.max_model_len if known.profile is not None else None
+            slices = prompt_slices(tokenizer, request, len_max)
+            prompt_ids = await self._threads.run(tenant, slices)
         lengths = [len(ids) for ids in prompt_ids]
-        return Count(sum(lengths), max(lengths), len(lengths), PromptExtension(threads.hash, prompt_ids))
+        return Count(sum(lengths), max(lengths), len(lengths), PromptExtension(tokenizer.hash, prompt_ids))
 
     def check_fits(self, model: ModelConfig, request: PromptRequest, count: Count) -> None:
         """Raises ContextLengthExceeded, when the count is exact and the engine told its length."""
@@ -135,29 +168,35 @@ class TokenCounter:
         param = "max_completion_tokens" if newer else "max_tokens"
         raise ContextLengthExceeded(f"{message}: there is no room for {named} more.", param=param)
 
-    def reservation(
+    def span(
         self,
         model: ModelConfig,
         request: PromptRequest,
         count: Count,
-        estimate_max: int,
-        tokens_per_min: int | None,
-    ) -> int:
+        estimate: int,
+        tokens_max: int | None,
+    ) -> Span:
         """The tokens to reserve: all prompts, and for every choice the most it may generate.
 
-        A request that states no maximum reserves `estimate_max` for each choice instead, or what the
-        context leaves, and in all no more than a share of the tightest limit.
+        For a choice without a maximum: `estimate` at least, and what the context leaves at most. `tokens_max`
+        is the tightest limit of the caller; without one the estimate is all that is reserved, as nothing
+        bounds what is generated.
         """
         choices = (request.n or 1) * count.prompts
-        if request.output_tokens_max is not None:
-            return count.prompt_tokens + choices * request.output_tokens_max
+        stated = request.output_tokens_max
+        if stated is not None:
+            return Span(count.prompt_tokens, choices, stated, stated)
         profile = self._known[model.name].profile
-        if profile is not None and profile.max_model_len is not None:
-            estimate_max = min(estimate_max, max(1, profile.max_model_len - count.longest))
-        completion = choices * estimate_max
-        if tokens_per_min is not None:
-            completion = min(completion, max(1, tokens_per_min // QUOTA_SHARE_MAX))
-        return count.prompt_tokens + completion
+        if profile is None or profile.max_model_len is None:
+            room = estimate
+        else:
+            room = max(1, profile.max_model_len - count.longest)
+        each = min(estimate, room)
+        if tokens_max is None:
+            return Span(count.prompt_tokens, choices, each, each)
+        share = tokens_max // QUOTA_SHARE_MAX // choices
+        least = max(1, request.min_tokens or 0, min(each, share))
+        return Span(count.prompt_tokens, choices, least, max(least, room), is_open=True)
 
     def observe(self, model: ModelConfig, tokenizer_hash: str | None) -> None:
         """Every answer names its engine's tokenizer: fetch it when it is not the one in use."""
@@ -170,11 +209,6 @@ class TokenCounter:
         async with asyncio.TaskGroup() as group:
             for name in self._models:
                 group.create_task(self._keep(name))
-
-    def close(self) -> None:
-        for known in self._known.values():
-            if known.threads is not None:
-                known.threads.close()
 
     async def _keep(self, name: str) -> None:
         known = self._known[name]
@@ -195,7 +229,7 @@ class TokenCounter:
     async def _adopt(self, name: str, profile: EngineProfile) -> None:
         known = self._known[name]
         if profile.bundle is None:
-            known.threads = None
+            known.tokenizer = None
             log.info("tokenizer.none", model=name, consequence="prompts are estimated")
         else:
             await self._load(name, known, profile.bundle)
@@ -208,8 +242,7 @@ class TokenCounter:
             log.error("tokenizer.unusable", model=name, error=str(error))
             return
         if tokenizer.hash != known.hash:
-            # the old one's threads end by themselves, when its last requests are counted
-            known.threads = TokenizerThreads(tokenizer, self._threads)
+            known.tokenizer = tokenizer
             log.info("tokenizer.loaded", model=name, hash=tokenizer.hash)
 
 

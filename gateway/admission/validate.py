@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from typing import Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 from msgspec import Struct
 
+from shared.census import Census
 from shared.errors import InvalidRequest
 from shared.openai import GenerationRequest
 from shared.validation import Parsed, parse
 
 T = TypeVar("T", bound=Struct)
+
+PARSED_INLINE_LEN_MAX: Final = 256 * 1024
+"""Bytes of a body that is parsed on the event loop, in some two milliseconds; larger ones are for threads."""
 
 
 def warm(types: Iterable[type[Struct]]) -> None:
@@ -22,9 +26,11 @@ def warm(types: Iterable[type[Struct]]) -> None:
             parse(b"{}", type_)
 
 
-def validate(body: bytes, type_: type[T], unknown_fields: Literal["ignore", "refuse"]) -> Parsed[T]:
-    """Raises InvalidJson, InvalidRequest or UnsupportedParameter, which name the field."""
-    parsed = parse(body, type_)
+def validate(
+    body: bytes, type_: type[T], unknown_fields: Literal["ignore", "refuse"], census: Census
+) -> Parsed[T]:
+    """Raises InvalidJson or InvalidRequest, which name the field."""
+    parsed = parse(body, type_, census)
     if isinstance(parsed.request, GenerationRequest) and parsed.request.penstock is not None:
         raise InvalidRequest("penstock is set by the gateway alone.", param="penstock")
     if parsed.ignored and unknown_fields == "refuse":

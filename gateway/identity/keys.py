@@ -44,9 +44,10 @@ _PRINTABLE: Final = re.compile(rf"[ -~]{{1,{KEY_LEN_MAX}}}")
 _DUMMY: Final = hashlib.sha256(secrets.token_bytes(32)).digest()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Principal:
-    """Who calls."""
+    """Who calls. Equal to itself alone: what is worked out for one is not another's, though they share a
+    key."""
 
     key: KeyId
     tenant: TenantId

@@ -21,7 +21,7 @@ from typing import Final
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.helpers import rfc822_formatted_time
-from aiohttp.http import SERVER_SOFTWARE, HttpVersion, HttpVersion10, HttpVersion11
+from aiohttp.http import HttpVersion, HttpVersion10, HttpVersion11
 
 from gateway.relay.watch import Watch
 from shared.errors import ApiError, SlowClient
@@ -29,6 +29,8 @@ from shared.sse import error_event
 
 BODILESS: Final = (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
 STATUS_LINES_MAX: Final = 1024
+SERVER: Final = "penstock"
+"""The `server` header. aiohttp's own tells its version and Python's."""
 _CHUNK: Final = b"%x\r\n%b\r\n"
 _LAST_CHUNK: Final = b"0\r\n\r\n"
 
@@ -84,7 +86,7 @@ class Client:
             self._chunked = True
         else:
             keep_alive = False
-        lines.append(f"date: {rfc822_formatted_time()}\r\nserver: {SERVER_SOFTWARE}")
+        lines.append(f"date: {rfc822_formatted_time()}\r\nserver: {SERVER}")
         if not keep_alive:
             lines.append("connection: close")
         elif version == HttpVersion10:

@@ -22,6 +22,7 @@ from aiohttp.connector import AddrInfoType
 from yarl import URL
 
 from shared.http2.client import NO_TIMEOUTS, Timeouts
+from shared.http2.report import Report
 
 IDLE_S: Final = 15.0
 """How long an unused connection is kept: below any engine's own limit, or requests would be sent
@@ -65,10 +66,11 @@ class Http1Transport:
         *,
         timeouts: Timeouts = NO_TIMEOUTS,
         connected: Callable[[], None] | None = None,
+        report: Report | None = None,
     ) -> ResponseStream:
         """Send, and wait for the response's headers; it is the caller's to close. Of the timeouts only
         `connect_s` is applied. `connected` is told when there is a connection, new or kept: what fails
-        before was not dispatched. Raises httpx's errors."""
+        before was not dispatched. No report comes over HTTP/1.1. Raises httpx's errors."""
         try:
             answer = await self._session.request(
                 method,
@@ -142,7 +144,7 @@ def _translated(error: Exception) -> httpx.TransportError:
             return httpx.ConnectTimeout(text)
         case aiohttp.ClientConnectorError():
             return httpx.ConnectError(text)
-        case aiohttp.ClientPayloadError() | aiohttp.ServerDisconnectedError():
+        case aiohttp.ClientPayloadError():
             return httpx.RemoteProtocolError(text)
         case _:
             return httpx.ReadError(text)

@@ -28,6 +28,7 @@ from gateway.relay.foreign import ForeignStream, Source, usage_of
 from gateway.relay.upstream import Answer, read_back
 from gateway.relay.watch import Watch
 from shared.errors import InterTokenTimeout, UpstreamFailed
+from shared.http2.report import Report
 from shared.ids import TOKENIZER_HEADER
 from shared.sse import CLOSING_HEADER, Closing, TailScanner, parse_closing
 
@@ -58,14 +59,31 @@ class Progress(Struct, eq=False):
     dispatched: bool = False
     """A replica was sent the request, or part of it."""
     refused: bool = False
-    """The engine said no before its first token: nothing was computed."""
+    """The engine answered with an error of its own. Unless it says otherwise, nothing was computed."""
+    lost: bool = False
+    """A replica broke off after it was sent the request: nobody knows what it computed."""
+    report: Report = field(default_factory=Report)
+    """An engine's last words, which come even when the answer was cut off."""
+
+    def begin_anew(self, *, lost: bool) -> None:
+        """The request goes to another replica. `lost`: the one before had been sent it, and broke off."""
+        self.dispatched = self.refused = False
+        self.lost |= lost
+        self.report = Report()
 
     @property
     def closing(self) -> Closing | None:
-        """What the engine reported at the end, as far as it was read."""
+        """What the engine reported at the end, as far as it was heard."""
         if (reported := self.header_closing or self.scanner.closing) is not None:
             return reported
+        if (payload := self.report.payload) is not None:
+            return parse_closing(payload)
         return self.foreign.usage if self.foreign is not None else self.foreign_usage
+
+    @property
+    def awaits_report(self) -> bool:
+        """Whether what was computed is not known yet, and may still be told."""
+        return self.dispatched and self.report.is_due and self.closing is None
 
     @property
     def delivered(self) -> bool:
@@ -87,6 +105,8 @@ class Relay(Struct, frozen=True, eq=False):
     progress: Progress
     headers: Callable[[], Mapping[str, str]]
     """What the gateway adds; asked when the first bytes are there."""
+    hides_usage: bool = False
+    """Another engine was asked for usage that the client did not ask for."""
 
     async def run(self, answer: Answer) -> None:
         """Raises what the engine says instead of an answer, UpstreamFailed or ClientGone."""
@@ -102,7 +122,7 @@ class Relay(Struct, frozen=True, eq=False):
         scanner = self.progress.scanner
         source: Source = answer
         if _is_foreign(answer):
-            source = self.progress.foreign = ForeignStream(answer)
+            source = self.progress.foreign = ForeignStream(answer, hides_usage=self.hides_usage)
         head = await self._first_event(answer.status, source)
         self.progress.events += head.count(_BOUNDARY)
         await self._begin(answer, head, _STREAM_HEADERS)

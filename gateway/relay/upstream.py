@@ -25,8 +25,16 @@ from gateway.config import HopConfig, ModelConfig, Protocol
 from gateway.relay.http1 import Http1Transport
 from gateway.shield import shielded
 from shared import errors
-from shared.errors import ApiError, ConnectTimeout, NotReady, UpstreamFailed, UpstreamUnreachable
+from shared.errors import (
+    ApiError,
+    ConnectTimeout,
+    NotReady,
+    UpstreamFailed,
+    UpstreamLost,
+    UpstreamUnreachable,
+)
 from shared.http2.client import Draining, Http2Transport, NotHttp2, RequestUnprocessed, Timeouts
+from shared.http2.report import Report
 from shared.tls import client_context
 
 BOUNDS_MAX: Final = 1024
@@ -44,6 +52,8 @@ class Outbound(msgspec.Struct, frozen=True):
     path: str
     headers: tuple[tuple[bytes, bytes], ...]
     content: bytes = b""
+    asks_for_usage: bool = False
+    """Another engine's stream is asked for usage, and not by the client."""
 
 
 class Response(typing.Protocol):
@@ -74,6 +84,7 @@ class Transport(typing.Protocol):
         *,
         timeouts: Timeouts,
         connected: Callable[[], None] | None,
+        report: Report | None,
     ) -> Response: ...
 
     async def aclose(self) -> None: ...
@@ -166,12 +177,15 @@ class Upstream:
         outbound: Outbound,
         connect_s: float,
         connected: Callable[[], None] = lambda: None,
+        report: Report | None = None,
     ) -> Answer:
-        """Dispatch, and wait for the answer's headers. `connected` is told when there is a connection.
+        """Dispatch, and wait for the answer's headers. `connected` is told when there is a connection;
+        `report` takes the engine's last words.
 
         Raises:
             ConnectTimeout, UpstreamUnreachable, NotReady: nothing was dispatched.
-            UpstreamFailed: anything later.
+            UpstreamLost: the connection broke after that.
+            UpstreamFailed: anything else.
         """
         content = outbound.content
         try:
@@ -182,7 +196,11 @@ class Upstream:
                 content,
                 timeouts=_bounds(connect_s),
                 connected=connected,
+                report=report,
             )
+        except httpx.ReadError as error:
+            detail = f"{type(error).__name__}: {error}"
+            raise UpstreamLost("The engine went away before it answered.", detail=detail) from error
         except httpx.HTTPError as error:
             raise _ours(error) from error
         return Answer(response)
@@ -288,14 +306,16 @@ def read_back(status: int, body: bytes, retry_after: str | None = None) -> ApiEr
     """An engine's error answer as an error of ours: same code, message and param where it speaks
     OpenAI's envelope, and UpstreamFailed where it does not."""
     detail = f"engine answered {status}"
+    retry_after_s = float(retry_after) if retry_after and retry_after.isdecimal() else None
     try:
         error = _decode_error(body)
     except msgspec.DecodeError:
+        if status == HTTPStatus.SERVICE_UNAVAILABLE:  # of a proxy before the engine, or of a bare server
+            return NotReady("The engine is not ready.", detail=detail, retry_after_s=retry_after_s)
         return UpstreamFailed("The engine failed to answer.", detail=detail)
     if isinstance(error.code, int):
         status = error.code
     kind = _BY_CODE.get(str(error.code)) or _BY_STATUS.get(status)
     if kind is None or kind.status in _OURS_ALONE:
         return UpstreamFailed("The engine failed to answer.", detail=f"{detail}, code {error.code!r}")
-    retry_after_s = float(retry_after) if retry_after and retry_after.isdecimal() else None
     return kind(error.message, param=error.param, detail=detail, retry_after_s=retry_after_s)

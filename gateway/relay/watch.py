@@ -72,6 +72,11 @@ class Watch:
         if self._reason is not None and task.uncancel() == 0 and kind is asyncio.CancelledError:
             raise self._reason from None
 
+    @property
+    def reason(self) -> ApiError | None:
+        """Why the request was ended; None while it was not, and when its client left."""
+        return self._reason
+
     def bound(self, total_s: float) -> None:
         """The total is another, counted from the start as before; and only it counts now."""
         self._total_error = _total_error(total_s)

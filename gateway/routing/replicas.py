@@ -1,57 +1,104 @@
-"""The replicas of every model, and what each has in flight. A static list, from the configuration."""
+"""The replicas of every model: what each has in flight, and which have failed lately. A static list, from the
+configuration.
+
+A replica that fails is passed over for a cooling time, which doubles with every failure in a row and ends
+with the first answer: a dead one is always the least loaded, and would attract every request. While all
+replicas of a model cool, all are used.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Final
 from urllib.parse import urlsplit
 
 from gateway.config import ModelConfig, Protocol
 from gateway.routing.policy import least_loaded
+from shared.clock import SYSTEM_CLOCK, Clock
 from shared.ids import ReplicaId
+
+COOLING_S_MIN: Final = 1.0
+COOLING_S_MAX: Final = 30.0
+
+
+class Outcome(Enum):
+    """What a dispatch told about the replica."""
+
+    WORKED = "worked"
+    FAILED = "failed"
+    """It could not be connected to, was not ready, broke off, or produced nothing in time."""
+    NEUTRAL = "neutral"
+    """The request ended for reasons of its own: the caller's mistake, a full queue, a client that left."""
 
 
 @dataclass(slots=True)
 class Replica:
     id: ReplicaId
-    """Host and port of its URL: a name for logs and metrics."""
+    """A name for logs and metrics: host and port of its URL, with the path where it has one."""
     url: str
     protocol: Protocol
     tokens: int = 0
     """In flight, reserved."""
     requests: int = 0
+    failures: int = 0
+    """In a row."""
+    cools_until_s: float = 0.0
+    """On the monotonic clock."""
 
 
 class Replicas:
     """One entry per URL, also when several models are served there."""
 
-    def __init__(self, models: Iterable[ModelConfig]) -> None:
+    def __init__(self, models: Iterable[ModelConfig], clock: Clock = SYSTEM_CLOCK) -> None:
         self._by_url: dict[str, Replica] = {}
         self._pools: Final = {
             model.name: tuple(self._entry(url, model.protocol) for url in model.replicas) for model in models
         }
+        self._clock = clock
         self._turn = 0
 
-    def take(self, model: str, tokens: int, tried: Collection[ReplicaId] = ()) -> Replica | None:
-        """The least loaded that was not tried yet, with the request's load upon it, or None when all
-        were tried. `give_back` takes the load off."""
+    def next_turn(self) -> int:
+        """A request's number, by which replicas that are equally loaded take turns: one for all its
+        attempts."""
+        self._turn += 1
+        return self._turn
+
+    def take(self, model: str, tokens: int, turn: int, tried: Collection[ReplicaId] = ()) -> Replica | None:
+        """The least loaded that was not tried yet and does not cool, with the request's load upon it, or None
+        when all were tried. `give_back` takes the load off."""
         left = [replica for replica in self._pools[model] if replica.id not in tried]
         if not left:
             return None
-        self._turn += 1
-        loads = [replica.tokens for replica in left]
-        replica = left[least_loaded(loads, self._turn % len(left))] if len(left) > 1 else left[0]
+        if len(left) > 1:
+            now_s = self._clock.monotonic()
+            left = [replica for replica in left if replica.cools_until_s <= now_s] or left
+        replica = left[least_loaded([replica.tokens for replica in left], turn % len(left))]
         replica.tokens += tokens
         replica.requests += 1
         return replica
 
-    def give_back(self, replica: Replica, tokens: int) -> None:
+    def give_back(self, replica: Replica, tokens: int, outcome: Outcome) -> None:
         replica.tokens -= tokens
         replica.requests -= 1
         assert replica.tokens >= 0
         assert replica.requests >= 0
+        if outcome is Outcome.WORKED:
+            replica.failures, replica.cools_until_s = 0, 0.0
+        elif outcome is Outcome.FAILED:
+            self._cool(replica)
+
+    def _cool(self, replica: Replica) -> None:
+        """Failures that come while it cools are of requests sent before, and tell nothing new."""
+        now_s = self._clock.monotonic()
+        if now_s < replica.cools_until_s:
+            return
+        cooling_s = min(COOLING_S_MAX, COOLING_S_MIN * 2**replica.failures)
+        replica.failures += 1
+        replica.cools_until_s = now_s + cooling_s
 
     def _entry(self, url: str, protocol: Protocol) -> Replica:
         url = url.rstrip("/")
-        return self._by_url.setdefault(url, Replica(ReplicaId(urlsplit(url).netloc), url, protocol))
+        parts = urlsplit(url)
+        return self._by_url.setdefault(url, Replica(ReplicaId(parts.netloc + parts.path), url, protocol))

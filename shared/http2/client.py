@@ -285,6 +285,7 @@ class Http2Transport(httpx.AsyncBaseTransport):
             if isinstance(error, TimeoutError):
                 raise httpx.ReadTimeout(f"no response within {timeouts.read_s or 0:g} s") from None
             raise
+        upload.forget()
         return ResponseStream(received, stream, upload, timeouts.read_s)
 
     # -- connections --------------------------------------------------------------------------
@@ -398,6 +399,10 @@ class _Upload:
             self._task = asyncio.create_task(self._run(stream, _one(rest)))
         else:
             stream.finish()
+
+    def forget(self) -> None:
+        """The answer has begun: it is not sent again. What is still on its way is its task's."""
+        self._content, self.whole = b"", False
 
     def cancel(self) -> None:
         if self._task is not None:

@@ -135,6 +135,8 @@ class FakeEngine:
         self.arrived = asyncio.Event()
         """Set at every request that is to be answered by the script."""
         self.active = 0
+        self.reports: sse.Closing | None = None
+        """What it says of every answer when that is over, cut off or not."""
         self.written = 0
         """Bytes of bodies, accepted by the socket."""
         self.url = ""
@@ -181,6 +183,8 @@ class FakeEngine:
         finally:
             self.active -= 1
             seen.finished.set()
+            if self.reports is not None:
+                responder.report(sse.encode_closing(self.reports))
 
     async def _play(self, responder: Responder, script: Script) -> None:
         headers = {"content-type": script.content_type, **script.headers}

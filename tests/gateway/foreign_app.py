@@ -3,6 +3,7 @@
 No closing comment, no tokenizer endpoint, errors in an envelope of its own. The prompt says what to do:
 
     endless     stream until the client is gone
+    mute        tell no usage
     crlf        end lines with CRLF
     bad, busy   refuse, flat and with a number for a code
     ...         an answer of three tokens
@@ -53,14 +54,14 @@ async def chat(body: Message, receive: Receive, send: Send) -> None:
         await answer(send, 200, {"id": "x", "model": MODEL, "choices": [choice], "usage": USAGE})
     else:
         await begin(send, 200, b"text/event-stream")
-        await (endless(receive, send) if prompt == "endless" else stream(body, prompt == "crlf", send))
+        await (endless(receive, send) if prompt == "endless" else stream(body, prompt, send))
 
 
-async def stream(body: Message, crlf: bool, send: Send) -> None:
+async def stream(body: Message, prompt: str, send: Send) -> None:
     events = [{"choices": [{"index": 0, "delta": {"content": word}}], "usage": None} for word in WORDS]
-    if (body.get("stream_options") or {}).get("include_usage"):
+    if (body.get("stream_options") or {}).get("include_usage") and prompt != "mute":
         events.append({"choices": [], "usage": USAGE})
-    end = b"\r\n\r\n" if crlf else b"\n\n"
+    end = b"\r\n\r\n" if prompt == "crlf" else b"\n\n"
     for event in (*map(json.dumps, events), "[DONE]"):
         await send(
             {"type": "http.response.body", "body": b"data: " + event.encode() + end, "more_body": True}

@@ -109,21 +109,35 @@ async def test_a_stream_and_its_usage(front: Front, prompt: str) -> None:
     assert line["settled_tokens"] == 25
 
 
-async def test_a_stream_without_usage_is_charged_by_the_estimate(front: Front) -> None:
-    stream = await front.chat("hello", stream=True)
+@pytest.mark.parametrize("prompt", ["hello", "crlf"])
+async def test_usage_that_the_client_did_not_ask_for_is_charged_and_not_shown(
+    front: Front, prompt: str
+) -> None:
+    stream = await front.chat(prompt, stream=True)
+    chunks = [chunk async for chunk in stream]
+    assert [chunk.choices[0].delta.content for chunk in chunks] == list(WORDS)
+    line = await front.line()
+    assert line["end_reason"] == "ok"
+    assert line["settled_tokens"] == 25
+    assert line["events"] == len(WORDS) + 1
+
+
+async def test_a_stream_that_tells_no_usage_is_charged_what_was_reserved(front: Front) -> None:
+    stream = await front.chat("mute", stream=True, max_tokens=50)
     assert len([chunk async for chunk in stream]) == len(WORDS)
     line = await front.line()
     assert line["end_reason"] == "ok"
     assert not line["prompt_exact"]
-    assert line["settled_tokens"] == line["prompt_tokens"] + line["events"]
-    assert line["events"] == len(WORDS) + 1
+    assert line["settled_tokens"] == line["reserved_tokens"] == line["prompt_tokens"] + 50
 
 
 async def test_a_client_that_leaves_is_told_to_the_app(front: Front, protocol: str) -> None:
     stream = await front.chat("endless", stream=True)
     await anext(stream)
     await stream.close()
-    assert (await front.line())["end_reason"] == "client_cancel"
+    line = await front.line()
+    assert line["end_reason"] == "client_cancel"
+    assert line["settled_tokens"] == line["reserved_tokens"], "nobody tells what it computed"
     async with asyncio.timeout(PATIENCE_S):
         while await left(front.engine_url, protocol) != 1:
             pass
@@ -189,6 +203,28 @@ async def whole(stream: ForeignStream) -> bytes:
 
 EVENTS = b'data: {"usage": null}\r\n\r\ndata: ' + json.dumps({"usage": USAGE}).encode() + b"\r\n\r\n"
 DONE = b"data: [DONE]\r\n\r\n"
+
+
+ALONE = b'data: {"choices": [], "usage": ' + json.dumps(USAGE).encode() + b"}\n\n"
+EVENT = b'data: {"choices": [{"delta": {"content": "x"}}], "usage": null}\n\n'
+EMPTY = b'data: {"choices":[],"usage":null}\n\n'
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100, 1000])
+async def test_the_event_with_usage_alone_can_be_hidden(size: int) -> None:
+    data = EVENT + EMPTY + EVENT + ALONE + b"data: [DONE]\n\n"
+    chunks = Chunks(*(data[at : at + size] for at in range(0, len(data), size)))
+    stream = ForeignStream(chunks, hides_usage=True)
+    assert await whole(stream) == EVENT + EMPTY + EVENT + b"data: [DONE]\n\n"
+    assert stream.usage is not None
+    assert stream.usage.completion_tokens == USAGE["completion_tokens"]
+
+
+async def test_what_is_no_event_is_not_held_back_for_ever() -> None:
+    data = b"x" * (TAIL_LEN + 100) + EVENT + b"the rest"
+    stream = ForeignStream(Chunks(*(data[at : at + 50] for at in range(0, len(data), 50))), hides_usage=True)
+    assert len(await stream.read()) > TAIL_LEN
+    assert (await whole(stream)).endswith(EVENT[-20:] + b"the rest")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])

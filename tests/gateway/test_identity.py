@@ -171,11 +171,11 @@ def test_terms_are_the_callers_own() -> None:
         terms = here.terms(free, "gpt-4")
         assert (terms.model.name, terms.tenant.id, terms.timeouts.total_s) == ("big", "all", 9)
         assert [(s.scope, s.id) for s in terms.subjects] == [(Scope.TENANT, "all")], "a key without limits"
-        assert terms.tokens_per_min == 60
-        assert here.terms(metered, "gpt-4").tokens_per_min == 30
+        assert terms.tokens_max == 60
+        assert here.terms(metered, "gpt-4").tokens_max == 30
         assert [s.id for s in here.terms(metered, "gpt-4").subjects] == ["k3", "all"]
         assert here.terms(narrow, "big").subjects == ()
-        assert here.terms(narrow, "big").tokens_per_min is None
+        assert here.terms(narrow, "big").tokens_max is None
         with pytest.raises(ModelNotFound):
             here.terms(narrow, "small")
 

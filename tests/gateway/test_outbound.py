@@ -9,8 +9,9 @@ import pytest
 
 from gateway.config import ModelConfig, load
 from gateway.credentials import Credentials
-from gateway.outbound import bound
+from gateway.outbound import bound_s
 from shared.config import ConfigError
+from shared.errors import InvalidRequest
 from shared.ids import (
     QUEUE_TIMEOUT_HEADER,
     REQUEST_ID_HEADER,
@@ -30,21 +31,26 @@ SECRET = "sk-upstream-0123"
     ("asked", "most_s", "told"),
     [
         (None, None, None),
-        ("3", None, "3"),
-        (None, 2.5, "2.5"),
-        ("1", 2.5, "1"),
-        ("2.5", 2.5, "2.5"),
-        ("1e3", 2.5, "2.5"),
-        ("inf", 2.5, "2.5"),
-        ("nan", 2.5, "nan"),
-        ("-1", 2.5, "-1"),
-        ("soon", 2.5, "soon"),
+        ("3", None, 3.0),
+        (None, 2.5, 2.5),
+        ("1", 2.5, 1.0),
+        ("2.5", 2.5, 2.5),
+        ("1e3", 2.5, 2.5),
     ],
 )
 def test_a_caller_may_ask_for_less_and_never_for_more(
-    asked: str | None, most_s: float | None, told: str | None
+    asked: str | None, most_s: float | None, told: float | None
 ) -> None:
-    assert bound(asked, most_s) == told
+    assert bound_s(QUEUE_TIMEOUT_HEADER, asked, most_s) == told
+
+
+@pytest.mark.parametrize(
+    "asked", ["", "inf", "nan", "-1", "0", "soon", "\udcff", "1" * 8000, "1e300", "86401", "0x10"]
+)
+async def test_a_deadline_that_is_none_is_refused_by_name(asked: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        bound_s(QUEUE_TIMEOUT_HEADER, asked, None)
+    assert refused.value.param == QUEUE_TIMEOUT_HEADER
 
 
 async def told(house: House, **headers: str) -> tuple[str | None, str | None]:
@@ -61,9 +67,9 @@ async def test_deadlines_of_the_model_the_class_and_the_tenant(open_house: Open)
         tiers={"default": {"queue_timeout_s": 10, "request_timeout_s": 300}},
         tenant={"service_tier": "default", "queue_timeout_s": 5},
     )
-    assert await told(house) == ("5.0", "300.0")
+    assert await told(house) == ("5", "300")
     longer = {QUEUE_TIMEOUT_HEADER: "6", REQUEST_TIMEOUT_HEADER: "600"}
-    assert await told(house, **longer) == ("5.0", "300.0")
+    assert await told(house, **longer) == ("5", "300")
     assert await told(house, **{QUEUE_TIMEOUT_HEADER: "1", REQUEST_TIMEOUT_HEADER: "9"}) == ("1", "9")
 
 

@@ -13,6 +13,10 @@ from tests.gateway.fake_engine import chunk, stream, unary
 from tests.gateway.test_pipeline import PROMPT, error_of
 
 
+SOON = {"1s", *(f"{ms}ms" for ms in range(500, 1000))}
+"""A second, and what was left of it when the answer was written."""
+
+
 async def limited(open_house: Open, key_limits: dict[str, int], tenant_limits: dict[str, int]) -> House:
     house: House = await open_house(
         tenants=[{"id": "acme", "limits": tenant_limits}],
@@ -28,10 +32,10 @@ async def test_the_headers_are_on_every_answer(open_house: Open) -> None:
         headers = answer.headers
         assert headers["x-ratelimit-limit-requests"] == "60"
         assert headers["x-ratelimit-remaining-requests"] == "59"
-        assert headers["x-ratelimit-reset-requests"] == "1s"
+        assert headers["x-ratelimit-reset-requests"] in SOON
         assert headers["x-ratelimit-limit-tokens"] == "6000"
         assert headers["x-ratelimit-remaining-tokens"] == str(6000 - 82 - len(PROMPT))
-        assert headers["x-ratelimit-reset-tokens"] == "1s"
+        assert headers["x-ratelimit-reset-tokens"] in SOON
     for refused in (
         house.chat(temperature=9),
         house.chat(model="nope"),
@@ -62,7 +66,7 @@ async def test_too_many_requests(open_house: Open) -> None:
     line = (await house.lines(2))[1]
     assert (line["quota_meter"], line["quota_scope"]) == ("requests", "key")
     assert line["end_reason"] == "refused"
-    assert line["stage"] == "quota"
+    assert line["stage"] == "seat"
     assert len(house.engine.seen) == 1
 
 

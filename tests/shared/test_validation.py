@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from shared.validation import IGNORED_NAMED_MAX, parse, with_fields
 
 REQUESTS: list[type[GenerationRequest]] = [ChatRequest, CompletionRequest]
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+MESSAGE = {"role": "assistant", "content": "hi"}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hi"}
 MINIMAL: dict[type, dict[str, Any]] = {ChatRequest: CHAT, CompletionRequest: COMPLETION}
 
@@ -356,12 +358,27 @@ def test_what_contradicts_itself_is_refused(body: bytes, type_: type[msgspec.Str
         (completion(suffix="x"), CompletionRequest, "suffix"),
         (completion(best_of=2), CompletionRequest, "best_of"),
         (completion(best_of=2, n=3), CompletionRequest, "best_of"),
+        (chat(guided_json={"type": "object"}), ChatRequest, "guided_json"),
+        (chat(structured_outputs={"regex": "a"}), ChatRequest, "structured_outputs"),
+        (chat(chat_template_kwargs={"enable_thinking": False}), ChatRequest, "chat_template_kwargs"),
+        (chat(add_generation_prompt=False), ChatRequest, "add_generation_prompt"),
+        (chat(continue_final_message=True), ChatRequest, "continue_final_message"),
+        (chat(web_search_options={}), ChatRequest, "web_search_options"),
+        (completion(use_beam_search=True), CompletionRequest, "use_beam_search"),
+        (completion(bad_words=["x"]), CompletionRequest, "bad_words"),
+        (completion(allowed_token_ids=[1]), CompletionRequest, "allowed_token_ids"),
+        (completion(truncate_prompt_tokens=3), CompletionRequest, "truncate_prompt_tokens"),
+        (completion(skip_special_tokens=False), CompletionRequest, "skip_special_tokens"),
+        (completion(include_stop_str_in_output=True), CompletionRequest, "include_stop_str_in_output"),
+        (chat(messages=[{**MESSAGE, "tool_calls": [{}]}]), ChatRequest, "messages[0].tool_calls"),
+        (chat(messages=[MESSAGE, {**MESSAGE, "prefix": True}]), ChatRequest, "messages[1].prefix"),
+        (chat(messages=[{**MESSAGE, "refusal": "no"}]), ChatRequest, "messages[0].refusal"),
     ],
 )
 def test_what_we_cannot_do_is_refused(body: bytes, type_: type[msgspec.Struct], param: str) -> None:
-    error = refused(body, type_)
-    assert isinstance(error, UnsupportedParameter)
-    assert error.param == param
+    with pytest.raises(UnsupportedParameter) as error:
+        parse(body, type_).require_supported()
+    assert error.value.param == param
 
 
 @pytest.mark.parametrize(
@@ -373,6 +390,17 @@ def test_what_we_cannot_do_is_refused(body: bytes, type_: type[msgspec.Struct], 
         (chat(tools=[], tool_choice="none", functions=[], function_call=None, audio=None), ChatRequest),
         (chat(response_format={"type": "text"}, modalities=["text"], verbosity="medium"), ChatRequest),
         (chat(logit_bias={"0": -100, "2147483647": 100}), ChatRequest),
+        (chat(guided_json=None, chat_template_kwargs={}, skip_special_tokens=True), ChatRequest),
+        (
+            chat(
+                messages=[{**MESSAGE, "refusal": None, "tool_calls": None, "audio": None, "annotations": []}]
+            ),
+            ChatRequest,
+        ),
+        (
+            chat(messages=[{**MESSAGE, "reasoning_content": "hm", "tool_calls": [], "prefix": False}]),
+            ChatRequest,
+        ),
         (chat(metadata={"a": "b"}, store=True, user="u", service_tier="auto"), ChatRequest),
         (
             chat(messages=[{"role": "developer", "content": [{"type": "text", "text": "x"}], "name": "n"}]),
@@ -384,7 +412,9 @@ def test_what_we_cannot_do_is_refused(body: bytes, type_: type[msgspec.Struct], 
     ],
 )
 def test_what_asks_for_nothing_special_is_taken(body: bytes, type_: type[GenerationRequest]) -> None:
-    parse(body, type_)
+    parsed = parse(body, type_)
+    parsed.require_supported()
+    assert not parsed.ignored
 
 
 # -- what goes on ---------------------------------------------------------------------------------
@@ -397,9 +427,26 @@ def test_unknown_fields_are_named_and_kept() -> None:
     assert bytes(parsed.fields["temprature"]) == b"0.5"
 
 
+def test_unknown_fields_inside_objects_are_named() -> None:
+    part = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+    messages = [{**MESSAGE, "contnet": "y"}, {"role": "user", "content": [part, part]}, MESSAGE]
+    parsed = parse(
+        chat(messages=messages, stream=True, stream_options={"include_obfuscation": 1}), ChatRequest
+    )
+    assert parsed.ignored == (
+        "stream_options.include_obfuscation",
+        "messages.contnet",
+        "messages.content.cache_control",
+    )
+
+
+def test_a_field_of_another_engine_that_asks_for_nothing_is_not_named() -> None:
+    assert parse(completion(guided_json=None, length_penalty=1.0), CompletionRequest).ignored == ()
+
+
 def test_the_header_of_ignored_fields_is_bounded() -> None:
-    parsed = parse(chat(**{f"zzz{number}": 1 for number in range(1000)}), ChatRequest)
-    assert len(parsed.ignored) == 1000
+    parsed = parse(chat(**{f"zzz{number}": 1 for number in range(250)}), ChatRequest)
+    assert len(parsed.ignored) == 250
     assert parsed.ignored_header.count(",") == IGNORED_NAMED_MAX - 1
 
 
@@ -419,3 +466,36 @@ def test_other_shapes_parse_too() -> None:
     assert parse(b'{"tokens":[1,2]}', DetokenizeRequest).request.tokens == [1, 2]
     assert refused(b'{"tokens":[-1]}', DetokenizeRequest).param == "tokens[0]"
     assert isinstance(refused(b"{", DetokenizeRequest), InvalidJson)
+
+
+# -- bounds on what is made -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "type_", "says"),
+    [
+        (chat(**{f"f{number}": 1 for number in range(300)}), ChatRequest, "256 fields"),
+        (chat(**{f"f{number}": 1 for number in range(20_000)}), ChatRequest, "fields"),
+        (completion(prompt=[[1]] * 200_000), CompletionRequest, "values"),
+        (completion(stop=["a"] * 70_000), CompletionRequest, "strings"),
+        (chat(tools=[1] * 300_000), ChatRequest, "values"),
+        (b'{"tokens":[' + b"1," * 300_000 + b"1]}", DetokenizeRequest, "values"),
+    ],
+    ids=["fields", "many fields", "lists", "strings", "tools", "tokens"],
+)
+def test_bodies_that_would_become_too_many_objects_are_refused_before_they_do(
+    body: bytes, type_: type[msgspec.Struct], says: str
+) -> None:
+    tracemalloc.start()
+    try:
+        assert says in refused(body, type_).message
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 4 * len(body) + 8_000_000, (
+        "counting copies the bytes and cuts them at strings, no more"
+    )
+
+
+def test_a_long_prompt_of_ids_is_not_too_much() -> None:
+    assert len(parse(completion(prompt=[123_456] * 200_000), CompletionRequest).request.prompt) == 200_000

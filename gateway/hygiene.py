@@ -1,0 +1,40 @@
+"""What aiohttp's parser lets through and this edge does not: requests that a proxy in front may read
+otherwise.
+
+A proxy's path rules, its routing by host and its framing must see the request that is served here. So there
+is one spelling of a path, a host is a host, and a body has one of two framings.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from aiohttp import web
+from aiohttp.http import HttpVersion10, HttpVersion11
+
+from shared.errors import InvalidRequest
+
+_HOST: Final = re.compile(r"[A-Za-z0-9._~-]*(:[0-9]{0,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{0,5})?")
+_SINGLE: Final = ("authorization", "host", "content-encoding")
+"""Headers that must not be repeated: which of them counts would be anybody's guess."""
+
+
+def path_of(request: web.BaseRequest) -> str:
+    """The path as it was sent, without the query. An escaped letter makes it another path."""
+    raw = request.raw_path
+    return raw.partition("?")[0] if raw.startswith("/") else request.path
+
+
+def check(request: web.BaseRequest) -> None:
+    """Raises InvalidRequest."""
+    headers = request.headers
+    if request.version not in (HttpVersion10, HttpVersion11):
+        raise InvalidRequest("The request's version must be HTTP/1.0 or HTTP/1.1.")
+    for name in _SINGLE:
+        if len(headers.getall(name, ())) > 1:
+            raise InvalidRequest(f"The header {name} is given more than once.", param=name)
+    if _HOST.fullmatch(headers.get("host", "")) is None:
+        raise InvalidRequest("The header host names no host.", param="host")
+    if headers.get("transfer-encoding", "chunked").lower() != "chunked":
+        raise InvalidRequest("The only transfer-encoding is chunked.", param="transfer-encoding")

@@ -1,0 +1,142 @@
+"""What the fields of a request ask for that no engine of ours can do, and the fields that mean nothing here.
+
+A field that changes the answer elsewhere must not be dropped in silence: the caller would get another answer
+than the one asked for, with a 200. So OpenAI's own fields that are not implemented, and the extensions of
+other engines that are in use (vLLM, SGLang, llama.cpp, TGI), are listed with the values that ask for nothing;
+any other value is unsupported. What is in no list is unknown: it is accepted, and named to the caller.
+
+Fields inside messages and their parts obey the same policy as those outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
+
+import msgspec
+from msgspec import Raw, Struct
+
+from shared.openai import ChatRequest, CompletionRequest
+
+Nothing = tuple[object, ...]
+"""Values of a field that ask for nothing; null is always one."""
+
+_FALSE: Final[Nothing] = (False,)
+_NONE: Final[Nothing] = ()
+_EMPTY: Final[Nothing] = ("", [], {})
+
+_EXTENSIONS: Final[Mapping[str, Nothing]] = {
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _EMPTY),
+    **dict.fromkeys(("structured_outputs", "regex", "ebnf", "json_schema", "grammar"), _EMPTY),
+    **dict.fromkeys(("chat_template", "chat_template_kwargs", "documents", "mm_processor_kwargs"), _EMPTY),
+    **dict.fromkeys(("bad_words", "bad_words_ids", "allowed_token_ids", "logits_processors"), _EMPTY),
+    **dict.fromkeys(("vllm_xargs", "custom_params", "custom_logit_processor", "lora_path"), _EMPTY),
+    **dict.fromkeys(("use_beam_search", "continue_final_message", "include_stop_str_in_output"), _FALSE),
+    **dict.fromkeys(("early_stopping", "no_stop_trim", "do_sample", "watermark"), _FALSE),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
+    **dict.fromkeys(("truncate", "truncate_prompt_tokens", "prompt_logprobs", "web_search_options"), _NONE),
+    **dict.fromkeys(("length_penalty", "repeat_penalty", "typical_p", "tfs_z", "top_a"), (1,)),
+    **dict.fromkeys(("mirostat", "dry_multiplier", "xtc_probability", "no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("thinking", "enable_thinking", "reasoning", "include_reasoning"), _NONE),
+}
+_CHAT: Final[Mapping[str, Nothing]] = {
+    **_EXTENSIONS,
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": ([], ["text"]),
+    "audio": _NONE,
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "echo": _FALSE,
+    "add_special_tokens": _FALSE,
+    "add_generation_prompt": (True,),
+}
+_COMPLETION: Final[Mapping[str, Nothing]] = {
+    **_EXTENSIONS,
+    "suffix": ("",),
+    "response_format": ({"type": "text"},),
+    "add_special_tokens": (True,),
+}
+_MESSAGE: Final[Mapping[str, Nothing]] = {
+    "tool_calls": ([],),
+    "tool_call_id": _NONE,
+    "function_call": _NONE,
+    "audio": _NONE,
+    "refusal": _NONE,
+    "reasoning": ("",),
+    "prefix": _FALSE,
+    "partial": _FALSE,
+}
+_MESSAGE_KNOWN: Final = frozenset({"role", "content", "name", "reasoning_content", "annotations"})
+_PART_KNOWN: Final = frozenset({"type", "text"})
+
+_TABLES: Final[Mapping[type[Struct], Mapping[str, Nothing]]] = {
+    ChatRequest: _CHAT,
+    CompletionRequest: _COMPLETION,
+}
+_ARRAY: Final = ord("[")
+
+_objects: Final = msgspec.json.Decoder(list[dict[str, Raw]])
+_object: Final = msgspec.json.Decoder(dict[str, Raw])
+
+
+class Survey(Struct, frozen=True):
+    """What there is to say about the fields of one request."""
+
+    unknown: tuple[str, ...] = ()
+    """Names that mean nothing here, those within messages as `messages.name`."""
+    unsupported: str | None = None
+    """The first field that asks for what no engine of ours can do."""
+
+
+def survey(request: Struct, fields: Mapping[str, Raw], known: frozenset[str]) -> Survey:
+    """Look through the fields of a well-formed request. `known`: the names that its type has."""
+    table = _TABLES.get(type(request), {})
+    unknown = [] if fields.keys() <= known else [name for name in fields if name not in known | table.keys()]
+    unsupported = next(_unsupported(fields, table), None)
+    if isinstance(request, CompletionRequest) and request.best_of not in (None, request.n or 1):
+        unsupported = unsupported or "best_of"
+    if "stream_options" in fields and getattr(request, "stream_options", None) is not None:
+        options = _object.decode(fields["stream_options"])
+        unknown += [f"stream_options.{name}" for name in options if name != "include_usage"]
+    if "messages" in fields and getattr(request, "messages", None) is not None:
+        messages = _objects.decode(fields["messages"])
+        unknown += _unknown_in_messages(messages)
+        unsupported = unsupported or _unsupported_in_messages(messages)
+    return Survey(tuple(unknown), unsupported) if unknown or unsupported else _NOTHING_TO_SAY
+
+
+_NOTHING_TO_SAY: Final = Survey()
+
+
+def _unsupported(fields: Mapping[str, Raw], table: Mapping[str, Nothing]) -> Iterator[str]:
+    for name in fields:
+        if name in table:
+            value = msgspec.json.decode(fields[name])
+            if value is not None and value not in table[name]:
+                yield name
+
+
+def _unsupported_in_messages(messages: Iterable[Mapping[str, Raw]]) -> str | None:
+    for index, message in enumerate(messages):
+        if not message.keys() <= _MESSAGE_KNOWN:
+            for name in _unsupported(message, _MESSAGE):
+                return f"messages[{index}].{name}"
+    return None
+
+
+def _unknown_in_messages(messages: Iterable[Mapping[str, Raw]]) -> list[str]:
+    """Each name once, in the order in which they come."""
+    unknown: dict[str, None] = {}
+    for message in messages:
+        if not message.keys() <= _MESSAGE_KNOWN:
+            names = (name for name in message if name not in _MESSAGE_KNOWN and name not in _MESSAGE)
+            unknown |= dict.fromkeys(f"messages.{name}" for name in names)
+        if memoryview(message["content"])[0] == _ARRAY:
+            for part in _objects.decode(message["content"]):
+                names = (name for name in part if name not in _PART_KNOWN)
+                unknown |= dict.fromkeys(f"messages.content.{name}" for name in names)
+    return list(unknown)

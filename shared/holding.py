@@ -1,0 +1,69 @@
+"""What one request holds of a service's memory, reserved with its tenant before it is held.
+
+A body of n bytes costs more than n: text of one emoji is stored in four bytes a character, a small JSON list
+takes eighty, a token id forty. `memory_of` says how much at most, from a census of the body, before it is
+decoded; the reservation is lowered again when less is held (`tests/neighbours` compares it with what
+processes take).
+"""
+
+from __future__ import annotations
+
+from typing import Final, Self
+
+from shared.census import VALUES_MAX, Census
+from shared.errors import Overloaded
+from shared.fair_share import FairShare
+
+TOKENS_MAX: Final = 1024 * 1024
+"""Tokens of all prompts of a request together."""
+VALUE_BYTES: Final = 96
+"""A small list in a list, or a field with its name."""
+TOKEN_BYTES: Final = 40
+"""A token id: an integer and its place in a list."""
+TEXTS: Final = 2
+"""Copies of a body's text: as it was decoded, and as the chat template renders it."""
+CHARACTER_BYTES_MAX: Final = 4
+
+
+class Holding:
+    """One request's part of a `FairShare` of bytes."""
+
+    __slots__ = ("_held", "_share", "_tenant")
+
+    def __init__(self, share: FairShare, tenant: str) -> None:
+        self._share: Final = share
+        self._tenant: Final = tenant
+        self._held = 0
+
+    def hold(self, size: int) -> None:
+        """Hold `size` bytes in all from now on. Raises Overloaded when the tenant may not have so many
+        more."""
+        if size < self._held:
+            self._share.give_back(self._tenant, self._held - size)
+        elif not self._share.take(self._tenant, size - self._held):
+            raise Overloaded(
+                "Requests hold as much memory as they may. Please try again later.",
+                retry_after_s=1.0,
+                detail=f"{self._share.held} bytes held, {self._share.held_by(self._tenant)} of the tenant, "
+                f"{size - self._held} more, capacity {self._share.capacity}",
+            )
+        self._held = size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hold(0)
+
+
+def memory_of(body: bytes, census: Census) -> int:
+    """Bytes that a body takes at most with all that is made of it until it is dispatched."""
+    is_narrow = body.isascii() and b"\\u" not in body
+    texts = TEXTS * len(body) * (1 if is_narrow else CHARACTER_BYTES_MAX)
+    return len(body) + texts + census.values * VALUE_BYTES + min(len(body), TOKENS_MAX) * TOKEN_BYTES
+
+
+def memory_max(body_len_max: int) -> int:
+    """The most that `memory_of` says of any body up to this length that is not refused."""
+    texts = TEXTS * CHARACTER_BYTES_MAX * body_len_max
+    return body_len_max + texts + VALUES_MAX * VALUE_BYTES + min(body_len_max, TOKENS_MAX) * TOKEN_BYTES

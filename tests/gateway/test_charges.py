@@ -1,0 +1,188 @@
+"""What a request is charged: what the engine says that it computed, whichever way the request ended."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from gateway import pipeline
+from shared import sse
+from tests.gateway.conftest import PATIENCE_S, House, Open
+from tests.gateway.fake_engine import CUT, HEADERS, Script, chunk, closing, refusal, stream, unary
+from tests.gateway.test_disconnect import RawClient, body
+from tests.gateway.test_quota_edge import limited
+
+ENDS = closing(prompt=10, completion=5_000, reason="client_gone")
+
+
+def settled(line: dict[str, Any], protocol: str, used: int) -> None:
+    """Over HTTP/2 the engine's last words are heard, over HTTP/1.1 they are not."""
+    assert line["settled_tokens"] == (used if protocol == "http2" else line["reserved_tokens"])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_a_client_that_leaves_before_the_first_token(
+    house: House, protocol: str, streaming: bool
+) -> None:
+    house.engine.script, house.engine.reports = Script([asyncio.Event()]), ENDS
+    client = await RawClient.of(house)
+    client.post(body(stream=streaming, max_tokens=6_000 // 2))
+    await house.engine.arrived.wait()
+    client.leave()
+    settled(await house.line(), protocol, 5_010)
+    await house.at_rest()
+
+
+async def test_a_client_that_leaves_in_the_middle(house: House, protocol: str) -> None:
+    house.engine.script, house.engine.reports = stream(chunk("a"), asyncio.Event()), ENDS
+    client = await RawClient.of(house)
+    client.post(body(stream=True))
+    await client.reader.readuntil(b"\n\n")
+    client.leave()
+    settled(await house.line(), protocol, 5_010)
+    await house.at_rest()
+
+
+async def test_a_slow_reader(open_house: Open, protocol: str) -> None:
+    house = await open_house(timeouts={"slow_client_s": 0.05})
+    house.engine.script, house.engine.reports = Script([chunk("x" * 1000)] * 20_000), ENDS
+    client = await RawClient.of(house, receive_buffer_len=4096)
+    client.post(body(stream=True))
+    line = await house.line()
+    assert line["end_reason"] == "slow_client"
+    settled(line, protocol, 5_010)
+    client.leave()
+    await house.at_rest()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_a_deadline_of_the_gateways(open_house: Open, protocol: str, streaming: bool) -> None:
+    house = await open_house(timeouts={"total_s": 0.1, "first_token_s": 0.1})
+    house.engine.script, house.engine.reports = Script([asyncio.Event()]), ENDS
+    async with house.chat(stream=streaming) as answer:
+        assert answer.status == 504
+    settled(await house.line(), protocol, 5_010)
+    await house.at_rest()
+
+
+async def test_a_deadline_of_the_callers_own(house: House) -> None:
+    """The engine answers with an error, and says what it had computed until then."""
+    told = {sse.CLOSING_HEADER: sse.encode_closing(closing(10, 40_256, "request_timeout")).decode()}
+    house.engine.script = refusal(504, "request_timeout", **{sse.CLOSING_HEADER.replace("-", "_"): ""})
+    house.engine.script.headers = told
+    async with house.chat() as answer:
+        assert answer.status == 504
+    line = await house.line()
+    assert line["end_reason"] == "request_timeout"
+    assert line["settled_tokens"] == 40_266
+    await house.at_rest()
+
+
+async def test_an_abort(house: House, protocol: str) -> None:
+    house.engine.script, house.engine.reports = stream(chunk("a"), asyncio.Event()), ENDS
+    async with house.chat(stream=True, headers={"x-request-id": "mine"}) as answer:
+        await answer.content.readuntil(b"\n\n")
+        async with house.client.delete(f"{house.url}/v1/requests/mine", headers=house.headers) as aborted:
+            assert aborted.status == 200
+        assert b"request_aborted" in await answer.read()
+    lines = {line["endpoint"]: line for line in await house.lines(2)}
+    settled(lines["/v1/chat/completions"], protocol, 5_010)
+    await house.at_rest()
+
+
+async def test_an_engine_that_breaks_off_before_it_answers(house: House) -> None:
+    house.engine.script = Script([CUT, HEADERS])
+    async with house.chat() as answer:
+        assert answer.status == 502
+    line = await house.line()
+    assert line["settled_tokens"] == line["reserved_tokens"], "nobody knows what it computed"
+    await house.at_rest()
+
+
+@pytest.mark.parametrize("code", ["invalid_value", "queue_full", "not_ready", "engine_failed"])
+async def test_a_refusal_costs_nothing(house: House, code: str) -> None:
+    house.engine.script = refusal(503 if code in ("queue_full", "not_ready") else 400, code)
+    async with house.chat() as answer:
+        assert answer.status >= 400
+    assert (await house.line())["settled_tokens"] == 0
+    await house.at_rest()
+
+
+async def test_an_engine_that_says_nothing_is_waited_for_no_longer_than_stated(
+    house: House, protocol: str
+) -> None:
+    house.engine.script = stream(chunk("a"), asyncio.Event())
+    client = await RawClient.of(house)
+    client.post(body(stream=True))
+    await client.reader.readuntil(b"\n\n")
+    client.leave()
+    line = await house.line()
+    assert line["settled_tokens"] == line["reserved_tokens"]
+    waited_ms = pipeline.REPORT_S * 1000 if protocol == "http2" else 0
+    assert line["settle_ms"] >= waited_ms * 0.9
+
+
+# -- what may be generated is what was reserved ---------------------------------------------------
+
+
+@pytest.mark.parametrize("limits", [{"tokens_per_min": 400}, {"token_budget": 2000}])
+@pytest.mark.parametrize("n", [1, 64])
+async def test_an_open_maximum_of_a_limited_caller_is_closed(
+    open_house: Open, limits: dict[str, int], n: int
+) -> None:
+    house = await limited(open_house, limits, {})
+    async with house.chat(n=n, ignore_eos=True) as answer:
+        assert answer.status == 200
+    line = await house.line()
+    sent = house.engine.seen[-1].body
+    prompt = len(sent["penstock"]["prompt_ids"][0])
+    assert prompt + n * sent["max_tokens"] <= line["reserved_tokens"]
+    assert line["reserved_tokens"] <= max(limits.values())
+    await house.at_rest()
+
+
+async def test_a_stated_maximum_and_a_caller_without_limits_are_left_alone(open_house: Open) -> None:
+    house = await limited(open_house, {"tokens_per_min": 10_000}, {})
+    async with house.chat(max_completion_tokens=9):
+        pass
+    assert "max_tokens" not in house.engine.seen[-1].body
+    free = await open_house()
+    free.engine.script = unary()
+    async with free.chat():
+        pass
+    assert "max_tokens" not in free.engine.seen[-1].body
+
+
+async def test_an_open_maximum_leaves_something_of_a_budget_to_the_next(open_house: Open) -> None:
+    house = await limited(open_house, {"token_budget": 100_000}, {})
+    for _ in range(3):
+        async with house.chat() as answer:
+            assert answer.status == 200
+    reserved = [line["reserved_tokens"] for line in await house.lines(3)]
+    assert all(tokens <= 25_000 for tokens in reserved)
+    assert house.engine.seen[0].body["max_tokens"] > 1_000, (
+        "a budget that has room is no reason for short answers"
+    )
+
+
+async def test_a_budget_says_what_is_left_of_it(open_house: Open) -> None:
+    house = await limited(open_house, {"token_budget": 100}, {})
+    async with house.chat(max_tokens=90) as answer:
+        assert answer.status == 429
+        message = (await answer.json())["error"]["message"]
+    assert "100 left" in message
+    assert "max_tokens" in message
+
+
+async def test_nothing_is_asked_of_who_cannot_pay_for_a_token(open_house: Open) -> None:
+    """The seat is refused, so the body is not read: no work before its reservation."""
+    house = await limited(open_house, {"token_budget": 0}, {})
+    client = await RawClient.of(house)
+    client.post(b'{"model":', length=1000)
+    async with asyncio.timeout(PATIENCE_S):
+        head = await client.reader.readuntil(b"\r\n\r\n")
+    assert b" 429 " in head
+    assert (await house.line())["stage"] == "seat"
+    client.leave()
