@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from shared.arguments import Parser, checked, closest, port
+from shared.arguments import Parser, checked, closest, model_name, nonempty, port
 from shared.cli import settings
 from shared.cli.service import command, missing_extra
 from shared.cli.supervisor import Service, ServiceDied, ServiceSpec, parse_line, stop_all, unless
@@ -45,17 +45,18 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.add_argument(
         "--model",
+        type=nonempty,
         metavar="DIR|ID",
         help="model directory, or hub id to download (default: the built-in demo model)",
     )
     parser.add_argument(
         "--served-model-name",
         metavar="NAME",
-        type=checked(_name_problem),
+        type=model_name,
         help="what clients call the model (default: the last part of --model)",
     )
     parser.add_argument(
-        "--alias", metavar="NAME", nargs="+", action="extend", default=[], type=checked(_name_problem),
+        "--alias", metavar="NAME", nargs="+", action="extend", default=[], type=model_name,
         help="further names that the model answers to; * is any name",
     )  # fmt: skip
     parser.add_argument(
@@ -63,7 +64,9 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         default=os.environ.get(settings.KEY_VARIABLE) or None,
         help=f"development key, any string (default: ${settings.KEY_VARIABLE}, or a new one each time)",
     )  # fmt: skip
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument(
+        "--host", type=nonempty, default="127.0.0.1", help="address to listen on (default: 127.0.0.1)"
+    )
     parser.add_argument(
         "--port", type=port, default=8000, help="port to listen on; 0 for any free one (default: 8000)"
     )
@@ -74,10 +77,6 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         help="where the services' logs go (default: a directory that is named at the start)",
     )
     parser.set_defaults(run=run, takes_more=True, parser=parser)
-
-
-def _name_problem(name: str) -> str | None:
-    return None if 1 <= len(name) <= 256 and name.isprintable() else "must be a name of 1 to 256 characters"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -164,8 +163,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
 def _model_and_name(model: str | None, name: str | None) -> tuple[str, str]:
     if model is None:
         return str(importlib.import_module("engine.demo").MODEL_DIR), name or DEMO_NAME
-    path = Path(model)
-    return model, name or (path.resolve().name if path.is_dir() else path.name) or "model"
+    return model, name or importlib.import_module("engine.config").served_name(model)
 
 
 def _check_port(host: str, wanted: int) -> int:
