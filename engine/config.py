@@ -14,6 +14,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from engine.runtime.config import (
     DEVICES,
     DTYPES,
@@ -93,7 +95,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class CoreStart:
-    """What the core process reads from its standard input, as JSON."""
+    """What the core process reads from its standard input."""
 
     config: EngineConfig
     inbox: str
@@ -102,6 +104,15 @@ class CoreStart:
     """ZeroMQ endpoint the core writes `CoreOutput` to."""
     parent_pid: int
     """The API process: the core ends when it does."""
+
+    def encode(self) -> bytes:
+        """MessagePack, because JSON has no infinity, which `step_time_target_ms` may be."""
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> CoreStart:
+        """The inverse of `encode`."""
+        return msgspec.msgpack.decode(data, type=CoreStart)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

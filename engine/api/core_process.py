@@ -69,7 +69,7 @@ class CoreProcess:
             preexec_fn=os.setpgrp,
         )
         assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(start) + b"\n")
+        self._process.stdin.write(start.encode())
         await self._process.stdin.drain()
         self._process.stdin.close()
         log.info("core.started", pid=self._process.pid)

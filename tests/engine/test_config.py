@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EngineConfig, build_parser, from_args
+from engine.config import CoreStart, EngineConfig, build_parser, from_args
 from tests.shared.test_environment import SERVICE_LINKS
 
 MINIMAL = ["--model", "some/dir"]
@@ -51,6 +51,12 @@ def test_overlap_is_the_devices_to_say_unless_it_is_told() -> None:
     assert from_args([*MINIMAL, "--overlap"], {}).overlap is True
     assert from_args([*MINIMAL, "--no-overlap"], {"PENSTOCK_ENGINE_OVERLAP": "true"}).overlap is False
     assert from_args(MINIMAL, {"PENSTOCK_ENGINE_OVERLAP": "false"}).overlap is False
+
+
+@pytest.mark.parametrize("argv", [[], ["--step-time-target-ms", "inf", "--swap-memory", "0"]])
+def test_the_core_is_told_what_the_command_line_said(argv: list[str]) -> None:
+    start = CoreStart(from_args([*MINIMAL, *argv], {}), "ipc://in", "ipc://out", 7)
+    assert CoreStart.decode(start.encode()) == start
 
 
 @pytest.mark.parametrize(
