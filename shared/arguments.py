@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import math
 import re
 import sys
@@ -54,6 +55,13 @@ class Parser(argparse.ArgumentParser):
 def closest(name: str, known: Iterable[str]) -> str | None:
     matches = difflib.get_close_matches(name, known, n=1)
     return matches[0] if matches else None
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> str:
+    """What to say when the address cannot be bound, with the option to change."""
+    option = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"cannot listen on {address}: {error.strerror or error}; choose another with {option}"
 
 
 # -- types for `add_argument` ---------------------------------------------------------------------

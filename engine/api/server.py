@@ -27,6 +27,7 @@ from engine.api.service import Service
 from engine.api.state import EngineState
 from engine.config import EngineConfig
 from shared import logs, tls
+from shared.arguments import cannot_listen
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import NotReady
 from shared.lifecycle import Phase, on_stop_signals
@@ -82,7 +83,10 @@ class Engine:
     async def start(self) -> None:
         """Returns once requests are welcome. Raises StartFailed."""
         config, state = self._config, self.state
-        self.port = await self.server.start()
+        try:
+            self.port = await self.server.start()
+        except OSError as error:
+            raise StartFailed(cannot_listen(config.host, config.port, error)) from error
         log.info("engine.listening", host=config.host, port=self.port)
         directory = await _in_daemon_thread(lambda: self._resolve(config.model))
         log.info("engine.model", directory=directory)
@@ -102,7 +106,9 @@ class Engine:
             async with asyncio.timeout(config.startup_timeout_s):
                 await state.core.settled.wait()
         except TimeoutError:
-            raise StartFailed(f"the core was not ready after {config.startup_timeout_s:g} s") from None
+            raise StartFailed(
+                f"the core was not ready after {config.startup_timeout_s:g} s (--startup-timeout-s)"
+            ) from None
         if state.core.failure is not None:
             raise StartFailed(state.core.failure)
         state.lifecycle.to(Phase.READY)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from shared.arguments import Parser, checked, closest, model_name, nonempty, port
+from shared.arguments import Parser, cannot_listen, checked, closest, model_name, nonempty, port
 from shared.cli import settings
 from shared.cli.service import command, missing_extra
 from shared.cli.supervisor import Service, ServiceDied, ServiceSpec, parse_line, stop_all, unless
@@ -174,8 +174,7 @@ def _check_port(host: str, wanted: int) -> int:
         try:
             probe.bind((host, wanted))
         except OSError as error:
-            hint = "; choose another with --port" if wanted else ""
-            raise OSError(f"cannot listen on {host}:{wanted}: {error.strerror or error}{hint}") from error
+            raise OSError(cannot_listen(host, wanted, error)) from error
         bound: int = probe.getsockname()[1]
         return bound
 
