@@ -81,6 +81,8 @@ class EngineConfig:
     keepalive_timeout_s: float = 75.0
     stall_deadline_s: float = 60.0
     drain_timeout_s: float = 30.0
+    exit_on_failure: bool = False
+    """End the process when the core has died. False: it stays, and says so on /livez."""
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_client_ca: str | None = None
@@ -362,6 +364,12 @@ def _add_http_arguments(http: argparse._ArgumentGroup) -> None:
         default=30.0,
         metavar="S",
         help="after SIGTERM open answers may finish for so long (default: 30)",
+    )
+    http.add_argument(
+        "--exit-on-failure",
+        action="store_true",
+        help="when the process that computes has died, tell the open requests and exit with status 1, for "
+        "systemd's Restart=on-failure (default: stay and answer 500 to /livez, for a liveness probe)",
     )
     http.add_argument(
         "--log-level",
