@@ -108,7 +108,7 @@ async def tokenize(state: EngineState, exchange: Exchange) -> None:
                     request.prompt or "", add_special_tokens=request.add_special_tokens
                 )
             )
-    await exchange.send(_encode(TokenizeResponse(len(ids), limits.max_model_len, ids)))
+    await exchange.send(_encode(TokenizeResponse(len(ids), limits.context_len, ids)))
 
 
 async def detokenize(state: EngineState, exchange: Exchange) -> None:
