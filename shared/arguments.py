@@ -67,12 +67,12 @@ def cannot_listen(host: str, port: int, error: OSError) -> str:
 # -- types for `add_argument` ---------------------------------------------------------------------
 
 
-def checked(check: Callable[[str], str | None]) -> Callable[[str], str]:
-    """The text itself, unless `check` says what it must be."""
+def checked(check: Callable[[str], str | None], *, is_secret: bool = False) -> Callable[[str], str]:
+    """The text itself, unless `check` says what it must be. A secret is not repeated in the message."""
 
     def convert(text: str) -> str:
         if problem := check(text):
-            raise argparse.ArgumentTypeError(f"{problem}, got {text!r}")
+            raise argparse.ArgumentTypeError(problem if is_secret else f"{problem}, got {text!r}")
         return text
 
     return convert
