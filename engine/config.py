@@ -123,6 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_memory_arguments(parser.add_argument_group("memory"))
     _add_scheduling_arguments(parser.add_argument_group("scheduling and threads"))
     _add_http_arguments(parser.add_argument_group("network"))
+    _add_process_arguments(parser.add_argument_group("start, end and log"))
 
 
 def _add_model_arguments(model: argparse._ArgumentGroup) -> None:
@@ -323,21 +324,6 @@ def _add_http_arguments(http: argparse._ArgumentGroup) -> None:
         help="PEM: let only clients in that have a certificate of this authority (mTLS), probes too",
     )
     http.add_argument(
-        "--startup-timeout-s",
-        type=SECONDS,
-        default=900.0,
-        metavar="S",
-        help="loading and warming up may take this long (default: 900)",
-    )
-    http.add_argument(
-        "--rank-timeout-s",
-        type=SECONDS,
-        default=60.0,
-        metavar="S",
-        help="with --tensor-parallel-size: the engine fails when one of its processes has not done its part "
-        "of a step after so many seconds (default: 60)",
-    )
-    http.add_argument(
         "--body-timeout-s",
         type=SECONDS,
         default=30.0,
@@ -358,20 +344,38 @@ def _add_http_arguments(http: argparse._ArgumentGroup) -> None:
         metavar="S",
         help="a stream that its client does not read ends after so many seconds (default: 60)",
     )
-    http.add_argument(
+
+
+def _add_process_arguments(process: argparse._ArgumentGroup) -> None:
+    process.add_argument(
+        "--startup-timeout-s",
+        type=SECONDS,
+        default=900.0,
+        metavar="S",
+        help="loading and warming up may take this long (default: 900)",
+    )
+    process.add_argument(
+        "--rank-timeout-s",
+        type=SECONDS,
+        default=60.0,
+        metavar="S",
+        help="with --tensor-parallel-size: the engine fails when one of its processes has not done its part "
+        "of a step after so many seconds (default: 60)",
+    )
+    process.add_argument(
         "--drain-timeout-s",
         type=SECONDS,
         default=30.0,
         metavar="S",
         help="after SIGTERM open answers may finish for so long (default: 30)",
     )
-    http.add_argument(
+    process.add_argument(
         "--exit-on-failure",
         action="store_true",
         help="when the process that computes has died, tell the open requests and exit with status 1, for "
         "systemd's Restart=on-failure (default: stay and answer 500 to /livez, for a liveness probe)",
     )
-    http.add_argument(
+    process.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default="info",

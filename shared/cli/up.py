@@ -140,9 +140,10 @@ def check_engine_options(parser: Parser, more: Sequence[str], env: Mapping[str, 
         if name.startswith("-") and name not in names:
             hint = closest(name, [*parser.option_names, *sorted(names)])
             parser.error(f"there is no option {name}" + (f"; did you mean {hint}?" if hint else ""))
-    _, strays = engine.parse_known_args(["--model", "any", *more])
+    given, strays = engine.parse_known_args(["--model", "any", *more])
     if strays:
         parser.error(f"{' '.join(strays)} belongs to no option")
+    config.from_namespace(engine, given)
 
 
 def _fail(problem: str) -> int:

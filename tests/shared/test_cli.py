@@ -80,6 +80,7 @@ def exits(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str
         (("up", "--host", ""), "argument --host: must not be empty"),
         (("up", "--tls-cert", "c.pem"), "--tls-cert and --tls-key belong together"),
         (("up", "--tls-client-ca", "ca.pem"), "there is no option --tls-client-ca"),
+        (("up", "--max-num-seqs", "9", "--max-step-tokens", "8"), "(8) must be at least --max-num-seqs (9)"),
         (("--versoin",), "did you mean --version?"),
     ],
 )
