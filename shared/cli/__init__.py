@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # commands answer for what they open themselves: this is our output, as a rule
         _drop_output()
         if not isinstance(error, BrokenPipeError):  # whoever reads a pipe may stop at any time
-            sys.stderr.write(f"penstock: {error}\n")
+            sys.stderr.write(f"penstock: {error if error.filename else error.strerror or error}\n")
         return 1
 
 

@@ -305,7 +305,7 @@ def test_an_output_that_cannot_be_written_is_said_to_be(
         monkeypatch.setattr("sys.stdout", full)
         assert cli.main(["chat", "--url", url, "-m", "Hi"]) == 1
         monkeypatch.undo()
-    assert capsys.readouterr().err == "penstock: [Errno 28] No space left on device\n"
+    assert capsys.readouterr().err == "penstock: No space left on device\n"
 
 
 @pytest.mark.usefixtures("url")
