@@ -25,8 +25,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
 from engine.config import CoreStart, EngineConfig, from_args
 from shared import logs
 from shared.loops import loop_factory
@@ -49,7 +47,7 @@ def main(argv: list[str]) -> int:
         case ["serve", *options]:
             return serve(from_args(options, os.environ))
         case ["core"]:
-            return core(msgspec.json.decode(sys.stdin.buffer.read(), type=CoreStart))
+            return core(CoreStart.decode(sys.stdin.buffer.read()))
         case _:
             sys.stderr.write(USAGE)
             return 2

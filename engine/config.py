@@ -1,32 +1,43 @@
 """What an engine can be told: one frozen value, and the command line that makes it.
 
 Every option can also be set in the environment, as `PENSTOCK_ENGINE_` and the option's name in
-capitals (`PENSTOCK_ENGINE_MAX_MODEL_LEN=4096`); the command line wins.
+capitals (`PENSTOCK_ENGINE_MAX_MODEL_LEN=4096`); the command line wins. A variable with this prefix
+that is no option is a mistake, as a misspelt option is (`shared.environment`).
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
 
-from shared.arguments import Parser, port
+import msgspec
+
+from engine.runtime.config import (
+    DEVICES,
+    DTYPES,
+    KERNELS,
+    KV_CACHE_DTYPES,
+    RANKS_MAX,
+    SLOTS_MAX,
+    STEP_TOKENS_MAX,
+    THREADS_MAX,
+    WEIGHTS,
+)
+from shared.arguments import Parser, byte_count, byte_count_or_0, count, model_name, nonempty, number, port
+from shared.environment import apply_environment
 
 ENV_PREFIX: Final = "PENSTOCK_ENGINE_"
-DTYPES: Final = ("auto", "float32", "bfloat16")
-DEVICES: Final = ("auto", "cpu", "cuda")
-WEIGHTS: Final = ("plain", "int8", "fp8")
-KV_CACHE_DTYPES: Final = ("auto", "fp8")
-KERNELS: Final = ("auto", "native", "torch")
 DISCIPLINES: Final = ("response-ratio", "fifo")
 PAGE_SIZES: Final = (16, 32, 64, 128, 256)
 
-_BYTES: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
-_POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+TOKENIZER_THREADS_MAX: Final = 64
+SECONDS: Final = number("of seconds above 0", lambda value: 0.0 < value < 1e6)
+SHARE: Final = number("above 0 and at most 1", lambda value: 0.0 < value <= 1.0)
+MILLISECONDS: Final = number("of milliseconds above 0, or inf", lambda value: value > 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +81,8 @@ class EngineConfig:
     keepalive_timeout_s: float = 75.0
     stall_deadline_s: float = 60.0
     drain_timeout_s: float = 30.0
+    exit_on_failure: bool = False
+    """End the process when the core has died. False: it stays, and says so on /livez."""
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_client_ca: str | None = None
@@ -84,7 +97,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class CoreStart:
-    """What the core process reads from its standard input, as JSON."""
+    """What the core process reads from its standard input."""
 
     config: EngineConfig
     inbox: str
@@ -94,6 +107,15 @@ class CoreStart:
     parent_pid: int
     """The API process: the core ends when it does."""
 
+    def encode(self) -> bytes:
+        """MessagePack, because JSON has no infinity, which `step_time_target_ms` may be."""
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> CoreStart:
+        """The inverse of `encode`."""
+        return msgspec.msgpack.decode(data, type=CoreStart)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The engine's options, for `python -m engine serve` and for `penstock engine` alike."""
@@ -101,17 +123,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_memory_arguments(parser.add_argument_group("memory"))
     _add_scheduling_arguments(parser.add_argument_group("scheduling and threads"))
     _add_http_arguments(parser.add_argument_group("network"))
+    _add_process_arguments(parser.add_argument_group("start, end and log"))
 
 
 def _add_model_arguments(model: argparse._ArgumentGroup) -> None:
     model.add_argument(
         "--model",
         required=True,
+        type=nonempty,
         metavar="DIR|ID",
         help="model directory in Hugging Face layout, or a hub id to download",
     )
     model.add_argument(
-        "--served-model-name", metavar="NAME", help="the name clients use (default: the last part of --model)"
+        "--served-model-name",
+        type=model_name,
+        metavar="NAME",
+        help="the name clients use (default: the last part of --model)",
     )
     model.add_argument(
         "--device",
@@ -142,6 +169,7 @@ def _add_model_arguments(model: argparse._ArgumentGroup) -> None:
     )
     model.add_argument(
         "--attention-backend",
+        type=nonempty,
         default="auto",
         metavar="NAME",
         help="what computes attention on a GPU: triton, cudnn, flash-attn, flashinfer, flashinfer-trtllm or "
@@ -156,7 +184,7 @@ def _add_model_arguments(model: argparse._ArgumentGroup) -> None:
     )
     model.add_argument(
         "--tensor-parallel-size",
-        type=_count(1),
+        type=count(1, RANKS_MAX),
         default=1,
         metavar="N",
         help="split the model between N processes, on a GPU each where there are any; memory settings are "
@@ -164,7 +192,7 @@ def _add_model_arguments(model: argparse._ArgumentGroup) -> None:
     )
     model.add_argument(
         "--max-model-len",
-        type=_count(2),
+        type=count(2),
         metavar="TOKENS",
         help="longest prompt plus answer (default: what the model was made for)",
     )
@@ -180,7 +208,7 @@ def _add_memory_arguments(memory: argparse._ArgumentGroup) -> None:
     )
     memory.add_argument(
         "--gpu-memory-utilization",
-        type=_share,
+        type=SHARE,
         default=0.9,
         metavar="SHARE",
         help="share of the GPU's memory for everything: weights, the largest step, graphs, and what is left "
@@ -194,13 +222,13 @@ def _add_memory_arguments(memory: argparse._ArgumentGroup) -> None:
     )
     memory.add_argument(
         "--kv-cache-memory",
-        type=_byte_count,
+        type=byte_count,
         metavar="BYTES",
         help="memory for the KV cache, as 512MiB or 2GiB (default: from what is free)",
     )
     memory.add_argument(
         "--swap-memory",
-        type=_byte_count_or_0,
+        type=byte_count_or_0,
         metavar="BYTES",
         help="host memory that pages of preempted sequences are copied to where that is cheaper than "
         "computing them again, which it nearly always is, on a CPU too; 0: never (default: up to 4GiB, and a "
@@ -211,21 +239,21 @@ def _add_memory_arguments(memory: argparse._ArgumentGroup) -> None:
 def _add_scheduling_arguments(scheduling: argparse._ArgumentGroup) -> None:
     scheduling.add_argument(
         "--max-num-seqs",
-        type=_count(1),
+        type=count(1, SLOTS_MAX),
         default=64,
         metavar="N",
         help="sequences that run at once (default: 64)",
     )
     scheduling.add_argument(
         "--max-step-tokens",
-        type=_count(1),
+        type=count(1, STEP_TOKENS_MAX),
         default=2048,
         metavar="TOKENS",
         help="token budget of one step; at least --max-num-seqs (default: 2048)",
     )
     scheduling.add_argument(
         "--step-time-target-ms",
-        type=_milliseconds,
+        type=MILLISECONDS,
         default=100.0,
         metavar="MS",
         help="how long prompts may make one step, the longest gap that running streams see. One prompt never "
@@ -234,14 +262,14 @@ def _add_scheduling_arguments(scheduling: argparse._ArgumentGroup) -> None:
     )
     scheduling.add_argument(
         "--max-queue-len",
-        type=_count(1),
+        type=count(1),
         default=256,
         metavar="N",
         help="sequences that may wait; beyond it requests get 503 at once (default: 256)",
     )
     scheduling.add_argument(
         "--max-queue-tokens",
-        type=_count(1),
+        type=count(1),
         default=1 << 20,
         metavar="TOKENS",
         help="prompt tokens that may wait; the same beyond it, though one request may always wait alone "
@@ -266,11 +294,14 @@ def _add_scheduling_arguments(scheduling: argparse._ArgumentGroup) -> None:
         help="plan the next step while one is computed (default: on a GPU; a CPU gains nothing)",
     )
     scheduling.add_argument(
-        "--threads", type=_count(1), metavar="N", help="compute threads on CPU (default: one per core)"
+        "--threads",
+        type=count(1, THREADS_MAX),
+        metavar="N",
+        help="compute threads on CPU (default: one per core)",
     )
     scheduling.add_argument(
         "--tokenizer-threads",
-        type=_count(1),
+        type=count(1, TOKENIZER_THREADS_MAX),
         default=2,
         metavar="N",
         help="threads that tokenize (default: 2)",
@@ -278,59 +309,73 @@ def _add_scheduling_arguments(scheduling: argparse._ArgumentGroup) -> None:
 
 
 def _add_http_arguments(http: argparse._ArgumentGroup) -> None:
-    http.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    http.add_argument(
+        "--host", type=nonempty, default="127.0.0.1", help="address to listen on (default: 127.0.0.1)"
+    )
     http.add_argument("--port", type=port, default=8001, help="port, 0 for any free one (default: 8001)")
-    http.add_argument("--tls-cert", metavar="FILE", help="certificate chain, PEM: serve TLS, HTTP/2 by ALPN")
-    http.add_argument("--tls-key", metavar="FILE", help="its private key, PEM")
+    http.add_argument(
+        "--tls-cert", type=nonempty, metavar="FILE", help="certificate chain, PEM: serve TLS, HTTP/2 by ALPN"
+    )
+    http.add_argument("--tls-key", type=nonempty, metavar="FILE", help="its private key, PEM")
     http.add_argument(
         "--tls-client-ca",
+        type=nonempty,
         metavar="FILE",
         help="PEM: let only clients in that have a certificate of this authority (mTLS), probes too",
     )
     http.add_argument(
-        "--startup-timeout-s",
-        type=_seconds,
-        default=900.0,
-        metavar="S",
-        help="loading and warming up may take this long (default: 900)",
-    )
-    http.add_argument(
-        "--rank-timeout-s",
-        type=_seconds,
-        default=60.0,
-        metavar="S",
-        help="with --tensor-parallel-size: the engine fails when one of its processes has not done its part "
-        "of a step after so many seconds (default: 60)",
-    )
-    http.add_argument(
         "--body-timeout-s",
-        type=_seconds,
+        type=SECONDS,
         default=30.0,
         metavar="S",
         help="a request body must have arrived after so many seconds (default: 30)",
     )
     http.add_argument(
         "--keepalive-timeout-s",
-        type=_seconds,
+        type=SECONDS,
         default=75.0,
         metavar="S",
         help="an idle connection is closed after so many seconds (default: 75)",
     )
     http.add_argument(
         "--stall-deadline-s",
-        type=_seconds,
+        type=SECONDS,
         default=60.0,
         metavar="S",
         help="a stream that its client does not read ends after so many seconds (default: 60)",
     )
-    http.add_argument(
+
+
+def _add_process_arguments(process: argparse._ArgumentGroup) -> None:
+    process.add_argument(
+        "--startup-timeout-s",
+        type=SECONDS,
+        default=900.0,
+        metavar="S",
+        help="loading and warming up may take this long (default: 900)",
+    )
+    process.add_argument(
+        "--rank-timeout-s",
+        type=SECONDS,
+        default=60.0,
+        metavar="S",
+        help="with --tensor-parallel-size: the engine fails when one of its processes has not done its part "
+        "of a step after so many seconds (default: 60)",
+    )
+    process.add_argument(
         "--drain-timeout-s",
-        type=_seconds,
+        type=SECONDS,
         default=30.0,
         metavar="S",
         help="after SIGTERM open answers may finish for so long (default: 30)",
     )
-    http.add_argument(
+    process.add_argument(
+        "--exit-on-failure",
+        action="store_true",
+        help="when the process that computes has died, tell the open requests and exit with status 1, for "
+        "systemd's Restart=on-failure (default: stay and answer 500 to /livez, for a liveness probe)",
+    )
+    process.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default="info",
@@ -338,22 +383,21 @@ def _add_http_arguments(http: argparse._ArgumentGroup) -> None:
     )
 
 
-def build_parser(prog: str = "penstock engine") -> argparse.ArgumentParser:
+def build_parser(prog: str = "penstock engine") -> Parser:
     parser = Parser(
         prog=prog,
         description="Serve one model over OpenAI's HTTP API.",
-        epilog=f"Every option can be set in the environment: --max-model-len as {ENV_PREFIX}MAX_MODEL_LEN.",
+        epilog="Every option can be set in the environment, --max-model-len as "
+        f"{ENV_PREFIX}MAX_MODEL_LEN; a variable that is empty counts as unset.",
     )
     add_arguments(parser)
     return parser
 
 
-def from_args(
-    argv: Sequence[str], env: Mapping[str, str], parser: argparse.ArgumentParser | None = None
-) -> EngineConfig:
+def from_args(argv: Sequence[str], env: Mapping[str, str]) -> EngineConfig:
     """Parse; on a wrong value print what is right and leave with status 2, as argparse does."""
-    parser = parser or build_parser()
-    _apply_environment(parser, env)
+    parser = build_parser()
+    apply_environment(parser, env, ENV_PREFIX)
     return from_namespace(parser, parser.parse_args(argv))
 
 
@@ -367,79 +411,11 @@ def from_namespace(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         parser.error("--tls-cert and --tls-key belong together")
     if args.tls_client_ca is not None and args.tls_cert is None:
         parser.error("--tls-client-ca needs --tls-cert and --tls-key")
-    args.served_model_name = args.served_model_name or Path(args.model).name
+    args.served_model_name = args.served_model_name or served_name(args.model)
     return EngineConfig(**{field.name: getattr(args, field.name) for field in fields(EngineConfig)})
 
 
-def _apply_environment(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> None:
-    """argparse converts and checks string defaults as it does arguments, so the messages are the same."""
-    for action in parser._actions:
-        value = env.get(ENV_PREFIX + action.dest.upper())
-        if value is None:
-            continue
-        if action.nargs == 0:  # a switch
-            if value.lower() not in ("true", "false", "1", "0"):
-                parser.error(f"{ENV_PREFIX}{action.dest.upper()} must be true or false, got {value!r}")
-            action.default = value.lower() in ("true", "1")
-            continue
-        if action.choices is not None and value not in map(str, action.choices):
-            parser.error(
-                f"{ENV_PREFIX}{action.dest.upper()} must be one of "
-                f"{', '.join(map(str, action.choices))}, got {value!r}"
-            )
-        action.default, action.required = value, False
-
-
-class _count:  # noqa: N801  argparse prints a type by its name
-    """An integer of at least `least`."""
-
-    def __init__(self, least: int) -> None:
-        self._least = least
-
-    def __call__(self, text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = self._least - 1
-        if value < self._least:
-            raise argparse.ArgumentTypeError(f"must be a whole number from {self._least} up, got {text!r}")
-        return value
-
-
-class _number:  # noqa: N801  as above
-    """A number of which something holds, which nothing does of what is none."""
-
-    def __init__(self, what: str, holds: Callable[[float], bool]) -> None:
-        self._what = what
-        self._holds = holds
-
-    def __call__(self, text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not self._holds(value):
-            raise argparse.ArgumentTypeError(f"must be a number {self._what}, got {text!r}")
-        return value
-
-
-_seconds: Final = _number("of seconds above 0", lambda value: 0.0 < value < 1e6)
-_share: Final = _number("above 0 and at most 1", lambda value: 0.0 < value <= 1.0)
-_milliseconds: Final = _number("of milliseconds above 0, or inf", lambda value: value > 0.0)
-
-
-def _byte_count_or_0(text: str) -> int:
-    return 0 if text.strip() == "0" else _byte_count(text)
-
-
-def _byte_count(text: str) -> int:
-    """`512MiB`, `2GB`, `1.5g`: with an `i`, or without a `b`, units are powers of 1024, else of 1000."""
-    match = _BYTES.fullmatch(text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"must be a size such as 512MiB, 2GiB or 4GB, got {text!r}")
-    number, unit, binary = match.groups()
-    decimal = unit and not binary and text.strip().lower().endswith("b")
-    size = int(float(number) * (1000 if decimal else 1024) ** _POWERS[unit.lower()])
-    if size < 1 << 20:
-        raise argparse.ArgumentTypeError(f"must be at least 1MiB, got {text!r}")
-    return size
+def served_name(model: str) -> str:
+    """What clients call a model that is given no name: the last part of its hub id, or of its directory's
+    whole path, so that `.` has one too."""
+    return Path(os.path.abspath(os.path.expanduser(model))).name or "model"

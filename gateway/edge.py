@@ -58,6 +58,7 @@ from shared.openai import (
     TokenizeRequest,
     error_envelope,
 )
+from shared.paths import no_such_path
 from shared.telemetry import Stages
 
 PIPELINE: Final[Mapping[str, type[ProxiedRequest]]] = {
@@ -68,6 +69,7 @@ PIPELINE: Final[Mapping[str, type[ProxiedRequest]]] = {
 }
 MODELS: Final = "/v1/models"
 REQUESTS: Final = "/v1/requests/"
+UNKNOWN: Final = "unknown"
 JSON: Final = "application/json"
 _NO_SHAPE: Final = DetokenizeRequest
 """For routes without a body."""
@@ -161,7 +163,7 @@ class Edge:
             request_id = RequestId(path.removeprefix(REQUESTS))
             ended = self._live.end(principal.tenant, request_id, lambda: RequestAborted("It was aborted."))
             return await self._send(exchange, AbortResponse(request_id, ended))
-        raise RouteNotFound(f"There is nothing at {path[:100]!r}.")
+        raise RouteNotFound(no_such_path(path, lambda other: _endpoint(other) != UNKNOWN))
 
     def _models(self, visible: dict[str, ModelConfig], name: str) -> ModelList | Model:
         if not name:
@@ -262,11 +264,11 @@ def _endpoint(path: str) -> str:
         return path
     if path.startswith(f"{MODELS}/"):
         return f"{MODELS}/{{id}}"
-    return f"{REQUESTS}{{id}}" if path.startswith(REQUESTS) else "unknown"
+    return f"{REQUESTS}{{id}}" if path.startswith(REQUESTS) else UNKNOWN
 
 
 def _allow(exchange: Exchange, method: str) -> None:
-    if exchange.request.method != method:
+    if exchange.request.method != method and (exchange.request.method, method) != ("HEAD", "GET"):
         raise MethodNotAllowed(f"This takes {method}, not {exchange.request.method[:16]}.")
 
 

@@ -3,7 +3,8 @@
 The dataclasses say everything: names, types, bounds (`Annotated[int, msgspec.Meta(ge=1)]`),
 defaults. The variable `PREFIX_SECTION__NAME` sets `section.name` and wins over the file; what is no
 plain text is written as in TOML (`PREFIX_MODELS='[{name = "m"}]'`). A setting that does not exist is
-a mistake like any other, in the file and in the environment.
+a mistake like any other, in the file and in the environment (`shared.environment` says which variables
+are meant).
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import dataclasses
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
+
+from shared.environment import no_such_setting, settings_in
 
 T = TypeVar("T")
 
@@ -36,18 +39,28 @@ def load(type_: type[T], source: Path | Mapping[str, Any], env: Mapping[str, str
     assert dataclasses.is_dataclass(type_)
     assert prefix.endswith("_")
     document = _read(source) if isinstance(source, Path) else source
-    variables = {
-        name.removeprefix(prefix).lower().replace("__", "."): text
-        for name, text in env.items()
-        if name.startswith(prefix)
-    }
+    variables = {name.lower().replace("__", "."): text for name, text in settings_in(env, prefix).items()}
     builder = _Builder(variables)
     value = builder.section(type_, document, "")
     problems = builder.problems
-    problems += [f"{prefix}{path.replace('.', '__').upper()}: there is no such setting" for path in variables]
+    if variables:  # what is left of them set nothing
+        known = [_variable(prefix, path) for path in _paths(type_)]
+        problems += [no_such_setting(_variable(prefix, path), known) for path in variables]
     if problems:
         raise ConfigError(problems)
     return typing.cast(T, value)
+
+
+def _variable(prefix: str, path: str) -> str:
+    return prefix + path.replace(".", "__").upper()
+
+
+def _paths(type_: type, path: str = "") -> Iterator[str]:
+    """The dotted path of every setting that a variable can set."""
+    for name, hint in typing.get_type_hints(type_, include_extras=True).items():
+        yield (here := _join(path, name))
+        if (section := _section_of(hint)) is not None:
+            yield from _paths(section, here)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ The gateway relays bytes and parses no event. `TailScanner` finds the comment un
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import msgspec
@@ -27,6 +28,8 @@ CONTENT_TYPE: Final = "text/event-stream; charset=utf-8"
 CLOSING_HEADER: Final = "x-penstock-closing"
 """Carries the closing's JSON on answers that are not streams."""
 CLOSING_LEN_MAX: Final = 2048
+
+LINE_LEN_MAX: Final = 16 * 1024 * 1024
 
 _BOUNDARY: Final = b"\n\n"
 _COMMENT: Final = b": penstock "
@@ -82,6 +85,24 @@ def closing_comment(closing: Closing) -> bytes:
     comment = _COMMENT + encode_closing(closing) + _BOUNDARY
     assert len(comment) <= CLOSING_LEN_MAX
     return comment
+
+
+def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of a stream without their ends, which are LF or CRLF and nothing else: what `str.splitlines`
+    takes for line ends besides, such as U+2028, stands unescaped in JSON. Raises ValueError for a line of
+    more than `LINE_LEN_MAX` bytes."""
+    rest = bytearray()
+    for chunk in chunks:
+        start, searched = 0, len(rest)
+        rest += chunk
+        while (end := rest.find(b"\n", max(start, searched))) >= 0:
+            yield bytes(rest[start:end]).removesuffix(b"\r")
+            start = end + 1
+        del rest[:start]
+        if len(rest) > LINE_LEN_MAX:
+            raise ValueError(f"a line of more than {LINE_LEN_MAX} bytes")
+    if rest:
+        yield bytes(rest)
 
 
 class TailScanner:

@@ -1,13 +1,20 @@
-"""TLS contexts, for the public edge and for the hop. No version before 1.2; files are checked at start."""
+"""TLS contexts, for the public edge, for the hop, and between the commands of one machine. No version before
+1.2; files are checked at start."""
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
+import re
 import ssl
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 HTTP1: Final = "http/1.1"
 HTTP2: Final = "h2"
+_FIRST_CERTIFICATE: Final = re.compile("-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+_HANDSHAKE_TURNS: Final = 4
 
 
 class UnusableTls(Exception):
@@ -41,6 +48,51 @@ def client_context(
     if cert is not None:
         _load_own(context, cert, key)
     return context
+
+
+def pinned_context(cert: str) -> ssl.SSLContext:
+    """For a client: trusts the server that has this very certificate, the first in the file, whoever signed
+    it and by whatever name the server is reached. Raises UnusableTls."""
+    try:
+        own = _FIRST_CERTIFICATE.search(Path(cert).read_text("ascii"))
+        if own is None:
+            raise UnusableTls(f"cannot use {cert}: it holds no certificate in PEM")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.check_hostname = False
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # trusted itself, without its authority
+        context.load_verify_locations(cadata=own[0])
+    except (OSError, UnicodeDecodeError) as error:
+        raise UnusableTls(f"cannot use {cert}: {error}") from error
+    return context
+
+
+def names_of(cert: str, key: str) -> tuple[str, ...]:
+    """The host names and addresses that a server's certificate is for, found by a handshake in memory.
+
+    Raises UnusableTls, also for a certificate that is not valid now.
+    """
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = pinned_context(cert).wrap_bio(to_client, to_server)
+    server = server_context(cert, key, protocols=[HTTP1]).wrap_bio(to_server, to_client, server_side=True)
+    try:
+        for _ in range(_HANDSHAKE_TURNS):
+            for end in (client, server):
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    end.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        raise UnusableTls(f"cannot use {cert}: {error.verify_message}") from error
+    except ssl.SSLError as error:
+        raise UnusableTls(f"cannot use {cert} with {key}: {error}") from error
+    found = (client.getpeercert() or {}).get("subjectAltName", ())
+    return tuple(_normal(str(entry[1])) for entry in found if entry[0] in ("DNS", "IP Address"))
+
+
+def _normal(name: str) -> str:
+    """An address in the one way that Python writes it; a name as it is."""
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_address(name.strip()))
+    return name
 
 
 def _load_own(context: ssl.SSLContext, cert: str, key: str | None) -> None:

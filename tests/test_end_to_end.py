@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import trustme
 
 from tests.engine.demo.questions import ACCURACY_MIN, QUESTIONS, Question
 from tests.services import PATIENCE_S, engine_at_rest, gauges, until
@@ -385,9 +387,20 @@ def leave_unary(up: Up, request: httpx.Request, *, running: bool) -> None:
             until(lambda: gauges(up.engine_url)["running_sequences"] == 1)
 
 
-def test_the_core_killed_in_the_middle_of_a_stream(tmp_path: Path) -> None:
-    """Its client gets an error event at once, and `penstock up` says what died and ends."""
-    up = start(tmp_path)
+def test_https_until_the_core_is_killed_in_the_middle_of_a_stream(tmp_path: Path) -> None:
+    """`penstock up` serves https with a private authority's certificate, and `penstock chat` finds it. When
+    the core dies a client gets an error event at once, and `penstock up` says what died and ends."""
+    authority, trust = trustme.CA(), ssl.create_default_context()
+    authority.configure_trust(trust)
+    own = tmp_path / "own.pem"
+    authority.issue_cert("localhost").private_key_and_cert_chain_pem.write_to_path(own)
+    up = start(tmp_path, "--tls-cert", str(own), "--tls-key", str(own))
+    assert up.url.startswith("https://localhost:")
+
+    argv = [str(PENSTOCK), "chat", "-m", "What is the capital of France?"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE_S, env=up.environment())
+    assert "Paris" in done.stdout, done.stderr
+
     body = {"model": MODEL, "messages": ask("Go on."), "stream": True, "ignore_eos": True, "max_tokens": 1900}
     with httpx.stream(
         "POST",
@@ -395,6 +408,7 @@ def test_the_core_killed_in_the_middle_of_a_stream(tmp_path: Path) -> None:
         json=body,
         headers={"authorization": f"Bearer {KEY}"},
         timeout=httpx.Timeout(PATIENCE_S, read=1.0),  # an error within a second, or this raises
+        verify=trust,
     ) as answer:
         assert answer.status_code == 200, answer.read()
         lines = answer.iter_lines()

@@ -36,6 +36,12 @@ class Limits:
     """Tokens that the whole KV pool holds."""
     vocab_size: int
 
+    @property
+    def context_len(self) -> int:
+        """Tokens that a prompt and its answer may have together. The last one takes no room in the KV pool,
+        as nothing is computed from it."""
+        return min(self.max_model_len, self.kv_tokens + 1)
+
     @staticmethod
     def of(core: CoreReady) -> Limits:
         return Limits(core.max_model_len, core.pages * core.page_size, core.vocab_size)
@@ -103,7 +109,7 @@ def max_tokens_of(request: AnyRequest, prompt_len: int, limits: Limits) -> int:
             f"You requested {total}, but this engine's whole KV cache holds {limits.kv_tokens} tokens.",
             param=_max_tokens_param(request) if prompt_len <= limits.kv_tokens else prompt_param,
         )
-    room = min(limits.max_model_len, limits.kv_tokens + 1) - prompt_len
+    room = limits.context_len - prompt_len
     return room if asked is None else max(1, min(asked, room))
 
 

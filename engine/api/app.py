@@ -38,6 +38,9 @@ BACKLOG: Final = 1024
 CLOSE_GRACE_S: Final = 2.0
 """When the server closes, handlers that are still there after the drain get so long to unwind."""
 
+SERVER: Final = "penstock"
+"""The `server` header. aiohttp's own tells its version and Python's."""
+
 Handle = Callable[[Request, Responder], Awaitable[None]]
 
 log = logs.get(__name__)
@@ -124,6 +127,7 @@ class AioResponder:
 
     async def _begin(self, response: web.StreamResponse) -> None:
         self.response = response
+        response.headers["server"] = SERVER
         try:
             writer = await response.prepare(self._request)
         except (ConnectionError, ClientConnectionError) as error:
@@ -164,7 +168,7 @@ class _Protocol(RequestHandler):
             status=error.status,
             body=error_envelope(error),
             content_type="application/json",
-            headers={REQUEST_ID_HEADER: request_id},
+            headers={REQUEST_ID_HEADER: request_id, "server": SERVER},
         )
         response.force_close()
         return response

@@ -1,10 +1,10 @@
 """The core as a child process: started, talked to over two ZeroMQ sockets, watched, ended.
 
-The sockets live in a directory that only this user can enter, and that goes when the core has gone.
-The child leads a process group of its own from its first moment, so that a Ctrl-C in the terminal reaches
-this process alone, which drains before it ends the core; nor does the child heed a SIGTERM that is meant for
-all of a service's processes. Should this process die, the kernel ends the child. It stays in our session:
-Linux shares cores out between sessions first, and lets priorities count only within one.
+The sockets live in a directory that only this user can enter (`socket_directory`). The child leads a
+process group of its own from its first moment, so that a Ctrl-C in the terminal reaches this process
+alone, which drains before it ends the core; nor does the child heed a SIGTERM that is meant for all of a
+service's processes. Should this process die, the kernel ends the child. It stays in our session: Linux
+shares cores out between sessions first, and lets priorities count only within one.
 """
 
 from __future__ import annotations
@@ -12,18 +12,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import sys
-import tempfile
 from asyncio.subprocess import Process
-from pathlib import Path
 from typing import Final
 
 import msgspec
 import zmq
 
 from engine.api.core_client import CoreDied
+from engine.api.socket_directory import INBOX, OUTBOX, SocketDirectory
 from engine.config import CoreStart, EngineConfig
 from engine.core.messages import CoreInput, CoreOutput
 from shared import logs
@@ -47,16 +45,16 @@ class CoreProcess:
         self._is_watched = False
         self._sender: zmq.Socket[bytes] | None = None
         self._process: Process | None = None
-        self._directory: Path | None = None
+        self._directory: SocketDirectory | None = None
         self._decoder = msgspec.msgpack.Decoder(CoreOutput)
         self._encoder = msgspec.msgpack.Encoder()
 
     async def start(self) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="penstock-"))  # 0700
+        self._directory = SocketDirectory.make()
         start = CoreStart(
             config=self._config,
-            inbox=f"ipc://{self._directory}/in",
-            outbox=f"ipc://{self._directory}/out",
+            inbox=self._directory.endpoint(INBOX),
+            outbox=self._directory.endpoint(OUTBOX),
             parent_pid=os.getpid(),
         )
         self._bind(start)
@@ -69,7 +67,7 @@ class CoreProcess:
             preexec_fn=os.setpgrp,
         )
         assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(start) + b"\n")
+        self._process.stdin.write(start.encode())
         await self._process.stdin.drain()
         self._process.stdin.close()
         log.info("core.started", pid=self._process.pid)
@@ -82,7 +80,7 @@ class CoreProcess:
             self._receiver.bind(start.outbox)
             self._sender.bind(start.inbox)
         except zmq.ZMQError as error:  # such as a temporary directory whose name is too long for a socket
-            raise CoreDied(f"{self._directory}: {error}") from error
+            raise CoreDied(f"{start.inbox}: {error}") from error
 
     async def receive(self) -> CoreOutput:
         """Not by `zmq.asyncio`, whose three callbacks and two futures for a message cost more than all else
@@ -147,7 +145,8 @@ class CoreProcess:
                 socket.close(linger=0)
         self._context.term()
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory.remove()
+            self._directory = None
 
     async def _end_process(self, grace_s: float) -> None:
         process = self._process

@@ -25,6 +25,7 @@ from shared.openai import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from shared.paths import no_such_path
 from shared.telemetry import METRICS_CONTENT_TYPE
 from shared.validation import parse
 
@@ -108,7 +109,7 @@ async def tokenize(state: EngineState, exchange: Exchange) -> None:
                     request.prompt or "", add_special_tokens=request.add_special_tokens
                 )
             )
-    await exchange.send(_encode(TokenizeResponse(len(ids), limits.max_model_len, ids)))
+    await exchange.send(_encode(TokenizeResponse(len(ids), limits.context_len, ids)))
 
 
 async def detokenize(state: EngineState, exchange: Exchange) -> None:
@@ -178,13 +179,19 @@ def find_route(method: str, path: str) -> Route:
         if name and name != path:
             handler = _of_method(named, method, prefix)
             return Route(prefix + "{id}", partial(handler, name=name))
-    raise RouteNotFound("There is no such path here.")
+    raise RouteNotFound(no_such_path(path, _exists))
+
+
+def _exists(path: str) -> bool:
+    return path in EXACT or any(path.startswith(prefix) and path != prefix for prefix in NAMED)
 
 
 H = TypeVar("H")
 
 
 def _of_method(handlers: dict[str, H], method: str, path: str) -> H:
+    if method == "HEAD" and "GET" in handlers:
+        method = "GET"  # both servers leave the body out
     if method not in handlers:
         raise MethodNotAllowed(f"{path} takes {', '.join(handlers)}.")
     return handlers[method]

@@ -4,7 +4,8 @@ STARTING  probes are answered; the model is found, the tokenizer read, the core 
 READY     until SIGTERM, or until the core dies
 DRAINING  no new work; open answers may finish until the drain's time is over, then they end with
           an error of their own; then the core is told to stop
-FAILED    every request is refused; the process stays, so that /livez can say so
+FAILED    every request is refused; the process stays, so that /livez can say so, or with
+          `exit_on_failure` it ends, once the open requests have had their errors
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import ssl
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from engine.api.app import HttpServer
 from engine.api.core_client import CoreClient, CoreLink
@@ -27,6 +28,7 @@ from engine.api.service import Service
 from engine.api.state import EngineState
 from engine.config import EngineConfig
 from shared import logs, tls
+from shared.arguments import cannot_listen
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import NotReady
 from shared.lifecycle import Phase, on_stop_signals
@@ -78,11 +80,15 @@ class Engine:
         self.port = 0
         """Known once `start` listens."""
         self._core_task: asyncio.Task[None] | None = None
+        self._failed = asyncio.Event()
 
     async def start(self) -> None:
         """Returns once requests are welcome. Raises StartFailed."""
         config, state = self._config, self.state
-        self.port = await self.server.start()
+        try:
+            self.port = await self.server.start()
+        except OSError as error:
+            raise StartFailed(cannot_listen(config.host, config.port, error)) from error
         log.info("engine.listening", host=config.host, port=self.port)
         directory = await _in_daemon_thread(lambda: self._resolve(config.model))
         log.info("engine.model", directory=directory)
@@ -102,7 +108,9 @@ class Engine:
             async with asyncio.timeout(config.startup_timeout_s):
                 await state.core.settled.wait()
         except TimeoutError:
-            raise StartFailed(f"the core was not ready after {config.startup_timeout_s:g} s") from None
+            raise StartFailed(
+                f"the core was not ready after {config.startup_timeout_s:g} s (--startup-timeout-s)"
+            ) from None
         if state.core.failure is not None:
             raise StartFailed(state.core.failure)
         state.lifecycle.to(Phase.READY)
@@ -141,6 +149,19 @@ class Engine:
         await state.core.run(link)
         if state.core.failure is not None and state.lifecycle.phase is not Phase.STOPPED:
             state.lifecycle.to(Phase.FAILED, state.core.failure)
+            self._failed.set()
+
+    async def serve_until(self, stop: asyncio.Event) -> None:
+        """Return when `stop` is set; with `exit_on_failure` also when the core has died, and every open
+        request has been told, or `UNWIND_S` later."""
+        if not self._config.exit_on_failure:
+            await stop.wait()
+            return
+        failed = asyncio.create_task(self._failed.wait())
+        await _first(failed, stop, timeout_s=None)
+        failed.cancel()
+        if self._failed.is_set() and not await _idle(self.state, UNWIND_S, None):
+            log.warning("engine.unwind_cut")
 
 
 def _tls(config: EngineConfig) -> ssl.SSLContext | None:
@@ -187,7 +208,7 @@ async def serve(config: EngineConfig, resolve: Resolve, make_link: MakeLink) -> 
             start.result()
             gc.collect()
             gc.freeze()  # modules live for ever: looking through them would stop every stream for 40 ms
-            await stop.wait()
+            await engine.serve_until(stop)
         await engine.drain(hurry)
     except (StartFailed, OSError) as error:
         log.error("engine.start_failed", reason=str(error))
@@ -208,7 +229,7 @@ async def _idle(state: EngineState, timeout_s: float, hurry: asyncio.Event | Non
         idle.cancel()
 
 
-async def _first(task: asyncio.Task[None], event: asyncio.Event, *, timeout_s: float | None) -> None:
+async def _first(task: asyncio.Task[Any], event: asyncio.Event, *, timeout_s: float | None) -> None:
     """Wait for either, for so long; the task is left running."""
     waiting = asyncio.create_task(event.wait())
     try:

@@ -78,7 +78,7 @@ class EngineState:
         return Model(
             id=self.config.served_model_name,
             created=created,
-            max_model_len=None if info is None else info.max_model_len,
+            max_model_len=None if info is None else Limits.of(info).context_len,
         )
 
     def fingerprint(self) -> str:

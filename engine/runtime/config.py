@@ -24,6 +24,16 @@ _CHOICES: Final = {
 PAGE_SIZE_MAX: Final = 1024
 SLOTS_MAX: Final = 4096
 STEP_TOKENS_MAX: Final = 1 << 20
+THREADS_MAX: Final = 1024
+RANKS_MAX: Final = 64
+_MOST: Final = {
+    "max_num_seqs": SLOTS_MAX,
+    "max_model_len": 1 << 30,
+    "kv_cache_bytes": 1 << 50,
+    "threads": THREADS_MAX,
+    "tensor_parallel": RANKS_MAX,
+}
+"""Settings that are at least 1, and what each is at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +97,6 @@ class RunnerConfig:
         for name in ("memory_fraction", "gpu_memory_utilization"):
             if not 0.0 < getattr(self, name) <= 1.0:
                 yield f"{name} must be above 0 and at most 1, not {getattr(self, name)}"
-        if not 1 <= self.max_num_seqs <= SLOTS_MAX:
-            yield f"max_num_seqs must be 1 to {SLOTS_MAX}, not {self.max_num_seqs}"
         if not self.max_num_seqs <= self.step_tokens_max <= STEP_TOKENS_MAX:
             yield (
                 f"step_tokens_max must be at least max_num_seqs ({self.max_num_seqs}), so that all running "
@@ -98,7 +106,7 @@ class RunnerConfig:
             yield f"swap_bytes must be at least 0, not {self.swap_bytes}"
         if not self.rank_timeout_s > 0.0:
             yield f"rank_timeout_s must be above 0, not {self.rank_timeout_s}"
-        for name in ("max_model_len", "kv_cache_bytes", "threads", "tensor_parallel"):
+        for name, most in _MOST.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                yield f"{name} must be at least 1, not {value}"
+            if value is not None and not 1 <= value <= most:
+                yield f"{name} must be 1 to {most}, not {value}"

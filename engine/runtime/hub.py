@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Final
@@ -16,12 +17,15 @@ _HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 def resolve_model(model: str) -> Path:
     """The directory itself, or a hub id's snapshot, downloaded on first use. Raises ModelUnavailable."""
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if model and path.is_dir():
         return path
     if not _HUB_ID.fullmatch(model):
         raise ModelUnavailable(f"{model!r} is neither a directory nor a hub id like 'Qwen/Qwen3-0.6B'")
-    return _snapshot(model)
+    try:
+        return _snapshot(model)
+    except ModelUnavailable as error:  # what looks like a hub id may be a path with one slash
+        raise ModelUnavailable(f"there is no directory {model!r}, and as a hub id: {error}") from error
 
 
 def _snapshot(hub_id: str) -> Path:

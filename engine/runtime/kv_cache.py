@@ -163,7 +163,7 @@ def page_count(
     if pages < PAGES_MIN:
         raise DoesNotFit(
             f"{budget >> 20} MiB hold only {pages} KV pages of {geometry.page_bytes >> 10} KiB; free memory, "
-            "raise kv_cache_bytes or memory_fraction, or lower step_tokens_max"
+            "raise --kv-cache-memory, or lower --max-step-tokens"
         )
     return pages
 

@@ -257,7 +257,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def choose_max_model_len(config: RunnerConfig, model: ModelConfig) -> int:
     if config.max_model_len is not None and config.max_model_len > model.context_len:
         raise BadRunnerConfig(
-            f"max_model_len {config.max_model_len} is beyond the {model.context_len} positions of this model"
+            f"--max-model-len {config.max_model_len} is beyond this model's {model.context_len} positions"
         )
     return config.max_model_len or model.context_len
 

@@ -8,6 +8,7 @@ options to the exit code. Only the module of the command that was asked for is i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.metadata
 import os
@@ -29,20 +30,35 @@ COMMANDS: Final = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the process's exit code: 0 done, 1 failed, 2 asked for wrongly."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if sys.stderr is None:  # closed when we were started; nobody can be told anything
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  for as long as the process lives
     try:
-        code = run(sys.argv[1:] if argv is None else list(argv))
-        sys.stdout.flush()
+        if argv and argv[0] in SERVICES:
+            return exec_service(argv[0], argv[1:])
+        if sys.stdout is None:
+            sys.stderr.write("penstock: standard output is closed\n")
+            return 1
+        try:
+            return run(argv)
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:  # while the command's module was imported, too
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has left; nothing may be flushed at exit either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:  # commands answer for what they open themselves: this is our output, as a rule
+        _drop_output()
+        if not isinstance(error, BrokenPipeError):  # whoever reads a pipe may stop at any time
+            sys.stderr.write(f"penstock: {error if error.filename else error.strerror or error}\n")
         return 1
-    return code
+
+
+def _drop_output() -> None:
+    """What is still to be written would fail again when the interpreter ends."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run(argv: list[str]) -> int:
-    if argv and argv[0] in SERVICES:
-        return exec_service(argv[0], argv[1:])
     parser, commands = build_parser(argv[0] if argv else "")
     options, unknown = parser.parse_known_args(argv)
     command = commands.choices.get(options.command, parser)

@@ -1,7 +1,6 @@
 """`penstock chat`: a conversation in the terminal, with any OpenAI-compatible server.
 
-Ctrl-C stops an answer (the connection is closed, so that the server stops computing it), Ctrl-D
-leaves, `/new` begins a new conversation.
+Ctrl-C stops an answer: the connection is closed, so that the server stops computing it.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import ssl
 import sys
 from collections.abc import Generator, Iterator
 from typing import Final
@@ -16,10 +16,14 @@ from typing import Final
 import httpx
 import msgspec
 
+from shared import sse, tls
 from shared.arguments import Parser, checked
+from shared.cli import terminal
 from shared.cli.settings import KEY_VARIABLE, read_running
+from shared.cli.terminal import UnusableInput, harmless
 from shared.openai import ErrorEnvelope, ModelList
 
+COMMANDS: Final = "/new begins a new conversation; /quit, /exit or Ctrl-D leaves; /help says this."
 DEFAULT_URL: Final = "http://127.0.0.1:8000/v1"
 CONNECT_TIMEOUT_S: Final = 5.0
 READ_TIMEOUT_S: Final = 600.0
@@ -52,7 +56,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "chat",
         help="talk to a model in the terminal",
-        description="Talk to a model. Ctrl-C stops an answer, Ctrl-D leaves, /new begins anew.",
+        description=f"Talk to a model. Ctrl-C stops an answer. {COMMANDS}",
         epilog="Without options it finds the `penstock up` that runs on this machine.",
     )
     parser.add_argument(
@@ -61,70 +65,104 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         help=f"base URL of an OpenAI-compatible server (default: of penstock up, or {DEFAULT_URL})",
     )
     parser.add_argument(
-        "--model", metavar="NAME", help="model to talk to (default: the first that the server has)"
+        "--model",
+        metavar="NAME",
+        type=checked(terminal.text_problem),
+        help="model to talk to (default: the first that the server has)",
     )
-    parser.add_argument("--key", help=f"API key (default: ${KEY_VARIABLE}, or that of penstock up)")
-    parser.add_argument("-m", "--message", metavar="TEXT", help="say this one thing, print the answer, leave")
+    parser.add_argument(
+        "--key",
+        type=checked(_key_problem, is_secret=True),
+        default=os.environ.get(KEY_VARIABLE) or None,
+        help=f"API key (default: ${KEY_VARIABLE}, or that of penstock up)",
+    )
+    parser.add_argument(
+        "-m",
+        "--message",
+        metavar="TEXT",
+        type=checked(terminal.text_problem),
+        help="say this one thing, print the answer, leave",
+    )
     parser.set_defaults(run=run)
 
 
 def _url_problem(url: str) -> str | None:
     try:
         parsed = httpx.URL(url)
-    except httpx.InvalidURL:
+    except (httpx.InvalidURL, ValueError):
         return "must be a URL like http://host:8000/v1"
     fits = parsed.scheme in ("http", "https") and parsed.host
     return None if fits else "must be a URL like http://host:8000/v1"
 
 
+def _key_problem(key: str) -> str | None:
+    """Looser than for a key of ours: another server's may be longer."""
+    return None if key.isascii() and key.isprintable() else "must be printable ASCII"
+
+
 def run(options: argparse.Namespace) -> int:
-    running = read_running()
-    url, key, model = options.url, options.key or os.environ.get(KEY_VARIABLE), options.model
-    if running is not None and url in (None, running.url):
-        url, key, model = running.url, key or running.key, model or running.model
-    client = httpx.Client(
-        base_url=url or DEFAULT_URL,
-        headers={"authorization": f"Bearer {key}"} if key else {},
-        timeout=httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
-        trust_env=options.url is not None,  # no proxy stands between us and our own machine
-    )
+    terminal.prepare()
     try:
-        with client:
-            conversation = Conversation(client, model or first_model(client))
+        with _connect(options.url, options.key) as (client, model):
+            conversation = Conversation(client, options.model or model or first_model(client))
             if options.message is not None:
                 show(conversation.say(options.message))
             else:
                 converse(conversation)
-    except ChatFailed as error:
-        sys.stderr.write(f"penstock chat: {error}\n")
+    except (ChatFailed, UnusableInput) as error:
+        sys.stderr.write(f"penstock chat: {harmless(str(error))}\n")
         return 1
     return 0
 
 
+@contextlib.contextmanager
+def _connect(asked: str | None, key: str | None) -> Iterator[tuple[httpx.Client, str | None]]:
+    """A client, and the model to talk to if that is known. The key of `penstock up` goes to no other."""
+    url = DEFAULT_URL if asked is None else asked.rstrip("/")
+    model: str | None = None
+    verify: ssl.SSLContext | bool = True
+    running = read_running()
+    if running is not None and (asked is None or url in (running.url, running.url.removesuffix("/v1"))):
+        url, key, model = running.url, key or running.key, running.model
+        verify = _pinned(running.cert) if running.cert is not None else True
+    client = httpx.Client(
+        base_url=url,
+        headers={"authorization": f"Bearer {key}"} if key else {},
+        timeout=httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
+        trust_env=asked is not None,  # no proxy stands between us and our own machine
+        verify=verify,
+    )
+    with client:
+        yield client, model
+
+
+def _pinned(cert: str) -> ssl.SSLContext:
+    try:
+        return tls.pinned_context(cert)
+    except tls.UnusableTls as error:
+        raise ChatFailed(f"{error}; that is the certificate with which `penstock up` was started") from None
+
+
 def converse(conversation: Conversation) -> None:
     """Read, answer, until the end of input."""
-    interactive = sys.stdin.isatty()
+    interactive = sys.stdin is not None and sys.stdin.isatty()
     if interactive:
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  gives `input` its line editing
-
-        print(f"Talking to {conversation.model}. Ctrl-C stops an answer, Ctrl-D leaves, /new begins anew.")
+        print(f"Talking to {harmless(conversation.model)}. Ctrl-C stops an answer. {COMMANDS}")
     while True:
         try:
-            text = input("\n> " if interactive else "").strip()
-        except EOFError:
-            return
-        except KeyboardInterrupt:
-            continue
-        if text == "/new":
-            conversation.turns.clear()
-        elif text:
-            try:
-                show(conversation.say(text))
-            except ChatFailed as error:
-                if not interactive:
-                    raise
-                print(f"({error})")
+            match terminal.read_message():
+                case None | "/quit" | "/exit":
+                    return
+                case "/help":
+                    print(COMMANDS)
+                case "/new":
+                    conversation.turns.clear()
+                case text:
+                    show(conversation.say(text))
+        except (ChatFailed, UnusableInput) as error:
+            if not interactive:
+                raise
+            print(f"({harmless(str(error))})")
 
 
 def show(parts: Generator[str]) -> None:
@@ -132,15 +170,14 @@ def show(parts: Generator[str]) -> None:
     end = "\n"
     try:
         for part in parts:
-            sys.stdout.write(part)
-            sys.stdout.flush()
+            terminal.show(part)
     except KeyboardInterrupt:
         parts.close()  # which closes the connection
         end = " (stopped)\n"
     except ChatFailed:
-        sys.stdout.write("\n")
+        terminal.show("\n")
         raise
-    sys.stdout.write(end)
+    terminal.show(end)
 
 
 class Conversation:
@@ -195,29 +232,28 @@ def first_model(client: httpx.Client) -> str:
         except (msgspec.DecodeError, UnicodeDecodeError):
             models = []
     if not models:
-        raise ChatFailed(f"{client.base_url} names no model; choose one with --model")
+        raise ChatFailed(f"{client.base_url} names no model; choose one with --model{_url_advice(answer)}")
     return models[0].id
 
 
 def _parts(answer: httpx.Response) -> Iterator[str]:
-    for line in answer.iter_lines():
-        name, _, data = line.partition(":")
-        if name != "data":
-            continue
-        data = data.strip()
-        if data == "[DONE]":
-            return
-        try:
+    try:
+        for line in sse.lines(answer.iter_bytes()):
+            name, _, data = line.partition(b":")
+            if name != b"data":
+                continue
+            if data.strip() == b"[DONE]":
+                return
             chunk = msgspec.json.decode(data, type=_Chunk)
-        except (msgspec.DecodeError, UnicodeEncodeError):
-            raise ChatFailed("the server sent an event that is no chunk of a chat") from None
-        if not chunk.choices:
-            _raise_error_event(data)
-        yield from (choice.delta.content for choice in chunk.choices if choice.delta.content)
+            if not chunk.choices:
+                _raise_error_event(data)
+            yield from (choice.delta.content for choice in chunk.choices if choice.delta.content)
+    except ValueError:  # msgspec's among them
+        raise ChatFailed("the server sent an event that is no chunk of a chat") from None
     raise ChatFailed("the answer was cut off")
 
 
-def _raise_error_event(data: str) -> None:
+def _raise_error_event(data: bytes) -> None:
     with contextlib.suppress(msgspec.DecodeError):
         raise ChatFailed(msgspec.json.decode(data, type=ErrorEnvelope).error.message)
 
@@ -228,7 +264,16 @@ def _refusal(answer: httpx.Response) -> ChatFailed:
     except (msgspec.DecodeError, UnicodeDecodeError):
         message = f"the server answered {answer.status_code}"
     request_id = answer.headers.get("x-request-id")
-    return ChatFailed(f"{message} ({answer.status_code}, request {request_id})" if request_id else message)
+    told = f"{message} ({answer.status_code}, request {request_id})" if request_id else message
+    return ChatFailed(told + _url_advice(answer))
+
+
+def _url_advice(answer: httpx.Response) -> str:
+    """What to say besides when the base URL has no path, as few servers' have none."""
+    url = answer.request.url
+    if url.path not in ("/models", "/chat/completions"):
+        return ""
+    return f"; the base URL of most servers ends with /v1: {url.copy_with(raw_path=b'/v1')}"
 
 
 @contextlib.contextmanager
@@ -237,6 +282,26 @@ def _failures() -> Iterator[None]:
     try:
         yield
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-        raise ChatFailed(f"nothing answers at {error.request.url}; is `penstock up` running?") from None
-    except httpx.TransportError as error:
+        raise ChatFailed(_no_connection(error)) from None
+    except httpx.RequestError as error:
         raise ChatFailed(f"the connection failed: {error}") from None
+
+
+def _no_connection(error: httpx.ConnectError | httpx.ConnectTimeout) -> str:
+    url = error.request.url.copy_with(raw_path=b"/")
+    match _tls_failure(error):
+        case None:
+            return f"nothing answers at {error.request.url}; is `penstock up` running?"
+        case ssl.SSLCertVerificationError() as failure:
+            return (
+                f"the certificate of {url} is not trusted: {failure.verify_message}. If a private authority "
+                "signed it, set SSL_CERT_FILE to the authority's certificate, and use a name that it is for"
+            )
+        case failure:
+            return f"{url} does not speak TLS as it should ({failure.reason}); is it http:// perhaps?"
+
+
+def _tls_failure(error: BaseException | None) -> ssl.SSLError | None:
+    while error is not None and not isinstance(error, ssl.SSLError):
+        error = error.__cause__ or error.__context__
+    return error

@@ -40,7 +40,8 @@ def exec_service(service: str, options: Sequence[str]) -> int:
     """Become the service. Returns only when it cannot be run."""
     problem = missing_extra(service)
     if problem is None:
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         interrupts.hold_back()
         os.execv(sys.executable, command(service, options))  # noqa: S606  a list, and no shell
     sys.stderr.write(f"penstock {service}: {problem}\n")

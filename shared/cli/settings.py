@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +17,14 @@ KEY_VARIABLE: Final = "PENSTOCK_API_KEY"
 KEY_LEN_MAX: Final = 256
 DRAIN_S: Final = 20.0
 """A development server does not keep its owner waiting longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Paths of a server's certificate chain and of its private key, both PEM."""
+
+    cert: str
+    key: str
 
 
 def development_key() -> str:
@@ -29,17 +38,25 @@ def key_problem(key: str) -> str | None:
 
 
 def gateway_toml(
-    *, port: int, key: str, model: str, aliases: Sequence[str], engine_url: str, host: str = "127.0.0.1"
+    *,
+    port: int,
+    key: str,
+    model: str,
+    aliases: Sequence[str],
+    engine_url: str,
+    host: str = "127.0.0.1",
+    tls: Tls | None = None,
 ) -> str:
     """A gateway's configuration: one model on one engine, one tenant without limits, one key."""
     key_hash = f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
+    own = f"tls = {{ cert = {_quote(tls.cert)}, key = {_quote(tls.key)} }}\n" if tls is not None else ""
     names = [name for name in dict.fromkeys(aliases) if name != model]
     return f"""\
 # Written by `penstock up`.
 [listen]
 host = {_quote(host)}
 port = {port}
-
+{own}
 [timeouts]
 drain_s = {DRAIN_S}
 
@@ -74,6 +91,8 @@ class Running(msgspec.Struct, frozen=True):
     key: str
     model: str
     pid: int
+    cert: str | None = None
+    """Path of the certificate that it shows, PEM; None for plain HTTP."""
 
 
 def cache_dir() -> Path:

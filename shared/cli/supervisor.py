@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, Final, TypeVar
 import httpx
 import msgspec
 
+from shared import tls
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.lifecycle import die_with_parent
 
@@ -55,6 +56,8 @@ class ServiceSpec:
     url: str
     """Where it answers `/readyz` and `/livez`."""
     start_deadline_s: float
+    cert: str | None = None
+    """Path of the certificate that it shows on an `https` URL, PEM."""
 
 
 class Service:
@@ -90,7 +93,7 @@ class Service:
         Raises ServiceDied when it ends first, or takes longer than its `start_deadline_s`.
         """
         deadline_s = self._clock.monotonic() + self.spec.start_deadline_s
-        async with _probe_client() as client:
+        async with _probe_client(self.spec) as client:
             while not await self._answers(client, "/readyz"):
                 self._pass_lines(on_line)
                 if self._process.returncode is not None or self._clock.monotonic() >= deadline_s:
@@ -102,7 +105,7 @@ class Service:
         """Waits until it has ended on its own, or says that it can serve no more."""
         exited = asyncio.create_task(self._process.wait())
         try:
-            async with _probe_client() as client:
+            async with _probe_client(self.spec) as client:
                 while not exited.done():
                     pause = asyncio.ensure_future(self._clock.sleep(LIVE_POLL_S))
                     await asyncio.wait({exited, pause}, return_when=asyncio.FIRST_COMPLETED)
@@ -156,8 +159,9 @@ class Service:
         return ServiceDied(f"the {self.spec.name} {how}\n{log_tail(self.spec.log)}".rstrip())
 
 
-def _probe_client() -> httpx.AsyncClient:
-    return httpx.AsyncClient(trust_env=False, timeout=PROBE_TIMEOUT_S)
+def _probe_client(spec: ServiceSpec) -> httpx.AsyncClient:
+    verify = tls.pinned_context(spec.cert) if spec.cert is not None else True
+    return httpx.AsyncClient(trust_env=False, timeout=PROBE_TIMEOUT_S, verify=verify)
 
 
 async def stop_all(services: Sequence[Service], grace_s: float, hurry: asyncio.Event) -> None:

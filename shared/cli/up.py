@@ -12,17 +12,19 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from shared.arguments import Parser, checked, closest, port
+from shared.arguments import Parser, cannot_listen, checked, closest, model_name, nonempty, port
 from shared.cli import settings
 from shared.cli.service import command, missing_extra
 from shared.cli.supervisor import Service, ServiceDied, ServiceSpec, parse_line, stop_all, unless
 from shared.clock import SYSTEM_CLOCK, Clock
+from shared.environment import apply_environment, settings_in
 from shared.lifecycle import on_stop_signals
+from shared.tls import UnusableTls, names_of
 
 DEMO_NAME: Final = "penstock-demo"
 GRACE_S: Final = settings.DRAIN_S + 10.0
@@ -32,8 +34,24 @@ ENGINE_START_S: Final = 24 * 3600.0
 """A download may take long. Once it is done the engine's own limit counts (--startup-timeout-s)."""
 GATEWAY_START_S: Final = 60.0
 
-_OURS: Final = frozenset({"--help", "--model", "--served-model-name", "--host", "--port"})
-"""Options of the engine that `up` sets itself."""
+_OURS: Final = frozenset(
+    {
+        "--help",
+        "--model",
+        "--served-model-name",
+        "--host",
+        "--port",
+        "--tls-cert",
+        "--tls-key",
+        "--tls-client-ca",
+    }
+)
+"""Options of the engine that `up` sets itself, or that its engine, on loopback, has no use for."""
+_NOT_FROM_ENVIRONMENT: Final = {
+    "PENSTOCK_ENGINE_": ("HOST", "PORT", "TLS_CERT", "TLS_KEY", "TLS_CLIENT_CA"),
+    "PENSTOCK_GATEWAY_": ("LISTEN", "MODELS", "TENANTS", "KEYS"),
+}
+"""By a service's prefix: variables, and beginnings of variables, that would undo what `up` arranges."""
 
 
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -45,28 +63,37 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.add_argument(
         "--model",
+        type=nonempty,
+        default=os.environ.get("PENSTOCK_ENGINE_MODEL") or None,
         metavar="DIR|ID",
         help="model directory, or hub id to download (default: the built-in demo model)",
     )
     parser.add_argument(
         "--served-model-name",
         metavar="NAME",
-        type=checked(_name_problem),
+        type=model_name,
+        default=os.environ.get("PENSTOCK_ENGINE_SERVED_MODEL_NAME") or None,
         help="what clients call the model (default: the last part of --model)",
     )
     parser.add_argument(
-        "--alias", metavar="NAME", nargs="+", action="extend", default=[], type=checked(_name_problem),
+        "--alias", metavar="NAME", nargs="+", action="extend", default=[], type=model_name,
         help="further names that the model answers to; * is any name",
     )  # fmt: skip
     parser.add_argument(
-        "--api-key", metavar="KEY", type=checked(settings.key_problem),
+        "--api-key", metavar="KEY", type=checked(settings.key_problem, is_secret=True),
         default=os.environ.get(settings.KEY_VARIABLE) or None,
         help=f"development key, any string (default: ${settings.KEY_VARIABLE}, or a new one each time)",
     )  # fmt: skip
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument(
+        "--host", type=nonempty, default="127.0.0.1", help="address to listen on (default: 127.0.0.1)"
+    )
     parser.add_argument(
         "--port", type=port, default=8000, help="port to listen on; 0 for any free one (default: 8000)"
     )
+    parser.add_argument(
+        "--tls-cert", metavar="FILE", type=nonempty, help="certificate chain, PEM: serve https on this port"
+    )
+    parser.add_argument("--tls-key", metavar="FILE", type=nonempty, help="its private key, PEM")
     parser.add_argument(
         "--log-dir",
         type=Path,
@@ -76,36 +103,47 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.set_defaults(run=run, takes_more=True, parser=parser)
 
 
-def _name_problem(name: str) -> str | None:
-    return None if 1 <= len(name) <= 256 and name.isprintable() else "must be a name of 1 to 256 characters"
-
-
 def run(options: argparse.Namespace) -> int:
     for service in ("engine", "gateway"):
         if problem := missing_extra(service):
             return _fail(problem)
-    check_engine_options(options.parser, options.more)
+    if (options.tls_cert is None) != (options.tls_key is None):
+        options.parser.error("--tls-cert and --tls-key belong together")
+    check_environment(options.parser, os.environ)
+    check_engine_options(options.parser, options.more, os.environ)
     try:
         plan = make_plan(options)
-    except OSError as error:
+    except (OSError, UnusableTls) as error:
         return _fail(str(error))
     return asyncio.run(supervise(plan, sys.stdout))
 
 
-def check_engine_options(parser: Parser, more: Sequence[str]) -> None:
+def check_environment(parser: Parser, env: Mapping[str, str]) -> None:
+    """Refuse variables for services that stand alone, where `up` decides otherwise."""
+    for prefix, beginnings in _NOT_FROM_ENVIRONMENT.items():
+        for name in settings_in(env, prefix):
+            if name.startswith(beginnings):
+                parser.error(
+                    f"{prefix}{name} is for a service that stands alone; unset it, and see --host, --port, "
+                    "--tls-cert, --api-key and --alias"
+                )
+
+
+def check_engine_options(parser: Parser, more: Sequence[str], env: Mapping[str, str]) -> None:
     """What `up` does not know goes to the engine, whose own parser checks it now rather than later."""
-    engine = importlib.import_module("engine.config").build_parser(
-        "penstock up"
-    )  # a launcher may look inside
+    config = importlib.import_module("engine.config")  # a launcher may look inside
+    engine = config.build_parser("penstock up")
+    apply_environment(engine, env, config.ENV_PREFIX)
     names = {name for name in engine._option_string_actions if name.startswith("--")} - _OURS
     for word in more:
         name = word.partition("=")[0]
         if name.startswith("-") and name not in names:
             hint = closest(name, [*parser.option_names, *sorted(names)])
             parser.error(f"there is no option {name}" + (f"; did you mean {hint}?" if hint else ""))
-    _, strays = engine.parse_known_args(["--model", "any", *more])
+    given, strays = engine.parse_known_args(["--model", "any", *more])
     if strays:
         parser.error(f"{' '.join(strays)} belongs to no option")
+    config.from_namespace(engine, given)
 
 
 def _fail(problem: str) -> int:
@@ -125,11 +163,15 @@ class Plan:
     running: settings.Running
     run_dir: Path
     aliases: tuple[str, ...] = ()
+    certificate_names: tuple[str, ...] = ()
+    """Whom the certificate is for, where there is one."""
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
-    """Choose ports and directories, write the gateway's file. Raises OSError."""
+    """Choose ports and directories, write the gateway's file. Raises OSError and UnusableTls."""
     model, name = _model_and_name(options.model, options.served_model_name)
+    tls = _tls(options.tls_cert, options.tls_key)
+    certificate_names = names_of(tls.cert, tls.key) if tls is not None else ()
     gateway_port = _check_port(options.host, options.port)
     engine_port = _check_port("127.0.0.1", 0)
     key = options.api_key or settings.development_key()
@@ -143,20 +185,23 @@ def make_plan(options: argparse.Namespace) -> Plan:
         model=name,
         aliases=options.alias,
         engine_url=engine_url,
+        tls=tls,
     )
     settings.write_private(config, toml.encode())
     engine_options = ["--model", model, "--served-model-name", name, "--host", "127.0.0.1"]
     engine_options += ["--port", str(engine_port), "--drain-timeout-s", str(settings.DRAIN_S), *options.more]
-    base_url = f"http://{_reachable(options.host)}:{gateway_port}"
+    scheme, cert = ("http", None) if tls is None else ("https", tls.cert)
+    base_url = f"{scheme}://{_reachable(options.host, certificate_names)}:{gateway_port}"
     engine_argv = tuple(command("engine", engine_options))
     gateway_argv = tuple(command("gateway", ["--config", str(config)]))
     return Plan(
         services=(
             ServiceSpec("engine", engine_argv, run_dir / "engine.log", engine_url, ENGINE_START_S),
-            ServiceSpec("gateway", gateway_argv, run_dir / "gateway.log", base_url, GATEWAY_START_S),
+            ServiceSpec("gateway", gateway_argv, run_dir / "gateway.log", base_url, GATEWAY_START_S, cert),
         ),
-        running=settings.Running(url=f"{base_url}/v1", key=key, model=name, pid=os.getpid()),
+        running=settings.Running(url=f"{base_url}/v1", key=key, model=name, pid=os.getpid(), cert=cert),
         run_dir=run_dir,
+        certificate_names=certificate_names,
         aliases=tuple(options.alias),
     )
 
@@ -164,8 +209,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
 def _model_and_name(model: str | None, name: str | None) -> tuple[str, str]:
     if model is None:
         return str(importlib.import_module("engine.demo").MODEL_DIR), name or DEMO_NAME
-    path = Path(model)
-    return model, name or (path.resolve().name if path.is_dir() else path.name) or "model"
+    return model, name or importlib.import_module("engine.config").served_name(model)
 
 
 def _check_port(host: str, wanted: int) -> int:
@@ -176,15 +220,21 @@ def _check_port(host: str, wanted: int) -> int:
         try:
             probe.bind((host, wanted))
         except OSError as error:
-            hint = "; choose another with --port" if wanted else ""
-            raise OSError(f"cannot listen on {host}:{wanted}: {error.strerror or error}{hint}") from error
+            raise OSError(cannot_listen(host, wanted, error)) from error
         bound: int = probe.getsockname()[1]
         return bound
 
 
-def _reachable(host: str) -> str:
-    """The address to give to a client on this machine."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+def _tls(cert: str | None, key: str | None) -> settings.Tls | None:
+    """By absolute paths, as `penstock chat` reads the certificate too, from wherever it is started."""
+    return settings.Tls(os.path.abspath(cert), os.path.abspath(key)) if cert and key else None
+
+
+def _reachable(host: str, certificate_names: Sequence[str] = ()) -> str:
+    """What to call this machine in a URL for a client on it; `localhost` when only that is certified."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    if host not in certificate_names and "localhost" in certificate_names and host in ("127.0.0.1", "::1"):
+        return "localhost"
     return f"[{host}]" if ":" in host else host
 
 
@@ -313,7 +363,7 @@ Ready after {seconds:.1f} s.
   API key    {key}
   Model      {model}{also}
 
-Stream an answer:
+{_about_certificate(plan)}Stream an answer:
 
   curl -N {url}/chat/completions -H {shlex.quote(f"Authorization: Bearer {key}")} \\
     -H 'Content-Type: application/json' -d {shlex.quote(body)}
@@ -327,6 +377,17 @@ With the OpenAI SDK:
   print(answer.choices[0].message.content)
 
 In another terminal: {_penstock()} chat. Ctrl-C here stops both services.
+"""
+
+
+def _about_certificate(plan: Plan) -> str:
+    if plan.running.cert is None:
+        return ""
+    names = ", ".join(plan.certificate_names) or "no name"
+    return f"""\
+The certificate is for {names}. Clients that do not know its authority need that authority's own
+certificate: --cacert FILE for curl, SSL_CERT_FILE=FILE for the OpenAI SDK.
+
 """
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from engine.config import EngineConfig, build_parser, from_args
+from engine.config import CoreStart, EngineConfig, build_parser, from_args
+from tests.shared.test_environment import SERVICE_LINKS
 
 MINIMAL = ["--model", "some/dir"]
 
@@ -50,6 +53,12 @@ def test_overlap_is_the_devices_to_say_unless_it_is_told() -> None:
     assert from_args(MINIMAL, {"PENSTOCK_ENGINE_OVERLAP": "false"}).overlap is False
 
 
+@pytest.mark.parametrize("argv", [[], ["--step-time-target-ms", "inf", "--swap-memory", "0"]])
+def test_the_core_is_told_what_the_command_line_said(argv: list[str]) -> None:
+    start = CoreStart(from_args([*MINIMAL, *argv], {}), "ipc://in", "ipc://out", 7)
+    assert CoreStart.decode(start.encode()) == start
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [("2MiB", 2 * 2**20), ("2M", 2 * 2**20), ("2MB", 2_000_000), ("4194304", 4194304), ("1g", 2**30)],
@@ -63,16 +72,31 @@ def test_sizes(text: str, size: int) -> None:
     [
         ([], "--model"),
         ([*MINIMAL, "--port", "70000"], "a port from 0 to 65535"),
-        ([*MINIMAL, "--max-model-len", "1"], "a whole number from 2 up"),
-        ([*MINIMAL, "--max-num-seqs", "x"], "a whole number from 1 up"),
+        ([*MINIMAL, "--max-model-len", "1"], "a whole number from 2 to"),
+        ([*MINIMAL, "--max-num-seqs", "x"], "a whole number from 1 to"),
         ([*MINIMAL, "--dtype", "int3"], "bfloat16"),
         ([*MINIMAL, "--page-size", "63"], "64"),
         ([*MINIMAL, "--kv-cache-memory", "lots"], "512MiB"),
         ([*MINIMAL, "--device", "tpu"], "cuda"),
         ([*MINIMAL, "--gpu-memory-utilization", "1.5"], "above 0 and at most 1"),
         ([*MINIMAL, "--gpu-memory-utilization", "most"], "above 0 and at most 1"),
-        ([*MINIMAL, "--kv-cache-memory", "1k"], "at least 1MiB"),
+        ([*MINIMAL, "--kv-cache-memory", "1k"], "must be 1MiB to"),
         ([*MINIMAL, "--drain-timeout-s", "-1"], "seconds above 0"),
+        ([*MINIMAL, "--kv-cache-memory", "9" * 400], "such as 512MiB"),
+        ([*MINIMAL, "--kv-cache-memory", "9" * 16], "must be 1MiB to 1024TiB"),
+        ([*MINIMAL, "--max-queue-len", "9" * 20], "--max-queue-len: must be a whole number from 1 to"),
+        ([*MINIMAL, "--max-step-tokens", "99999999"], "--max-step-tokens: must be a whole number from 1 to"),
+        ([*MINIMAL, "--max-num-seqs", "5000"], "--max-num-seqs: must be a whole number from 1 to 4096"),
+        ([*MINIMAL, "--threads", "100000"], "--threads: must be a whole number from 1 to 1024"),
+        (
+            [*MINIMAL, "--tokenizer-threads", "100000"],
+            "--tokenizer-threads: must be a whole number",
+        ),
+        ([*MINIMAL, "--tensor-parallel-size", "100000"], "--tensor-parallel-size: must be a whole number"),
+        (["--model", ""], "--model: must not be empty"),
+        ([*MINIMAL, "--host", ""], "--host: must not be empty"),
+        ([*MINIMAL, "--tls-cert", "", "--tls-key", ""], "--tls-cert: must not be empty"),
+        ([*MINIMAL, "--served-model-name", ""], "--served-model-name: must be a name of 1 to 256 characters"),
         ([*MINIMAL, "--max-num-seqs", "512", "--max-step-tokens", "256"], "at least --max-num-seqs (512)"),
     ],
 )
@@ -104,14 +128,58 @@ def test_the_environment_comes_second() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("PORT", "x", "a port from 0"),
+        ("PORT", "x", "PENSTOCK_ENGINE_PORT: must be a port from 0"),
         ("DTYPE", "int3", "bfloat16"),
         ("PREFIX_CACHE", "maybe", "true or false"),
+        ("MAX_NUM_SEQ", "4", "PENSTOCK_ENGINE_MAX_NUM_SEQ: there is no such setting; did you mean "),
     ],
 )
 def test_a_wrong_environment_says_what_is_right(
     name: str, value: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as stopped:
         from_args(MINIMAL, {f"PENSTOCK_ENGINE_{name}": value})
+    assert stopped.value.code == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_switch_can_be_set_by_the_name_of_its_option() -> None:
+    assert from_args(MINIMAL, {"PENSTOCK_ENGINE_NO_PREFIX_CACHE": "1"}).prefix_cache is False
+
+
+def test_kubernetes_service_links_set_nothing() -> None:
+    assert from_args(MINIMAL, SERVICE_LINKS) == from_args(MINIMAL, {})
+
+
+def test_an_empty_variable_does_not_name_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    env = {"PENSTOCK_ENGINE_MODEL": "", "PENSTOCK_ENGINE_PORT": ""}
+    assert from_args(MINIMAL, env) == from_args(MINIMAL, {})
+    with pytest.raises(SystemExit):
+        from_args([], env)
+    assert "--model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (".", "qwen"),
+        ("./", "qwen"),
+        ("..", "models"),
+        ("../qwen/", "qwen"),
+        ("~/models/qwen", "qwen"),
+        ("/", "model"),
+        ("Qwen/Qwen3-0.6B", "Qwen3-0.6B"),
+    ],
+)
+def test_a_model_is_called_after_its_directory_however_that_is_written(
+    model: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "models" / "qwen"
+    directory.mkdir(parents=True)
+    monkeypatch.chdir(directory)
+    assert from_args(["--model", model], {}).served_model_name == name
+
+
+def test_a_link_to_a_directory_keeps_its_own_name(tmp_path: Path) -> None:
+    (tmp_path / "current").symlink_to(tmp_path)
+    assert from_args(["--model", str(tmp_path / "current")], {}).served_model_name == "current"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.__main__ import NICENESS
+from engine.api.socket_directory import remove_abandoned
 from tests.services import MODEL_DIR, Service, client, engine, gauges, until
 
 CHAT = {"model": "model", "messages": [{"role": "user", "content": "Who are you?"}], "stream": True}
@@ -25,7 +26,7 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.parametrize("loop", ["--overlap", "--no-overlap"])
 def test_it_serves_frees_and_tells_when_its_core_is_killed(short_tmp: Path, loop: str) -> None:
-    with engine(short_tmp, loop) as process, client(process) as http:
+    with engine(short_tmp, loop, "--step-time-target-ms", "inf") as process, client(process) as http:
         assert process.line("core.ready")["overlap"] is (loop == "--overlap")
 
         # an answer
@@ -150,6 +151,9 @@ def test_the_core_does_not_outlive_the_api_process(short_tmp: Path) -> None:
         process.signal(signal.SIGKILL)
         process.wait()
         until(lambda: not is_running(core_pid))
+    assert len(list(short_tmp.iterdir())) == 1
+    remove_abandoned(short_tmp)
+    assert list(short_tmp.iterdir()) == []
 
 
 @pytest.mark.parametrize(

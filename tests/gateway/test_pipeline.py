@@ -243,6 +243,25 @@ async def test_without_a_valid_key_nothing_is_answered(
     assert len(sent) < 8 or sent not in house.log.getvalue() + error["message"]
 
 
+async def test_a_path_that_is_nearly_right_is_answered_with_the_one_that_is(house: House) -> None:
+    async with house.client.post(f"{house.url}/chat/completions", headers=house.headers) as answer:
+        assert answer.status == 404
+        error = await error_of(answer)
+        assert error["code"] == "unknown_url"
+        assert "Did you mean '/v1/chat/completions'? The base URL ends with /v1." in error["message"]
+    async with house.get("/nowhere") as answer:
+        assert (await error_of(answer))["message"] == "There is nothing at '/nowhere'."
+
+
+async def test_head_is_answered_as_get_is_without_the_body(house: House) -> None:
+    for path, status in (("/v1/models", 200), ("/v1/models/tiny", 200), ("/v1/models/big", 404)):
+        async with house.client.head(house.url + path, headers=house.headers) as answer:
+            assert (answer.status, await answer.read()) == (status, b"")
+            assert int(answer.headers["content-length"]) > 0
+    async with house.client.head(f"{house.url}/v1/requests/x", headers=house.headers) as answer:
+        assert answer.status == 405
+
+
 async def test_expired_and_disabled_keys(open_house: Open) -> None:
     keys = [
         {"id": "old", "hash": hash_key("old-key"), "tenant": "acme", "expires": "2020-01-01T00:00:00Z"},

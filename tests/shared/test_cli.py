@@ -15,11 +15,15 @@ import sys
 import tomllib
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
 import pytest
+import trustme
 
+from engine.config import ENV_PREFIX as ENGINE_PREFIX
+from gateway.config import ENV_PREFIX as GATEWAY_PREFIX
 from gateway.config import load as load_gateway_config
 from gateway.identity.keys import KeyTable
 from shared import cli
@@ -68,6 +72,15 @@ def exits(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str
         (("up", "--max-num-seqs", "0"), "got '0'"),
         (("chat", "--modle", "x"), "did you mean --model?"),
         (("chat", "--url", "localhost:8000"), "must be a URL like http://host:8000/v1"),
+        (("chat", "--url", "http://[::1/v1"), "must be a URL like http://host:8000/v1"),
+        (("chat", "--key", "caf\u00e9"), "argument --key: must be printable ASCII\n"),
+        (("chat", "-m", "caf\udce9"), "argument -m/--message: must be text in the terminal's encoding"),
+        (("chat", "--model", "caf\udce9"), "argument --model: must be text in the terminal's encoding"),
+        (("up", "--model", ""), "argument --model: must not be empty"),
+        (("up", "--host", ""), "argument --host: must not be empty"),
+        (("up", "--tls-cert", "c.pem"), "--tls-cert and --tls-key belong together"),
+        (("up", "--tls-client-ca", "ca.pem"), "there is no option --tls-client-ca"),
+        (("up", "--max-num-seqs", "9", "--max-step-tokens", "8"), "(8) must be at least --max-num-seqs (9)"),
         (("--versoin",), "did you mean --version?"),
     ],
 )
@@ -78,6 +91,29 @@ def test_a_wrong_option_says_what_is_right(
     assert (code, out) == (2, "")
     assert says in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("PENSTOCK_ENGINE_MAX_NUM_SEQ", "4", "did you mean PENSTOCK_ENGINE_MAX_NUM_SEQS?"),
+        ("PENSTOCK_ENGINE_TLS_CERT", "c.pem", "is for a service that stands alone"),
+        ("PENSTOCK_ENGINE_PORT", "8001", "is for a service that stands alone"),
+        ("PENSTOCK_GATEWAY_LISTEN__PORT", "80", "is for a service that stands alone"),
+        ("PENSTOCK_API_KEY", " key", "no space at its ends\n"),
+    ],
+)
+def test_a_variable_that_up_cannot_heed_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variable: str, value: str, says: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    code, out, err = exits(capsys, "up", "--port", "0")
+    assert (code, out) == (2, "")
+    assert says in err
+
+
+def test_up_knows_the_prefixes_of_both_services() -> None:
+    assert set(up._NOT_FROM_ENVIRONMENT) == {ENGINE_PREFIX, GATEWAY_PREFIX}
 
 
 def every_option(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
@@ -227,6 +263,89 @@ def test_options_find_their_way(tmp_path: Path) -> None:
     assert plan_of("--port", "0", "--host", "0.0.0.0").running.url.startswith("http://127.0.0.1:")
 
 
+def test_up_takes_the_model_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_ENGINE_MODEL", "Qwen/Qwen3-0.6B")
+    assert plan_of("--port", "0").running.model == "Qwen3-0.6B"
+    assert plan_of("--port", "0", "--model", "some/other").running.model == "other"
+    monkeypatch.setenv("PENSTOCK_ENGINE_SERVED_MODEL_NAME", "mine")
+    assert plan_of("--port", "0").running.model == "mine"
+    monkeypatch.setenv("PENSTOCK_ENGINE_MODEL", "")
+    monkeypatch.setenv("PENSTOCK_ENGINE_SERVED_MODEL_NAME", "")
+    assert plan_of("--port", "0").running.model == up.DEMO_NAME
+
+
+# -- TLS ------------------------------------------------------------------------------------------
+
+
+def certificate(directory: Path, *names: str, expired: bool = False) -> tuple[str, str]:
+    """Paths of a certificate of a private authority, and of its key."""
+    valid = {"not_after": datetime(2020, 1, 1, tzinfo=UTC)} if expired else {}
+    issued = trustme.CA().issue_cert(*names, **valid)
+    cert, key = directory / "cert.pem", directory / "key.pem"
+    cert.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+    issued.private_key_pem.write_to_path(key)
+    return str(cert), str(key)
+
+
+def tls_plan(*argv: str) -> up.Plan:
+    return plan_of("--port", "0", "--tls-cert", "cert.pem", "--tls-key", "key.pem", *argv)
+
+
+def test_a_certificate_is_for_the_gateway_and_the_engine_stays_on_loopback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cert, key = certificate(tmp_path, "127.0.0.1")
+    plan = tls_plan()
+    engine, gateway = plan.services
+    assert engine.url.startswith("http://127.0.0.1:")
+    assert "--tls-cert" not in engine.argv
+    assert gateway.url.startswith("https://127.0.0.1:")
+    assert plan.running.url == f"{gateway.url}/v1"
+    assert plan.running.cert == gateway.cert == cert
+    tls = load_gateway_config(Path(gateway.argv[gateway.argv.index("--config") + 1]), {}).listen.tls
+    assert tls is not None
+    assert (tls.cert, tls.key) == (cert, key)
+    assert "https://127.0.0.1" in up.announcement(plan, 1.0)
+    assert "The certificate is for 127.0.0.1. " in up.announcement(plan, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("names", "host", "url"),
+    [
+        (("localhost",), "127.0.0.1", "https://localhost:"),
+        (("localhost", "127.0.0.1"), "127.0.0.1", "https://127.0.0.1:"),
+        (("localhost", "::1"), "::", "https://[::1]:"),
+        (("penstock.test",), "0.0.0.0", "https://127.0.0.1:"),
+    ],
+)
+def test_the_url_has_a_name_that_the_certificate_is_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], host: str, url: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    certificate(tmp_path, *names)
+    plan = tls_plan("--host", host)
+    assert plan.running.url.startswith(url)
+    assert plan.certificate_names == names
+
+
+def test_a_certificate_that_cannot_be_used_is_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv = ("up", "--port", "0", "--tls-cert", "cert.pem", "--tls-key", "key.pem")
+    told = exits(capsys, *argv)
+    assert told[0] == 1
+    assert f"penstock up: cannot use {tmp_path / 'cert.pem'}: " in told[2]
+    (tmp_path / "cert.pem").write_text("nothing")
+    assert "holds no certificate in PEM" in exits(capsys, *argv)[2]
+    certificate(tmp_path, "localhost")
+    (tmp_path / "key.pem").write_bytes(trustme.CA().issue_cert("localhost").private_key_pem.bytes())
+    assert f"cannot use {tmp_path / 'cert.pem'} with {tmp_path / 'key.pem'}: " in exits(capsys, *argv)[2]
+    certificate(tmp_path, "localhost", expired=True)
+    assert f"cannot use {tmp_path / 'cert.pem'}: certificate has expired" in exits(capsys, *argv)[2]
+
+
 def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -234,6 +353,13 @@ def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> No
     assert code == 1
     assert f"cannot listen on 127.0.0.1:{port}" in err
     assert "choose another with --port" in err
+
+
+def test_a_host_that_is_not_this_machine_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = exits(capsys, "up", "--port", "0", "--host", "192.0.2.1")
+    assert code == 1
+    assert "cannot listen on 192.0.2.1:0: " in err
+    assert "choose another with --host" in err
 
 
 def test_the_announcement_can_be_pasted() -> None:

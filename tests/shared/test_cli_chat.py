@@ -3,19 +3,22 @@ from __future__ import annotations
 import io
 import json
 import os
+import ssl
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import trustme
 
 from shared import cli, sse
-from shared.cli import chat, settings
+from shared.cli import chat, settings, terminal
 from shared.cli.chat import ChatFailed, Conversation
 from shared.cli.settings import Running
 from shared.errors import EngineFailed, Unauthenticated
@@ -81,6 +84,30 @@ def test_an_answer_that_fails_takes_its_question_with_it(
     assert conversation.turns == []
 
 
+def test_line_ends_that_are_none_in_an_event_stream_stay_in_the_answer() -> None:
+    """`str.splitlines` ends a line at these, and JSON lets them stand as they are."""
+    separators = "a\u2028b\u2029c\x85d"
+    raw = json.dumps({"choices": [{"delta": {"content": separators}}]}, ensure_ascii=False).encode()
+    assert list(Server(sse.event(raw) + sse.DONE).conversation().say("Hi")) == [separators]
+
+
+def test_events_may_end_in_crlf() -> None:
+    assert list(Server(ANSWER.replace(b"\n", b"\r\n")).conversation().say("Hi")) == ["Hel", "lo."]
+
+
+def test_an_event_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "LINE_LEN_MAX", 100)
+    with pytest.raises(ChatFailed, match="no chunk of a chat"):
+        list(Server(b"data: " + b"x" * 101).conversation().say("Hi"))
+
+
+def test_control_characters_of_a_model_do_nothing_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    said = "\x1b]0;title\x07\x1b[2Ja\tb\r\nc\rd\x7f\x9b31m é水\U0001f600"
+    chat.show(Server(chunk(said) + sse.DONE).conversation().say("Hi"))
+    shown = capsys.readouterr().out
+    assert shown == "␛]0;title␇␛[2Ja\tb\nc␍d␡\ufffd31m é水\U0001f600\n"
+
+
 class Interrupted(httpx.SyncByteStream):
     """Ctrl-C arrives while the second part is awaited."""
 
@@ -122,15 +149,18 @@ def test_ctrl_c_between_two_parts_closes_the_connection(monkeypatch: pytest.Monk
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self._answer(MODELS)
+        if self.path == "/v1/models":
+            self._answer(MODELS)
+        else:
+            self._answer(error_envelope(Unauthenticated("No \x1b[31mkey.")), 401)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         asked.append((self.headers["authorization"], body["model"], body["messages"][-1]["content"]))
         self._answer(ANSWER)
 
-    def _answer(self, body: bytes) -> None:
-        self.send_response(200)
+    def _answer(self, body: bytes, status: int = 200) -> None:
+        self.send_response(status)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -146,10 +176,19 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(settings.KEY_VARIABLE, raising=False)
     asked.clear()
+    with serving() as port:
+        yield f"http://127.0.0.1:{port}/v1"
+
+
+@contextmanager
+def serving(tls: ssl.SSLContext | None = None) -> Iterator[int]:
+    """`Handler` on a port of this machine."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/v1"
+        yield server.server_port
         server.shutdown()
         thread.join(30)
 
@@ -174,13 +213,181 @@ def test_another_server_is_not_given_the_key_of_up(url: str) -> None:
     assert asked == [(None, "first", "Hi")]
 
 
+@pytest.mark.parametrize("ending", ["/", ""])
+def test_the_up_beside_it_is_known_by_its_url_however_that_is_written(url: str, ending: str) -> None:
+    settings.write_running(Running(url=url, key="dev", model="demo", pid=os.getpid()))
+    assert cli.main(["chat", "--url", url.removesuffix("/v1") + ending, "-m", "Hi"]) == 0
+    assert cli.main(["chat", "--url", url + ending, "-m", "Hi"]) == 0
+    assert asked == [("Bearer dev", "demo", "Hi")] * 2
+
+
+def test_a_url_without_a_path_is_advised_to_have_one(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["chat", "--url", url.removesuffix("/v1"), "-m", "Hi"]) == 1
+    told = capsys.readouterr().err
+    assert told == f"penstock chat: No ␛[31mkey.; the base URL of most servers ends with /v1: {url}\n"
+
+
 def test_a_conversation_ends_with_its_input(
     url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n\nMore\n/new\nAnew\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n\nMore\n/new\nAnew\n /help \n/etc/hosts?"))
     assert cli.main(["chat", "--url", url]) == 0
-    assert [message for _, _, message in asked] == ["Hi", "More", "Anew"]
-    assert capsys.readouterr().out == "Hello.\n" * 3
+    assert [message for _, _, message in asked] == ["Hi", "More", "Anew", "/etc/hosts?"]
+    assert capsys.readouterr().out == "Hello.\n" * 3 + f"{chat.COMMANDS}\nHello.\n"
+
+
+@pytest.mark.parametrize("word", ["/quit", "/exit"])
+def test_words_that_leave(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], word: str
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{word}\nHi\n"))
+    assert cli.main(["chat", "--url", url]) == 0
+    assert (asked, capsys.readouterr().out) == ([], "")
+
+
+class Keyboard(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_ctrl_d_leaves_a_line_of_its_own_to_the_shell(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = iter(["Hi", KeyboardInterrupt, "caf\udce9", "More", EOFError])
+
+    def read(prompt: str) -> str:
+        sys.stdout.write(prompt)
+        pressed = next(typed)
+        if isinstance(pressed, str):
+            return pressed
+        raise pressed
+
+    monkeypatch.setattr("sys.stdin", Keyboard())
+    monkeypatch.setattr("builtins.input", read)
+    assert cli.main(["chat", "--url", url]) == 0
+    assert [message for _, _, message in asked] == ["Hi", "More"]
+    shown = capsys.readouterr().out
+    assert shown.startswith("Talking to first. Ctrl-C stops an answer. /new begins")
+    assert "\n> (a message must be text in the terminal's encoding)\n" in shown
+    assert shown.endswith("\n> Hello.\n\n> \n")
+
+
+def read_from(data: bytes) -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("stdin", "says"),
+    [
+        (read_from(b"caf\xe9\n"), "a message must be text in the terminal's encoding"),
+        (read_from(b"x" * 101), "a message must have at most 100 characters"),
+        (None, "standard input is closed; say something with -m"),
+    ],
+)
+def test_input_that_cannot_be_sent_is_said_to_be(
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    stdin: io.TextIOWrapper | None,
+    says: str,
+) -> None:
+    monkeypatch.setattr(terminal, "MESSAGE_LEN_MAX", 100)
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert cli.main(["chat", "--url", url]) == 1
+    assert capsys.readouterr().err == f"penstock chat: {says}\n"
+    assert asked == []
+
+
+def test_an_output_that_cannot_be_written_is_said_to_be(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert cli.main(["chat", "--url", url, "-m", "Hi"]) == 1
+        monkeypatch.undo()
+    assert capsys.readouterr().err == "penstock: No space left on device\n"
+
+
+@pytest.mark.usefixtures("url")
+def test_a_closed_output_is_said_to_be(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as closed:
+        closed.setattr("sys.stdout", None)
+        assert cli.main(["chat", "-m", "Hi"]) == 1
+        closed.setattr("sys.stderr", None)
+        assert cli.main(["chat", "-m", "Hi"]) == 1
+        sys.stderr.close()
+    assert capsys.readouterr().err == "penstock: standard output is closed\n"
+
+
+def test_what_a_terminal_cannot_show_is_replaced(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.BytesIO()
+    with monkeypatch.context() as narrow:
+        narrow.setattr("sys.stdout", io.TextIOWrapper(shown, encoding="ascii"))
+        terminal.prepare()
+        chat.show(Server(chunk("水é") + sse.DONE).conversation().say("Hi"))
+        assert shown.getvalue() == b"??\n"
+
+
+# -- TLS ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def https(url: str, tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """A server with a certificate of a private authority, for another name than it is reached by. Its base
+    URL, and where the certificates are."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    issued = authority.issue_cert("penstock.test")
+    issued.private_key_and_cert_chain_pem.write_to_path(tmp_path / "own.pem")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    issued.configure_cert(context)
+    with serving(context) as port:
+        yield f"https://127.0.0.1:{port}/v1", tmp_path
+
+
+def test_the_up_beside_it_is_trusted_by_its_own_certificate(https: tuple[str, Path]) -> None:
+    url, files = https
+    cert = str(files / "own.pem")
+    settings.write_running(Running(url=url, key="dev", model="demo", pid=os.getpid(), cert=cert))
+    assert cli.main(["chat", "-m", "Hi"]) == 0
+    assert cli.main(["chat", "-m", "Hi", "--url", url]) == 0
+    assert asked == [("Bearer dev", "demo", "Hi")] * 2
+
+
+def test_another_certificate_than_that_of_up_is_not_trusted(
+    https: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, files = https
+    trustme.CA().issue_cert("penstock.test").cert_chain_pems[0].write_to_path(files / "other.pem")
+    cert = str(files / "other.pem")
+    settings.write_running(Running(url=url, key="dev", model="demo", pid=os.getpid(), cert=cert))
+    assert cli.main(["chat", "-m", "Hi"]) == 1
+    assert "is not trusted" in capsys.readouterr().err
+    (files / "other.pem").unlink()
+    assert cli.main(["chat", "-m", "Hi"]) == 1
+    assert f"cannot use {cert}: " in capsys.readouterr().err
+    assert asked == []
+
+
+def test_a_private_authority_is_told_how_to_be_trusted(
+    https: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, files = https
+    assert cli.main(["chat", "-m", "Hi", "--url", url]) == 1
+    told = capsys.readouterr().err
+    assert f"the certificate of {url.removesuffix('v1')} is not trusted: unable to get" in told
+    assert "set SSL_CERT_FILE to the authority's certificate" in told
+    monkeypatch.setenv("SSL_CERT_FILE", str(files / "ca.pem"))
+    assert cli.main(["chat", "-m", "Hi", "--url", url]) == 1
+    assert "certificate is not valid for '127.0.0.1'" in capsys.readouterr().err
+    assert asked == []
+
+
+def test_tls_where_there_is_none_is_said_to_be(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["chat", "-m", "Hi", "--url", url.replace("http:", "https:")]) == 1
+    assert "is it http:// perhaps?" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("url")

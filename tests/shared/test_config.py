@@ -156,3 +156,19 @@ def test_a_file_that_cannot_be_read_is_a_problem(tmp_path: Path, content: bytes 
 def test_nothing_of_the_values_is_shown() -> None:
     """A configuration holds secrets."""
     assert "hunter2" not in str(problems({"models": MODELS, "listen": {"port": "hunter2"}, "unknown": 5}))
+
+
+def test_a_misspelt_variable_is_answered_with_the_one_that_is_meant() -> None:
+    told = problems({"models": MODELS}, APP_LISTEN__PROT="1", APP_LISTEN__TLS__CRET="x", APP_MODLES="[]")
+    assert "APP_LISTEN__PROT: there is no such setting; did you mean APP_LISTEN__PORT?" in told
+    assert "APP_LISTEN__TLS__CRET: there is no such setting; did you mean APP_LISTEN__TLS__CERT?" in told
+    assert "APP_MODLES: there is no such setting; did you mean APP_MODELS?" in told
+
+
+def test_an_empty_variable_counts_as_unset() -> None:
+    assert read({"models": MODELS}, APP_LISTEN__HOST="", APP_RATIO="") == read({"models": MODELS})
+
+
+def test_kubernetes_service_links_set_nothing() -> None:
+    links = {"APP_SERVICE_HOST": "10.0.0.1", "APP_PORT": "tcp://10.0.0.1:80", "APP_PORT_80_TCP_PORT": "80"}
+    assert read({"models": MODELS}, **links) == read({"models": MODELS})

@@ -141,3 +141,16 @@ def test_what_is_no_closing_is_none(data: bytes | str) -> None:
 
 def test_the_closing_survives_the_header() -> None:
     assert sse.parse_closing(sse.encode_closing(CLOSING).decode("ascii")) == CLOSING
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+def test_lines_are_the_same_however_they_arrive(size: int) -> None:
+    data = b"a\n\r\nb\r\n\xe2\x80\xa8\x0b\x85c\rd\ne"
+    chunks = [data[i : i + size] for i in range(0, len(data), size)]
+    assert list(sse.lines(chunks)) == [b"a", b"", b"b", b"\xe2\x80\xa8\x0b\x85c\rd", b"e"]
+
+
+def test_a_line_that_does_not_end_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "LINE_LEN_MAX", 100)
+    with pytest.raises(ValueError, match="more than 100 bytes"):
+        list(sse.lines(b"x" for _ in range(102)))

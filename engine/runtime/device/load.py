@@ -161,7 +161,7 @@ class DeviceNetwork:
 
     def build(self, info: RunnerInfo, progress: Progress) -> DeviceRunner:
         """Of these sizes. Raises DoesNotFit."""
-        with enough_memory("allocating the KV cache and capturing graphs", "lower gpu_memory_utilization"):
+        with enough_memory("allocating the KV cache and capturing graphs", "lower --gpu-memory-utilization"):
             runner, step = self._assemble(info)
             if not self.design.config.enforce_eager:
                 graphs = self._graphs(step, runner.slots, batch_buckets(runner.decode_rows_max))
@@ -208,7 +208,7 @@ class DeviceNetwork:
     def _profile(self) -> MemoryProfile:
         """Runs the largest step. What it needs, and what is outside of torch's sight."""
         card, start = self.card, self.at_start
-        with enough_memory("running the largest step", "lower step_tokens_max or max_num_seqs"):
+        with enough_memory("running the largest step", "lower --max-step-tokens or --max-num-seqs"):
             runner, step = self._assemble(self.info(pages=1))
             idle = card.memory()
             card.start_peak()

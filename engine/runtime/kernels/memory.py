@@ -36,9 +36,9 @@ def kv_page_count(profile: MemoryProfile, utilization: float, page_bytes: int, u
     allowed = int(profile.total * utilization)
     if allowed > profile.free_at_start:
         raise DoesNotFit(
-            f"{_gib(allowed)} asked for (gpu_memory_utilization {utilization} of {_gib(profile.total)}), but "
-            f"only {_gib(profile.free_at_start)} are free: end what else uses this GPU, or set "
-            f"gpu_memory_utilization to at most {int(profile.free_at_start / profile.total * 100) / 100}"
+            f"{_gib(allowed)} asked for (--gpu-memory-utilization {utilization} of {_gib(profile.total)}), "
+            f"but only {_gib(profile.free_at_start)} are free: end what else uses this GPU, or set "
+            f"--gpu-memory-utilization to at most {int(profile.free_at_start / profile.total * 100) / 100}"
         )
     needed = profile.weights + profile.step_peak + profile.outside_torch + profile.graphs
     pages = min((allowed - needed) // page_bytes, useful)
@@ -46,8 +46,8 @@ def kv_page_count(profile: MemoryProfile, utilization: float, page_bytes: int, u
         raise DoesNotFit(
             f"{_gib(allowed)} do not hold weights {_gib(profile.weights)}, a step {_gib(profile.step_peak)}, "
             f"graphs {_gib(profile.graphs)}, libraries {_gib(profile.outside_torch)} and {PAGES_MIN} KV "
-            f"pages of {page_bytes >> 10} KiB: raise gpu_memory_utilization, lower step_tokens_max or "
-            "max_num_seqs, or use fp8 weights"
+            f"pages of {page_bytes >> 10} KiB: raise --gpu-memory-utilization, lower --max-step-tokens "
+            "or --max-num-seqs, or use --weights fp8"
         )
     return pages
 

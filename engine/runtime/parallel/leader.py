@@ -87,12 +87,12 @@ def _refuse(config: RunnerConfig) -> None:
     """What cannot be split, before any process is started. Raises BadRunnerConfig."""
     size = config.tensor_parallel
     if sys.platform != "linux":
-        raise BadRunnerConfig(f"tensor_parallel {size} needs Linux")
+        raise BadRunnerConfig(f"--tensor-parallel-size {size} needs Linux")
     Shard(0, size).of(read_model_config(Path(config.model_dir)))
     if config.kernels == "native" or config.weights == "int8":
         what = "weights=int8" if config.weights == "int8" else "kernels=native"
         raise BadRunnerConfig(
-            f"{what} needs the native kernels, which take no shards: tensor_parallel must be 1"
+            f"{what} needs the native kernels, which take no shards: --tensor-parallel-size must be 1"
         )
 
 

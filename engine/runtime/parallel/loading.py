@@ -116,7 +116,7 @@ def connect(config: RunnerConfig, rank: int, store_file: str) -> Group:
     if own.type == "cuda":
         if torch.cuda.device_count() < config.tensor_parallel:
             raise BadRunnerConfig(
-                f"tensor_parallel {config.tensor_parallel} needs a GPU for each rank, and there are "
+                f"--tensor-parallel-size {config.tensor_parallel} needs a GPU for each rank, and there are "
                 f"{torch.cuda.device_count()}"
             )
         torch.cuda.set_device(own)

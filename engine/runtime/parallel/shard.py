@@ -47,7 +47,7 @@ class Shard:
         if problems:
             fitting = ", ".join(str(size) for size in range(1, config.heads + 1) if _fits(config, size))
             raise BadRunnerConfig(
-                f"tensor_parallel {self.size} {' and '.join(problems)}; this model takes {fitting}"
+                f"--tensor-parallel-size {self.size} {' and '.join(problems)}; this model takes {fitting}"
             )
         return replace(
             config,

@@ -15,6 +15,7 @@ import structlog
 
 from engine.api.server import Engine
 from engine.config import EngineConfig
+from shared.http2.client import Http2Transport
 from shared.tokenizer import Tokenizer, TokenizerBundle
 from tests.engine.api.fake_core import FakeCore, Script
 from tests.engine.api.tiny import EOS, write_model_dir
@@ -110,6 +111,13 @@ async def served(serve: Serve) -> AsyncIterator[Served]:
     async with serve() as served:
         yield served
         served.assert_nothing_leaks()
+
+
+@pytest.fixture
+async def http2(served: Served) -> AsyncIterator[httpx.AsyncClient]:
+    url = f"http://127.0.0.1:{served.engine.port}"
+    async with httpx.AsyncClient(base_url=url, transport=Http2Transport(), timeout=20) as client:
+        yield client
 
 
 @pytest.fixture

@@ -50,9 +50,12 @@ class FakeCore:
         page_size: int = 16,
         max_model_len: int = 256,
         vocab_size: int = 340,
+        is_silent: bool = False,
     ) -> None:
+        """`is_silent`: it starts, and never says that it is ready."""
         self.script = script
         self.info = CoreReady(pages, page_size, 8, max_model_len, vocab_size, "float32", 0.1, 0.1)
+        self.is_silent = is_silent
         self.is_held = False
         self.admits = True
         self.added: list[AddSequence] = []
@@ -72,7 +75,8 @@ class FakeCore:
     # -- CoreLink ---------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        self.say(self.info)
+        if not self.is_silent:
+            self.say(self.info)
         self._task = asyncio.create_task(self._run())
 
     async def receive(self) -> CoreOutput:

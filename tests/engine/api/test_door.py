@@ -185,6 +185,46 @@ async def test_paths_and_methods(served: Served) -> None:
     assert error_of(await served.http.get("/v1/models/other"), 404)["code"] == "model_not_found"
 
 
+@pytest.mark.parametrize("path", ["/v1/models", f"/v1/models/{MODEL}", "/livez", "/metrics"])
+async def test_head_is_answered_as_get_is_without_the_body(
+    served: Served, http2: httpx.AsyncClient, path: str
+) -> None:
+    for client in (served.http, http2):
+        for _ in range(2):  # the connection is still in step afterwards
+            got, head = await client.get(path), await client.head(path)
+            assert (head.status_code, head.content) == (200, b"")
+            assert head.headers["content-type"] == got.headers["content-type"]
+            assert int(head.headers["content-length"]) > 0
+        missing = await client.head("/v1/models/other")
+        assert (missing.status_code, missing.content) == (404, b"")
+        assert (await client.head("/v1/chat/completions")).status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/models/", "/v1/models"),
+        ("/models/m", "/v1/models/m"),
+    ],
+)
+async def test_a_path_that_is_nearly_right_is_answered_with_the_one_that_is(
+    served: Served, path: str, meant: str
+) -> None:
+    response = await served.http.post(path, json=CHAT)
+    assert f"Did you mean '{meant}'?" in error_of(response, 404)["message"]
+
+
+@pytest.mark.parametrize("data", [b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n", b"NONSENSE\r\n\r\n"])
+async def test_no_version_of_ours_is_told(served: Served, data: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.engine.port)
+    writer.write(data)
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+    writer.close()
+    assert b"\r\nserver: penstock\r\n" in head.lower()
+    assert b"aiohttp" not in head
+
+
 async def test_request_ids_are_accepted_or_minted(served: Served) -> None:
     for sent, is_kept in [("abc-1.2_3", True), ("a" * 65, False), ("a b", False), ("", False)]:
         response = await served.http.get("/v1/models", headers={"x-request-id": sent})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, MutableMapping
+from collections.abc import MutableMapping
 from contextlib import suppress
 from typing import Any
 
@@ -11,20 +11,12 @@ import httpx
 import pytest
 
 from engine.core.messages import FinishReason
-from shared.http2.client import Http2Transport
 from shared.http2.connection import ConnectionConfig
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Served, until
 from tests.shared.http2.pair import REQUEST, End
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "seed": 1}
 VOLATILE = ("id", "created")
-
-
-@pytest.fixture
-async def http2(served: Served) -> AsyncIterator[httpx.AsyncClient]:
-    url = f"http://127.0.0.1:{served.engine.port}"
-    async with httpx.AsyncClient(base_url=url, transport=Http2Transport(), timeout=20) as client:
-        yield client
 
 
 async def test_both_protocols_answer_alike(served: Served, http2: httpx.AsyncClient) -> None:

@@ -9,7 +9,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from shared.tokenizer import Tokenizer, TokenizerBundle
-from tests.engine.api.conftest import MODEL, Served
+from tests.engine.api.conftest import MODEL, Serve, Served
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 
@@ -21,6 +21,19 @@ async def test_models(served: Served) -> None:
     card = (await served.http.get(f"/v1/models/{MODEL}")).json()
     assert card["max_model_len"] == served.core.info.max_model_len
     assert card["created"] > 0
+
+
+async def test_the_context_is_what_the_kv_pool_holds_where_that_is_less(serve: Serve) -> None:
+    """The last token of an answer is never computed, so it needs no room."""
+    async with serve(core={"pages": 4, "page_size": 16}) as served:
+        served.says("x", ends=False)
+        card = (await served.http.get("/v1/models")).json()["data"][0]
+        assert card["max_model_len"] == 65
+        tokens = (await served.http.post("/tokenize", json={"prompt": "a"})).json()
+        assert tokens["max_model_len"] == 65
+        for completion, status in ((5, 200), (6, 400)):
+            body = {"model": MODEL, "prompt": [5] * 60, "max_tokens": completion, "stop": ["x"]}
+            assert (await served.http.post("/v1/completions", json=body)).status_code == status
 
 
 async def test_tokenize_and_back(served: Served) -> None:

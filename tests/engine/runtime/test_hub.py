@@ -55,4 +55,4 @@ def test_no_network(monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     with pytest.raises(ModelUnavailable, match=said) as caught:
         resolve_model("Qwen/Qwen3-0.6B")
-    assert "Qwen/Qwen3-0.6B" in str(caught.value)
+    assert "there is no directory 'Qwen/Qwen3-0.6B', and as a hub id: " in str(caught.value)

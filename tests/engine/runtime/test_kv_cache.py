@@ -34,7 +34,7 @@ def test_a_small_model_takes_what_its_slots_can_use_and_a_quarter_more() -> None
 def test_a_share_of_what_a_step_leaves() -> None:
     step = step_bytes(CONFIG, MODEL)
     assert pages(step + 20 * GEOMETRY.page_bytes) == 10
-    with pytest.raises(DoesNotFit, match="memory_fraction"):
+    with pytest.raises(DoesNotFit, match="raise --kv-cache-memory, or lower --max-step-tokens"):
         pages(step - 1)
 
 

@@ -96,7 +96,7 @@ def test_a_card_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPa
 
 def test_too_little_memory_says_what_to_change(config: RunnerConfig) -> None:
     small = MemoryReading(MIB, MIB // 2, 0, 0)
-    with pytest.raises(DoesNotFit, match=r"set gpu_memory_utilization to at most 0\.5"):
+    with pytest.raises(DoesNotFit, match=r"set --gpu-memory-utilization to at most 0\.5"):
         load_on_card(config, FakeCard([small]), lambda stage: None)
 
 

@@ -35,5 +35,5 @@ def test_others_on_the_card_are_named_with_the_setting_that_fits() -> None:
 
 
 def test_too_large_a_model_is_told_what_to_change() -> None:
-    with pytest.raises(DoesNotFit, match="raise gpu_memory_utilization, lower step_tokens_max"):
+    with pytest.raises(DoesNotFit, match="raise --gpu-memory-utilization, lower --max-step-tokens"):
         kv_page_count(replace(H200, weights=130 * GIB), 0.9, PAGE, MANY)

@@ -153,7 +153,7 @@ def test_a_step_without_the_other_rank(tiny_model: MakeModel) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"tensor_parallel": 3}, "tensor_parallel 3 does not divide num_attention_heads"),
+        ({"tensor_parallel": 3}, "--tensor-parallel-size 3 does not divide num_attention_heads"),
         ({"tensor_parallel": 2, "kernels": "native"}, "kernels=native needs the native kernels"),
         ({"tensor_parallel": 2, "weights": "int8"}, "weights=int8 needs the native kernels"),
     ],

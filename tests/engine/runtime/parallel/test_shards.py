@@ -214,7 +214,7 @@ def model(heads: int, kv_heads: int, intermediate: int = 96) -> ModelConfig:
 @pytest.mark.parametrize(
     ("config", "size", "words"),
     [
-        (model(4, 2), 3, ("tensor_parallel 3", "num_attention_heads (4)", "takes 1, 2, 4")),
+        (model(4, 2), 3, ("--tensor-parallel-size 3", "num_attention_heads (4)", "takes 1, 2, 4")),
         (model(7, 1), 2, ("num_attention_heads (7)", "takes 1")),
         (model(12, 4), 6, ("num_key_value_heads (4)", "takes 1, 2, 4, 12")),
         (model(8, 8, intermediate=100), 8, ("intermediate_size (100)", "takes 1, 2, 4")),

@@ -1,0 +1,93 @@
+"""A person's terminal, or the files in its place: text in, text out, and nothing that does harm.
+
+Rules:
+
+1. A model's text is shown without its control characters, whose sequences could retitle the window, clear
+   the screen or make a terminal type. Newlines and tabs stay; others appear as a symbol.
+2. What comes in is text in the terminal's encoding, or an error in words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from typing import Final
+
+MESSAGE_LEN_MAX: Final = 8 * 1024 * 1024
+"""Characters of one message, which ends with its line."""
+
+_SYMBOLS: Final = {
+    **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"},
+    0x7F: "\u2421",
+    **dict.fromkeys(range(0x80, 0xA0), "\ufffd"),
+}
+"""For each control character but newline and tab: Unicode's picture of it, if it has one."""
+
+
+class UnusableInput(Exception):
+    """What was read cannot be sent. The message says why."""
+
+
+def harmless(text: str) -> str:
+    """The text as it can be shown in a terminal."""
+    return text.replace("\r\n", "\n").translate(_SYMBOLS)
+
+
+def text_problem(text: str) -> str | None:
+    """Why the text cannot be sent, if it cannot: bytes that did not decode are lone surrogates in Python."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "must be text in the terminal's encoding"
+    return None
+
+
+def prepare() -> None:
+    """What cannot be decoded or encoded is found by us, and not by an exception in the middle."""
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+
+
+def show(text: str) -> None:
+    """Print at once, with no newline of ours."""
+    sys.stdout.write(harmless(text))
+    sys.stdout.flush()
+
+
+def read_message() -> str | None:
+    """The next line that is not empty, as it was typed or piped in; None at the end of the input.
+
+    Ctrl-C at the prompt begins the line anew. Raises UnusableInput.
+    """
+    if sys.stdin is None:
+        raise UnusableInput("standard input is closed; say something with -m")
+    read = _prompted if sys.stdin.isatty() else _piped
+    while (line := read()) is not None:
+        if problem := text_problem(line):
+            raise UnusableInput(f"a message {problem}")
+        if line.strip():
+            return line.strip()
+    return None
+
+
+def _prompted() -> str | None:
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  gives `input` its line editing
+
+    while True:
+        try:
+            return input("\n> ")
+        except EOFError:
+            print()  # the shell's own prompt comes next
+            return None
+        except KeyboardInterrupt:
+            continue
+
+
+def _piped() -> str | None:
+    line = sys.stdin.readline(MESSAGE_LEN_MAX + 1)
+    if len(line) > MESSAGE_LEN_MAX:
+        raise UnusableInput(f"a message must have at most {MESSAGE_LEN_MAX} characters")
+    return line or None

@@ -1,0 +1,28 @@
+"""What to say about a path that does not exist: nearly always a base URL that lacks `/v1`, or has it twice.
+
+A path that is wrong in one of these ways is not served, so that every endpoint has one name in logs,
+metrics and a proxy's rules, and no POST is answered with a redirect, which clients send again without its
+body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+VERSION: Final = "/v1"
+_SHOWN_LEN_MAX: Final = 100
+
+
+def no_such_path(path: str, exists: Callable[[str], bool]) -> str:
+    """The message of the 404, with the path that was meant, if `exists` knows one."""
+    message = f"There is nothing at {path[:_SHOWN_LEN_MAX]!r}."
+    plain = "/" + path.strip("/")
+    for meant, advice in (
+        (plain, ""),
+        (VERSION + plain, f" The base URL ends with {VERSION}."),
+        (plain.removeprefix(VERSION), ""),
+    ):
+        if meant != path and exists(meant):
+            return f"{message} Did you mean {meant[:_SHOWN_LEN_MAX]!r}?{advice}"
+    return message

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from engine.api import socket_directory
+from engine.api.socket_directory import PREFIX, SocketDirectory, remove_abandoned
+
+
+@pytest.fixture(autouse=True)
+def temporary(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(short_tmp))
+    return short_tmp
+
+
+def abandoned(directory: Path, name: str = "left", mode: int = 0o700) -> Path:
+    """What an engine leaves that was killed: its sockets, which nobody holds."""
+    path = directory / f"{PREFIX}{name}"
+    path.mkdir()
+    for name in ("in", "out"):
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(path / name))
+    path.chmod(mode)
+    return path
+
+
+def test_it_is_private_and_goes_with_its_engine(temporary: Path) -> None:
+    directory = SocketDirectory.make()
+    assert directory.path.stat().st_mode & 0o777 == 0o700
+    assert directory.endpoint("in") == f"ipc://{directory.path}/in"
+    directory.remove()
+    assert list(temporary.iterdir()) == []
+
+
+def test_the_next_start_removes_what_a_killed_engine_left(temporary: Path) -> None:
+    left, fresh = abandoned(temporary), temporary / f"{PREFIX}fresh"
+    fresh.mkdir(mode=0o700)  # killed before it had made its sockets
+    directory = SocketDirectory.make()
+    assert list(temporary.iterdir()) == [directory.path]
+    assert not left.exists()
+
+
+def test_one_that_is_in_use_stays(temporary: Path) -> None:
+    used = SocketDirectory.make()
+    SocketDirectory.make().remove()
+    assert used.path.exists()
+
+
+def test_nothing_goes_that_is_not_certainly_ours(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    abandoned(temporary, mode=0o755)
+    kept = abandoned(temporary, "kept")
+    (kept / "notes").write_text("by hand")
+    (temporary / "penstock-up-x").mkdir(mode=0o700)
+    (temporary / f"{PREFIX}file").write_text("")
+    elsewhere = temporary / "elsewhere"
+    abandoned(temporary, "there").rename(elsewhere)
+    (temporary / f"{PREFIX}link").symlink_to(elsewhere)
+    remove_abandoned(temporary)
+    assert len(list(temporary.iterdir())) == 6
+    assert (kept / "notes").exists()
+    assert sorted(os.listdir(elsewhere)) == ["in", "out"]
+
+    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+    theirs = abandoned(temporary, "theirs")
+    remove_abandoned(temporary)
+    assert theirs.exists()
+
+
+def test_one_that_another_start_removes_before_it_is_locked_is_made_again(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, taken = fcntl.flock, []
+
+    def after_another_start(descriptor: int, how: int) -> None:
+        if not taken:
+            taken.extend(temporary.iterdir())
+            taken[0].rmdir()
+        flock(descriptor, how)
+
+    monkeypatch.setattr(socket_directory.fcntl, "flock", after_another_start)
+    directory = SocketDirectory.make()
+    assert directory.path.exists()
+    assert directory.path != taken[0]
+    directory.remove()
