@@ -29,6 +29,8 @@ from engine.runtime.config import (
 )
 from shared.arguments import Parser, byte_count, byte_count_or_0, count, model_name, nonempty, number, port
 from shared.environment import apply_environment
+from shared.holding import memory_max
+from shared.openai import BODY_LEN_MAX
 
 ENV_PREFIX: Final = "PENSTOCK_ENGINE_"
 DISCIPLINES: Final = ("response-ratio", "fifo")
@@ -77,6 +79,10 @@ class EngineConfig:
     """Processes that compute a part of the model each. Memory settings are for each of them."""
     rank_timeout_s: float = 60.0
     startup_timeout_s: float = 900.0
+    core_timeout_s: float = 30.0
+    """A core that has not answered for so long is not ready: a step of it hangs, or takes as long."""
+    request_memory: int = 1 << 30
+    """Bytes for bodies, prompts and answers of requests, in the API process."""
     body_timeout_s: float = 30.0
     keepalive_timeout_s: float = 75.0
     stall_deadline_s: float = 60.0
@@ -234,6 +240,23 @@ def _add_memory_arguments(memory: argparse._ArgumentGroup) -> None:
         "computing them again, which it nearly always is, on a CPU too; 0: never (default: up to 4GiB, and a "
         "quarter of what is free; taken as it is used)",
     )
+    memory.add_argument(
+        "--request-memory",
+        type=_request_memory,
+        default=1 << 30,
+        metavar="BYTES",
+        help="memory of the API process for bodies, prompts and answers of requests; a tenant has three "
+        "quarters of it at most, and beyond it requests get 503 (default: 1GiB)",
+    )
+
+
+def _request_memory(text: str) -> int:
+    value, least = byte_count(text), -(-memory_max(BODY_LEN_MAX) * 4 // 3)
+    if value < least:
+        raise argparse.ArgumentTypeError(
+            f"must be at least {least} bytes, for the largest body, got {text!r}"
+        )
+    return value
 
 
 def _add_scheduling_arguments(scheduling: argparse._ArgumentGroup) -> None:
@@ -305,6 +328,14 @@ def _add_scheduling_arguments(scheduling: argparse._ArgumentGroup) -> None:
         default=2,
         metavar="N",
         help="threads that tokenize (default: 2)",
+    )
+    scheduling.add_argument(
+        "--core-timeout-s",
+        type=SECONDS,
+        default=30.0,
+        metavar="S",
+        help="a core that has not answered for so long takes no requests until it answers again; more than "
+        "the longest step takes (default: 30)",
     )
 
 

@@ -41,7 +41,7 @@ class LiveRequests:
             raise Overloaded(
                 "The gateway is serving as many requests as it may.",
                 retry_after_s=1.0,
-                detail=f"{self._share.held} in progress, {self._share.held_by(tenant)} of the tenant",
+                detail=f"requests: {self._share.told(tenant, 1)}",
             )
         self._claims[exchange] = tenant
 

@@ -11,8 +11,9 @@ limit follows the load, and there is no setting per tenant:
 
 Rules
 
-1. What all hold together never exceeds the capacity, except by rule 2.
-2. Where the caller says `alone=True`, a tenant that holds nothing may take any amount while the resource is
+1. What all hold together never exceeds the capacity, except by rule 3.
+2. The empty name is no tenant's: it is bounded by the capacity alone, as for an engine without a gateway.
+3. Where the caller says `alone=True`, a tenant that holds nothing may take any amount while the resource is
    not full, so that a request larger than every limit is not refused for ever. At most ALPHA / (1 + ALPHA)
    of the capacity is counted for one tenant, so the others keep their part.
 
@@ -52,13 +53,18 @@ class FairShare:
     def held_by(self, tenant: str) -> int:
         return self._held.get(tenant, 0)
 
+    def told(self, tenant: str, amount: int) -> str:
+        """What there is to say, to an operator, when so much more was refused."""
+        own = self._held.get(tenant, 0)
+        return f"{self.held} held, {own} by the tenant, {amount} more, capacity {self.capacity}"
+
     def may_take(self, tenant: str, amount: int, *, alone: bool = False) -> bool:
         """Whether `amount` more are within the tenant's limit."""
         own = self._held.get(tenant, 0)
         if alone and not own:
             return self._counted < self.capacity
         free = self.capacity - self._counted - amount
-        return free >= 0 and own + amount <= max(ALPHA * free, 1)
+        return free >= 0 and (not tenant or own + amount <= max(ALPHA * free, 1))
 
     def take(self, tenant: str, amount: int, *, alone: bool = False) -> bool:
         """Hold `amount` more if `may_take`. Returns whether they are held now."""
@@ -77,4 +83,5 @@ class FairShare:
         before = self._held.pop(tenant, 0)
         if held:
             self._held[tenant] = held
-        self._counted += min(held, self._most) - min(before, self._most)
+        most = self._most if tenant else self.capacity
+        self._counted += min(held, most) - min(before, most)

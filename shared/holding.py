@@ -44,8 +44,7 @@ class Holding:
             raise Overloaded(
                 "Requests hold as much memory as they may. Please try again later.",
                 retry_after_s=1.0,
-                detail=f"{self._share.held} bytes held, {self._share.held_by(self._tenant)} of the tenant, "
-                f"{size - self._held} more, capacity {self._share.capacity}",
+                detail=f"bytes: {self._share.told(self._tenant, size - self._held)}",
             )
         self._held = size
 

@@ -14,7 +14,7 @@ Rules.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
 CONNECTED: Final = "penstock.connected"
@@ -40,9 +40,10 @@ class Request(Protocol):
         """Looked up without regard to case."""
         ...
 
-    async def body(self, *, len_max: int, deadline_s: float) -> bytes:
-        """All of it. Raises BodyTooLarge as soon as the bound is passed, BodyTimeout at the deadline,
-        InvalidRequest when its framing or encoding is wrong."""
+    async def body(self, *, len_max: int, deadline_s: float, hold: Callable[[int], None] = ...) -> bytes:
+        """All of it. `hold` is told how much of it is held, and raises when that is too much. Raises
+        BodyTooLarge as soon as the bound is passed, BodyTimeout at the deadline, InvalidRequest when its
+        framing or encoding is wrong."""
         ...
 
 

@@ -78,7 +78,6 @@ class SimConfig:
     tenants: int = 1
     classes: int = 1
     """Service classes that requests are of."""
-    timeout_share: float = 0.15
     """Sequences with a bound of their own on waiting, and those with one on their whole life."""
     arrival_gap_s: float = 0.02
     abort_share: float = 0.2
@@ -124,7 +123,6 @@ def random_config(seed: int) -> SimConfig:
         prefixes=rng.randint(1, 5),
         salts=rng.randint(1, 2),
         tenants=rng.choice([1, 2, 5]),
-        timeout_share=rng.random() * rng.choice([0.0, 0.3, 1.0]),
         classes=rng.randint(1, 3),
         arrival_gap_s=rng.choice([0.0005, 0.005, 0.05]),
         abort_share=rng.random() * rng.choice([0.0, 0.3, 1.0]),
@@ -279,13 +277,7 @@ class _Simulation:
             salt,
             tenant=f"tenant_{rng.randrange(config.tenants)}",
             service_class=rng.choice(list(ServiceClass)[: config.classes]),
-            queue_timeout_s=self._timeout(0.2),
-            timeout_s=self._timeout(0.5),
         )
-
-    def _timeout(self, mean_s: float) -> float | None:
-        rng = self._rng
-        return rng.expovariate(1 / mean_s) if rng.random() < self._config.timeout_share else None
 
     def _pauses(self, handle: int, now: float) -> list[tuple[float, Message]]:
         rng, events = self._rng, list[tuple[float, Message]]()
@@ -392,16 +384,10 @@ class _Simulation:
 
     def _note_overdue(self) -> None:
         for life in self._unfinished.values():
-            message, arrived_at = life.message, life.arrived_at
-            bounds = [(FinishReason.TIMEOUT, arrived_at, message.timeout_s)]
-            if life.started is None:
-                bounds.append((FinishReason.QUEUE_TIMEOUT, arrived_at, message.queue_timeout_s))
-            if life.paused_at is not None:
-                stall_s = self._config.scheduler.stall_deadline_s
-                bounds.append((FinishReason.STALLED, life.paused_at, stall_s))
-            for reason, since, bound_s in bounds:
-                if bound_s is not None and since + bound_s <= self._now and life.aborted_at is None:
-                    life.overdue.setdefault(reason, self._now)
+            if life.paused_at is None or life.aborted_at is not None:
+                continue
+            if life.paused_at + self._config.scheduler.stall_deadline_s <= self._now:
+                life.overdue.setdefault(FinishReason.STALLED, self._now)
 
     def _check_plan(self, plan: Plan) -> None:
         seated = {start.slot for start in plan.seated}

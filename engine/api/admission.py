@@ -2,12 +2,16 @@
 
 Pure. Whatever passes here can run to its end on an otherwise empty engine; nothing that cannot is
 ever queued. Every refusal names the `param` to change.
+
+What an answer may hold is bounded before anything of it is computed (`answer_len`): choices times tokens
+times what a token takes with all that is told about it. Log-probabilities are what makes answers large: with
+the 20 likeliest tokens each, a token takes two kilobytes. A maximum that the caller stated is refused when it
+is too much; one that was left open is made smaller.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,10 +22,20 @@ from msgspec import Meta
 
 from engine.core.messages import CoreReady, SamplingParams, ServiceClass
 from shared.errors import ContextLengthExceeded, InvalidRequest, NeverFits
-from shared.openai import ChatRequest, CompletionRequest
+from shared.holding import TOKEN_BYTES
+from shared.openai import TOKENS_MAX, ChatRequest, CompletionRequest
 
 SEED_MASK: Final = 2**64 - 1
-TIMEOUT_S_MAX: Final = 86_400.0
+ANSWER_LEN_MAX: Final = 32 * 1024 * 1024
+"""Bytes that one request's answer may take while it waits to be written, as estimated here."""
+TEXT_BYTES: Final = 16
+"""A token's text."""
+ENTRY_BYTES: Final = 160
+"""A token that is kept by itself, with its position."""
+LOGPROB_BYTES: Final = 75
+"""A token's id with its log-probability."""
+WINDOW_TOKENS: Final = 192
+"""Tokens of a choice that a stream holds at most: twice what pauses it, and what was on its way."""
 
 AnyRequest = ChatRequest | CompletionRequest
 N = TypeVar("N", int, float)
@@ -60,7 +74,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One sequence to run."""
+    """One sequence to run. Of a prompt that is scored, the first choice has the scores, for all of them."""
 
     prompt_index: int
     prompt_ids: list[int]
@@ -76,14 +90,66 @@ def plan_choices(
 ) -> list[Choice]:
     """`n` choices for every prompt, in OpenAI's order: all of the first prompt's, then the second's."""
     _check_ids(request, prompts, limits.vocab_size)
+    n = request.n or 1
+    if n > 1 and request.output_tokens_max == 0:
+        raise InvalidRequest("n must be 1 where max_tokens is 0: all choices would be the same.", param="n")
+    room = answer_room(request, prompts)
     seed = secrets.randbits(64) if request.seed is None else request.seed & SEED_MASK
     choices = []
     for prompt_index, prompt_ids in enumerate(prompts):
-        max_tokens = max_tokens_of(request, len(prompt_ids), limits)
-        for i in range(request.n or 1):
-            sampling = _sampling(request, derive_seed(seed, i), max_tokens, eos_ids, defaults)
+        max_tokens = min(max_tokens_of(request, len(prompt_ids), limits), room)
+        for i in range(n):
+            own_seed = derive_seed(seed, prompt_index, i)
+            sampling = _sampling(request, own_seed, max_tokens, eos_ids, defaults, scores=i == 0)
             choices.append(Choice(prompt_index, prompt_ids, sampling))
     return choices
+
+
+# -- how much an answer may hold ------------------------------------------------------------------
+
+
+def answer_room(request: AnyRequest, prompts: Sequence[list[int]]) -> int:
+    """Tokens that each choice may have so that the whole answer stays within `ANSWER_LEN_MAX`; at least 1.
+    Raises InvalidRequest where the caller asks for more."""
+    token_len, choices = _token_len(request), (request.n or 1) * len(prompts)
+    if request.stream and logprobs_asked(request) is None:
+        return TOKENS_MAX  # written as it comes, and paused when nobody reads
+    stated = max(1, request.output_tokens_max or 1)
+    left = ANSWER_LEN_MAX - (request.n or 1) * _scores_len(request, prompts)
+    if left >= choices * stated * token_len:
+        return max(stated, left // (choices * token_len))
+    told = logprobs_asked(request)
+    what = f"{choices} x {stated} tokens" + ("" if told is None else f" with {told} log-probabilities each")
+    params = {"n": choices > 1, "logprobs": told is not None, _max_tokens_param(request): True}
+    scores = ", and those of the prompt" if left < ANSWER_LEN_MAX else ""
+    raise InvalidRequest(
+        f"The answer may be too large: {what}{scores}. Ask for less, or in several requests.",
+        param=next(param for param, is_large in params.items() if is_large),
+    )
+
+
+def answer_len(request: AnyRequest, choices: Sequence[Choice]) -> int:
+    """Bytes that an answer holds at most at any time, and the prompts that are told with it."""
+    prompts = [choice.prompt_ids for choice in choices[:: request.n or 1]]
+    tokens = sum(choice.sampling.max_tokens for choice in choices)
+    held = min(tokens, WINDOW_TOKENS * len(choices)) if request.stream else tokens
+    is_told = bool(request.return_token_ids) or (isinstance(request, CompletionRequest) and request.echo)
+    told = sum(map(len, prompts)) * TOKEN_BYTES if is_told else 0
+    return held * _token_len(request) + _scores_len(request, prompts) + told
+
+
+def _token_len(request: AnyRequest) -> int:
+    logprobs = logprobs_asked(request)
+    if logprobs is not None:
+        return TEXT_BYTES + ENTRY_BYTES + LOGPROB_BYTES * (1 + logprobs)
+    return TEXT_BYTES + (ENTRY_BYTES if request.return_token_ids else 0)
+
+
+def _scores_len(request: AnyRequest, prompts: Sequence[list[int]]) -> int:
+    """Bytes of the log-probabilities of all prompts, once."""
+    if not isinstance(request, CompletionRequest) or not request.echo or request.logprobs is None:
+        return 0
+    return sum(map(len, prompts)) * (ENTRY_BYTES + LOGPROB_BYTES * (1 + request.logprobs))
 
 
 def max_tokens_of(request: AnyRequest, prompt_len: int, limits: Limits) -> int:
@@ -117,10 +183,11 @@ def _names_max_tokens(request: AnyRequest) -> bool:
     return isinstance(request, CompletionRequest) and request.max_tokens is not None
 
 
-def derive_seed(seed: int, choice: int) -> int:
-    """Choice i's own seed: the same whatever `n` is, and unrelated to its neighbours'."""
-    digest = hashlib.blake2b(seed.to_bytes(8, "little") + choice.to_bytes(4, "little"), digest_size=8)
-    return int.from_bytes(digest.digest(), "little")
+def derive_seed(seed: int, prompt: int, choice: int) -> int:
+    """The seed of one choice of one prompt of a request: the same whatever `n` is and however many prompts
+    there are, and unrelated to every other, so that equal prompts are sampled independently."""
+    key = seed.to_bytes(8, "little") + choice.to_bytes(4, "little") + prompt.to_bytes(4, "little")
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 
 
 def cache_salt(tenant: str | None, own_salt: str | None) -> bytes:
@@ -146,21 +213,6 @@ def service_class(request: AnyRequest, tier_max: str | None) -> ServiceClass:
     return min(asked, _CLASSES.get(tier_max or "", ServiceClass.PRIORITY))
 
 
-def timeout_s(header: str, value: str | None) -> float | None:
-    """The caller's own bound, in seconds; None without one. Raises InvalidRequest."""
-    if value is None:
-        return None
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = math.nan
-    if not 0.0 < seconds <= TIMEOUT_S_MAX:
-        raise InvalidRequest(
-            f"{header} must be a number of seconds above 0, up to {TIMEOUT_S_MAX:g}.", param=header
-        )
-    return seconds
-
-
 _CLASSES: Final = {service_class.name.lower(): service_class for service_class in ServiceClass}
 
 
@@ -184,10 +236,16 @@ def logprobs_asked(request: AnyRequest) -> int | None:
 
 
 def _sampling(
-    request: AnyRequest, seed: int, max_tokens: int, eos_ids: frozenset[int], defaults: SamplingDefaults
+    request: AnyRequest,
+    seed: int,
+    max_tokens: int,
+    eos_ids: frozenset[int],
+    defaults: SamplingDefaults,
+    *,
+    scores: bool,
 ) -> SamplingParams:
     logprobs = logprobs_asked(request)
-    echoes = isinstance(request, CompletionRequest) and bool(request.echo)
+    echoes = scores and isinstance(request, CompletionRequest) and bool(request.echo)
     bias = request.logit_bias or {}
     return SamplingParams(
         seed=seed,

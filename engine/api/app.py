@@ -34,6 +34,8 @@ HEADER_LEN_MAX: Final = 8190
 HEADERS_MAX: Final = 64
 LINGER_S: Final = 1.0
 """How long an unread body is still swallowed, so that the client sees our answer and not a reset."""
+LENGTH_DIGITS_MAX: Final = 18
+"""Digits of a `Content-Length`. Longer ones are larger than any body, or padded with zeros."""
 BACKLOG: Final = 1024
 CLOSE_GRACE_S: Final = 2.0
 """When the server closes, handlers that are still there after the drain get so long to unwind."""
@@ -53,18 +55,21 @@ class AioRequest:
         self.path = request.path
         self.headers: Mapping[str, str] = request.headers
 
-    async def body(self, *, len_max: int, deadline_s: float) -> bytes:
+    async def body(
+        self, *, len_max: int, deadline_s: float, hold: Callable[[int], None] = lambda _: None
+    ) -> bytes:
         request = self._request
         if request.headers.get("Content-Encoding", "identity") != "identity":
             raise InvalidRequest("Compressed request bodies are not accepted.", param=None)
-        if (request.content_length or 0) > len_max:
+        declared = request.headers.get("Content-Length", "0").lstrip("0")
+        if len(declared) > LENGTH_DIGITS_MAX or int(declared or "0") > len_max:
             raise BodyTooLarge(f"The request body is larger than {len_max} bytes.")
         try:
             async with asyncio.timeout(deadline_s):
                 if request.headers.get("Expect", "").lower() == "100-continue":
                     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
                     request.writer.output_size = 0
-                return await self._read(len_max)
+                return await self._read(len_max, hold)
         except TimeoutError:
             raise BodyTimeout(f"The request body did not arrive within {deadline_s:g} s.") from None
         except (HttpProcessingError, ClientPayloadError, web.RequestPayloadError) as error:
@@ -72,12 +77,13 @@ class AioRequest:
                 "The request body is not framed as its headers say.", detail=type(error).__name__
             ) from None
 
-    async def _read(self, len_max: int) -> bytes:
+    async def _read(self, len_max: int, hold: Callable[[int], None]) -> bytes:
         received = bytearray()
         async for chunk in self._request.content.iter_any():
             received += chunk
             if len(received) > len_max:
                 raise BodyTooLarge(f"The request body is larger than {len_max} bytes.")
+            hold(len(received))
         return bytes(received)
 
 

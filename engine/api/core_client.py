@@ -3,12 +3,14 @@
 Rules.
 
 1. A handle is counted up and never reused, so an abort can hit no stranger.
-2. The waiting queue's bound is decided here, at once, from what this process knows: a sequence waits
-   from its submission until its Started, its end or its release. The core's own bound is never
-   reached before ours.
+2. The waiting queue's bounds, in sequences and in prompt tokens, are decided here, at once, from what this
+   process knows: a sequence waits from its submission until its Started, its end or its release. A tenant's
+   part of the queue follows what is left of it (`shared.fair_share`), and one request of any size may wait
+   while its tenant has no other. The core's own bounds are never reached before ours.
 3. Whoever submits releases, however the request ended. Releasing aborts what has not ended.
 4. A sequence whose reader is behind is paused once, and resumed once its reader has caught up.
-5. The core is dead as soon as its process has ended, has said CoreFailed, or has sent what cannot be
+5. A core that leaves a Ping unanswered for `core_timeout_s` takes no more work until it answers.
+6. The core is dead as soon as its process has ended, has said CoreFailed, or has sent what cannot be
    read. Then every open request fails at once, and no other is taken.
 """
 
@@ -17,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -38,6 +39,8 @@ from engine.core.messages import (
     CoreStats,
     Finished,
     PauseSequences,
+    Ping,
+    Pong,
     ResumeSequences,
     SamplingParams,
     ServiceClass,
@@ -48,12 +51,12 @@ from engine.core.messages import (
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import ApiError, EngineFailed, InternalError, NotReady, Overloaded
+from shared.fair_share import FairShare
 from shared.ids import RequestId
 
 LAST_WORDS_S: Final = 0.2
 """After its process has ended, how long messages that are still under way are waited for."""
-TENANT_QUEUE_SHARE: Final = 0.75
-"""Of the queue, what one named tenant may fill: its flood leaves room for the others."""
+PING_EVERY_S: Final = 1.0
 RETRY_AFTER_S_MIN: Final = 1.0
 RETRY_AFTER_S_MAX: Final = 30.0
 
@@ -67,8 +70,6 @@ class Share:
     tenant: str = ""
     service_class: ServiceClass = ServiceClass.DEFAULT
     cache_salt: bytes = b""
-    queue_timeout_s: float | None = None
-    timeout_s: float | None = None
 
 
 class CoreDied(Exception):
@@ -104,21 +105,20 @@ class CoreClient:
         self,
         *,
         queue_len_max: int,
-        queue_tokens_max: float = math.inf,
+        queue_tokens_max: int = 1 << 40,
+        core_timeout_s: float = 30.0,
         metrics: EngineMetrics,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._link: CoreLink | None = None
-        self._queue_len_max = queue_len_max
-        self._queue_tokens_max = queue_tokens_max
+        self._queue = FairShare(queue_len_max)
+        self._queue_tokens = FairShare(queue_tokens_max)
+        self._core_timeout_s = core_timeout_s
         self._metrics = metrics
         self._clock = clock
         self._handles = itertools.count(1)
         self._live: dict[int, ChoiceOutput] = {}
-        self._waiting: dict[int, str] = {}  # by handle: its tenant
-        self._waiting_of: Counter[str] = Counter()
-        self._waiting_lens: dict[int, int] = {}  # by handle: its prompt's
-        self._waiting_tokens = 0
+        self._waiting: dict[int, tuple[str, int]] = {}  # by handle: its tenant, its prompt's length
         self._paused: set[int] = set()
         self._queue_s = 0.0
         """How long the sequence that started last had waited."""
@@ -130,6 +130,10 @@ class CoreClient:
         self.info: CoreReady | None = None
         self.stats: CoreStats | None = None
         self.failure: str | None = None
+        self.answers = True
+        """Whether the core gets on, as far as it is known."""
+        self._ponged = asyncio.Event()
+        self._pinged = 0
 
     @property
     def live(self) -> int:
@@ -152,24 +156,20 @@ class CoreClient:
         """Queue a request's sequences, all or none. Returns their handles.
 
         Raises NotReady, EngineFailed, and Overloaded when the queue is full, or when a tenant has filled
-        its part of it. One request may go beyond either bound when nobody waits, so that none is
-        refused for ever.
+        its part of it.
         """
         assert len(sequences) == len(outputs)
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
         if self.info is None:
             raise NotReady("The engine is still starting.", retry_after_s=RETRY_AFTER_S_MIN)
-        self._check_queue(share.tenant, len(sequences), sum(len(prompt_ids) for prompt_ids, _ in sequences))
+        self._enter_queue(share.tenant, len(sequences), sum(len(prompt_ids) for prompt_ids, _ in sequences))
         handles = []
         for (prompt_ids, sampling), output in zip(sequences, outputs, strict=True):
             handle = next(self._handles)
             handles.append(handle)
             self._live[handle] = output
-            self._waiting[handle] = share.tenant
-            self._waiting_of[share.tenant] += 1
-            self._waiting_lens[handle] = len(prompt_ids)
-            self._waiting_tokens += len(prompt_ids)
+            self._waiting[handle] = share.tenant, len(prompt_ids)
             self._send(
                 AddSequence(
                     handle,
@@ -179,33 +179,27 @@ class CoreClient:
                     share.cache_salt,
                     share.tenant,
                     share.service_class,
-                    share.queue_timeout_s,
-                    share.timeout_s,
                 )
             )
         return handles
 
-    def _check_queue(self, tenant: str, more: int, tokens: int) -> None:
-        waiting, own = len(self._waiting), self._waiting_of[tenant]
-        own_max = self._queue_len_max * TENANT_QUEUE_SHARE if tenant else math.inf
-        has_room = waiting + more <= self._queue_len_max
-        has_room &= self._waiting_tokens + tokens <= self._queue_tokens_max
-        if (waiting and not has_room) or (own and own + more > own_max):
-            raise Overloaded(
-                "The engine's queue is full. Please try again later.",
-                retry_after_s=min(max(RETRY_AFTER_S_MIN, math.ceil(self._queue_s)), RETRY_AFTER_S_MAX),
-                detail=f"{waiting} waiting, {own} of the tenant, {more} more, bound {self._queue_len_max}; "
-                f"{self._waiting_tokens} tokens, {tokens} more, bound {self._queue_tokens_max}",
-            )
+    def _enter_queue(self, tenant: str, sequences: int, tokens: int) -> None:
+        if self._queue.take(tenant, sequences, alone=True):
+            if self._queue_tokens.take(tenant, tokens, alone=True):
+                return
+            self._queue.give_back(tenant, sequences)
+        queue, queue_tokens = self._queue, self._queue_tokens
+        raise Overloaded(
+            "The engine's queue is full. Please try again later.",
+            retry_after_s=min(max(RETRY_AFTER_S_MIN, math.ceil(self._queue_s)), RETRY_AFTER_S_MAX),
+            detail=f"sequences: {queue.told(tenant, sequences)}; tokens: {queue_tokens.told(tenant, tokens)}",
+        )
 
     def _on_left_queue(self, handle: int) -> None:
-        tenant = self._waiting.pop(handle, None)
-        if tenant is None:
-            return
-        self._waiting_tokens -= self._waiting_lens.pop(handle)
-        self._waiting_of[tenant] -= 1
-        if not self._waiting_of[tenant]:
-            del self._waiting_of[tenant]
+        if (entry := self._waiting.pop(handle, None)) is not None:
+            tenant, prompt_len = entry
+            self._queue.give_back(tenant, 1)
+            self._queue_tokens.give_back(tenant, prompt_len)
 
     def release(self, handles: Iterable[int]) -> int:
         """These are no longer waited for. Returns how many had not ended and were aborted."""
@@ -264,6 +258,7 @@ class CoreClient:
             return
         receiver = asyncio.create_task(self._receive_all(link), name="core-receive")
         watcher = asyncio.create_task(link.died(), name="core-watch")
+        pinger = asyncio.create_task(self._ping_all(), name="core-ping")
         try:
             await asyncio.wait({receiver, watcher}, return_when=asyncio.FIRST_COMPLETED)
             if not receiver.done():
@@ -277,6 +272,25 @@ class CoreClient:
         finally:
             receiver.cancel()
             watcher.cancel()
+            pinger.cancel()
+
+    async def _ping_all(self) -> None:
+        """Notice a core that does not get on, and that it does again. One Ping is on its way at most."""
+        await self._ponged.wait()  # it is ready
+        while True:
+            await self._clock.sleep(PING_EVERY_S)
+            self._ponged.clear()
+            self._pinged += 1
+            self._send(Ping(self._pinged))
+            try:
+                async with asyncio.timeout(self._core_timeout_s):
+                    await self._ponged.wait()
+            except TimeoutError:
+                self.answers = False
+                log.error("core.hangs", timeout_s=self._core_timeout_s, open_sequences=len(self._live))
+                await self._ponged.wait()
+                self.answers = True
+                log.warning("core.answers_again")
 
     async def stop(self, grace_s: float) -> None:
         """Tell the core to end, and see to it that it has."""
@@ -298,11 +312,14 @@ class CoreClient:
             match message:
                 case StepOutput():
                     self._on_step(message)
+                case Pong():
+                    self._ponged.set()
                 case CoreProgress(stage):
                     log.info("core.progress", stage=stage)
                 case CoreReady():
                     self.info = message
                     self.settled.set()
+                    self._ponged.set()
                     log.info("core.ready", **msgspec.structs.asdict(message))
                 case CoreFailed(failure):
                     return failure
@@ -314,11 +331,10 @@ class CoreClient:
         log.error("core.failed", reason=reason, open_sequences=len(self._live))
         self.shut(EngineFailed("The engine failed while it worked on this request.", detail=reason))
         self._live.clear()
-        self._waiting.clear()
-        self._waiting_of.clear()
-        self._waiting_lens.clear()
-        self._waiting_tokens = 0
+        for handle in list(self._waiting):
+            self._on_left_queue(handle)
         self._paused.clear()
+        self.stats = None  # what it said last is true no more
         self.settled.set()
 
     # -- outputs ----------------------------------------------------------------------------------

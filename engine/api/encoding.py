@@ -5,14 +5,21 @@ the text are made once per choice, by encoding the very Struct of `shared.openai
 the text goes and cutting there; an event is then one small JSON string between two constants.
 Whatever else a chunk can hold (log-probabilities, token ids, the end) takes the plain way through
 the Structs.
+
+Rules
+
+1. Answers come in pieces, and making one takes a few milliseconds at most: whoever writes them lets others
+   run in between. The pieces of a whole answer, joined, are what encoding its Struct would give.
+2. No line of an event ends before the event does, whatever a client takes for a line's end: U+0085, U+2028
+   and U+2029 are escaped.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -37,10 +44,19 @@ from shared.openai import (
     Usage,
 )
 
+T = TypeVar("T")
+
 LOGPROB_MIN: Final = -9999.0
 """What stands for the logarithm of zero, as with OpenAI: JSON has no infinity."""
+PIECE_ENTRIES: Final = 2048
+"""Tokens and log-probabilities in one piece of an answer: some three milliseconds."""
 
-_encode = msgspec.json.Encoder().encode
+_LINE_ENDS: Final = (
+    (b"\xc2\x85", rb"\u0085"),
+    (b"\xe2\x80\xa8", rb"\u2028"),
+    (b"\xe2\x80\xa9", rb"\u2029"),
+)
+_encode: Final = msgspec.json.Encoder().encode
 
 
 class Vocabulary(Protocol):
@@ -66,17 +82,24 @@ class Heading:
     def usage(self) -> UnsetType | None:
         return None if self.sends_usage else UNSET
 
+    @property
+    def piece_len(self) -> int:
+        """Tokens in one piece."""
+        return max(1, PIECE_ENTRIES // (1 + (self.logprobs or 0)))
+
 
 class AnswerEncoder(Protocol):
     """One request's answer, whole or event by event."""
 
-    def events(self, delta: Delta) -> bytes:
+    def events(self, delta: Delta) -> Iterator[bytes]:
         """All events that a delta makes."""
         ...
 
     def usage_event(self, usage: Usage) -> bytes: ...
 
-    def whole(self, deltas: Sequence[Delta], usage: Usage) -> bytes: ...
+    def whole(self, deltas: Sequence[Delta], usage: Usage) -> Iterator[bytes]:
+        """The pieces of the answer's body."""
+        ...
 
 
 class _Template:
@@ -86,10 +109,38 @@ class _Template:
 
     def __init__(self, make: Callable[[str], msgspec.Struct]) -> None:
         marker = secrets.token_hex(16)
-        self._head, self._tail = sse.event(_encode(make(marker))).split(_encode(marker))
+        self._head, self._tail = _event(make(marker)).split(_encode(marker))
 
     def fill(self, text: str) -> bytes:
-        return self._head + _encode(text) + self._tail
+        data = _encode(text)
+        return self._head + (data if text.isascii() else _on_one_line(data)) + self._tail
+
+
+def _event(chunk: msgspec.Struct) -> bytes:
+    data = _encode(chunk)
+    return sse.event(data if data.isascii() else _on_one_line(data))
+
+
+def _on_one_line(data: bytes) -> bytes:
+    """JSON in which characters that end a line are escaped; such bytes stand within strings alone."""
+    for raw, escaped in _LINE_ENDS:
+        data = data.replace(raw, escaped)
+    return data
+
+
+def _cut(data: bytes, before: bytes) -> tuple[bytes, bytes]:
+    """`data` cut behind the first `before`, JSON that no string can hold as its quotes would be escaped."""
+    head, found, tail = data.partition(before)
+    assert found
+    return head + found, tail
+
+
+def _items(rows: Sequence[T], make: Callable[[T], object], piece_len: int) -> Iterator[bytes]:
+    """The items of a JSON array, without its brackets, in pieces."""
+    for at in range(0, len(rows), piece_len):
+        if at:
+            yield b","
+        yield _encode([make(row) for row in rows[at : at + piece_len]])[1:-1]
 
 
 class ChatEncoder:
@@ -99,54 +150,64 @@ class ChatEncoder:
         self._prompt_ids: list[int] | UnsetType = prompt_ids if heading.sends_token_ids else UNSET
         self._templates: dict[int, _Template] = {}
 
-    def events(self, delta: Delta) -> bytes:
-        events = []
+    def events(self, delta: Delta) -> Iterator[bytes]:
         if delta.is_first:
             first = ChatChunkChoice(delta.index, ChatDelta(role="assistant", content=""))
-            events.append(self._event(first, self._prompt_ids))
+            yield self._event(first, self._prompt_ids)
         if delta.entries:
-            events.append(self._event(self._detailed(delta)))
+            yield self._event(self._detailed(delta))
         elif delta.text:
-            events.append(self._template(delta.index).fill(delta.text))
+            yield self._template(delta.index).fill(delta.text)
         if delta.finish_reason is not None:
-            events.append(self._event(ChatChunkChoice(delta.index, ChatDelta(), delta.finish_reason)))
-        return b"".join(events)
+            yield self._event(ChatChunkChoice(delta.index, ChatDelta(), delta.finish_reason))
 
     def usage_event(self, usage: Usage) -> bytes:
-        return sse.event(_encode(self._chunk([], usage, UNSET)))
+        return _event(self._chunk([], usage, UNSET))
 
-    def whole(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
-        choices = [
+    def whole(self, deltas: Sequence[Delta], usage: Usage) -> Iterator[bytes]:
+        heading = self._heading
+        answer = ChatCompletion(
+            id=heading.id,
+            created=heading.created,
+            model=heading.model,
+            choices=[],
+            usage=usage,
+            system_fingerprint=heading.system_fingerprint,
+            prompt_token_ids=self._prompt_ids,
+        )
+        head, tail = _cut(_encode(answer), b'"choices":[')
+        yield head
+        for number, delta in enumerate(deltas):
+            if number:
+                yield b","
+            yield from self._choice(delta)
+        yield tail
+
+    def _choice(self, delta: Delta) -> Iterator[bytes]:
+        has_logprobs = self._heading.logprobs is not None
+        data = _encode(
             ChatChoice(
                 delta.index,
                 AssistantMessage(delta.text),
                 _known(delta.finish_reason),
-                self._logprobs(delta.entries),
+                ChatLogprobs([]) if has_logprobs else None,
                 self._token_ids(delta.entries),
             )
-            for delta in deltas
-        ]
-        heading = self._heading
-        return _encode(
-            ChatCompletion(
-                id=heading.id,
-                created=heading.created,
-                model=heading.model,
-                choices=choices,
-                usage=usage,
-                system_fingerprint=heading.system_fingerprint,
-                prompt_token_ids=self._prompt_ids,
-            )
         )
+        if not has_logprobs:
+            yield data
+            return
+        head, tail = _cut(data, b'"logprobs":{"content":[')
+        yield head
+        yield from _items(_told(delta.entries), self._logprob, self._heading.piece_len)
+        yield tail
 
     def _detailed(self, delta: Delta) -> ChatChunkChoice:
-        return ChatChunkChoice(
-            delta.index,
-            ChatDelta(content=delta.text),
-            None,
-            self._logprobs(delta.entries),
-            self._token_ids(delta.entries),
-        )
+        logprobs = None
+        if self._heading.logprobs is not None:
+            logprobs = ChatLogprobs([self._logprob(row) for row in _told(delta.entries)])
+        content = ChatDelta(content=delta.text)
+        return ChatChunkChoice(delta.index, content, None, logprobs, self._token_ids(delta.entries))
 
     def _template(self, index: int) -> _Template:
         template = self._templates.get(index)
@@ -159,7 +220,7 @@ class ChatEncoder:
         return template
 
     def _event(self, choice: ChatChunkChoice, prompt_ids: list[int] | UnsetType = UNSET) -> bytes:
-        return sse.event(_encode(self._chunk([choice], self._heading.usage, prompt_ids)))
+        return _event(self._chunk([choice], self._heading.usage, prompt_ids))
 
     def _chunk(
         self,
@@ -181,20 +242,19 @@ class ChatEncoder:
     def _token_ids(self, entries: list[Entry]) -> list[int] | UnsetType:
         return [entry.token_id for entry in entries] if self._heading.sends_token_ids else UNSET
 
-    def _logprobs(self, entries: list[Entry]) -> ChatLogprobs | None:
-        if self._heading.logprobs is None:
-            return None
-        return ChatLogprobs(
-            [self._logprob(e.token_id, e.logprobs) for e in entries if e.logprobs is not None]
-        )
-
-    def _logprob(self, token_id: int, logprobs: TokenLogprobs) -> TokenLogprob:
+    def _logprob(self, row: tuple[int, TokenLogprobs]) -> TokenLogprob:
+        token_id, logprobs = row
         data = self._vocabulary.token_bytes(token_id)
         top = [
             TopLogprob(*_shown(self._vocabulary.token_bytes(top_id), value))
             for top_id, value in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
         ]
         return TokenLogprob(*_shown(data, logprobs.logprob), top_logprobs=top)
+
+
+def _told(entries: Sequence[Entry]) -> list[tuple[int, TokenLogprobs]]:
+    """The tokens that have log-probabilities; a stop token has none."""
+    return [(entry.token_id, entry.logprobs) for entry in entries if entry.logprobs is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,58 +267,122 @@ class Echo:
     """Position of each prompt token's text in `text`; empty when log-probabilities are not asked for."""
 
 
+class _Row(NamedTuple):
+    """A token as completions tell it."""
+
+    token_id: int
+    start: int
+    logprobs: TokenLogprobs | None
+    """None for the first token of a prompt."""
+
+
 class CompletionEncoder:
     def __init__(
         self,
         heading: Heading,
         vocabulary: Vocabulary,
-        outputs: Sequence[ChoiceOutput],
+        scored: Sequence[ChoiceOutput],
         prompts: Sequence[list[int]],
         echoes: Sequence[Echo | None],
     ) -> None:
-        """`prompts` and `echoes` have one entry per choice."""
+        """One entry per choice: whose output has the scores of its prompt, its prompt, and how it is
+        echoed."""
         self._heading = heading
         self._vocabulary = vocabulary
-        self._outputs = outputs
+        self._scored = scored
         self._prompts = prompts
         self._echoes = echoes
         self._templates: dict[int, _Template] = {}
 
-    def events(self, delta: Delta) -> bytes:
-        events = []
+    def events(self, delta: Delta) -> Iterator[bytes]:
         is_plain = not delta.entries and not (delta.is_first and self._has_preface(delta.index))
         if is_plain:
             if delta.text:
-                events.append(self._template(delta.index).fill(delta.text))
+                yield self._template(delta.index).fill(delta.text)
         else:
-            events.append(self._event(self._detailed(delta, finish_reason=None)))
+            yield from map(self._event, self._parts(delta))
         if delta.finish_reason is not None:
-            events.append(self._event(CompletionChoice(delta.index, "", delta.finish_reason)))
-        return b"".join(events)
+            yield self._event(CompletionChoice(delta.index, "", delta.finish_reason))
 
     def usage_event(self, usage: Usage) -> bytes:
-        return sse.event(_encode(self._chunk([], usage)))
+        return _event(self._chunk([], usage))
 
-    def whole(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
-        choices = [self._detailed(delta, finish_reason=_known(delta.finish_reason)) for delta in deltas]
-        return _encode(self._chunk(choices, usage))
+    def whole(self, deltas: Sequence[Delta], usage: Usage) -> Iterator[bytes]:
+        head, tail = _cut(_encode(self._chunk([], usage)), b'"choices":[')
+        yield head
+        for number, delta in enumerate(deltas):
+            if number:
+                yield b","
+            yield from self._choice(delta)
+        yield tail
+
+    def _choice(self, delta: Delta) -> Iterator[bytes]:
+        echo = self._echo(delta)
+        text = delta.text if echo is None else echo.text + delta.text
+        reason = _known(delta.finish_reason)
+        has_logprobs = self._heading.logprobs is not None
+        columns = CompletionLogprobs([], [], [], []) if has_logprobs else None
+        part = self._part(delta.index, text, columns, delta.entries, is_first=delta.is_first, reason=reason)
+        data = _encode(part)
+        if columns is None:
+            yield data
+            return
+        rows = [*self._prompt_rows(delta.index, echo), *self._rows(delta)]
+        made: tuple[tuple[bytes, Callable[[_Row], object]], ...] = (
+            (b'"logprobs":{"text_offset":[', lambda row: row.start),
+            (b'],"token_logprobs":[', _value),
+            (b'],"tokens":[', lambda row: self._name(row.token_id)),
+            (b'],"top_logprobs":[', self._top),
+        )
+        for name, make in made:
+            head, data = _cut(data, name)
+            yield head
+            yield from _items(rows, make, self._heading.piece_len)
+        yield data
+
+    def _parts(self, delta: Delta) -> Iterator[CompletionChoice]:
+        """The chunk of a delta; a long prompt with its scores comes before it, in chunks of its own."""
+        echo, is_first, piece_len = self._echo(delta), delta.is_first, self._heading.piece_len
+        rows, text = self._prompt_rows(delta.index, echo), delta.text
+        if echo is not None and len(rows) <= piece_len:
+            text = echo.text + text
+        elif echo is not None:
+            ends = [*(row.start for row in rows[piece_len::piece_len]), len(echo.text)]
+            for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+                part = rows[number * piece_len : (number + 1) * piece_len]
+                prompt = echo.text[start:end]
+                yield self._part(delta.index, prompt, self._columns(part), [], is_first=is_first)
+                is_first = False
+            rows = []
+        columns = self._columns([*rows, *self._rows(delta)])
+        yield self._part(delta.index, text, columns, delta.entries, is_first=is_first)
+
+    def _part(
+        self,
+        index: int,
+        text: str,
+        columns: CompletionLogprobs | None,
+        entries: Sequence[Entry],
+        *,
+        is_first: bool,
+        reason: FinishReasonName | None = None,
+    ) -> CompletionChoice:
+        sends_ids = self._heading.sends_token_ids
+        return CompletionChoice(
+            index,
+            text,
+            reason,
+            columns,
+            [entry.token_id for entry in entries] if sends_ids else UNSET,
+            self._prompts[index] if sends_ids and is_first else UNSET,
+        )
 
     def _has_preface(self, index: int) -> bool:
         """Whether the first chunk of a choice holds more than its text."""
         return self._heading.sends_token_ids or self._echoes[index] is not None
 
-    def _detailed(self, delta: Delta, *, finish_reason: FinishReasonName | None) -> CompletionChoice:
-        echo = self._echoes[delta.index]
-        is_echoed = echo is not None and delta.is_first
-        sends_ids = self._heading.sends_token_ids
-        return CompletionChoice(
-            delta.index,
-            echo.text + delta.text if echo is not None and is_echoed else delta.text,
-            finish_reason,
-            self._logprobs(delta, echo, is_echoed=is_echoed),
-            [entry.token_id for entry in delta.entries] if sends_ids else UNSET,
-            self._prompts[delta.index] if sends_ids and delta.is_first else UNSET,
-        )
+    def _echo(self, delta: Delta) -> Echo | None:
+        return self._echoes[delta.index] if delta.is_first else None
 
     def _template(self, index: int) -> _Template:
         template = self._templates.get(index)
@@ -269,7 +393,7 @@ class CompletionEncoder:
         return template
 
     def _event(self, choice: CompletionChoice) -> bytes:
-        return sse.event(_encode(self._chunk([choice], self._heading.usage)))
+        return _event(self._chunk([choice], self._heading.usage))
 
     def _chunk(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
         heading = self._heading
@@ -282,38 +406,41 @@ class CompletionEncoder:
             usage=usage,
         )
 
-    def _logprobs(self, delta: Delta, echo: Echo | None, *, is_echoed: bool) -> CompletionLogprobs | None:
+    def _prompt_rows(self, index: int, echo: Echo | None) -> list[_Row]:
+        if echo is None or self._heading.logprobs is None:
+            return []
+        known: list[TokenLogprobs | None] = [None, *self._scored[index].prompt_logprobs]
+        return [_Row(*row) for row in zip(echo.prompt_ids, echo.starts, known, strict=True)]
+
+    def _rows(self, delta: Delta) -> list[_Row]:
+        own = self._echoes[delta.index]
+        base = 0 if own is None else len(own.text)
+        return [
+            _Row(entry.token_id, base + entry.start, entry.logprobs)
+            for entry in delta.entries
+            if entry.logprobs is not None
+        ]
+
+    def _columns(self, rows: Sequence[_Row]) -> CompletionLogprobs | None:
         if self._heading.logprobs is None:
             return None
-        columns = CompletionLogprobs([], [], [], [])
-        if echo is not None and is_echoed:
-            known: list[TokenLogprobs | None] = [None, *self._outputs[delta.index].prompt_logprobs]
-            for token_id, start, logprobs in zip(echo.prompt_ids, echo.starts, known, strict=True):
-                self._append(columns, token_id, start, logprobs)
-        base = len(echo.text) if echo is not None else 0
-        for entry in delta.entries:
-            if entry.logprobs is not None:
-                self._append(columns, entry.token_id, base + entry.start, entry.logprobs)
-        return columns
+        return CompletionLogprobs(
+            text_offset=[row.start for row in rows],
+            token_logprobs=[_value(row) for row in rows],
+            tokens=[self._name(row.token_id) for row in rows],
+            top_logprobs=[self._top(row) for row in rows],
+        )
 
-    def _append(
-        self, columns: CompletionLogprobs, token_id: int, start: int, logprobs: TokenLogprobs | None
-    ) -> None:
-        """The first token of a prompt has no log-probability."""
-        columns.text_offset.append(start)
-        columns.tokens.append(self._name(token_id))
-        if logprobs is None:
-            columns.token_logprobs.append(None)
-            columns.top_logprobs.append(None)
-            return
-        columns.token_logprobs.append(max(logprobs.logprob, LOGPROB_MIN))
+    def _top(self, row: _Row) -> dict[str, float] | None:
+        if row.logprobs is None:
+            return None
         top = {
             self._name(top_id): max(value, LOGPROB_MIN)
-            for top_id, value in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
+            for top_id, value in zip(row.logprobs.top_ids, row.logprobs.top_logprobs, strict=True)
         }
         if self._heading.logprobs:  # the chosen token is listed too, as with OpenAI
-            top.setdefault(self._name(token_id), max(logprobs.logprob, LOGPROB_MIN))
-        columns.top_logprobs.append(top or None)
+            top.setdefault(self._name(row.token_id), max(row.logprobs.logprob, LOGPROB_MIN))
+        return top or None
 
     def _name(self, token_id: int) -> str:
         """A token's text, or its bytes spelt out where it is only a piece of a character."""
@@ -322,6 +449,10 @@ class CompletionEncoder:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _value(row: _Row) -> float | None:
+    return None if row.logprobs is None else max(row.logprobs.logprob, LOGPROB_MIN)
 
 
 def _known(reason: FinishReasonName | None) -> FinishReasonName:

@@ -22,6 +22,7 @@ from shared.errors import (
     RequestAborted,
     RequestTimeout,
     SlowClient,
+    forget_frames,
 )
 from shared.http import Request, Responder
 from shared.ids import (
@@ -63,7 +64,8 @@ class Exchange:
         self.request = request
         self.responder = responder
         self.request_id = accept_request_id(request.headers.get(REQUEST_ID_HEADER))
-        self.tenant = request.headers.get(TENANT_HEADER) or None
+        self.tenant = request.headers.get(TENANT_HEADER, "")
+        """Empty without one."""
         self.stages = Stages("engine", clock, traceparent=request.headers.get(TRACEPARENT_HEADER))
         self.route = "unknown"
         self.stage = "accept"
@@ -81,6 +83,7 @@ class Exchange:
         self._clock = clock
         self._tokenizer_hash = tokenizer_hash
         self._status = 0
+        self._is_stream = False
         self._error: ApiError | None = None
         self._cut: asyncio.TimerHandle | None = None
         trace_id = self.stages.trace.trace_id
@@ -101,9 +104,13 @@ class Exchange:
         await self._send(200, body, {"content-type": content_type, **(headers or {})})
 
     async def send_error(self, error: ApiError) -> None:
-        """As a whole answer, or at the end of a stream that had begun: its error event, no `[DONE]`."""
+        """As a whole answer, or at the end of a stream that had begun: its error event, no `[DONE]`. Any
+        other answer that had begun is cut off."""
         self._error = error
         self.end_reason = end_reason_of(error, was_admitted=self.tally is not None)
+        if self.responder.started and not self._is_stream:
+            self.responder.abort()
+            return
         if self.responder.started:
             await self.responder.write(sse.error_event(error) + sse.closing_comment(self.closing()))
             await self.responder.finish()
@@ -116,8 +123,13 @@ class Exchange:
             headers[sse.CLOSING_HEADER] = sse.encode_closing(self.closing()).decode()
         await self._send(int(error.status), error_envelope(error), headers)
 
-    async def start_stream(self, headers: Mapping[str, str]) -> None:
+    async def start_body(self, headers: Mapping[str, str]) -> None:
+        """Begin an answer in JSON that is written in pieces."""
         self._status = 200
+        await self.responder.start_stream(200, {**self._headers(), "content-type": JSON_TYPE, **headers})
+
+    async def start_stream(self, headers: Mapping[str, str]) -> None:
+        self._status, self._is_stream = 200, True
         streaming = {
             "content-type": sse.CONTENT_TYPE,
             "cache-control": "no-cache",
@@ -175,7 +187,8 @@ class Exchange:
         )
 
     def complete(self) -> float:
-        """Write the completed line. Returns how long the request took, in seconds."""
+        """Write the completed line, and report what the request has cost. Returns how long it took, in
+        seconds."""
         if self._cut is not None:
             self._cut.cancel()
         duration_s = self._clock.monotonic() - self.started_at
@@ -186,7 +199,7 @@ class Exchange:
             "end_reason": self.end_reason,
             "duration_ms": _ms(duration_s),
         }
-        if self.tenant is not None:
+        if self.tenant:
             fields["tenant"] = self.tenant
         if self._error is not None:
             fields |= {"code": self._error.code, "param": self._error.param, "detail": self._error.detail}
@@ -205,6 +218,10 @@ class Exchange:
         write = log.debug if self.is_quiet else log.info
         write("request.completed", **fields, **self.stages.log_fields())
         self.stages.end(route=self.route, status=self._status, end_reason=self.end_reason)
+        if self.is_generation:
+            self.responder.report(sse.encode_closing(self.closing()))
+        for error in (self._error, self.fate):
+            forget_frames(error)
         return duration_s
 
 

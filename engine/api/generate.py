@@ -3,52 +3,44 @@
     read -> validate -> tokenize -> admit -> submit -> (stream | collect) -> settle
 
 A `Generation` exists from the moment its sequences are in the core's queue. Whatever happens to it
-then (its end, an error, a client who leaves at any await), `close` runs once and tells the core to
-drop exactly the sequences that have not ended.
+then (its end, an error, a deadline, a client who leaves at any await), `close` runs once and tells the core
+to drop exactly the sequences that have not ended.
+
+Rules
+
+1. No work before its reservation: the bytes of a body, what is made of them, and what the answer may hold are
+   reserved with the tenant before they are held. What a request holds of its body is gone once it is
+   submitted.
+2. Deadlines count from the request's arrival, on this process's clock: they hold whether or not the core
+   steps.
+3. A prompt counts as computed once one of its choices has begun. What a request has cost is reported at its
+   end, however that came.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Final, TypeVar
 
-from engine.api.admission import (
-    AnyRequest,
-    Choice,
-    cache_salt,
-    logprobs_asked,
-    plan_choices,
-    service_class,
-    stop_ids,
-    timeout_s,
-    trusted_ids,
-)
-from engine.api.core_client import Share
+from engine.api.asking import Asked, Deadlines, ask
 from engine.api.detokenizer import Detokenizer
-from engine.api.encoding import AnswerEncoder, ChatEncoder, CompletionEncoder, Echo, Heading
+from engine.api.encoding import AnswerEncoder, ChatEncoder, CompletionEncoder, Heading
 from engine.api.exchange import Exchange, Tally
 from engine.api.model import ServedModel
 from engine.api.outputs import ChoiceOutput, Delta, RequestOutput, Timing
 from engine.api.state import EngineState
 from shared import sse
-from shared.errors import RequestAborted
-from shared.ids import (
-    IGNORED_FIELDS_HEADER,
-    QUEUE_TIMEOUT_HEADER,
-    REQUEST_TIMEOUT_HEADER,
-    SERVICE_TIER_HEADER,
-)
-from shared.openai import (
-    BODY_LEN_MAX,
-    ChatRequest,
-    CompletionRequest,
-    PromptTokensDetails,
-    Usage,
-)
-from shared.validation import Parsed, parse, prompt_count
+from shared.errors import ApiError, RequestAborted
+from shared.holding import Holding
+from shared.ids import IGNORED_FIELDS_HEADER
+from shared.openai import ChatRequest, CompletionRequest, PromptTokensDetails, Usage
 
 R = TypeVar("R", ChatRequest, CompletionRequest)
+
+WRITE_LEN: Final = 64 * 1024
+"""Bytes of an answer that are made before they are written, and others may run."""
 
 
 async def chat_completions(state: EngineState, exchange: Exchange) -> None:
@@ -61,24 +53,17 @@ async def completions(state: EngineState, exchange: Exchange) -> None:
 
 async def _generate(state: EngineState, exchange: Exchange, kind: type[R]) -> None:
     exchange.is_generation = True
-    model, limits = state.ready_model()
-    with state.working():
+    model, _ = state.ready_model()
+    with state.working(), Holding(state.memory, exchange.tenant) as holding:
+        deadlines = Deadlines.of(exchange)
         arrival = Arrival()
         with state.listed(exchange.request_id, arrival):
-            with exchange.enter("read"):
-                body = await exchange.request.body(
-                    len_max=BODY_LEN_MAX, deadline_s=state.config.body_timeout_s
-                )
-            with exchange.enter("validate"):
-                parsed = parse(body, kind)
-                state.check_name(parsed.request.model)
-            with exchange.enter("tokenize"):
-                prompts = await _prompt_ids(model, parsed.request, limits.vocab_size)
-                echoes = await _echoes(model, parsed.request, prompts)
+            asked = await deadlines.bounded(ask(state, exchange, kind, holding))
         if arrival.is_aborted:
             raise RequestAborted("The request was aborted.")
-        choices = plan_choices(parsed.request, prompts, limits, model.eos_ids, model.sampling)
-        generation = Generation(state, exchange, parsed, model, choices, echoes)
+        holding.hold(asked.answer_len)
+        generation = Generation(state, exchange, asked, model, deadlines)
+        del asked  # with the prompts, which the core has once they are submitted
         with state.listed(exchange.request_id, generation):
             await generation.run()
 
@@ -92,96 +77,57 @@ class Arrival:
         self.is_aborted = True
 
 
-async def _prompt_ids(model: ServedModel, request: AnyRequest, vocab_size: int) -> list[list[int]]:
-    """One list per prompt: those that came along when they can be trusted, else tokenized here."""
-    prompts = prompt_count(request.prompt) if isinstance(request, CompletionRequest) else 1
-    trusted = trusted_ids(request, model.tokenizer.hash, prompts, vocab_size)
-    if trusted is not None:
-        return trusted
-    return await model.threads.prompt_ids(request)
-
-
-async def _echoes(model: ServedModel, request: AnyRequest, prompts: list[list[int]]) -> list[Echo] | None:
-    """The prompts as completions repeat them, when they are to."""
-    if not isinstance(request, CompletionRequest) or not request.echo:
-        return None
-    wants_starts = request.logprobs is not None
-    return await model.threads.run(
-        lambda: [_echo(model, text, ids, wants_starts) for text, ids in _texts(request, prompts)]
-    )
-
-
-def _texts(request: CompletionRequest, prompts: list[list[int]]) -> list[tuple[str | None, list[int]]]:
-    """Each prompt's own text, None where it was given as ids."""
-    if isinstance(request.prompt, str):
-        return [(request.prompt, prompts[0])]
-    texts = [item if isinstance(item, str) else None for item in request.prompt]
-    return list(zip(texts if len(prompts) > 1 else texts[:1], prompts, strict=True))
-
-
-def _echo(model: ServedModel, text: str | None, ids: list[int], wants_starts: bool) -> Echo:
-    starts = []
-    if wants_starts:
-        decoder, position = model.tokenizer.decode_stream([]), 0
-        for token_id in ids:
-            starts.append(position)
-            position += len(decoder.step(token_id))
-    return Echo(model.tokenizer.decode(ids) if text is None else text, ids, starts)
-
-
-def _share(exchange: Exchange, request: AnyRequest) -> Share:
-    headers = exchange.request.headers
-    return Share(
-        tenant=exchange.tenant or "",
-        service_class=service_class(request, headers.get(SERVICE_TIER_HEADER)),
-        cache_salt=cache_salt(exchange.tenant, request.cache_salt),
-        queue_timeout_s=timeout_s(QUEUE_TIMEOUT_HEADER, headers.get(QUEUE_TIMEOUT_HEADER)),
-        timeout_s=timeout_s(REQUEST_TIMEOUT_HEADER, headers.get(REQUEST_TIMEOUT_HEADER)),
-    )
-
-
 class Generation:
     """One admitted request."""
 
     def __init__(
-        self,
-        state: EngineState,
-        exchange: Exchange,
-        parsed: Parsed[ChatRequest] | Parsed[CompletionRequest],
-        model: ServedModel,
-        choices: Sequence[Choice],
-        echoes: Sequence[Echo] | None,
+        self, state: EngineState, exchange: Exchange, asked: Asked, model: ServedModel, deadlines: Deadlines
     ) -> None:
-        request: AnyRequest = parsed.request
         self._state = state
         self._exchange = exchange
-        self._request = request
-        self._choices = choices
-        self._share = _share(exchange, request)
-        self._ignored = parsed.ignored_header
-        self._output = RequestOutput(len(choices), whole=not request.stream, on_end=self._on_end)
-        self._outputs = [self._choice_output(model, i, choice) for i, choice in enumerate(choices)]
-        self._encoder = self._make_encoder(model, echoes)
+        self._deadlines = deadlines
+        self._streams = asked.streams
+        self._sends_usage = asked.sends_usage
+        self._ignored = asked.ignored_header
+        self._n = asked.n
+        self._model_name = asked.model
+        self._share = asked.share
+        self._sequences = [(choice.prompt_ids, choice.sampling) for choice in asked.choices]
+        self._prompt_lens = [len(choice.prompt_ids) for choice in asked.choices[:: asked.n]]
+        self._output = RequestOutput(len(asked.choices), whole=not asked.streams, on_end=self._on_end)
+        self._outputs = [self._choice_output(asked, model, index) for index in range(len(asked.choices))]
+        self._encoder = self._make_encoder(asked, model)
+        self._awaits_scores = asked.echoes is not None and asked.logprobs is not None
         self._handles: list[int] = []
         self._is_settled = False
 
     async def run(self) -> None:
-        sequences = [(choice.prompt_ids, choice.sampling) for choice in self._choices]
         self._exchange.stage = "queue"
-        try:
-            self._handles = self._state.core.submit(
-                self._exchange.request_id, sequences, self._outputs, self._share
-            )
-            self._exchange.tally = self._tally()
-            await (self._stream() if self._request.stream else self._respond())
-        finally:
-            self._close()
+        with self._deadlines.watch(self._expire, self._is_waiting):
+            try:
+                sequences, self._sequences = self._sequences, []
+                self._handles = self._state.core.submit(
+                    self._exchange.request_id, sequences, self._outputs, self._share
+                )
+                del sequences
+                self._exchange.tally = self._tally()
+                await (self._stream() if self._streams else self._respond())
+            finally:
+                self._close()
 
     def abort(self) -> None:
-        """Somebody asked for its end, by its request's id. The core hears of it now: this request's own
-        task may be waiting for a client that does not read."""
-        self._state.core.release(self._handles)
-        self._output.fail(RequestAborted("The request was aborted."))
+        """Somebody asked for its end, by its request's id."""
+        self._expire(RequestAborted("The request was aborted."))
+
+    def _expire(self, error: ApiError) -> None:
+        """End it with `error`. The core hears of it now: this request's own task may be waiting for a client
+        that does not read."""
+        if not self._is_settled:
+            self._state.core.release(self._handles)
+            self._output.fail(error)
+
+    def _is_waiting(self) -> bool:
+        return not all(output.has_begun for output in self._outputs)
 
     def _on_end(self) -> None:
         """What the core does not see is held to its stall deadline as well: a client that does not read
@@ -192,29 +138,74 @@ class Generation:
 
     async def _stream(self) -> None:
         exchange, output, responder = self._exchange, self._output, self._exchange.responder
-        events, core = self._encoder.events, self._state.core
+        core, held = self._state.core, list[Delta]()
         await exchange.start_stream(self._headers())
         while not output.is_done:
             deltas = await output.take()
             core.resume(self._handles)
-            data = b"".join([events(delta) for delta in deltas])
+            if self._awaits_scores:
+                deltas, held = self._with_scores(held + deltas)
+            pieces: list[bytes] = []
+            size = 0
+            for delta in deltas:
+                for event in self._encoder.events(delta):
+                    pieces.append(event)
+                    size += len(event)
+                    if size >= WRITE_LEN:
+                        await responder.write(b"".join(pieces))
+                        await asyncio.sleep(0)
+                        pieces, size = [], 0
             if output.is_done:
-                data += self._ending()
-            await responder.write(data)
+                pieces.append(self._ending())
+            await responder.write(b"".join(pieces))
         exchange.is_served = True
         await responder.finish()
 
+    def _with_scores(self, deltas: list[Delta]) -> tuple[list[Delta], list[Delta]]:
+        """Those that can be told, and those whose prompt, which comes first, is not scored yet: the first
+        choice of a prompt has its scores, for all of them."""
+        can_be: list[Delta] = []
+        cannot: list[Delta] = []
+        for delta in deltas:
+            scored = self._outputs[delta.index - delta.index % self._n]
+            waits = scored.first_token_at is None and scored.finish_reason is None
+            (cannot if waits else can_be).append(delta)
+        return can_be, cannot
+
     def _ending(self) -> bytes:
         self._settle()
-        usage = self._encoder.usage_event(self._usage()) if self._request.include_usage else b""
+        usage = self._encoder.usage_event(self._usage()) if self._sends_usage else b""
         return usage + sse.DONE + sse.closing_comment(self._exchange.closing())
 
     async def _respond(self) -> None:
         deltas: list[Delta] = sorted(await self._output.take(), key=lambda delta: delta.index)
         self._settle()
-        body = self._encoder.whole(deltas, self._usage())
         closing = sse.encode_closing(self._exchange.closing()).decode()
-        await self._exchange.send(body, headers={**self._headers(), sse.CLOSING_HEADER: closing})
+        headers = {**self._headers(), sse.CLOSING_HEADER: closing}
+        await self._write_whole(self._encoder.whole(deltas, self._usage()), headers)
+
+    async def _write_whole(self, pieces: Iterator[bytes], headers: Mapping[str, str]) -> None:
+        """An answer that is small at once, with its length; a large one as it is made."""
+        exchange = self._exchange
+        made: list[bytes] = []
+        size, is_begun = 0, False
+        for piece in pieces:
+            made.append(piece)
+            size += len(piece)
+            if size < WRITE_LEN:
+                continue
+            if not is_begun:
+                await exchange.start_body(headers)
+                is_begun = True
+            await exchange.responder.write(b"".join(made))
+            await asyncio.sleep(0)
+            made, size = [], 0
+        if not is_begun:
+            await exchange.send(b"".join(made), headers=headers)
+            return
+        await exchange.responder.write(b"".join(made))
+        exchange.is_served = True
+        await exchange.responder.finish()
 
     def _headers(self) -> dict[str, str]:
         return {IGNORED_FIELDS_HEADER: self._ignored} if self._ignored else {}
@@ -227,6 +218,7 @@ class Generation:
             self._exchange.fate = self._exchange.fate or self._output.error
             self._settle()
         self._state.core.release(self._handles)
+        self._output.error = None  # it refers to frames, and those to this
 
     def _settle(self) -> None:
         """Take stock, once: the tally, the stages, the metrics."""
@@ -261,12 +253,12 @@ class Generation:
         now = self._state.clock.monotonic()
         timings = [output.timing(now) for output in self._outputs]
         return Tally(
-            model=self._request.model,
-            streams=bool(self._request.stream),
-            choices=len(self._choices),
-            prompt_tokens=sum(len(choice.prompt_ids) for choice in self._firsts()),
+            model=self._model_name,
+            streams=self._streams,
+            choices=len(self._outputs),
+            prompt_tokens=self._prompt_tokens(),
             completion_tokens=sum(output.completion_tokens for output in self._outputs),
-            cached_tokens=sum(output.cached_len for output in self._outputs[:: self._request.n or 1]),
+            cached_tokens=sum(output.cached_len for output in self._outputs[:: self._n]),
             timing=Timing(
                 queue_s=max(timing.queue_s for timing in timings),
                 prefill_s=max(timing.prefill_s for timing in timings),
@@ -277,9 +269,14 @@ class Generation:
             ),
         )
 
-    def _firsts(self) -> Sequence[Choice]:
-        """The first choice of each prompt: a prompt counts once, however many choices it has."""
-        return self._choices[:: self._request.n or 1]
+    def _prompt_tokens(self) -> int:
+        """A prompt counts once, however many choices it has, and once one of them has begun."""
+        n, outputs = self._n, self._outputs
+        return sum(
+            length
+            for i, length in enumerate(self._prompt_lens)
+            if any(output.has_begun for output in outputs[i * n : (i + 1) * n])
+        )
 
     def _usage(self) -> Usage:
         tally = self._exchange.tally
@@ -293,40 +290,35 @@ class Generation:
 
     # -- making -----------------------------------------------------------------------------------
 
-    def _choice_output(self, model: ServedModel, index: int, choice: Choice) -> ChoiceOutput:
-        request = self._request
+    def _choice_output(self, asked: Asked, model: ServedModel, index: int) -> ChoiceOutput:
+        choice = asked.choices[index]
         decoder = model.tokenizer.decode_stream(choice.prompt_ids)
         return ChoiceOutput(
             index,
             self._output,
-            Detokenizer(decoder, request.stop_strings, choice.sampling.min_tokens),
-            stop_token_ids=stop_ids(request, model.eos_ids),
-            keeps_entries=bool(request.return_token_ids) or choice.sampling.logprobs is not None,
-            discards=request.output_tokens_max == 0,
+            Detokenizer(decoder, asked.stop_strings, choice.sampling.min_tokens),
+            stop_token_ids=asked.stop_ids,
+            keeps_entries=asked.sends_token_ids or asked.logprobs is not None,
+            discards=asked.discards,
             submitted_at=self._state.clock.monotonic(),
         )
 
-    def _make_encoder(self, model: ServedModel, echoes: Sequence[Echo] | None) -> AnswerEncoder:
-        request = self._request
-        is_chat = isinstance(request, ChatRequest)
+    def _make_encoder(self, asked: Asked, model: ServedModel) -> AnswerEncoder:
         heading = Heading(
-            id=("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12),
+            id=("chatcmpl-" if asked.is_chat else "cmpl-") + secrets.token_hex(12),
             created=int(self._state.clock.wall()),
-            model=request.model,
+            model=asked.model,
             system_fingerprint=self._state.fingerprint(),
-            sends_usage=request.include_usage,
-            sends_token_ids=bool(request.return_token_ids),
-            logprobs=logprobs_asked(request),
+            sends_usage=asked.sends_usage,
+            sends_token_ids=asked.sends_token_ids,
+            logprobs=asked.logprobs,
         )
-        if is_chat:
-            return ChatEncoder(heading, model.tokenizer, self._choices[0].prompt_ids)
-        return CompletionEncoder(
-            heading,
-            model.tokenizer,
-            self._outputs,
-            [choice.prompt_ids for choice in self._choices],
-            [echoes[choice.prompt_index] if echoes else None for choice in self._choices],
-        )
+        prompts = [choice.prompt_ids for choice in asked.choices] if asked.sends_token_ids else []
+        if asked.is_chat:
+            return ChatEncoder(heading, model.tokenizer, prompts[0] if prompts else [])
+        scored = [self._outputs[index - index % asked.n] for index in range(len(asked.choices))]
+        echoes = [asked.echoes[choice.prompt_index] if asked.echoes else None for choice in asked.choices]
+        return CompletionEncoder(heading, model.tokenizer, scored, prompts, echoes)
 
 
 _STAGES = ("queue", "prefill", "decode", "stalled")

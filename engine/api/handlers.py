@@ -9,14 +9,18 @@ from typing import Final, Protocol, TypeVar
 
 import msgspec
 
+from engine.api.admission import Limits
+from engine.api.asking import read
 from engine.api.exchange import Exchange
 from engine.api.generate import chat_completions, completions
+from engine.api.model import ServedModel
 from engine.api.state import EngineState
 from shared.errors import EngineFailed, InvalidRequest, MethodNotAllowed, NotReady, RouteNotFound
+from shared.fair_threads import Slices
+from shared.holding import Holding
 from shared.ids import RequestId
 from shared.lifecycle import Lifecycle
 from shared.openai import (
-    BODY_LEN_MAX,
     AbortResponse,
     ChatRequest,
     DetokenizeRequest,
@@ -26,8 +30,8 @@ from shared.openai import (
     TokenizeResponse,
 )
 from shared.paths import no_such_path
+from shared.prompts import prompt_slices, text_slices
 from shared.telemetry import METRICS_CONTENT_TYPE
-from shared.validation import parse
 
 _encode = msgspec.json.Encoder().encode
 T = TypeVar("T", bound=msgspec.Struct)
@@ -57,6 +61,9 @@ async def readyz(state: EngineState, exchange: Exchange) -> None:
     exchange.is_quiet = True
     if not state.lifecycle.is_ready:
         raise _not_ready(state.lifecycle)
+    if not state.core.answers:
+        timeout_s = state.config.core_timeout_s
+        raise NotReady(f"The engine does not get on: its core has not answered for {timeout_s:g} s.")
     await exchange.send(_encode(Probe("ready")))
 
 
@@ -96,43 +103,42 @@ async def get_tokenizer(state: EngineState, exchange: Exchange) -> None:
 
 async def tokenize(state: EngineState, exchange: Exchange) -> None:
     model, limits = state.ready_model()
-    request = await _read(state, exchange, TokenizeRequest)
-    if (request.prompt is None) == (request.messages is None):
-        raise InvalidRequest("Give either prompt or messages.", param="prompt")
-    with exchange.enter("tokenize"):
-        if request.messages is not None:
-            chat = ChatRequest(model=model.name, messages=request.messages)
-            [ids] = await model.threads.prompt_ids(chat)
-        else:
-            ids = await model.threads.run(
-                lambda: model.tokenizer.encode(
-                    request.prompt or "", add_special_tokens=request.add_special_tokens
-                )
-            )
-    await exchange.send(_encode(TokenizeResponse(len(ids), limits.context_len, ids)))
+    with Holding(state.memory, exchange.tenant) as holding:
+        request = (await read(state, exchange, TokenizeRequest, holding)).request
+        if (request.prompt is None) == (request.messages is None):
+            raise InvalidRequest("Give either prompt or messages.", param="prompt")
+        with exchange.enter("tokenize"):
+            answer = await state.threads.run(exchange.tenant, _tokenized(model, limits, request))
+        await exchange.send(answer)
+
+
+def _tokenized(model: ServedModel, limits: Limits, request: TokenizeRequest) -> Slices[bytes]:
+    tokenizer = model.tokenizer
+    if request.messages is not None:
+        chat = ChatRequest(model=model.name, messages=request.messages)
+        [ids] = yield from prompt_slices(tokenizer, chat, None)
+    else:
+        special = request.add_special_tokens
+        ids = yield from text_slices(
+            tokenizer, request.prompt or "", None, "prompt", add_special_tokens=special
+        )
+    return _encode(TokenizeResponse(len(ids), limits.context_len, ids))
 
 
 async def detokenize(state: EngineState, exchange: Exchange) -> None:
     model, limits = state.ready_model()
-    request = await _read(state, exchange, DetokenizeRequest)
-    if any(token >= limits.vocab_size for token in request.tokens):
-        raise InvalidRequest(f"tokens has an id of {limits.vocab_size} or more.", param="tokens")
-    with exchange.enter("detokenize"):
-        text = await model.threads.run(
-            lambda: model.tokenizer.decode(request.tokens, skip_special_tokens=False)
-        )
-    await exchange.send(_encode(DetokenizeResponse(text)))
+    with Holding(state.memory, exchange.tenant) as holding:
+        request = (await read(state, exchange, DetokenizeRequest, holding)).request
 
+        def detokenized() -> bytes:
+            if max(request.tokens, default=0) >= limits.vocab_size:
+                raise InvalidRequest(f"tokens has an id of {limits.vocab_size} or more.", param="tokens")
+            text = model.tokenizer.decode(request.tokens, skip_special_tokens=False)
+            return _encode(DetokenizeResponse(text))
 
-async def _read(state: EngineState, exchange: Exchange, kind: type[T]) -> T:
-    with exchange.enter("read"):
-        body = await exchange.request.body(len_max=BODY_LEN_MAX, deadline_s=state.config.body_timeout_s)
-    with exchange.enter("validate"):
-        request = parse(body, kind).request
-        name = getattr(request, "model", None)
-        if name is not None:
-            state.check_name(name)
-    return request
+        with exchange.enter("detokenize"):
+            answer = await state.threads.call(exchange.tenant, detokenized)
+        await exchange.send(answer)
 
 
 # -- requests -------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import msgspec
 from engine.api.admission import SamplingDefaults
 from shared.errors import InvalidRequest
 from shared.openai import ChatRequest, CompletionRequest
-from shared.tokenizer import Tokenizer, TokenizerBundle, TokenizerThreads
+from shared.tokenizer import Tokenizer, TokenizerBundle
 from shared.validation import parse
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -28,14 +28,13 @@ class ServedModel:
     created: int
     """Unix time at which this process began to serve it."""
     tokenizer: Tokenizer
-    threads: TokenizerThreads
     bundle_json: bytes
     """What `GET /penstock/tokenizer` answers."""
     eos_ids: frozenset[int]
     sampling: SamplingDefaults
 
 
-def load_model(directory: Path, *, name: str, created: int, workers: int) -> ServedModel:
+def load_model(directory: Path, *, name: str, created: int) -> ServedModel:
     """Read the directory's tokenizer and configuration. Blocks for as long as that takes.
 
     Raises UnusableTokenizer and UnusableModel.
@@ -47,7 +46,6 @@ def load_model(directory: Path, *, name: str, created: int, workers: int) -> Ser
         name=name,
         created=created,
         tokenizer=tokenizer,
-        threads=TokenizerThreads(tokenizer, workers),
         bundle_json=msgspec.json.encode(bundle),
         eos_ids=read_eos_ids(directory),
         sampling=read_sampling_defaults(directory),

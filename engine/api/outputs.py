@@ -29,12 +29,15 @@ import msgspec
 
 from engine.api.detokenizer import Detokenizer
 from engine.core.messages import Finished, FinishReason, Started, TokenLogprobs
-from shared.errors import ApiError, EngineFailed, Overloaded, QueueTimeout, RequestTimeout, SlowClient
+from shared.errors import ApiError, EngineFailed, Overloaded, SlowClient
 from shared.openai import FinishReasonName
 
 UNSENT_TOKENS_MAX: Final = 64
 UNSENT_TEXT_LEN_MAX: Final = 16 * 1024
 """Characters."""
+TEXT_PIECES_MAX: Final = 512
+"""Pieces of text that are kept apart. A short string takes fifty bytes beside its characters, which an answer
+that is not streamed would hold for every token."""
 assert UNSENT_TEXT_LEN_MAX >= 64 * UNSENT_TOKENS_MAX, "ordinary text is bounded by its tokens"
 
 
@@ -115,6 +118,11 @@ class ChoiceOutput:
         self._queue_s: float | None = None
         """Known once the core has started it."""
         self._final_timing: Timing | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the core has started it: its prompt counts as computed."""
+        return self._queue_s is not None
 
     @property
     def stage(self) -> str:
@@ -205,10 +213,6 @@ class ChoiceOutput:
                 self.output.fail(EngineFailed("The model's output for this request was not finite."))
             case FinishReason.STALLED:
                 self.output.fail(SlowClient("The client stopped reading its answer."))
-            case FinishReason.QUEUE_TIMEOUT:
-                self.output.fail(QueueTimeout("The engine did not begin within x-queue-timeout."))
-            case FinishReason.TIMEOUT:
-                self.output.fail(RequestTimeout("The answer was not complete within x-request-timeout."))
             case FinishReason.ABORTED:
                 self.output.fail(EngineFailed("The engine ended this request.", detail="aborted unasked"))
 
@@ -227,6 +231,8 @@ class ChoiceOutput:
         if not text:
             return
         self._text.append(text)
+        if len(self._text) >= TEXT_PIECES_MAX:
+            self._text = ["".join(self._text)]
         self._unsent_text_len += len(text)
         trail, released_len = self._trail, self._detokenizer.released_len
         while trail and trail[0][0] <= released_len:

@@ -65,6 +65,7 @@ class Engine:
         core = CoreClient(
             queue_len_max=config.max_queue_len,
             queue_tokens_max=config.max_queue_tokens,
+            core_timeout_s=config.core_timeout_s,
             metrics=metrics,
             clock=clock,
         )
@@ -98,7 +99,6 @@ class Engine:
                 directory,
                 name=config.served_model_name,
                 created=int(self._clock.wall()),
-                workers=config.tokenizer_threads,
             )
         except (UnusableTokenizer, UnusableModel) as error:
             raise StartFailed(str(error)) from error
@@ -138,8 +138,7 @@ class Engine:
             self._core_task.cancel()
             await asyncio.gather(self._core_task, return_exceptions=True)
         await self.server.stop()
-        if state.model is not None:
-            state.model.threads.close()
+        state.threads.close()
         if state.lifecycle.phase is Phase.DRAINING:
             state.lifecycle.to(Phase.STOPPED)
         log.info("engine.stopped")

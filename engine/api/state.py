@@ -14,7 +14,9 @@ from engine.api.metrics import CoreReading, EngineMetrics
 from engine.api.model import ServedModel
 from engine.config import EngineConfig
 from shared.clock import Clock
-from shared.errors import EngineFailed, ModelNotFound, NotReady
+from shared.errors import ModelNotFound, NotReady
+from shared.fair_share import FairShare
+from shared.fair_threads import FairThreads
 from shared.ids import RequestId
 from shared.lifecycle import Lifecycle, Phase
 from shared.openai import Model
@@ -37,6 +39,9 @@ class EngineState:
         self.metrics = metrics
         self.clock = clock
         self.lifecycle = Lifecycle()
+        self.threads = FairThreads(config.tokenizer_threads)
+        self.memory = FairShare(config.request_memory)
+        """Bytes of what requests hold here: bodies, prompts, answers."""
         self.model: ServedModel | None = None
         self._working = 0
         self._idle = asyncio.Event()
@@ -47,20 +52,25 @@ class EngineState:
     # -- what is served ---------------------------------------------------------------------------
 
     def ready_model(self) -> tuple[ServedModel, Limits]:
-        """The model and its limits, while new work is welcome. Raises NotReady and EngineFailed."""
+        """The model and its limits, while new work is welcome. Raises NotReady."""
         match self.lifecycle.phase:
             case Phase.READY:
                 assert self.model is not None
                 assert self.core.info is not None
+                if not self.core.answers:
+                    raise NotReady("The engine does not get on.", detail="the core does not answer")
                 return self.model, Limits.of(self.core.info)
-            case Phase.FAILED:
-                raise EngineFailed(
-                    "The engine has failed and takes no requests.", detail=self.lifecycle.reason
-                )
+            case Phase.FAILED:  # nothing was done, and another replica may do it
+                raise NotReady("The engine has failed and takes no requests.", detail=self.lifecycle.reason)
             case Phase.STARTING:
                 raise NotReady("The engine is still starting.", retry_after_s=2.0)
             case _:
                 raise NotReady("The engine is shutting down.", retry_after_s=1.0)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new work is welcome."""
+        return self.lifecycle.is_ready and self.core.answers
 
     def loaded_model(self) -> ServedModel:
         """The model's name and tokenizer, known before the core is ready."""
@@ -127,4 +137,4 @@ class EngineState:
 
     def _reading(self) -> CoreReading:
         core = self.core
-        return CoreReading(core.stats, core.waiting, core.live, self.lifecycle.is_ready)
+        return CoreReading(core.stats, core.waiting, core.live, self.is_ready)

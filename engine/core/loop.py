@@ -12,9 +12,9 @@ a step is planned before the one before it is back, so both work all the time:
 The host is one step behind what it plans: what that costs and why it is safe stands at the head of
 `engine.core.scheduler`. It buys nothing with a runner that computes while it is launched, as on a CPU.
 
-One thread, one step after another, and nothing else decides. The loop waits in three places only: for
-input when it has no work, until the next deadline if there is one; for the device; and for room when the
-API process has not read what was sent. The first and the last end when that process dies.
+One thread, one step after another, and nothing else decides. The loop waits in three places only: for input
+when it has no work, until the next stall deadline if there is one; for the device; and for room when the API
+process has not read what was sent. The first and the last end when that process dies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from engine.core.messages import (
     CoreReady,
     PauseSequences,
     Pending,
+    Ping,
     Plan,
+    Pong,
     ResumeSequences,
     Runner,
     StopCore,
@@ -141,6 +143,8 @@ class CoreLoop:
                     self._scheduler.pause(message.handles, now)
                 case ResumeSequences():
                     self._scheduler.resume(message.handles, now)
+                case Ping(number):
+                    self._outbox.send(Pong(number))
                 case StopCore():
                     return False
         return True

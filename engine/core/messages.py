@@ -36,10 +36,6 @@ class FinishReason(IntEnum):
     """The core would not take it: the queue was full, or it can never fit."""
     STALLED = 6
     """It stayed paused until its stall deadline."""
-    QUEUE_TIMEOUT = 7
-    """It was not admitted within its own bound on waiting."""
-    TIMEOUT = 8
-    """It did not end within its own bound."""
 
 
 class ServiceClass(IntEnum):
@@ -110,10 +106,6 @@ class AddSequence(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     tenant: str = ""
     """Whose it is: tenants share the engine fairly. A short key."""
     service_class: ServiceClass = ServiceClass.DEFAULT
-    queue_timeout_s: float | None = None
-    """It ends when it has waited so long for its first admission."""
-    timeout_s: float | None = None
-    """It ends after so long, wherever it is then."""
 
 
 class AbortSequences(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
@@ -139,11 +131,17 @@ class ResumeSequences(msgspec.Struct, array_like=True, frozen=True, tag="resume"
     handles: list[int]
 
 
+class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping"):
+    """Are you there? Answered by a `Pong` of the same number before the next step."""
+
+    number: int
+
+
 class StopCore(msgspec.Struct, array_like=True, frozen=True, tag="stop"):
     """End now. Draining is the API process's business: it sends this when nothing is left."""
 
 
-CoreInput = AddSequence | AbortSequences | PauseSequences | ResumeSequences | StopCore
+CoreInput = AddSequence | AbortSequences | PauseSequences | ResumeSequences | Ping | StopCore
 
 
 # -- core -> API process --------------------------------------------------------------------------
@@ -174,6 +172,12 @@ class CoreProgress(msgspec.Struct, array_like=True, frozen=True, tag="progress")
     """What the core is busy with while it starts, for the person who watches."""
 
     stage: str
+
+
+class Pong(msgspec.Struct, array_like=True, frozen=True, tag="pong"):
+    """The loop is between two steps, or idle."""
+
+    number: int
 
 
 class Started(msgspec.Struct, array_like=True, frozen=True):
@@ -257,7 +261,7 @@ class StepOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     stats: CoreStats
 
 
-CoreOutput = CoreReady | CoreFailed | CoreProgress | StepOutput
+CoreOutput = CoreReady | CoreFailed | CoreProgress | Pong | StepOutput
 
 
 # -- core <-> runner ------------------------------------------------------------------------------

@@ -6,7 +6,7 @@
 From its plan to its commit a step is *in flight*. The next may be planned and launched meanwhile, so that
 the device need not wait for the host (`engine.core.loop`).
 
-A plan first ends those whose deadlines have passed, and takes their slots from those who were
+A plan first ends those who stayed paused until their deadlines, and takes their slots from those who were
 paused since the last one. It has one token budget, spent in this order:
 
 1. *Room*: every running sequence whose next token needs a new page gets one; when none is available,
@@ -46,15 +46,15 @@ F. Back from a stall it needs a slot, and is admitted as others are (first in ra
 G. Who does not fit takes slot and pages from those who run and are of a lower class, if that is
    enough; else nobody is touched. The protected and those admitted by this very plan are spared.
 H. A plan with a step in flight goes by lengths, which are known ahead, and not by tokens, which are not:
-   the runner finds a token that is coming where the step in flight leaves it. Who comes to `max_tokens`
-   by what is in flight gets no further row. Who ends otherwise (by a stop token, an abort, a deadline, a
-   numeric failure) may leave rows in flight behind; these are *late*, and bring nothing. Its slot and
-   its pages are held back until the last step that works on them is committed, and count as taken until
-   then. Pages are given to the prefix cache when a commit knows their tokens.
-I. Nobody who runs gives way while anything is in flight: its pages would be free only later, and until
-   then every plan would find too few and take more. When somebody has to, `plan` returns None, what is in
-   flight is committed, and the next plan is made as if steps had never overlapped. So rules C and G hold as
-   they stand, and only what a sequence ended with is ever late, never what it will go on from.
+   the runner finds a token that is coming where the step in flight leaves it. Who comes to `max_tokens` by
+   what is in flight gets no further row. Who ends otherwise (by a stop token, an abort, a stall deadline, a
+   numeric failure) may leave rows in flight behind; these are *late*, and bring nothing. Its slot and its
+   pages are held back until the last step that works on them is committed, and count as taken until then.
+   Pages are given to the prefix cache when a commit knows their tokens. I. Nobody who runs gives way while
+   anything is in flight: its pages would be free only later, and until then every plan would find too few and
+   take more. When somebody has to, `plan` returns None, what is in flight is committed, and the next plan is
+   made as if steps had never overlapped. So rules C and G hold as they stand, and only what a sequence ended
+   with is ever late, never what it will go on from.
 
 Why it never stops. A sequence whose longest form would not fit into the whole pool is rejected at
 the door. Call those who are not paused *willing*. When no one runs, every page is available or held
@@ -86,7 +86,6 @@ from typing import Final
 from engine.core.block_manager import TOKENS, PageChain, pages_for
 from engine.core.config import SchedulerConfig
 from engine.core.cost import CostLearner
-from engine.core.deadlines import Deadlines
 from engine.core.messages import (
     AddSequence,
     CoreStats,
@@ -129,7 +128,6 @@ class Scheduler:
         self._learner = CostLearner(runner.page_copy_s)
         self._in_flight: dict[int, InFlight] = {}  # by step, in their order
         self._room = Room(config, runner, self._waiting, self._in_flight, self._learner, prefers_swap)
-        self._deadlines = Deadlines(self._sequences)
         self._tenants = TenantCounters()
         self._planner = planner(
             config, runner, self._room, self._waiting, self._tenants, self._learner, self._in_flight
@@ -159,12 +157,11 @@ class Scheduler:
         return self._room.running[slot]
 
     def idle_s(self, now: float) -> float:
-        """For how long there is nothing to do unless a message comes: until the next deadline."""
+        """For how long there is nothing to do unless a message comes: until the next stall deadline."""
         if self.has_work or self._in_flight:
             return 0.0
         first = next(iter(self._paused.values()), None)
-        stall_at = math.inf if first is None else self._deadline(first)
-        return max(0.0, min(stall_at, self._deadlines.next_at) - now)
+        return math.inf if first is None else max(0.0, self._deadline(first) - now)
 
     # -- the door ---------------------------------------------------------------------------------
 
@@ -188,10 +185,6 @@ class Scheduler:
         sequence.expected_len -= self._room.start(sequence).computed_len
         self._sequences[sequence.handle] = sequence
         self._waiting.enter(sequence)
-        if message.queue_timeout_s is not None:
-            self._deadlines.add(now + message.queue_timeout_s, message.handle, FinishReason.QUEUE_TIMEOUT)
-        if message.timeout_s is not None:
-            self._deadlines.add(now + message.timeout_s, message.handle, FinishReason.TIMEOUT)
 
     def _is_full(self, prompt_len: int) -> bool:
         newcomers, tokens = self._waiting.newcomers, self._waiting.newcomer_tokens
@@ -241,10 +234,6 @@ class Scheduler:
     def _end_overdue(self, now: float) -> None:
         while (first := next(iter(self._paused.values()), None)) and self._deadline(first) <= now:
             self._finish(first, FinishReason.STALLED, now)
-        for handle, reason in self._deadlines.passed(now):
-            sequence = self._sequences[handle]
-            if reason is FinishReason.TIMEOUT or sequence.status is Status.WAITING:
-                self._finish(sequence, reason, now)
 
     def _deadline(self, paused: Sequence) -> float:
         assert paused.paused_at is not None

@@ -61,7 +61,9 @@ class ServerRequest:
         self._connection = connection
         self._stream = stream
 
-    async def body(self, *, len_max: int, deadline_s: float) -> bytes:
+    async def body(
+        self, *, len_max: int, deadline_s: float, hold: Callable[[int], None] = lambda _: None
+    ) -> bytes:
         """All of it. Raises BodyTooLarge, BodyTimeout, InvalidRequest."""
         if self.headers.get("content-encoding", "identity") != "identity":
             raise InvalidRequest("Compressed request bodies are not accepted.", param=None)
@@ -71,18 +73,19 @@ class ServerRequest:
             async with asyncio.timeout(deadline_s):
                 if self.headers.get("expect", "").lower() == "100-continue":
                     self._connection.inform(self._stream, b"100")
-                return await self._read(len_max)
+                return await self._read(len_max, hold)
         except TimeoutError:
             raise BodyTimeout(f"The request body did not arrive within {deadline_s:g} s.") from None
         except StreamFailed as error:
             raise InvalidRequest("The request body was cut off.", detail=str(error)) from None
 
-    async def _read(self, len_max: int) -> bytes:
+    async def _read(self, len_max: int, hold: Callable[[int], None]) -> bytes:
         received = bytearray()
         while (chunk := await self._stream.read()) is not None:
             received += chunk
             if len(received) > len_max:
                 raise BodyTooLarge(f"The request body is larger than {len_max} bytes.")
+            hold(len(received))
         return bytes(received)
 
 

@@ -12,7 +12,6 @@ from tests.gateway.conftest import KEY, House, Open
 from tests.gateway.fake_engine import chunk, stream, unary
 from tests.gateway.test_pipeline import PROMPT, error_of
 
-
 SOON = {"1s", *(f"{ms}ms" for ms in range(500, 1000))}
 """A second, and what was left of it when the answer was written."""
 

@@ -52,6 +52,12 @@ def test_one_large_amount_may_be_held_alone_and_leaves_the_others_their_part() -
     assert greedy(share, "b") == share.most
 
 
+def test_what_is_no_tenants_has_the_whole_capacity() -> None:
+    share = FairShare(100)
+    assert greedy(share, "") == 100
+    assert not share.take("a", 1)
+
+
 def test_a_capacity_of_one_serves_one() -> None:
     share = FairShare(1)
     assert share.take("a", 1)

@@ -17,6 +17,8 @@ from engine.core.messages import (
     Finished,
     FinishReason,
     PauseSequences,
+    Ping,
+    Pong,
     ResumeSequences,
     Started,
     StepOutput,
@@ -103,6 +105,8 @@ class FakeCore:
             case ResumeSequences(handles):
                 self.pauses.append(message)
                 self.paused.difference_update(handles)
+            case Ping(number):
+                self.say(Pong(number))
             case StopCore():
                 self.is_stopped = True
                 self.die("stopped")

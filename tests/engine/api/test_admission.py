@@ -11,15 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.api.admission import (
-    TIMEOUT_S_MAX,
+    ANSWER_LEN_MAX,
+    Choice,
     Limits,
     SamplingDefaults,
+    answer_len,
     cache_salt,
     derive_seed,
     max_tokens_of,
     plan_choices,
     service_class,
-    timeout_s,
 )
 from engine.api.model import UnusableModel, read_sampling_defaults
 from engine.core.messages import SamplingParams, ServiceClass
@@ -76,9 +77,19 @@ def test_a_choice_keeps_its_seed_whatever_n_is() -> None:
     assert len(set(seeds(4))) == 4
 
 
-@given(seed=st.integers(0, 2**64 - 1), choice=st.integers(0, 255))
-def test_seeds_are_unsigned_64_bit(seed: int, choice: int) -> None:
-    assert 0 <= derive_seed(seed, choice) < 2**64
+@given(seed=st.integers(0, 2**64 - 1), prompt=st.integers(0, 255), choice=st.integers(0, 255))
+def test_seeds_are_unsigned_64_bit(seed: int, prompt: int, choice: int) -> None:
+    assert 0 <= derive_seed(seed, prompt, choice) < 2**64
+
+
+def test_every_choice_of_every_prompt_has_a_seed_of_its_own() -> None:
+    seeds = {derive_seed(7, prompt, choice) for prompt in range(256) for choice in range(64)}
+    assert len(seeds) == 256 * 64
+    request = CompletionRequest(model="m", prompt=["a", "a"], n=2, seed=7)
+    planned = plan_choices(request, [[1], [1]], Limits(64, 64, 10), frozenset(), SamplingDefaults())
+    assert [choice.sampling.seed for choice in planned] == [
+        derive_seed(7, p, c) for p in (0, 1) for c in (0, 1)
+    ]
 
 
 @given(st.text(max_size=5), st.text(max_size=5), st.text(max_size=5), st.text(max_size=5))
@@ -149,15 +160,86 @@ def test_the_class_is_what_was_asked_for_under_the_tenants_cap(
     assert service_class(msgspec.convert(body, CompletionRequest), tier_max) is expected
 
 
+# -- how much an answer may hold ------------------------------------------------------------------
+
+WIDE = Limits(10**6, 10**7, 1000)
+
+
+def planned(request: ChatRequest | CompletionRequest, *prompt_lens: int) -> list[Choice]:
+    prompts = [[1] * length for length in prompt_lens]
+    return plan_choices(request, prompts, WIDE, frozenset(), SamplingDefaults())
+
+
 @pytest.mark.parametrize(
-    ("value", "expected"), [(None, None), ("5", 5.0), ("0.25", 0.25), ("86400", TIMEOUT_S_MAX)]
+    ("request_", "prompt_lens", "param"),
+    [
+        (CompletionRequest(model="m", prompt="", n=64, max_tokens=2500, logprobs=20), (1,), "n"),
+        (CompletionRequest(model="m", prompt="", max_tokens=50_000, logprobs=20), (1,), "logprobs"),
+        (
+            CompletionRequest(model="m", prompt="", max_tokens=900_000, return_token_ids=True),
+            (1,),
+            "max_tokens",
+        ),
+        (CompletionRequest(model="m", prompt="", n=16, max_tokens=1, echo=True, logprobs=20), (8000,), "n"),
+        (CompletionRequest(model="m", prompt="", max_tokens=0, echo=True, logprobs=20), (8000,) * 4, "n"),
+        (
+            CompletionRequest(model="m", prompt="", max_tokens=0, echo=True, logprobs=20),
+            (40_000,),
+            "logprobs",
+        ),
+        (CompletionRequest(model="m", prompt="", stream=True, n=64, max_tokens=2500, logprobs=20), (1,), "n"),
+        (
+            ChatRequest(model="m", messages=[], n=64, max_tokens=2000, logprobs=True, top_logprobs=20),
+            (1,),
+            "n",
+        ),
+    ],
 )
-def test_the_callers_bounds_are_seconds(value: str | None, expected: float | None) -> None:
-    assert timeout_s("x-request-timeout", value) == expected
-
-
-@pytest.mark.parametrize("value", ["", "soon", "0", "-1", "nan", "inf", "86401", "5s"])
-def test_a_bound_that_is_none_is_refused(value: str) -> None:
+def test_an_answer_that_would_hold_too_much_is_refused(
+    request_: ChatRequest | CompletionRequest, prompt_lens: tuple[int, ...], param: str
+) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        timeout_s("x-request-timeout", value)
-    assert refused.value.param == "x-request-timeout"
+        planned(request_, *prompt_lens)
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        CompletionRequest(model="m", prompt="", n=64, max_tokens=100, logprobs=5),
+        CompletionRequest(model="m", prompt="", max_tokens=0, echo=True, logprobs=20),
+        ChatRequest(model="m", messages=[], n=64, max_tokens=10_000),
+        ChatRequest(model="m", messages=[], n=64, max_tokens=500_000, stream=True),
+        ChatRequest(model="m", messages=[], n=16, max_tokens=600, logprobs=True, top_logprobs=20),
+    ],
+)
+def test_what_it_holds_is_within_the_bound(request_: ChatRequest | CompletionRequest) -> None:
+    choices = planned(request_, 2000)
+    assert answer_len(request_, choices) <= ANSWER_LEN_MAX
+    stated = request_.output_tokens_max
+    assert all(choice.sampling.max_tokens == max(1, stated or 0) for choice in choices)
+
+
+def test_a_maximum_that_was_left_open_is_made_smaller() -> None:
+    plain = ChatRequest(model="m", messages=[])
+    assert planned(plain, 10)[0].sampling.max_tokens == WIDE.max_model_len - 10
+    told = ChatRequest(model="m", messages=[], n=4, logprobs=True, top_logprobs=20)
+    choices = planned(told, 10)
+    assert 1000 < choices[0].sampling.max_tokens < 10_000
+    assert answer_len(told, choices) <= ANSWER_LEN_MAX
+
+
+def test_a_stream_holds_no_more_than_its_window() -> None:
+    request = ChatRequest(model="m", messages=[], max_tokens=10_000, stream=True)
+    whole = ChatRequest(model="m", messages=[], max_tokens=10_000)
+    assert answer_len(request, planned(request, 10)) < answer_len(whole, planned(whole, 10)) / 40
+
+
+def test_a_prompt_is_scored_once_however_many_choices_it_has() -> None:
+    request = CompletionRequest(model="m", prompt="", n=3, max_tokens=2, echo=True, logprobs=2)
+    asked = [choice.sampling.prompt_logprobs for choice in planned(request, 4, 4)]
+    assert asked == [2, None, None, 2, None, None]
+    nothing = CompletionRequest(model="m", prompt="", n=3, max_tokens=0, echo=True)
+    with pytest.raises(InvalidRequest) as refused:
+        planned(nothing, 4)
+    assert refused.value.param == "n"

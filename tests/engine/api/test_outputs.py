@@ -224,17 +224,32 @@ class NoVocabulary:
         raise AssertionError
 
 
-@given(text=st.text(min_size=1), model=st.text(max_size=20), index=st.integers(0, 63), usage=st.booleans())
+def on_one_line(data: bytes) -> bytes:
+    for char in "\x85\u2028\u2029":
+        data = data.replace(char.encode(), f"\\u{ord(char):04x}".encode())
+    return data
+
+
+LINE_ENDS = st.text(st.sampled_from("a\x85\u2028\u2029\n\r\x0b\x0c\x1c"), min_size=1)
+
+
+@given(
+    text=st.text(min_size=1) | LINE_ENDS,
+    model=st.text(max_size=20),
+    index=st.integers(0, 63),
+    usage=st.booleans(),
+)
 def test_a_template_makes_what_the_structs_make(text: str, model: str, index: int, usage: bool) -> None:
     heading = Heading("id-1", 1, model, "fp", usage, False, None)
     delta = Delta(index, text, [], None, False)
-    chat = ChatEncoder(heading, NoVocabulary(), [1]).events(delta)
+    [chat] = ChatEncoder(heading, NoVocabulary(), [1]).events(delta)
+    assert len(chat.decode().splitlines()) == 2, "whatever a client takes for a line's end"
     chunk = msgspec.json.decode(chat.removeprefix(b"data: "), type=ChatChunk)
     assert (chunk.model, chunk.choices[0].index, chunk.choices[0].delta.content) == (model, index, text)
-    assert chat == b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+    assert chat == b"data: " + on_one_line(msgspec.json.encode(chunk)) + b"\n\n"
     outputs = [choice(RequestOutput(1))] * 64
-    event = CompletionEncoder(heading, NoVocabulary(), outputs, [[1]] * 64, [None] * 64).events(delta)
+    [event] = CompletionEncoder(heading, NoVocabulary(), outputs, [[1]] * 64, [None] * 64).events(delta)
     completion = msgspec.json.decode(event.removeprefix(b"data: "), type=Completion)
     assert (completion.choices[0].index, completion.choices[0].text) == (index, text)
-    assert event == b"data: " + msgspec.json.encode(completion) + b"\n\n"
+    assert event == b"data: " + on_one_line(msgspec.json.encode(completion)) + b"\n\n"
     assert (b'"usage":null' in chat) == usage

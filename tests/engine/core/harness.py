@@ -83,8 +83,6 @@ class Harness:
         *,
         tenant: str = "",
         service_class: ServiceClass = ServiceClass.DEFAULT,
-        queue_timeout_s: float | None = None,
-        timeout_s: float | None = None,
     ) -> None:
         message = AddSequence(
             handle,
@@ -94,8 +92,6 @@ class Harness:
             cache_salt,
             tenant,
             service_class,
-            queue_timeout_s,
-            timeout_s,
         )
         self.messages[handle] = message
         self.tokens[handle] = []

@@ -268,15 +268,6 @@ def test_late_prompt_logprobs_are_dropped() -> None:
     assert h.prompt_logprobs[1] == sent == []
 
 
-def test_a_deadline_that_passes_with_a_step_in_flight_ends_at_once() -> None:
-    h = Overlapped()
-    h.add(1, PROMPT, greedy(50), timeout_s=STEP_S * 3.5)
-    h.run()
-    assert h.reason(1) is FinishReason.TIMEOUT
-    assert h.tokens[1] == h.solo(1).tokens[: len(h.tokens[1])]
-    assert h.rows == len(h.tokens[1]) + 1, "one row was late"
-
-
 # -- fences ---------------------------------------------------------------------------------------
 
 

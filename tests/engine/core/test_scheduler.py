@@ -788,3 +788,14 @@ def test_a_long_prompt_that_has_begun_always_gets_on() -> None:
     assert 1 in h.finished
     h.run()
     h.assert_all_as_solo()
+
+
+def test_the_queue_is_told_by_class() -> None:
+    h = Harness(slots=1)
+    h.add(1, [1] * 4, greedy(9), service_class=ServiceClass.PRIORITY)
+    h.add(2, [2] * 4, greedy(9), service_class=ServiceClass.FLEX)
+    h.add(3, [3] * 4, greedy(9), service_class=ServiceClass.FLEX)
+    h.steps(2)
+    stats = h.scheduler.stats()
+    assert stats.class_waiting == (2, 0, 0)
+    assert stats.class_waited_s == pytest.approx((2 * STEP_S, 0.0, 0.0))

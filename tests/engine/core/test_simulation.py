@@ -128,8 +128,6 @@ LEAST = {
     FinishReason.LENGTH: 450,
     FinishReason.ABORTED: 200,
     FinishReason.STALLED: 100,
-    FinishReason.QUEUE_TIMEOUT: 40,
-    FinishReason.TIMEOUT: 40,
     FinishReason.NUMERIC: 20,
     FinishReason.REJECTED: 400,
 }

@@ -1,0 +1,234 @@
+"""What is asked for: from a request's bytes to sequences that may be submitted, within its caller's
+deadlines.
+
+All that holds the request's body is in `ask`, and is gone when it returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from engine.api.admission import (
+    AnyRequest,
+    Choice,
+    Limits,
+    answer_len,
+    cache_salt,
+    logprobs_asked,
+    plan_choices,
+    service_class,
+    stop_ids,
+    trusted_ids,
+)
+from engine.api.core_client import Share
+from engine.api.encoding import Echo
+from engine.api.exchange import Exchange
+from engine.api.model import ServedModel
+from engine.api.state import EngineState
+from shared.census import census_of
+from shared.errors import ApiError, QueueTimeout, RequestTimeout
+from shared.fair_threads import Slices
+from shared.holding import Holding, memory_of
+from shared.ids import QUEUE_TIMEOUT_HEADER, REQUEST_TIMEOUT_HEADER, SERVICE_TIER_HEADER
+from shared.openai import (
+    BODY_LEN_MAX,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from shared.prompts import prompt_slices
+from shared.timeouts import stated_timeout_s
+from shared.validation import Parsed, parse, prompt_count
+
+T = TypeVar("T")
+R = TypeVar("R", ChatRequest, CompletionRequest)
+S = TypeVar("S", ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+
+INLINE_LEN_MAX: Final = 256 * 1024
+"""Bytes of a body that is parsed on the event loop; larger ones are for threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """The caller's own bounds, in seconds from the request's arrival; None without one."""
+
+    queue_s: float | None
+    in_all_s: float | None
+    started_at_s: float
+    """On the event loop's clock."""
+
+    @classmethod
+    def of(cls, exchange: Exchange) -> Deadlines:
+        """Raises InvalidRequest."""
+        headers = exchange.request.headers
+        return cls(
+            stated_timeout_s(QUEUE_TIMEOUT_HEADER, headers.get(QUEUE_TIMEOUT_HEADER)),
+            stated_timeout_s(REQUEST_TIMEOUT_HEADER, headers.get(REQUEST_TIMEOUT_HEADER)),
+            asyncio.get_running_loop().time(),
+        )
+
+    async def bounded(self, work: Coroutine[Any, Any, T]) -> T:
+        """What comes before the queue. Raises RequestTimeout, QueueTimeout."""
+        bounds = [bound for bound in (self.queue_s, self.in_all_s) if bound is not None]
+        if not bounds:
+            return await work
+        try:
+            async with asyncio.timeout_at(self.started_at_s + min(bounds)):
+                return await work
+        except TimeoutError:
+            raise _late(queued=self.queue_s == min(bounds)) from None
+
+    def watch(self, expire: Callable[[ApiError], None], is_waiting: Callable[[], bool]) -> ExitStack:
+        """Calls `expire` when a deadline has passed, until what is returned is closed."""
+        loop, timers = asyncio.get_running_loop(), ExitStack()
+
+        def queue_is_over() -> None:
+            if is_waiting():
+                expire(_late(queued=True))
+
+        if self.queue_s is not None:
+            timers.callback(loop.call_at(self.started_at_s + self.queue_s, queue_is_over).cancel)
+        if self.in_all_s is not None:
+            end_s = self.started_at_s + self.in_all_s
+            timers.callback(loop.call_at(end_s, lambda: expire(_late(queued=False))).cancel)
+        return timers
+
+
+def _late(*, queued: bool) -> ApiError:
+    if queued:
+        return QueueTimeout(f"The engine did not begin within {QUEUE_TIMEOUT_HEADER}.")
+    return RequestTimeout(f"The answer was not complete within {REQUEST_TIMEOUT_HEADER}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that may be submitted, without its body."""
+
+    is_chat: bool
+    model: str
+    streams: bool
+    n: int
+    sends_usage: bool
+    sends_token_ids: bool
+    logprobs: int | None
+    stop_strings: Sequence[str]
+    stop_ids: frozenset[int]
+    discards: bool
+    """The one token that the core must sample is not wanted: `max_tokens` was 0."""
+    ignored_header: str
+    share: Share
+    choices: Sequence[Choice]
+    echoes: Sequence[Echo] | None
+    answer_len: int
+    """Bytes that its answer may hold."""
+
+
+async def read(state: EngineState, exchange: Exchange, kind: type[S], holding: Holding) -> Parsed[S]:
+    """A request's body, parsed, for the model that is served here. Raises ApiError."""
+    with exchange.enter("read"):
+        body = await exchange.request.body(
+            len_max=BODY_LEN_MAX, deadline_s=state.config.body_timeout_s, hold=holding.hold
+        )
+    with exchange.enter("validate"):
+        census = census_of(body)
+        holding.hold(memory_of(body, census))
+        work = partial(parse, body, kind, census)
+        if len(body) <= INLINE_LEN_MAX:
+            parsed = work()
+        else:
+            parsed = await state.threads.call(exchange.tenant, work)
+        if (name := parsed.request.model) is not None:
+            state.check_name(name)
+    return parsed
+
+
+async def ask(state: EngineState, exchange: Exchange, kind: type[R], holding: Holding) -> Asked:
+    """Read, validate, tokenize, admit. Raises ApiError."""
+    model, limits = state.ready_model()
+    tenant = exchange.tenant
+    parsed = await read(state, exchange, kind, holding)
+    parsed.require_supported()
+    with exchange.enter("tokenize"):
+        request = parsed.request
+        prompts = await _prompt_ids(state, tenant, model, request, limits)
+        choices = plan_choices(request, prompts, limits, model.eos_ids, model.sampling)
+        echoes = await _echoes(state, tenant, model, request, prompts)
+    return Asked(
+        is_chat=isinstance(request, ChatRequest),
+        model=request.model,
+        streams=bool(request.stream),
+        n=request.n or 1,
+        sends_usage=request.include_usage,
+        sends_token_ids=bool(request.return_token_ids),
+        logprobs=logprobs_asked(request),
+        stop_strings=request.stop_strings,
+        stop_ids=stop_ids(request, model.eos_ids),
+        discards=request.output_tokens_max == 0,
+        ignored_header=parsed.ignored_header,
+        share=_share(exchange, request),
+        choices=choices,
+        echoes=echoes,
+        answer_len=answer_len(request, choices),
+    )
+
+
+async def _prompt_ids(
+    state: EngineState, tenant: str, model: ServedModel, request: AnyRequest, limits: Limits
+) -> list[list[int]]:
+    """One list per prompt: those that came along when they can be trusted, else tokenized here."""
+    prompts = prompt_count(request.prompt) if isinstance(request, CompletionRequest) else 1
+    trusted = trusted_ids(request, model.tokenizer.hash, prompts, limits.vocab_size)
+    if trusted is not None:
+        return trusted
+    return await state.threads.run(tenant, prompt_slices(model.tokenizer, request, limits.context_len))
+
+
+async def _echoes(
+    state: EngineState, tenant: str, model: ServedModel, request: AnyRequest, prompts: list[list[int]]
+) -> list[Echo] | None:
+    """The prompts as completions repeat them, when they are to."""
+    if not isinstance(request, CompletionRequest) or not request.echo:
+        return None
+    wants_starts, texts = request.logprobs is not None, _texts(request, prompts)
+
+    def slices() -> Slices[list[Echo]]:
+        echoes = []
+        for text, ids in texts:
+            echoes.append(_echo(model, text, ids, wants_starts))
+            yield
+        return echoes
+
+    return await state.threads.run(tenant, slices())
+
+
+def _texts(request: CompletionRequest, prompts: list[list[int]]) -> list[tuple[str | None, list[int]]]:
+    """Each prompt's own text, None where it was given as ids."""
+    if isinstance(request.prompt, str):
+        return [(request.prompt, prompts[0])]
+    texts = [item if isinstance(item, str) else None for item in request.prompt]
+    return list(zip(texts if len(prompts) > 1 else texts[:1], prompts, strict=True))
+
+
+def _echo(model: ServedModel, text: str | None, ids: list[int], wants_starts: bool) -> Echo:
+    starts = []
+    if wants_starts:
+        decoder, position = model.tokenizer.decode_stream([]), 0
+        for token_id in ids:
+            starts.append(position)
+            position += len(decoder.step(token_id))
+    return Echo(model.tokenizer.decode(ids) if text is None else text, ids, starts)
+
+
+def _share(exchange: Exchange, request: AnyRequest) -> Share:
+    headers = exchange.request.headers
+    return Share(
+        tenant=exchange.tenant,
+        service_class=service_class(request, headers.get(SERVICE_TIER_HEADER)),
+        cache_salt=cache_salt(exchange.tenant, request.cache_salt),
+    )

@@ -1,0 +1,125 @@
+"""The caller's own deadlines hold whether or not the core steps; a core that hangs takes no more work."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import MutableMapping
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.api import core_client
+from engine.core.messages import CoreInput, Ping, Pong
+from shared import sse
+from tests.engine.api.conftest import MODEL, PATIENCE_S, Serve, Served, until
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
+SOON = "0.05"
+
+
+async def chat(served: Served, headers: dict[str, str], **fields: Any) -> httpx.Response:
+    return await served.http.post("/v1/chat/completions", json={**CHAT, **fields}, headers=headers)
+
+
+def told(response: httpx.Response) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]["code"]
+
+
+@pytest.mark.parametrize("header", ["x-queue-timeout", "x-request-timeout"])
+async def test_a_core_that_does_not_step_ends_no_deadline(served: Served, header: str) -> None:
+    served.core.admits = False
+    response = await chat(served, {header: SOON})
+    assert told(response) == (504, header[2:].replace("-", "_"))
+    assert served.core.aborted == [1]
+    closing = sse.parse_closing(response.headers[sse.CLOSING_HEADER])
+    assert closing is not None
+    assert (closing.prompt_tokens, closing.completion_tokens) == (0, 0), "it never began"
+
+
+async def test_the_queue_is_over_once_all_choices_have_begun(served: Served) -> None:
+    served.says("the", ends=False)
+    response = await chat(served, {"x-queue-timeout": SOON, "x-request-timeout": "0.2"}, n=2)
+    assert told(response) == (504, "request_timeout")
+    closing = sse.parse_closing(response.headers[sse.CLOSING_HEADER])
+    assert closing is not None
+    assert closing.completion_tokens == 2 * len(served.ids("the")), "what was computed is told"
+    assert closing.prompt_tokens > 0
+    assert sorted(served.core.aborted) == [1, 2]
+
+
+async def test_a_stream_ends_with_an_error_event(
+    served: Served, lines: list[MutableMapping[str, Any]]
+) -> None:
+    served.says("the", ends=False)
+    response = await chat(served, {"x-request-timeout": "0.1"}, stream=True)
+    assert response.status_code == 200
+    assert '"code":"request_timeout"' in response.text
+    assert "[DONE]" not in response.text
+    await until(lambda: bool(lines))
+    assert lines[0]["end_reason"] == "request_timeout"
+
+
+@pytest.mark.parametrize("header", ["x-queue-timeout", "x-request-timeout"])
+async def test_reading_and_tokenizing_count(
+    served: Served, monkeypatch: pytest.MonkeyPatch, header: str
+) -> None:
+    async def never(*_: object) -> Any:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(served.engine.state.threads, "run", never)
+    assert told(await chat(served, {header: SOON})) == (504, header[2:].replace("-", "_"))
+    assert served.core.added == []
+
+
+@pytest.mark.parametrize("value", ["soon", "0", "-1", "nan", "1" * 200])
+async def test_a_deadline_that_is_none_is_refused_by_name(served: Served, value: str) -> None:
+    response = await chat(served, {"x-queue-timeout": value})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "x-queue-timeout"
+
+
+# -- a core that hangs ----------------------------------------------------------------------------
+
+
+async def test_a_core_that_hangs_is_not_ready_until_it_answers_again(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_client, "PING_EVERY_S", 0.0)
+    async with serve(core_timeout_s=0.02) as served:
+        state, numbers = served.engine.state, list[int]()
+        await until(lambda: state.core._pinged > 2)
+        assert state.is_ready
+        send = served.core.send
+
+        def deaf(message: CoreInput) -> None:
+            if isinstance(message, Ping):
+                numbers.append(message.number)
+            else:
+                send(message)
+
+        monkeypatch.setattr(served.core, "send", deaf)
+        await until(lambda: not state.core.answers)
+        ready = await served.http.get("/readyz")
+        assert ready.status_code == 503
+        assert "has not answered for 0.02 s" in ready.json()["error"]["message"]
+        assert (await served.http.get("/livez")).status_code == 200
+        assert told(await chat(served, {})) == (503, "not_ready")
+        assert "penstock_engine_ready 0.0" in (await served.http.get("/metrics")).text
+        assert len(numbers) == 1, "one question at a time"
+        monkeypatch.undo()
+        monkeypatch.setattr(core_client, "PING_EVERY_S", 0.0)
+        served.core.say(Pong(numbers[0]))
+        await until(lambda: state.core.answers)
+        assert (await served.http.get("/readyz")).status_code == 200
+        served.says("fine")
+        assert (await asyncio.wait_for(chat(served, {}), PATIENCE_S)).status_code == 200
+
+
+async def test_the_gauges_of_a_core_that_died_are_gone(served: Served) -> None:
+    served.says("fine")
+    await chat(served, {})
+    assert "penstock_engine_running_sequences" in (await served.http.get("/metrics")).text
+    served.core.die()
+    await until(lambda: served.engine.state.core.failure is not None)
+    assert "penstock_engine_running_sequences" not in (await served.http.get("/metrics")).text
