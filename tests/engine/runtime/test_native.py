@@ -23,8 +23,9 @@ from engine.runtime.batch import assemble
 from engine.runtime.errors import BadRunnerConfig
 from engine.runtime.kv_cache import KVCache, KVGeometry
 from engine.runtime.model import Model, TorchModel
-from engine.runtime.models.config import ModelConfig, RopeConfig
+from engine.runtime.models.config import ModelConfig
 from engine.runtime.models.decoder import Decoder
+from engine.runtime.models.rope import RopeConfig
 from engine.runtime.native import build
 from engine.runtime.native.decoder import NativeDecoder, misfit
 from engine.runtime.native.library import built_isas
