@@ -4,20 +4,20 @@ Which values of the used keys are served, `config.py`, `rope.py` and `quantizati
 in one family and has no effect in another (`attention_bias` in Mistral) counts as used.
 
 Keys of `Only` are read by code that all architectures of transformers share, so that they change what any
-model computes. Settings for sampling, which transformers 5 drops from config.json, and `auto_map`, whose code
-is never run, are in no table: the log names them.
+model computes. Settings of generation are for the API process, which reads them here where the model has no
+generation_config.json. `auto_map`, whose code is never run, is in no table: the log names it.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+from shared.generation_keys import GENERATION_KEYS
 from shared.model_files import NO_EFFECT, USED, KeyTable, only
 
 _READ: Final = (
     "architectures",
     "attention_bias",
-    "eos_token_id",  # by the API process
     "head_dim",
     "hidden_act",
     "hidden_size",
@@ -90,7 +90,7 @@ _OF_THE_LIBRARY: Final = (
     "use_bfloat16",
 )
 CONFIG_KEYS: Final[KeyTable] = {
-    **dict.fromkeys(_READ, USED),
+    **dict.fromkeys((*GENERATION_KEYS, *_READ), USED),
     **dict.fromkeys((*_OF_TRAINING, *_OF_TOKENS, *_OF_OTHER_TASKS, *_OF_THE_LIBRARY), NO_EFFECT),
     "attention_chunk_size": only(None),
     "attribute_map": only(None, {}),  # names that stand for others
