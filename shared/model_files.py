@@ -99,6 +99,6 @@ def unexplained(fields: Iterable[str], table: KeyTable) -> tuple[str, ...]:
 
 
 def shown(value: object) -> str:
-    """A name or a value as messages have it: on one line, and not too long."""
-    text = value if isinstance(value, str) and value.isidentifier() else repr(value)
+    """A name or a value as messages have it: as in the file, on one line, and not too long."""
+    text = value if isinstance(value, str) and value.isidentifier() else json.dumps(value)
     return text if len(text) <= SHOWN_LEN_MAX else text[:SHOWN_LEN_MAX] + "..."
