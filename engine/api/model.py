@@ -16,7 +16,8 @@ from shared.errors import InvalidRequest
 from shared.generation_keys import GENERATION_KEYS
 from shared.model_files import BadModelFile, parse_object, read_text, refusals, shown, unexplained
 from shared.openai import ChatRequest, CompletionRequest
-from shared.tokenizer import Tokenizer, TokenizerBundle, TokenizerThreads
+from shared.tokenizer import Tokenizer, TokenizerBundle, TokenizerFailed, TokenizerThreads, read_files
+from shared.tokenizer_files import CONFIG as TOKENIZER_CONFIG
 from shared.validation import parse
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -62,12 +63,18 @@ def load_model(directory: Path, *, name: str, created: int, workers: int) -> Ser
 
     Raises UnusableTokenizer and UnusableModel.
     """
-    bundle = TokenizerBundle.from_dir(directory)
+    files = read_files(directory)
+    bundle = TokenizerBundle.of(files)
     tokenizer = Tokenizer(bundle)
-    _warm_up(tokenizer)
+    try:
+        tokenizer.probe()
+        _warm_up(tokenizer)
+    except TokenizerFailed as error:
+        raise UnusableModel(f"the tokenizer of {directory} cannot be used: {error.detail}") from error
     defaults = read_generation_defaults(directory, tokenizer.vocab_size)
-    if defaults.unread:
-        log.warning("engine.keys_ignored", file=GENERATION_CONFIG, names=defaults.unread)
+    for file, unread in ((TOKENIZER_CONFIG, files.unread), (GENERATION_CONFIG, defaults.unread)):
+        if unread:
+            log.warning("engine.keys_ignored", file=file, names=unread)
     if not defaults.eos_ids:
         log.warning("engine.no_end_token", reason="no file of the model names one: answers end by max_tokens")
     return ServedModel(

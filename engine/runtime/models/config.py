@@ -255,7 +255,7 @@ def _unsupported(family: Family, hf: _HfConfig) -> Iterator[str]:
         if isinstance(scheme, str):
             yield scheme
     if hf.hidden_act != "silu":
-        yield f"hidden_act {shown(hf.hidden_act)} is not supported, only 'silu'"
+        yield f"hidden_act {shown(hf.hidden_act)} is not supported, only silu"
     known = {FULL_ATTENTION, SLIDING_ATTENTION} if family.slides else {FULL_ATTENTION}
     for layer_type in sorted(set(hf.layer_types or ()) - known):
         yield f"{shown(layer_type)} in layer_types is not supported"

@@ -47,7 +47,7 @@ def test_what_a_request_leaves_open(tmp_path: Path, generation: Any, defaults: S
         ("[]", "object"),
         ("{", "JSON"),
         ('{"temperature": NaN}', "temperature"),
-        ('{"temperature": Infinity}', "temperature inf is too large"),
+        ('{"temperature": Infinity}', "temperature Infinity is too large"),
         ('{"top_k": 1e400}', "top_k"),
         ('{"top_k": 1' + 400 * "0" + "}", "top_k"),
         ('{"eos_token_id": "</s>"}', "eos_token_id"),
