@@ -162,6 +162,13 @@ class Tokenizer:
             encodings = self.raw.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
+    def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of a completion's prompt, and for each the characters [start, end) of the text that it was
+        made from, as the library has them."""
+        with _LIBRARY:
+            (encoding,) = self.raw.encode_batch([text])
+        return encoding.ids, encoding.offsets
+
     def render_chat(self, messages: list[ChatMessage]) -> str:
         if self._template is None:
             raise InvalidRequest("This model has no chat template. Use /v1/completions.", param="messages")
