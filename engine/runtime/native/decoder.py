@@ -29,8 +29,8 @@ IMPLEMENTED: Final = frozenset(
     | {"norm_eps", "context_len", "rope", "windows", "tied_embeddings", "qkv_bias", "output_bias", "mlp_bias"}
     | {"qk_norm", "fp8", "unread"}
 )
-"""Fields of a ModelConfig that these kernels, and what hands them weights, follow. A model that sets any other
-is not for them."""
+"""Fields of a ModelConfig that these kernels, and what hands them weights, follow. A model that sets any
+other is not for them."""
 
 
 def misfit(config: ModelConfig, page_size: int) -> str | None:
