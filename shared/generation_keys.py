@@ -1,4 +1,4 @@
-"""What each key of generation_config.json means here: the table that `shared.model_files` describes.
+"""The meaning of each key of generation_config.json, in a table as `shared.model_files` describes it.
 
 What a key changes for every answer, and a request could not undo, is not dropped: a model that asks for it is
 refused. Settings that a request always decides (how many tokens, how many choices), and those that change how

@@ -24,14 +24,14 @@ from typing import Any, Final, Protocol
 from shared.words import byte_level_alphabet
 
 PROMPT_TAIL_LEN: Final = 8
-"""Prompt tokens that the first tokens of an answer are decoded after."""
+"""How many of the prompt's last tokens the first tokens of an answer are decoded after."""
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 _BYTE_OF: Final = byte_level_alphabet()
 
 
 class Decoder(Protocol):
-    """Of the tokenizer, what a stream needs."""
+    """The part of a `Tokenizer` that a stream uses."""
 
     def is_textless(self, token_id: int, skip_special_tokens: bool) -> bool:
         """Whether decoding passes over this token: a special one, or an id without a token."""
@@ -50,7 +50,7 @@ class DecodeStream:
     __slots__ = ("_context", "_decoder", "_is_first", "_is_prompts", "_skip_special_tokens", "_unfinished")
 
     def __init__(self, decoder: Decoder, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
-        """Of the prompt, the last `PROMPT_TAIL_LEN` tokens are enough."""
+        """`prompt_ids`: the last `PROMPT_TAIL_LEN` of them are enough."""
         self._decoder = decoder
         self._skip_special_tokens = skip_special_tokens
         tail = [

@@ -239,7 +239,7 @@ def _object_token(fields: Mapping[str, Any]) -> AddedToken:
 def _declared(
     config: Mapping[str, Any], directory: Path, special: _SpecialTokens, spec: _TokenizerJson
 ) -> Mapping[int, AddedToken]:
-    """Tokens that are declared with an id, by that id."""
+    """The tokens that are declared with an id, by that id."""
     if _DECLARED in config:
         table = msgspec.convert(config[_DECLARED], dict[str, AddedToken])
         return {
@@ -268,7 +268,8 @@ def _id(stated: str) -> int:
 def _to_add(
     special: _SpecialTokens, declared: Mapping[int, AddedToken], spec: _TokenizerJson
 ) -> Iterator[AddedToken]:
-    """Those with an id by their ids, named ones as special; then special tokens that are in no list."""
+    """The declared tokens in the order of their ids, named ones as special; then the special tokens that are
+    declared nowhere."""
     names = {token.content for token in special.named.values()}
     own = {token.content: token for token in spec.added_tokens}
     for _, token in sorted(declared.items()):
@@ -304,7 +305,7 @@ def _text(path: Path) -> str | None:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """Empty where there is no such file."""
+    """The file's JSON object; empty where there is no such file."""
     text = _text(path)
     try:
         return {} if text is None else parse_object(text)

@@ -49,7 +49,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """What a request leaves open, as the model's own files have it."""
+    """The settings for what a request leaves open, as the model's own files have them."""
 
     eos_ids: frozenset[int]
     """Tokens that end an answer. Empty for a model that names none."""
@@ -126,7 +126,7 @@ def read_generation_defaults(directory: Path, vocab_size: int) -> GenerationDefa
 
 
 def _end_tokens(name: str, fields: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
-    """Of one file; empty where it names none."""
+    """The end tokens that one file names; empty where it names none."""
     stated = _read(name, fields, _EndTokens).eos_token_id
     eos_ids = [stated] if isinstance(stated, int) else stated or []
     outside = [token_id for token_id in eos_ids if not 0 <= token_id < vocab_size]
@@ -158,7 +158,7 @@ def _fields(path: Path) -> dict[str, Any] | None:
 
 
 def _read(name: str, fields: Mapping[str, Any], kind: type[S]) -> S:
-    """What of the fields is in the Struct. Nulls mean nothing."""
+    """The Struct `kind`, filled from the fields that it has. A null is as good as an absent key."""
     try:
         return msgspec.convert({key: value for key, value in fields.items() if value is not None}, kind)
     except msgspec.ValidationError as error:

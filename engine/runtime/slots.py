@@ -21,13 +21,14 @@ TEMPERATURE_MIN: Final = 2.0**-126
 """The smallest normal number of float32. Logits cannot be divided by a lower temperature: the largest of them
 is taken, as with 0."""
 TEMPERATURE_MAX: Final = 1e30
-"""Where all tokens are equally likely, but for those whose logits edits have made as small as can be."""
+"""The highest temperature that logits are divided by. All tokens are equally likely then, but for those whose
+logits edits have made as small as can be."""
 PENALTY_BOUNDS: Final = (2.0**-126, 2.0**126)
-"""Of the repetition penalty: within them it is a normal number of float32, and so is its reciprocal."""
+"""The least and the largest repetition penalty. It and its reciprocal are normal numbers of float32 then."""
 
 
 def temperature_of(params: SamplingParams) -> float:
-    """What logits are divided by; 0 for the largest of them."""
+    """The divisor of the logits; 0 when the largest logit is to be taken."""
     return min(params.temperature, TEMPERATURE_MAX) if params.temperature >= TEMPERATURE_MIN else 0.0
 
 

@@ -34,7 +34,7 @@ INDEX_FILE: Final = "model.safetensors.index.json"
 SINGLE_FILE: Final = "model.safetensors"
 NAMES_SHOWN_MAX: Final = 20
 COMPARED_ROWS: Final = 4096
-"""Of two matrices that are compared, how many rows are in memory at a time."""
+"""How many rows of two matrices that are compared are in memory at a time."""
 _FLOATS: Final = frozenset({"F32", "F16", "BF16"})
 _FP8: Final = "F8_E4M3"
 _IGNORED_SUFFIXES: Final = (".rotary_emb.inv_freq",)

@@ -122,7 +122,7 @@ def beginning(data: bytes) -> bytes:
 
 
 def length_of(data: bytes) -> int:
-    """Of the character whose first byte this is."""
+    """The number of bytes of the character that begins so."""
     return 1 + (data[0] >= 0xC2) + (data[0] >= 0xE0) + (data[0] >= 0xF0)
 
 

@@ -91,25 +91,26 @@ class Windows(Enum):
     TYPED = "typed"
     """Those that `layer_types` names; without it every one, when `sliding_window` is set."""
     SWITCHED = "switched"
-    """As TYPED, but only with `use_sliding_window`, and without `layer_types` from `max_window_layers` on."""
+    """Like TYPED, but only with `use_sliding_window`; without `layer_types`, from `max_window_layers` on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What sets one `model_type` apart from the plain dense decoder."""
+    """The ways in which one `model_type` differs from the plain dense decoder."""
 
     architecture: str
     also_named: tuple[str, ...] = ()
-    """What `architectures` may say instead."""
+    """Names that `architectures` may have instead."""
     qkv_bias: bool | None = False
     """None: as `attention_bias` says, which then holds for the output projection too."""
     mlp_bias: bool | None = False
     """None: as `mlp_bias` says."""
     qk_norm: bool = False
     head_dim: int | None = None
-    """Where config.json is silent. None: hidden_size / heads."""
+    """The head size where config.json is silent. None: hidden_size / heads."""
     kv_heads: int | None = None
-    """Where config.json is silent. None: as many as query heads, which is what null means in every family."""
+    """The number of key-value heads where config.json is silent. None: as many as query heads, which is what
+    null means in every family."""
     windows: Windows = Windows.NONE
 
     @property
@@ -131,7 +132,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         windows=Windows.SWITCHED,
     ),
 }
-"""By `model_type`."""
+"""The families that are implemented, by `model_type`."""
 
 
 class _Named(msgspec.Struct, frozen=True):
@@ -163,7 +164,7 @@ class _HfConfig(msgspec.Struct, frozen=True):
 
 
 _DEFAULT_WINDOW: Final = 4096
-"""Of all families that slide, where config.json is silent."""
+"""The window, in tokens, of every family that slides, where config.json is silent."""
 
 
 def read_model_config(model_dir: Path) -> ModelConfig:
@@ -249,7 +250,7 @@ def _fp8_scheme(hf: _HfConfig) -> Fp8Scheme | None:
 
 
 def _unsupported(family: Family, hf: _HfConfig) -> Iterator[str]:
-    """What the configuration asks for and we have no code for."""
+    """One sentence for each thing that the configuration asks for and that is not implemented."""
     if hf.quantization_config is not None:
         scheme = read_fp8_scheme(hf.quantization_config)
         if isinstance(scheme, str):
@@ -299,7 +300,7 @@ def _head_dim(family: Family, hf: _HfConfig) -> int:
 
 
 def _window(family: Family, hf: _HfConfig) -> int | None:
-    """Of the layers that slide; None: none does."""
+    """The window of the layers that slide, in tokens; None when no layer slides."""
     if not family.slides or (family.windows is Windows.SWITCHED and not hf.use_sliding_window):
         return None
     return _DEFAULT_WINDOW if hf.sliding_window is UNSET else hf.sliding_window

@@ -1,4 +1,4 @@
-"""What each key of config.json means here: the table that `shared.model_files` describes.
+"""The meaning of each key of config.json, as a table in the form that `shared.model_files` describes.
 
 Which values of the used keys are served, `config.py`, `rope.py` and `quantization.py` say. A key that is used
 in one family and has no effect in another (`attention_bias` in Mistral) counts as used.

@@ -82,7 +82,7 @@ def read_rope(fields: Mapping[str, Any]) -> RopeConfig:
 
 
 def unread_rope_keys(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    """What config.json says of rotary embeddings in vain, given that `read_rope` understands it."""
+    """The keys of rotary embeddings that nothing reads, for a config.json that `read_rope` understands."""
     name, scaling = _chosen(fields)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     unread = tuple(f"{name}.{key}" for key in unexplained(scaling, _KEYS[kind]))
