@@ -18,6 +18,9 @@ from shared.text_slices import SLICE_LEN, WHOLE_LEN_MAX
 from shared.tokenizer import Tokenizer
 from shared.validation import prompt_count
 
+Span = tuple[int, int]
+"""Characters of a text: from the first to behind the last."""
+
 
 def prompt_slices(
     tokenizer: Tokenizer, request: ChatRequest | CompletionRequest, len_max: int | None
@@ -82,6 +85,23 @@ def text_slices(
             raise too_long
         yield
     return [*ids, *after]
+
+
+def span_slices(tokenizer: Tokenizer, text: str) -> Slices[tuple[list[int], list[Span]]]:
+    """As `Tokenizer.encode_spans`, of a text that is known to fit."""
+    slicer = tokenizer.slicer
+    if slicer is None or len(text) <= SLICE_LEN:
+        return tokenizer.encode_spans(text)
+    before, after = tokenizer.around
+    ids, spans, at = list(before), [(0, 0)] * len(before), 0
+    for piece in slicer.slices(text):
+        at = text.index(piece, at)  # where the one before ends, or behind the space between them
+        more, own = tokenizer.encode_spans(piece, add_special_tokens=False)
+        ids += more
+        spans += [(at + start, at + end) for start, end in own]
+        at += len(piece)
+        yield
+    return [*ids, *after], [*spans, *[(0, 0)] * len(after)]
 
 
 def _checked(prompts: list[list[int]], param: str) -> list[list[int]]:

@@ -8,7 +8,8 @@ Rules:
 1. A chat is encoded without special tokens, because its template writes them itself; a completion's
    prompt is encoded with those that the tokenizer adds (a beginning-of-sequence token, mostly).
 2. Truncation and padding that a tokenizer file may ask for are switched off: a prompt is what it is.
-3. Text that leaves a `DecodeStream` holds whole characters only, and never text of the prompt.
+3. The library is written in Rust. Where it panics, which is no `Exception` to Python and would end a thread
+   or a connection, an error is raised instead (`_Library`).
 """
 
 from __future__ import annotations
@@ -16,42 +17,54 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import tokenizers
-from tokenizers import decoders
 
 from shared.chat_template import ChatTemplate
 from shared.clock import SYSTEM_CLOCK, Clock
-from shared.errors import InvalidRequest
+from shared.errors import InternalError, InvalidRequest
+from shared.model_files import BadModelFile, shown
 from shared.openai import ChatMessage, ChatRequest, CompletionRequest
 from shared.text_slices import Slicer
+from shared.token_text import DecodeStream, piece_spelling, whole_spelling
+from shared.tokenizer_files import AddedToken, TokenizerFiles, read_tokenizer_files
 from shared.validation import prompt_count
-from shared.words import WordEncoder, byte_level_alphabet
-
-FILE_LEN_MAX: Final = 128 * 1024 * 1024
-PENDING_MAX: Final = 8
-"""Tokens that a stream holds back for an unfinished character. A character of UTF-8 has 4 bytes at
-most, so after twice as many tokens the bytes are no character, and never will be."""
-_BEGUN_MAX: Final = 3
-"""Tokens at the end of a prompt that can be the beginning of a character."""
-PROMPT_TAIL_LEN: Final = 8
-"""Prompt tokens that the first output tokens are decoded after, for their spacing."""
-assert _BEGUN_MAX < PENDING_MAX <= PROMPT_TAIL_LEN
+from shared.words import WordEncoder
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 """The library would hand even one short text to threads of its own, which takes longer than encoding it.
 Ours, a bounded number, are in `shared.fair_threads`."""
 
-_REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 _SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class UnusableTokenizer(Exception):
     """The model directory holds none that can be loaded. The message is for the operator."""
+
+
+class TokenizerFailed(InternalError):
+    """The library panicked. What it said may hold the text, and is not passed on."""
+
+
+class _Library:
+    """`with _LIBRARY:` around calls of the library. Raises TokenizerFailed where it panics."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if kind is not None and kind.__name__ == "PanicException":
+            message = "The tokenizer failed on this text."
+            raise TokenizerFailed(message, detail="the tokenizers library panicked") from None
+
+
+_LIBRARY: Final = _Library()
 
 
 class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +76,10 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
     eos_token: str | None = None
     unk_token: str | None = None
     pad_token: str | None = None
+    named_tokens: dict[str, str] = {}
+    """Special tokens that templates know by other names."""
+    added_tokens: tuple[AddedToken, ...] = ()
+    """What other files add to those of tokenizer.json."""
 
     @property
     def hash(self) -> str:
@@ -72,54 +89,27 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def from_dir(cls, path: Path | str) -> TokenizerBundle:
         """Read a model directory in Hugging Face layout. Raises UnusableTokenizer."""
-        directory = Path(path)
-        tokenizer_json = _read(directory / "tokenizer.json")
-        if tokenizer_json is None:
-            raise UnusableTokenizer(f"{directory} has no tokenizer.json, the format that Penstock reads")
-        config = _read_object(directory / "tokenizer_config.json")
-        special = _read_object(directory / "special_tokens_map.json") | config
-        tokens = {name: _token_text(special.get(name)) for name in _SPECIAL_NAMES}
-        return cls(tokenizer_json=tokenizer_json, chat_template=_find_template(directory, config), **tokens)
+        return cls.of(read_files(path))
+
+    @classmethod
+    def of(cls, files: TokenizerFiles) -> TokenizerBundle:
+        named = dict(files.special_tokens)
+        own = {name: named.pop(name, None) for name in _SPECIAL_NAMES}
+        return cls(
+            tokenizer_json=files.tokenizer_json,
+            chat_template=files.chat_template,
+            named_tokens=named,
+            added_tokens=files.added_tokens,
+            **own,
+        )
 
 
-def _read(path: Path) -> str | None:
+def read_files(path: Path | str) -> TokenizerFiles:
+    """A model directory's tokenizer, and which of its keys mean nothing. Raises UnusableTokenizer."""
     try:
-        if path.stat().st_size > FILE_LEN_MAX:
-            raise UnusableTokenizer(f"{path} is larger than {FILE_LEN_MAX} bytes")
-        return path.read_text("utf-8")
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UnusableTokenizer(f"{path} cannot be read: {error}") from error
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    text = _read(path)
-    try:
-        value = json.loads(text) if text is not None else {}
-    except (ValueError, RecursionError) as error:
-        raise UnusableTokenizer(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UnusableTokenizer(f"{path} must hold a JSON object")
-    return value
-
-
-def _token_text(token: Any) -> str | None:
-    """A special token is given as its text, or as an object around it."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
-
-
-def _find_template(directory: Path, config: dict[str, Any]) -> str | None:
-    """A file of its own wins over the configuration; of several named templates, the default."""
-    template = _read(directory / "chat_template.jinja")
-    if template is not None:
-        return template
-    found = _read_object(directory / "chat_template.json").get("chat_template", config.get("chat_template"))
-    if isinstance(found, list):
-        named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
+        return read_tokenizer_files(Path(path))
+    except BadModelFile as error:
+        raise UnusableTokenizer(str(error)) from error
 
 
 class Tokenizer:
@@ -129,31 +119,36 @@ class Tokenizer:
         self.bundle = bundle
         self.hash = bundle.hash
         special = {name: text for name in _SPECIAL_NAMES if (text := getattr(bundle, name)) is not None}
+        special |= bundle.named_tokens
         try:
-            self.raw = tokenizers.Tokenizer.from_str(bundle.tokenizer_json)
+            with _LIBRARY:
+                self.raw = tokenizers.Tokenizer.from_str(bundle.tokenizer_json)
+            self.raw.no_truncation()
+            self.raw.no_padding()
             self._template = (
                 None if bundle.chat_template is None else ChatTemplate(bundle.chat_template, special, clock)
             )
+            _add(self.raw, bundle.added_tokens)
+            added_tokens = self.raw.get_added_tokens_decoder()
+            self._added = {token_id: added.content for token_id, added in added_tokens.items()}
+            self._special_ids = frozenset(filter(self._is_special, self._added))
+            around = _around(self)
+        except TokenizerFailed as error:
+            raise UnusableTokenizer(f"the tokenizer cannot be loaded: {error.detail}") from error
         except Exception as error:  # the library raises bare Exception for a malformed file
             raise UnusableTokenizer(f"the tokenizer cannot be loaded: {error}") from error
-        self.raw.no_truncation()
-        self.raw.no_padding()
-        added_tokens = self.raw.get_added_tokens_decoder()
-        self._added = {token_id: added.content for token_id, added in added_tokens.items()}
-        self._special_ids = frozenset(token_id for token_id, added in added_tokens.items() if added.special)
         vocabulary = self.raw.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         """One more than the highest token id."""
         spec = json.loads(bundle.tokenizer_json)
-        self._piece_bytes = _piece_decoder(spec)
+        self._piece_spelling, self._whole_spelling = piece_spelling(spec), whole_spelling(spec)
+        self._pieces: dict[int, bytes | None] = {}
+        """What `piece_bytes` has answered so far."""
         self._words = WordEncoder.of(self.raw, spec)
-        around = _around(self)
         self.around: tuple[list[int], list[int]] = around or ([], [])
         """The special tokens that are added before and behind a text."""
         self.slicer = None if around is None else Slicer.of(self.raw, spec)
         """None for a tokenizer whose text is not known to be cut anywhere."""
-        self.sentinel_id = next((vocabulary[char] for char in _SENTINELS if char in vocabulary), None)
-        """A token of one plain character, if there is one."""
 
     # -- encoding ---------------------------------------------------------------------------------
 
@@ -162,8 +157,18 @@ class Tokenizer:
 
     def encode_all(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Of the library's calls the one that lets other threads run, and computes no offsets."""
-        encodings = self.raw.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        with _LIBRARY:
+            encodings = self.raw.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
+
+    def encode_spans(
+        self, text: str, add_special_tokens: bool = True
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """As `encode`, and for each id the characters [start, end) of the text that it was made from, as the
+        library has them."""
+        with _LIBRARY:
+            (encoding,) = self.raw.encode_batch([text], add_special_tokens=add_special_tokens)
+        return encoding.ids, encoding.offsets
 
     def render_chat(self, messages: list[ChatMessage]) -> str:
         if self._template is None:
@@ -183,7 +188,8 @@ class Tokenizer:
         return prompts
 
     def _chat_ids(self, text: str) -> list[int]:
-        ids = None if self._words is None else self._words.encode(text)
+        with _LIBRARY:
+            ids = None if self._words is None else self._words.encode(text)
         return self.encode(text, add_special_tokens=False) if ids is None else ids
 
     def _completion_ids(self, request: CompletionRequest) -> list[list[int]]:
@@ -206,15 +212,35 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Ids without a token decode to nothing."""
-        return self.raw.decode(ids, skip_special_tokens=skip_special_tokens)
+        with _LIBRARY:
+            return self.raw.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for; possibly a piece of a character. A special token is its text."""
         added = self._added.get(token_id)
         if added is not None:
             return added.encode()
-        piece = self.raw.id_to_token(token_id)
-        return b"" if piece is None else self._piece_bytes(piece)
+        data = self.piece_bytes(token_id)
+        return self._whole_spelling(self.raw.id_to_token(token_id) or "") if data is None else data
+
+    def piece_bytes(self, token_id: int) -> bytes | None:
+        """The bytes of a token that may be a piece of a character, none for an id without a token. None: its
+        text is whole."""
+        pieces = self._pieces
+        if token_id not in pieces:
+            piece = self.raw.id_to_token(token_id)
+            pieces[token_id] = b"" if piece is None else self._piece_spelling(piece)
+        return pieces[token_id]
+
+    def _is_special(self, token_id: int) -> bool:
+        """Whether decoding leaves it out. Of a token that was declared twice, its flags need not say so."""
+        return bool(self.decode([token_id], False)) and not self.decode([token_id], True)
+
+    def probe(self) -> None:
+        """Encode and decode a little. Raises TokenizerFailed, now rather than in an answer."""
+        ids = self.encode("Hello, world!")
+        for part in (ids, *([token_id] for token_id in ids), sorted(self._special_ids)[:1], []):
+            self.decode(part)
 
     def decode_stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> DecodeStream:
         """The text that follows `prompt_ids`; their last few are enough."""
@@ -225,83 +251,30 @@ class Tokenizer:
         return token_id >= self.vocab_size or (skip_special_tokens and token_id in self._special_ids)
 
 
-_SENTINELS: Final = ".abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
-
-
-class DecodeStream:
-    """Text as tokens come, in whole characters, on top of the library's own `DecodeStream`.
-
-    That one gives nothing while the text of the tokens since its last answer ends in a replacement
-    character. Three things it does not do: it repeats prompt text when the prompt ends within a
-    character, it waits forever on bytes that are no character, and it cannot be told that the end
-    has come. The cures: the prompt's characters are counted and left out; and a sentinel, a token of
-    one plain character, makes it give what it holds.
-    """
-
-    __slots__ = ("_owed_len", "_pending_len", "_skip_special_tokens", "_stream", "_tokenizer")
-
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._pending_len = 0
-        tail, begun = self._split_prompt(prompt_ids[-PROMPT_TAIL_LEN:])
-        self._stream = decoders.DecodeStream(tail, skip_special_tokens)
-        for token_id in begun:
-            self._stream.step(tokenizer.raw, token_id)
-        self._owed_len = max(
-            0, len(self._decode([*tail, *begun]).rstrip(_REPLACEMENT)) - len(self._decode(tail))
+def _add(raw: tokenizers.Tokenizer, tokens: Sequence[AddedToken]) -> None:
+    """Raises UnusableTokenizer where a token gets another id than it is declared with."""
+    new = [token for token in tokens if raw.token_to_id(token.content) is None]
+    with _LIBRARY:
+        raw.add_tokens(
+            [
+                tokenizers.AddedToken(
+                    token.content,
+                    single_word=token.single_word,
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                    normalized=not token.special if token.normalized is None else token.normalized,
+                    special=token.special,
+                )
+                for token in tokens
+            ]
         )
-        """Characters of the prompt that the stream will repeat before the first that is finished."""
-
-    def step(self, token_id: int) -> str:
-        """The whole characters that this token completes."""
-        if self._tokenizer.is_textless(token_id, self._skip_special_tokens):
-            return ""
-        text = self._feed(token_id)
-        if text is not None:
-            return text
-        self._pending_len += 1
-        return self._force() if self._pending_len >= PENDING_MAX else ""
-
-    def flush(self) -> str:
-        """At the end: whole characters that came together with the beginning of another."""
-        return self._force().rstrip(_REPLACEMENT) if self._pending_len else ""
-
-    def _feed(self, token_id: int) -> str | None:
-        try:
-            text = self._stream.step(self._tokenizer.raw, token_id)
-        except Exception:  # bare, by the library: the latest bytes made those before them no character
-            sentinel_id = self._tokenizer.sentinel_id
-            self._stream = decoders.DecodeStream(
-                [] if sentinel_id is None else [sentinel_id], self._skip_special_tokens
+    for token in new:
+        token_id = raw.token_to_id(token.content)
+        if token.id not in (None, token_id):
+            raise UnusableTokenizer(
+                f"the token {shown(token.content)} is declared as {token.id}, and is none of tokenizer.json, "
+                f"behind which it would be {token_id}"
             )
-            text = self._stream.step(self._tokenizer.raw, token_id)
-        if text is not None:
-            text, self._owed_len, self._pending_len = text[self._owed_len :], 0, 0
-        return text
-
-    def _force(self) -> str:
-        self._pending_len = 0
-        sentinel_id = self._tokenizer.sentinel_id
-        text = None if sentinel_id is None else self._feed(sentinel_id)
-        return text[:-1] if text else ""
-
-    def _split_prompt(self, tail: Sequence[int]) -> tuple[list[int], list[int]]:
-        """What ends with a whole character, and the few tokens after it that began another.
-
-        The tail is cut to begin with a character too: bytes that are none spoil those beside them.
-        """
-        begins = (self._tokenizer.token_bytes(token_id)[:1] for token_id in tail)
-        cut = next((i for i, byte in enumerate(begins) if not b"\x80" <= byte < b"\xc0"), len(tail))
-        tail = list(tail[cut:])
-        for begun_len in range(min(_BEGUN_MAX, len(tail)) + 1):
-            whole = tail[: len(tail) - begun_len]
-            if not self._decode(whole).endswith(_REPLACEMENT):
-                return whole, tail[len(whole) :]
-        return [], []  # bytes that are no character: nothing to continue
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, self._skip_special_tokens)
 
 
 def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]] | None:
@@ -316,32 +289,3 @@ def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]] | None:
         ]:
             return before, after
     return None
-
-
-def _piece_decoder(spec: dict[str, Any]) -> Callable[[str], bytes]:
-    """How this vocabulary spells bytes, told from the decoder that its file names."""
-    decoder = json.dumps(spec.get("decoder"))
-    if '"ByteLevel"' in decoder:
-        return _byte_level_bytes
-    if '"ByteFallback"' in decoder or '"Metaspace"' in decoder or "\\u2581" in decoder:
-        return _sentencepiece_bytes
-    return lambda piece: piece.encode()
-
-
-_BYTE_OF: Final = byte_level_alphabet()
-
-
-def _byte_level_bytes(piece: str) -> bytes:
-    try:
-        return bytes(map(_BYTE_OF.__getitem__, piece))
-    except KeyError:  # not of this alphabet: it stands for itself, as the library's decoder has it
-        return piece.encode()
-
-
-def _sentencepiece_bytes(piece: str) -> bytes:
-    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-        try:
-            return bytes([int(piece[3:5], 16)])
-        except ValueError:
-            return piece.encode()
-    return piece.replace("\u2581", " ").encode()

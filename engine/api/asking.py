@@ -26,6 +26,7 @@ from engine.api.admission import (
     trusted_ids,
 )
 from engine.api.core_client import Share
+from engine.api.echo import echoed
 from engine.api.encoding import Echo
 from engine.api.exchange import Exchange
 from engine.api.model import ServedModel
@@ -196,15 +197,21 @@ async def _echoes(
     if not isinstance(request, CompletionRequest) or not request.echo:
         return None
     wants_starts, texts = request.logprobs is not None, _texts(request, prompts)
+    return await state.threads.run(tenant, _echo_slices(model, texts, wants_starts))
 
-    def slices() -> Slices[list[Echo]]:
-        echoes = []
-        for text, ids in texts:
-            echoes.append(_echo(model, text, ids, wants_starts))
-            yield
-        return echoes
 
-    return await state.threads.run(tenant, slices())
+def _echo_slices(
+    model: ServedModel, texts: list[tuple[str | None, list[int]]], wants_starts: bool
+) -> Slices[list[Echo]]:
+    echoes = []
+    for given, ids in texts:
+        if wants_starts or given is None:
+            text, starts = yield from echoed(model.tokenizer, given, ids)
+        else:
+            text, starts = given, []
+        echoes.append(Echo(text, ids, starts if wants_starts else []))
+        yield
+    return echoes
 
 
 def _texts(request: CompletionRequest, prompts: list[list[int]]) -> list[tuple[str | None, list[int]]]:
@@ -213,16 +220,6 @@ def _texts(request: CompletionRequest, prompts: list[list[int]]) -> list[tuple[s
         return [(request.prompt, prompts[0])]
     texts = [item if isinstance(item, str) else None for item in request.prompt]
     return list(zip(texts if len(prompts) > 1 else texts[:1], prompts, strict=True))
-
-
-def _echo(model: ServedModel, text: str | None, ids: list[int], wants_starts: bool) -> Echo:
-    starts = []
-    if wants_starts:
-        decoder, position = model.tokenizer.decode_stream([]), 0
-        for token_id in ids:
-            starts.append(position)
-            position += len(decoder.step(token_id))
-    return Echo(model.tokenizer.decode(ids) if text is None else text, ids, starts)
 
 
 def _share(exchange: Exchange, request: AnyRequest) -> Share:

@@ -29,10 +29,6 @@ class TextDecoder(Protocol):
 
     def step(self, token_id: int) -> str: ...
 
-    def flush(self) -> str:
-        """At the end: whole characters that came together with the beginning of another."""
-        ...
-
 
 class StopMatcher:
     """Knuth-Morris-Pratt over several stop strings at once, one automaton each.
@@ -123,12 +119,10 @@ class Detokenizer:
         return self._take(self._decoder.step(token_id))
 
     def finish(self) -> str:
-        """The sequence ended on its own: what is whole of the last character's company, and what a stop
-        string might have begun, is text after all."""
+        """The sequence ended on its own: what a stop string might have begun is text after all."""
         assert not self.stopped
-        text = self._take(self._decoder.flush())
         held, self._held = self._held, ""
-        return text + self._release(held)
+        return self._release(held)
 
     def _take(self, text: str) -> str:
         self.decoded_len += len(text)

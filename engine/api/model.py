@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from engine.api.admission import SamplingDefaults
+from shared import logs
 from shared.errors import InvalidRequest
+from shared.generation_keys import GENERATION_KEYS
+from shared.model_files import BadModelFile, parse_object, read_text, refusals, shown, unexplained
 from shared.openai import ChatRequest, CompletionRequest
-from shared.tokenizer import Tokenizer, TokenizerBundle
+from shared.tokenizer import Tokenizer, TokenizerBundle, TokenizerFailed, read_files
+from shared.tokenizer_files import CONFIG as TOKENIZER_CONFIG
 from shared.validation import parse
 
 S = TypeVar("S", bound=msgspec.Struct)
+GENERATION_CONFIG = "generation_config.json"
+MODEL_CONFIG = "config.json"
+VALUE_MAX = 2**31
+"""All defaults of sampling are below it."""
+
+log = logs.get(__name__)
 
 
 class UnusableModel(Exception):
-    """A file of the model directory cannot be read. The message is for the operator."""
+    """A file of the model directory cannot be read, or asks for what is not implemented. The message is for
+    the operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +46,43 @@ class ServedModel:
     sampling: SamplingDefaults
 
 
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """The settings for what a request leaves open, as the model's own files have them."""
+
+    eos_ids: frozenset[int]
+    """Tokens that end an answer. Empty for a model that names none."""
+    sampling: SamplingDefaults
+    unread: tuple[str, ...] = ()
+    """Keys of generation_config.json that mean nothing here, for the log."""
+
+
 def load_model(directory: Path, *, name: str, created: int) -> ServedModel:
     """Read the directory's tokenizer and configuration. Blocks for as long as that takes.
 
     Raises UnusableTokenizer and UnusableModel.
     """
-    bundle = TokenizerBundle.from_dir(directory)
+    files = read_files(directory)
+    bundle = TokenizerBundle.of(files)
     tokenizer = Tokenizer(bundle)
-    _warm_up(tokenizer)
+    try:
+        tokenizer.probe()
+        _warm_up(tokenizer)
+    except TokenizerFailed as error:
+        raise UnusableModel(f"the tokenizer of {directory} cannot be used: {error.detail}") from error
+    defaults = read_generation_defaults(directory, tokenizer.vocab_size)
+    for file, unread in ((TOKENIZER_CONFIG, files.unread), (GENERATION_CONFIG, defaults.unread)):
+        if unread:
+            log.warning("engine.keys_ignored", file=file, names=unread)
+    if not defaults.eos_ids:
+        log.warning("engine.no_end_token", reason="no file of the model names one: answers end by max_tokens")
     return ServedModel(
         name=name,
         created=created,
         tokenizer=tokenizer,
         bundle_json=msgspec.json.encode(bundle),
-        eos_ids=read_eos_ids(directory),
-        sampling=read_sampling_defaults(directory),
+        eos_ids=defaults.eos_ids,
+        sampling=defaults.sampling,
     )
 
 
@@ -61,31 +95,69 @@ def _warm_up(tokenizer: Tokenizer) -> None:
             tokenizer.decode_stream(tokenizer.prompt_ids(request)[0]).step(0)
 
 
-class _EosConfig(msgspec.Struct):
+class _EndTokens(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
 
 
-def read_eos_ids(directory: Path) -> frozenset[int]:
-    """From generation_config.json, which may list several, or else from config.json. Raises UnusableModel."""
-    for name in ("generation_config.json", "config.json"):
-        eos = _read(directory / name, _EosConfig()).eos_token_id
-        if eos is not None:
-            return frozenset([eos] if isinstance(eos, int) else eos)
-    return frozenset()
+class _Vocabulary(msgspec.Struct):
+    vocab_size: int | None = None
 
 
-def read_sampling_defaults(directory: Path) -> SamplingDefaults:
-    """From generation_config.json. Raises UnusableModel."""
-    return _read(directory / "generation_config.json", SamplingDefaults())
+def read_generation_defaults(directory: Path, vocab_size: int) -> GenerationDefaults:
+    """From generation_config.json, or as in transformers from config.json where there is no such file; the
+    end tokens from config.json as well where the other names none. Raises UnusableModel.
+
+    `vocab_size`: the tokenizer's, which counts where config.json is silent.
+    """
+    files = {name: _fields(directory / name) for name in (GENERATION_CONFIG, MODEL_CONFIG)}
+    own, config = files.values()
+    where, fields = (MODEL_CONFIG, config or {}) if own is None else (GENERATION_CONFIG, own)
+    refused = list(refusals(fields, GENERATION_KEYS))
+    if refused:
+        raise UnusableModel(f"{where} of {directory}: {'; '.join(refused)}")
+    vocab_size = _read(MODEL_CONFIG, config or {}, _Vocabulary).vocab_size or vocab_size
+    eos_ids: frozenset[int] = frozenset()
+    for name, stated in files.items():
+        eos_ids = eos_ids or _end_tokens(name, stated or {}, vocab_size)
+    unread = () if own is None else unexplained(own, GENERATION_KEYS)
+    return GenerationDefaults(eos_ids, _sampling(where, fields), unread)
 
 
-def _read(path: Path, default: S) -> S:
-    """What of `path` is in the Struct; `default` where there is no file. Nulls mean nothing."""
-    if not path.is_file():
-        return default
+def _end_tokens(name: str, fields: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
+    """The end tokens that one file names; empty where it names none."""
+    stated = _read(name, fields, _EndTokens).eos_token_id
+    eos_ids = [stated] if isinstance(stated, int) else stated or []
+    outside = [token_id for token_id in eos_ids if not 0 <= token_id < vocab_size]
+    if outside:
+        raise UnusableModel(
+            f"{name}: eos_token_id {outside[0]} is no token of this model, which has {vocab_size}: answers "
+            "would not end by it"
+        )
+    return frozenset(eos_ids)
+
+
+def _sampling(name: str, fields: Mapping[str, Any]) -> SamplingDefaults:
+    sampling = _read(name, fields, SamplingDefaults)
+    for key, value in msgspec.structs.asdict(sampling).items():
+        if not value < VALUE_MAX:  # NaN is not
+            raise UnusableModel(f"{name}: {key} {shown(value)} is too large")
+    if fields.get("do_sample") is False:
+        return msgspec.structs.replace(sampling, temperature=0.0)
+    return sampling
+
+
+def _fields(path: Path) -> dict[str, Any] | None:
+    """The file's keys; None where there is no such file."""
     try:
-        fields = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
-        stated = {name: value for name, value in fields.items() if bytes(value) != b"null"}
-        return msgspec.json.decode(msgspec.json.encode(stated), type=type(default))
-    except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
-        raise UnusableModel(f"{path} cannot be read: {error}") from error
+        text = read_text(path)
+        return None if text is None else parse_object(text)
+    except BadModelFile as error:
+        raise UnusableModel(f"{path} {error}") from error
+
+
+def _read(name: str, fields: Mapping[str, Any], kind: type[S]) -> S:
+    """The Struct `kind`, filled from the fields that it has. A null is as good as an absent key."""
+    try:
+        return msgspec.convert({key: value for key, value in fields.items() if value is not None}, kind)
+    except msgspec.ValidationError as error:
+        raise UnusableModel(f"{name} cannot be read: {error}") from error

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.runtime.models.config import RopeConfig
+from engine.runtime.models.rope import RopeConfig
 
 
 class Linear:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -23,7 +23,7 @@ from engine.runtime.model import Model, TorchModel
 from engine.runtime.model_runner import ModelRunner
 from engine.runtime.models.config import ModelConfig, read_model_config
 from engine.runtime.models.decoder import Decoder
-from engine.runtime.models.parameters import LM_HEAD
+from engine.runtime.models.parameters import EMBEDDING, LM_HEAD
 from engine.runtime.models.registry import DECODERS
 from engine.runtime.native.decoder import NativeDecoder, misfit
 from engine.runtime.native.library import built_isas
@@ -58,12 +58,13 @@ def _load_on_host(config: RunnerConfig, progress: Progress) -> ModelRunner:
     started_s = time.monotonic()
     threads = config.threads or usable_cores()
     set_threads(threads)
-    model = read_model_config(Path(config.model_dir))
+    model = read_model(config, progress)
     dtype = choose_dtype(config.dtype)
     max_model_len = choose_max_model_len(config, model)
     stored = "" if model.fp8 is None else f", multiplied out of {model.fp8}"
     progress(f"loading {model.architecture} in {dtype_name(dtype)}{stored}")
-    network = _load_network(config, model, dtype, max_model_len)
+    model, checkpoint = checked_checkpoint(config, model, dtype, progress)
+    network = host_network(config, model, checkpoint, dtype, max_model_len)
     progress(f"computing with {network.name}")
     if network.draw_plain is not None:
         # What is left to torch is small, and its threads would fight the network's own for the cores.
@@ -154,10 +155,13 @@ class Network(Protocol):
     def attach(self, cache: KVCache) -> Model: ...
 
 
-def _load_network(
-    config: RunnerConfig, model: ModelConfig, dtype: torch.dtype, max_model_len: int
+def host_network(
+    config: RunnerConfig,
+    model: ModelConfig,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    max_model_len: int,
 ) -> Network:
-    checkpoint = checked_checkpoint(config, model, dtype)
     hindrance = _hindrance(config, model)
     if hindrance is not None:
         return TorchNetwork(DECODERS[model.architecture](model, checkpoint), model, hindrance)
@@ -173,15 +177,39 @@ def _load_network(
     )
 
 
+def read_model(config: RunnerConfig, progress: Progress) -> ModelConfig:
+    """The directory's config.json. `progress` hears which of its keys are ignored. Raises ModelError."""
+    model = read_model_config(Path(config.model_dir))
+    if model.unread:
+        progress(f"ignoring keys of config.json that mean nothing here: {', '.join(model.unread)}")
+    return model
+
+
 def checked_checkpoint(
-    config: RunnerConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device | None = None
-) -> Checkpoint:
-    """Checked against the files' headers first: nothing is read of a checkpoint that does not match."""
+    config: RunnerConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    progress: Progress,
+    device: torch.device | None = None,
+) -> tuple[ModelConfig, Checkpoint]:
+    """The model as its checkpoint has it, and the checkpoint. Raises ModelError.
+
+    Checked against the files' headers first: nothing is read of a checkpoint that does not match. A head of
+    its own beside `tie_word_embeddings` is used unless it equals the embedding, as in transformers 5.
+    """
     files = checkpoint_files(Path(config.model_dir))
+    has_head = model.tied_embeddings and LM_HEAD in files
+    untied = replace(model, tied_embeddings=False) if has_head else model
     inspection = Inspection(files, dtype, model.fp8)
-    DECODERS[model.architecture](model, inspection)
-    inspection.verify(unused=[LM_HEAD] if model.tied_embeddings else [])
-    return Checkpoint(files, dtype, model.fp8, device)
+    DECODERS[model.architecture](untied, inspection)
+    inspection.verify()
+    in_memory = Checkpoint(files, dtype, model.fp8)
+    if has_head and not in_memory.are_equal(LM_HEAD, EMBEDDING, model.vocab_size, model.hidden_size):
+        progress(
+            "the checkpoint has a head that is not the embedding: it is used, despite tie_word_embeddings"
+        )
+        model = untied
+    return model, Checkpoint(files, dtype, model.fp8, device)
 
 
 def _hindrance(config: RunnerConfig, model: ModelConfig) -> str | None:

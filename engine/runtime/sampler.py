@@ -5,12 +5,17 @@ The reference distribution, in this order:
   1. repetition penalty over prompt and output (positive logits divided, negative multiplied), then
      frequency and presence penalties over the output
   2. `logit_bias` added
-  3. until `min_tokens` are out, stop tokens cannot be had
-  4. temperature 0: the largest logit, lowest id among equals, and done; else logits / temperature
+  3. until `min_tokens` are out, stop tokens cannot be had: they get float32's smallest number, and whatever
+     edits have brought beyond float32 gets its smallest or its largest
+  4. temperature 0, or one too small for float32: the largest logit, lowest id among equals, and done; else
+     logits / temperature
   5. top-k: the k likeliest stay, lower ids first among equals
   6. top-p: of those, renormalised, the fewest that reach p together; the best one always
   7. min-p: of those, whoever has at least min_p of the best one's probability
   8. renormalised, the token at u in the cumulative distribution, u being philox(seed, position)
+
+Finite logits never become NaN on the way: differences of what step 3 leaves may be infinite, and are divided
+by a temperature that is neither 0 nor infinite.
 
 Every row is worked out from that row alone, with sums in float64 and a fixed order, so that a token
 never depends on who shares the batch. Rows that need no edit are not copied, rows that truncate
@@ -32,12 +37,13 @@ from torch import Tensor
 from engine.core.messages import NUMERIC_FAILURE, SamplingParams
 from engine.runtime.logprobs import stable_topk
 from engine.runtime.philox import uniforms
-from engine.runtime.slots import SamplingColumns, Seat
+from engine.runtime.slots import SamplingColumns, Seat, repetition_penalty_of
 
 CANDIDATES: Final = 256
 """How many of the likeliest tokens are put in order at first, and by what factor more when top-p needs them:
 sorting a vocabulary of 152k takes 15 times as long."""
 WIDENING: Final = 16
+FLOAT_MAX: Final = torch.finfo(torch.float32).max
 CDF_BLOCK: Final = 128
 """Divides the vocabulary of most models, so that nothing is padded."""
 
@@ -70,19 +76,15 @@ def sample(
 
 
 def _sample(logits: Tensor, slots: Sequence[int], seats: Sequence[Seat], columns: SamplingColumns) -> Tensor:
-    # One pass: a sum is finite only when every term is.
-    sound = logits.sum(dim=-1).isfinite()
+    # Both are NaN where one is. A sum would be a single pass, and overflow.
+    sound = logits.amax(dim=-1).isfinite() & logits.amin(dim=-1).isfinite()
     edited = _edited(logits, seats)
     tokens = edited.argmax(dim=-1)
     for truncated in (False, True):
-        rows = [i for i, seat in enumerate(seats) if _is_random(seat) and _truncates(seat) == truncated]
+        rows = [i for i, seat in enumerate(seats) if seat.is_random and _truncates(seat) == truncated]
         if rows:
             tokens[rows] = _draw_rows(edited, rows, slots, seats, columns, truncated)
     return tokens.where(sound, NUMERIC_FAILURE)
-
-
-def _is_random(seat: Seat) -> bool:
-    return seat.sampling.temperature > 0.0
 
 
 def _truncates(seat: Seat) -> bool:
@@ -211,14 +213,16 @@ def _edit(row: Tensor, seat: Seat) -> None:
         ids, values = zip(*params.logit_bias, strict=True)
         row[list(ids)] += torch.tensor(values)
     if seat.output_len < params.min_tokens:
-        row[[token for token in params.stop_token_ids if token < len(row)]] = -torch.inf
+        row[[token for token in params.stop_token_ids if token < len(row)]] = -FLOAT_MAX
+    row.clamp_(-FLOAT_MAX, FLOAT_MAX)
 
 
 def _penalise(row: Tensor, history: Tensor, params: SamplingParams) -> None:
     """row [vocab], in place; history [2, vocab] counts of output and prompt."""
     output, prompt = history
-    if params.repetition_penalty != 1.0:
-        punished = torch.where(row > 0, row / params.repetition_penalty, row * params.repetition_penalty)
+    penalty = repetition_penalty_of(params)
+    if penalty != 1.0:
+        punished = torch.where(row > 0, row / penalty, row * penalty)
         row.copy_(torch.where((output > 0) | (prompt > 0), punished, row))
     row -= params.frequency_penalty * output
     row -= params.presence_penalty * (output > 0)

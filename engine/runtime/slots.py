@@ -17,6 +17,25 @@ from torch import Tensor
 
 from engine.core.messages import Plan, SamplingParams, SlotStart
 
+TEMPERATURE_MIN: Final = 2.0**-126
+"""The smallest normal number of float32. Logits cannot be divided by a lower temperature: the largest of them
+is taken, as with 0."""
+TEMPERATURE_MAX: Final = 1e30
+"""The highest temperature that logits are divided by. All tokens are equally likely then, but for those whose
+logits edits have made as small as can be."""
+PENALTY_BOUNDS: Final = (2.0**-126, 2.0**126)
+"""The least and the largest repetition penalty. It and its reciprocal are normal numbers of float32 then."""
+
+
+def temperature_of(params: SamplingParams) -> float:
+    """The divisor of the logits; 0 when the largest logit is to be taken."""
+    return min(params.temperature, TEMPERATURE_MAX) if params.temperature >= TEMPERATURE_MIN else 0.0
+
+
+def repetition_penalty_of(params: SamplingParams) -> float:
+    low, high = PENALTY_BOUNDS
+    return min(max(params.repetition_penalty, low), high)
+
 
 @dataclass(slots=True)
 class Seat:
@@ -30,6 +49,8 @@ class Seat:
     history: Tensor | None = None
     """[2, vocab] int32, only for sequences whose sampling looks back, and only in host memory: how often each
     token was put out, and how often it was in the prompt."""
+    is_random: bool = field(init=False)
+    """Its tokens are drawn; else each is the one with the largest logit."""
     is_plain: bool = field(init=False)
     """The logits are taken as they are, and the choice needs no order of them: a greedy token, or one drawn
     from all that min-p leaves."""
@@ -37,7 +58,8 @@ class Seat:
     def __post_init__(self) -> None:
         params = self.sampling
         edits = params.needs_history or params.logit_bias or params.min_tokens
-        truncates = params.temperature > 0.0 and (params.top_k > 0 or params.top_p < 1.0)
+        self.is_random = temperature_of(params) > 0.0
+        truncates = self.is_random and (params.top_k > 0 or params.top_p < 1.0)
         self.is_plain = not (edits or truncates)
 
     @property
@@ -68,7 +90,7 @@ class SamplingColumns:
         )
 
     def seat(self, slot: int, params: SamplingParams, vocab_size: int) -> None:
-        self.temperature[slot] = params.temperature
+        self.temperature[slot] = temperature_of(params)
         self.top_k[slot] = min(params.top_k, vocab_size) or vocab_size
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p

@@ -33,6 +33,8 @@ from engine.runtime.parallel.shard import Span
 INDEX_FILE: Final = "model.safetensors.index.json"
 SINGLE_FILE: Final = "model.safetensors"
 NAMES_SHOWN_MAX: Final = 20
+COMPARED_ROWS: Final = 4096
+"""How many rows of two matrices that are compared are in memory at a time."""
 _FLOATS: Final = frozenset({"F32", "F16", "BF16"})
 _FP8: Final = "F8_E4M3"
 _IGNORED_SUFFIXES: Final = (".rotary_emb.inv_freq",)
@@ -99,15 +101,17 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 def checkpoint_files(model_dir: Path) -> Mapping[str, Path]:
-    """For each tensor the file that holds it. Raises ModelUnavailable, WeightsMismatch."""
-    index = model_dir / INDEX_FILE
+    """For each tensor the file that holds it. Raises ModelUnavailable, WeightsMismatch.
+
+    A file with all weights wins over an index, which may be left from shards that are gone.
+    """
+    single, index = model_dir / SINGLE_FILE, model_dir / INDEX_FILE
     try:
-        if index.is_file():
-            named = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
-            files = {name: model_dir / file for name, file in named.items()}
-        else:
-            with _open(model_dir / SINGLE_FILE) as handle:
-                return dict.fromkeys(handle.keys(), model_dir / SINGLE_FILE)
+        if single.is_file() or not index.is_file():
+            with _open(single) as handle:
+                return dict.fromkeys(handle.keys(), single)
+        named = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+        files = {name: model_dir / file for name, file in named.items()}
     except (OSError, msgspec.DecodeError, SafetensorError) as error:
         raise ModelUnavailable(
             f"{model_dir} has no readable {SINGLE_FILE} or {INDEX_FILE}, and nothing else is loaded ({error})"
@@ -164,14 +168,12 @@ class Inspection:
         elif len(expected) != 2 or header.shape not in self._fp8.scale_shapes(*expected):
             self._misfits.append(f"{scale} is {list(header.shape)}, for a matrix of {list(expected)}")
 
-    def verify(self, unused: Sequence[str] = ()) -> None:
-        """Raises WeightsMismatch unless all that was asked for is there, and nothing else but `unused`."""
+    def verify(self) -> None:
+        """Raises WeightsMismatch unless all that was asked for is there, and nothing else."""
         ignored: tuple[str, ...] = _IGNORED_SUFFIXES
         if self._fp8 is not None:
             ignored += _FP8_IGNORED_SUFFIXES + _KV_SCALE_NAMES["k"] + _KV_SCALE_NAMES["v"]
-        strangers = sorted(
-            name for name in self._headers.keys() - self._asked - set(unused) if not name.endswith(ignored)
-        )
+        strangers = sorted(name for name in self._headers.keys() - self._asked if not name.endswith(ignored))
         parts = [
             f"{what}: {_listed(names)}"
             for what, names in (
@@ -213,6 +215,15 @@ class Checkpoint:
             stacked[at : at + stop - start] = wanted
             at += stop - start
         return stacked
+
+    def are_equal(self, left: str, right: str, rows: int, columns: int) -> bool:
+        """Whether two matrices [rows, columns] hold the same numbers in the compute type."""
+        for start in range(0, rows, COMPARED_ROWS):
+            part = Part(rows=((start, min(start + COMPARED_ROWS, rows)),))
+            ours, theirs = (self.stack([name], [rows], columns, part=part) for name in (left, right))
+            if not torch.equal(ours, theirs):
+                return False
+        return True
 
     def stack_fp8(
         self, names: Sequence[str], rows: Sequence[int], columns: int, part: Part = ALL

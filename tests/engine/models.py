@@ -46,11 +46,14 @@ _ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_tiny_model(family: str, path: Path, *, shard_bytes: int | None = None, **overrides: Any) -> Path:
+def make_tiny_model(
+    family: str, path: Path, *, shard_bytes: int | None = None, own_head: bool = False, **overrides: Any
+) -> Path:
     """Write a model directory that the whole engine can load: weights, config, tokenizer, chat template.
 
     Two layers, fp32, about 100k parameters; the same seed makes the same weights. Group sizes are 2
-    (llama, mistral), 7 (qwen2) and 1 (qwen3). `overrides` go to the transformers config.
+    (llama, mistral), 7 (qwen2) and 1 (qwen3). `overrides` go to the transformers config. `own_head`: the
+    checkpoint has one, and config.json says that it is tied, as after a fine-tuning that trained it.
     """
     import transformers
 
@@ -69,12 +72,18 @@ def make_tiny_model(family: str, path: Path, *, shard_bytes: int | None = None, 
         }
         | particular
         | overrides
+        | ({"tie_word_embeddings": False} if own_head else {})
     )
     torch.manual_seed(0)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).float()
     _enliven(model)
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path, max_shard_size=shard_bytes or "1GB")
+    if own_head:
+        config_json = path / "config.json"
+        config_json.write_text(
+            json.dumps(json.loads(config_json.read_text()) | {"tie_word_embeddings": True})
+        )
     _write_tokenizer(path)
     return path
 

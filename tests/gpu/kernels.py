@@ -30,7 +30,7 @@ from engine.runtime.kernels.matmul import (
 )
 from engine.runtime.kernels.restoring import restored
 from engine.runtime.layers import Rotary, rms_norm, rotate
-from engine.runtime.models.config import RopeConfig
+from engine.runtime.models.rope import RopeConfig
 from tests.engine.runtime.kernels import test_decode_attention as decode
 from tests.engine.runtime.kernels import test_prefill_attention as prefill
 from tests.engine.runtime.kernels import test_sampling as sampling

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.runtime.models.config import ModelConfig, RopeConfig
+from engine.runtime.models.config import ModelConfig
+from engine.runtime.models.rope import RopeConfig
 from engine.runtime.weights import ALL, Part
 
 LLAMA_8B = ModelConfig(

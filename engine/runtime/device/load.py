@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -59,11 +58,12 @@ from engine.runtime.load import (
     choose_dtype,
     choose_max_model_len,
     dtype_name,
+    read_model,
     set_threads,
     untimed_info,
     warm_up,
 )
-from engine.runtime.models.config import ModelConfig, read_model_config
+from engine.runtime.models.config import ModelConfig
 from engine.runtime.parallel.collective import ALONE, Collective
 from engine.runtime.parallel.shard import WHOLE, Shard
 from engine.runtime.weights import WeightSource
@@ -313,11 +313,12 @@ def load_network(
     config: RunnerConfig, card: OwnCard, progress: Progress, ranks: Collective = ALONE
 ) -> DeviceNetwork:
     """A rank's, with each matrix's kernel measured. Raises ModelError."""
-    model = read_model_config(Path(config.model_dir))
+    model = read_model(config, progress)
     design = Design.of(config, model, card, ranks.shard)
     shards = "" if ranks.shard == WHOLE else f", in {ranks.shard.size} shards,"
     progress(f"loading {model.architecture} in {dtype_name(design.dtype)}{shards} on {card.name}")
-    source = checked_checkpoint(config, model, design.dtype, card.device)
+    model, source = checked_checkpoint(config, model, design.dtype, progress, card.device)
+    design = replace(design, model=model)
     progress(str(design.attention))
     at_start, threads = card.memory(), max(1, (config.threads or usable_cores()) // ranks.shard.size)
     with rehearsed(card, partial(_rehearse, design, Blueprint.of(card), ranks.shard), threads) as compiled:

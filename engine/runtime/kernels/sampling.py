@@ -60,6 +60,7 @@ _UNIT = tl.constexpr(float(1 << MASS_BITS))
 _RUNGS = tl.constexpr(RUNGS)
 _RUNG = tl.constexpr(NEAR / RUNGS)
 _FAILURE = tl.constexpr(NUMERIC_FAILURE)
+_FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 _NOBODY = tl.constexpr(0x7F800000 << 32)  # infinitely far: no mass
 
 
@@ -234,7 +235,7 @@ def measure_kernel(
     if chunk == 0:
         tl.store(are_edited + row, is_edited.to(tl.int32))
     if looks_back:
-        x = _penalised(x, ids, inside, penalties + slot * 3, counts + slot * 2 * vocab, vocab)
+        x = _bounded(_penalised(x, ids, inside, penalties + slot * 3, counts + slot * 2 * vocab, vocab))
     target = edited + row * vocab
     if is_edited:
         tl.store(target + ids, x, mask=inside)
@@ -244,17 +245,23 @@ def measure_kernel(
         bias_id = tl.load(bias_ids + slot * EDITS_MAX + entry)
         here = (entry < bias_count) & (bias_id // CHUNK == chunk) & (bias_id < vocab)
         biased = tl.load(target + bias_id, mask=here) + tl.load(bias_values + slot * EDITS_MAX + entry)
-        tl.store(target + bias_id, biased, mask=here)
+        tl.store(target + bias_id, _bounded(biased), mask=here)
         tl.debug_barrier()
         stop_entry = tl.arange(0, STOPS_MAX)
         stop = tl.load(stop_ids + slot * STOPS_MAX + stop_entry)
         held = (stop_entry < stop_count) & (stop // CHUNK == chunk)
-        tl.store(target + stop, tl.full([STOPS_MAX], float("-inf"), tl.float32), mask=held)
+        tl.store(target + stop, tl.full([STOPS_MAX], -_FLOAT_MAX, tl.float32), mask=held)
         tl.debug_barrier()
         x = tl.load(target + ids, mask=inside, other=float("-inf"))
     top, place = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(best + at, top)
     tl.store(places + at, tl.where(unsound > 0, _FAILURE, chunk * CHUNK + place))
+
+
+@triton.jit
+def _bounded(x):
+    """Within float32: the difference of two such numbers may be infinite, and is not NaN."""
+    return tl.minimum(tl.maximum(x, -_FLOAT_MAX), _FLOAT_MAX)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.core.messages import SamplingParams
+from engine.runtime.slots import repetition_penalty_of, temperature_of
 from engine.runtime.transfer import upload
 from shared.openai import LOGIT_BIAS_MAX, STOP_TOKEN_IDS_MAX
 
@@ -94,8 +95,8 @@ class DeviceSampling:
             [len(own) for own in stops],
             [length + p.min_tokens for p, length in zip(asked, prompt_lens, strict=True)],
         ]
-        floats = [[p.temperature for p in asked], [p.min_p for p in asked]]
-        penalties = [[p.repetition_penalty, p.frequency_penalty, p.presence_penalty] for p in asked]
+        floats = [[temperature_of(p) for p in asked], [p.min_p for p in asked]]
+        penalties = [[repetition_penalty_of(p), p.frequency_penalty, p.presence_penalty] for p in asked]
         at, top_p, seed, (top_k, biases, held, held_until), (temperature, min_p), looks = upload(
             [
                 np.array(slots, np.int64),

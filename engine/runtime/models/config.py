@@ -1,27 +1,37 @@
 """config.json of a Hugging Face directory, read into what a decoder needs to know.
 
-Rule: what we do not implement is refused by name. A checkpoint that loads and answers slightly
-wrong is the worst outcome, so every field that changes the arithmetic is read here, and a value we
-have no code for ends the load.
+Rules:
 
-Two spellings of rotary embeddings are in use: `rope_theta` beside `rope_scaling` (transformers 4),
-and both inside `rope_parameters` (transformers 5).
+1. What transformers would compute is what is computed (5.23, loaded by its Auto classes); what is not
+   implemented is refused by name. A checkpoint that loads and answers slightly wrong is the worst outcome.
+2. Every key has a meaning in `keys.py`, or is named in the log.
+3. The family is `model_type`'s, as in transformers. `architectures`, which other servers go by, must agree.
+
+tests/engine/runtime/test_config_matrix.py compares the outcomes, key by key and in odd combinations.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from engine.runtime.errors import ModelUnavailable, UnsupportedModel
+from engine.runtime.models.keys import CONFIG_KEYS
 from engine.runtime.models.quantization import Fp8Scheme, read_fp8_scheme
+from engine.runtime.models.rope import RopeConfig, UnsupportedRope, read_rope, unread_rope_keys
+from shared.model_files import BadModelFile, parse_object, refusals, shown, unexplained
 
-DEFAULT_ROPE_THETA: Final = 10_000.0
-SUPPORTED_ROPE_TYPES: Final = ("default", "llama3")
+SIZE_MAX: Final = 2**31 - 1
+LAYERS_MAX: Final = 4096
+WINDOW_MIN: Final = 2
+"""With a window of one token, transformers generates something else than its own forward pass computes."""
 _SIZES: Final = (
     "vocab_size",
     "hidden_size",
@@ -32,22 +42,6 @@ _SIZES: Final = (
 )
 FULL_ATTENTION: Final = "full_attention"
 SLIDING_ATTENTION: Final = "sliding_attention"
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3Scaling:
-    """Llama 3.1's stretch of the low frequencies (transformers `_compute_llama3_parameters`)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_context_len: int
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    theta: float
-    llama3: Llama3Scaling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +61,16 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     """Per layer: how many of the latest tokens, itself included, a token sees. None: all."""
     tied_embeddings: bool
+    """Whether the embedding is the head, too. A checkpoint with a head of its own overrides config.json
+    (`engine.runtime.load.checked_checkpoint`)."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     fp8: Fp8Scheme | None = None
     """How matrices are stored in the checkpoint. None: in a plain type, all of them."""
+    unread: tuple[str, ...] = ()
+    """Keys of config.json that are ignored though nothing says that they have no effect, for the log."""
 
     @property
     def layers(self) -> int:
@@ -84,46 +82,66 @@ class ModelConfig:
         return self.heads // self.kv_heads
 
 
+class Windows(Enum):
+    """Which layers see a sliding window."""
+
+    NONE = "none"
+    ALL = "all"
+    """Every layer, when `sliding_window` is set."""
+    TYPED = "typed"
+    """Those that `layer_types` names; without it every one, when `sliding_window` is set."""
+    SWITCHED = "switched"
+    """Like TYPED, but only with `use_sliding_window`; without `layer_types`, from `max_window_layers` on."""
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What sets one architecture apart from the plain dense decoder."""
+    """The ways in which one `model_type` differs from the plain dense decoder."""
 
+    architecture: str
+    also_named: tuple[str, ...] = ()
+    """Names that `architectures` may have instead."""
     qkv_bias: bool | None = False
     """None: as `attention_bias` says, which then holds for the output projection too."""
     mlp_bias: bool | None = False
     """None: as `mlp_bias` says."""
     qk_norm: bool = False
     head_dim: int | None = None
-    """Where config.json is silent. None: hidden_size / heads."""
-    windows: str = "none"
-    """`none`; `all`: every layer slides when `sliding_window` is set; `typed`: only with
-    `use_sliding_window`, and only the layers that `layer_types` or `max_window_layers` name."""
+    """The head size where config.json is silent. None: hidden_size / heads."""
+    kv_heads: int | None = None
+    """The number of key-value heads where config.json is silent. None: as many as query heads, which is what
+    null means in every family."""
+    windows: Windows = Windows.NONE
+
+    @property
+    def slides(self) -> bool:
+        return self.windows is not Windows.NONE
 
 
 FAMILIES: Final[Mapping[str, Family]] = {
-    "LlamaForCausalLM": Family(qkv_bias=None, mlp_bias=None),
-    "MistralForCausalLM": Family(windows="all"),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, windows="typed"),
-    "Qwen3ForCausalLM": Family(qkv_bias=None, qk_norm=True, head_dim=128, windows="typed"),
+    "llama": Family("LlamaForCausalLM", qkv_bias=None, mlp_bias=None),
+    "ministral": Family("MinistralForCausalLM", ("MistralForCausalLM",), kv_heads=8, windows=Windows.TYPED),
+    "mistral": Family("MistralForCausalLM", kv_heads=8, windows=Windows.ALL),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, kv_heads=32, windows=Windows.SWITCHED),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        qkv_bias=None,
+        qk_norm=True,
+        head_dim=128,
+        kv_heads=32,
+        windows=Windows.SWITCHED,
+    ),
 }
+"""The families that are implemented, by `model_type`."""
 
 
-class _Rope(msgspec.Struct, frozen=True):
-    rope_type: str | None = None
-    type: str | None = None
-    rope_theta: float | None = None
-    factor: float | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    original_max_position_embeddings: int | None = None
-    partial_rotary_factor: float | None = None
-    full_attention: dict[str, Any] | None = None
-    """Present when the parameters differ by layer type, which no supported architecture needs."""
-    sliding_attention: dict[str, Any] | None = None
+class _Named(msgspec.Struct, frozen=True):
+    model_type: str | None = None
+    architectures: list[str] | None = None
 
 
 class _HfConfig(msgspec.Struct, frozen=True):
-    """The fields that change the arithmetic. Others (dropout, initializer_range, ...) do not matter here."""
+    """The used keys, but for those of rotary embeddings."""
 
     vocab_size: int
     hidden_size: int
@@ -132,25 +150,21 @@ class _HfConfig(msgspec.Struct, frozen=True):
     num_attention_heads: int
     max_position_embeddings: int
     rms_norm_eps: float = 1e-6
-    num_key_value_heads: int | None = None
+    num_key_value_heads: int | UnsetType | None = UNSET
     head_dim: int | None = None
     hidden_act: str = "silu"
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
-    sliding_window: int | None = 4096  # transformers' default where config.json is silent
+    sliding_window: int | UnsetType | None = UNSET
     use_sliding_window: bool = False
-    max_window_layers: int = 28  # likewise
+    max_window_layers: int = 28  # transformers' default where config.json is silent
     layer_types: list[str] | None = None
-    rope_parameters: _Rope | None = None
-    rope_scaling: _Rope | None = None
-    rope_theta: float | None = None
-    partial_rotary_factor: float | None = None
     quantization_config: dict[str, Any] | None = None
 
 
-class _Named(msgspec.Struct, frozen=True):
-    architectures: list[str] | None = None
+_DEFAULT_WINDOW: Final = 4096
+"""The window, in tokens, of every family that slides, where config.json is silent."""
 
 
 def read_model_config(model_dir: Path) -> ModelConfig:
@@ -165,33 +179,59 @@ def read_model_config(model_dir: Path) -> ModelConfig:
 def parse_model_config(data: bytes) -> ModelConfig:
     """`data` is config.json. Raises UnsupportedModel, naming everything that stands in the way."""
     try:
-        architecture = (msgspec.json.decode(data, type=_Named).architectures or ["(none named)"])[0]
-        family = FAMILIES.get(architecture)
-        if family is None:
-            supported = ", ".join(FAMILIES)
-            raise UnsupportedModel(f"architecture {architecture} is not supported; supported are {supported}")
-        hf = msgspec.json.decode(data, type=_HfConfig)
-    except msgspec.DecodeError as error:
+        fields = parse_object(data)
+        family = _family(fields)
+        hf = msgspec.convert(fields, _HfConfig)
+    except BadModelFile as error:
+        raise UnsupportedModel(f"config.json {error}") from error
+    except msgspec.ValidationError as error:
         raise UnsupportedModel(f"config.json cannot be read: {error}") from error
-    problems = [*_unsupported(hf), *_inconsistent(family, hf)]
+    return _model_config(family, fields, hf)
+
+
+def _family(fields: Mapping[str, Any]) -> Family:
+    """Raises UnsupportedModel, and ValidationError where a name is no string."""
+    named = msgspec.convert(fields, _Named)
+    architectures = ", ".join(map(shown, named.architectures or ["none named"]))
+    family = FAMILIES.get(named.model_type or "")
+    if named.model_type == "mistral" and "layer_types" in fields:  # as transformers' AutoConfig has it
+        family = FAMILIES["ministral"]
+    if family is None:
+        supported = ", ".join(f"{name} ({own.architecture})" for name, own in FAMILIES.items())
+        raise UnsupportedModel(
+            f"model_type {shown(named.model_type)} (architectures: {architectures}) is not supported; "
+            f"supported are {supported}"
+        )
+    expected = {family.architecture, *family.also_named}
+    if named.architectures and not expected.intersection(named.architectures):
+        raise UnsupportedModel(
+            f"config.json contradicts itself: model_type {named.model_type} is {family.architecture}, and "
+            f"architectures says {architectures}"
+        )
+    return family
+
+
+def _model_config(family: Family, fields: Mapping[str, Any], hf: _HfConfig) -> ModelConfig:
+    problems = [*refusals(fields, CONFIG_KEYS), *_unsupported(family, hf), *_inconsistent(family, hf)]
+    rope = RopeConfig(0.0)
+    try:
+        rope = read_rope(fields)
+    except UnsupportedRope as error:
+        problems.append(str(error))
     if problems:
-        raise UnsupportedModel(f"config.json of this {architecture}: " + "; ".join(problems))
-    return _model_config(architecture, family, hf)
-
-
-def _model_config(architecture: str, family: Family, hf: _HfConfig) -> ModelConfig:
+        raise UnsupportedModel(f"config.json of this {family.architecture}: " + "; ".join(problems))
     declared = family.qkv_bias is None
     return ModelConfig(
-        architecture=architecture,
+        architecture=family.architecture,
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
         intermediate_size=hf.intermediate_size,
         heads=hf.num_attention_heads,
-        kv_heads=_kv_heads(hf),
+        kv_heads=_kv_heads(family, hf),
         head_dim=_head_dim(family, hf),
         norm_eps=hf.rms_norm_eps,
         context_len=hf.max_position_embeddings,
-        rope=_rope(hf),
+        rope=rope,
         windows=_windows(family, hf),
         tied_embeddings=hf.tie_word_embeddings,
         qkv_bias=hf.attention_bias if declared else bool(family.qkv_bias),
@@ -199,6 +239,7 @@ def _model_config(architecture: str, family: Family, hf: _HfConfig) -> ModelConf
         mlp_bias=hf.mlp_bias if family.mlp_bias is None else family.mlp_bias,
         qk_norm=family.qk_norm,
         fp8=_fp8_scheme(hf),
+        unread=(*unexplained(fields, CONFIG_KEYS), *unread_rope_keys(fields)),
     )
 
 
@@ -208,85 +249,66 @@ def _fp8_scheme(hf: _HfConfig) -> Fp8Scheme | None:
     return found
 
 
-def _unsupported(hf: _HfConfig) -> Iterator[str]:
-    """What the configuration asks for and we have no code for."""
+def _unsupported(family: Family, hf: _HfConfig) -> Iterator[str]:
+    """One sentence for each thing that the configuration asks for and that is not implemented."""
     if hf.quantization_config is not None:
         scheme = read_fp8_scheme(hf.quantization_config)
         if isinstance(scheme, str):
             yield scheme
     if hf.hidden_act != "silu":
-        yield f"hidden_act {hf.hidden_act!r} is not supported, only 'silu'"
-    rope_type = _rope_type(hf)
-    if rope_type not in SUPPORTED_ROPE_TYPES:
-        yield f"rope type {rope_type!r} is not supported, only {', '.join(SUPPORTED_ROPE_TYPES)}"
-    if _rope_fields(hf).full_attention is not None or _rope_fields(hf).sliding_attention is not None:
-        yield "rope_parameters by layer type are not supported"
-    partial = _rope_fields(hf).partial_rotary_factor or hf.partial_rotary_factor
-    if partial not in (None, 1.0):
-        yield f"partial_rotary_factor {partial} is not supported"
-    for layer_type in sorted(set(hf.layer_types or ()) - {FULL_ATTENTION, SLIDING_ATTENTION}):
-        yield f"layer type {layer_type!r} is not supported"
+        yield f"hidden_act {shown(hf.hidden_act)} is not supported, only silu"
+    known = {FULL_ATTENTION, SLIDING_ATTENTION} if family.slides else {FULL_ATTENTION}
+    for layer_type in sorted(set(hf.layer_types or ()) - known):
+        yield f"{shown(layer_type)} in layer_types is not supported"
+    # transformers computes such a model with all tokens in one pass, and without in generation
+    window = hf.sliding_window or hf.max_position_embeddings
+    if not family.slides and window < hf.max_position_embeddings:
+        yield f"sliding_window {hf.sliding_window} is not supported"
 
 
 def _inconsistent(family: Family, hf: _HfConfig) -> Iterator[str]:
-    empty = [name for name in _SIZES if getattr(hf, name) < 1]
-    if empty:
-        yield f"{', '.join(empty)} must be at least 1"
+    misfits = [name for name in _SIZES if not 1 <= getattr(hf, name) <= SIZE_MAX]
+    if misfits:
+        yield f"{', '.join(misfits)} must be at least 1, and no more than {SIZE_MAX}"
         return
-    if _kv_heads(hf) < 1 or hf.num_attention_heads % _kv_heads(hf):
-        yield f"{hf.num_attention_heads} attention heads are no multiple of {_kv_heads(hf)} key-value heads"
-    if _head_dim(family, hf) < 2 or _head_dim(family, hf) % 2:
-        yield f"head_dim {_head_dim(family, hf)} must be even"
+    if hf.num_hidden_layers > LAYERS_MAX:
+        yield f"num_hidden_layers must be at most {LAYERS_MAX}"
+    if not math.isfinite(hf.rms_norm_eps):
+        yield f"rms_norm_eps {hf.rms_norm_eps} is no finite number"
+    kv_heads, head_dim = _kv_heads(family, hf), _head_dim(family, hf)
+    if kv_heads < 1 or hf.num_attention_heads % kv_heads:
+        yield f"num_attention_heads {hf.num_attention_heads} is no multiple of num_key_value_heads {kv_heads}"
+    if not 2 <= head_dim <= SIZE_MAX or head_dim % 2:
+        yield f"head_dim {head_dim} must be even"
     if hf.layer_types is not None and len(hf.layer_types) != hf.num_hidden_layers:
         yield f"layer_types has {len(hf.layer_types)} entries for {hf.num_hidden_layers} layers"
-    if hf.sliding_window is not None and hf.sliding_window < 1:
-        yield "sliding_window must be at least 1"
-    if _rope_type(hf) == "llama3" and _llama3(_rope_fields(hf)) is None:
-        yield (
-            "rope type 'llama3' needs factor, low_freq_factor, a larger high_freq_factor and "
-            "original_max_position_embeddings"
-        )
+    window = _window(family, hf)
+    if window is not None and window < WINDOW_MIN:
+        yield f"sliding_window must be at least {WINDOW_MIN}"
+    if window is None and family.slides and SLIDING_ATTENTION in (hf.layer_types or ()):
+        yield "layer_types names sliding layers, and there is no sliding_window"
 
 
-def _kv_heads(hf: _HfConfig) -> int:
-    return hf.num_attention_heads if hf.num_key_value_heads is None else hf.num_key_value_heads
+def _kv_heads(family: Family, hf: _HfConfig) -> int:
+    stated = family.kv_heads if hf.num_key_value_heads is UNSET else hf.num_key_value_heads
+    return hf.num_attention_heads if stated is None else stated
 
 
 def _head_dim(family: Family, hf: _HfConfig) -> int:
-    return hf.head_dim or family.head_dim or hf.hidden_size // hf.num_attention_heads
+    stated = family.head_dim if hf.head_dim is None else hf.head_dim
+    return hf.hidden_size // hf.num_attention_heads if stated is None else stated
 
 
-def _rope_fields(hf: _HfConfig) -> _Rope:
-    return hf.rope_parameters or hf.rope_scaling or _Rope()
-
-
-def _rope_type(hf: _HfConfig) -> str:
-    fields = _rope_fields(hf)
-    return fields.rope_type or fields.type or "default"
-
-
-def _rope(hf: _HfConfig) -> RopeConfig:
-    fields = _rope_fields(hf)
-    theta = fields.rope_theta or hf.rope_theta or DEFAULT_ROPE_THETA
-    return RopeConfig(theta, _llama3(fields) if _rope_type(hf) == "llama3" else None)
-
-
-def _llama3(fields: _Rope) -> Llama3Scaling | None:
-    factor, low, high = fields.factor, fields.low_freq_factor, fields.high_freq_factor
-    original = fields.original_max_position_embeddings
-    if not (factor and low and high and original) or low >= high:
+def _window(family: Family, hf: _HfConfig) -> int | None:
+    """The window of the layers that slide, in tokens; None when no layer slides."""
+    if not family.slides or (family.windows is Windows.SWITCHED and not hf.use_sliding_window):
         return None
-    return Llama3Scaling(factor, low, high, original)
+    return _DEFAULT_WINDOW if hf.sliding_window is UNSET else hf.sliding_window
 
 
 def _windows(family: Family, hf: _HfConfig) -> tuple[int | None, ...]:
-    if family.windows == "all":
-        return (hf.sliding_window,) * hf.num_hidden_layers
-    if family.windows == "none" or not hf.use_sliding_window or hf.sliding_window is None:
-        return (None,) * hf.num_hidden_layers
-    sliding = (
-        [kind == SLIDING_ATTENTION for kind in hf.layer_types]
-        if hf.layer_types is not None
-        else [layer >= hf.max_window_layers for layer in range(hf.num_hidden_layers)]
-    )
-    return tuple(hf.sliding_window if slides else None for slides in sliding)
+    window, layers = _window(family, hf), hf.num_hidden_layers
+    if family.windows is not Windows.ALL and hf.layer_types is not None:
+        return tuple(window if kind == SLIDING_ATTENTION else None for kind in hf.layer_types)
+    first = hf.max_window_layers if family.windows is Windows.SWITCHED else 0
+    return tuple(window if layer >= first else None for layer in range(layers))

@@ -10,8 +10,9 @@ from engine.runtime.models.decoder import Decoder
 
 DECODERS: Final[Mapping[str, type[Decoder]]] = {
     "LlamaForCausalLM": Decoder,
+    "MinistralForCausalLM": Decoder,
     "MistralForCausalLM": Decoder,
     "Qwen2ForCausalLM": Decoder,
     "Qwen3ForCausalLM": Decoder,
 }
-assert DECODERS.keys() == FAMILIES.keys()
+assert DECODERS.keys() == {family.architecture for family in FAMILIES.values()}

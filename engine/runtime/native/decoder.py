@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from ctypes import byref, c_int64
+from dataclasses import fields
 from typing import Final
 
 import torch
@@ -23,10 +24,24 @@ _QKV, _OUTPUT, _GATE_UP, _DOWN, _LM_HEAD = range(5)
 _INPUT_NORM, _MLP_NORM, _FINAL_NORM, _QK_NORM = range(4)
 LANES_MAX: Final = 16
 """What is cut into vectors must divide by their length."""
+IMPLEMENTED: Final = frozenset(
+    {"architecture", "vocab_size", "hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim"}
+    | {"norm_eps", "context_len", "rope", "windows", "tied_embeddings", "qkv_bias", "output_bias", "mlp_bias"}
+    | {"qk_norm", "fp8", "unread"}
+)
+"""Fields of a ModelConfig that these kernels, and what hands them weights, follow. A model that sets any
+other is not for them."""
 
 
 def misfit(config: ModelConfig, page_size: int) -> str | None:
     """Why this model cannot be computed here, if it cannot."""
+    foreign = [
+        own.name
+        for own in fields(config)
+        if own.name not in IMPLEMENTED and getattr(config, own.name) != own.default
+    ]
+    if foreign:
+        return f"{', '.join(foreign)}: not implemented"
     sizes = {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,

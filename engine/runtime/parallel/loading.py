@@ -8,7 +8,6 @@ native ones take no shards, and ranks share the machine's cores and memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -27,11 +26,12 @@ from engine.runtime.load import (
     choose_dtype,
     choose_max_model_len,
     dtype_name,
+    read_model,
     set_threads,
     untimed_info,
 )
 from engine.runtime.model_runner import ModelRunner
-from engine.runtime.models.config import ModelConfig, read_model_config
+from engine.runtime.models.config import ModelConfig
 from engine.runtime.models.registry import DECODERS
 from engine.runtime.parallel.collective import Collective
 from engine.runtime.parallel.group import Group
@@ -146,13 +146,9 @@ def load_shard(config: RunnerConfig, ranks: Group, progress: Progress) -> Loaded
 
 
 def _on_host(config: RunnerConfig, ranks: Collective, progress: Progress) -> HostShard:
-    size, model, dtype = (
-        ranks.shard.size,
-        read_model_config(Path(config.model_dir)),
-        choose_dtype(config.dtype),
-    )
+    size, model, dtype = ranks.shard.size, read_model(config, progress), choose_dtype(config.dtype)
     progress(f"loading {model.architecture} in {dtype_name(dtype)}, in {size} shards")
-    source = checked_checkpoint(config, model, dtype)
+    model, source = checked_checkpoint(config, model, dtype, progress)
     decoder = DECODERS[model.architecture](model, source, ranks)
     share = ranks.shard.of(model)
     network = TorchNetwork(decoder, share, f"on {size} ranks: native kernels take no shards")

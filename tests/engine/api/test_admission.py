@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,7 +21,6 @@ from engine.api.admission import (
     plan_choices,
     service_class,
 )
-from engine.api.model import UnusableModel, read_sampling_defaults
 from engine.core.messages import SamplingParams, ServiceClass
 from shared.errors import ContextLengthExceeded, InvalidRequest, NeverFits
 from shared.openai import ChatMessage, ChatRequest, CompletionRequest
@@ -108,30 +106,6 @@ def test_what_a_request_leaves_open_is_the_models_to_say() -> None:
     open_, asked = sampling(), sampling(temperature=0.0, top_p=1.0, top_k=-1, repetition_penalty=1.0)
     assert (open_.temperature, open_.top_p, open_.top_k, open_.repetition_penalty) == (0.6, 0.9, 20, 1.1)
     assert (asked.temperature, asked.top_p, asked.top_k, asked.repetition_penalty) == (0.0, 1.0, 0, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("text", "defaults"),
-    [
-        ('{"temperature": 0.6, "top_p": 0.9, "eos_token_id": [1, 2]}', SamplingDefaults(0.6, 0.9)),
-        ('{"temperature": null, "top_k": 50, "do_sample": true}', SamplingDefaults(top_k=50)),
-        ("{}", SamplingDefaults()),
-    ],
-)
-def test_the_models_generation_config_is_read(tmp_path: Path, text: str, defaults: SamplingDefaults) -> None:
-    (tmp_path / "generation_config.json").write_text(text)
-    assert read_sampling_defaults(tmp_path) == defaults
-
-
-@pytest.mark.parametrize("text", ['{"temperature": -1}', '{"top_p": "most"}', "[]", "{"])
-def test_a_generation_config_that_makes_no_sense_is_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / "generation_config.json").write_text(text)
-    with pytest.raises(UnusableModel, match=r"generation_config\.json"):
-        read_sampling_defaults(tmp_path)
-
-
-def test_without_a_generation_config_openais_defaults_hold(tmp_path: Path) -> None:
-    assert read_sampling_defaults(tmp_path) == SamplingDefaults()
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,6 @@ class Pieces:
     def step(self, token_id: int) -> str:
         return self._pieces[token_id]
 
-    def flush(self) -> str:
-        return ""
-
 
 def run(detokenizer: Detokenizer, ids: list[int]) -> Iterator[str]:
     """What leaves, token by token."""

@@ -14,7 +14,7 @@ from engine.runtime.kv_cache import HostPages, KVCache, KVGeometry, host_page_co
 from engine.runtime.models.config import parse_model_config
 from tests.engine.runtime.test_model_config import BASE
 
-MODEL = parse_model_config(json.dumps({"architectures": ["LlamaForCausalLM"]} | BASE).encode())
+MODEL = parse_model_config(json.dumps({"model_type": "llama"} | BASE).encode())
 GEOMETRY = KVGeometry(MODEL.layers, MODEL.kv_heads, 16, MODEL.head_dim, torch.float32)
 CONFIG = RunnerConfig("m", page_size=16, max_num_seqs=4, step_tokens_max=64)
 

@@ -7,7 +7,7 @@ import torch
 
 from engine.runtime import layers
 from engine.runtime.layers import Linear, Rotary, rotate
-from engine.runtime.models.config import Llama3Scaling, RopeConfig
+from engine.runtime.models.rope import Llama3Scaling, RopeConfig
 
 
 @pytest.mark.parametrize("packed", [True, False])

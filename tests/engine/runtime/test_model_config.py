@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import pytest
 from engine.runtime.errors import ModelUnavailable, UnsupportedModel
 from engine.runtime.models.config import (
     FAMILIES,
-    Llama3Scaling,
     ModelConfig,
     parse_model_config,
     read_model_config,
 )
+from engine.runtime.models.rope import Llama3Scaling
 
 BASE: dict[str, Any] = {
     "vocab_size": 100,
@@ -36,21 +37,33 @@ LLAMA3 = {
 }
 
 
-def parse(architecture: str = "LlamaForCausalLM", **fields: Any) -> ModelConfig:
-    return parse_model_config(json.dumps({"architectures": [architecture]} | BASE | fields).encode())
+def parse(model_type: str = "llama", **fields: Any) -> ModelConfig:
+    return parse_model_config(json.dumps({"model_type": model_type} | BASE | fields).encode())
 
 
-def test_an_unknown_architecture_is_named_beside_the_supported_ones() -> None:
+def test_an_unknown_family_is_named_beside_the_supported_ones() -> None:
     with pytest.raises(UnsupportedModel) as caught:
-        parse("MambaForCausalLM")
+        parse("mamba", architectures=["MambaForCausalLM"])
+    assert "mamba" in str(caught.value)
     assert "MambaForCausalLM" in str(caught.value)
     assert all(name in str(caught.value) for name in FAMILIES)
 
 
-@pytest.mark.parametrize("architectures", [None, []])
-def test_no_architecture_at_all(architectures: list[str] | None) -> None:
-    with pytest.raises(UnsupportedModel, match="not supported"):
-        parse_model_config(json.dumps(BASE | {"architectures": architectures}).encode())
+def test_no_model_type_at_all() -> None:
+    with pytest.raises(UnsupportedModel, match="model_type null"):
+        parse_model_config(json.dumps(BASE | {"architectures": ["LlamaForCausalLM"]}).encode())
+
+
+@pytest.mark.parametrize("named", [None, [], ["LlamaForCausalLM"], ["Other", "LlamaForCausalLM"]])
+def test_architectures_may_be_silent_or_agree(named: list[str] | None) -> None:
+    assert parse(architectures=named).architecture == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize("named", [["MistralForCausalLM"], ["LlamaForSequenceClassification"]])
+def test_architectures_that_contradict_the_model_type_are_refused(named: list[str]) -> None:
+    """transformers goes by model_type, other servers by architectures."""
+    with pytest.raises(UnsupportedModel, match=f"contradicts itself.*{named[0]}"):
+        parse("llama", architectures=named)
 
 
 @pytest.mark.parametrize(
@@ -66,15 +79,27 @@ def test_no_architecture_at_all(architectures: list[str] | None) -> None:
             "partial_rotary_factor",
         ),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+        ({"rope_theta": None}, "rope_theta null"),
+        ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta NaN"),
+        ({"rope_scaling": "linear"}, "rope_scaling linear"),
         ({"rope_scaling": LLAMA3 | {"factor": None}}, "llama3"),
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "llama3"),
         ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
         ({"layer_types": ["full_attention"]}, "1 entries for 3 layers"),
+        ({"layer_types": ["sliding_attention"] * 3}, "sliding_attention in layer_types"),
         ({"num_key_value_heads": 3}, "no multiple"),
         ({"num_key_value_heads": 0}, "no multiple"),
         ({"head_dim": 15}, "head_dim 15"),
+        ({"head_dim": 0}, "head_dim 0"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
-        ({"sliding_window": 0}, "sliding_window"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers"),
+        ({"vocab_size": 10**400}, "vocab_size"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps nan"),
+        ({"rms_norm_eps": {"__float__": "Infinity"}}, "rms_norm_eps inf"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window"),
+        ({"is_causal": False}, "is_causal"),
+        ({"per_layer_config": {"0": {"rms_norm_eps": 0.1}}}, "per_layer_config"),
         ({"vocab_size": "many"}, "vocab_size"),
     ],
 )
@@ -91,10 +116,16 @@ def test_all_reasons_are_told_at_once() -> None:
 def test_a_missing_size_is_named() -> None:
     fields = {name: value for name, value in BASE.items() if name != "hidden_size"}
     with pytest.raises(UnsupportedModel, match="hidden_size"):
-        parse_model_config(json.dumps(fields | {"architectures": ["LlamaForCausalLM"]}).encode())
+        parse_model_config(json.dumps(fields | {"model_type": "llama"}).encode())
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff"])
+def test_numbers_that_are_none_do_no_harm_where_nothing_reads_them() -> None:
+    text = json.dumps({"model_type": "llama"} | BASE | {"attention_dropout": float("nan")})
+    assert "NaN" in text
+    assert parse_model_config(text.encode()) == parse()
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b"\xef\xbb\xbf{}"])
 def test_not_json(data: bytes) -> None:
     with pytest.raises(UnsupportedModel, match=r"config\.json"):
         parse_model_config(data)
@@ -122,6 +153,54 @@ def test_both_spellings_of_rotary_embeddings(fields: dict[str, Any]) -> None:
     assert rope.llama3 == Llama3Scaling(8.0, 1.0, 4.0, 64)
 
 
+@pytest.mark.parametrize(
+    ("fields", "theta", "original_len"),
+    [
+        # of two dictionaries, rope_scaling is taken whole
+        ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 7.0}}, 1e4, 64),
+        ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "yarn"}, "rope_theta": 9.0}, 9.0, 64),
+        ({"rope_scaling": {}, "rope_parameters": LLAMA3 | {"rope_theta": 7.0}}, 7.0, 64),
+        ({"rope_scaling": {"rope_theta": 3.0}, "rope_parameters": LLAMA3}, 3.0, None),
+        # of two bases, the one inside
+        ({"rope_theta": 9.0, "rope_parameters": {"rope_theta": 7.0}}, 7.0, None),
+        # of two original lengths, the one outside
+        ({"rope_parameters": LLAMA3, "original_max_position_embeddings": 16}, 1e4, 16),
+        ({"rope_scaling": LLAMA3 | {"type": "linear"}}, 1e4, 64),
+    ],
+)
+def test_contradicting_rotary_embeddings_are_resolved_as_in_transformers(
+    fields: dict[str, Any], theta: float, original_len: int | None
+) -> None:
+    rope = parse(**fields).rope
+    assert rope.theta == theta
+    assert (rope.llama3 and rope.llama3.original_context_len) == original_len
+
+
+def test_a_scaling_that_is_not_implemented_is_refused_wherever_it_stands() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    for other in (None, {}, {"rope_type": "default", "rope_theta": 1e6}):
+        with pytest.raises(UnsupportedModel, match=r"yarn of rope_scaling"):
+            parse(rope_scaling=yarn, rope_parameters=other)
+
+
+def test_llama3_without_an_original_length_was_made_for_the_whole_one() -> None:
+    scaling = {name: value for name, value in LLAMA3.items() if not name.startswith("original")}
+    rope = parse(rope_scaling=scaling, max_position_embeddings=96).rope
+    assert rope.llama3 is not None
+    assert rope.llama3.original_context_len == 96
+
+
+def test_keys_without_a_meaning_are_noted_and_ignored() -> None:
+    two = {"rope_scaling": {"beta_fast": 32}, "rope_parameters": {"rope_theta": 3.0}}
+    config = parse(rope_thetta=5.0, logits_scaling=8.0, **two)
+    assert config.unread == ("rope_thetta", "logits_scaling", "rope_scaling.beta_fast", "rope_parameters")
+    assert replace(config, unread=()) == parse()
+    many = parse(**{f"key_{i}": i for i in range(1000)}, **{"x" * 10_000: 1}).unread
+    assert len(many) == 21
+    assert many[-1] == "and 981 more"
+    assert max(map(len, parse(**{"\n" * 10_000: 1}).unread)) < 100
+
+
 def test_rotary_defaults() -> None:
     assert parse().rope.theta == 10_000.0
     assert parse(rope_scaling=None, rope_theta=1e6).rope.theta == 1e6
@@ -132,45 +211,80 @@ def test_biases_by_family() -> None:
         return config.qkv_bias, config.output_bias, config.mlp_bias
 
     declared = {"attention_bias": True, "mlp_bias": True}
-    assert biases(parse("LlamaForCausalLM")) == (False, False, False)
-    assert biases(parse("LlamaForCausalLM", **declared)) == (True, True, True)
-    assert biases(parse("MistralForCausalLM", **declared)) == (False, False, False)
-    assert biases(parse("Qwen2ForCausalLM")) == (True, False, False)
-    assert biases(parse("Qwen3ForCausalLM", **declared)) == (True, True, False)
-    assert parse("Qwen3ForCausalLM").qk_norm
+    assert biases(parse("llama")) == (False, False, False)
+    assert biases(parse("llama", **declared)) == (True, True, True)
+    assert biases(parse("mistral", **declared)) == (False, False, False)
+    assert biases(parse("qwen2")) == (True, False, False)
+    assert biases(parse("qwen3", **declared)) == (True, True, False)
+    assert parse("qwen3").qk_norm
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 @pytest.mark.parametrize(
-    ("architecture", "fields", "windows"),
+    ("model_type", "fields", "windows"),
     [
-        ("LlamaForCausalLM", {"sliding_window": 8}, (None, None, None)),
-        ("MistralForCausalLM", {"sliding_window": 8}, (8, 8, 8)),
-        ("MistralForCausalLM", {"sliding_window": None}, (None, None, None)),
-        ("MistralForCausalLM", {}, (4096, 4096, 4096)),
-        ("Qwen2ForCausalLM", {"sliding_window": 8}, (None, None, None)),
+        ("llama", {"sliding_window": 128}, (None, None, None)),
+        ("llama", {"layer_types": [FULL] * 3}, (None, None, None)),
+        ("mistral", {"sliding_window": 8}, (8, 8, 8)),
+        ("mistral", {"sliding_window": None}, (None, None, None)),
+        ("mistral", {}, (4096, 4096, 4096)),
+        ("mistral", {"sliding_window": 8, "layer_types": [SLIDING, FULL, FULL]}, (8, None, None)),
+        ("mistral", {"sliding_window": 8, "layer_types": None}, (8, 8, 8)),
+        ("ministral", {"sliding_window": 8, "layer_types": [FULL, SLIDING, FULL]}, (None, 8, None)),
+        ("qwen2", {"sliding_window": 8}, (None, None, None)),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, (None, 8, 8)),
         (
-            "Qwen2ForCausalLM",
-            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-            (None, 8, 8),
-        ),
-        (
-            "Qwen3ForCausalLM",
-            {
-                "use_sliding_window": True,
-                "sliding_window": 8,
-                "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-            },
+            "qwen3",
+            {"use_sliding_window": True, "sliding_window": 8, "layer_types": [SLIDING, FULL, FULL]},
             (8, None, None),
         ),
     ],
 )
-def test_windows(architecture: str, fields: dict[str, Any], windows: tuple[int | None, ...]) -> None:
-    assert parse(architecture, **fields).windows == windows
+def test_windows(model_type: str, fields: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert parse(model_type, **fields).windows == windows
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "named"),
+    [
+        # transformers' forward pass has no window, and its cache has one
+        ("llama", {"sliding_window": 8}, "sliding_window 8"),
+        ("llama", {"layer_types": [SLIDING, FULL, FULL]}, "sliding_attention in layer_types"),
+        ("qwen2", {"layer_types": [SLIDING, FULL, FULL]}, "no sliding_window"),
+        (
+            "mistral",
+            {"layer_types": [SLIDING, FULL, FULL], "sliding_window": None},
+            "there is no sliding_window",
+        ),
+        ("mistral", {"sliding_window": 1}, "at least 2"),
+    ],
+)
+def test_windows_without_one_right_answer_are_refused(
+    model_type: str, fields: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=named):
+        parse(model_type, **fields)
 
 
 def test_head_sizes() -> None:
     assert parse().head_dim == 16
     assert parse(head_dim=32).head_dim == 32
-    assert parse("Qwen3ForCausalLM").head_dim == 128
+    assert parse("qwen3").head_dim == 128
     assert parse(num_key_value_heads=None).kv_heads == 4
     assert parse(num_key_value_heads=1).group_size == 4
+
+
+def test_key_value_heads_where_config_json_is_silent() -> None:
+    """Each family has its own number; null is another matter."""
+    silent = {name: value for name, value in BASE.items() if name != "num_key_value_heads"}
+
+    def kv_heads(model_type: str, heads: int, **fields: Any) -> int:
+        config = {"model_type": model_type, **silent, "num_attention_heads": heads, **fields}
+        return parse_model_config(json.dumps(config).encode()).kv_heads
+
+    assert kv_heads("llama", 16) == 16
+    assert kv_heads("mistral", 16) == 8
+    assert kv_heads("qwen2", 64, head_dim=16) == 32
+    assert kv_heads("qwen3", 64, num_key_value_heads=None) == 64

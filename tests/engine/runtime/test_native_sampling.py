@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -18,7 +19,16 @@ from engine.runtime.philox import uniforms
 from engine.runtime.sampler import DrawPlain
 from engine.runtime.slots import Seat
 from tests.engine.runtime.test_native import PLAIN, Stage
-from tests.engine.runtime.test_sampler import PARAMS, Seats, expected_token, reference
+from tests.engine.runtime.test_sampler import (
+    CUTS,
+    EXTREMES,
+    PARAMS,
+    Seats,
+    expected_token,
+    extreme_logits,
+    extreme_params,
+    reference,
+)
 
 ISAS = built_isas()
 assert ISAS
@@ -33,10 +43,10 @@ def drawer(isa: str) -> DrawPlain:
 DRAWERS = {isa: drawer(isa) for isa in ISAS}
 
 
-def seated(params: list[SamplingParams], vocab: int, prompt_len: int = 1) -> Seats:
-    seats = Seats(vocab)
+def seated(params: list[SamplingParams], vocab: int, prompt: Sequence[int] = (0,)) -> Seats:
+    seats = Seats(vocab, slots=len(params))
     for own in params:
-        seats.add(own, [0] * prompt_len)
+        seats.add(own, prompt)
     return seats
 
 
@@ -76,7 +86,7 @@ def test_equals_torch_token_for_token(isa: str, vocab: int) -> None:
         for temperature, min_p in ((0.0, 0.0), (1.0, 0.0), (0.7, 0.0), (2.0, 0.0), (1.0, 0.02))
     ]
     logits = torch.randn(len(params), vocab, generator=generator) * 3
-    seats = seated(params, vocab, prompt_len=33)
+    seats = seated(params, vocab, [0] * 33)
     assert seats.sample(logits, DRAWERS[isa]) == seats.sample(logits)
 
 
@@ -85,7 +95,7 @@ def test_the_same_random_numbers(isa: str) -> None:
     """Of a flat distribution over a power of two, the token is the number's first bits."""
     vocab, positions = 1 << 13, range(1, 60, 7)
     for position in positions:
-        seats = seated([plain(seed) for seed in SEEDS], vocab, position)
+        seats = seated([plain(seed) for seed in SEEDS], vocab, [0] * position)
         u = uniforms(SEEDS, [position] * len(SEEDS))
         assert seats.sample(torch.zeros(len(SEEDS), vocab), DRAWERS[isa]) == [int(x * vocab) for x in u]
 
@@ -122,10 +132,24 @@ def test_extremes(isa: str) -> None:
         (steps, plain(3, 1e-30)),
         (steps, plain(3, 1e-60)),
         (flat, plain(3, min_p=1.0)),
+        (steps, plain(3, 5e-324)),
+        (steps, plain(3, 7e-46, min_p=0.5)),
+        (steps, plain(3, 1.2e-38)),
     ]
     logits = torch.stack([row for row, _ in rows])
     tokens = seated([own for _, own in rows], 40).sample(logits, DRAWERS[isa])
-    assert tokens == [39, 39, 39, 11]
+    assert tokens == [39, 39, 39, 11, 39, 39, 39]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", extreme_logits())
+def test_extreme_parameters_draw_what_torch_draws(isa: str, name: str) -> None:
+    params = [extreme_params(extreme | cut, seed) for seed, extreme in enumerate(EXTREMES) for cut in CUTS]
+    logits = extreme_logits()[name].expand(len(params), -1).contiguous()
+    prompt = [3, 20, 25, 30]
+    expected = seated(params, 40, prompt).sample(logits)
+    assert min(expected) >= 0
+    assert seated(params, 40, prompt).sample(logits, DRAWERS[isa]) == expected
 
 
 def test_a_token_does_not_depend_on_who_shares_the_batch() -> None:

@@ -39,14 +39,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, window": ("mistral", {}),
     "mistral, group of 4": ("mistral", {"sliding_window": None, "num_key_value_heads": 1}),
     "qwen2, group of 7": ("qwen2", {}),
-    "qwen2, window in one layer": (
+    "qwen2, window in one layer, a head beside tied embeddings": (
         "qwen2",
-        {
-            "use_sliding_window": True,
-            "sliding_window": 24,
-            "max_window_layers": 1,
-            "tie_word_embeddings": True,
-        },
+        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1, "own_head": True},
     ),
     "qwen3, group of 1": ("qwen3", {}),
     "qwen3, sharded, tied, biases": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -248,6 +249,68 @@ def test_logits_are_left_as_they_were() -> None:
 def test_a_tiny_temperature_is_greedy_and_does_not_overflow() -> None:
     logits = torch.linspace(-300, 300, VOCAB)
     assert sample_one(logits, SamplingParams(seed=1, max_tokens=1, temperature=1e-30)) == VOCAB - 1
+
+
+EXTREMES: tuple[dict[str, Any], ...] = (
+    *({"temperature": t} for t in (5e-324, 1e-46, 7e-46, 1.4e-45, 1e-38, 1.2e-38, 1e-30, 1e30, 1e39, 1e308)),
+    *({"repetition_penalty": p} for p in (5e-324, 1e-300, 1e-46, 1e-39, 1e-38, 1e-37, 1e38, 1e39, 1e308)),
+    {"temperature": 1e-46, "repetition_penalty": 1e-39},
+    {"temperature": 1e308, "repetition_penalty": 1e308, "min_tokens": 1, "stop_token_ids": (0, 3)},
+    {"logit_bias": ((0, 100.0), (5, -100.0)), "repetition_penalty": 1e-39},
+    {"min_tokens": 1, "stop_token_ids": tuple(range(VOCAB))},
+)
+"""Beyond what float32 can hold, and at its ends."""
+CUTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"top_k": 3},
+    {"top_p": 0.5},
+    {"top_k": 5, "top_p": 0.9, "min_p": 0.1},
+)
+
+
+def extreme_logits() -> dict[str, Tensor]:
+    """With zeros of both signs, and finite."""
+    steps = torch.linspace(-30, 30, VOCAB)
+    steps[[3, 17]] = torch.tensor([0.0, -0.0])
+    largest = torch.finfo(torch.float32).max
+    huge = torch.linspace(-1, 1, VOCAB) * largest
+    return {
+        "steps": steps,
+        "huge": huge,
+        "tiny": torch.linspace(-1e-45, 1e-44, VOCAB),
+        "below zero": steps - 31,
+    }
+
+
+def extreme_params(changes: dict[str, Any], seed: int = 7) -> SamplingParams:
+    return SamplingParams(**({"seed": seed, "max_tokens": 2, "temperature": 0.8} | changes))
+
+
+@pytest.mark.parametrize("name", extreme_logits())
+@pytest.mark.parametrize("extreme", EXTREMES, ids=str)
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_extreme_parameters_draw_a_token_that_can_be_had(
+    name: str, extreme: dict[str, Any], cut: dict[str, Any]
+) -> None:
+    """One that has weight: where all weights are NaN, it would be the last of the vocabulary."""
+    logits, params, prompt = extreme_logits()[name], extreme_params(extreme | cut), [3, 20, 25, 30]
+    token = sample_one(logits, params, prompt)
+    edited, largest = logits.double(), torch.finfo(torch.float32).max
+    penalty = min(max(params.repetition_penalty, 2.0**-126), 2.0**126)
+    seen = edited[prompt]
+    edited[prompt] = torch.where(seen > 0, seen / penalty, seen * penalty)
+    for biased, value in params.logit_bias:
+        edited[biased] += value
+    edited.clamp_(-largest, largest)
+    if params.min_tokens:
+        edited[list(params.stop_token_ids)] = -largest
+    if params.temperature < 2.0**-126:
+        assert token == int(edited.argmax())
+        return
+    weights = ((edited - edited.max()) / min(params.temperature, 1e30)).exp()
+    assert weights[token] > 1e-7
+    if params.top_k:
+        assert (weights > weights[token]).sum() < params.top_k
 
 
 @pytest.mark.parametrize("n", [1, 127, 128, 129, 5000])

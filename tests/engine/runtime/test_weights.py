@@ -10,6 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.runtime import load as loading
+from engine.runtime import weights
+from engine.runtime.config import RunnerConfig
 from engine.runtime.errors import ModelUnavailable, WeightsMismatch
 from engine.runtime.weights import Checkpoint, Inspection, checkpoint_files
 from tests.engine.runtime.conftest import MakeModel, load
@@ -68,8 +71,7 @@ def test_everything_that_does_not_match_is_named_at_once(tmp_path: Path) -> None
 
 def test_tensors_that_follow_from_the_config_are_passed_over(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    files = checkpoint_files(single(tmp_path, **{name: A, "lm_head.weight": B}))
-    Inspection(files, torch.float32).verify(unused=["lm_head.weight"])
+    Inspection(checkpoint_files(single(tmp_path, **{name: A})), torch.float32).verify()
 
 
 def test_only_safetensors(tmp_path: Path) -> None:
@@ -103,15 +105,53 @@ def test_shards_that_are_missing_broken_or_elsewhere(tmp_path: Path) -> None:
         checkpoint_files(tmp_path)
 
 
+def test_an_index_that_was_left_beside_a_whole_file_is_passed_over(tmp_path: Path) -> None:
+    """As transformers does: the shards that it names are gone."""
+    stale = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(stale))
+    files = checkpoint_files(single(tmp_path, a=A, b=B))
+    assert files == dict.fromkeys("ab", tmp_path / "model.safetensors")
+
+
 def test_a_name_that_the_index_puts_in_the_wrong_shard(tmp_path: Path) -> None:
     save_file({"a": A}, tmp_path / "one.safetensors")
     save_file({"b": B}, tmp_path / "two.safetensors")
     weight_map = {"a": "one.safetensors", "b": "one.safetensors", "c": "two.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     inspection = Inspection(checkpoint_files(tmp_path), torch.float32)
-    inspection.stack(["b"], [3], 3)
+    inspection.stack(["a", "b"], [2, 3], 3)
     with pytest.raises(WeightsMismatch, match=r"b is in two\.safetensors, not in one\.safetensors"):
-        inspection.verify(unused=["a"])
+        inspection.verify()
+
+
+@pytest.fixture
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "COMPARED_ROWS", 100)
+
+
+@pytest.mark.usefixtures("few_rows")
+def test_a_head_that_equals_the_embedding_is_tied(tiny_model: MakeModel, tmp_path: Path) -> None:
+    """Compared in the compute type, block by block, and the last row counts."""
+    path, said = tiny_model("llama"), list[str]()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((path / name).read_bytes())
+    tensors = load_file(path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+
+    def is_tied(head: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+        save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
+        settings = RunnerConfig(str(tmp_path), device="cpu")
+        model = loading.read_model(settings, said.append)
+        return loading.checked_checkpoint(settings, model, dtype, said.append)[0].tied_embeddings
+
+    assert is_tied(head)
+    assert not said
+    head[-1, -1] += 1e-4
+    assert not is_tied(head)
+    assert "head" in said.pop()
+    assert is_tied(head, torch.bfloat16)
+    with pytest.raises(WeightsMismatch, match=r"lm_head\.weight is \[319, 64\]"):
+        is_tied(head[:-1].clone())
 
 
 def test_a_model_with_a_tensor_less(tiny_model: MakeModel, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from torch.nn.functional import silu
 
 from engine.runtime.kernels import fused
 from engine.runtime.layers import Rotary, rms_norm, rotate
-from engine.runtime.models.config import RopeConfig
+from engine.runtime.models.rope import RopeConfig
 
 DTYPES = (torch.float32, torch.float16)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}

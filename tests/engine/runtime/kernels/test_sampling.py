@@ -13,6 +13,7 @@ from engine.core.messages import NUMERIC_FAILURE, SamplingParams
 from engine.runtime import sampler
 from engine.runtime.kernels import sampling as kernels
 from engine.runtime.slots import SamplingColumns, Seat
+from tests.engine.runtime.test_sampler import CUTS, EXTREMES, extreme_logits, extreme_params
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, where a row is not finite
 
@@ -166,6 +167,16 @@ def test_edits_and_neighbours_of_every_kind() -> None:
         expected = torch.bincount(torch.tensor([*output.tolist(), found[row]]), minlength=VOCAB)
         counted = columns.counts[len(asked) - 1 - row, 0]
         assert torch.equal(counted, expected.int() if own_params.needs_history else torch.zeros_like(counted))
+
+
+@pytest.mark.parametrize("name", extreme_logits())
+def test_extreme_parameters_draw_what_the_cpu_draws(name: str) -> None:
+    asked = [extreme_params(extreme | cut, seed) for seed, extreme in enumerate(EXTREMES) for cut in CUTS]
+    logits = extreme_logits()[name].expand(len(asked), -1).contiguous()
+    past = [(torch.tensor([3, 20, 25, 30]), torch.tensor([], dtype=torch.int64))] * len(asked)
+    expected = on_cpu(logits, asked, past)
+    assert min(expected) >= 0
+    assert on_device(logits, asked, past)[0] == expected
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

@@ -37,7 +37,10 @@ PAGE_SIZE = 16
 TOLERANCE = 1e-4
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},  # tied
-    "mistral": {"num_key_value_heads": 1},  # one for both ranks; windows
+    "mistral": {
+        "num_key_value_heads": 1,
+        "own_head": True,
+    },  # one for both ranks; windows
     "qwen2": {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 128, "vocab_size": 321},
     "qwen3": {},  # QK norm
 }

@@ -1,0 +1,109 @@
+"""The meaning of each key of config.json, as a table in the form that `shared.model_files` describes.
+
+Which values of the used keys are served, `config.py`, `rope.py` and `quantization.py` say. A key that is used
+in one family and has no effect in another (`attention_bias` in Mistral) counts as used.
+
+Keys of `Only` are read by code that all architectures of transformers share, so that they change what any
+model computes. Settings of generation are for the API process, which reads them here where the model has no
+generation_config.json. `auto_map`, whose code is never run, is in no table: the log names it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from shared.generation_keys import GENERATION_KEYS
+from shared.model_files import NO_EFFECT, USED, KeyTable, only
+
+_READ: Final = (
+    "architectures",
+    "attention_bias",
+    "head_dim",
+    "hidden_act",
+    "hidden_size",
+    "intermediate_size",
+    "layer_types",
+    "max_position_embeddings",
+    "max_window_layers",
+    "mlp_bias",
+    "model_type",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "quantization_config",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "sliding_window",
+    "tie_word_embeddings",
+    "use_sliding_window",
+    "vocab_size",
+)
+_OF_TRAINING: Final = (
+    "attention_dropout",
+    "gradient_checkpointing",
+    "initializer_range",
+    "pretraining_tp",
+    "use_cache",
+)
+_OF_TOKENS: Final = (
+    "bos_token_id",
+    "decoder_start_token_id",
+    "pad_token_id",
+    "sep_token_id",
+    "tokenizer_class",
+)
+_OF_OTHER_TASKS: Final = (
+    "add_cross_attention",
+    "cross_attention_hidden_size",
+    "finetuning_task",
+    "id2label",
+    "is_decoder",
+    "label2id",
+    "num_labels",
+    "prefix",
+    "problem_type",
+    "task_specific_params",
+    "tie_encoder_decoder",
+)
+_OF_THE_LIBRARY: Final = (
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_commit_hash",
+    "_name_or_path",
+    "attn_implementation",
+    "chunk_size_feed_forward",
+    "dtype",  # ours is chosen by --dtype
+    "experts_implementation",
+    "name_or_path",
+    "output_attentions",
+    "output_hidden_states",
+    "pruned_heads",
+    "return_dict",
+    "tf_legacy_loss",
+    "torch_dtype",
+    "torchscript",
+    "transformers_version",
+    "use_bfloat16",
+)
+CONFIG_KEYS: Final[KeyTable] = {
+    **dict.fromkeys((*GENERATION_KEYS, *_READ), USED),
+    **dict.fromkeys((*_OF_TRAINING, *_OF_TOKENS, *_OF_OTHER_TASKS, *_OF_THE_LIBRARY), NO_EFFECT),
+    "attention_chunk_size": only(None),
+    "attribute_map": only(None, {}),  # names that stand for others
+    "compression_config": only(None),  # an older name of quantization_config
+    "configuration_files": only(None),  # another file instead of this one
+    "decoder": only(None),
+    "fusion_config": only(None, {}),
+    "generator": only(None),
+    "is_causal": only(True),
+    "is_encoder_decoder": only(None, False),
+    "kv_sharing_modes": only(None),
+    "per_layer_config": only(None, {}),
+    "text_config": only(None),
+    "text_encoder": only(None),
+    "transformers_weights": only(None),  # another file instead of model.safetensors
+}

@@ -1,0 +1,81 @@
+"""A model directory as the API process takes it: what is refused, and what is said in the log."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from engine.api.model import ServedModel, UnusableModel, load_model
+from shared.tokenizer import UnusableTokenizer
+from tests.engine.api.tiny import EOS, write_model_dir
+
+
+def load(directory: Path) -> ServedModel:
+    return load_model(directory, name="m", created=0)
+
+
+def change(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def test_a_tokenizer_that_panics_is_refused_before_it_serves(tmp_path: Path) -> None:
+    strip = {"type": "Strip", "content": " ", "start": 0, "stop": 1}
+    change(
+        write_model_dir(tmp_path) / "tokenizer.json",
+        decoder={"type": "Sequence", "decoders": [{"type": "Fuse"}, strip]},
+    )
+    with pytest.raises(UnusableTokenizer, match="cannot be loaded: the tokenizers library panicked"):
+        load(tmp_path)
+    change(tmp_path / "tokenizer.json", added_tokens=[])
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(UnusableModel, match="cannot be used: the tokenizers library panicked"):
+        load(tmp_path)
+
+
+def test_keys_that_mean_nothing_are_named_in_a_line_for_each_file(tmp_path: Path) -> None:
+    write_model_dir(tmp_path)
+    change(tmp_path / "tokenizer_config.json", chat_templat="x", eos_tokn="y", eos_token=EOS)
+    change(tmp_path / "generation_config.json", **{f"key_{i}": i for i in range(500)})
+    with capture_logs() as lines:
+        load(tmp_path)
+    said = {line["file"]: line["names"] for line in lines if line["event"] == "engine.keys_ignored"}
+    assert said["tokenizer_config.json"] == ("chat_templat", "eos_tokn")
+    assert said["generation_config.json"][-1] == "and 480 more"
+
+
+def test_a_model_whose_answers_do_not_end_is_warned_of(tmp_path: Path) -> None:
+    (write_model_dir(tmp_path) / "generation_config.json").write_text("{}")
+    with capture_logs() as lines:
+        assert load(tmp_path).eos_ids == frozenset()
+    assert [line["event"] for line in lines] == ["engine.no_end_token"]
+
+
+def test_a_model_without_oddities_says_nothing(tmp_path: Path) -> None:
+    with capture_logs() as lines:
+        model = load(write_model_dir(tmp_path))
+    assert lines == []
+    assert model.eos_ids == {model.tokenizer.encode(EOS)[0]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"split_special_tokens": True}, "split_special_tokens true"),
+        ({"fix_mistral_regex": True}, "fix_mistral_regex true"),
+        ({"fast_tokenizer_files": ["tokenizer.json", "tokenizer.5.0.0.json"]}, "fast_tokenizer_files"),
+        ({"extra_special_tokens": "<x>"}, "extra_special_tokens"),
+        ({"added_tokens_decoder": {"1": {"content": "<x>", "colour": "red"}}}, "colour"),
+        ({"added_tokens_decoder": {"one": {"content": "<x>"}}}, "one"),
+        ({"added_tokens_decoder": {"9999": {"content": "<new>"}}}, "<new>.* is declared as 9999"),
+    ],
+)
+def test_tokenizers_that_would_encode_otherwise_are_refused_by_name(
+    tmp_path: Path, fields: dict[str, Any], named: str
+) -> None:
+    change(write_model_dir(tmp_path) / "tokenizer_config.json", **fields)
+    with pytest.raises(UnusableTokenizer, match=named):
+        load(tmp_path)

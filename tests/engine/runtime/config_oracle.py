@@ -1,0 +1,232 @@
+"""One configuration, loaded by transformers and by the engine: do they compute the same?
+
+Checkpoints are made once for each set of tensors; a configuration is its own config.json beside a link to one
+of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engine.core.messages import Plan, SamplingParams, SlotStart
+from engine.runtime import load as loading
+from engine.runtime.batch import assemble
+from engine.runtime.config import RunnerConfig
+from engine.runtime.errors import ModelError
+from engine.runtime.kv_cache import KVCache, KVGeometry
+from engine.runtime.slots import Slots
+
+TOLERANCE = 1e-4
+PAGE_SIZE = 16
+PROMPT_LEN, DECODED = 44, 4
+TOKENS = PROMPT_LEN + DECODED
+"""More than any window of the matrix."""
+KERNELS = ("native", "torch")
+
+
+class Outcome(Enum):
+    EQUAL = "equal"
+    REFUSED = "refused"
+    WRONG = "wrong"
+    """The engine computes something else, or what nobody could compare."""
+    BOTH_REFUSE = "both refuse"
+    NO_ORACLE = "only transformers refuses"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    outcome: Outcome
+    said: str
+    """The engine's refusal, or how far apart the two are."""
+    heard: tuple[str, ...] = ()
+    """What the engine's log says of the load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The tensors of a checkpoint: those of `model_type` in these sizes."""
+
+    model_type: str
+    hidden: int = 32
+    intermediate: int = 48
+    layers: int = 2
+    heads: int = 2
+    kv_heads: int = 1
+    head_dim: int = 16
+    vocab: int = 64
+    biases: bool = False
+    """Of attention and MLP, where the family may have them."""
+    head: str = "none"
+    """`own`, `none`, or `tied`: a copy of the embedding."""
+
+    def config(self, **fields: Any) -> dict[str, Any]:
+        """A plain config.json for them."""
+        names = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2"}
+        plain = {
+            "architectures": [f"{names.get(self.model_type, 'Qwen3')}ForCausalLM"],
+            "model_type": self.model_type,
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "silu",
+            "tie_word_embeddings": self.head != "own",
+        }
+        if self.biases:
+            plain |= {"attention_bias": True, "mlp_bias": True}
+        return plain | fields
+
+    def tensors(self) -> dict[str, Tensor]:
+        family, q, kv = self.model_type, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        qkv_bias = family == "qwen2" or (self.biases and family in ("llama", "qwen3"))
+        output_bias, mlp_bias = qkv_bias and family != "qwen2", self.biases and family == "llama"
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (self.vocab, self.hidden),
+            "model.norm.weight": (self.hidden,),
+        }
+        for layer in range(self.layers):
+            at = f"model.layers.{layer}"
+            for name, rows, columns, bias in (
+                ("self_attn.q_proj", q, self.hidden, qkv_bias),
+                ("self_attn.k_proj", kv, self.hidden, qkv_bias),
+                ("self_attn.v_proj", kv, self.hidden, qkv_bias),
+                ("self_attn.o_proj", self.hidden, q, output_bias),
+                ("mlp.gate_proj", self.intermediate, self.hidden, mlp_bias),
+                ("mlp.up_proj", self.intermediate, self.hidden, mlp_bias),
+                ("mlp.down_proj", self.hidden, self.intermediate, mlp_bias),
+            ):
+                shapes[f"{at}.{name}.weight"] = rows, columns
+                if bias:
+                    shapes[f"{at}.{name}.bias"] = (rows,)
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                shapes[f"{at}.{norm}.weight"] = (self.hidden,)
+            if family == "qwen3":
+                for norm in ("q_norm", "k_norm"):
+                    shapes[f"{at}.self_attn.{norm}.weight"] = (self.head_dim,)
+        if self.head == "own":
+            shapes["lm_head.weight"] = self.vocab, self.hidden
+        tensors = {name: _made_up(name, shape) for name, shape in shapes.items()}
+        if self.head == "tied":
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        return tensors
+
+
+def _made_up(name: str, shape: tuple[int, ...]) -> Tensor:
+    """From the name alone, and so large that attention is far from even."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+    if "norm" in name:
+        return 1 + values / 5
+    return values * (0.5 if len(shape) == 1 or "embed" in name or "lm_head" in name else 0.3)
+
+
+@dataclass
+class Workshop:
+    """Where configurations are tried, in a directory that they share."""
+
+    path: Path
+    _files: dict[Weights, Path] = field(default_factory=dict)
+
+    def verdict(self, weights: Weights, config: Mapping[str, Any] | str) -> Verdict:
+        """`config`: config.json, or its text."""
+        text = config if isinstance(config, str) else json.dumps(config)
+        model = self.path / "model"
+        model.mkdir(exist_ok=True)
+        (model / "config.json").write_text(text)
+        link = model / "model.safetensors"
+        link.unlink(missing_ok=True)
+        os.link(self._file(weights), link)
+        theirs, heard = _theirs(model), list[str]()
+        try:
+            ours = {kernels: our_logprobs(model, kernels, heard) for kernels in KERNELS}
+        except ModelError as error:
+            computed = isinstance(theirs, Tensor | Contradiction)
+            return Verdict(Outcome.REFUSED if computed else Outcome.BOTH_REFUSE, str(error))
+        if isinstance(theirs, Exception):
+            return Verdict(Outcome.NO_ORACLE, f"{type(theirs).__name__}: {theirs}", tuple(heard))
+        if isinstance(theirs, Contradiction):
+            return Verdict(Outcome.WRONG, theirs.what, tuple(heard))
+        error = torch.stack([(own - theirs).abs().max() for own in ours.values()]).max()
+        outcome = Outcome.EQUAL if error < TOLERANCE else Outcome.WRONG
+        return Verdict(outcome, f"off by {error:.2g}", tuple(heard))
+
+    def _file(self, weights: Weights) -> Path:
+        if weights not in self._files:
+            file = self.path / f"{len(self._files)}.safetensors"
+            save_file(weights.tensors(), file, {"format": "pt"})
+            self._files[weights] = file
+        return self._files[weights]
+
+
+@dataclass(frozen=True, slots=True)
+class Contradiction:
+    """transformers loads the model, and there is no one answer: it is to be refused."""
+
+    what: str
+
+
+def _theirs(path: Path) -> Tensor | Contradiction | Exception:
+    """[TOKENS, vocab], by its real way of loading."""
+    import transformers
+
+    try:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, output_loading_info=True
+        )
+        if info["missing_keys"]:
+            return Contradiction(f"transformers makes up {sorted(info['missing_keys'])}")
+        with torch.inference_mode():
+            return _both_ways(model.eval())
+    except Exception as error:  # any: the oracle has no answer
+        return error
+
+
+def _both_ways(model: Any) -> Tensor | Contradiction:
+    """All tokens in one pass, and as `generate` has them, with a cache that may be of another mind."""
+    ids = torch.tensor([tokens(model.config.vocab_size)])
+    whole: Tensor = model(ids, use_cache=False).logits[0].log_softmax(-1)
+    step = model(ids[:, :PROMPT_LEN], use_cache=True)
+    for at in range(PROMPT_LEN, TOKENS):
+        step = model(ids[:, at : at + 1], past_key_values=step.past_key_values, use_cache=True)
+        difference = (step.logits[0, -1].log_softmax(-1) - whole[at]).abs().max()
+        if not difference < TOLERANCE:
+            return Contradiction(f"transformers generates what is {difference:.2g} from its own forward pass")
+    return whole
+
+
+def tokens(vocab_size: int) -> list[int]:
+    return [(7 * i + i * i) % vocab_size for i in range(TOKENS)]
+
+
+@torch.inference_mode()
+def our_logprobs(path: Path, kernels: str, heard: list[str]) -> Tensor:
+    """[TOKENS, vocab], by the engine's way of loading: a prompt, then one token after the other."""
+    settings = RunnerConfig(str(path), device="cpu", dtype="float32", kernels=kernels, page_size=PAGE_SIZE)
+    config = loading.read_model(settings, heard.append)
+    config, checkpoint = loading.checked_checkpoint(settings, config, torch.float32, heard.append)
+    network = loading.host_network(settings, config, checkpoint, torch.float32, max_model_len=TOKENS)
+    geometry = KVGeometry(config.layers, config.kv_heads, PAGE_SIZE, config.head_dim, torch.float32)
+    pages = -(-TOKENS // PAGE_SIZE)
+    model = network.attach(KVCache(geometry, pages))
+    slots = Slots(1, TOKENS, PAGE_SIZE, config.vocab_size)
+    start = SlotStart(0, tokens(config.vocab_size), TOKENS, SamplingParams(seed=0, max_tokens=1))
+    slots.apply(Plan(0, [], [start], [(0, list(range(pages)))], [], [], [], []))
+    rows = [(0, PROMPT_LEN), *((at, 1) for at in range(PROMPT_LEN, TOKENS))]
+    steps = [Plan(0, [], [], [], [0], [at], [length], [False]) for at, length in rows]
+    hidden = torch.cat([model.forward(assemble(step, slots)).clone() for step in steps])
+    return model.logits(hidden).log_softmax(-1)

@@ -1,0 +1,144 @@
+"""Whatever config.json says: what transformers computes, or a refusal by name.
+
+First each key by itself, in every family: present, absent, moved, in old and new spelling. Then a thousand
+odd configurations, drawn from seeds: keys that contradict each other, are there twice, misspelt, or another
+family's.
+
+A case counts when transformers computes something. Then the engine computes the same, with native and with
+torch kernels, or refuses. Where transformers raises, as it does for many a type or value out of range, nobody
+can say what is right: such cases are not counted, and the odd ones are drawn again.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from engine.runtime.models.keys import CONFIG_KEYS
+from tests.engine.runtime.config_oracle import Outcome, Verdict, Weights, Workshop
+from tests.engine.runtime.odd_configs import (
+    FAMILIES,
+    FULL,
+    LLAMA3,
+    NONSENSE,
+    ORIGINAL,
+    SHAPING,
+    SLIDING,
+    UNKNOWN,
+    WITHOUT_EFFECT,
+    Odd,
+    drawn,
+)
+
+ODD_COUNTED = 250
+"""Of each of the four seeds."""
+ODD_DRAWN_MAX = 400
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    with warnings.catch_warnings(action="ignore"):
+        yield Workshop(tmp_path_factory.mktemp("configurations"))
+
+
+def judged(workshop: Workshop, odd: Odd) -> Verdict:
+    """The verdict, which is right, names what is refused, and logs what is ignored."""
+    verdict = workshop.verdict(odd.weights, odd.text)
+    assert verdict.outcome is not Outcome.WRONG, f"{verdict.said}: {odd}"
+    if verdict.outcome is Outcome.REFUSED:
+        assert "tensors" in verdict.said or any(key in verdict.said for key in odd.keys), f"{verdict}: {odd}"
+    if verdict.outcome is Outcome.EQUAL:
+        heard = "\n".join(verdict.heard)
+        assert all(key in heard for key in odd.keys - CONFIG_KEYS.keys()), f"{verdict}: {odd}"
+    return verdict
+
+
+def singles(family: str) -> Iterator[Odd]:
+    """Every value of every key by itself; those that all families share, in one family each."""
+    own = Weights(family), Weights(family, head="own"), Weights(family, biases=True)
+    for name, values in SHAPING.items():
+        weights = own[1 if name == "tie_word_embeddings" else 2 if name.endswith("bias") else 0]
+        yield from (Odd(weights, {name: value}, {}) for value in values)
+    for table in (NONSENSE, WITHOUT_EFFECT, UNKNOWN):
+        for i, (name, values) in enumerate(table.items()):
+            if FAMILIES[i % len(FAMILIES)] == family:
+                yield from (Odd(own[0], {name: value}, {}) for value in values)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+SCALED = {"rope_type": "llama3", **LLAMA3, **ORIGINAL}
+PLAIN = {"rope_type": "default", "rope_theta": 300.0}
+KNOWN: Mapping[str, tuple[Outcome, Weights, Mapping[str, Any]]] = {
+    "YaRN beside rope_parameters": (
+        Outcome.REFUSED,
+        Weights("qwen3"),
+        {"rope_parameters": PLAIN, "rope_scaling": YARN},
+    ),
+    "llama3 beside rope_parameters": (
+        Outcome.EQUAL,
+        Weights("llama"),
+        {"rope_parameters": PLAIN, "rope_scaling": SCALED},
+    ),
+    "llama3 with an original length at the top level": (
+        Outcome.EQUAL,
+        Weights("llama"),
+        {"rope_parameters": SCALED, "original_max_position_embeddings": 48},
+    ),
+    "a head beside tied embeddings": (
+        Outcome.EQUAL,
+        Weights("llama", head="own"),
+        {"tie_word_embeddings": True},
+    ),
+    "Mistral with layer types": (
+        Outcome.EQUAL,
+        Weights("mistral"),
+        {"sliding_window": 12, "layer_types": [SLIDING, FULL]},
+    ),
+    "Mistral under the architecture of Llama": (
+        Outcome.REFUSED,
+        Weights("mistral"),
+        {"sliding_window": 12, "architectures": ["LlamaForCausalLM"]},
+    ),
+    "Llama with a window in its cache alone": (Outcome.REFUSED, Weights("llama"), {"sliding_window": 12}),
+    "attention to the future": (Outcome.REFUSED, Weights("llama"), {"is_causal": False}),
+    "a number that is none": (Outcome.REFUSED, Weights("llama"), {"rms_norm_eps": math.nan}),
+    "a number that is none, and not read": (Outcome.EQUAL, Weights("llama"), {"attention_dropout": math.nan}),
+}
+
+
+@pytest.mark.parametrize(("outcome", "weights", "changes"), KNOWN.values(), ids=KNOWN.keys())
+def test_configurations_that_are_easily_misread(
+    workshop: Workshop, outcome: Outcome, weights: Weights, changes: Mapping[str, Any]
+) -> None:
+    assert judged(workshop, Odd(weights, changes, {})).outcome is outcome
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_key_by_itself_is_as_in_transformers_or_refused(workshop: Workshop, family: str) -> None:
+    outcomes = Counter(judged(workshop, odd).outcome for odd in singles(family))
+    assert outcomes[Outcome.EQUAL] >= 60, outcomes
+    assert outcomes[Outcome.REFUSED] >= 20, outcomes
+    assert outcomes[Outcome.NO_ORACLE] <= 5, outcomes
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_odd_configurations_are_as_in_transformers_or_refused(workshop: Workshop, seed: int) -> None:
+    rng, outcomes = random.Random(seed), Counter[Outcome]()
+    for _ in range(ODD_DRAWN_MAX):
+        outcomes[judged(workshop, drawn(rng)).outcome] += 1
+        if outcomes[Outcome.EQUAL] + outcomes[Outcome.REFUSED] == ODD_COUNTED:
+            break
+    assert outcomes[Outcome.EQUAL] + outcomes[Outcome.REFUSED] == ODD_COUNTED, outcomes
+    assert outcomes[Outcome.EQUAL] >= 100, outcomes
+    assert outcomes[Outcome.REFUSED] >= 60, outcomes
+    assert outcomes[Outcome.NO_ORACLE] <= ODD_DRAWN_MAX // 20, outcomes
