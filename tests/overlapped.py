@@ -9,7 +9,6 @@ have: aborts and pauses come between a plan and its launch, between launches, an
 from __future__ import annotations
 
 import random
-from contextlib import suppress
 
 from engine.core.messages import Plan
 from tests.async_runner import AsyncRunner, Flight
@@ -35,19 +34,13 @@ class OverlappedSimulation(_Simulation):
         return self._runner
 
     def _unread_slots(self) -> list[int]:
-        unread = []
-        for slot in range(self._config.slots):
-            with suppress(KeyError):
-                if self._scheduler.running(slot).is_paused:
-                    unread.append(slot)
-        return unread
+        return [s.slot for s in self._running() if s.is_paused and s.slot is not None]
 
     def _pause(self, handles: list[int], *, in_flight: int) -> None:
         super()._pause(handles, in_flight=self._uncommitted)
 
     def _step(self) -> None:
-        self._note_overdue()
-        self._watch.before_plan()
+        self._before_plan()
         following = self._launch_next()
         if self._flying is not None:
             self._land(*self._flying)
@@ -65,8 +58,6 @@ class OverlappedSimulation(_Simulation):
             return None
         self._uncommitted += 1
         self._check_plan(plan)
-        self._watch.after_plan(plan)
-        assert self._watch.worst <= 1.0, "somebody starves"
         flight = self._runner.launch(plan)
         self._disturb()
         self._steps += 1

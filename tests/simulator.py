@@ -9,9 +9,10 @@ been. At moments as random their readers fall behind and catch up, some of them 
 Whenever anything happens laws 1 and 2 are checked (`Scheduler.check`; in large worlds only now and
 then), and every plan is (`FakeRunner`), which computes nothing for a sequence that is paused; at every
 admission, that nobody who waits was passed by more of those who came later than the bound of
-`engine.core.policy` says; at the end, that every sequence ended exactly once, that its tokens are those
-of its solo run (law 3), that its times add up, that it ended at a deadline if it came to one and only
-then, and that all pages came back. A broken law is an AssertionError.
+`engine.core.policy` says; whenever a sequence yields its seat, that it was not the eldest of its tenant, and
+that one of another tenant and of no lower class was seated; at the end, that every sequence ended exactly
+once, that its tokens are those of its solo run (law 3), that its times add up, that it ended at a deadline
+if it came to one and only then, and that all pages came back. A broken law is an AssertionError.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -38,7 +40,9 @@ from engine.core.messages import (
     StepOutput,
     TokenLogprobs,
 )
+from engine.core.policy import age
 from engine.core.scheduler import Scheduler
+from engine.core.sequence import Sequence
 from engine.core.swap import Preference, if_cheaper
 from tests.fake_runner import FakeRunner, runner_info, solo
 
@@ -78,7 +82,6 @@ class SimConfig:
     tenants: int = 1
     classes: int = 1
     """Service classes that requests are of."""
-    """Sequences with a bound of their own on waiting, and those with one on their whole life."""
     arrival_gap_s: float = 0.02
     abort_share: float = 0.2
     """Sequences that are aborted at a random moment."""
@@ -169,6 +172,7 @@ class Report:
     steps: int
     computed_tokens: int
     preemptions: int
+    yields: int
     swaps_out: int
     swaps_in: int
     hit_tokens: int
@@ -219,6 +223,9 @@ class _Simulation:
         self._now = 0.0
         self._lives: dict[int, Life] = {}
         self._unfinished: dict[int, Life] = {}
+        self._yields = Counter[int]()
+        self._ran: list[Sequence] = []
+        """Who ran before the plan."""
         self._steps = 0
         self._computed_tokens = 0
 
@@ -239,6 +246,7 @@ class _Simulation:
             steps=self._steps,
             computed_tokens=self._computed_tokens,
             preemptions=stats.preemptions,
+            yields=self._yields.total(),
             swaps_out=stats.swaps_out,
             swaps_in=stats.swaps_in,
             hit_tokens=stats.prefix_hit_tokens,
@@ -356,14 +364,11 @@ class _Simulation:
         self._check_laws()
 
     def _step(self) -> None:
-        self._note_overdue()
-        self._watch.before_plan()
+        self._before_plan()
         plan = self._scheduler.plan(self._now)
         self._check_laws()
         if plan is not None:
             self._check_plan(plan)
-            self._watch.after_plan(plan)
-            assert self._watch.worst <= 1.0, "somebody starves"
             self._disturb()
             result = self._runner.run(plan)
             self._now += self._step_s(plan)
@@ -376,6 +381,11 @@ class _Simulation:
         assert plan is None or output is not None, "a step without a report"
         if output is not None:
             self._record(output)
+
+    def _before_plan(self) -> None:
+        self._note_overdue()
+        self._watch.before_plan()
+        self._ran = self._running()
 
     def _step_s(self, plan: Plan) -> float:
         copies = len(plan.swapped_out) + len(plan.swapped_in)
@@ -394,6 +404,29 @@ class _Simulation:
         for slot in {*plan.slots, *seated, *(slot for slot, _ in plan.grown)}:
             life = self._lives[self._scheduler.running(slot).handle]
             assert life.paused_at is None, "something is planned that nobody reads"
+        self._watch.after_plan(plan)
+        assert self._watch.worst <= 1.0, "somebody starves"
+        self._check_yields(plan)
+
+    def _check_yields(self, plan: Plan) -> None:
+        """Rule J of the scheduler, as far as it is seen from outside."""
+        ran = [*self._ran, *self._running()]
+        seated = [self._scheduler.running(start.slot) for start in plan.seated]
+        for sequence in [*self._scheduler.willing, *seated]:
+            if sequence.yields == self._yields[sequence.handle]:
+                continue
+            self._yields[sequence.handle] = sequence.yields
+            assert any(s.tenant == sequence.tenant and age(s) < age(sequence) for s in ran)
+            assert any(
+                s.tenant != sequence.tenant and s.service_class >= sequence.service_class for s in seated
+            )
+
+    def _running(self) -> list[Sequence]:
+        running = []
+        for slot in range(self._config.slots):
+            with suppress(KeyError):
+                running.append(self._scheduler.running(slot))
+        return running
 
     def _disturb(self) -> None:
         """Messages that come while a step is being run."""

@@ -36,6 +36,9 @@ parameters on an older GPU."""
 LOAD: Final = 0.9
 """Of the rate that the engine reaches when everything is there at once."""
 CALM_LOAD: Final = 0.7
+LIGHT_LOAD: Final = 0.3
+SEATS: Final = 64
+CROWD_LEAD_S: Final = 5.0
 PRESSURE: Final = 1.2
 """How much more KV the sequences need that have slots than there is."""
 PRESSED_SLOTS: Final = 64
@@ -136,6 +139,28 @@ class Bench:
             )  # fmt: skip
         return found
 
+    def seats(self) -> list[Figure]:
+        """Before anybody else comes, one tenant has taken every slot for long answers, and twice as many of
+        its requests wait. Those of it that yield their seats are computed again, or kept in host memory."""
+        per_s = LIGHT_LOAD * capacity(TENANTS_CHAT, self._count, replace(self._engine, slots=SEATS))
+        found = []
+        for host_pages, where, target in ((0, "", 2.0), (100_000, ", with host memory", 1.2)):
+            engine = replace(self._engine, slots=SEATS, host_pages=host_pages)
+            calm, crowded, yields = [], [], []
+            for seed in self._seeds:
+                traffic = TENANTS_CHAT.traffic(seed, self._count, per_s)
+                requests = [replace(r, at_s=r.at_s + CROWD_LEAD_S) for r in traffic]
+                steps = requests[-1].at_s / COST.fixed_s
+                crowd = [Request(0.0, 400, round(steps / 3), "crowd") for _ in range(3 * SEATS)]
+                calm.append(simulate(requests, engine))
+                crowded.append(simulate([*crowd, *requests], engine))
+                yields += [o.preemptions for o in crowded[-1].outcomes if o.request.tenant == "crowd"]
+            name = f"seats: others' TTFT p99 / without the crowd{where}"
+            found += _ratios(name, crowded, calm, lambda r: r.tenant != "crowd", at_most(target))
+            name = f"seats: yields of one of the crowd{where}"
+            found.append(figure(name, statistics.mean(yields), "/request"))
+        return found
+
     def pressed(self) -> list[Figure]:
         """The pool holds 1 / 1.2 of what as many average sequences as there are slots need at their ends."""
         roomy = replace(self._engine, pages=100_000, slots=PRESSED_SLOTS)
@@ -180,6 +205,7 @@ PARTS: Final[Mapping[str, Callable[[Bench], list[Figure]]]] = {
     "trace": Bench.trace,
     "long-in-short": Bench.long_in_short,
     "flood": Bench.flood,
+    "seats": Bench.seats,
     "pressed": Bench.pressed,
     "tail": Bench.tail,
 }

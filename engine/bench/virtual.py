@@ -28,6 +28,7 @@ from engine.core.messages import (
 from engine.core.planner import Planner
 from engine.core.policy import ELDER_TURN, RESPONSE_RATIO, Discipline
 from engine.core.scheduler import Scheduler
+from engine.core.sequence import Sequence as Admitted
 from engine.core.sequence import Status
 
 VOCAB_SIZE: Final = 1000
@@ -93,38 +94,43 @@ class Run:
 
 class TurnWatch:
     """Counts, for everybody who waits, by how many who came later it was passed, and how many who came
-    before it were admitted. Who leaves the queue, or waits for its reader, is counted anew after that."""
+    before it were admitted. Those of another tenant count only in plans before and after which nobody of its
+    own ran. Who leaves the queue, or waits for its reader, is counted anew after that."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._queue: dict[int, tuple[float, Status]] = {}
+        self._queue: dict[int, tuple[float, Status, str]] = {}
+        self._tenants: set[str] = set()
+        """Of whom somebody ran before the plan, or after it."""
         self._passed_by: dict[int, int] = {}
         self._elders_admitted: dict[int, int] = {}
         self.worst: float = 0.0
 
     def before_plan(self) -> None:
-        self._queue = {s.handle: (s.arrived_at, s.status) for s in self._scheduler.willing}
+        self._queue = {s.handle: (s.arrived_at, s.status, s.tenant) for s in self._scheduler.willing}
+        self._tenants = set(self._scheduler.seats.slots)
         for counts in (self._passed_by, self._elders_admitted):
             for handle in counts.keys() - self._queue.keys():
                 del counts[handle]
 
     def after_plan(self, plan: Plan) -> None:
         seated = [self._scheduler.running(start.slot) for start in plan.seated]
+        self._tenants |= self._scheduler.seats.slots.keys()
         here = {s.handle for s in (*self._scheduler.willing, *seated)}
         self._queue = {handle: entry for handle, entry in self._queue.items() if handle in here}
         for admitted in seated:
-            _, status = self._queue.pop(admitted.handle, (0.0, Status.PREEMPTED))
+            _, status, _ = self._queue.pop(admitted.handle, (0.0, Status.PREEMPTED, ""))
             self._passed_by.pop(admitted.handle, None)
             self._elders_admitted.pop(admitted.handle, None)
-            self._count(admitted.arrived_at, admitted.handle, brings_pages=status is Status.STALLED)
+            self._count(admitted, brings_pages=status is Status.STALLED)
 
-    def _count(self, arrived_at: float, handle: int, *, brings_pages: bool) -> None:
-        for other, (other_arrived_at, status) in self._queue.items():
+    def _count(self, admitted: Admitted, *, brings_pages: bool) -> None:
+        for other, (arrived_at, status, tenant) in self._queue.items():
             if status is Status.STALLED:
                 continue
-            if (arrived_at, handle) < (other_arrived_at, other):
+            if (admitted.arrived_at, admitted.handle) < (arrived_at, other):
                 self._elders_admitted[other] = self._elders_admitted.get(other, 0) + 1
-            elif not brings_pages:
+            elif not brings_pages and (tenant == admitted.tenant or tenant not in self._tenants):
                 passed_by = self._passed_by[other] = self._passed_by.get(other, 0) + 1
                 bound = (ELDER_TURN - 1) * (self._elders_admitted.get(other, 0) + 1)
                 self.worst = max(self.worst, passed_by / bound)

@@ -5,8 +5,9 @@ The rules A to I that are named here stand at the head of `engine.core.scheduler
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from engine.core import policy
@@ -19,10 +20,38 @@ from engine.core.sequence import Phase, Sequence, Status
 from engine.core.step import Batch, InFlight, News
 from engine.core.swap import Start
 from engine.core.tenants import TenantCounters
-from engine.core.waiting import WaitingRoom
+from engine.core.waiting import Candidate, WaitingRoom
 
 PASSED_MAX: Final = 16
-"""Sequences that one plan passes over by rule D."""
+"""Sequences of one tenant that one plan passes over by rule D."""
+NO_CLASS: Final = -1
+
+
+@dataclass(slots=True)
+class Barred:
+    """Who is admitted no more by this plan, since somebody before did not fit: those of its tenant and of no
+    higher class, and of all tenants, when nobody of its own runs whose end would make room for it."""
+
+    of_all: int = NO_CLASS
+    """This class, and those below."""
+    of_tenant: dict[str, int] = field(default_factory=dict)
+    passed: Counter[str] = field(default_factory=Counter)
+    """By rule D, by tenant."""
+
+    def has(self, sequence: Sequence) -> bool:
+        return sequence.service_class <= max(self.of_all, self.of_tenant.get(sequence.tenant, NO_CLASS))
+
+    def add(self, candidate: Candidate, *, runs: bool) -> None:
+        """This one did not fit; `runs` says whether others of its tenant do."""
+        sequence = candidate.sequence
+        below: int = max(ServiceClass) if candidate.in_turn else sequence.service_class
+        self.of_all = max(self.of_all, NO_CLASS if runs else below)
+        self.of_tenant[sequence.tenant] = max(self.of_tenant.get(sequence.tenant, NO_CLASS), below)
+
+    def pass_over(self, sequence: Sequence) -> None:
+        self.passed[sequence.tenant] += 1
+        if self.passed[sequence.tenant] == PASSED_MAX:
+            self.of_tenant[sequence.tenant] = max(ServiceClass)
 
 
 @dataclass(slots=True)
@@ -66,7 +95,7 @@ class Planner:
             return  # as in most steps
         circumstances = self._circumstances(now)
         batch.open_to_prompts(self._prompt_room_s(batch, circumstances), circumstances.cost)
-        if self.room.has_free_slot or self.room.is_outranked():  # else the queue would be ranked for nothing
+        if self.room.has_free_slot or self.room.may_displace(now):  # else there is nothing to rank for
             self._admit(batch, news, circumstances)
         for sequence in self.waiting.rank(batch.unplanned, circumstances):
             batch.add_chunk(sequence)
@@ -86,27 +115,24 @@ class Planner:
 
     def _admit(self, batch: Batch, news: News, circumstances: Circumstances) -> None:
         room, now = self.room, circumstances.now
-        blocked: ServiceClass | None = None
-        passed = 0
+        barred = Barred()
         for candidate in self.waiting.candidates(batch.unplanned, circumstances):
             sequence = candidate.sequence
-            if batch.is_full or passed == PASSED_MAX or blocked is max(ServiceClass):
+            if batch.is_full or barred.of_all == max(ServiceClass):
                 return
             if sequence.status is Status.RUNNING:
                 batch.add_chunk(sequence)
                 continue
-            if blocked is not None and sequence.service_class <= blocked and not candidate.in_turn:
+            if barred.has(sequence) and not candidate.in_turn:
                 continue
             start = room.start(sequence)
             sequence.expected_len = len(sequence.tokens) - start.computed_len
             if not candidate.in_turn and self._is_coming(sequence, start, batch):
-                passed += 1
+                barred.pass_over(sequence)
             elif room.fits(sequence, start) or room.displace(sequence, start, batch, now):
                 self._seat(sequence, start, batch, news, now)
-            elif candidate.in_turn:
-                return
             else:
-                blocked = sequence.service_class
+                barred.add(candidate, runs=sequence.tenant in room.seats.slots)
 
     def _is_coming(self, sequence: Sequence, start: Start, batch: Batch) -> bool:
         """Whether a chunk of this very plan, or of one in flight, works towards the next page that

@@ -16,21 +16,24 @@ The rank of those who wait is the *weighted response ratio*; the highest goes fi
 - Who runs and still computes its prompt is ranked by what is left of it, so that a short prompt
   passes a long one that has begun, and a long one that is nearly done is finished before another.
 - A preempted sequence, swapped or not, stands level with the best newcomer of its class or a lower one,
-  and before it.
+  and before it; one that yielded its seat to another tenant, with the best of its own tenant.
 - Whoever holds pages already, back from a stall, goes first: seating it costs no computation.
 
 *Nobody starves.* A ratio alone promises nothing: a share may be tiny, and others keep coming. So the
 eldest of those who wait, by arrival, has the next turn once `ELDER_TURN - 1` others in a row were
 admitted before it. In its turn nobody passes it, of whatever class, and pages are kept for it until it
-fits. The bound:
+fits. But while others of its tenant run, it is they who make room for it, and no other tenant waits for
+that: nobody of its tenant passes it from then on, and the turn goes to the eldest of the others. The bound:
 
     of the sequences that came after one, at most ELDER_TURN - 1 = 15 are admitted before it, and 15
-    more for every admission of a sequence that came before it.
+    more for every admission of a sequence that came before it; those of other tenants are counted
+    while nobody of its own runs.
 
 For of any sixteen admissions in a row one was the eldest's, and as long as somebody waits, the eldest
-is that somebody or came before. Hence with k before it in the queue, and none of them preempted, it is
-admitted with the 16 * (k + 1)-th admission at the latest. Not counted are those who wait for their
-readers, and those who come back from a stall with their pages. (`engine.core.waiting` keeps the turn.)
+is that somebody or came before. Hence with k before it in the queue of a lone tenant, and none of them
+preempted, it is admitted with the 16 * (k + 1)-th admission at the latest. Not counted are those who wait
+for their readers, and those who come back from a stall with their pages. (`engine.core.waiting` keeps the
+turn.)
 
 Tried, by `penstock bench scheduler --only chat flood` with each rule in the place of this one; short and long
 are p99 to first token over FIFO's on ten seeds, median and worst, and flood is the others' p99 over the calm
@@ -59,15 +62,16 @@ their p99 is 2.1 times FIFO's, a fifth less than with shortest first, within the
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from heapq import heapify, heappop, heappush
 from typing import Final
 
 from engine.core.cost import StepCost
 from engine.core.messages import ServiceClass
 from engine.core.sequence import Sequence, Status
+from engine.core.tenants import Seats
 
 WEIGHTS: Final = {ServiceClass.FLEX: 1.0, ServiceClass.DEFAULT: 4.0, ServiceClass.PRIORITY: 16.0}
 HEAD_START_S: Final = 1.0
@@ -123,15 +127,18 @@ def by_response_ratio(sequences: Iterable[Sequence], circumstances: Circumstance
         by_status[sequence.status].append(sequence)
     preempted = by_status[Status.PREEMPTED] + by_status[Status.SWAPPED]
     ranks = _ranks_of_newcomers(by_status[Status.WAITING], circumstances)
-    best = [0.0] * len(ServiceClass)
+    best: dict[str | None, list[float]] = defaultdict(lambda: [0.0] * len(ServiceClass))
+    """By class, of a tenant's newcomers, and for None of everybody's."""
     for sequence in by_status[Status.WAITING]:
-        best[sequence.service_class] = max(best[sequence.service_class], ranks[sequence.handle])
-    best = list(accumulate(best, max))  # of the newcomers of no higher class
+        for tenant in (sequence.tenant, None):
+            those, its = best[tenant], sequence.service_class
+            those[its] = max(those[its], ranks[sequence.handle])
     for sequence in (*preempted, *by_status[Status.RUNNING]):
         lead = circumstances.leads.get(sequence.tenant, 0)
         ranks[sequence.handle] = response_ratio(sequence, circumstances) * share(lead)
     for sequence in preempted:
-        ranks[sequence.handle] = max(ranks[sequence.handle], best[sequence.service_class])
+        newcomers = best[sequence.tenant if sequence.yields else None][: sequence.service_class + 1]
+        ranks[sequence.handle] = max(ranks[sequence.handle], *newcomers)
 
     def key(sequence: Sequence) -> tuple[float, bool, float, int]:
         is_new = sequence.status is Status.WAITING
@@ -163,6 +170,23 @@ def response_ratio(sequence: Sequence, circumstances: Circumstances) -> float:
     waited_s = HEAD_START_S + circumstances.now - sequence.arrived_at
     service_s = circumstances.cost.service_s(sequence.expected_len)
     return WEIGHTS[sequence.service_class] * (1.0 + waited_s / service_s)
+
+
+def may_yield(running: Iterable[Sequence], sequence: Sequence) -> list[Sequence]:
+    """Who might give its seat to `sequence`, if its tenant holds more (rule J): those of other tenants, of no
+    higher class, but of each tenant the eldest that runs. So no tenant is left with nobody, and whoever is
+    its tenant's eldest stays until it ends."""
+    eldest: dict[str, Sequence] = {}
+    for other in running:
+        if other.tenant not in eldest or age(other) < age(eldest[other.tenant]):
+            eldest[other.tenant] = other
+    return [
+        other
+        for other in running
+        if other.tenant != sequence.tenant
+        and other.service_class <= sequence.service_class
+        and other is not eldest[other.tenant]
+    ]
 
 
 def share(lead: int) -> float:
@@ -265,14 +289,39 @@ def choose_stalled(stalled: Iterable[Sequence], pages_freed: Callable[[Sequence]
     return min(stalled, key=cost)
 
 
-def by_expendability(running: Iterable[Sequence], restore_s: Callable[[Sequence], float]) -> list[Sequence]:
-    """Whom to preempt first: the lowest class; of that, who is restored at the least cost, by whichever way
-    is cheaper (`engine.core.swap`); of those, who came last."""
+def by_expendability(
+    running: Iterable[Sequence],
+    restore_s: Callable[[Sequence], float],
+    seats: Seats,
+    above: float = -math.inf,
+) -> list[Sequence]:
+    """Whom to preempt first: the lowest class; of that, the tenant that holds most, less what those before it
+    in this list hold; of its own, who is restored at the least cost, by whichever way is cheaper
+    (`engine.core.swap`); of those, who came last. Only of tenants that hold more than `above`, a dominant
+    share."""
 
-    def key(sequence: Sequence) -> tuple[int, float, float, int]:
-        return (sequence.service_class, restore_s(sequence), -sequence.arrived_at, -sequence.handle)
+    def key(sequence: Sequence) -> tuple[float, float, int]:
+        return (restore_s(sequence), -sequence.arrived_at, -sequence.handle)
 
-    return sorted(running, key=key)
+    of_class: dict[ServiceClass, dict[str, list[Sequence]]] = defaultdict(lambda: defaultdict(list))
+    for sequence in running:
+        of_class[sequence.service_class][sequence.tenant].append(sequence)
+    ordered: list[Sequence] = []
+    slots, pages = Counter[str](), Counter[str]()  # of those in the list
+    for _, of_tenant in sorted(of_class.items()):
+        for those in of_tenant.values():
+            those.sort(key=key, reverse=True)
+        shares = [(-seats.share(t, slots=-slots[t], pages=-pages[t]), t) for t in of_tenant]
+        heapify(shares)
+        while shares and -shares[0][0] > above:
+            _, tenant = heappop(shares)
+            ordered.append(least := of_tenant[tenant].pop())
+            slots[tenant] += 1
+            pages[tenant] += len(least.pages)
+            if of_tenant[tenant]:
+                share = seats.share(tenant, slots=-slots[tenant], pages=-pages[tenant])
+                heappush(shares, (-share, tenant))
+    return ordered
 
 
 def choose_victims(
@@ -280,6 +329,7 @@ def choose_victims(
     pages_needed: int,
     pages_freed: Callable[[Sequence], int],
     restore_s: Callable[[Sequence], float],
+    seats: Seats,
 ) -> list[Sequence]:
     """Whom to preempt so that `pages_needed` become available, when no stalled sequence can help: in
     the order of expendability, as few as do.
@@ -289,7 +339,7 @@ def choose_victims(
     enough, nobody is chosen.
     """
     victims, pages = [], 0
-    for sequence in by_expendability(running, restore_s):
+    for sequence in by_expendability(running, restore_s, seats):
         if pages >= pages_needed:
             break
         if freed := pages_freed(sequence):

@@ -17,6 +17,7 @@ from engine.core.messages import RunnerInfo, ServiceClass
 from engine.core.sequence import Sequence, Status
 from engine.core.step import Batch, InFlight
 from engine.core.swap import Preference, Start, Swapper
+from engine.core.tenants import Seats
 from engine.core.waiting import WaitingRoom
 
 
@@ -43,6 +44,9 @@ class Room:
         self._left: list[int] = []
         self._replaced: list[tuple[Sequence, int]] = []
         self._is_wanted = False
+        self._may_yield_from = -math.inf
+        self.seats: Final = Seats(runner.slots, runner.pages)
+        """What those who run hold, by tenant."""
         self.pages: Final = BlockManager(runner.pages, runner.page_size)
         self.swapper: Final = Swapper(runner.host_pages, self.pages, config.step_time_target_s, prefers_swap)
         self.running: Final[dict[int, Sequence]] = {}
@@ -90,7 +94,7 @@ class Room:
         running = [other for other in self.running.values() if other not in victims]
         headroom = self._watermark_pages if running else 0
         everybody = [sequence, *running]
-        if any(s.preemptions >= self._config.preemptions_max for s in everybody):  # rule C
+        if any(s.is_protected(self._config.preemptions_max) for s in everybody):  # rule C
             growth = sum(self._pages_max(s) - len(s.pages) for s in everybody)
             headroom = max(headroom, growth - (known_pages - len(sequence.pages)))
         lacking = takes + headroom - self.pages.available
@@ -99,28 +103,57 @@ class Room:
     def _pages_max(self, sequence: Sequence) -> int:
         return pages_for(sequence.kv_len_max, self._runner.page_size)
 
-    def is_outranked(self) -> bool:
-        """Whether somebody who waits is of a higher class than somebody who runs."""
-        highest = max((s.service_class for s in self._waiting.willing), default=min(ServiceClass))
-        return any(s.service_class < highest for s in self.running.values())
+    def may_displace(self, now: float) -> bool:
+        """Whether somebody who waits may displace somebody who runs, as far as a look at classes and slots
+        tells."""
+        willing = self._waiting.willing
+        highest = max((s.service_class for s in willing), default=min(ServiceClass))
+        if any(s.service_class < highest for s in self.running.values()):
+            return True  # rule G
+        if now < self._may_yield_from:
+            return False
+        tenants = {sequence.tenant for sequence in willing}
+        most = max((self.seats.share(t) for t, slots in self.seats.slots.items() if slots > 1), default=0.0)
+        return any(self.seats.share(t, slots=1, pages=1) < most for t in tenants)  # rule J
 
     def displace(self, sequence: Sequence, start: Start, batch: Batch, now: float) -> bool:
-        """Preempt some who run and are of lower classes, so that this one fits; nobody, when all of them
-        would not be enough (rule G)."""
+        """Preempt some who run, so that this one fits: those of lower classes (rule G), else those of tenants
+        that hold more than its own will (rule J). Nobody, when all of them would not be enough."""
         seated = {started.slot for started in batch.seated}
         lower = [
             other
             for slot, other in self.running.items()
             if other.service_class < sequence.service_class
-            and other.preemptions < self._config.preemptions_max
+            and not other.is_protected(self._config.preemptions_max)
             and slot not in seated
         ]
-        if not lower or not self.fits(sequence, start, lower):
+        if lower and self.fits(sequence, start, lower):
+            ordered = policy.by_expendability(lower, self._restore_s, self.seats)
+            return self._preempt_for(sequence, start, ordered, batch, now, yields=False)
+        if now < self._may_yield_from:
             return False
+        yielding = [s for s in policy.may_yield(self.running.values(), sequence) if s.slot not in seated]
+        known_pages = pages_for(len(sequence.tokens), self._runner.page_size)
+        will_hold = self.seats.share(sequence.tenant, slots=1, pages=known_pages)
+        ordered = policy.by_expendability(yielding, self._restore_s, self.seats, above=will_hold)
+        if ordered and self.fits(sequence, start, ordered):
+            return self._preempt_for(sequence, start, ordered, batch, now, yields=True)
+        return False
+
+    def _preempt_for(
+        self,
+        sequence: Sequence,
+        start: Start,
+        ordered: list[Sequence],
+        batch: Batch,
+        now: float,
+        *,
+        yields: bool,
+    ) -> bool:
+        """The first of these, as many as are enough, once nothing is in flight."""
         if self._in_flight:
-            self._is_wanted = True  # by this one, once nothing is in flight (rule I)
+            self._is_wanted = True  # by this one (rule I)
             return False
-        ordered = policy.by_expendability(lower, self._restore_s)
         victims: list[Sequence] = []
         while not self.fits(sequence, start, victims):
             victims.append(ordered[len(victims)])
@@ -128,8 +161,10 @@ class Room:
             fewer = [other for other in victims if other is not victim]
             if self.fits(sequence, start, fewer):
                 victims = fewer
+        if yields:
+            self._may_yield_from = now + sum(map(self._restore_s, victims))
         for victim in victims:
-            self._preempt(victim, batch, now)
+            self._preempt(victim, batch, now, yields=yields)
         return True
 
     def seat(self, sequence: Sequence, start: Start, batch: Batch, now: float) -> None:
@@ -146,6 +181,7 @@ class Room:
         slot = self._slots_free.pop()
         sequence.admit(slot, pages, start.computed_len, now)
         self.running[slot] = sequence
+        self.seats.add(sequence.tenant, slots=1, pages=len(pages))
 
     def _bring_in(self, sequence: Sequence, start: Start, pages: list[int]) -> None:
         """Its plan copies what it has in host memory before anything is computed, so full pages can be found
@@ -184,6 +220,7 @@ class Room:
             if sequence.slot is not None:
                 page = self.pages.allocate(1)
                 sequence.pages += page
+                self.seats.add(sequence.tenant, slots=0, pages=1)
                 batch.grown[sequence.slot] = page
 
     def _make_way(self, needy: Sequence, batch: Batch, now: float) -> None:
@@ -192,8 +229,9 @@ class Room:
             self._reclaim(1, batch, now)
             return
         running = self.running.values()
-        for victim in policy.choose_victims(running, 1, self._pages_freed, self._restore_s) or [needy]:
-            assert victim.preemptions < self._config.preemptions_max, "rule C is broken"
+        victims = policy.choose_victims(running, 1, self._pages_freed, self._restore_s, self.seats)
+        for victim in victims or [needy]:
+            assert not victim.is_protected(self._config.preemptions_max), "rule C is broken"
             self._preempt(victim, batch, now)
 
     # -- giving way -------------------------------------------------------------------------------
@@ -215,7 +253,7 @@ class Room:
                 policy.choose_stalled(self._waiting.stalled.values(), self._pages_freed), batch, now
             )
 
-    def _preempt(self, victim: Sequence, batch: Batch, now: float) -> None:
+    def _preempt(self, victim: Sequence, batch: Batch, now: float, *, yields: bool = False) -> None:
         """Take everything back from one that runs or is stalled, and what was planned for it. What it has
         computed may be copied to host memory first."""
         if victim.status is Status.RUNNING:
@@ -226,7 +264,7 @@ class Room:
         swapped = self.swapper.take_out(victim, self._learner.cost)
         batch.copied_pages = self.swapper.copied_pages
         self.pages.release(victim.pages)
-        victim.preempt(now, swapped)
+        victim.preempt(now, swapped, yields=yields)
         self._waiting.enter(victim)
         self.preemptions += 1
 
@@ -262,6 +300,7 @@ class Room:
         slot, last = sequence.slot, self._in_flight.get(sequence.last_step)
         assert slot is not None
         del self.running[slot]
+        self.seats.add(sequence.tenant, slots=-1, pages=-len(sequence.pages))
         (self._slots_free if last is None else last.slots).append(slot)
         self._left.append(slot)
         return slot
@@ -305,4 +344,5 @@ class Room:
             planned_len = sequence.computed_len + sequence.in_flight_len
             assert len(sequence.tokens) + sequence.coming > planned_len, "it has nothing more to do"
             assert planned_len <= len(sequence.pages) * page_size
-            assert sequence.preemptions <= preemptions_max
+            assert sequence.preemptions - sequence.yields <= preemptions_max
+        self.seats.check((sequence.tenant, len(sequence.pages)) for sequence in self.running.values())

@@ -19,10 +19,12 @@ paused since the last one. It has one token budget, spent in this order:
    there is but one prompt (`policy.prompt_room_s`), goes to chunks of those who run and to admissions.
    Somebody is admitted into a free slot, when the whole uncached part fits into available pages with a
    watermark to spare; pages of the stalled count as available, and are taken when nothing else is
-   left. The first that does not fit ends the admissions of its class and those below, so nothing
-   overtakes it for good, and nobody of its class takes the pages that a preempted sequence just gave
-   back. When it is the eldest's turn, it ends all admissions. Of this budget a part is kept for the
-   prompt that has been computed for longest, so that those above it do not hold it up for ever.
+   left. The first of a tenant that does not fit ends the admissions of its tenant, of its class and those
+   below, so nothing overtakes it for good, and nobody of its class takes the pages that a preempted
+   sequence just gave back. In the eldest's turn it ends those of every class. While nobody of its tenant
+   runs, it ends those of all tenants; while somebody does, it is its own tenant that makes room. Of this
+   budget a part is kept for the prompt that has been computed for longest, so that those above it do not
+   hold it up for ever.
 
 Rules
 
@@ -32,7 +34,7 @@ B. What a sequence has sent, it never sends again: after a preemption its output
 C. A sequence that was preempted `preemptions_max` times is *protected*: from its next admission on,
    nobody is admitted unless all who run, itself included, can grow to their ends, into pages that
    are available or that the stalled hold. So nobody is preempted while it runs, and no sequence is
-   preempted more than `preemptions_max` times while it runs.
+   preempted more than `preemptions_max` times while it runs, those by rule J aside.
 D. A sequence waits, and others pass it, while another computes the very page that it lacks next:
    the `n` children of one request compute their prompt once. (`PASSED_MAX` of them end the
    admissions, so that planning stays cheap.) In its turn the eldest does not wait.
@@ -50,11 +52,18 @@ H. A plan with a step in flight goes by lengths, which are known ahead, and not 
    what is in flight gets no further row. Who ends otherwise (by a stop token, an abort, a stall deadline, a
    numeric failure) may leave rows in flight behind; these are *late*, and bring nothing. Its slot and its
    pages are held back until the last step that works on them is committed, and count as taken until then.
-   Pages are given to the prefix cache when a commit knows their tokens. I. Nobody who runs gives way while
-   anything is in flight: its pages would be free only later, and until then every plan would find too few and
-   take more. When somebody has to, `plan` returns None, what is in flight is committed, and the next plan is
-   made as if steps had never overlapped. So rules C and G hold as they stand, and only what a sequence ended
-   with is ever late, never what it will go on from.
+   Pages are given to the prefix cache when a commit knows their tokens.
+I. Nobody who runs gives way while anything is in flight: its pages would be free only later, and until then
+   every plan would find too few and take more. When somebody has to, `plan` returns None, what is in flight
+   is committed, and the next plan is made as if steps had never overlapped. So rules C and G hold as they
+   stand, and only what a sequence ended with is ever late, never what it will go on from.
+J. Seats are shared by tenants. Who does not fit, and of whose tenant less would run with it than of another
+   runs now, by their dominant shares (`engine.core.tenants`), takes slot and pages from that other, again if
+   that is enough. The eldest of each tenant that runs is spared, and those of a higher class; the protected
+   are not: else a tenant of whom all were protected could keep every slot for as long as it likes. After
+   one that costs `r` seconds to restore nobody yields for `r` seconds, so restoring takes half of the time
+   at most, however often tenants come and go. Where a decode needs a page, the tenant that holds most
+   gives way first.
 
 Why it never stops. A sequence whose longest form would not fit into the whole pool is rejected at
 the door. Call those who are not paused *willing*. When no one runs, every page is available or held
@@ -63,10 +72,11 @@ D holds nobody back, as nobody computes). When somebody runs, the budget is at l
 slot, and a decode that finds no page gets one from a stalled one, from another or gives way itself;
 the last one left has the whole pool to itself, so somebody stays. Hence as long as anybody willing
 is here, every plan has rows, and by rules C and E what they compute is thrown away a bounded number
-of times. So every one of them finishes, and who stays paused ends at the stall deadline: with nobody
-willing there is no plan, and `idle_s` says until when. With steps in flight a plan may have no rows, or
-wait by rule I; but then nothing new is launched, what is in flight is committed, and the argument above
-holds for the plan after that.
+of times; by rule J more often, but only while others of its tenant run that came before it, and of a
+tenant's the eldest stays. So every one of them finishes, and who stays paused ends at the stall
+deadline: with nobody willing there is no plan, and `idle_s` says until when. With steps in flight a plan
+may have no rows, or wait by rule I; but then nothing new is launched, what is in flight is committed, and
+the argument above holds for the plan after that.
 
 Nothing here costs time for each step that grows with a sequence's length: a decode touches its
 newest token and at most one page.
@@ -103,7 +113,7 @@ from engine.core.room import Room
 from engine.core.sequence import Sequence, Status
 from engine.core.step import Batch, InFlight, News
 from engine.core.swap import Preference, if_cheaper
-from engine.core.tenants import TenantCounters
+from engine.core.tenants import Seats, TenantCounters
 from engine.core.waiting import WaitingRoom
 
 STEPS_AHEAD_MAX: Final = 1
@@ -155,6 +165,11 @@ class Scheduler:
     def running(self, slot: int) -> Sequence:
         """Who holds this slot."""
         return self._room.running[slot]
+
+    @property
+    def seats(self) -> Seats:
+        """What those who run hold, by tenant."""
+        return self._room.seats
 
     def idle_s(self, now: float) -> float:
         """For how long there is nothing to do unless a message comes: until the next stall deadline."""

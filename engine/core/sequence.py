@@ -125,6 +125,8 @@ class Sequence:
     """Since when its reader is behind."""
     preemptions: int = 0
     """While it ran. Those while it was stalled are its reader's doing, and as few as its pauses."""
+    yields: int = 0
+    """Of these, how often it gave its seat to a tenant that held less (rule J of the scheduler)."""
     prompt_logprobs_sent: int = 0
     """Prompt positions whose followers' log-probabilities have left the core already."""
     spent_s: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(Phase, 0.0))
@@ -173,6 +175,10 @@ class Sequence:
             return self.prompt_logprobs_sent
         return len(self.tokens) - 1
 
+    def is_protected(self, preemptions_max: int) -> bool:
+        """Whether rule C of the scheduler speaks of it. What it yielded does not count."""
+        return self.preemptions - self.yields >= preemptions_max
+
     @property
     def is_paused(self) -> bool:
         return self.paused_at is not None
@@ -212,11 +218,12 @@ class Sequence:
         self._move(Status.STALLED, now)
         self.slot = None
 
-    def preempt(self, now: float, swapped: Swapped | None = None) -> None:
+    def preempt(self, now: float, swapped: Swapped | None = None, *, yields: bool = False) -> None:
         """Give everything back but the tokens, and what was copied. The caller has taken the pages to the
         block manager."""
         assert not self.in_flight_len
         self.preemptions += self.status is Status.RUNNING
+        self.yields += yields
         self._move(Status.SWAPPED if swapped else Status.PREEMPTED, now)
         self._vacate()
         self.swapped = swapped

@@ -55,7 +55,7 @@ def test_it_serves_frees_and_tells_when_its_core_is_killed(short_tmp: Path, loop
         assert http.get("/livez").status_code == 500
         assert http.get("/readyz").status_code == 503
         late = http.post("/v1/chat/completions", json=CHAT)
-        assert late.json()["error"]["code"] == "engine_failed"
+        assert late.json()["error"]["code"] == "not_ready"
         assert "SIGKILL" in process.line("core.failed")["reason"]
         process.signal(signal.SIGTERM)
         assert process.wait() == 1

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import pytest
 from hypothesis import given
@@ -14,6 +14,7 @@ from engine.core.cost import StepCost
 from engine.core.messages import ServiceClass
 from engine.core.policy import Circumstances
 from engine.core.sequence import Sequence
+from engine.core.tenants import Seats
 from tests.engine.core.harness import greedy
 
 FLEX, DEFAULT, PRIORITY = ServiceClass
@@ -36,6 +37,13 @@ def sequence(
         seq.admit(0, [0], 0, arrived_at)
         seq.preempt(arrived_at)
     return seq
+
+
+def seats_of(running: Iterable[Sequence]) -> Seats:
+    seats = Seats(slots=8, pages=100)
+    for seq in running:
+        seats.add(seq.tenant, slots=1, pages=len(seq.pages))
+    return seats
 
 
 def handles(sequences: list[Sequence]) -> list[int]:
@@ -206,7 +214,7 @@ def test_victims(freed: dict[int, int], needed: int, victims: list[int]) -> None
     flex = sequence(4, 0.0, service_class=FLEX)
     running = [sequence(2, 2.0), sequence(3, 3.0), sequence(1, 1.0), flex]
     chosen = policy.choose_victims(
-        running, needed, lambda seq: freed[seq.handle], lambda seq: 0.1 * freed[seq.handle]
+        running, needed, lambda seq: freed[seq.handle], lambda seq: 0.1 * freed[seq.handle], seats_of(running)
     )
     assert handles(chosen) == victims
 

@@ -18,7 +18,7 @@ UNBOUNDED = 1_000_000
 WORLDS = {
     "roomy": SimConfig(pages=200, slots=12, scheduler=SchedulerConfig(64, UNBOUNDED)),
     "usual": SimConfig(),
-    "tight": SimConfig(pages=16, arrival_gap_s=0.005, pause_share=0.0, in_flight_pause_share=0.0),
+    "tight": SimConfig(pages=14, arrival_gap_s=0.005, pause_share=0.0, in_flight_pause_share=0.0),
     "one page a token": SimConfig(page_size=1, pages=72, slots=4),
     "large pages": SimConfig(page_size=16, pages=7, slots=5),
     "budget of the slots": SimConfig(slots=8, scheduler=SchedulerConfig(8, UNBOUNDED)),
@@ -111,6 +111,7 @@ WILD: dict[str, Callable[[list[Report]], bool]] = {
     "slow readers in a tight pool": has_slow_readers,
     "readers that never return": lambda reports: sum(r.reasons[FinishReason.STALLED] for r in reports) > 50,
     "everybody leaves": is_left_in_flight,
+    "classes and tenants": lambda reports: sum(report.yields for report in reports) > 20,
     "short queue": lambda reports: all(r.reasons[FinishReason.REJECTED] > 10 for r in reports),
 }
 """What must have happened in a world, for its laws to be proved by it."""
@@ -123,6 +124,7 @@ LEAST = {
     "preempted": 40,
     "preempted, and finished all the same": 25,
     "displaced": 15,
+    "yielded": 1,
     "stalled": 400,
     FinishReason.STOP: 120,
     FinishReason.LENGTH: 450,
@@ -156,6 +158,7 @@ def tally(report: Report) -> Counter[object]:
             "preempted": sum(end.preemptions > 0 for end in ends),
             "preempted, and finished all the same": sum(e.preemptions > 0 and e.reason in done for e in ends),
             "displaced": report.displaced,
+            "yielded": report.yields,
             "stalled": sum(end.stalled_s > 0 for end in ends),
             **report.reasons,
         }
