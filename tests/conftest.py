@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import tempfile
 from pathlib import Path
@@ -18,6 +19,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 _trusted = tempfile.NamedTemporaryFile(suffix=".pem")  # noqa: SIM115 -- for as long as the process lives
 _trusted.write(trustme.CA().cert_pem.bytes())
 _trusted.flush()
+atexit.register(_trusted.close)
 os.environ["SSL_CERT_FILE"] = _trusted.name
 
 settings.register_profile("penstock", deadline=None)  # a busy machine is slow, not wrong
