@@ -108,7 +108,6 @@ class Engine:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request, tmp_path_factory):
-    torch.set_num_threads(1)
     path = make_tiny_model(request.param, tmp_path_factory.mktemp("model"))
     return path, reference_model(path)
 

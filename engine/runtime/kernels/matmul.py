@@ -10,9 +10,9 @@ programs there are. Narrow tiles (16 or 32 rows of the weight) keep all multipro
 
 **A row that is alone** is a sixteenth of what the tensor cores multiply at least, and all sixteen would have
 to be fetched, normed and laid out. Tiles for it (`TILES_ALONE`) use ordinary arithmetic: a program keeps a
-sum for each place of its tile, in float32, and adds the places up at the end. Per byte of the weight that is
-as many instructions as with the tensor cores, but half of them where the row is normed on the way; and the
-shared memory is all the weight's.
+sum for every eight neighbours of its tile, in float32, and adds those up at the end. Per byte of the weight
+that is as many instructions as with the tensor cores, but half of them where the row is normed on the way;
+and the shared memory is all the weight's.
 
 A weight in fp8 (e4m3) is converted as it arrives, and the product multiplied by the row's scale at the end:
 half the bytes, and in decode nearly half the time. Where groups of columns have scales of their own, each
@@ -26,8 +26,8 @@ multiplies by 1 / rms at its end. Each program sums all squares for itself, in t
 again; with few rows that is less than a kernel's start. s goes into another buffer than it is read from, as
 others still read there; of its tiles each program writes a share.
 
-**SiLU in the tail.** Where the weight's upper half is a gate, a program multiplies the same rows of both
-halves and stores silu(gate) * up.
+**SiLU in the tail.** Where the weight's upper half is a gate, a program's tile is the same rows of both
+halves, multiplied as one, and it stores silu(gate) * up.
 
 Rounding. Without the head, s * g / rms is rounded to the activations' type before it is multiplied; with it,
 s * g is. That is one rounding of each element either way, of the same relative size, and the rest is float32:
@@ -101,6 +101,9 @@ TILES_ALONE: Final = (
     Tile(32, 256, 4, 4, alone=True),  # 48 KiB
 )
 
+
+_NEIGHBOURS = tl.constexpr(8)
+"""Numbers of bfloat16 that a thread loads at once."""
 
 TILES_MANY: Final = (
     # Up to 256 rows: the tensor cores have to be kept busy, the memory less so.
@@ -238,59 +241,60 @@ def skinny_kernel(
     PDL: tl.constexpr,
 ):
     """`height` is the output's; with a gate, the weight has twice as many rows. A BLOCK_M of 1 is a row that
-    is alone: its products are added up place by place, and over the places at the end."""
+    is alone: its products are added up by eights, and all of those at the end."""
     ALONE: tl.constexpr = BLOCK_M == 1
+    TILE: tl.constexpr = BLOCK_N * (1 + GATED)
     row = tl.arange(0, BLOCK_M)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, TILE) % BLOCK_N
+    inside_n = n < height
+    n += tl.arange(0, TILE) // BLOCK_N * height
     k = tl.arange(0, BLOCK_K)
     x_at = row[:, None] * width + k[None, :]
     w_at = weight + n.to(tl.int64)[:, None] * width + k[None, :]
-    up_at = weight + (n.to(tl.int64) + height)[:, None] * width + k[None, :]
-    whole = height * (1 + GATED)
     if PDL:
-        _prefetch(weight, n, n < height, width, (STAGES - 1) * BLOCK_K)
-        if GATED:
-            _prefetch(weight, n + height, n < height, width, (STAGES - 1) * BLOCK_K)
+        _prefetch(weight, n, inside_n, width, (STAGES - 1) * BLOCK_K)
     wait_for_earlier(PDL)
-    sums: tl.constexpr = [BLOCK_N, BLOCK_K] if ALONE else [BLOCK_M, BLOCK_N]
-    acc = tl.zeros(sums, tl.float32)
-    up = tl.zeros(sums, tl.float32)
-    squares = tl.zeros([BLOCK_M, BLOCK_K // 8], tl.float32)  # a thread's own neighbours are one sum
+    acc = tl.zeros([TILE, BLOCK_K // _NEIGHBOURS] if ALONE else [BLOCK_M, TILE], tl.float32)
+    squares = tl.zeros([BLOCK_M, BLOCK_K // _NEIGHBOURS], tl.float32)
     # without a dot, a loop is pipelined only where that is asked for
     for start in tl.range(0, width, BLOCK_K, num_stages=STAGES if ALONE else None):
         inside_k = start + k < width
         inside = row[:, None] < rows
         if not EVEN:
             inside = inside & inside_k[None, :]
-        part = tl.load(x + start + x_at, mask=inside, other=0.0)
+        stream = tl.load(x + start + x_at, mask=inside, other=0.0)
+        if change is not None:
+            added = tl.load(change + start + x_at, mask=inside, other=0.0).to(tl.float32)
+            stream = (stream.to(tl.float32) + added).to(stream.dtype)
+        part = stream
         if norm is not None:
-            if change is not None:
-                added = tl.load(change + start + x_at, mask=inside, other=0.0).to(tl.float32)
-                part = (part.to(tl.float32) + added).to(part.dtype)
-                turn = start // BLOCK_K % tl.num_programs(0)
-                own_rows = tl.where(turn == tl.program_id(0), rows, 0)
-                tl.store(total + start + x_at, part, mask=inside & (row[:, None] < own_rows))
-            wide = part.to(tl.float32)
-            squares += tl.sum(tl.reshape(wide * wide, [BLOCK_M, BLOCK_K // 8, 8]), 2)
+            wide = stream.to(tl.float32)
+            squares += _add_neighbours(wide * wide)
             wide *= _load(norm + start + k, inside_k, EVEN)[None, :]
-            part = wide if ALONE else wide.to(part.dtype)
-        scale_at = start // GROUP * whole + n if GROUP > 0 else n
-        acc = _add_product(acc, part, w_at + start, scales, scale_at, n < height, inside_k, EVEN, GROUP)
-        if GATED:
-            scale_at += height
-            up = _add_product(up, part, up_at + start, scales, scale_at, n < height, inside_k, EVEN, GROUP)
+            part = wide if ALONE else wide.to(stream.dtype)
+        scale_at = start // GROUP * height * (1 + GATED) + n if GROUP > 0 else n
+        acc = _add_product(acc, part, w_at + start, scales, scale_at, inside_n, inside_k, EVEN, GROUP)
+        if change is not None:  # stored last: before the product, registers would spill
+            turn = start // BLOCK_K % tl.num_programs(0)
+            own_rows = tl.where(turn == tl.program_id(0), rows, 0)
+            tl.store(total + start + x_at, stream, mask=inside & (row[:, None] < own_rows))
     if ALONE:
-        acc, up = tl.sum(acc, 1)[None, :], tl.sum(up, 1)[None, :]
+        acc = tl.sum(acc, 1)[None, :]
     if norm is not None:
-        factor = 1.0 / tl.sqrt(tl.sum(squares, 1) / width + eps)
-        acc *= factor[:, None]
-        up *= factor[:, None]
-    acc = _finish(acc, scales, bias, n, n < height, GROUP)
+        acc *= (1.0 / tl.sqrt(tl.sum(squares, 1) / width + eps))[:, None]
+    acc = _finish(acc, scales, bias, n, inside_n, GROUP)
     if GATED:
-        up = _finish(up, scales, bias, n + height, n < height, GROUP)
-        acc = acc / (1.0 + tl.exp(-acc)) * up
+        acc = _gated(acc)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = out + row[:, None] * height + n[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=(row[:, None] < rows) & (n[None, :] < height))
+
+
+@triton.jit
+def _gated(y):
+    """silu(y's first half) * y's second half: [M, 2 N] -> [M, N]."""
+    gate, up = tl.split(tl.permute(tl.reshape(y, [y.shape[0], 2, y.shape[1] // 2]), (0, 2, 1)))
+    return gate / (1.0 + tl.exp(-gate)) * up
 
 
 @triton.jit
@@ -311,11 +315,11 @@ def _load(at, inside, EVEN: tl.constexpr):
 def _add_product(
     acc, part, tile_at, scales, scale_at, inside_n, inside_k, EVEN: tl.constexpr, GROUP: tl.constexpr
 ):
-    """acc + part @ tile^T, times the tile's scales where groups have their own. A row alone is left by place:
-    acc [BLOCK_N, BLOCK_K] + part * tile."""
+    """acc + part @ tile^T, times the tile's scales where groups have their own. A row alone is left in parts:
+    acc [N, K / 8] + part * tile, neighbours added."""
     tile = _load(tile_at, inside_n[:, None] & inside_k[None, :], EVEN)
     if part.shape[0] == 1:
-        product = part.to(tl.float32) * widened(tile, tl.float32)
+        product = _add_neighbours(part.to(tl.float32) * widened(tile, tl.float32))
         if GROUP > 0:
             product *= tl.load(scales + scale_at, mask=inside_n, other=0.0)[:, None]
         acc += product
@@ -325,6 +329,12 @@ def _add_product(
     else:
         acc = tl.dot(part, widened(tile, part.dtype).T, acc, input_precision="ieee")
     return acc
+
+
+@triton.jit
+def _add_neighbours(x):
+    """[M, K] -> [M, K / 8]. They are one thread's, and their sum takes an eighth of the registers."""
+    return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // _NEIGHBOURS, _NEIGHBOURS]), 2)
 
 
 @triton.jit

@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from engine.demo.network import DemoModel, Shape
 from engine.demo.stories import STORIES
 from engine.demo.text import END, answer_spans, render, token_id
 from engine.demo.wording import vary
-from tests.engine.demo.questions import ACCURACY_MIN, QUESTIONS
+from tests.engine.demo.questions import QUESTIONS
 
 WEIGHT_BYTES_MAX = 8_000_000
 HEADER_BYTES_MAX = 10_000
@@ -40,15 +39,12 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[DemoModel]:
+def model() -> DemoModel:
     """The committed weights in the training network, computed in fp32."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
     weights = load_file(MODEL_DIR / "model.safetensors")
     result = DemoModel(Shape(vocab_size=weights["model.embed_tokens.weight"].shape[0]))
     result.load_state_dict({name: value.float() for name, value in weights.items()})
-    yield result.eval()
-    torch.set_num_threads(threads)
+    return result.eval()
 
 
 # ------------------------------------------------------------------------------------ corpus
@@ -89,7 +85,7 @@ def test_careless_typing_keeps_every_digit() -> None:
 def test_questions_are_fresh() -> None:
     """No question of the table, not even without case and punctuation, is one that training has seen."""
     rounds = itertools.chain(corpus.conversations(), polish.conversations())
-    seen = {plain(turn.question) for c in rounds for turn in c.turns}
+    seen = {plain(question) for question in {turn.question for c in rounds for turn in c.turns}}
     assert len(QUESTIONS) >= QUESTIONS_MIN
     assert [question.text for question in QUESTIONS if plain(question.text) in seen] == []
 
@@ -172,17 +168,12 @@ def test_transformers_computes_the_same(model: DemoModel, tokenizer: Tokenizer) 
     torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-4)
 
 
-def test_answers_do_not_depend_on_the_batch(model: DemoModel, tokenizer: Tokenizer) -> None:
-    some = [question.messages for question in QUESTIONS[::16]]
-    together = evaluate.answers(model, tokenizer, some)
-    assert together == [evaluate.answers(model, tokenizer, [messages])[0] for messages in some]
-
-
-def test_fresh_questions_are_answered(model: DemoModel, tokenizer: Tokenizer) -> None:
-    replies = evaluate.answers(model, tokenizer, [question.messages for question in QUESTIONS])
+def test_some_fresh_questions_are_answered_together_as_alone(model: DemoModel, tokenizer: Tokenizer) -> None:
+    """The end-to-end test asks the engine all of them."""
+    some = QUESTIONS[::16]
+    together = evaluate.answers(model, tokenizer, [question.messages for question in some])
+    assert together == [evaluate.answers(model, tokenizer, [question.messages])[0] for question in some]
     wrong = [
-        f"{question.topic}: {question.text!r} -> {reply[:80]!r}"
-        for question, reply in zip(QUESTIONS, replies, strict=True)
-        if not question.accepts(reply)
+        question.text for question, answer in zip(some, together, strict=True) if not question.accepts(answer)
     ]
-    assert len(wrong) <= (1 - ACCURACY_MIN) * len(QUESTIONS), "\n".join(wrong)
+    assert len(wrong) <= 1, wrong

@@ -1,4 +1,4 @@
-"""Models are made once per session; one thread, so that neighbours on the machine do not matter."""
+"""Models are made once per session."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engine.runtime.config import RunnerConfig
 from engine.runtime.load import load_runner
@@ -19,11 +18,6 @@ from tests.engine.models import make_tiny_model
 MakeModel = Callable[..., Path]
 
 build()  # what an installation does; a checkout whose sources have changed since needs it again
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

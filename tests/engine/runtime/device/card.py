@@ -17,9 +17,9 @@ from engine.runtime.device.card import MemoryReading
 from engine.runtime.device.load import load_on_card
 from engine.runtime.device.runner import DeviceRunner
 from engine.runtime.kernels.launching import compiling
-from tests.engine.runtime.kernels.interpreter import hasten
+from tests.engine.runtime.kernels.interpreter import prepare_interpreter
 
-hasten()
+prepare_interpreter()
 
 Outputs = tuple[Tensor, Tensor]
 GONE = -7

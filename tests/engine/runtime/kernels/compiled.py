@@ -129,15 +129,41 @@ def report(
 
 
 def assembled(cubin: bytes) -> dict[str, int]:
-    """What the machine code takes: registers per thread, and the stack, which is where they spill to."""
+    """What the machine code takes: registers per thread, bytes of stack (registers spill to it), and how many
+    instructions within loops write to the stack and read from it."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
-    assert found, said
-    return {"registers": int(found[1]), "stack_bytes": int(found[2])}
+        found = re.search(r"REG:(\d+) STACK:(\d+)", disassembled(file.name, "-res-usage"))
+        assert found
+        registers, stack_bytes = map(int, found.groups())
+        looped = in_loops(disassembled(file.name, "-sass")) if stack_bytes else []
+    return {
+        "registers": registers,
+        "stack_bytes": stack_bytes,
+        "looped_spills": sum(bool(re.search(r"\bSTL", instruction)) for instruction in looped),
+        "looped_reloads": sum(bool(re.search(r"\bLDL", instruction)) for instruction in looped),
+    }
+
+
+def disassembled(path: str, option: str) -> str:
+    command = [knobs.nvidia.cuobjdump.path, option, path]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def in_loops(sass: str) -> list[str]:
+    """The instructions between a branch backwards and where it leads: at least those of all loops."""
+    instructions = {
+        int(address, 16): text for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", sass)
+    }
+    assert instructions
+    branches = (
+        (int(target[1], 16), address)
+        for address, text in instructions.items()
+        if (target := re.search(r"\bBRA\b.*\b(0x[0-9a-f]+)", text))
+    )
+    loops = [(begin, end) for begin, end in branches if begin < end]
+    return [text for address, text in instructions.items() if any(b <= address <= e for b, e in loops)]
 
 
 def before_the_wait(ptx: str) -> dict[str, int]:

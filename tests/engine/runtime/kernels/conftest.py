@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.runtime.kernels.interpreter import hasten
+from tests.engine.runtime.kernels.interpreter import prepare_interpreter
 
 HERE = Path(__file__).parent
 
-hasten()
+prepare_interpreter()
 
 
 def frown_upon(items: list[pytest.Item], below: Path) -> None:

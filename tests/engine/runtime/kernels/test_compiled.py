@@ -13,6 +13,11 @@ import pytest
 ROOT = Path(__file__).parents[4]
 SHARED_BYTES_MAX = 227 << 10
 """Of one multiprocessor."""
+STACK_BYTES_MAX = 64
+"""A thread's, for numbers that are set aside outside of loops: some 16 registers' worth."""
+
+# Triton 3.7 leaves out an argument of syntax trees, which Python 3.13 and 3.14 warn of.
+WARNINGS = ("-W", "error", "-W", "ignore::DeprecationWarning:triton.compiler.code_generator")
 
 Report = dict[str, int]
 
@@ -24,7 +29,7 @@ def program(name: str, cache: Path) -> str:
         "TRITON_CACHE_DIR": str(cache),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
-    command = [sys.executable, "-W", "error", "-m", f"tests.engine.runtime.kernels.{name}"]
+    command = [sys.executable, *WARNINGS, "-m", f"tests.engine.runtime.kernels.{name}"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -37,14 +42,15 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
     return {line.pop("name"): line for line in lines}
 
 
-def test_nothing_spills_and_everything_fits(reports: dict[str, Report]) -> None:
-    """Of the largest pages it is asked no more than that they fit. Where a step begins, cosines of angles
-    beyond 100,000 keep their digits in memory of their own. Decode attention sets a few numbers aside."""
+def test_nothing_spills_in_a_loop_and_everything_fits(reports: dict[str, Report]) -> None:
+    """Where a step begins, cosines of angles beyond 100,000 keep their digits in memory of their own. Decode
+    attention sets a few numbers aside before its loop and reads them in it."""
     for name, report in reports.items():
         assert report["shared_bytes"] <= SHARED_BYTES_MAX, name
-        set_aside = 32 if "decode" in name else 0
-        assert report["stack_bytes"] <= set_aside or name.startswith("largest"), name
-        assert report["st.local"] == 0 or name.startswith("largest") or name.endswith("begin"), name
+        assert report["stack_bytes"] <= STACK_BYTES_MAX, name
+        if not name.endswith("begin"):
+            assert report["st.local"] == report["looped_spills"] == 0, name
+            assert report["looped_reloads"] <= (6 if "decode" in name else 0), name
 
 
 def test_decode_has_a_tile_in_flight_behind_another_in_each_of_three_programs(
