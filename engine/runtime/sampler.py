@@ -201,7 +201,7 @@ def _edited(logits: Tensor, seats: Sequence[Seat]) -> Tensor:
 
 def _edits(seat: Seat) -> bool:
     params = seat.sampling
-    return params.needs_history or bool(params.logit_bias) or seat.output_len < params.min_tokens
+    return params.needs_history or seat.bias is not None or seat.output_len < params.min_tokens
 
 
 def _edit(row: Tensor, seat: Seat) -> None:
@@ -209,9 +209,9 @@ def _edit(row: Tensor, seat: Seat) -> None:
     params = seat.sampling
     if seat.history is not None:
         _penalise(row, seat.history, params)
-    if params.logit_bias:
-        ids, values = zip(*params.logit_bias, strict=True)
-        row[list(ids)] += torch.tensor(values)
+    if seat.bias is not None:
+        ids, values = seat.bias
+        row[ids] += values
     if seat.output_len < params.min_tokens:
         row[[token for token in params.stop_token_ids if token < len(row)]] = -FLOAT_MAX
     row.clamp_(-FLOAT_MAX, FLOAT_MAX)

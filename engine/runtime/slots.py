@@ -49,6 +49,9 @@ class Seat:
     history: Tensor | None = None
     """[2, vocab] int32, only for sequences whose sampling looks back, and only in host memory: how often each
     token was put out, and how often it was in the prompt."""
+    bias: tuple[Tensor, Tensor] | None = field(init=False)
+    """Tokens [n] int64 and what is added to their logits [n] float32, once for all steps; None without
+    `logit_bias`."""
     is_random: bool = field(init=False)
     """Its tokens are drawn; else each is the one with the largest logit."""
     is_plain: bool = field(init=False)
@@ -57,6 +60,10 @@ class Seat:
 
     def __post_init__(self) -> None:
         params = self.sampling
+        self.bias = None
+        if params.logit_bias:
+            ids, values = zip(*params.logit_bias, strict=True)
+            self.bias = torch.tensor(ids), torch.tensor(values)
         edits = params.needs_history or params.logit_bias or params.min_tokens
         self.is_random = temperature_of(params) > 0.0
         truncates = self.is_random and (params.top_k > 0 or params.top_p < 1.0)

@@ -118,8 +118,9 @@ class KeyTable:
         text = _bearer(authorization)
         digest = _digest(text)
         minted = _MINTED.fullmatch(text)
-        found = self._by_id.get(KeyId(minted[1])) if minted else None
-        record = found or self._by_digest.get(digest)
+        by_id = self._by_id.get(KeyId(minted[1] if minted else ""))
+        by_digest = self._by_digest.get(digest)  # looked up in any case: a hit takes as long as a miss
+        record = by_id or by_digest
         same = hmac.compare_digest(digest, _DUMMY if record is None else record.digest)
         if record is None or not same:
             named = f" with id {minted[1]}" if minted else ""

@@ -124,7 +124,7 @@ LEAST = {
     "preempted": 40,
     "preempted, and finished all the same": 25,
     "displaced": 15,
-    "yielded": 1,
+    "yielded": 20,
     "stalled": 400,
     FinishReason.STOP: 120,
     FinishReason.LENGTH: 450,
@@ -134,8 +134,8 @@ LEAST = {
     FinishReason.REJECTED: 400,
 }
 """Of each, so many in every batch of random worlds: laws that hold where nothing happens prove nothing.
-All the worlds together had 97,573 sequences, of which 1,591 were preempted, 21,935 stalled, 11,493 aborted
-and 14,353 met a deadline."""
+All the worlds together had 97,548 sequences, of which 3,038 were preempted, 23,862 stalled, 13,144 aborted
+and 8,921 met the stall deadline; 1,565 times one yielded its seat."""
 
 
 @pytest.mark.parametrize("first", range(0, RANDOM_WORLDS, BATCH))
