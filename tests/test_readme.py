@@ -8,9 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from engine.api import admission, generate
 from engine.config import build_parser as engine_parser
-from gateway.config import load
+from gateway import app
+from gateway.admission.validate import PARSED_INLINE_LEN_MAX
+from gateway.config import LimitsConfig, TimeoutsConfig, load
 from gateway.identity.keys import hash_key
+from gateway.routing import replicas
+from shared import census, fair_share, holding, openai, text_slices, validation
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -44,3 +49,85 @@ def test_every_file_that_is_named_is_there(path: str) -> None:
 def test_every_option_of_the_engine_that_is_named_exists() -> None:
     known = set(re.findall(r"--[a-z][a-z-]+", engine_parser().format_help()))
     assert set(re.findall(r"`(--[a-z][a-z-]+)`", README)) - known == {"--check"}, "which the benches have"
+
+
+def rows(header: str) -> dict[str, str]:
+    """The table whose first row is this one: its first column, to the last."""
+    lines = README[README.index(header) :].splitlines()[2:]
+    cells = [line.strip("| ").split(" | ") for line in lines[: lines.index("")]]
+    return {first: last for first, *_, last in cells}
+
+
+def numbers(text: str) -> list[int]:
+    """Those of a cell, in bytes where it says so."""
+    units = {"KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
+    found = re.findall(r"(\d[\d,]*)(?: (KiB|MiB|GiB))?", text)
+    return [int(number.replace(",", "")) * units.get(unit, 1) for number, unit in found]
+
+
+def test_the_bounds_of_a_request_are_those_of_the_code() -> None:
+    stated = {what: numbers(bound) for what, bound in rows("| what | number |").items()}
+    config = engine_parser().parse_args(["--model", "any"])
+    expected = {
+        "request body": [openai.BODY_LEN_MAX, TimeoutsConfig().body_s],
+        "values in it; fields of all objects; strings; fields at its top level": [
+            census.VALUES_MAX,
+            census.FIELDS_MAX,
+            census.STRINGS_MAX,
+            validation.FIELDS_MAX,
+        ],
+        "request line, header, headers": [app.LINE_LEN_MAX, app.HEADER_LEN_MAX, app.HEADERS_MAX],
+        "messages; prompts; `n`; choices in all": [
+            openai.MESSAGES_MAX,
+            openai.PROMPTS_MAX,
+            openai.CHOICES_MAX,
+            openai.PROMPTS_MAX,
+        ],
+        "tokens of all prompts; characters without a word's end": [
+            holding.TOKENS_MAX,
+            text_slices.RUN_LEN_MAX,
+        ],
+        "an answer, log-probabilities included, as estimated from what is asked for": [
+            admission.ANSWER_LEN_MAX
+        ],
+        "`stop` strings; length; `stop_token_ids`; `logit_bias`": [
+            openai.STOP_MAX,
+            openai.STOP_LEN_MAX,
+            openai.STOP_TOKEN_IDS_MAX,
+            openai.LOGIT_BIAS_MAX,
+        ],
+        "`logprobs`, `top_logprobs`": [openai.LOGPROBS_MAX],
+    }
+    assert {what: stated[what] for what in expected} == expected
+    [engine_row] = [bounds for what, bounds in stated.items() if "--max-queue-len" in what]
+    assert engine_row[:2] == [config.max_num_seqs, config.max_queue_len]
+
+
+def test_what_a_request_may_cost_is_what_the_code_says() -> None:
+    stages = {what: numbers(bound) for what, bound in rows("| stage | reserved before it").items()}
+    assert stages["validate"] == [PARSED_INLINE_LEN_MAX]
+    assert stages["the engine's door"][-1] == admission.ANSWER_LEN_MAX
+    assert stages["tokenize"] == [text_slices.SLICE_LEN]
+    assert stages["answer"] == [generate.WRITE_LEN]
+    assert f"{admission.WINDOW_TOKENS} tokens of each choice" in README
+    alpha = fair_share.ALPHA
+    assert f"has {alpha}/{alpha + 1} of `live_max`" in README
+
+
+def test_the_formulas_of_memory_are_those_of_the_code() -> None:
+    limits = LimitsConfig()
+    config = engine_parser().parse_args(["--model", "any"])
+    assert f"`request_memory` ({limits.request_memory >> 20} MiB)" in README
+    assert f"`--request-memory` ({config.request_memory >> 30} GiB)" in README
+    tokens_max = f"{holding.TOKENS_MAX:,}"
+    formula = f"`3b + {holding.VALUE_BYTES}v + {holding.TOKEN_BYTES} min(b, {tokens_max})`"
+    assert formula in " ".join(README.split())
+    body = census.Census(values=1000, fields=0, strings=0)
+    ascii_len, other_len = (holding.memory_of(text, body) for text in (b"a" * 10_000, b"\xc3\xa9" * 5_000))
+    rest = 1000 * holding.VALUE_BYTES + 10_000 * holding.TOKEN_BYTES
+    assert (ascii_len, other_len) == (3 * 10_000 + rest, 9 * 10_000 + rest)
+
+
+def test_failed_replicas_cool_as_long_as_it_says() -> None:
+    assert replicas.COOLING_S_MIN == 1.0, "for a second"
+    assert f"up to {replicas.COOLING_S_MAX:.0f};" in README
