@@ -114,6 +114,8 @@ class CoreClient:
         self._queue = FairShare(queue_len_max)
         self._queue_tokens = FairShare(queue_tokens_max)
         self._core_timeout_s = core_timeout_s
+        self._unsent: asyncio.Future[str] | None = None
+        """Done when the core did not take a message: why."""
         self._metrics = metrics
         self._clock = clock
         self._handles = itertools.count(1)
@@ -242,13 +244,16 @@ class CoreClient:
         try:
             self._link.send(message)
         except CoreDied as error:
-            self._fail(str(error))
+            assert self._unsent is not None
+            if not self._unsent.done():
+                self._unsent.set_result(str(error))
 
     # -- the core's life --------------------------------------------------------------------------
 
     async def run(self, link: CoreLink) -> None:
         """Start the core and follow it until it is gone. `failure` says why, unless it was stopped."""
         self._link = link
+        unsent = self._unsent = asyncio.get_running_loop().create_future()
         try:
             await link.start()
         except Exception as error:  # a bug of ours too: the start waits for the core, or for its failure
@@ -260,10 +265,12 @@ class CoreClient:
         watcher = asyncio.create_task(link.died(), name="core-watch")
         pinger = asyncio.create_task(self._ping_all(), name="core-ping")
         try:
-            await asyncio.wait({receiver, watcher}, return_when=asyncio.FIRST_COMPLETED)
-            if not receiver.done():
-                await asyncio.wait({receiver}, timeout=LAST_WORDS_S)
-            self._fail(receiver.result() if receiver.done() else watcher.result())
+            await asyncio.wait({receiver, watcher, unsent}, return_when=asyncio.FIRST_COMPLETED)
+            # how its process ended says more than that it takes nothing, and its last words more than both
+            for ends in ({receiver, watcher}, {receiver}):
+                if not any(end.done() for end in ends):
+                    await asyncio.wait(ends, timeout=LAST_WORDS_S, return_when=asyncio.FIRST_COMPLETED)
+            self._fail(next(end.result() for end in (receiver, watcher, unsent) if end.done()))
         except (
             Exception
         ) as error:  # a bug of ours: nobody routes outputs any more, so nobody may wait for one

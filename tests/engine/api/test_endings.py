@@ -17,7 +17,7 @@ from engine.api.core_client import CoreDied
 from engine.api.server import Engine, StartFailed
 from engine.api.service import Service
 from engine.config import EngineConfig
-from engine.core.messages import CoreFailed, FinishReason
+from engine.core.messages import CoreFailed, CoreInput, FinishReason
 from shared.http import ClientGone
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Serve, Served, until
 from tests.engine.api.fake_core import FakeCore
@@ -326,6 +326,25 @@ async def test_a_bug_in_routing_ends_all_and_leaves_nobody_waiting(
         served.core.step()
         assert (await asyncio.wait_for(task, PATIENCE_S)).json()["error"]["code"] == "engine_failed"
         await until(lambda: not served.engine.state.lifecycle.is_live)
+
+
+@pytest.mark.parametrize("dies", [True, False])
+async def test_a_core_that_takes_nothing_has_failed_and_how_its_process_ended_says_why(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    """What is sent finds a dead core's socket closed before its end is heard of."""
+    async with serve() as served:
+
+        def refuse(_: CoreInput) -> None:
+            if dies:
+                served.core.die()
+            raise CoreDied("the core takes no messages")
+
+        monkeypatch.setattr(served.core, "send", refuse)
+        answer = await served.http.post("/v1/chat/completions", json=CHAT)
+        assert answer.json()["error"]["code"] == "engine_failed"
+        expected = "the core process was ended by SIGKILL" if dies else "the core takes no messages"
+        assert served.engine.state.core.failure == expected
 
 
 @pytest.mark.parametrize("error", [CoreDied("no socket"), OSError("no process"), zmq.ZMQError(errno.EMFILE)])

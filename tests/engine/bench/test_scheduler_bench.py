@@ -87,6 +87,8 @@ def test_the_figures_have_the_targets(bench: tuple[scheduler.Bench, list[Figure]
         "chat: long TTFT p99 / FIFO's": "<= 1.4",
         "chat: makespan / FIFO's": "<= 1.05",
         "chat: use of the bound on waiting": "<= 1",
+        "seats: others' TTFT p99 / without the crowd": "<= 2",
+        "seats: others' TTFT p99 / without the crowd, with host memory": "<= 2",
         "trace: gap p99 / bound": "<= 1",
         "trace: use of the bound on waiting": "<= 1",
         "long in short: short TTFT p99 / FIFO's": "<= 0.2",
