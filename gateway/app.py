@@ -21,23 +21,25 @@ from typing import Any, Final
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
+from gateway.admission.guarded_store import GuardedStore
 from gateway.admission.memory_store import LEASE_TTL_MS, MemoryStore
 from gateway.admission.quota import QuotaStore
 from gateway.admission.tokens import TokenCounter
 from gateway.admission.validate import warm
+from gateway.background import Background, Work
 from gateway.config import GatewayConfig, TlsConfig, timeouts_of
 from gateway.credentials import Credentials
 from gateway.directory import DirectoryReader
-from gateway.edge import PIPELINE, PROBES, Edge, error_response, probe_answer
+from gateway.edge import PIPELINE, PROBES, Edge, Health, error_response, probe_answer
 from gateway.engines import fetch_profile
 from gateway.live import LiveRequests
 from gateway.pipeline import Pipeline
-from gateway.record import CONNECTIONS_CUT, HTTP2_STREAMS, IN_FLIGHT, DrainCut
+from gateway.record import CONNECTIONS_CUT, HTTP2_STREAMS, IN_FLIGHT
 from gateway.relay.upstream import Upstream
 from gateway.routing.replicas import Replicas
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
-from shared.errors import RouteNotFound
+from shared.errors import GatewayStopped, RouteNotFound
 from shared.fair_threads import FairThreads
 from shared.http2.sockets import bound_transport
 from shared.ids import REQUEST_ID_HEADER, mint_request_id
@@ -59,6 +61,8 @@ LINGER_S: Final = 1.0
 CLOSE_GRACE_S: Final = 2.0
 """How long the last bytes of the last answers may take after the drain."""
 RENEW_S: Final = LEASE_TTL_MS / 1000 / 3
+RENEW_AGAIN_S: Final = 1.0
+"""While the store does not answer."""
 assert RENEW_S * 2 < LEASE_TTL_MS / 1000, "one renewal may fail before a lease expires"
 
 log = logs.get(__name__)
@@ -86,6 +90,7 @@ class Gateway:
         self.config = config
         self.lifecycle = Lifecycle()
         self.quotas = quotas or MemoryStore(clock)
+        self._guarded = GuardedStore(self.quotas)
         self.live = LiveRequests(config.limits.live_max)
         self.directory = DirectoryReader(config, path, clock)
         self.replicas = Replicas(config.models, clock)
@@ -107,17 +112,21 @@ class Gateway:
         pipeline = Pipeline(
             config,
             self.tokens,
-            self.quotas,
+            self._guarded,
             self.replicas,
             self._upstream,
             credentials,
             self.live,
             self._threads,
         )
+        self._health = Health(self.lifecycle, self._problems)
         self._edge = Edge(
-            config, self.directory, pipeline, self.live, self.tokens, self.quotas, self.lifecycle, clock
+            config, self.directory, pipeline, self.live, self.tokens, self._guarded, self._health, clock
         )
         self._clock = clock
+        own: dict[str, Work] = {"configuration": self.directory.watch, "lease renewal": self._renew_leases}
+        self._background = Background(own, clock)
+        self._tokenizers = Background(self.tokens.works(), clock)  # without one, its prompts are estimated
         self._stack = AsyncExitStack()
         self.port = 0
         self.admin_port: int | None = None
@@ -128,10 +137,8 @@ class Gateway:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._upstream.aclose)
             stack.callback(self._threads.close)
-            for work in (self.tokens.run(), self.directory.watch(), self._renew_leases()):
-                task = asyncio.create_task(work)
-                task.add_done_callback(_report_death)
-                stack.push_async_callback(_stop, task)
+            await stack.enter_async_context(self._background)
+            await stack.enter_async_context(self._tokenizers)
             tls = _public_tls(listen.tls)
             public = _Server(self._edge, self.config)
             self.port = await self._listen(stack, public, listen.host, listen.port, tls)
@@ -156,7 +163,8 @@ class Gateway:
         self.lifecycle.to(Phase.DRAINING)
         log.info("gateway.draining", live=len(self.live))
         clean = await self.live.drain(
-            self.config.timeouts.drain_s, lambda: DrainCut("The gateway was stopped before the answer's end.")
+            self.config.timeouts.drain_s,
+            _stopped,
         )
         log.info("gateway.drained", clean=clean)
 
@@ -176,15 +184,20 @@ class Gateway:
 
     async def _admin(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.path in PROBES:
-            return probe_answer(self.lifecycle, request)
+            return probe_answer(self._health, request, tells_problems=True)
         if request.path == "/metrics":
             return web.Response(body=metrics_text(), headers={"content-type": METRICS_CONTENT_TYPE})
         return error_response(RouteNotFound("There is /metrics."), {REQUEST_ID_HEADER: mint_request_id()})
 
     async def _renew_leases(self) -> None:
         while True:
-            await self._clock.sleep(RENEW_S)
-            await self.quotas.renew(self.live.reservations())
+            await self._clock.sleep(RENEW_S if self._guarded.is_well else RENEW_AGAIN_S)
+            await self._guarded.renew(self.live.reservations())
+
+    def _problems(self) -> list[str]:
+        """Without which no request can be served as it should."""
+        store = [] if self._guarded.is_well else ["quota store"]
+        return [*store, *self._background.down]
 
 
 class _Server(web.Server):
@@ -299,14 +312,8 @@ def _public_tls(tls: TlsConfig | None) -> ssl.SSLContext | None:
     return server_context(tls.cert, tls.key, protocols=[HTTP1]) if tls is not None else None
 
 
-async def _stop(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])
-
-
-def _report_death(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("gateway.background_failed", exc_info=error)
+def _stopped() -> GatewayStopped:
+    return GatewayStopped("The gateway was stopped before the answer's end.")
 
 
 async def serve(config: GatewayConfig, path: Path) -> None:
@@ -323,5 +330,5 @@ async def serve(config: GatewayConfig, path: Path) -> None:
         await asyncio.wait((draining, impatient), return_when=asyncio.FIRST_COMPLETED)
         impatient.cancel()
         if not draining.done():
-            gateway.live.end_all(lambda: DrainCut("The gateway was stopped before the answer's end."))
+            gateway.live.end_all(_stopped)
         await draining

@@ -28,6 +28,8 @@ from gateway.config import GatewayConfig, ModelConfig
 from gateway.directory import DirectoryReader
 from gateway.exchange import Exchange
 from gateway.hygiene import check, path_of
+from gateway.identity.keys import Principal
+from gateway.identity.tenant import TenantPolicy
 from gateway.live import LiveRequests
 from gateway.pipeline import Pipeline, ProxiedRequest
 from gateway.record import Reporter, RequestRecord
@@ -40,7 +42,6 @@ from shared.errors import (
     InternalError,
     InvalidRequest,
     MethodNotAllowed,
-    ModelNotFound,
     RequestAborted,
     RouteNotFound,
     Unauthenticated,
@@ -86,7 +87,7 @@ class Edge:
         live: LiveRequests,
         tokens: TokenCounter,
         quotas: QuotaStore,
-        lifecycle: Lifecycle,
+        health: Health,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._config = config
@@ -95,7 +96,7 @@ class Edge:
         self._live = live
         self._tokens = tokens
         self._quotas = quotas
-        self._lifecycle = lifecycle
+        self._health = health
         self._clock = clock
         timeouts = config.timeouts
         self._soonest_s = min(
@@ -110,7 +111,7 @@ class Edge:
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path = path_of(request)
         if path in PROBES:
-            return probe_answer(self._lifecycle, request)
+            return probe_answer(self._health, request)
         exchange = self._open(request, path)
         structlog.contextvars.bind_contextvars(request_id=exchange.record.request_id)
         try:
@@ -156,8 +157,8 @@ class Edge:
             raise MethodNotAllowed(f"{path} takes POST, not {method[:16]}.")
         if path == MODELS or path.startswith(f"{MODELS}/"):
             _allow(exchange, "GET")
-            visible = dict(exchange.directory.tenants.visible(principal))
-            return await self._send(exchange, self._models(visible, path.removeprefix(MODELS)[1:]))
+            models = self._models(exchange.directory.tenants, principal, path.removeprefix(MODELS)[1:])
+            return await self._send(exchange, models)
         if path.startswith(REQUESTS):
             _allow(exchange, "DELETE")
             request_id = RequestId(path.removeprefix(REQUESTS))
@@ -165,12 +166,10 @@ class Edge:
             return await self._send(exchange, AbortResponse(request_id, ended))
         raise RouteNotFound(no_such_path(path, lambda other: _endpoint(other) != UNKNOWN))
 
-    def _models(self, visible: dict[str, ModelConfig], name: str) -> ModelList | Model:
-        if not name:
-            return ModelList(data=[self._model(name, config) for name, config in visible.items()])
-        if name not in visible:
-            raise ModelNotFound(f"The model {name[:100]!r} does not exist or you do not have access to it.")
-        return self._model(name, visible[name])
+    def _models(self, tenants: TenantPolicy, principal: Principal, name: str) -> ModelList | Model:
+        if name:
+            return self._model(name, tenants.resolve(principal, name))
+        return ModelList(data=[self._model(name, config) for name, config in tenants.visible(principal)])
 
     def _model(self, name: str, config: ModelConfig) -> Model:
         profile = self._tokens.profile(config)
@@ -287,24 +286,35 @@ def error_response(error: ApiError, headers: Mapping[str, str]) -> web.Response:
     return _response(error.status, error_envelope(error), {**headers, **extra})
 
 
-class Probe(msgspec.Struct):
+class Health:
+    """How the gateway does, for probes."""
+
+    def __init__(self, lifecycle: Lifecycle, problems: Callable[[], list[str]]) -> None:
+        """`problems`: names of what does not work at the moment, without which nothing can be served."""
+        self.lifecycle: Final = lifecycle
+        self.problems: Final = problems
+
+
+class Probe(msgspec.Struct, omit_defaults=True):
     phase: str
     ok: bool
+    problems: list[str] = []
 
 
-PROBES: Final[Mapping[str, Callable[[Lifecycle], bool]]] = {
-    "/livez": lambda lifecycle: lifecycle.is_live,
-    "/readyz": lambda lifecycle: lifecycle.is_ready,
-    "/startupz": lambda lifecycle: lifecycle.is_started,
+PROBES: Final[Mapping[str, Callable[[Health], bool]]] = {
+    "/livez": lambda health: health.lifecycle.is_live,
+    "/readyz": lambda health: health.lifecycle.is_ready and not health.problems(),
+    "/startupz": lambda health: health.lifecycle.is_started,
 }
 """The only open doors."""
 
 
-def probe_answer(lifecycle: Lifecycle, request: web.BaseRequest) -> web.Response:
-    """To a request for one of `PROBES`."""
-    ok = PROBES[path_of(request)](lifecycle)
+def probe_answer(health: Health, request: web.BaseRequest, *, tells_problems: bool = False) -> web.Response:
+    """To a request for one of `PROBES`; what is wrong is told to operators alone."""
+    ok = PROBES[path_of(request)](health)
     headers = {REQUEST_ID_HEADER: accept_request_id(request.headers.get(REQUEST_ID_HEADER))}
     if request.method not in ("GET", "HEAD"):
         return error_response(MethodNotAllowed(f"{request.path} takes GET."), headers)
     status = HTTPStatus.OK if ok else HTTPStatus.SERVICE_UNAVAILABLE
-    return _response(status, msgspec.json.encode(Probe(lifecycle.phase.value, ok)), headers)
+    probe = Probe(health.lifecycle.phase.value, ok, health.problems() if tells_problems else [])
+    return _response(status, msgspec.json.encode(probe), headers)

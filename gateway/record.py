@@ -51,12 +51,6 @@ class EndReason(StrEnum):
     INTERNAL_ERROR = "internal_error"
 
 
-class DrainCut(errors.NotReady):
-    """The gateway stopped before the request was done."""
-
-    code = "gateway_stopped"
-
-
 _REASONS: Final[dict[type[ApiError], EndReason]] = {
     errors.RequestAborted: EndReason.ABORTED,
     errors.ConnectTimeout: EndReason.CONNECT_TIMEOUT,
@@ -71,7 +65,7 @@ _REASONS: Final[dict[type[ApiError], EndReason]] = {
     errors.UpstreamLost: EndReason.UPSTREAM_FAILED,
     errors.EngineFailed: EndReason.UPSTREAM_FAILED,
     errors.InternalError: EndReason.INTERNAL_ERROR,
-    DrainCut: EndReason.DRAIN,
+    errors.GatewayStopped: EndReason.DRAIN,
 }
 
 

@@ -59,6 +59,10 @@ class InternalError(ApiError):
     """A bug of ours. The message says nothing; the detail and the log say everything."""
 
 
+class TokenizerFailed(InternalError):
+    """The tokenizers library panicked. What it said may hold the text, and is not passed on."""
+
+
 # -- the caller's mistakes ------------------------------------------------------------------------
 
 
@@ -188,6 +192,18 @@ class NotReady(ApiError):
     status = HTTPStatus.SERVICE_UNAVAILABLE
     code = "not_ready"
     retryable = True
+
+
+class GatewayStopped(NotReady):
+    """The gateway stopped before the request was done."""
+
+    code = "gateway_stopped"
+
+
+class QuotaUnavailable(NotReady):
+    """The store of quotas does not answer, so nothing can be reserved."""
+
+    code = "quota_unavailable"
 
 
 class EngineFailed(ApiError):

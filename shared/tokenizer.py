@@ -26,7 +26,7 @@ import tokenizers
 
 from shared.chat_template import ChatTemplate
 from shared.clock import SYSTEM_CLOCK, Clock
-from shared.errors import InternalError, InvalidRequest
+from shared.errors import InvalidRequest, TokenizerFailed
 from shared.model_files import BadModelFile, shown
 from shared.openai import ChatMessage, ChatRequest, CompletionRequest
 from shared.text_slices import Slicer
@@ -44,10 +44,6 @@ _SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 class UnusableTokenizer(Exception):
     """The model directory holds none that can be loaded. The message is for the operator."""
-
-
-class TokenizerFailed(InternalError):
-    """The library panicked. What it said may hold the text, and is not passed on."""
 
 
 class _Library:

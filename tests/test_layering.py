@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from shared import errors
+
 ROOT = Path(__file__).parent.parent
 FLOORS = (
     "shared",
@@ -166,3 +168,24 @@ def test_importing_needs_no_torch(package: str) -> None:
     argv = [sys.executable, "-c", script]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+API_ERRORS = {
+    name
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, errors.ApiError)
+}
+
+
+def test_every_error_of_the_api_is_in_the_one_tree() -> None:
+    """An engine's code is read back by it, so it must not depend on what was imported before."""
+    outside = [
+        path.name
+        for package in ("gateway", "engine", "shared")
+        for path in (ROOT / package).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+        and path != ROOT / "shared" / "errors.py"
+        and any(ast.unparse(base).rpartition(".")[2] in API_ERRORS for base in node.bases)
+    ]
+    assert outside == []

@@ -12,11 +12,11 @@ import msgspec
 
 from engine.api.admission import SamplingDefaults
 from shared import logs
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, TokenizerFailed
 from shared.generation_keys import GENERATION_KEYS
 from shared.model_files import BadModelFile, parse_object, read_text, refusals, shown, unexplained
 from shared.openai import ChatRequest, CompletionRequest
-from shared.tokenizer import Tokenizer, TokenizerBundle, TokenizerFailed, read_files
+from shared.tokenizer import Tokenizer, TokenizerBundle, read_files
 from shared.tokenizer_files import CONFIG as TOKENIZER_CONFIG
 from shared.validation import parse
 

@@ -21,6 +21,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from msgspec import Struct
@@ -204,11 +205,9 @@ class TokenCounter:
         if tokenizer_hash is not None and tokenizer_hash != known.hash:
             known.stale.set()
 
-    async def run(self) -> None:
-        """Fetch, and keep fresh, what is known about every model. Runs until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            for name in self._models:
-                group.create_task(self._keep(name))
+    def works(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        """By name: what fetches, and keeps fresh, what is known about each model."""
+        return {f"tokenizer of {name}": partial(self._keep, name) for name in self._models}
 
     async def _keep(self, name: str) -> None:
         known = self._known[name]

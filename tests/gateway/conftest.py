@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from gateway.admission.memory_store import MemoryStore
+from gateway.admission.quota import QuotaStore
 from gateway.app import Gateway
 from gateway.config import load
 from gateway.identity.keys import hash_key
@@ -133,6 +134,7 @@ async def open_house(log: io.StringIO, protocol: str) -> AsyncIterator[Open]:
             *more_urls: str,
             bundle: Any = ...,
             max_model_len: int = 4096,
+            quotas: QuotaStore | None = None,
             **sections: Any,
         ) -> House:
             engine = FakeEngine(
@@ -140,7 +142,7 @@ async def open_house(log: io.StringIO, protocol: str) -> AsyncIterator[Open]:
             )
             await stack.enter_async_context(engine)
             config = load(settings(engine.url, *more_urls, protocol=protocol, **sections), {})
-            gateway = await stack.enter_async_context(Gateway(config))
+            gateway = await stack.enter_async_context(Gateway(config, quotas=quotas))
             await until(lambda: gateway.tokens.profile(config.models[0]) is not None)
             client = await stack.enter_async_context(aiohttp.ClientSession())
             return House(gateway, engine, client, log)

@@ -643,6 +643,17 @@ async def test_all_that_the_engine_says_of_its_time_is_in_the_line(house: House)
 # -- probes, metrics, drain -----------------------------------------------------------------------
 
 
+async def test_a_name_that_chat_answers_is_a_model_by_itself(open_house: Open) -> None:
+    """`*` takes any name, in either place."""
+    house = await open_house(model={"aliases": ["*"]})
+    async with house.chat(model="made-up") as answer:
+        assert answer.status == 200
+    async with house.get("/v1/models/made-up") as answer:
+        assert (await answer.json())["id"] == "made-up"
+    async with house.get("/v1/models") as answer:
+        assert [model["id"] for model in (await answer.json())["data"]] == ["tiny"]
+
+
 async def test_probes_are_open(house: House) -> None:
     for path in ("/livez", "/readyz", "/startupz"):
         async with house.client.get(house.url + path) as answer:

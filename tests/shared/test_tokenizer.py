@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from shared import tokenizer as tokenizer_module
-from shared.errors import InternalError, InvalidRequest
+from shared.errors import InternalError, InvalidRequest, TokenizerFailed
 from shared.openai import ChatMessage, ChatRequest, CompletionRequest, TextPart
 from shared.tokenizer import (
     Tokenizer,
     TokenizerBundle,
-    TokenizerFailed,
     UnusableTokenizer,
 )
 
