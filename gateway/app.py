@@ -30,7 +30,8 @@ from gateway.background import Background, Work
 from gateway.config import GatewayConfig, TlsConfig, timeouts_of
 from gateway.credentials import Credentials
 from gateway.directory import DirectoryReader
-from gateway.edge import PIPELINE, PROBES, Edge, Health, error_response, probe_answer
+from gateway.edge import PROBES, Edge, Health, error_response, probe_answer
+from gateway.endpoints import ENDPOINTS
 from gateway.engines import fetch_profile
 from gateway.live import LiveRequests
 from gateway.pipeline import Pipeline
@@ -133,7 +134,7 @@ class Gateway:
 
     async def __aenter__(self) -> Gateway:
         listen, admin = self.config.listen, self.config.admin
-        warm(PIPELINE.values())
+        warm(endpoint.shape for endpoint in ENDPOINTS.values())
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._upstream.aclose)
             stack.callback(self._threads.close)

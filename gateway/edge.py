@@ -26,12 +26,13 @@ from gateway.admission.quota import QuotaStore, ReservationId
 from gateway.admission.tokens import TokenCounter
 from gateway.config import GatewayConfig, ModelConfig
 from gateway.directory import DirectoryReader
+from gateway.endpoints import ENDPOINTS
 from gateway.exchange import Exchange
 from gateway.hygiene import check, path_of
 from gateway.identity.keys import Principal
 from gateway.identity.tenant import TenantPolicy
 from gateway.live import LiveRequests
-from gateway.pipeline import Pipeline, ProxiedRequest
+from gateway.pipeline import Pipeline
 from gateway.record import Reporter, RequestRecord
 from gateway.relay.client import SERVER, Client, ClientGone
 from gateway.relay.watch import Watch
@@ -51,29 +52,17 @@ from shared.ids import REQUEST_ID_HEADER, TRACEPARENT_HEADER, RequestId, accept_
 from shared.lifecycle import Lifecycle
 from shared.openai import (
     AbortResponse,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
     Model,
     ModelList,
-    TokenizeRequest,
     error_envelope,
 )
 from shared.paths import no_such_path
 from shared.telemetry import Stages
 
-PIPELINE: Final[Mapping[str, type[ProxiedRequest]]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-}
 MODELS: Final = "/v1/models"
 REQUESTS: Final = "/v1/requests/"
 UNKNOWN: Final = "unknown"
 JSON: Final = "application/json"
-_NO_SHAPE: Final = DetokenizeRequest
-"""For routes without a body."""
 
 log = logs.get(__name__)
 
@@ -113,7 +102,7 @@ class Edge:
         if path in PROBES:
             return probe_answer(self._health, request)
         exchange = self._open(request, path)
-        structlog.contextvars.bind_contextvars(request_id=exchange.record.request_id)
+        structlog.contextvars.bind_contextvars(request_id=exchange.request_id)
         try:
             return await self._answer(exchange)
         except (ClientGone, asyncio.CancelledError) as error:
@@ -146,14 +135,15 @@ class Edge:
         """By the path; who calls is asked before what for."""
         check(exchange.request)
         method, path = exchange.request.method, exchange.path
-        if path in PIPELINE and method == "POST":
-            await self._pipeline.run(exchange)
+        endpoint = ENDPOINTS.get(path)
+        if endpoint is not None and method == "POST":
+            await self._pipeline.run(exchange, endpoint)
             assert exchange.client.response is not None
             exchange.record.status = exchange.client.response.status
             return exchange.client.response
         principal = self._pipeline.authenticate(exchange)
         exchange.stages.enter("answer")
-        if path in PIPELINE:
+        if endpoint is not None:
             raise MethodNotAllowed(f"{path} takes POST, not {method[:16]}.")
         if path == MODELS or path.startswith(f"{MODELS}/"):
             _allow(exchange, "GET")
@@ -195,7 +185,9 @@ class Edge:
             return begun
         exchange.record.failed(error, begun.status if begun else None)
         if begun is not None:
-            await exchange.client.fail(error, at_boundary=exchange.progress.scanner.at_boundary)
+            at_boundary = exchange.progress.scanner.at_boundary
+            dialect = ENDPOINTS[exchange.path].dialect
+            await exchange.client.fail(error, dialect.error_event(error) if at_boundary else None)
             return begun
         await self._look_up_windows(exchange)
         response = error_response(error, exchange.headers())
@@ -205,7 +197,7 @@ class Edge:
 
     async def _look_up_windows(self, exchange: Exchange) -> None:
         """For the `x-ratelimit-*` headers of answers that came to no reservation."""
-        if exchange.principal is not None and exchange.record.decision is None:
+        if exchange.principal is not None and exchange.decision is None:
             subjects = exchange.directory.subjects(exchange.principal)
             exchange.windows = await self._quotas.windows(subjects)
 
@@ -219,7 +211,7 @@ class Edge:
         return Exchange(
             request=request,
             path=path,
-            shape=PIPELINE.get(path, _NO_SHAPE),
+            request_id=request_id,
             record=RequestRecord(request_id, request.method[:16], _endpoint(path)),
             stages=stages,
             watch=watch,
@@ -234,6 +226,8 @@ class Edge:
     def _complete(self, exchange: Exchange) -> None:
         record, stages = exchange.record, exchange.stages
         record.stage = record.stage or stages.now
+        record.stream, record.reserved = exchange.streams, exchange.reserved
+        record.decision = exchange.decision
         record.take(exchange.progress)
         self._reporter.completed(record, stages, stages.enter(stages.now) - exchange.arrived_s)
 
@@ -259,7 +253,7 @@ def _client_left(exchange: Exchange) -> None:
 
 def _endpoint(path: str) -> str:
     """A label of bounded variety."""
-    if path in PIPELINE or path == MODELS:
+    if path in ENDPOINTS or path == MODELS:
         return path
     if path.startswith(f"{MODELS}/"):
         return f"{MODELS}/{{id}}"

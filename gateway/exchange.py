@@ -8,7 +8,7 @@ from typing import Final
 from aiohttp import web
 from msgspec import Struct, field
 
-from gateway.admission.quota import ReservationId, Windows
+from gateway.admission.quota import Decision, ReservationId, Windows
 from gateway.config import TimeoutsConfig
 from gateway.directory import Directory
 from gateway.identity.keys import Principal
@@ -17,7 +17,7 @@ from gateway.relay.client import Client
 from gateway.relay.stream import Progress
 from gateway.relay.watch import Watch
 from shared.clock import Clock
-from shared.ids import IGNORED_FIELDS_HEADER, REQUEST_ID_HEADER
+from shared.ids import IGNORED_FIELDS_HEADER, REQUEST_ID_HEADER, RequestId
 from shared.telemetry import Stages
 
 ENGINE_TIMING_LEN_MAX: Final = 1024
@@ -30,8 +30,9 @@ class Exchange(Struct, eq=False):
     request: web.BaseRequest
     path: str
     """As it was sent, without the query."""
-    shape: type[Struct]
+    request_id: RequestId
     record: RequestRecord
+    """Only written here: nothing that happens depends on it."""
     stages: Stages
     watch: Watch
     client: Client
@@ -46,6 +47,12 @@ class Exchange(Struct, eq=False):
     principal: Principal | None = None
     is_seated: bool = False
     """Whether its seat was asked for: a lease that is to be renewed."""
+    streams: bool = False
+    """Whether a stream was asked for."""
+    reserved: int = 0
+    """Tokens."""
+    decision: Decision | None = None
+    """The last of the quotas."""
     windows: Windows = field(default_factory=Windows)
     ignored_fields: str = ""
     engine_timing: str = ""
@@ -55,11 +62,6 @@ class Exchange(Struct, eq=False):
         self.timeouts = timeouts
         self.watch.bound(timeouts.total_s)
         self.client.slow_client_s = timeouts.slow_client_s
-
-    def settling(self) -> None:
-        """The request has come to its end, in the stage that it is in."""
-        self.record.stage = self.stages.now
-        self.stages.enter("settle")
 
     def take_engine_timing(self, value: str) -> None:
         if not value:  # of a stream, whose head comes before there is anything to tell
@@ -72,7 +74,7 @@ class Exchange(Struct, eq=False):
         """What every answer carries beside its content."""
         timing = self.stages.server_timing()
         headers = {
-            REQUEST_ID_HEADER: self.record.request_id,
+            REQUEST_ID_HEADER: self.request_id,
             "server-timing": f"{timing}, {self.engine_timing}" if self.engine_timing else timing,
         }
         if self.ignored_fields:
@@ -86,11 +88,6 @@ class Exchange(Struct, eq=False):
             headers["x-ratelimit-remaining-tokens"] = str(window.remaining)
             headers["x-ratelimit-reset-tokens"] = duration(window.reset_ms)
         return headers
-
-    def begin_answer(self) -> dict[str, str]:
-        """The first bytes of the answer are here: its headers."""
-        self.record.first_byte_s = self.stages.enter("relay") - self.arrived_s
-        return self.headers()
 
 
 def duration(ms: int) -> str:

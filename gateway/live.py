@@ -57,7 +57,7 @@ class LiveRequests:
         found = [
             exchange
             for exchange in self._exchanges
-            if exchange.record.request_id == request_id
+            if exchange.request_id == request_id
             and exchange.principal is not None
             and exchange.principal.tenant == tenant
         ]

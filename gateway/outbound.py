@@ -56,7 +56,7 @@ def outbound(
     gateway's own towards this model's replicas; the caller's key goes nowhere. Raises InvalidRequest."""
     headers = (
         _JSON,
-        (_REQUEST_ID, exchange.record.request_id.encode()),
+        (_REQUEST_ID, exchange.request_id.encode()),
         (_TRACEPARENT, exchange.stages.trace.traceparent.encode()),
         *credentials,
     )

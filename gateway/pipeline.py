@@ -35,7 +35,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from functools import partial
-from typing import Final, cast
+from typing import Final
 
 from msgspec import Struct
 
@@ -46,6 +46,7 @@ from gateway.body import read_body
 from gateway.config import GatewayConfig, ModelConfig
 from gateway.credentials import Credentials
 from gateway.directory import Terms
+from gateway.endpoints import Dialect, Endpoint, ProxiedRequest
 from gateway.exchange import Exchange
 from gateway.identity.keys import Principal
 from gateway.live import LiveRequests
@@ -80,13 +81,10 @@ from shared.ids import TOKENIZER_HEADER, ReplicaId
 from shared.openai import (
     ChatRequest,
     CompletionRequest,
-    DetokenizeRequest,
     GenerationRequest,
-    TokenizeRequest,
 )
 from shared.validation import Parsed
 
-ProxiedRequest = GenerationRequest | TokenizeRequest | DetokenizeRequest
 NO_TOKENS = Count(prompt_tokens=0, longest=0, prompts=0, extension=None)
 
 ELSEWHERE_MAX: Final = 1
@@ -148,14 +146,14 @@ class Pipeline:
         self._upstream = upstream
         self._credentials = credentials
 
-    async def run(self, exchange: Exchange) -> None:
+    async def run(self, exchange: Exchange, endpoint: Endpoint) -> None:
         """Answer one request. Raises ApiError, ClientGone or CancelledError; by then all is settled."""
         principal = self.authenticate(exchange)
         try:
-            await self._take_seat(exchange, principal)
-            dispatched = await self._dispatch(exchange, principal)
+            await self._take_seat(exchange, principal, endpoint)
+            dispatched = await self._dispatch(exchange, principal, endpoint)
             try:
-                await self._relay(exchange, dispatched)
+                await self._relay(exchange, dispatched, endpoint.dialect)
             finally:
                 outcome = outcome_of(sys.exception(), exchange.watch)
                 self._replicas.give_back(dispatched.replica, dispatched.tokens, outcome)
@@ -163,20 +161,22 @@ class Pipeline:
         finally:
             await self._settle(exchange)
 
-    async def _dispatch(self, exchange: Exchange, principal: Principal) -> Dispatched:
+    async def _dispatch(self, exchange: Exchange, principal: Principal, endpoint: Endpoint) -> Dispatched:
         """All that holds the request's body is in here, and is gone when this returns."""
         with Holding(self._memory, principal.tenant) as holding:
-            prepared = await self._prepare(exchange, principal, holding)
+            prepared = await self._prepare(exchange, principal, endpoint, holding)
             holding.hold(len(prepared.outbound.content))
             return await self._send(exchange, prepared)
 
-    async def _prepare(self, exchange: Exchange, principal: Principal, holding: Holding) -> Prepared:
-        parsed = await self._read(exchange, principal, holding)
+    async def _prepare(
+        self, exchange: Exchange, principal: Principal, endpoint: Endpoint, holding: Holding
+    ) -> Prepared:
+        parsed = await self._read(exchange, principal, endpoint, holding)
         terms = self._resolve(exchange, principal, parsed)
         count = await self._count(exchange, terms, parsed.request)
         maximum = await self._reserve(exchange, terms, parsed.request, count)
         request = self._outbound(exchange, terms, parsed, count, maximum)
-        return Prepared(terms.model, request, exchange.record.reserved)
+        return Prepared(terms.model, request, exchange.reserved)
 
     def authenticate(self, exchange: Exchange) -> Principal:
         exchange.stages.enter("auth")
@@ -186,17 +186,17 @@ class Pipeline:
         exchange.record.key, exchange.record.tenant = principal.key, principal.tenant
         return principal
 
-    async def _take_seat(self, exchange: Exchange, principal: Principal) -> None:
+    async def _take_seat(self, exchange: Exchange, principal: Principal, endpoint: Endpoint) -> None:
         exchange.stages.enter("seat")
         self._live.claim(exchange, principal.tenant)
         exchange.is_seated = True
         subjects = exchange.directory.subjects(principal)
-        needs_tokens = issubclass(exchange.shape, GenerationRequest)
-        decision = await self._quotas.enter(exchange.reservation, subjects, needs_tokens=needs_tokens)
-        self._heed(exchange, decision, 1 if needs_tokens else 0)
+        generates = endpoint.generates
+        decision = await self._quotas.enter(exchange.reservation, subjects, needs_tokens=generates)
+        self._heed(exchange, decision, 1 if generates else 0)
 
     async def _read(
-        self, exchange: Exchange, principal: Principal, holding: Holding
+        self, exchange: Exchange, principal: Principal, endpoint: Endpoint, holding: Holding
     ) -> Parsed[ProxiedRequest]:
         exchange.stages.enter("body")
         limits, timeouts = self._config.limits, self._config.timeouts
@@ -208,14 +208,14 @@ class Pipeline:
         holding.hold(memory_of(body, census))
         refuses_unknown = self._config.admission.unknown_fields
         if len(body) <= PARSED_INLINE_LEN_MAX:
-            parsed = validate(body, exchange.shape, refuses_unknown, census)
+            parsed = validate(body, endpoint.shape, refuses_unknown, census)
         else:
-            work = partial(validate, body, exchange.shape, refuses_unknown, census)
+            work = partial(validate, body, endpoint.shape, refuses_unknown, census)
             parsed = await self._threads.call(principal.tenant, work)
         assert isinstance(parsed.request, ProxiedRequest)
         exchange.ignored_fields = parsed.ignored_header
-        exchange.record.stream = isinstance(parsed.request, GenerationRequest) and bool(parsed.request.stream)
-        return cast("Parsed[ProxiedRequest]", parsed)  # Parsed is invariant
+        exchange.streams = isinstance(parsed.request, GenerationRequest) and bool(parsed.request.stream)
+        return parsed
 
     def _resolve(self, exchange: Exchange, principal: Principal, parsed: Parsed[ProxiedRequest]) -> Terms:
         exchange.stages.enter("tenant")
@@ -247,25 +247,26 @@ class Pipeline:
         span = self._tokens.span(terms.model, request, count, least_each, terms.tokens_max)
         decision = await self._quotas.reserve(exchange.reservation, terms.subjects, span.least, span.most)
         self._heed(exchange, decision, span.least)
-        exchange.record.reserved = decision.granted
+        exchange.reserved = decision.granted
         return span.maximum_each(decision.granted) if span.is_open else None
 
     def _heed(self, exchange: Exchange, decision: Decision, tokens: int) -> None:
         """Raises what a refusal means. `tokens`: the least that was asked for."""
-        exchange.windows, exchange.record.decision = decision.windows, decision
+        exchange.windows, exchange.decision = decision.windows, decision
         observe_decision(decision)
         if decision.refusal is not None:
             raise _refused(decision.refusal, tokens)
 
     async def _settle(self, exchange: Exchange) -> None:
         """Whatever was reserved, and whether or not anybody heard that it was."""
-        exchange.settling()
+        exchange.record.stage = exchange.stages.now
+        exchange.stages.enter("settle")
         progress = exchange.progress
         try:
             if progress.awaits_report:
                 await shielded(progress.report.wait(REPORT_S))
         finally:
-            used = used_tokens(progress, exchange.record.reserved)
+            used = used_tokens(progress, exchange.reserved)
             await shielded(self._quotas.settle(exchange.reservation, used), exchange.record.settlement)
 
     def _outbound(
@@ -316,7 +317,7 @@ class Pipeline:
     async def _connect(self, exchange: Exchange, replica: Replica, request: Outbound) -> Answer:
         exchange.stages.enter("connect")
         exchange.record.replica = replica.id
-        if exchange.record.stream:
+        if exchange.streams:
             within_s = exchange.timeouts.first_token_s
             exchange.watch.expect(within_s, FirstTokenTimeout, "The engine produced no token in time.")
 
@@ -340,8 +341,14 @@ class Pipeline:
                 await answer.aclose()
         return answer
 
-    async def _relay(self, exchange: Exchange, dispatched: Dispatched) -> None:
+    async def _relay(self, exchange: Exchange, dispatched: Dispatched, dialect: Dialect) -> None:
         answer = dispatched.answer
+
+        def first_byte() -> dict[str, str]:
+            """It is here: the stage, and the headers that the gateway adds."""
+            exchange.record.first_byte_s = exchange.stages.enter("relay") - exchange.arrived_s
+            return exchange.headers()
+
         self._tokens.observe(dispatched.model, answer.headers.get(TOKENIZER_HEADER))
         exchange.take_engine_timing(answer.headers.get("server-timing", ""))
         relay = Relay(
@@ -349,7 +356,8 @@ class Pipeline:
             exchange.watch,
             exchange.timeouts,
             exchange.progress,
-            exchange.begin_answer,
+            first_byte,
+            dialect,
             dispatched.hides_usage,
         )
         await relay.run(answer)

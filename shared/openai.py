@@ -16,7 +16,7 @@ Beyond OpenAI, the common extensions of open engines: `top_k`, `min_p`, `repetit
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
@@ -88,7 +88,10 @@ class PromptExtension(Struct):
 
 
 class GenerationRequest(Struct, kw_only=True):
-    """What chat and completions share."""
+    """What chat and completions share: fields, and questions that each answers by fields of its own."""
+
+    prompt_param: ClassVar[str]
+    """The field that holds the prompt."""
 
     model: str
     n: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
@@ -141,11 +144,38 @@ class GenerationRequest(Struct, kw_only=True):
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def output_tokens_max(self) -> int | None:
+        """The most tokens of each choice; None leaves it to the context length."""
+        return None
+
+    @property
+    def stated_tokens_max(self) -> int | None:
+        """`output_tokens_max`, where the caller stated it and it is no default."""
+        return self.output_tokens_max
+
+    @property
+    def max_tokens_param(self) -> str:
+        """The field that states it, or could."""
+        return "max_tokens"
+
+    @property
+    def logprobs_asked(self) -> int | None:
+        """How many of the likeliest tokens to report with each token; None for no log-probabilities."""
+        return None
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the prompt is repeated in the answer."""
+        return False
+
 
 _NULL: Final = Raw(b"null")
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
+    prompt_param: ClassVar[str] = "messages"
+
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MESSAGES_MAX)]
     max_tokens: Annotated[int, Meta(ge=1, le=TOKENS_MAX)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, le=TOKENS_MAX)] | None = None
@@ -167,14 +197,23 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     @property
     def output_tokens_max(self) -> int | None:
-        """The caller's own bound on each choice's length; None leaves it to the context length."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def max_tokens_param(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def logprobs_asked(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 Prompt = str | list[str | int | list[int]]
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
+    prompt_param: ClassVar[str] = "prompt"
+
     prompt: Prompt
     max_tokens: Annotated[int, Meta(ge=0, le=TOKENS_MAX)] | None = None
     """0 is allowed with `echo`: it scores the prompt."""
@@ -185,8 +224,19 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     @property
     def output_tokens_max(self) -> int:
-        """The bound on each choice's length."""
         return COMPLETION_TOKENS_DEFAULT if self.max_tokens is None else self.max_tokens
+
+    @property
+    def stated_tokens_max(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def logprobs_asked(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
 
 
 class TokenizeRequest(Struct, kw_only=True):

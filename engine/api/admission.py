@@ -23,7 +23,7 @@ from msgspec import Meta
 from engine.core.messages import CoreReady, SamplingParams, ServiceClass
 from shared.errors import ContextLengthExceeded, InvalidRequest, NeverFits
 from shared.holding import TOKEN_BYTES
-from shared.openai import TOKENS_MAX, ChatRequest, CompletionRequest
+from shared.openai import TOKENS_MAX, GenerationRequest
 
 SEED_MASK: Final = 2**64 - 1
 ANSWER_LEN_MAX: Final = 32 * 1024 * 1024
@@ -37,7 +37,6 @@ LOGPROB_BYTES: Final = 75
 WINDOW_TOKENS: Final = 192
 """Tokens of a choice that a stream holds at most: twice what pauses it, and what was on its way."""
 
-AnyRequest = ChatRequest | CompletionRequest
 N = TypeVar("N", int, float)
 
 
@@ -82,7 +81,7 @@ class Choice:
 
 
 def plan_choices(
-    request: AnyRequest,
+    request: GenerationRequest,
     prompts: Sequence[list[int]],
     limits: Limits,
     eos_ids: frozenset[int],
@@ -108,19 +107,19 @@ def plan_choices(
 # -- how much an answer may hold ------------------------------------------------------------------
 
 
-def answer_room(request: AnyRequest, prompts: Sequence[list[int]]) -> int:
+def answer_room(request: GenerationRequest, prompts: Sequence[list[int]]) -> int:
     """Tokens that each choice may have so that the whole answer stays within `ANSWER_LEN_MAX`; at least 1.
     Raises InvalidRequest where the caller asks for more."""
     token_len, choices = _token_len(request), (request.n or 1) * len(prompts)
-    if request.stream and logprobs_asked(request) is None:
+    if request.stream and request.logprobs_asked is None:
         return TOKENS_MAX  # written as it comes, and paused when nobody reads
     stated = max(1, request.output_tokens_max or 1)
     left = ANSWER_LEN_MAX - (request.n or 1) * _scores_len(request, prompts)
     if left >= choices * stated * token_len:
         return max(stated, left // (choices * token_len))
-    told = logprobs_asked(request)
+    told = request.logprobs_asked
     what = f"{choices} x {stated} tokens" + ("" if told is None else f" with {told} log-probabilities each")
-    params = {"n": choices > 1, "logprobs": told is not None, _max_tokens_param(request): True}
+    params = {"n": choices > 1, "logprobs": told is not None, request.max_tokens_param: True}
     scores = ", and those of the prompt" if left < ANSWER_LEN_MAX else ""
     raise InvalidRequest(
         f"The answer may be too large: {what}{scores}. Ask for less, or in several requests.",
@@ -128,59 +127,53 @@ def answer_room(request: AnyRequest, prompts: Sequence[list[int]]) -> int:
     )
 
 
-def answer_len(request: AnyRequest, choices: Sequence[Choice]) -> int:
+def answer_len(request: GenerationRequest, choices: Sequence[Choice]) -> int:
     """Bytes that an answer holds at most at any time, and the prompts that are told with it."""
     prompts = [choice.prompt_ids for choice in choices[:: request.n or 1]]
     tokens = sum(choice.sampling.max_tokens for choice in choices)
     held = min(tokens, WINDOW_TOKENS * len(choices)) if request.stream else tokens
-    is_told = bool(request.return_token_ids) or (isinstance(request, CompletionRequest) and request.echo)
+    is_told = bool(request.return_token_ids) or request.echoes
     told = sum(map(len, prompts)) * TOKEN_BYTES if is_told else 0
     return held * _token_len(request) + _scores_len(request, prompts) + told
 
 
-def _token_len(request: AnyRequest) -> int:
-    logprobs = logprobs_asked(request)
+def _token_len(request: GenerationRequest) -> int:
+    logprobs = request.logprobs_asked
     if logprobs is not None:
         return TEXT_BYTES + ENTRY_BYTES + LOGPROB_BYTES * (1 + logprobs)
     return TEXT_BYTES + (ENTRY_BYTES if request.return_token_ids else 0)
 
 
-def _scores_len(request: AnyRequest, prompts: Sequence[list[int]]) -> int:
+def _scores_len(request: GenerationRequest, prompts: Sequence[list[int]]) -> int:
     """Bytes of the log-probabilities of all prompts, once."""
-    if not isinstance(request, CompletionRequest) or not request.echo or request.logprobs is None:
+    if not request.echoes or (logprobs := request.logprobs_asked) is None:
         return 0
-    return sum(map(len, prompts)) * (ENTRY_BYTES + LOGPROB_BYTES * (1 + request.logprobs))
+    return sum(map(len, prompts)) * (ENTRY_BYTES + LOGPROB_BYTES * (1 + logprobs))
 
 
-def max_tokens_of(request: AnyRequest, prompt_len: int, limits: Limits) -> int:
+def max_tokens_of(request: GenerationRequest, prompt_len: int, limits: Limits) -> int:
     """Tokens to sample at most, at least 1. Raises when prompt and answer cannot fit.
 
     A bound that the caller did not name (chat: the rest of the context, completions: 16) gives way to
     what there is room for.
     """
-    prompt_param = "messages" if isinstance(request, ChatRequest) else "prompt"
-    asked = request.output_tokens_max
-    named = asked is not None and (isinstance(request, ChatRequest) or _names_max_tokens(request))
-    wanted = max(asked, 1) if asked is not None and named else 1
+    prompt_param, asked = request.prompt_param, request.output_tokens_max
+    wanted = max(request.stated_tokens_max or 1, 1)
     total = f"{prompt_len + wanted} tokens ({prompt_len} in the {prompt_param}, {wanted} in the completion)"
     # when the prompt alone is too long, it is the prompt that must change
     if prompt_len + wanted > limits.max_model_len:
         raise ContextLengthExceeded(
             f"This model's maximum context length is {limits.max_model_len} tokens. "
             f"However, you requested {total}.",
-            param=_max_tokens_param(request) if prompt_len < limits.max_model_len else prompt_param,
+            param=request.max_tokens_param if prompt_len < limits.max_model_len else prompt_param,
         )
     if prompt_len + wanted - 1 > limits.kv_tokens:  # the last token is never computed
         raise NeverFits(
             f"You requested {total}, but this engine's whole KV cache holds {limits.kv_tokens} tokens.",
-            param=_max_tokens_param(request) if prompt_len <= limits.kv_tokens else prompt_param,
+            param=request.max_tokens_param if prompt_len <= limits.kv_tokens else prompt_param,
         )
     room = limits.context_len - prompt_len
     return room if asked is None else max(1, min(asked, room))
-
-
-def _names_max_tokens(request: AnyRequest) -> bool:
-    return isinstance(request, CompletionRequest) and request.max_tokens is not None
 
 
 def derive_seed(seed: int, prompt: int, choice: int) -> int:
@@ -201,7 +194,7 @@ def cache_salt(tenant: str | None, own_salt: str | None) -> bytes:
     return digest.digest()
 
 
-def service_class(request: AnyRequest, tier_max: str | None) -> ServiceClass:
+def service_class(request: GenerationRequest, tier_max: str | None) -> ServiceClass:
     """What the request asks for, and no more than the tenant may have: `tier_max` is what the gateway
     says, None without one."""
     priority = request.priority or 0
@@ -217,7 +210,7 @@ _CLASSES: Final = {service_class.name.lower(): service_class for service_class i
 
 
 def trusted_ids(
-    request: AnyRequest, tokenizer_hash: str, prompts: int, vocab_size: int
+    request: GenerationRequest, tokenizer_hash: str, prompts: int, vocab_size: int
 ) -> list[list[int]] | None:
     """The ids that the gateway sent along, when they are of our tokenizer and make sense."""
     extension = request.penstock
@@ -228,15 +221,8 @@ def trusted_ids(
     return extension.prompt_ids
 
 
-def logprobs_asked(request: AnyRequest) -> int | None:
-    """How many of the likeliest tokens to report with each token; None for no log-probabilities."""
-    if isinstance(request, ChatRequest):
-        return (request.top_logprobs or 0) if request.logprobs else None
-    return request.logprobs
-
-
 def _sampling(
-    request: AnyRequest,
+    request: GenerationRequest,
     seed: int,
     max_tokens: int,
     eos_ids: frozenset[int],
@@ -244,8 +230,7 @@ def _sampling(
     *,
     scores: bool,
 ) -> SamplingParams:
-    logprobs = logprobs_asked(request)
-    echoes = scores and isinstance(request, CompletionRequest) and bool(request.echo)
+    logprobs = request.logprobs_asked
     bias = request.logit_bias or {}
     return SamplingParams(
         seed=seed,
@@ -261,7 +246,7 @@ def _sampling(
         stop_token_ids=tuple(sorted(stop_ids(request, eos_ids))),
         min_tokens=min(request.min_tokens or 0, max_tokens),
         logprobs=logprobs,
-        prompt_logprobs=logprobs if echoes else None,
+        prompt_logprobs=logprobs if scores and request.echoes else None,
     )
 
 
@@ -269,12 +254,12 @@ def _or_default(asked: N | None, default: N) -> N:
     return default if asked is None else asked
 
 
-def stop_ids(request: AnyRequest, eos_ids: frozenset[int]) -> frozenset[int]:
+def stop_ids(request: GenerationRequest, eos_ids: frozenset[int]) -> frozenset[int]:
     return frozenset(request.stop_token_ids or ()) | (frozenset() if request.ignore_eos else eos_ids)
 
 
-def _check_ids(request: AnyRequest, prompts: Sequence[list[int]], vocab_size: int) -> None:
-    prompt_param = "messages" if isinstance(request, ChatRequest) else "prompt"
+def _check_ids(request: GenerationRequest, prompts: Sequence[list[int]], vocab_size: int) -> None:
+    prompt_param = request.prompt_param
     for ids in prompts:
         if not ids:
             raise InvalidRequest(f"{prompt_param} must not be empty.", param=prompt_param)
@@ -289,9 +274,3 @@ def _check_ids(request: AnyRequest, prompts: Sequence[list[int]], vocab_size: in
 def _out_of_vocab(param: str, vocab_size: int) -> InvalidRequest:
     message = f"{param} has a token id outside of the vocabulary, which has {vocab_size} ids."
     return InvalidRequest(message, param=param)
-
-
-def _max_tokens_param(request: AnyRequest) -> str:
-    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
-        return "max_completion_tokens"
-    return "max_tokens"

@@ -14,12 +14,10 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from engine.api.admission import (
-    AnyRequest,
     Choice,
     Limits,
     answer_len,
     cache_salt,
-    logprobs_asked,
     plan_choices,
     service_class,
     stop_ids,
@@ -167,7 +165,7 @@ async def ask(state: EngineState, exchange: Exchange, kind: type[R], holding: Ho
         n=request.n or 1,
         sends_usage=request.include_usage,
         sends_token_ids=bool(request.return_token_ids),
-        logprobs=logprobs_asked(request),
+        logprobs=request.logprobs_asked,
         stop_strings=request.stop_strings,
         stop_ids=stop_ids(request, model.eos_ids),
         discards=request.output_tokens_max == 0,
@@ -180,7 +178,7 @@ async def ask(state: EngineState, exchange: Exchange, kind: type[R], holding: Ho
 
 
 async def _prompt_ids(
-    state: EngineState, tenant: str, model: ServedModel, request: AnyRequest, limits: Limits
+    state: EngineState, tenant: str, model: ServedModel, request: R, limits: Limits
 ) -> list[list[int]]:
     """One list per prompt: those that came along when they can be trusted, else tokenized here."""
     prompts = prompt_count(request.prompt) if isinstance(request, CompletionRequest) else 1
@@ -191,7 +189,7 @@ async def _prompt_ids(
 
 
 async def _echoes(
-    state: EngineState, tenant: str, model: ServedModel, request: AnyRequest, prompts: list[list[int]]
+    state: EngineState, tenant: str, model: ServedModel, request: R, prompts: list[list[int]]
 ) -> list[Echo] | None:
     """The prompts as completions repeat them, when they are to."""
     if not isinstance(request, CompletionRequest) or not request.echo:
@@ -222,7 +220,7 @@ def _texts(request: CompletionRequest, prompts: list[list[int]]) -> list[tuple[s
     return list(zip(texts if len(prompts) > 1 else texts[:1], prompts, strict=True))
 
 
-def _share(exchange: Exchange, request: AnyRequest) -> Share:
+def _share(exchange: Exchange, request: R) -> Share:
     headers = exchange.request.headers
     return Share(
         tenant=exchange.tenant,

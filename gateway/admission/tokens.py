@@ -158,16 +158,14 @@ class TokenCounter:
         profile = self._known[model.name].profile
         if profile is None or profile.max_model_len is None or not count.is_exact:
             return
-        limit, named = profile.max_model_len, _named_maximum(request)
+        limit, named = profile.max_model_len, request.stated_tokens_max
         if count.longest + max(1, named or 0) <= limit:
             return
         message = f"This model's context holds {limit} tokens, and the prompt has {count.longest}"
         if named is None or count.longest >= limit:
-            param = "messages" if isinstance(request, ChatRequest) else "prompt"
-            raise ContextLengthExceeded(f"{message}.", param=param)
-        newer = isinstance(request, ChatRequest) and request.max_completion_tokens is not None
-        param = "max_completion_tokens" if newer else "max_tokens"
-        raise ContextLengthExceeded(f"{message}: there is no room for {named} more.", param=param)
+            raise ContextLengthExceeded(f"{message}.", param=request.prompt_param)
+        message = f"{message}: there is no room for {named} more."
+        raise ContextLengthExceeded(message, param=request.max_tokens_param)
 
     def span(
         self,
@@ -251,11 +249,6 @@ def _warm(bundle: TokenizerBundle) -> Tokenizer:
     with contextlib.suppress(ApiError):  # a model without a chat template
         tokenizer.prompt_ids(ChatRequest(model="", messages=[ChatMessage("user", "Hello.")]))
     return tokenizer
-
-
-def _named_maximum(request: PromptRequest) -> int | None:
-    """The maximum that the caller named. The default of completions gives way to the context."""
-    return request.output_tokens_max if isinstance(request, ChatRequest) else request.max_tokens
 
 
 def _is_short(request: PromptRequest) -> bool:

@@ -25,7 +25,6 @@ from aiohttp.http import HttpVersion, HttpVersion10, HttpVersion11
 
 from gateway.relay.watch import Watch
 from shared.errors import ApiError, SlowClient
-from shared.sse import error_event
 
 BODILESS: Final = (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
 STATUS_LINES_MAX: Final = 1024
@@ -125,12 +124,13 @@ class Client:
             await self.drained()
         self.finished = True
 
-    async def fail(self, error: ApiError, *, at_boundary: bool) -> None:
-        """End an answer that has begun and is not finished. `at_boundary`: where an event may be appended."""
+    async def fail(self, error: ApiError, event: bytes | None) -> None:
+        """End an answer that has begun and is not finished. `event` says so in a stream; None where none may
+        be appended."""
         assert not self.finished
         assert self.response is not None
-        if self._is_stream and at_boundary and not isinstance(error, SlowClient):
-            self.offer(error_event(error))
+        if self._is_stream and event is not None and not isinstance(error, SlowClient):
+            self.offer(event)
             if self._chunked:
                 self._put(_LAST_CHUNK)
             return

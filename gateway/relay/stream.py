@@ -23,6 +23,7 @@ from typing import Final
 from msgspec import Struct, field
 
 from gateway.config import TimeoutsConfig
+from gateway.endpoints import Dialect
 from gateway.relay.client import Client
 from gateway.relay.foreign import ForeignStream, Source, usage_of
 from gateway.relay.upstream import Answer, read_back
@@ -37,7 +38,6 @@ HEAD_LEN_MAX: Final = 256 * 1024
 
 _BOUNDARY: Final = b"\n\n"
 _DATA: Final = b"data:"
-_ERROR: Final = b'data: {"error":'
 _NO_HEADERS: Final[Mapping[str, str]] = {}
 _STREAM_HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -103,8 +103,9 @@ class Relay(Struct, frozen=True, eq=False):
     watch: Watch
     timeouts: TimeoutsConfig
     progress: Progress
-    headers: Callable[[], Mapping[str, str]]
-    """What the gateway adds; asked when the first bytes are there."""
+    first_byte: Callable[[], Mapping[str, str]]
+    """Called when it is there. Returns the headers that the gateway adds."""
+    dialect: Dialect
     hides_usage: bool = False
     """Another engine was asked for usage that the client did not ask for."""
 
@@ -144,7 +145,7 @@ class Relay(Struct, frozen=True, eq=False):
             head += self.progress.scanner.feed(chunk)
             if not chunk or len(head) > HEAD_LEN_MAX:
                 raise UpstreamFailed("The engine's answer broke off.", detail="it ended before an event")
-        if head.startswith(_ERROR):
+        if head.startswith(self.dialect.error_head):
             self.progress.refused = True
             raise read_back(status, head.partition(_BOUNDARY)[0].removeprefix(b"data:"))
         return head
@@ -192,7 +193,7 @@ class Relay(Struct, frozen=True, eq=False):
 
     async def _begin(self, answer: Answer, body: bytes, headers: Mapping[str, str] = _NO_HEADERS) -> None:
         content_type = answer.headers.get("content-type", "application/json")
-        headers = {"content-type": content_type, **headers, **self.headers()}
+        headers = {"content-type": content_type, **headers, **self.first_byte()}
         self.progress.body_len += len(body)
         await self.client.begin(answer.status, headers, body, whole=answer.finished)
 

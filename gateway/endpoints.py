@@ -1,0 +1,61 @@
+"""The endpoints that engines serve behind the gateway: for each path, what a request is and how its answer
+streams. Whatever differs between them is said here; every stage is the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from msgspec import Struct
+
+from shared import sse
+from shared.errors import ApiError
+from shared.openai import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
+
+ProxiedRequest = GenerationRequest | TokenizeRequest | DetokenizeRequest
+
+
+class Dialect(Struct, frozen=True):
+    """How an event stream says that it is whole, and that it failed."""
+
+    done: bytes
+    """The last event of a whole answer."""
+    error_head: bytes
+    """What an event begins with that ends an answer with an error."""
+
+    def error_event(self, error: ApiError) -> bytes:
+        return sse.error_event(error)
+
+
+CHUNKS: Final = Dialect(done=sse.DONE, error_head=b'data: {"error":')
+"""Chat's and completions'."""
+
+
+class Endpoint(Struct, frozen=True):
+    path: str
+    shape: type[ProxiedRequest]
+    dialect: Dialect = CHUNKS
+
+    @property
+    def generates(self) -> bool:
+        """Whether its requests generate tokens, which are counted and reserved."""
+        return issubclass(self.shape, GenerationRequest)
+
+
+ENDPOINTS: Final[Mapping[str, Endpoint]] = {
+    endpoint.path: endpoint
+    for endpoint in (
+        Endpoint("/v1/chat/completions", ChatRequest),
+        Endpoint("/v1/completions", CompletionRequest),
+        Endpoint("/tokenize", TokenizeRequest),
+        Endpoint("/detokenize", DetokenizeRequest),
+    )
+}
+"""By path."""
