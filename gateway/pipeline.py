@@ -137,10 +137,12 @@ class Pipeline:
         credentials: Credentials,
         live: LiveRequests,
         threads: FairThreads,
+        memory: FairShare,
     ) -> None:
+        """`memory`: the bytes of which requests hold a part until they are answered."""
         self._live = live
         self._threads = threads
-        self._memory = FairShare(config.limits.request_memory)
+        self._memory = memory
         self._config = config
         self._tokens = tokens
         self._quotas = quotas
