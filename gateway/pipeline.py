@@ -84,7 +84,7 @@ from shared.openai import (
     GenerationRequest,
     TokenizeRequest,
 )
-from shared.validation import Parsed
+from shared.validation import Parsed, refuse_excess
 
 ProxiedRequest = GenerationRequest | TokenizeRequest | DetokenizeRequest
 NO_TOKENS = Count(prompt_tokens=0, longest=0, prompts=0, extension=None)
@@ -207,6 +207,7 @@ class Pipeline:
         )
         exchange.stages.enter("validate")
         census = census_of(body)
+        refuse_excess(census)
         holding.hold(memory_of(body, census))
         refuses_unknown = self._config.admission.unknown_fields
         if len(body) <= PARSED_INLINE_LEN_MAX:

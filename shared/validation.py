@@ -62,11 +62,17 @@ class Parsed(Struct, Generic[T], frozen=True):
         return ", ".join(named[:IGNORED_NAMED_MAX])
 
 
+def refuse_excess(census: Census) -> None:
+    """Raises InvalidRequest for a body of which too much would be made. It can never be served, whatever
+    memory there is: so this is asked before memory is reserved for it."""
+    if census.excess is not None:
+        raise InvalidRequest(f"The body has {census.excess}.")
+
+
 def parse(body: bytes, type_: type[T], census: Census | None = None) -> Parsed[T]:
     """Decode and check one request. Raises InvalidJson or InvalidRequest. `census`: the body's, if it was
     taken already."""
-    if (excess := (census or census_of(body)).excess) is not None:
-        raise InvalidRequest(f"The body has {excess}.")
+    refuse_excess(census or census_of(body))
     try:
         body.decode()  # msgspec leaves strings that it skips unchecked
         fields = _top_level(body)

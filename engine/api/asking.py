@@ -45,7 +45,7 @@ from shared.openai import (
 )
 from shared.prompts import prompt_slices
 from shared.timeouts import stated_timeout_s
-from shared.validation import Parsed, parse, prompt_count
+from shared.validation import Parsed, parse, prompt_count, refuse_excess
 
 T = TypeVar("T")
 R = TypeVar("R", ChatRequest, CompletionRequest)
@@ -138,6 +138,7 @@ async def read(state: EngineState, exchange: Exchange, kind: type[S], holding: H
         )
     with exchange.enter("validate"):
         census = census_of(body)
+        refuse_excess(census)
         holding.hold(memory_of(body, census))
         work = partial(parse, body, kind, census)
         if len(body) <= INLINE_LEN_MAX:
