@@ -1,9 +1,12 @@
 """Sends an attack's requests over plain sockets, and tells what became of each.
 
-    python -m shared.bench.attackers NAME --url http://127.0.0.1:8000
-
-runs one in a process of its own, so that making bodies of megabytes takes nothing from whom is measured.
 Sockets have small receive buffers: what a sender does not read stays with the server.
+
+    python -m shared.bench.attackers --url http://127.0.0.1:8000
+
+is a sender in a process of its own, so that making bodies of megabytes takes nothing from whom is measured.
+It reads `prepare NAME`, `go` and `cue` from its standard input, a line each, and answers `prepare` with an
+empty line and each `go`, at the attack's end, with a line of JSON.
 """
 
 from __future__ import annotations
@@ -13,9 +16,10 @@ import asyncio
 import contextlib
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 from urllib.parse import urlsplit
 
 import msgspec
@@ -28,6 +32,8 @@ DEADLINE_S: Final = 120.0
 RECEIVE_BUFFER_LEN: Final = 16 * 1024
 READ_LEN: Final = 64 * 1024
 WRITE_LEN: Final = 256 * 1024
+ANSWER_LEN_MAX: Final = 16 * 1024 * 1024
+"""Bytes of a sender's answer: it has some two hundred for each request."""
 KEPT_LEN: Final = 8 * 1024
 """Bytes of an answer that are kept of its beginning and of its end, for its status and its error."""
 
@@ -78,15 +84,17 @@ class _Received:
         return rest.partition(b'"')[0].decode() if found else None
 
 
-async def send(attack: Attack, url: str, cue: asyncio.Event, tag: str = "") -> list[Outcome]:
-    """Run an attack on a gateway at `url`, to its end. `cue` ends the requests that wait for it; `tag` goes
-    into the requests' ids, after the attack's own name. Raises TimeoutError."""
-    body = attack.body()
+async def send(
+    attack: Attack, url: str, cue: asyncio.Event, tag: str, body: bytes | None = None
+) -> list[Outcome]:
+    """Run an attack on a gateway at `url`, to its end. `cue` ends the requests that wait for it; their ids
+    begin with `tag`; `body` is the attack's, if it was made already. Raises TimeoutError."""
+    made = attack.body() if body is None else body
     room = asyncio.Semaphore(attack.at_once)
 
     async def one(number: int) -> Outcome:
         async with room:
-            return await _Request(attack, url, body, f"{tag}-{number}", number).run(cue)
+            return await _Request(attack, url, made, f"{tag}-{number}", number).run(cue)
 
     async with asyncio.timeout(DEADLINE_S):
         return await asyncio.gather(*(one(number) for number in range(attack.count)))
@@ -190,20 +198,91 @@ def named(name: str) -> Attack:
     return next(attack for attack in ATTACKS if attack.name == name)
 
 
-async def _main(options: argparse.Namespace) -> Sequence[Outcome]:
-    cue = asyncio.Event()
-    asyncio.get_running_loop().call_later(options.cue_s, cue.set)
-    return await send(named(options.name), options.url, cue, tag=options.tag)
+class _Sender:
+    """Does what its standard input says."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._attack = ATTACKS[0]
+        self._body = b""
+        self._cue = asyncio.Event()
+        self._sent = 0
+        self._sending: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Until its standard input ends."""
+        reader = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        while line := await reader.readline():
+            order, _, name = line.decode().strip().partition(" ")
+            match order:
+                case "prepare":
+                    self._attack = named(name)
+                    self._body = self._attack.body()
+                    _tell(b"")
+                case "go":
+                    self._cue = asyncio.Event()
+                    self._sending = asyncio.create_task(self._send())
+                case "cue":
+                    self._cue.set()
+
+    async def _send(self) -> None:
+        self._sent += 1
+        outcomes = await send(self._attack, self._url, self._cue, f"a{self._sent}", self._body)
+        _tell(msgspec.json.encode(outcomes))
+
+
+def _tell(line: bytes) -> None:
+    sys.stdout.buffer.write(line + b"\n")
+    sys.stdout.buffer.flush()
+
+
+class Sender:
+    """A sender in a process of its own."""
+
+    def __init__(self, process: Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._orders = process.stdin
+        self._answers = process.stdout
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def started(cls, url: str) -> AsyncIterator[Self]:
+        argv = [sys.executable, "-m", "shared.bench.attackers", "--url", url]
+        process = await asyncio.create_subprocess_exec(*argv, stdin=PIPE, stdout=PIPE, limit=ANSWER_LEN_MAX)
+        try:
+            yield cls(process)
+        finally:
+            process.kill()
+            await process.wait()
+
+    async def prepare(self, attack: Attack) -> None:
+        """Make its body."""
+        self._orders.write(f"prepare {attack.name}\n".encode())
+        await self._answers.readline()
+
+    async def send(self, cue: asyncio.Event) -> list[Outcome]:
+        """Send the attack that was prepared; `cue` is passed on. Raises EOFError when the sender failed."""
+        self._orders.write(b"go\n")
+        passing = asyncio.create_task(self._pass_on(cue))
+        try:
+            return msgspec.json.decode(await self._answers.readuntil(b"\n"), type=list[Outcome])
+        finally:
+            passing.cancel()
+
+    async def _pass_on(self, cue: asyncio.Event) -> None:
+        await cue.wait()
+        self._orders.write(b"cue\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", help="the attack's name in shared.bench.attacks")
     parser.add_argument("--url", required=True, help="the gateway's, without /v1")
-    parser.add_argument("--cue-s", type=float, required=True, help="seconds until requests that wait leave")
-    parser.add_argument("--tag", default="attack", help="begins the requests' ids")
+    options = parser.parse_args()
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        sys.stdout.buffer.write(msgspec.json.encode(runner.run(_main(parser.parse_args()))))
+        runner.run(_Sender(options.url).run())
 
 
 if __name__ == "__main__":

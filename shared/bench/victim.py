@@ -49,6 +49,11 @@ class Account:
         self.first_ms.append(1e3 * (stream.event_times[0] - stream.sent_at))
         self.first_ms += (1e3 * (chat.ended_at - chat.sent_at) for chat in chats)
 
+    def merge(self, other: Account) -> None:
+        self.rounds += other.rounds
+        self.gaps_ms += other.gaps_ms
+        self.first_ms += other.first_ms
+
 
 class Victim:
     """Asks at a gateway's `url`, which is without `/v1`."""
