@@ -32,6 +32,9 @@ from shared.openai import PROMPTS_MAX, ChatRequest, CompletionRequest, Prompt
 
 T = TypeVar("T", bound=Struct)
 
+INLINE_LEN_MAX: Final = 256 * 1024
+"""Bytes of a body that is counted and parsed on the event loop, in some two milliseconds; larger ones are for
+threads."""
 FIELDS_MAX: Final = 256
 """Fields at the body's top level."""
 IGNORED_NAMED_MAX: Final = 32
