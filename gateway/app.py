@@ -32,17 +32,18 @@ from gateway.edge import PIPELINE, PROBES, Edge, error_response, probe_answer
 from gateway.engines import fetch_profile
 from gateway.live import LiveRequests
 from gateway.pipeline import Pipeline
-from gateway.record import CONNECTIONS_CUT, HTTP2_STREAMS, IN_FLIGHT, DrainCut
+from gateway.record import CONNECTIONS_CUT, HELD_BYTES, HTTP2_STREAMS, IN_FLIGHT, DrainCut
 from gateway.relay.upstream import Upstream
 from gateway.routing.replicas import Replicas
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import RouteNotFound
+from shared.fair_share import FairShare
 from shared.fair_threads import FairThreads
 from shared.http2.sockets import bound_transport
 from shared.ids import REQUEST_ID_HEADER, mint_request_id
 from shared.lifecycle import Lifecycle, Phase, on_stop_signals
-from shared.loops import loop_name
+from shared.loops import loop_name, watch_lag
 from shared.telemetry import METRICS_CONTENT_TYPE, metrics_text
 from shared.tls import HTTP1, server_context
 
@@ -104,6 +105,8 @@ class Gateway:
             self._threads,
             clock,
         )
+        memory = FairShare(config.limits.request_memory)
+        HELD_BYTES.set_function(lambda: memory.held)
         pipeline = Pipeline(
             config,
             self.tokens,
@@ -113,6 +116,7 @@ class Gateway:
             credentials,
             self.live,
             self._threads,
+            memory,
         )
         self._edge = Edge(
             config, self.directory, pipeline, self.live, self.tokens, self.quotas, self.lifecycle, clock
@@ -313,6 +317,7 @@ async def serve(config: GatewayConfig, path: Path) -> None:
     """Until a stop signal; a second one ends the drain."""
     stop, now = asyncio.Event(), asyncio.Event()
     on_stop_signals(lambda _: now.set() if stop.is_set() else stop.set())
+    watch_lag()
     async with Gateway(config, path=path) as gateway:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.directory.reload)
         gc.collect()
