@@ -35,17 +35,18 @@ from gateway.endpoints import ENDPOINTS
 from gateway.engines import fetch_profile
 from gateway.live import LiveRequests
 from gateway.pipeline import Pipeline
-from gateway.record import CONNECTIONS_CUT, HTTP2_STREAMS, IN_FLIGHT
+from gateway.record import CONNECTIONS_CUT, HELD_BYTES, HTTP2_STREAMS, IN_FLIGHT
 from gateway.relay.upstream import Upstream
 from gateway.routing.replicas import Replicas
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import GatewayStopped, RouteNotFound
+from shared.fair_share import FairShare
 from shared.fair_threads import FairThreads
 from shared.http2.sockets import bound_transport
 from shared.ids import REQUEST_ID_HEADER, mint_request_id
 from shared.lifecycle import Lifecycle, Phase, on_stop_signals
-from shared.loops import loop_name
+from shared.loops import loop_name, watch_lag
 from shared.telemetry import METRICS_CONTENT_TYPE, metrics_text
 from shared.tls import HTTP1, server_context
 
@@ -110,6 +111,8 @@ class Gateway:
             self._threads,
             clock,
         )
+        memory = FairShare(config.limits.request_memory)
+        HELD_BYTES.set_function(lambda: memory.held)
         pipeline = Pipeline(
             config,
             self.tokens,
@@ -119,6 +122,7 @@ class Gateway:
             credentials,
             self.live,
             self._threads,
+            memory,
         )
         self._health = Health(self.lifecycle, self._problems)
         self._edge = Edge(
@@ -321,6 +325,7 @@ async def serve(config: GatewayConfig, path: Path) -> None:
     """Until a stop signal; a second one ends the drain."""
     stop, now = asyncio.Event(), asyncio.Event()
     on_stop_signals(lambda _: now.set() if stop.is_set() else stop.set())
+    watch_lag()
     async with Gateway(config, path=path) as gateway:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.directory.reload)
         gc.collect()

@@ -41,7 +41,7 @@ from msgspec import Struct
 
 from gateway.admission.quota import Decision, Meter, QuotaStore, Refusal
 from gateway.admission.tokens import Count, TokenCounter
-from gateway.admission.validate import PARSED_INLINE_LEN_MAX, validate
+from gateway.admission.validate import validate
 from gateway.body import read_body
 from gateway.config import GatewayConfig, ModelConfig
 from gateway.credentials import Credentials
@@ -57,7 +57,6 @@ from gateway.relay.upstream import Answer, Outbound, Upstream
 from gateway.relay.watch import Watch
 from gateway.routing.replicas import Outcome, Replica, Replicas
 from gateway.shield import shielded
-from shared.census import census_of
 from shared.errors import (
     ApiError,
     BudgetExhausted,
@@ -76,14 +75,14 @@ from shared.errors import (
 )
 from shared.fair_share import FairShare
 from shared.fair_threads import FairThreads
-from shared.holding import Holding, memory_of
+from shared.holding import Holding, weigh
 from shared.ids import TOKENIZER_HEADER, ReplicaId
 from shared.openai import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
 )
-from shared.validation import Parsed
+from shared.validation import INLINE_LEN_MAX, Parsed
 
 NO_TOKENS = Count(prompt_tokens=0, longest=0, prompts=0, extension=None)
 
@@ -135,10 +134,12 @@ class Pipeline:
         credentials: Credentials,
         live: LiveRequests,
         threads: FairThreads,
+        memory: FairShare,
     ) -> None:
+        """`memory`: the bytes of which requests hold a part until they are answered."""
         self._live = live
         self._threads = threads
-        self._memory = FairShare(config.limits.request_memory)
+        self._memory = memory
         self._config = config
         self._tokens = tokens
         self._quotas = quotas
@@ -204,10 +205,9 @@ class Pipeline:
             exchange.request, exchange.watch, holding, limits.body_len_max, timeouts.body_s
         )
         exchange.stages.enter("validate")
-        census = census_of(body)
-        holding.hold(memory_of(body, census))
+        census = await weigh(body, holding, self._threads, principal.tenant)
         refuses_unknown = self._config.admission.unknown_fields
-        if len(body) <= PARSED_INLINE_LEN_MAX:
+        if len(body) <= INLINE_LEN_MAX:
             parsed = validate(body, endpoint.shape, refuses_unknown, census)
         else:
             work = partial(validate, body, endpoint.shape, refuses_unknown, census)

@@ -132,6 +132,9 @@ class RequestRecord(Struct, eq=False):
 _LABELS: Final = ("endpoint", "model", "tenant", "status", "end_reason")
 REQUESTS: Final = Counter("penstock_gateway_requests", "Requests ended.", _LABELS)
 IN_FLIGHT: Final = Gauge("penstock_gateway_requests_in_flight", "Requests in progress.", registry=REGISTRY)
+HELD_BYTES: Final = Gauge(
+    "penstock_gateway_held_bytes", "Of request_memory, what requests hold.", registry=REGISTRY
+)
 HTTP2_STREAMS: Final = Gauge(
     "penstock_gateway_http2_streams", "Streams to engines that are open.", registry=REGISTRY
 )

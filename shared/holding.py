@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from typing import Final, Self
 
-from shared.census import VALUES_MAX, Census
+from shared.census import VALUES_MAX, Census, census_of, census_slices
 from shared.errors import Overloaded
 from shared.fair_share import FairShare
+from shared.fair_threads import FairThreads
+from shared.validation import INLINE_LEN_MAX, refuse_excess
 
 TOKENS_MAX: Final = 1024 * 1024
 """Tokens of all prompts of a request together."""
@@ -55,11 +57,22 @@ class Holding:
         self.hold(0)
 
 
-def memory_of(body: bytes, census: Census) -> int:
+async def weigh(body: bytes, holding: Holding, threads: FairThreads, tenant: str) -> Census:
+    """Count a body's values, and hold the memory that it takes with all that is made of it. Raises
+    InvalidRequest when there are too many, Overloaded."""
+    if len(body) <= INLINE_LEN_MAX:
+        census = census_of(body)
+    else:
+        census = await threads.run(tenant, census_slices(body))
+    refuse_excess(census)
+    holding.hold(memory_of(len(body), census))
+    return census
+
+
+def memory_of(body_len: int, census: Census) -> int:
     """Bytes that a body takes at most with all that is made of it until it is dispatched."""
-    is_narrow = body.isascii() and b"\\u" not in body
-    texts = TEXTS * len(body) * (1 if is_narrow else CHARACTER_BYTES_MAX)
-    return len(body) + texts + census.values * VALUE_BYTES + min(len(body), TOKENS_MAX) * TOKEN_BYTES
+    texts = TEXTS * body_len * (1 if census.is_narrow else CHARACTER_BYTES_MAX)
+    return body_len + texts + census.values * VALUE_BYTES + min(body_len, TOKENS_MAX) * TOKEN_BYTES
 
 
 def memory_max(body_len_max: int) -> int:

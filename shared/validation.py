@@ -32,6 +32,9 @@ from shared.openai import PROMPTS_MAX, ChatRequest, CompletionRequest, Prompt
 
 T = TypeVar("T", bound=Struct)
 
+INLINE_LEN_MAX: Final = 256 * 1024
+"""Bytes of a body that is counted and parsed on the event loop, in some two milliseconds; larger ones are for
+threads."""
 FIELDS_MAX: Final = 256
 """Fields at the body's top level."""
 IGNORED_NAMED_MAX: Final = 32
@@ -62,11 +65,17 @@ class Parsed(Struct, Generic[T], frozen=True):
         return ", ".join(named[:IGNORED_NAMED_MAX])
 
 
+def refuse_excess(census: Census) -> None:
+    """Raises InvalidRequest for a body of which too much would be made. It can never be served, whatever
+    memory there is: so this is asked before memory is reserved for it."""
+    if census.excess is not None:
+        raise InvalidRequest(f"The body has {census.excess}.")
+
+
 def parse(body: bytes, type_: type[T], census: Census | None = None) -> Parsed[T]:
     """Decode and check one request. Raises InvalidJson or InvalidRequest. `census`: the body's, if it was
     taken already."""
-    if (excess := (census or census_of(body)).excess) is not None:
-        raise InvalidRequest(f"The body has {excess}.")
+    refuse_excess(census or census_of(body))
     try:
         body.decode()  # msgspec leaves strings that it skips unchecked
         fields = _top_level(body)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -422,11 +421,7 @@ class _Simulation:
             )
 
     def _running(self) -> list[Sequence]:
-        running = []
-        for slot in range(self._config.slots):
-            with suppress(KeyError):
-                running.append(self._scheduler.running(slot))
-        return running
+        return list(self._scheduler._room.running.values())
 
     def _disturb(self) -> None:
         """Messages that come while a step is being run."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from engine.api.admission import (
     Choice,
@@ -29,10 +29,9 @@ from engine.api.encoding import Echo
 from engine.api.exchange import Exchange
 from engine.api.model import ServedModel
 from engine.api.state import EngineState
-from shared.census import census_of
 from shared.errors import ApiError, QueueTimeout, RequestTimeout
 from shared.fair_threads import Slices
-from shared.holding import Holding, memory_of
+from shared.holding import Holding, weigh
 from shared.ids import QUEUE_TIMEOUT_HEADER, REQUEST_TIMEOUT_HEADER, SERVICE_TIER_HEADER
 from shared.openai import (
     BODY_LEN_MAX,
@@ -43,14 +42,11 @@ from shared.openai import (
 )
 from shared.prompts import prompt_slices
 from shared.timeouts import stated_timeout_s
-from shared.validation import Parsed, parse, prompt_count
+from shared.validation import INLINE_LEN_MAX, Parsed, parse, prompt_count
 
 T = TypeVar("T")
 R = TypeVar("R", ChatRequest, CompletionRequest)
 S = TypeVar("S", ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
-
-INLINE_LEN_MAX: Final = 256 * 1024
-"""Bytes of a body that is parsed on the event loop; larger ones are for threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +131,7 @@ async def read(state: EngineState, exchange: Exchange, kind: type[S], holding: H
             len_max=BODY_LEN_MAX, deadline_s=state.config.body_timeout_s, hold=holding.hold
         )
     with exchange.enter("validate"):
-        census = census_of(body)
-        holding.hold(memory_of(body, census))
+        census = await weigh(body, holding, state.threads, exchange.tenant)
         work = partial(parse, body, kind, census)
         if len(body) <= INLINE_LEN_MAX:
             parsed = work()

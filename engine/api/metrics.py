@@ -87,6 +87,11 @@ class EngineMetrics:
         self.http2_streams = Gauge(
             "penstock_engine_http2_streams", "Streams that are open.", registry=self.registry
         )
+        self.held_bytes = Gauge(
+            "penstock_engine_held_bytes",
+            "Of --request-memory, what requests hold.",
+            registry=self.registry,
+        )
 
         self._last_step = 0
 

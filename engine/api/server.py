@@ -32,7 +32,7 @@ from shared.arguments import cannot_listen
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import NotReady
 from shared.lifecycle import Phase, on_stop_signals
-from shared.loops import loop_name
+from shared.loops import loop_name, watch_lag
 from shared.tokenizer import UnusableTokenizer
 
 CORE_STOP_S: Final = 5.0
@@ -78,6 +78,7 @@ class Engine:
             tls=_tls(config),
         )
         metrics.http2_streams.set_function(lambda: self.server.http2_streams)
+        metrics.held_bytes.set_function(lambda: self.state.memory.held)
         self.port = 0
         """Known once `start` listens."""
         self._core_task: asyncio.Task[None] | None = None
@@ -200,6 +201,7 @@ async def serve(config: EngineConfig, resolve: Resolve, make_link: MakeLink) -> 
         return 1
     stop, hurry = asyncio.Event(), asyncio.Event()
     on_stop_signals(lambda _: (hurry if stop.is_set() else stop).set())
+    watch_lag()
     start = asyncio.create_task(engine.start(), name="start")
     try:
         await _first(start, stop, timeout_s=None)

@@ -25,6 +25,8 @@ from engine.core.waiting import Candidate, WaitingRoom
 PASSED_MAX: Final = 16
 """Sequences of one tenant that one plan passes over by rule D."""
 NO_CLASS: Final = -1
+HIGHEST_CLASS: Final = max(ServiceClass)
+"""Not found anew for every candidate: an Enum is iterated in Python."""
 
 
 @dataclass(slots=True)
@@ -44,14 +46,14 @@ class Barred:
     def add(self, candidate: Candidate, *, runs: bool) -> None:
         """This one did not fit; `runs` says whether others of its tenant do."""
         sequence = candidate.sequence
-        below: int = max(ServiceClass) if candidate.in_turn else sequence.service_class
+        below: int = HIGHEST_CLASS if candidate.in_turn else sequence.service_class
         self.of_all = max(self.of_all, NO_CLASS if runs else below)
         self.of_tenant[sequence.tenant] = max(self.of_tenant.get(sequence.tenant, NO_CLASS), below)
 
     def pass_over(self, sequence: Sequence) -> None:
         self.passed[sequence.tenant] += 1
         if self.passed[sequence.tenant] == PASSED_MAX:
-            self.of_tenant[sequence.tenant] = max(ServiceClass)
+            self.of_tenant[sequence.tenant] = HIGHEST_CLASS
 
 
 @dataclass(slots=True)
@@ -118,7 +120,7 @@ class Planner:
         barred = Barred()
         for candidate in self.waiting.candidates(batch.unplanned, circumstances):
             sequence = candidate.sequence
-            if batch.is_full or barred.of_all == max(ServiceClass):
+            if batch.is_full or barred.of_all == HIGHEST_CLASS:
                 return
             if sequence.status is Status.RUNNING:
                 batch.add_chunk(sequence)

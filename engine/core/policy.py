@@ -127,12 +127,7 @@ def by_response_ratio(sequences: Iterable[Sequence], circumstances: Circumstance
         by_status[sequence.status].append(sequence)
     preempted = by_status[Status.PREEMPTED] + by_status[Status.SWAPPED]
     ranks = _ranks_of_newcomers(by_status[Status.WAITING], circumstances)
-    best: dict[str | None, list[float]] = defaultdict(lambda: [0.0] * len(ServiceClass))
-    """By class, of a tenant's newcomers, and for None of everybody's."""
-    for sequence in by_status[Status.WAITING]:
-        for tenant in (sequence.tenant, None):
-            those, its = best[tenant], sequence.service_class
-            those[its] = max(those[its], ranks[sequence.handle])
+    best = _best_ranks(by_status[Status.WAITING] if preempted else (), ranks)
     for sequence in (*preempted, *by_status[Status.RUNNING]):
         lead = circumstances.leads.get(sequence.tenant, 0)
         ranks[sequence.handle] = response_ratio(sequence, circumstances) * share(lead)
@@ -162,6 +157,19 @@ def _ranks_of_newcomers(newcomers: Iterable[Sequence], circumstances: Circumstan
             ranks[handle] = -negative * share(lead)
             lead += expected_len
     return ranks
+
+
+def _best_ranks(
+    newcomers: Iterable[Sequence], ranks: Mapping[int, float]
+) -> Mapping[str | None, list[float]]:
+    """By tenant, and for None of all tenants together: for each class, the highest rank of a newcomer of that
+    class, or 0.0 where there is none."""
+    best: dict[str | None, list[float]] = defaultdict(lambda: [0.0] * len(ServiceClass))
+    for sequence in newcomers:
+        for tenant in (sequence.tenant, None):
+            those, its = best[tenant], sequence.service_class
+            those[its] = max(those[its], ranks[sequence.handle])
+    return best
 
 
 def response_ratio(sequence: Sequence, circumstances: Circumstances) -> float:

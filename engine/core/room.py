@@ -323,18 +323,19 @@ class Room:
         """Assert law 1, and that everybody holds what its status says."""
         everybody = [*self._waiting, *self.running.values()]
         held = [table for flight in self._in_flight.values() for table in flight.tables]
-        self.pages.check([*(sequence.pages for sequence in everybody), *held])
+        self.pages.check([*(sequence.pages for sequence in everybody if sequence.pages), *held])
         self.swapper.host.check([s.swapped.host_pages for s in everybody if s.swapped is not None])
         held_slots = [slot for flight in self._in_flight.values() for slot in flight.slots]
         slots = [*self._slots_free, *held_slots, *self.running]
         page_size, preemptions_max = self._runner.page_size, self._config.preemptions_max
         assert sorted(slots) == list(range(self._runner.slots)), "a slot is lost, or owned twice"
         for status, queue in self._waiting.queues.items():
+            has_pages, is_swapped = status is Status.STALLED, status is Status.SWAPPED
             for sequence in queue.values():
                 assert sequence.status is status
                 assert sequence.slot is None
-                assert bool(sequence.pages) == (status is Status.STALLED)
-                assert (sequence.swapped is not None) == (status is Status.SWAPPED)
+                assert bool(sequence.pages) == has_pages
+                assert (sequence.swapped is not None) == is_swapped
                 assert sequence.in_flight_len == sequence.coming == 0
         for slot, sequence in self.running.items():
             assert sequence.slot == slot

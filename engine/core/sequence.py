@@ -63,6 +63,9 @@ class Status(Enum):
     """The same, and what its pages held lies in host memory."""
     FINISHED = "finished"
 
+    # A member is one object. Enum's own hash is that of its name, computed in Python for every look-up.
+    __hash__ = object.__hash__
+
 
 MOVES: Final[Mapping[Status, frozenset[Status]]] = {
     Status.WAITING: frozenset({Status.RUNNING, Status.FINISHED}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from typing import Final, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from msgspec import Struct
 
@@ -14,9 +14,6 @@ from shared.openai import GenerationRequest
 from shared.validation import Parsed, parse
 
 T = TypeVar("T", bound=Struct)
-
-PARSED_INLINE_LEN_MAX: Final = 256 * 1024
-"""Bytes of a body that is parsed on the event loop, in some two milliseconds; larger ones are for threads."""
 
 
 def warm(types: Iterable[type[Struct]]) -> None:

@@ -1,7 +1,8 @@
 """A load client: HTTP/1.1 on a bare asyncio protocol, some microseconds an event.
 
 It understands what an OpenAI-compatible server sends (fixed length or chunked bodies, SSE) and keeps
-nothing but times and the last events. It is no general client: errors end the exchange with a reason.
+nothing but times and the last event, unless it is told to keep all. It is no general client: errors end the
+exchange with a reason.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class Exchange:
     """One per SSE data event, `[DONE]` not counted."""
     ended_at: float = 0.0
     last_event: bytes = b""
+    events: list[bytes] | None = None
+    """All of them, where they are kept."""
     saw_done: bool = False
     body: bytes = b""
     """Of an answer that is no event stream."""
@@ -105,13 +108,13 @@ class Connection(asyncio.Protocol):
         self.begin(request)
         return await self.finished(deadline_s)
 
-    def begin(self, request: bytes) -> Exchange:
+    def begin(self, request: bytes, *, keeps_events: bool = False) -> Exchange:
         """Sends the request. The exchange fills as the answer comes."""
         assert self._transport is not None, "not connected"
         assert self._exchange is None, "one exchange at a time"
         self._buffer = self._event = b""
         self._in_body = False
-        self._exchange = exchange = Exchange(sent_at=time.perf_counter())
+        self._exchange = exchange = Exchange(time.perf_counter(), events=[] if keeps_events else None)
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return exchange
@@ -207,6 +210,8 @@ class Connection(asyncio.Protocol):
             elif event.startswith(b"data: "):
                 self._exchange.event_times.append(now)
                 self._exchange.last_event = event
+                if self._exchange.events is not None:
+                    self._exchange.events.append(event)
 
     def _end(self, error: str | None = None) -> None:
         if self._exchange is None or self._done is None or self._done.done():

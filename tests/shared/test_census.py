@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared import census
-from shared.census import Census, take_census
+from shared.census import Census, census_slices, take_census
 
 TEXT = st.text(st.sampled_from('ab",:[]{}\\é\N{WATER WAVE}\n') | st.characters(exclude_categories=["Cs"]))
 JSON = st.recursive(
@@ -40,10 +40,29 @@ def counted(value: Any) -> Census:
     )
 
 
+def numbers(census: Census) -> tuple[int, int, int]:
+    return census.values, census.fields, census.strings
+
+
 @given(JSON, st.booleans(), st.sampled_from([None, 1]))
 def test_the_counts_are_exact(value: Any, ascii_only: bool, indent: int | None) -> None:
     body = json.dumps(value, ensure_ascii=ascii_only, indent=indent).encode("utf-8")
-    assert take_census(body) == counted(value)
+    census = take_census(body)
+    assert numbers(census) == numbers(counted(value))
+    assert json.dumps(value, ensure_ascii=False).isascii() or not census.is_narrow
+
+
+@given(JSON, st.booleans(), st.integers(2, 9))
+def test_slices_change_nothing_wherever_they_are_cut(value: Any, ascii_only: bool, slice_len: int) -> None:
+    body = json.dumps(value, ensure_ascii=ascii_only).encode("utf-8")
+    census = take_census(body, slice_len)
+    assert numbers(census) == numbers(counted(value))
+    assert json.dumps(value, ensure_ascii=False).isascii() or not census.is_narrow
+
+
+def test_a_long_body_is_counted_in_slices_that_let_others_run() -> None:
+    slices = census_slices(b'"' + b"\\n" * (2 * census.SLICE_LEN) + b'"')
+    assert sum(1 for _ in slices) >= 4
 
 
 @given(st.binary(max_size=60))

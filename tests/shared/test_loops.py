@@ -1,4 +1,4 @@
-"""Which loop a service runs on."""
+"""Which loop a service runs on, and how late it is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import pytest
 import uvloop
 
-from shared.loops import loop_factory, loop_name
+from shared.loops import TICK_S, LagMeter, loop_factory, loop_name
 
 
 async def running() -> tuple[type, str]:
@@ -26,3 +26,16 @@ def test_asyncios_own_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
         kind, name = runner.run(running())
     assert issubclass(kind, asyncio.SelectorEventLoop)
     assert name == "asyncio"
+
+
+async def test_a_loop_that_is_held_up_is_told_once() -> None:
+    now_s = 0.0
+    meter = LagMeter(lambda: now_s)
+    assert meter.take() == 0.0
+    meter.start()
+    now_s = 7.0 + TICK_S
+    done = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_later(2 * TICK_S, done.set_result, None)
+    await done
+    assert meter.take() == pytest.approx(7.0)
+    assert meter.take() == 0.0

@@ -1,0 +1,521 @@
+"""Attacks on a gateway and its engine, as values: what is sent, by whom, how often, and how it ends.
+
+Each is a request that once slowed, starved or overcharged somebody, or took memory without bound, with all
+that the sender's key allows. `tests/neighbours` runs them beside a tenant who must not notice;
+`penstock bench neighbours` measures how much that tenant does. `shared.bench.attackers` sends them.
+
+An attack is bounded by its counts, never by time. One whose requests would run for long ends when it is told
+to (`Ends.ON_CUE`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from functools import partial
+from typing import Final
+
+import msgspec
+
+MODEL: Final = "demo"
+"""The name by which the attacked engine serves its model."""
+CONTEXT_LEN: Final = 2048
+"""Tokens of that model's context."""
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+BODY_LEN: Final = 8 * MIB - KIB
+"""Bytes of a body that is nearly as large as the gateway takes."""
+_CHATS: Final = "/v1/chat/completions"
+_COMPLETIONS: Final = "/v1/completions"
+PLAIN_ID: Final = 50
+"""A token id that every vocabulary has."""
+
+Body = Callable[[], bytes]
+"""Makes a body when it is needed: some are megabytes."""
+
+
+class Law(StrEnum):
+    """What an attack would break."""
+
+    RESERVATION = "no work before its reservation"
+    BYTES = "bytes are bounded per tenant"
+    LOOPS = "loops are never held long"
+    THREADS = "threads are shared fairly"
+    SEATS = "seats are shared"
+    CHARGES = "charged is what was computed"
+
+
+class Who(StrEnum):
+    """The tenants of the attacked gateway, each with one key."""
+
+    VICTIM = "victim"
+    ATTACKER = "attacker"
+    """Without limits of its own."""
+    ACCOMPLICE = "accomplice"
+    """Another one without limits."""
+    ZERO = "zero"
+    """With `requests_per_min = 0`."""
+    SEATLESS = "seatless"
+    """With `concurrent = 0`."""
+    BROKE = "broke"
+    """With `token_budget = 0`."""
+    POOR = "poor"
+    """With a few tokens a minute, and a few thousand in all."""
+
+
+POOR_TOKENS_PER_MIN: Final = 400
+POOR_TOKEN_BUDGET: Final = 2000
+
+
+class Ends(Enum):
+    """When the sender of a request hangs up."""
+
+    ANSWERED = "answered"
+    """At the end of the answer."""
+    AT_ONCE = "at once"
+    """As soon as the request is sent."""
+    ON_CUE = "on cue"
+    """When it is told to, unless the answer has ended before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    name: str
+    law: Law
+    body: Body
+    path: str = _COMPLETIONS
+    count: int = 1
+    """Requests in all."""
+    at_once: int = 1
+    """Requests at a time. All of them at once where they end on cue."""
+    who: tuple[Who, ...] = (Who.ATTACKER,)
+    """Who sends them, in turns."""
+    statuses: frozenset[int] = frozenset({200})
+    """What an answered request may get."""
+    ends: Ends = Ends.ANSWERED
+    share_sent: float = 1.0
+    """The fraction of the body that is ever sent."""
+    reads: bool = True
+    """Whether the sender reads its answer while it waits for its cue."""
+    chunk_len: int | None = None
+    """Bytes of each chunk of a chunked body; None for a body of a stated length."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def chat(**fields: object) -> Body:
+    """A short chat that goes on until it has all its tokens."""
+    messages = [{"role": "user", "content": "Go on."}]
+    return partial(_encoded, {"model": MODEL, "messages": messages, "ignore_eos": True, **fields})
+
+
+def completion(**fields: object) -> Body:
+    return partial(_encoded, {"model": MODEL, "prompt": "Go on.", "ignore_eos": True, **fields})
+
+
+def _encoded(fields: Mapping[str, object]) -> bytes:
+    return msgspec.json.encode(fields)
+
+
+def _padded(head: str, item: str, tail: str, count: int | None = None, between: str = ",") -> Body:
+    """`head`, as many of `item` as fit into a body (or `count`), `tail`."""
+    most = (BODY_LEN - len(head.encode()) - len(tail)) // len((item + between).encode())
+    return lambda: (head + between.join([item] * (count or most)) + tail).encode()
+
+
+_CHAT: Final = f'{{"model": "{MODEL}", "messages": [{{"role": "user", "content": "x"}}], "max_tokens": 1'
+_COMPLETION: Final = f'{{"model": "{MODEL}", "max_tokens": 1'
+
+
+def _with_fields(head: str, count: int, value: str, tail: str) -> Body:
+    """`head`, so many fields of this value, `tail`."""
+    return lambda: (head + ",".join(f'"{i}":{value}' for i in range(count)) + tail).encode()
+
+
+def text(character: str) -> Body:
+    """A prompt of one character, 8 MiB of it."""
+    return _padded(f'{_COMPLETION}, "prompt": "', character, '"}', between="")
+
+
+SHAPES: Final[Mapping[str, tuple[str, Body]]] = {
+    "700,000 fields": (_CHATS, _with_fields(f"{_CHAT},", 700_000, "0", "}")),
+    "metadata of 600,000 fields": (
+        _CHATS,
+        _with_fields(f'{_CHAT}, "metadata": {{', 600_000, '"x"', "}}"),
+    ),
+    "4,000,000 tools": (_CHATS, _padded(f'{_CHAT}, "tools": [', "1", "]}")),
+    "2,000,000 stop strings": (_CHATS, _padded(f'{_CHAT}, "stop": [', '"a"', "]}")),
+    "2,000,000 prompts": (_COMPLETIONS, _padded(f'{_COMPLETION}, "prompt": [', "[1]", "]}")),
+    "4,000,000 ids": (_COMPLETIONS, _padded(f'{_COMPLETION}, "prompt": [', "1", "]}")),
+    "4,000,000 ids to detokenize": ("/detokenize", _padded(f'{{"model": "{MODEL}", "tokens": [', "1", "]}")),
+    "4,000,000 brackets": (_COMPLETIONS, _padded(f'{_COMPLETION}, "zzz": ', "[", "", between="")),
+    "an integer of 8 MB": (_COMPLETIONS, _padded(f'{_COMPLETION}, "seed": ', "9", "}", between="")),
+    "1,300,000 lone surrogates": (_COMPLETIONS, text(r"\ud800")),
+    "40,000 log-biases": (
+        _CHATS,
+        _with_fields(f'{_CHAT}, "logit_bias": {{', 40_000, "1", "}}"),
+    ),
+}
+"""By name, path and body: JSON that costs more to decode than to send. All of it is refused."""
+
+TEXTS: Final[Mapping[str, Body]] = {
+    "digits": text("7"),
+    "spaces and line ends": text(r" \n"),
+    "combining marks": text("e\u0301"),
+    "line ends": text(r"\n"),
+    "letters": text("a"),
+    "spaces": text(" "),
+    "words": text("word "),
+    "emoji": text("\U0001f600"),
+}
+"""By name: prompts of 8 MiB, none of which fits into the context."""
+
+
+def _reservations() -> list[Attack]:
+    """Requests of those who may do nothing: only their heads are looked at."""
+    refused = frozenset({429})
+    law = Law.RESERVATION
+    shapes = ("700,000 fields", "2,000,000 prompts", "4,000,000 brackets")
+    attacks = [
+        Attack(f"{name}, no requests left", law, body, path, 8, 4, (Who.ZERO,), refused)
+        for name, (path, body) in ((name, SHAPES[name]) for name in shapes)
+    ]
+    sixteen = _padded(f'{_COMPLETION}, "prompt": "', "7", '"}', count=16 * MIB, between="")
+    nobody = (Who.ZERO, Who.SEATLESS, Who.BROKE)
+    attacks += [
+        Attack("bodies of 16 MiB", law, sixteen, count=6, at_once=3, who=nobody, statuses=refused),
+        Attack(
+            "a text of 8 MiB, no budget",
+            law,
+            text("7"),
+            count=8,
+            at_once=4,
+            who=(Who.BROKE,),
+            statuses=refused,
+        ),
+        Attack(
+            "900 heads without a body",
+            law,
+            completion(),
+            count=900,
+            at_once=300,
+            who=nobody,
+            statuses=refused,
+            share_sent=0.0,
+        ),
+        Attack(
+            "60 halves of 8 MiB, no seat",
+            law,
+            text("7"),
+            count=60,
+            at_once=60,
+            who=(Who.SEATLESS,),
+            statuses=refused,
+            share_sent=0.5,
+        ),
+    ]
+    return attacks
+
+
+def _bytes() -> list[Attack]:
+    """Bodies and answers that are held for long, or are more than they look."""
+    law, two = Law.BYTES, (Who.ATTACKER, Who.ACCOMPLICE)
+    refused = frozenset({400, 503})
+    return [
+        Attack(
+            "60 bodies of 8 MiB that do not end",
+            law,
+            text("7"),
+            count=60,
+            at_once=60,
+            statuses=refused,
+            ends=Ends.ON_CUE,
+            share_sent=0.95,
+        ),
+        Attack(
+            "600 heads without a body",
+            law,
+            completion(),
+            count=600,
+            at_once=600,
+            who=two,
+            statuses=refused,
+            ends=Ends.ON_CUE,
+            share_sent=0.0,
+        ),
+        Attack("emoji of 8 MiB", law, text("\U0001f600"), count=12, at_once=6, who=two, statuses=refused),
+        Attack(
+            "prompts of 200,000 ids",
+            law,
+            completion(prompt=[PLAIN_ID] * 200_000, max_tokens=1),
+            count=16,
+            at_once=8,
+            who=two,
+            statuses=refused,
+        ),
+        Attack(
+            "24 conversations of 2,048 messages",
+            law,
+            chat(messages=[{"role": "user", "content": "\U0001f600" * 60}] * 2048, max_tokens=1),
+            path=_CHATS,
+            count=24,
+            at_once=12,
+            who=two,
+            statuses=refused,
+        ),
+        Attack(
+            "answers of 4 MB that nobody reads",
+            law,
+            completion(n=16, max_tokens=120, logprobs=20),
+            count=12,
+            at_once=12,
+            statuses=frozenset({200, 503}),
+            ends=Ends.ON_CUE,
+            reads=False,
+        ),
+    ]
+
+
+def _loops() -> list[Attack]:
+    """Requests that are small, or legal, and long to decode, to compute or to encode."""
+    law, refused = Law.LOOPS, frozenset({400})
+    scored = [[PLAIN_ID + i] * 1990 for i in range(4)]
+    attacks = [
+        Attack(name, law, body, path, count=3, statuses=refused) for name, (path, body) in SHAPES.items()
+    ]
+    attacks += [
+        Attack(
+            "four prompts scored 64 times",
+            law,
+            completion(prompt=scored, n=64, echo=True, logprobs=20, max_tokens=0),
+            count=4,
+            at_once=4,
+            statuses=refused,
+        ),
+        Attack(
+            "64 answers of 1,900 tokens with log-probabilities",
+            law,
+            completion(n=64, max_tokens=1900, logprobs=20),
+            count=4,
+            at_once=4,
+            statuses=refused,
+        ),
+        Attack(
+            "four prompts scored",
+            law,
+            completion(prompt=scored, echo=True, logprobs=20, max_tokens=0),
+            count=2,
+            at_once=2,
+        ),
+        Attack(
+            "a prompt scored, streamed",
+            law,
+            completion(prompt=scored[0], echo=True, logprobs=20, max_tokens=1, stream=True),
+            count=4,
+            at_once=2,
+        ),
+        Attack(
+            "16 answers of 200 tokens with log-probabilities",
+            law,
+            chat(n=16, max_tokens=200, logprobs=True, top_logprobs=20),
+            path=_CHATS,
+            count=2,
+            at_once=2,
+        ),
+        Attack(
+            "1,023 log-biases",
+            law,
+            chat(n=16, max_tokens=60, logit_bias={str(i): 0.5 for i in range(1023)}),
+            path=_CHATS,
+            count=2,
+            at_once=2,
+        ),
+        Attack(
+            "16 stop strings of 256 characters",
+            law,
+            chat(n=16, max_tokens=100, stop=["a" * 255 + chr(98 + i) for i in range(16)]),
+            path=_CHATS,
+            count=2,
+            at_once=2,
+        ),
+        Attack(
+            "chunks of one byte",
+            law,
+            completion(prompt="7" * 200_000, max_tokens=1),
+            count=4,
+            at_once=4,
+            statuses=refused,
+            chunk_len=1,
+        ),
+        Attack(
+            "300 streams that leave at once",
+            law,
+            chat(max_tokens=200, stream=True),
+            path=_CHATS,
+            count=300,
+            at_once=100,
+            ends=Ends.AT_ONCE,
+        ),
+    ]
+    return attacks
+
+
+def _threads() -> list[Attack]:
+    law, refused = Law.THREADS, frozenset({400, 503})
+    attacks = [
+        Attack(f"texts of {name}", law, body, count=3, at_once=3, statuses=refused)
+        for name, body in TEXTS.items()
+    ]
+    prompt = partial(_encoded, {"model": MODEL, "prompt": "7 " * MIB})
+    attacks += [
+        Attack(
+            "long texts whose callers leave",
+            law,
+            completion(prompt="7 " * MIB, max_tokens=1),
+            count=16,
+            at_once=8,
+            ends=Ends.AT_ONCE,
+        ),
+        Attack(
+            "long texts to tokenize",
+            law,
+            prompt,
+            path="/tokenize",
+            count=4,
+            at_once=4,
+            statuses=frozenset({200, 400, 503}),
+        ),
+        Attack(
+            "long texts to tokenize whose callers leave",
+            law,
+            prompt,
+            path="/tokenize",
+            count=16,
+            at_once=8,
+            ends=Ends.AT_ONCE,
+        ),
+        Attack(
+            "250,000 ids to detokenize",
+            law,
+            partial(_encoded, {"model": MODEL, "tokens": [PLAIN_ID] * 250_000}),
+            path="/detokenize",
+            count=4,
+        ),
+    ]
+    return attacks
+
+
+def _seats() -> list[Attack]:
+    law, served = Law.SEATS, frozenset({200, 503})
+    path = _CHATS
+    four = completion(prompt=[[PLAIN_ID + i] * 20 for i in range(4)], n=64, max_tokens=1900)
+    return [
+        Attack(
+            "64 choices on all slots",
+            law,
+            chat(n=64, max_tokens=1900),
+            path,
+            count=3,
+            at_once=3,
+            statuses=served,
+            ends=Ends.ON_CUE,
+        ),
+        Attack("four prompts of 64 choices", law, four, statuses=served, ends=Ends.ON_CUE),
+        Attack(
+            "64 streams on all slots",
+            law,
+            chat(max_tokens=1900, stream=True),
+            path,
+            count=64,
+            at_once=64,
+            statuses=served,
+            ends=Ends.ON_CUE,
+        ),
+        Attack(
+            "a flood of 128 requests of 8 choices",
+            law,
+            chat(n=8, max_tokens=12),
+            path,
+            count=128,
+            at_once=128,
+            who=(Who.ATTACKER, Who.ACCOMPLICE),
+            statuses=served,
+        ),
+        Attack(
+            "24 prompts of 2,000 tokens",
+            law,
+            completion(prompt=[PLAIN_ID] * 2000, max_tokens=4, cache_salt="own"),
+            count=24,
+            at_once=24,
+            statuses=served,
+        ),
+    ]
+
+
+def _charges() -> list[Attack]:
+    """Ways to leave with more than was paid for."""
+    law, path = Law.CHARGES, _CHATS
+    own_deadline = {"x-request-timeout": "0.4"}
+    return [
+        Attack(
+            "left while it streams",
+            law,
+            chat(n=8, max_tokens=1900, stream=True),
+            path,
+            count=4,
+            at_once=4,
+            ends=Ends.ON_CUE,
+        ),
+        Attack("left before it answers", law, chat(n=8, max_tokens=1900), path, 4, 4, ends=Ends.ON_CUE),
+        Attack(
+            "a reader that does not read",
+            law,
+            chat(n=8, max_tokens=1900, stream=True, logprobs=True, top_logprobs=5),
+            path,
+            count=4,
+            at_once=4,
+            ends=Ends.ON_CUE,
+            reads=False,
+        ),
+        Attack(
+            "a deadline of its own",
+            law,
+            chat(n=16, max_tokens=1900),
+            path,
+            count=2,
+            at_once=2,
+            statuses=frozenset({504}),
+            headers=own_deadline,
+        ),
+        Attack(
+            "64 choices on a small budget",
+            law,
+            chat(n=64),
+            path,
+            count=8,
+            at_once=2,
+            who=(Who.POOR,),
+            statuses=frozenset({200, 429}),
+        ),
+        Attack(
+            "prompts that are scored",
+            law,
+            completion(prompt=[[PLAIN_ID] * 500, [PLAIN_ID + 1] * 500], echo=True, logprobs=1, max_tokens=0),
+            count=2,
+        ),
+        Attack(
+            "prompts of 16 choices that leave at once",
+            law,
+            completion(prompt=[PLAIN_ID] * 300, n=16, max_tokens=100),
+            count=8,
+            at_once=4,
+            ends=Ends.AT_ONCE,
+        ),
+    ]
+
+
+ATTACKS: Final = (*_reservations(), *_bytes(), *_loops(), *_threads(), *_seats(), *_charges())
+
+
+def against(law: Law) -> list[Attack]:
+    return [attack for attack in ATTACKS if attack.law is law]

@@ -1,0 +1,92 @@
+"""The gateway and the engine that attacks are sent to: small limits, so that they are reached, and one tenant
+for each of `Who`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from shared.bench.attacks import MIB, MODEL, POOR_TOKEN_BUDGET, POOR_TOKENS_PER_MIN, Who
+from shared.memory import core_memory_max, engine_memory_max, gateway_memory_max
+
+REQUEST_MEMORY: Final = 192 * MIB
+"""Of either service: little more than the largest body needs."""
+LIVE_MAX: Final = 512
+"""Requests in the gateway."""
+TOKENIZER_THREADS: Final = 2
+KV_CACHE: Final = 256 * MIB
+SEQUENCES: Final = 64 + 256
+"""Those that run, and those that wait."""
+QUEUE_TOKENS: Final = 1 << 20
+
+ENGINE_OPTIONS: Final = (
+    *("--served-model-name", MODEL),
+    *("--dtype", "float32"),
+    *("--threads", "1"),
+    *("--kv-cache-memory", str(KV_CACHE)),
+    *("--swap-memory", "0"),
+    *("--request-memory", str(REQUEST_MEMORY)),
+    *("--max-queue-tokens", str(QUEUE_TOKENS)),
+    *("--tokenizer-threads", str(TOKENIZER_THREADS)),
+)
+GATEWAY_MEMORY_MAX: Final = gateway_memory_max(REQUEST_MEMORY, LIVE_MAX, TOKENIZER_THREADS)
+ENGINE_MEMORY_MAX: Final = engine_memory_max(REQUEST_MEMORY, LIVE_MAX, TOKENIZER_THREADS)
+CORE_MEMORY_MAX: Final = core_memory_max(KV_CACHE, 0, SEQUENCES, QUEUE_TOKENS)
+
+_LIMITS: Final[Mapping[Who, str]] = {
+    Who.ZERO: "requests_per_min = 0",
+    Who.SEATLESS: "concurrent = 0",
+    Who.BROKE: "token_budget = 0",
+    Who.POOR: f"tokens_per_min = {POOR_TOKENS_PER_MIN}, token_budget = {POOR_TOKEN_BUDGET}",
+}
+
+
+def gateway_toml(engine_urls: Sequence[str], port: int = 0, admin_port: int = 0) -> str:
+    """The gateway's file. Each tenant's key is its own name."""
+    return f"""\
+[listen]
+port = {port}
+[admin]
+port = {admin_port}
+[limits]
+request_memory = {REQUEST_MEMORY}
+live_max = {LIVE_MAX}
+tokenizer_threads = {TOKENIZER_THREADS}
+[[models]]
+name = "{MODEL}"
+replicas = [{", ".join(f'"{url}"' for url in engine_urls)}]
+{"".join(map(_tenant, Who))}"""
+
+
+def _tenant(who: Who) -> str:
+    return f"""
+[[tenants]]
+id = "{who}"
+limits = {{ {_LIMITS.get(who, "")} }}
+[[keys]]
+id = "{who}"
+hash = "sha256:{hashlib.sha256(who.encode()).hexdigest()}"
+tenant = "{who}"
+"""
+
+
+def peak_bytes(pid: int) -> int:
+    """The most resident memory that a process has had, since its start or `forget_peak`."""
+    return _status(pid, "VmHWM")
+
+
+def rest_bytes(pid: int) -> int:
+    """The resident memory that a process has now."""
+    return _status(pid, "VmRSS")
+
+
+def forget_peak(pid: int) -> None:
+    """From now on the peak is what is resident now, or more. Linux alone can do so."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def _status(pid: int, name: str) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))

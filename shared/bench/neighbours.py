@@ -1,0 +1,236 @@
+"""`penstock bench neighbours`: what a tenant notices of another one's attack.
+
+A gateway and an engine on the demo model, with small limits, are attacked in all the ways of
+`shared.bench.attacks`, one after another, while a victim streams and chats (`shared.bench.victim`). Before
+each attack the victim is measured alone. The attack is repeated until the victim has been beside it long
+enough.
+
+    gap, first token   the victim's p99 beside the attack; its target is 1.5 times the one alone, and 50 ms
+    longest block      of each service's event loop, as its metrics tell
+    memory             the peak of each process above its memory at rest, as a fraction of `shared.memory`
+    charged            tokens that the gateway settled, of those that the engine computed: prompts, and all
+                       that its core sampled. What it samples while the word of a sequence's end is under
+                       way is nobody's, and the target is missed by that
+
+Services, attacker and victim share the machine, so where it has few cores the victim's times include waiting
+for one. The engine computes with one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from shared.bench.attackers import Sender
+from shared.bench.attacks import ATTACKS, Attack, Law
+from shared.bench.cpu import descendants
+from shared.bench.figures import Figure, at_least, at_most, figure, quantile
+from shared.bench.neighbourhood import (
+    CORE_MEMORY_MAX,
+    ENGINE_MEMORY_MAX,
+    ENGINE_OPTIONS,
+    GATEWAY_MEMORY_MAX,
+    forget_peak,
+    gateway_toml,
+    peak_bytes,
+    rest_bytes,
+)
+from shared.bench.services import demo_model, free_port, get, service
+from shared.bench.streams import BenchFailed
+from shared.bench.victim import Account, Victim, VictimFailed
+
+__all__ = ["BenchFailed", "add_arguments", "run"]
+
+TIMES_MAX: Final = 1.5
+MORE_MS_MAX: Final = 50.0
+"""A time beside an attack may be this many times the one alone, and so much more."""
+BLOCK_TARGET: Final = at_most(50)
+MEMORY_TARGET: Final = at_most(1)
+CHARGED_TARGET: Final = at_least(1)
+WARM_ROUNDS: Final = 5
+REPEATS_MAX: Final = 12
+REST_POLL_S: Final = 0.02
+REST_DEADLINE_S: Final = 60.0
+_LAG: Final = "penstock_loop_lag_max_seconds"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # the text above has a list
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="WORDS",
+        help="attacks with any of these in their names or in the laws that they would break: "
+        + "; ".join(Law),
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="the victim's rounds of a stream and three chats, each time"
+    )
+
+
+async def run(options: argparse.Namespace) -> list[Figure]:
+    attacks = [attack for attack in ATTACKS if _is_wanted(attack, options.only)]
+    if not attacks:
+        raise BenchFailed(f"no attack has any of {', '.join(options.only)} in its name or its law")
+    figures: list[Figure] = []
+    async with _house() as house, Sender.started(house.url) as sender:
+        await house.warm_up()
+        for attack in attacks:
+            await sender.prepare(attack)
+            try:
+                seen = await house.measure(sender, options.rounds)
+            except (VictimFailed, EOFError) as error:
+                raise BenchFailed(f"beside {attack.name!r}: {error}") from None
+            figures += _figures(attack.name, seen)
+            sys.stderr.write(f"{attack.name}\n")
+    return figures
+
+
+def _is_wanted(attack: Attack, only: Sequence[str] | None) -> bool:
+    return only is None or any(words in f"{attack.law}: {attack.name}" for words in only)
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    name: str
+    pid: int
+    memory_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What one attack did."""
+
+    alone: Account
+    beside: Account
+    blocks_ms: dict[str, float]
+    memory: dict[str, float]
+    charged: float | None
+    """None where nothing was computed but for the victim."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """A service's metrics, those without labels by their names alone."""
+
+    values: dict[str, float]
+
+    def __getitem__(self, name: str) -> float:
+        return self.values.get(name, 0.0)
+
+
+class _House:
+    def __init__(self, url: str, metrics_urls: dict[str, str], processes: Sequence[_Process]) -> None:
+        self.url = url
+        self._metrics_urls = metrics_urls
+        self._processes = processes
+        self._rest: dict[str, int] = {}
+        self._victim = Victim(url)
+
+    async def warm_up(self) -> None:
+        await self._victim.alone(WARM_ROUNDS)
+        self._rest = {process.name: rest_bytes(process.pid) for process in self._processes}
+
+    async def measure(self, sender: Sender, rounds: int) -> _Seen:
+        """The attack that the sender has prepared. Raises VictimFailed, EOFError."""
+        alone, beside = await self._victim.alone(rounds), Account()
+        for process in self._processes:
+            forget_peak(process.pid)
+        before = await self._at_rest()
+        for _ in range(REPEATS_MAX):
+            cue = asyncio.Event()
+            account, _ = await self._victim.beside(sender.send(cue), cue)
+            beside.merge(account)
+            if beside.rounds >= rounds:
+                break
+        during = await self._read()
+        after = await self._at_rest()
+        return _Seen(
+            alone,
+            beside,
+            {name: 1e3 * reading[_LAG] for name, reading in during.items()},
+            {process.name: self._share(process) for process in self._processes},
+            _charged(before, after),
+        )
+
+    def _share(self, process: _Process) -> float:
+        return max(0, peak_bytes(process.pid) - self._rest[process.name]) / process.memory_max
+
+    async def _read(self) -> dict[str, _Reading]:
+        return {
+            name: _parsed((await get(f"{url}/metrics")).decode()) for name, url in self._metrics_urls.items()
+        }
+
+    async def _at_rest(self) -> dict[str, _Reading]:
+        """Once nothing is open any more."""
+        async with asyncio.timeout(REST_DEADLINE_S):
+            while True:
+                read = await self._read()
+                held = read["gateway"]["penstock_gateway_requests_in_flight"]
+                if not held and not read["engine"]["penstock_engine_open_sequences"]:
+                    return read
+                await asyncio.sleep(REST_POLL_S)
+
+
+def _parsed(text: str) -> _Reading:
+    """Prometheus' text: the names, with labels as they stand there, and the values."""
+    lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
+    return _Reading({name: float(value) for name, _, value in lines})
+
+
+def _charged(before: dict[str, _Reading], after: dict[str, _Reading]) -> float | None:
+    def grown(service: str, name: str) -> float:
+        return after[service][name] - before[service][name]
+
+    computed = sum(
+        grown("engine", f"penstock_engine_{kind}_tokens_total") for kind in ("prompt", "generated")
+    )
+    return (
+        grown("gateway", 'penstock_gateway_quota_tokens_total{kind="settled"}') / computed
+        if computed
+        else None
+    )
+
+
+def _figures(name: str, seen: _Seen) -> Iterable[Figure]:
+    for what, values in (("gap p99", "gaps_ms"), ("first token p99", "first_ms")):
+        alone_ms, beside_ms = (
+            quantile(getattr(account, values), 0.99) for account in (seen.alone, seen.beside)
+        )
+        target = at_most(round(TIMES_MAX * alone_ms + MORE_MS_MAX, 1))
+        yield figure(f"{name}: {what}", beside_ms, "ms", target)
+        yield figure(f"{name}: {what}, beside / alone", beside_ms / alone_ms, "x")
+    for loop, block_ms in seen.blocks_ms.items():
+        yield figure(f"{name}: {loop}'s longest block", block_ms, "ms", BLOCK_TARGET)
+    for process, share in seen.memory.items():
+        yield figure(f"{name}: {process}'s memory, of its bound", share, "x", MEMORY_TARGET)
+    if seen.charged is not None:
+        yield figure(f"{name}: charged / computed", seen.charged, "x", CHARGED_TARGET)
+
+
+@contextlib.asynccontextmanager
+async def _house() -> AsyncIterator[_House]:
+    engine_port, port, admin_port = free_port(), free_port(), free_port()
+    engine_url, url = f"http://127.0.0.1:{engine_port}", f"http://127.0.0.1:{port}"
+    argv = [sys.executable, "-m", "engine", "serve", "--model", demo_model(), "--port", str(engine_port)]
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "gateway.toml"
+        file.write_text(gateway_toml([engine_url], port, admin_port))
+        async with service([*argv, *ENGINE_OPTIONS], f"{engine_url}/readyz") as engine:
+            argv = [sys.executable, "-m", "gateway", "--config", str(file)]
+            async with service(argv, f"{url}/readyz") as gateway:
+                _, core = descendants(engine.pid)
+                processes = [
+                    _Process("gateway", gateway.pid, GATEWAY_MEMORY_MAX),
+                    _Process("engine", engine.pid, ENGINE_MEMORY_MAX),
+                    _Process("core", core, CORE_MEMORY_MAX),
+                ]
+                metrics_urls = {"gateway": f"http://127.0.0.1:{admin_port}", "engine": engine_url}
+                yield _House(url, metrics_urls, processes)

@@ -1,0 +1,142 @@
+"""A tenant beside others: one stream after another, and short chats, in rounds that are all alike.
+
+What it gets while nobody else asks for anything is what it must get beside anybody. The engine's sums do not
+depend on company, so its greedy answers are the same to the letter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+
+import msgspec
+
+from shared.bench.attacks import MODEL, Who
+from shared.bench.client import Endpoint, Exchange
+from shared.openai import ChatChunk, ChatCompletion
+
+T = TypeVar("T")
+
+STREAM_TOKENS: Final = 48
+CHAT_TOKENS: Final = 4
+CUE_ROUNDS: Final = 3
+"""Rounds after which attacks that wait are told to end: in the last of them they were at their height."""
+_LONG: Final = "Tell me what a penstock is, in a few words. " * 26
+"""Longer than what the gateway counts on its event loop: it waits its turn for a thread."""
+CHATS: Final = ("Hello!", "What is the capital of France?", _LONG)
+
+
+class VictimFailed(Exception):
+    """A request of the victim did not get what it gets alone."""
+
+
+@dataclass(slots=True)
+class Account:
+    """What the victim saw. Times in milliseconds."""
+
+    rounds: int = 0
+    gaps_ms: list[float] = field(default_factory=list)
+    """Between two events of a stream."""
+    first_ms: list[float] = field(default_factory=list)
+    """From a stream's request to its first token, and from a chat's to its whole, short answer."""
+
+    def add(self, stream: Exchange, chats: Sequence[Exchange]) -> None:
+        self.rounds += 1
+        self.gaps_ms += (1e3 * (b - a) for a, b in itertools.pairwise(stream.event_times))
+        self.first_ms.append(1e3 * (stream.event_times[0] - stream.sent_at))
+        self.first_ms += (1e3 * (chat.ended_at - chat.sent_at) for chat in chats)
+
+    def merge(self, other: Account) -> None:
+        self.rounds += other.rounds
+        self.gaps_ms += other.gaps_ms
+        self.first_ms += other.first_ms
+
+
+class Victim:
+    """Asks at a gateway's `url`, which is without `/v1`."""
+
+    def __init__(self, url: str) -> None:
+        self._endpoint = Endpoint(f"{url}/v1", Who.VICTIM.value)
+        self._stream = self._request("Tell me a story.", STREAM_TOKENS, stream=True)
+        self._chats = [self._request(text, CHAT_TOKENS, stream=False) for text in CHATS]
+        self._expected: tuple[str, list[str]] | None = None
+
+    def _request(self, text: str, max_tokens: int, *, stream: bool) -> bytes:
+        body = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": stream,
+        }
+        options = {"stream_options": {"include_usage": True}} if stream else {}
+        return self._endpoint.request("/chat/completions", msgspec.json.encode({**body, **options}))
+
+    async def alone(self, rounds: int) -> Account:
+        """Take so many rounds. What the first of all says is what every other must say."""
+        account = Account()
+        for _ in range(rounds):
+            await self._round(account)
+        return account
+
+    async def beside(self, attack: Awaitable[T], cue: asyncio.Event) -> tuple[Account, T]:
+        """Go on for as long as an attack does, and tell it when to end. Raises VictimFailed, and what the
+        attack raises."""
+        account = Account()
+        attacking = asyncio.ensure_future(attack)
+        try:
+            while not attacking.done() or not account.rounds:
+                await self._round(account)
+                if account.rounds >= CUE_ROUNDS:
+                    cue.set()
+            return account, attacking.result()
+        finally:
+            attacking.cancel()
+            await asyncio.gather(attacking, return_exceptions=True)
+
+    async def _round(self, account: Account) -> None:
+        stream, chats = await asyncio.gather(self._streamed(), self._chatted())
+        said = _streamed_text(stream), [_answered_text(chat) for chat in chats]
+        if self._expected is None:
+            self._expected = said
+        if said != self._expected:
+            raise VictimFailed(f"it got {said}, and alone {self._expected}")
+        account.add(stream, chats)
+
+    async def _streamed(self) -> Exchange:
+        connection = await self._endpoint.connect()
+        try:
+            connection.begin(self._stream, keeps_events=True)
+            return _whole(await connection.finished())
+        finally:
+            connection.close()
+
+    async def _chatted(self) -> list[Exchange]:
+        """One after another, on one connection."""
+        connection = await self._endpoint.connect()
+        try:
+            return [_whole(await connection.exchange(request)) for request in self._chats]
+        finally:
+            connection.close()
+
+
+def _whole(exchange: Exchange) -> Exchange:
+    if exchange.error is not None:
+        raise VictimFailed(exchange.error)
+    return exchange
+
+
+def _streamed_text(exchange: Exchange) -> str:
+    assert exchange.events is not None
+    chunks = [msgspec.json.decode(event.removeprefix(b"data: "), type=ChatChunk) for event in exchange.events]
+    if exchange.usage is None or exchange.usage.completion_tokens != STREAM_TOKENS:
+        raise VictimFailed(f"the stream's usage is {exchange.usage}")
+    return "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+
+
+def _answered_text(exchange: Exchange) -> str:
+    return msgspec.json.decode(exchange.body, type=ChatCompletion).choices[0].message.content

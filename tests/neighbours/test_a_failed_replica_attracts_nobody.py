@@ -1,0 +1,112 @@
+"""Two replicas, of which one fails: its core hangs, or is killed.
+
+Requests that were with it end with an error of their own, the others do not notice, and those that come are
+served by the replica that works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from shared.bench.attackers import Outcome, send
+from shared.bench.attacks import Attack, Ends, Law, Who, chat
+from shared.bench.victim import CHATS
+from tests.neighbours.conftest import House, engines, gateway
+from tests.services import PATIENCE_S, Line, Service, engine_url, gauges, until
+
+REQUESTS = 12
+ROUNDS = 4
+REQUESTS_A_ROUND = 1 + len(CHATS)
+
+
+@pytest.fixture(scope="module")
+def houses() -> Iterator[tuple[House, Service]]:
+    """Two replicas behind one gateway, and the one that will fail."""
+    with engines(2, "--core-timeout-s", "1") as [fails, works], gateway([fails, works]) as front:
+        house = House(front, works)
+        asyncio.run(house.warm_up())
+        yield house, fails
+
+
+def flood(**headers: str) -> Attack:
+    """As many requests as reach both replicas; each says in its status or its end what became of it."""
+    return Attack(
+        "requests at both replicas",
+        Law.SEATS,
+        chat(max_tokens=400, stream=True),
+        "/v1/chat/completions",
+        count=REQUESTS,
+        at_once=REQUESTS,
+        ends=Ends.ANSWERED,
+        headers=headers,
+    )
+
+
+def status(service: Service, probe: str) -> int:
+    return httpx.get(f"{engine_url(service)}/{probe}", timeout=PATIENCE_S, trust_env=False).status_code
+
+
+def core_pid(service: Service) -> int:
+    return int(service.line("core.started")["pid"])
+
+
+async def served_by(house: House, rounds: int) -> set[str]:
+    """The replicas that serve so many rounds of the victim, who gets what it gets alone."""
+
+    def lines() -> list[Line]:
+        return [line for line in house.gateway.completed if line["tenant"] == Who.VICTIM]
+
+    seen = len(lines())
+    await house.victim.alone(rounds)
+    await asyncio.to_thread(until, lambda: len(lines()) >= seen + rounds * REQUESTS_A_ROUND)
+    return {line["replica"] for line in lines()[seen:]}
+
+
+def replicas_of(house: House, outcomes: list[Outcome]) -> dict[str, list[Outcome]]:
+    lines = house.gateway_lines(outcomes)
+    found: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        found.setdefault(lines[outcome.request_id]["replica"], []).append(outcome)
+    return found
+
+
+async def test_a_replica_whose_core_hangs_takes_no_requests_until_it_goes_on(
+    houses: tuple[House, Service],
+) -> None:
+    house, fails = houses
+    name = engine_url(fails).removeprefix("http://")
+    os.kill(core_pid(fails), signal.SIGSTOP)
+    try:
+        outcomes = await send(flood(**{"x-request-timeout": "2"}), house.url, asyncio.Event(), tag="hangs")
+        await asyncio.to_thread(until, lambda: status(fails, "readyz") == 503)
+        assert status(fails, "livez") == 200
+        assert await served_by(house, ROUNDS) == {engine_url(house.engine).removeprefix("http://")}
+    finally:
+        os.kill(core_pid(fails), signal.SIGCONT)
+    by_replica = replicas_of(house, outcomes)
+    assert {outcome.code for outcome in by_replica.pop(name)} == {"request_timeout"}
+    assert all(outcome.is_done for ended in by_replica.values() for outcome in ended)
+    await asyncio.to_thread(until, lambda: status(fails, "readyz") == 200)
+    async with asyncio.timeout(PATIENCE_S):
+        while name not in await served_by(house, 1):
+            pass
+
+
+async def test_a_replica_whose_core_was_killed_takes_no_requests(houses: tuple[House, Service]) -> None:
+    house, fails = houses
+    name = engine_url(fails).removeprefix("http://")
+    flooding = asyncio.create_task(send(flood(), house.url, asyncio.Event(), tag="killed"))
+    await asyncio.to_thread(until, lambda: gauges(engine_url(fails))["running_sequences"] > 0)
+    os.kill(core_pid(fails), signal.SIGKILL)
+    by_replica = replicas_of(house, await flooding)
+    assert {outcome.code for outcome in by_replica.pop(name)} == {"engine_failed"}
+    assert all(outcome.is_done for ended in by_replica.values() for outcome in ended)
+    await asyncio.to_thread(until, lambda: status(fails, "readyz") == 503)
+    assert status(fails, "livez") == 500
+    assert await served_by(house, ROUNDS) == {engine_url(house.engine).removeprefix("http://")}

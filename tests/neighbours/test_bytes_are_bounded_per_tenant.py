@@ -1,0 +1,15 @@
+"""What bodies and answers take of either service's memory is bounded, and no tenant's fill leaves no room."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.bench.attacks import Attack, Law, against
+from tests.neighbours.conftest import House
+
+
+@pytest.mark.parametrize("attack", against(Law.BYTES), ids=lambda attack: attack.name)
+async def test_a_tenant_that_fills_its_part_of_the_memory_leaves_room_for_others(
+    house: House, attack: Attack
+) -> None:
+    await house.attacked(attack)

@@ -1,0 +1,19 @@
+"""A key without requests, seats or tokens is refused by the heads of its requests, whatever their bodies."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.bench.attacks import Attack, Law, against
+from tests.neighbours.conftest import House
+
+
+@pytest.mark.parametrize("attack", against(Law.RESERVATION), ids=lambda attack: attack.name)
+async def test_a_key_that_may_do_nothing_is_refused_by_its_requests_heads(
+    house: House, attack: Attack
+) -> None:
+    outcomes = await house.attacked(attack)
+    assert {outcome.status for outcome in outcomes} == {429}
+    lines = house.gateway_lines(outcomes)
+    assert {line["stage"] for line in lines.values()} == {"seat"}
+    assert not house.has_reached_engine(outcomes)
