@@ -11,11 +11,10 @@ import pytest
 from engine.api import admission, generate
 from engine.config import build_parser as engine_parser
 from gateway import app
-from gateway.admission.validate import PARSED_INLINE_LEN_MAX
 from gateway.config import LimitsConfig, TimeoutsConfig, load
 from gateway.identity.keys import hash_key
 from gateway.routing import replicas
-from shared import census, fair_share, holding, openai, text_slices, validation
+from shared import census, fair_share, holding, memory, openai, text_slices, validation
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -105,7 +104,7 @@ def test_the_bounds_of_a_request_are_those_of_the_code() -> None:
 
 def test_what_a_request_may_cost_is_what_the_code_says() -> None:
     stages = {what: numbers(bound) for what, bound in rows("| stage | reserved before it").items()}
-    assert stages["validate"] == [PARSED_INLINE_LEN_MAX]
+    assert stages["validate"] == [validation.INLINE_LEN_MAX]
     assert stages["the engine's door"][-1] == admission.ANSWER_LEN_MAX
     assert stages["tokenize"] == [text_slices.SLICE_LEN]
     assert stages["answer"] == [generate.WRITE_LEN]
@@ -115,17 +114,22 @@ def test_what_a_request_may_cost_is_what_the_code_says() -> None:
 
 
 def test_the_formulas_of_memory_are_those_of_the_code() -> None:
-    limits = LimitsConfig()
+    stated = {process: numbers(terms) for process, terms in rows("| process | bytes |").items()}
     config = engine_parser().parse_args(["--model", "any"])
-    assert f"`request_memory` ({limits.request_memory >> 20} MiB)" in README
-    assert f"`--request-memory` ({config.request_memory >> 30} GiB)" in README
+    assert f"{memory.FRAGMENTATION} x `request_memory`" in README
+    assert stated["gateway"][2:] == [LimitsConfig().request_memory, memory.LIVE_REQUEST, memory.THREAD]
+    assert stated["the engine's API"][2:] == [config.request_memory, memory.STREAM, memory.THREAD]
+    assert stated["its core, on a CPU"] == [memory.SEQUENCE, memory.TOKEN, memory.STEP]
+
+
+def test_what_a_body_is_reckoned_as_is_what_the_code_says() -> None:
     tokens_max = f"{holding.TOKENS_MAX:,}"
     formula = f"`3b + {holding.VALUE_BYTES}v + {holding.TOKEN_BYTES} min(b, {tokens_max})`"
     assert formula in " ".join(README.split())
-    body = census.Census(values=1000, fields=0, strings=0)
-    ascii_len, other_len = (holding.memory_of(text, body) for text in (b"a" * 10_000, b"\xc3\xa9" * 5_000))
     rest = 1000 * holding.VALUE_BYTES + 10_000 * holding.TOKEN_BYTES
-    assert (ascii_len, other_len) == (3 * 10_000 + rest, 9 * 10_000 + rest)
+    for is_narrow, times in ((True, 3), (False, 9)):
+        body = census.Census(values=1000, fields=0, strings=0, is_narrow=is_narrow)
+        assert holding.memory_of(10_000, body) == times * 10_000 + rest
 
 
 def test_failed_replicas_cool_as_long_as_it_says() -> None:

@@ -12,6 +12,8 @@ hold on any. How slow this one is, nginx's own figures say: 10 to 11 us an event
 targets are for, so a figure of ours may be divided by how much more nginx takes here. The added time to the
 first byte is that of the gateway less that of the engine alone.
 
+With `--before DIR` another version's source is measured against this one instead, in turns.
+
 With `--url` a gateway that runs already is measured from outside: latency and rates, no CPU time.
 """
 
@@ -19,13 +21,25 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import time
+from pathlib import Path
 
 from shared.bench.client import Connection, Endpoint, Exchange
 from shared.bench.figures import Figure, at_most, figure, quantile
-from shared.bench.gateway_streams import PEERS, events, events_of, many, overload, proxies, stalled
+from shared.bench.gateway_streams import (
+    PEERS,
+    Load,
+    events,
+    events_of,
+    many,
+    measured,
+    overload,
+    proxies,
+    stalled,
+)
 from shared.bench.streams import BenchFailed
-from shared.bench.subjects import Subject, paced_engine
+from shared.bench.subjects import Subject, gateway, paced_engine
 
 __all__ = ["BenchFailed", "add_arguments", "run"]
 
@@ -39,6 +53,8 @@ UNARY_CONNECTIONS = 8
 UNARY_TOKENS = 16
 OUTSIDE_TOKENS = 200
 """Of a stream at a gateway that runs elsewhere, before an engine whose context is not ours to choose."""
+PAIRS = 9
+BEFORE_TARGET = at_most(1.03)
 ROWS = ("events", "unary", "ttfb", "overload", "many", "stalled")
 
 
@@ -48,6 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", help="with --url, the model's name there")
     parser.add_argument("--key", help="API key for --url")
+    parser.add_argument(
+        "--before", type=os.path.abspath, metavar="DIR", help="a checkout of another version, to compare with"
+    )
     parser.add_argument(
         "--rows", nargs="+", choices=ROWS, default=ROWS, metavar="ROW", help=f"of {', '.join(ROWS)}"
     )
@@ -61,6 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: argparse.Namespace) -> list[Figure]:
+    if options.before is not None:
+        load = Load(options.streams[0], options.interval_ms[0])
+        return await _against_before(options.before, load, options.seconds)
     return await (_own(options) if options.url is None else _from_outside(options))
 
 
@@ -93,6 +115,34 @@ async def _from_outside(options: argparse.Namespace) -> list[Figure]:
     figures += await _unary(subject) if "unary" in options.rows else []
     figures += await _ttfb(subject, None) if "ttfb" in options.rows else []
     return figures
+
+
+async def _against_before(checkout: str, load: Load, seconds: float) -> list[Figure]:
+    """CPU time of this version over that of another, each before an engine of its own version: the median of
+    pairs, of which each is measured one right after the other, in either order."""
+    directory = Path(checkout)
+    async with (
+        paced_engine(load.interval_ms) as our_engine,
+        paced_engine(load.interval_ms, directory) as their_engine,
+        gateway(our_engine) as ours,
+        gateway(their_engine, directory) as theirs,
+    ):
+        unary = [_Unary(ours), _Unary(theirs)]
+        for subject in unary:
+            await subject.round(counted=False)
+        requests, per_event = [], []
+        for pair in range(PAIRS):
+            turn = (0, 1) if pair % 2 else (1, 0)
+            cost_us = {i: await unary[i].round() for i in turn}
+            requests.append(cost_us[0] / cost_us[1])
+            windows = {i: await measured((ours, theirs)[i], load.streams, seconds) for i in turn}
+            per_event.append(windows[0].cpu_us_per_event / windows[1].cpu_us_per_event)
+    return [
+        figure("unary: gateway CPU / before", quantile(requests, 0.5), "x", BEFORE_TARGET),
+        figure("unary: least of the pairs", min(requests), "x"),
+        figure("event: gateway CPU / before", quantile(per_event, 0.5), "x", BEFORE_TARGET),
+        figure("event: least of the pairs", min(per_event), "x"),
+    ]
 
 
 async def _unary(subject: Subject, *peers: Subject | None) -> list[Figure]:
@@ -129,13 +179,16 @@ class _Unary:
     def cost_us(self) -> float:
         return 1e6 * self._cpu_s / self.requests
 
-    async def round(self, *, counted: bool = True) -> None:
+    async def round(self, *, counted: bool = True) -> float:
+        """Returns what one of its requests took, in microseconds of CPU time."""
         before_s, start = self._subject.cpu_s(), time.perf_counter()
         await asyncio.gather(*(self._one_by_one() for _ in range(UNARY_CONNECTIONS)))
+        taken_s = self._subject.cpu_s() - before_s
         if counted:
-            self._cpu_s += self._subject.cpu_s() - before_s
+            self._cpu_s += taken_s
             self.elapsed_s += time.perf_counter() - start
             self.requests += UNARY_REQUESTS
+        return 1e6 * taken_s / UNARY_REQUESTS
 
     async def _one_by_one(self) -> None:
         connection = await self._subject.endpoint.connect()

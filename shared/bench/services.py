@@ -37,10 +37,12 @@ def demo_model() -> str:
 
 
 @contextlib.asynccontextmanager
-async def service(argv: Sequence[str], ready_url: str) -> AsyncIterator[Process]:
-    """Start `argv`, wait until `ready_url` answers 200, and stop it on the way out."""
+async def service(
+    argv: Sequence[str], ready_url: str, directory: Path | None = None
+) -> AsyncIterator[Process]:
+    """Start `argv` in `directory`, wait until `ready_url` answers 200, and stop it on the way out."""
     with tempfile.NamedTemporaryFile(suffix=".log") as log:
-        process = await asyncio.create_subprocess_exec(*argv, stdout=log, stderr=log)
+        process = await asyncio.create_subprocess_exec(*argv, stdout=log, stderr=log, cwd=directory)
         try:
             async with asyncio.timeout(START_DEADLINE_S):
                 while not await _is_ready(ready_url):

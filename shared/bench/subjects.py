@@ -101,25 +101,27 @@ class Engine:
 
 
 @contextlib.asynccontextmanager
-async def paced_engine(interval_ms: float) -> AsyncIterator[Engine]:
+async def paced_engine(interval_ms: float, checkout: Path | None = None) -> AsyncIterator[Engine]:
+    """`checkout`: another version's source; None for this one."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     argv = [sys.executable, "-m", "shared.bench.paced_engine", "--port", str(port)]
     argv += ["--interval-ms", str(interval_ms), "--tokenizer", demo_model()]
-    async with service(argv, f"{url}/readyz"):
+    async with service(argv, f"{url}/readyz", checkout):
         yield Engine(url)
 
 
 @contextlib.asynccontextmanager
-async def gateway(engine: Engine) -> AsyncIterator[Subject]:
-    """Ours, with everything on: key, schema, exact count, quotas, metrics, log line."""
+async def gateway(engine: Engine, checkout: Path | None = None) -> AsyncIterator[Subject]:
+    """Ours, with everything on: key, schema, exact count, quotas, metrics, log line. `checkout`: another
+    version's source; None for this one."""
     port, key = free_port(), development_key()
     config = gateway_toml(port=port, key=key, model=MODEL, aliases=(), engine_url=engine.url) + _LIMITS
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "gateway.toml"
         path.write_text(config)
         argv = [sys.executable, "-m", "gateway", "--config", str(path)]
-        async with service(argv, f"http://127.0.0.1:{port}/readyz") as process:
+        async with service(argv, f"http://127.0.0.1:{port}/readyz", checkout) as process:
             yield Subject(Endpoint(f"http://127.0.0.1:{port}/v1", key), pid=process.pid)
 
 
