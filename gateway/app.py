@@ -92,7 +92,8 @@ class Gateway:
         self.config = config
         self.lifecycle = Lifecycle()
         self.quotas = quotas or MemoryStore(clock)
-        self._guarded = GuardedStore(self.quotas)
+        self._guarded = None if quotas is None else GuardedStore(quotas)
+        store = self._guarded or self.quotas
         self.live = LiveRequests(config.limits.live_max)
         self.directory = DirectoryReader(config, path, clock)
         self.replicas = Replicas(config.models, clock)
@@ -116,7 +117,7 @@ class Gateway:
         pipeline = Pipeline(
             config,
             self.tokens,
-            self._guarded,
+            store,
             self.replicas,
             self._upstream,
             credentials,
@@ -126,7 +127,7 @@ class Gateway:
         )
         self._health = Health(self.lifecycle, self._problems)
         self._edge = Edge(
-            config, self.directory, pipeline, self.live, self.tokens, self._guarded, self._health, clock
+            config, self.directory, pipeline, self.live, self.tokens, store, self._health, clock
         )
         self._clock = clock
         own: dict[str, Work] = {"configuration": self.directory.watch, "lease renewal": self._renew_leases}
@@ -196,12 +197,16 @@ class Gateway:
 
     async def _renew_leases(self) -> None:
         while True:
-            await self._clock.sleep(RENEW_S if self._guarded.is_well else RENEW_AGAIN_S)
-            await self._guarded.renew(self.live.reservations())
+            await self._clock.sleep(RENEW_S if self._store_is_well else RENEW_AGAIN_S)
+            await (self._guarded or self.quotas).renew(self.live.reservations())
+
+    @property
+    def _store_is_well(self) -> bool:
+        return self._guarded is None or self._guarded.is_well
 
     def _problems(self) -> list[str]:
         """Without which no request can be served as it should."""
-        store = [] if self._guarded.is_well else ["quota store"]
+        store = [] if self._store_is_well else ["quota store"]
         return [*store, *self._background.down]
 
 

@@ -47,9 +47,9 @@ async def read_body(
             room -= len(chunk)
             if room < 0:
                 raise BodyTooLarge(too_large)
-            holding.hold(len_max - room)
             if content.at_eof():
-                break
+                break  # what came last is held with what is made of it
+            holding.hold(len_max - room)
     except ConnectionError:
         raise ClientGone from None
     except (HttpProcessingError, ClientPayloadError, web.RequestPayloadError) as error:

@@ -112,8 +112,9 @@ class Edge:
             raise
         finally:
             self._complete(exchange)
-            forget_frames(exchange.record.error)
-            forget_frames(exchange.watch.reason)
+            for told in (exchange.record.error, exchange.watch.reason):
+                if told is not None:
+                    forget_frames(told)
 
     async def _answer(self, exchange: Exchange) -> web.StreamResponse:
         try:
@@ -197,7 +198,7 @@ class Edge:
 
     async def _look_up_windows(self, exchange: Exchange) -> None:
         """For the `x-ratelimit-*` headers of answers that came to no reservation."""
-        if exchange.principal is not None and exchange.decision is None:
+        if exchange.principal is not None and exchange.windows is None:
             subjects = exchange.directory.subjects(exchange.principal)
             exchange.windows = await self._quotas.windows(subjects)
 

@@ -53,7 +53,8 @@ class Exchange(Struct, eq=False):
     """Tokens."""
     decision: Decision | None = None
     """The last of the quotas."""
-    windows: Windows = field(default_factory=Windows)
+    windows: Windows | None = None
+    """How its quotas stand, as far as it was asked."""
     ignored_fields: str = ""
     engine_timing: str = ""
     """The engine's `server-timing`, its names marked as the engine's."""
@@ -79,15 +80,23 @@ class Exchange(Struct, eq=False):
         }
         if self.ignored_fields:
             headers[IGNORED_FIELDS_HEADER] = self.ignored_fields
-        if (window := self.windows.requests) is not None:
-            headers["x-ratelimit-limit-requests"] = str(window.limit)
-            headers["x-ratelimit-remaining-requests"] = str(window.remaining)
-            headers["x-ratelimit-reset-requests"] = duration(window.reset_ms)
-        if (window := self.windows.tokens) is not None:
-            headers["x-ratelimit-limit-tokens"] = str(window.limit)
-            headers["x-ratelimit-remaining-tokens"] = str(window.remaining)
-            headers["x-ratelimit-reset-tokens"] = duration(window.reset_ms)
+        if self.windows is not None:
+            headers |= ratelimit_headers(self.windows)
         return headers
+
+
+def ratelimit_headers(windows: Windows) -> dict[str, str]:
+    """OpenAI's."""
+    headers = {}
+    if (window := windows.requests) is not None:
+        headers["x-ratelimit-limit-requests"] = str(window.limit)
+        headers["x-ratelimit-remaining-requests"] = str(window.remaining)
+        headers["x-ratelimit-reset-requests"] = duration(window.reset_ms)
+    if (window := windows.tokens) is not None:
+        headers["x-ratelimit-limit-tokens"] = str(window.limit)
+        headers["x-ratelimit-remaining-tokens"] = str(window.remaining)
+        headers["x-ratelimit-reset-tokens"] = duration(window.reset_ms)
+    return headers
 
 
 def duration(ms: int) -> str:

@@ -8,6 +8,7 @@ is one spelling of a path, a host is a host, and a body has one of two framings.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Final
 
 from aiohttp import web
@@ -16,8 +17,15 @@ from aiohttp.http import HttpVersion10, HttpVersion11
 from shared.errors import InvalidRequest
 
 _HOST: Final = re.compile(r"[A-Za-z0-9._~-]*(:[0-9]{0,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{0,5})?")
+HOSTS_MAX: Final = 64
+"""Values of `host` that are known: there are few of them."""
 _SINGLE: Final = ("authorization", "host", "content-encoding")
 """Headers that must not be repeated: which of them counts would be anybody's guess."""
+
+
+@lru_cache(maxsize=HOSTS_MAX)
+def _is_host(host: str) -> bool:
+    return _HOST.fullmatch(host) is not None
 
 
 def path_of(request: web.BaseRequest) -> str:
@@ -34,7 +42,7 @@ def check(request: web.BaseRequest) -> None:
     for name in _SINGLE:
         if len(headers.getall(name, ())) > 1:
             raise InvalidRequest(f"The header {name} is given more than once.", param=name)
-    if _HOST.fullmatch(headers.get("host", "")) is None:
+    if not _is_host(headers.get("host", "")):
         raise InvalidRequest("The header host names no host.", param="host")
-    if headers.get("transfer-encoding", "chunked").lower() != "chunked":
+    if (coding := headers.get("transfer-encoding")) is not None and coding.lower() != "chunked":
         raise InvalidRequest("The only transfer-encoding is chunked.", param="transfer-encoding")

@@ -75,7 +75,7 @@ from shared.errors import (
 )
 from shared.fair_share import FairShare
 from shared.fair_threads import FairThreads
-from shared.holding import Holding, weigh
+from shared.holding import Holding, weigh, weigh_long
 from shared.ids import TOKENIZER_HEADER, ReplicaId
 from shared.openai import (
     ChatRequest,
@@ -165,19 +165,14 @@ class Pipeline:
     async def _dispatch(self, exchange: Exchange, principal: Principal, endpoint: Endpoint) -> Dispatched:
         """All that holds the request's body is in here, and is gone when this returns."""
         with Holding(self._memory, principal.tenant) as holding:
-            prepared = await self._prepare(exchange, principal, endpoint, holding)
-            holding.hold(len(prepared.outbound.content))
-            return await self._send(exchange, prepared)
-
-    async def _prepare(
-        self, exchange: Exchange, principal: Principal, endpoint: Endpoint, holding: Holding
-    ) -> Prepared:
-        parsed = await self._read(exchange, principal, endpoint, holding)
-        terms = self._resolve(exchange, principal, parsed)
-        count = await self._count(exchange, terms, parsed.request)
-        maximum = await self._reserve(exchange, terms, parsed.request, count)
-        request = self._outbound(exchange, terms, parsed, count, maximum)
-        return Prepared(terms.model, request, exchange.reserved)
+            parsed = await self._read(exchange, principal, endpoint, holding)
+            terms = self._resolve(exchange, principal, parsed)
+            count = await self._count(exchange, terms, parsed.request)
+            maximum = await self._reserve(exchange, terms, parsed.request, count)
+            request = self._outbound(exchange, terms, parsed, count, maximum)
+            del parsed, count  # what is held from here on is the request as it is sent
+            holding.shrink(len(request.content))
+            return await self._send(exchange, Prepared(terms.model, request, exchange.reserved))
 
     def authenticate(self, exchange: Exchange) -> Principal:
         exchange.stages.enter("auth")
@@ -205,11 +200,11 @@ class Pipeline:
             exchange.request, exchange.watch, holding, limits.body_len_max, timeouts.body_s
         )
         exchange.stages.enter("validate")
-        census = await weigh(body, holding, self._threads, principal.tenant)
         refuses_unknown = self._config.admission.unknown_fields
         if len(body) <= INLINE_LEN_MAX:
-            parsed = validate(body, endpoint.shape, refuses_unknown, census)
+            parsed = validate(body, endpoint.shape, refuses_unknown, weigh(body, holding))
         else:
+            census = await weigh_long(body, holding, self._threads, principal.tenant)
             work = partial(validate, body, endpoint.shape, refuses_unknown, census)
             parsed = await self._threads.call(principal.tenant, work)
         assert isinstance(parsed.request, ProxiedRequest)
@@ -242,6 +237,7 @@ class Pipeline:
         says so itself or nothing limits it."""
         exchange.stages.enter("quota")
         if not isinstance(request, ChatRequest | CompletionRequest):
+            exchange.windows = await self._quotas.windows(terms.subjects)
             return None
         least_each = self._config.admission.completion_estimate
         span = self._tokens.span(terms.model, request, count, least_each, terms.tokens_max)

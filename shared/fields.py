@@ -96,13 +96,13 @@ def survey(request: Struct, fields: Mapping[str, Raw], known: frozenset[str]) ->
     """Look through the fields of a well-formed request. `known`: the names that its type has."""
     table = _TABLES.get(type(request), {})
     unknown = [] if fields.keys() <= known else [name for name in fields if name not in known | table.keys()]
-    unsupported = next(_unsupported(fields, table), None)
+    unsupported = None if table.keys().isdisjoint(fields) else next(_unsupported(fields, table), None)
     if isinstance(request, CompletionRequest) and request.best_of not in (None, request.n or 1):
         unsupported = unsupported or "best_of"
     if "stream_options" in fields and getattr(request, "stream_options", None) is not None:
         options = _object.decode(fields["stream_options"])
         unknown += [f"stream_options.{name}" for name in options if name != "include_usage"]
-    if "messages" in fields and getattr(request, "messages", None) is not None:
+    if getattr(request, "messages", None) is not None and not _are_plain(fields["messages"]):
         messages = _objects.decode(fields["messages"])
         unknown += _unknown_in_messages(messages)
         unsupported = unsupported or _unsupported_in_messages(messages)
@@ -110,6 +110,24 @@ def survey(request: Struct, fields: Mapping[str, Raw], known: frozenset[str]) ->
 
 
 _NOTHING_TO_SAY: Final = Survey()
+
+
+class _PlainMessage(Struct, forbid_unknown_fields=True):
+    role: Raw
+    content: Raw
+    name: Raw = Raw()
+
+
+_plain: Final = msgspec.json.Decoder(list[_PlainMessage])
+
+
+def _are_plain(messages: Raw) -> bool:
+    """Whether nothing is to be said of these messages, as of most: each has a role and a text."""
+    try:
+        plain = _plain.decode(messages)
+    except msgspec.ValidationError:
+        return False
+    return not any(memoryview(message.content)[0] == _ARRAY for message in plain)
 
 
 def _unsupported(fields: Mapping[str, Raw], table: Mapping[str, Nothing]) -> Iterator[str]:

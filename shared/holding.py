@@ -10,11 +10,19 @@ from __future__ import annotations
 
 from typing import Final, Self
 
-from shared.census import VALUES_MAX, Census, census_of, census_slices
+from shared.census import (
+    COUNTED_LEN_MIN,
+    FIELDS_MAX,
+    STRINGS_MAX,
+    VALUES_MAX,
+    Census,
+    census_of,
+    census_slices,
+)
 from shared.errors import Overloaded
 from shared.fair_share import FairShare
 from shared.fair_threads import FairThreads
-from shared.validation import INLINE_LEN_MAX, refuse_excess
+from shared.validation import refuse_excess
 
 TOKENS_MAX: Final = 1024 * 1024
 """Tokens of all prompts of a request together."""
@@ -25,6 +33,9 @@ TOKEN_BYTES: Final = 40
 TEXTS: Final = 2
 """Copies of a body's text: as it was decoded, and as the chat template renders it."""
 CHARACTER_BYTES_MAX: Final = 4
+assert min(VALUES_MAX, FIELDS_MAX, STRINGS_MAX) >= COUNTED_LEN_MIN, "no body that is not counted has too many"
+SHRINK_MIN: Final = 64 * 1024
+"""Bytes: what is less is given back with the rest."""
 
 
 class Holding:
@@ -50,6 +61,11 @@ class Holding:
             )
         self._held = size
 
+    def shrink(self, size: int) -> None:
+        """Hold no more than `size` bytes from now on, where that gives back enough to be worth it."""
+        if self._held - size > SHRINK_MIN:
+            self.hold(size)
+
     def __enter__(self) -> Self:
         return self
 
@@ -57,14 +73,20 @@ class Holding:
         self.hold(0)
 
 
-async def weigh(body: bytes, holding: Holding, threads: FairThreads, tenant: str) -> Census:
-    """Count a body's values, and hold the memory that it takes with all that is made of it. Raises
-    InvalidRequest when there are too many, Overloaded."""
-    if len(body) <= INLINE_LEN_MAX:
-        census = census_of(body)
-    else:
-        census = await threads.run(tenant, census_slices(body))
-    refuse_excess(census)
+def weigh(body: bytes, holding: Holding) -> Census:
+    """Count the values of a body of up to `INLINE_LEN_MAX` bytes, and hold the memory that it takes with all
+    that is made of it. Raises InvalidRequest when there are too many, Overloaded."""
+    return _held(body, census_of(body), holding)
+
+
+async def weigh_long(body: bytes, holding: Holding, threads: FairThreads, tenant: str) -> Census:
+    """As `weigh`, for any body, slice by slice on a thread."""
+    return _held(body, await threads.run(tenant, census_slices(body)), holding)
+
+
+def _held(body: bytes, census: Census, holding: Holding) -> Census:
+    if len(body) >= COUNTED_LEN_MIN:  # a shorter one has no room for too many
+        refuse_excess(census)
     holding.hold(memory_of(len(body), census))
     return census
 

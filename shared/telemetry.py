@@ -125,9 +125,9 @@ class Stages:
                 f"{context.trace_id:032x}", f"{context.span_id:016x}", context.trace_flags.sampled
             )
         else:
-            trace_id = parent.trace_id if parent else f"{random_bits(128) or 1:032x}"
-            span_id = f"{random_bits(64) or 1:016x}"
-            self.trace = TraceContext(trace_id, span_id, parent is not None and parent.sampled)
+            ids = f"{random_bits(192) | 1 << 64 | 1:048x}"  # neither may be zero
+            trace_id = parent.trace_id if parent else ids[:32]
+            self.trace = TraceContext(trace_id, ids[32:], parent is not None and parent.sampled)
 
     def __call__(self, stage: str) -> _Stage:
         """`with stages("quota"): ...` measures. A stage that is entered again adds up."""

@@ -31,7 +31,7 @@ from engine.api.model import ServedModel
 from engine.api.state import EngineState
 from shared.errors import ApiError, QueueTimeout, RequestTimeout
 from shared.fair_threads import Slices
-from shared.holding import Holding, weigh
+from shared.holding import Holding, weigh, weigh_long
 from shared.ids import QUEUE_TIMEOUT_HEADER, REQUEST_TIMEOUT_HEADER, SERVICE_TIER_HEADER
 from shared.openai import (
     BODY_LEN_MAX,
@@ -131,12 +131,11 @@ async def read(state: EngineState, exchange: Exchange, kind: type[S], holding: H
             len_max=BODY_LEN_MAX, deadline_s=state.config.body_timeout_s, hold=holding.hold
         )
     with exchange.enter("validate"):
-        census = await weigh(body, holding, state.threads, exchange.tenant)
-        work = partial(parse, body, kind, census)
         if len(body) <= INLINE_LEN_MAX:
-            parsed = work()
+            parsed = parse(body, kind, weigh(body, holding))
         else:
-            parsed = await state.threads.call(exchange.tenant, work)
+            census = await weigh_long(body, holding, state.threads, exchange.tenant)
+            parsed = await state.threads.call(exchange.tenant, partial(parse, body, kind, census))
         if (name := parsed.request.model) is not None:
             state.check_name(name)
     return parsed

@@ -33,6 +33,7 @@ from shared.clock import SYSTEM_CLOCK, Clock
 
 LEASE_TTL_MS: Final = 60_000
 _EMPTY: Final = Usage()
+_SEATED: Final = Decision(None, None)
 
 
 class _Reservation(Struct):
@@ -63,6 +64,7 @@ class MemoryStore:
         self._clock = clock
         self._usage: dict[tuple[Scope, str], Usage] = {}
         self._reservations: OrderedDict[ReservationId, _Reservation] = OrderedDict()
+        self._none_expires_before_ms = 0
         self.ledger = Ledger()
 
     def enter(
@@ -76,6 +78,7 @@ class MemoryStore:
         if refusal is None:
             holdings = self._charge(holdings, seats=1, tokens=0)
             self._reservations[reservation] = _Reservation(tuple(subjects), 0, now_ms + LEASE_TTL_MS)
+            return Done(_SEATED)
         return Done(Decision(refusal, quota.windows_of(holdings)))
 
     def reserve(
@@ -147,9 +150,13 @@ class MemoryStore:
 
     def _expire(self, now_ms: int) -> None:
         """Whoever held these is gone without settling: they count as used in full."""
+        if now_ms < self._none_expires_before_ms:
+            return
+        self._none_expires_before_ms = now_ms + LEASE_TTL_MS
         while self._reservations:
             reservation, entry = next(iter(self._reservations.items()))
             if entry.expires_ms > now_ms:
+                self._none_expires_before_ms = entry.expires_ms
                 return
             del self._reservations[reservation]
             for subject in entry.subjects:

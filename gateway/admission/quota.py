@@ -114,7 +114,8 @@ class Refusal(Struct, frozen=True):
 
 class Decision(Struct, frozen=True):
     refusal: Refusal | None
-    windows: Windows
+    windows: Windows | None
+    """None for a seat that was given: what is told is how things stand after the tokens."""
     granted: int = 0
     """Tokens reserved by this call."""
 
@@ -198,16 +199,26 @@ def charged(level: int, per_min: int | None, amount: int) -> int:
 def decide(holdings: Iterable[Holding], *, seats: int, tokens: int) -> Refusal | None:
     """Whether so many seats (0 or 1) and tokens may be had. Of several refusals, the one that lasts
     longest."""
-    worst: Refusal | None = None
+    found: list[Refusal] = []
     for subject, usage in holdings:
-        for refusal in _refusals(subject, usage, seats, tokens):
-            if worst is None or _lasts_ms(refusal) > _lasts_ms(worst):
-                worst = refusal
-    return worst
+        limits, scope = subject.limits, subject.scope
+        if seats:
+            if (limit := limits.requests_per_min) is not None and not fits(usage.requests, limit, seats):
+                found.append(Refusal(Meter.REQUESTS, scope, limit, wait_ms(usage.requests, limit, seats)))
+            if (limit := limits.concurrent) is not None and usage.live + seats > limit:
+                found.append(Refusal(Meter.CONCURRENCY, scope, limit, BUSY_RETRY_MS))
+        if tokens:
+            if (limit := limits.tokens_per_min) is not None and not fits(usage.tokens, limit, tokens):
+                found.append(Refusal(Meter.TOKENS, scope, limit, wait_ms(usage.tokens, limit, tokens)))
+            if (limit := limits.token_budget) is not None and usage.spent + tokens > limit:
+                found.append(Refusal(Meter.BUDGET, scope, limit, None, max(0, limit - usage.spent)))
+    return max(found, key=_lasts_ms) if found else None
 
 
 def grant(holdings: Iterable[Holding], least: int, most: int) -> int:
     """How many tokens a request gets that `decide` lets have `least`."""
+    if least == most:
+        return most
     left = min((left for holding in holdings for left in _tokens_left(*holding)), default=None)
     return most if left is None else min(most, max(least, left // GRANT_SHARE))
 
@@ -215,8 +226,8 @@ def grant(holdings: Iterable[Holding], least: int, most: int) -> int:
 def charge(limits: QuotaLimits, usage: Usage, *, seats: int, tokens: int) -> Usage:
     """After a grant."""
     return Usage(
-        charged(usage.requests, limits.requests_per_min, seats),
-        charged(usage.tokens, limits.tokens_per_min, tokens),
+        usage.requests + seats * WEIGHT if limits.requests_per_min is not None else 0,
+        usage.tokens + tokens * WEIGHT if limits.tokens_per_min is not None else 0,
         usage.at_ms,
         usage.live + seats,
         usage.spent + tokens,
@@ -244,20 +255,6 @@ def windows_of(holdings: Iterable[Holding]) -> Windows:
         requests = _tighter(requests, subject.limits.requests_per_min, usage.requests)
         tokens = _tighter(tokens, subject.limits.tokens_per_min, usage.tokens)
     return Windows(requests, tokens)
-
-
-def _refusals(subject: Subject, usage: Usage, seats: int, tokens: int) -> Iterable[Refusal]:
-    limits, scope = subject.limits, subject.scope
-    if seats:
-        if (limit := limits.requests_per_min) is not None and not fits(usage.requests, limit, seats):
-            yield Refusal(Meter.REQUESTS, scope, limit, wait_ms(usage.requests, limit, seats))
-        if (limit := limits.concurrent) is not None and usage.live + seats > limit:
-            yield Refusal(Meter.CONCURRENCY, scope, limit, BUSY_RETRY_MS)
-    if tokens:
-        if (limit := limits.tokens_per_min) is not None and not fits(usage.tokens, limit, tokens):
-            yield Refusal(Meter.TOKENS, scope, limit, wait_ms(usage.tokens, limit, tokens))
-        if (limit := limits.token_budget) is not None and usage.spent + tokens > limit:
-            yield Refusal(Meter.BUDGET, scope, limit, None, max(0, limit - usage.spent))
 
 
 def _tokens_left(subject: Subject, usage: Usage) -> Iterable[int]:

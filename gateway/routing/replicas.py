@@ -71,10 +71,11 @@ class Replicas:
         left = [replica for replica in self._pools[model] if replica.id not in tried]
         if not left:
             return None
+        replica = left[0]
         if len(left) > 1:
             now_s = self._clock.monotonic()
             left = [replica for replica in left if replica.cools_until_s <= now_s] or left
-        replica = left[least_loaded([replica.tokens for replica in left], turn % len(left))]
+            replica = left[least_loaded([replica.tokens for replica in left], turn % len(left))]
         replica.tokens += tokens
         replica.requests += 1
         return replica
