@@ -227,7 +227,7 @@ class Connection:
     def respond(self, stream: Stream, head: HeaderList, *, end: bool) -> None:
         """A server's: sends a response's header list."""
         if stream.error is not None:
-            raise stream.error.with_traceback(None)
+            raise stream.error.copy()
         self.path.send_head(stream, head, end=end)
         if end:
             self._ended(stream)
@@ -275,7 +275,7 @@ class Connection:
         streams = list(self.streams.values())
         self.streams.clear()
         for stream in streams:
-            stream.fail(ConnectionLost(*error.args))  # one each: whoever raises it adds his traceback to it
+            stream.fail(error)
             self._owner.stream_closed(stream)
         for report in self._awaited.values():
             report.deliver(None)
