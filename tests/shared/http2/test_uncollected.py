@@ -97,3 +97,16 @@ async def test_a_place_in_line_for_a_connection_that_cannot_be_made() -> None:
                 with pytest.raises(httpx.ConnectError):
                     await transport.exchange("GET", url, [], b"")
                 await until(lambda: not left(Place))
+
+
+async def test_a_handler_that_knows_that_its_client_left_is_no_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def resigned(_: ServerRequest, responder: ServerResponder) -> None:
+        await responder.start_stream(200, EVENTS)
+        responder.abort()
+
+    async with serving(resigned) as served, Http2Transport() as transport:
+        answer = await transport.exchange("GET", served.url + "/", [], b"")
+        await answer.aclose()
+    assert not caplog.records
