@@ -171,6 +171,11 @@ class Connection:
         return self.phase is Phase.RETIRING and not self.streams and not self._announcing
 
     @property
+    def awaits_reports(self) -> bool:
+        """A client's: whether the server has yet to say what became of a stream that is over."""
+        return any(report.is_due for report in self._awaited.values())
+
+    @property
     def unfinished(self) -> bool:
         """The peer has begun a frame or a header block and not ended it."""
         return self._splitter.unfinished
