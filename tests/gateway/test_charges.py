@@ -10,7 +10,18 @@ import pytest
 from gateway import pipeline
 from shared import sse
 from tests.gateway.conftest import PATIENCE_S, House, Open
-from tests.gateway.fake_engine import CUT, HEADERS, Script, chunk, closing, refusal, stream, unary
+from tests.gateway.fake_engine import (
+    CUT,
+    HEADERS,
+    FakeEngine,
+    Script,
+    byte_bundle,
+    chunk,
+    closing,
+    refusal,
+    stream,
+    unary,
+)
 from tests.gateway.test_disconnect import RawClient, body
 from tests.gateway.test_quota_edge import limited
 
@@ -108,6 +119,23 @@ async def test_a_refusal_costs_nothing(house: House, code: str) -> None:
         assert answer.status >= 400
     assert (await house.line())["settled_tokens"] == 0
     await house.at_rest()
+
+
+async def test_a_refusal_that_has_cost_something_is_not_asked_for_again_elsewhere(open_house: Open) -> None:
+    """The engine was drained in the middle of the answer. Another would compute all of it once more."""
+    async with FakeEngine(bundle=byte_bundle()) as other:
+        house = await open_house(other.url)
+        cost = sse.encode_closing(closing(10, 230, "drained")).decode()
+        for engine in (house.engine, other):
+            engine.script = refusal(503, "not_ready")
+            engine.script.headers[sse.CLOSING_HEADER] = cost
+        async with house.chat() as answer:
+            assert answer.status == 503
+            assert (await answer.json())["error"]["code"] == "not_ready"
+        assert len(house.engine.seen) + len(other.seen) == 1
+        line = await house.line()
+        assert (line["attempts"], line["settled_tokens"]) == (1, 240)
+        await house.at_rest()
 
 
 async def test_an_engine_that_says_nothing_is_waited_for_no_longer_than_stated(
