@@ -145,9 +145,17 @@ class Relay(Struct, frozen=True, eq=False):
             if not chunk or len(head) > HEAD_LEN_MAX:
                 raise UpstreamFailed("The engine's answer broke off.", detail="it ended before an event")
         if head.startswith(_ERROR):
+            await self._hear_out(source)
             self.progress.refused = True
             raise read_back(status, head.partition(_BOUNDARY)[0].removeprefix(b"data:"))
         return head
+
+    async def _hear_out(self, source: Source) -> None:
+        """Our engine ends a failed stream with what it cost, which may come after the error."""
+        room = HEAD_LEN_MAX
+        while self.progress.foreign is None and room > 0 and (chunk := await source.read()):
+            self.progress.scanner.feed(chunk)
+            room -= len(chunk)
 
     def _pass(self, chunk: bytes) -> bool:
         """Whether the client has room for more. A comment that keeps the connection is no token."""

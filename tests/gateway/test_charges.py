@@ -9,6 +9,7 @@ import pytest
 
 from gateway import pipeline
 from shared import sse
+from shared.errors import EngineFailed
 from tests.gateway.conftest import PATIENCE_S, House, Open
 from tests.gateway.fake_engine import (
     CUT,
@@ -136,6 +137,23 @@ async def test_a_refusal_that_has_cost_something_is_not_asked_for_again_elsewher
         line = await house.line()
         assert (line["attempts"], line["settled_tokens"]) == (1, 240)
         await house.at_rest()
+
+
+async def test_a_stream_that_fails_before_its_first_token_says_afterwards_what_it_has_cost(
+    house: House,
+) -> None:
+    later = asyncio.Event()
+    error = sse.error_event(EngineFailed("The model's output was not finite."))
+    house.engine.script = Script([error, later, sse.closing_comment(closing(10, 2, "engine_failed"))])
+    async with asyncio.TaskGroup() as tasks:
+        asked = tasks.create_task(house.chat(stream=True).__aenter__())
+        await house.engine.arrived.wait()
+        await asyncio.sleep(0)
+        later.set()
+    assert asked.result().status == 500
+    asked.result().release()
+    assert (await house.line())["settled_tokens"] == 12
+    await house.at_rest()
 
 
 async def test_an_engine_that_says_nothing_is_waited_for_no_longer_than_stated(
