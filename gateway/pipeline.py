@@ -73,6 +73,7 @@ from shared.errors import (
     UpstreamFailed,
     UpstreamLost,
     UpstreamUnreachable,
+    forget_frames,
 )
 from shared.fair_share import FairShare
 from shared.fair_threads import FairThreads
@@ -302,6 +303,7 @@ class Pipeline:
                     hides_usage = prepared.outbound.asks_for_usage
                     return Dispatched(prepared.model, replica, prepared.tokens, answer, hides_usage)
                 except ELSEWHERE as error:
+                    forget_frames(error)  # some refer to the error, and all to the request
                     failure = error
                     tried.add(replica.id)
                     elsewhere += isinstance(error, Overloaded | UpstreamLost)
