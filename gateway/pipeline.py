@@ -23,9 +23,10 @@ Rules:
    gone, or another's), what was reserved is charged; nothing when nothing was dispatched, or when the engine
    refused.
 3. Nothing is dispatched twice, except to another replica when no connection was had to the first, when that
-   one refused at its door (503), or when its connection broke before it answered. When it was its queue that
-   was full, or when it had been dispatched, no more than `ELSEWHERE_MAX` others are asked: a crowd before all
-   doors is not to be multiplied by their number.
+   one refused at its door (503), or when its connection broke before it answered. A 503 that reports tokens
+   is an end and no refusal: to compute them again would cost more than was reserved. When it was its queue
+   that was full, or when it had been dispatched, no more than `ELSEWHERE_MAX` others are asked: a crowd
+   before all doors is not to be multiplied by their number.
 4. What may be generated is what was reserved: a request that states no maximum, from a caller whose tokens
    are limited, is given one.
 """
@@ -72,6 +73,7 @@ from shared.errors import (
     UpstreamFailed,
     UpstreamLost,
     UpstreamUnreachable,
+    forget_frames,
 )
 from shared.fair_share import FairShare
 from shared.fair_threads import FairThreads
@@ -82,6 +84,7 @@ from shared.openai import (
     CompletionRequest,
     GenerationRequest,
 )
+from shared.sse import Closing
 from shared.validation import INLINE_LEN_MAX, Parsed
 
 NO_TOKENS = Count(prompt_tokens=0, longest=0, prompts=0, extension=None)
@@ -297,6 +300,7 @@ class Pipeline:
                     hides_usage = prepared.outbound.asks_for_usage
                     return Dispatched(prepared.model, replica, prepared.tokens, answer, hides_usage)
                 except ELSEWHERE as error:
+                    forget_frames(error)  # some refer to the error, and all to the request
                     failure = error
                     tried.add(replica.id)
                     elsewhere += isinstance(error, Overloaded | UpstreamLost)
@@ -330,7 +334,8 @@ class Pipeline:
             exchange.progress.report,
         )
         observe_attempt(replica.id, "connected")
-        if answer.status == NotReady.status:  # over HTTP/2 the connection may have said so: both are NotReady
+        if answer.status == NotReady.status and not _tokens_of(answer.closing):
+            # a refusal, which over HTTP/2 the connection may have told instead: both are NotReady
             try:
                 raise await answer.error()
             finally:
@@ -362,10 +367,15 @@ class Pipeline:
 def used_tokens(progress: Progress, reserved: int) -> int:
     """What a request is charged in the end; rule 2."""
     if (closing := progress.closing) is not None:
-        return closing.prompt_tokens + closing.completion_tokens
+        return _tokens_of(closing)
     if progress.refused or not progress.dispatched:
         return reserved if progress.lost else 0
     return reserved
+
+
+def _tokens_of(closing: Closing | None) -> int:
+    """What the engine reports as computed; 0 when it reports nothing."""
+    return 0 if closing is None else closing.prompt_tokens + closing.completion_tokens
 
 
 def outcome_of(error: BaseException | None, watch: Watch) -> Outcome:

@@ -33,15 +33,20 @@ async def shielded(work: Awaitable[T], then: Callable[[T], None] = lambda _: Non
         return
     future = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.shield(future)
-        except asyncio.CancelledError as error:
-            if future.cancelled():
-                raise
-            cancelled = error
-    failed = future.exception()
-    if failed is None:
-        then(future.result())
-    if (reason := cancelled or failed) is not None:
-        raise reason
+    failed: BaseException | None = None
+    reason: BaseException | None = None
+    try:
+        while not future.done():
+            try:
+                await asyncio.shield(future)
+            except asyncio.CancelledError as error:
+                if future.cancelled():
+                    raise
+                cancelled = error
+        failed = future.exception()
+        if failed is None:
+            then(future.result())
+        if (reason := cancelled or failed) is not None:
+            raise reason
+    finally:
+        del future, cancelled, failed, reason  # a traceback holds this frame, and that must not hold it

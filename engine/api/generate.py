@@ -218,7 +218,7 @@ class Generation:
             self._exchange.fate = self._exchange.fate or self._output.error
             self._settle()
         self._state.core.release(self._handles)
-        self._output.error = None  # it refers to frames, and those to this
+        self._output.close()
 
     def _settle(self) -> None:
         """Take stock, once: the tally, the stages, the metrics."""

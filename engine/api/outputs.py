@@ -255,12 +255,14 @@ class ChoiceOutput:
             self.output.tell(self)
 
 
+def _nothing() -> None:
+    """Nobody is to be told."""
+
+
 class RequestOutput:
     """All choices of one request, and the one handler that waits for them."""
 
-    def __init__(
-        self, choices: int, *, whole: bool = False, on_end: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, choices: int, *, whole: bool = False, on_end: Callable[[], None] = _nothing) -> None:
         self.open = choices
         """Choices that have not finished."""
         self.is_whole = whole
@@ -287,6 +289,13 @@ class RequestOutput:
         self._wake()
         if not self.open:
             self._on_end()
+
+    def close(self) -> None:
+        """Forget who waits and what came. Each of them refers to this, and would be kept, with the answer,
+        until the next full garbage collection."""
+        self._on_end = _nothing
+        self._news.clear()
+        self.error = None
 
     def fail(self, error: ApiError) -> None:
         """The request ends with `error`, after what has already come out. The first error stays."""

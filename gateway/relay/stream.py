@@ -31,7 +31,7 @@ from gateway.relay.watch import Watch
 from shared.errors import InterTokenTimeout, UpstreamFailed
 from shared.http2.report import Report
 from shared.ids import TOKENIZER_HEADER
-from shared.sse import CLOSING_HEADER, Closing, TailScanner, parse_closing
+from shared.sse import Closing, TailScanner, parse_closing
 
 HEAD_LEN_MAX: Final = 256 * 1024
 """Bytes that wait for the decision which status to answer with: a whole unary answer, if it fits."""
@@ -113,7 +113,7 @@ class Relay(Struct, frozen=True, eq=False):
         """Raises what the engine says instead of an answer, UpstreamFailed or ClientGone."""
         if answer.status >= HTTPStatus.BAD_REQUEST:
             self.progress.refused = True
-            self._take_closing(answer)
+            self.progress.header_closing = answer.closing
             raise await answer.error()
         await (self._stream(answer) if answer.is_stream else self._unary(answer))
         self.progress.complete = True
@@ -146,9 +146,17 @@ class Relay(Struct, frozen=True, eq=False):
             if not chunk or len(head) > HEAD_LEN_MAX:
                 raise UpstreamFailed("The engine's answer broke off.", detail="it ended before an event")
         if head.startswith(self.dialect.error_head):
+            await self._hear_out(source)
             self.progress.refused = True
             raise read_back(status, head.partition(_BOUNDARY)[0].removeprefix(b"data:"))
         return head
+
+    async def _hear_out(self, source: Source) -> None:
+        """Our engine ends a failed stream with what it cost, which may come after the error."""
+        room = HEAD_LEN_MAX
+        while self.progress.foreign is None and room > 0 and (chunk := await source.read()):
+            self.progress.scanner.feed(chunk)
+            room -= len(chunk)
 
     def _pass(self, chunk: bytes) -> bool:
         """Whether the client has room for more. A comment that keeps the connection is no token."""
@@ -174,7 +182,7 @@ class Relay(Struct, frozen=True, eq=False):
         self._expect_more()
         more = await answer.pass_on(keep)
         head = b"".join(chunks)
-        self._take_closing(answer)
+        self.progress.header_closing = answer.closing
         if not more and _is_foreign(answer):
             self.progress.foreign_usage = usage_of(head)
         await self._begin(answer, head)
@@ -186,10 +194,6 @@ class Relay(Struct, frozen=True, eq=False):
         self.watch.again()
         self.progress.body_len += len(chunk)
         return self.client.offer(chunk)
-
-    def _take_closing(self, answer: Answer) -> None:
-        closing = answer.headers.get(CLOSING_HEADER)
-        self.progress.header_closing = parse_closing(closing) if closing else None
 
     async def _begin(self, answer: Answer, body: bytes, headers: Mapping[str, str] = _NO_HEADERS) -> None:
         content_type = answer.headers.get("content-type", "application/json")

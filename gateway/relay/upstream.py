@@ -35,6 +35,7 @@ from shared.errors import (
 )
 from shared.http2.client import Draining, Http2Transport, NotHttp2, RequestUnprocessed, Timeouts
 from shared.http2.report import Report
+from shared.sse import CLOSING_HEADER, Closing, parse_closing
 from shared.tls import client_context
 
 BOUNDS_MAX: Final = 1024
@@ -101,6 +102,12 @@ class Answer:
         self.finished = False
         """Whether the whole answer was read."""
         self._stream: Final = response
+
+    @property
+    def closing(self) -> Closing | None:
+        """What our engine reports at the head of an answer that is no stream; None when it says nothing."""
+        said = self.headers.get(CLOSING_HEADER)
+        return parse_closing(said) if said else None
 
     @property
     def is_stream(self) -> bool:

@@ -52,6 +52,8 @@ CONNECTIONS_MAX: Final = 16
 ORIGINS_MAX: Final = 1024
 TARGETS_MAX: Final = 1024
 """Methods and URLs that are kept parsed: there are few, and parsing one takes as long as sending."""
+REPORTS_S: Final = 1.0
+"""How long a connection that retires is kept for the reports of its last streams."""
 CLIENT_WATCH: Final = WatchConfig(idle_timeout_s=60.0)
 STREAM_EXTENSION: Final = "penstock_stream"
 
@@ -102,6 +104,16 @@ class ClientEndpoint(Endpoint):
         super().__init__(client=True, config=config, watch=watch, clock=clock)
         self._pool = pool
         self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._lingers = False
+        """Nothing runs any more, and it is kept for reports alone."""
+
+    def close_if_done(self) -> None:
+        """Reports that are still to come are waited for, though not for longer than `REPORTS_S`."""
+        if not self.connection.awaits_reports:
+            super().close_if_done()
+        elif self.connection.may_close and not self._lingers:
+            self._lingers = True
+            self._loop.call_later(REPORTS_S, super().close_if_done)
 
     async def wait_ready(self) -> None:
         await self._ready

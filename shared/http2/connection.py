@@ -171,6 +171,11 @@ class Connection:
         return self.phase is Phase.RETIRING and not self.streams and not self._announcing
 
     @property
+    def awaits_reports(self) -> bool:
+        """A client's: whether the server has yet to say what became of a stream that is over."""
+        return any(report.is_due for report in self._awaited.values())
+
+    @property
     def unfinished(self) -> bool:
         """The peer has begun a frame or a header block and not ended it."""
         return self._splitter.unfinished
@@ -227,7 +232,7 @@ class Connection:
     def respond(self, stream: Stream, head: HeaderList, *, end: bool) -> None:
         """A server's: sends a response's header list."""
         if stream.error is not None:
-            raise stream.error.with_traceback(None)
+            raise stream.error.copy()
         self.path.send_head(stream, head, end=end)
         if end:
             self._ended(stream)
@@ -275,7 +280,7 @@ class Connection:
         streams = list(self.streams.values())
         self.streams.clear()
         for stream in streams:
-            stream.fail(ConnectionLost(*error.args))  # one each: whoever raises it adds his traceback to it
+            stream.fail(error)
             self._owner.stream_closed(stream)
         for report in self._awaited.values():
             report.deliver(None)

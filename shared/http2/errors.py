@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Self
 
 
 class ErrorCode(IntEnum):
@@ -46,6 +47,13 @@ class ProtocolViolation(Http2Error):
 
 class StreamFailed(Http2Error):
     """Base: this stream carries nothing more, though a message on it was not complete."""
+
+    def copy(self) -> Self:
+        """An equal error, to be raised. A stream never raises the one that it keeps: its traceback would
+        refer to frames, and these to the stream, so that all of them would wait for a garbage collection."""
+        made = type(self).__new__(type(self), *self.args)
+        made.__dict__.update(self.__dict__)
+        return made
 
 
 class StreamReset(StreamFailed):

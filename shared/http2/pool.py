@@ -87,6 +87,8 @@ class OriginPool:
         except asyncio.CancelledError:
             self._leave(place)
             raise
+        finally:
+            del place  # it may hold an error, whose traceback holds this frame
 
     def _leave(self, place: Place) -> None:
         """A stream that was opened for somebody who has just left is closed again."""

@@ -222,7 +222,7 @@ class ServerEndpoint(Endpoint):
             await self._server.handler(request, responder)
             if stream.sent_all:
                 code = ErrorCode.NO_ERROR  # the rest of the request's body is not needed
-            else:
+            elif stream.error is None:  # else there was nobody left to finish it for
                 log.error("http2.unfinished method=%s path=%s", request.method, request.path)
         except ClientGone:
             pass  # reset already: there is nobody to tell

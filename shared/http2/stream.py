@@ -91,7 +91,7 @@ class Stream:
         try:
             while self.head is None:
                 if self.error is not None:
-                    raise self.error.with_traceback(None)
+                    raise self.error.copy()
                 self._reader = asyncio.get_running_loop().create_future()
                 await self._reader
         finally:
@@ -104,7 +104,7 @@ class Stream:
             if self.received_all:
                 return None
             if self.error is not None:
-                raise self.error.with_traceback(None)
+                raise self.error.copy()
             await self._wait_to_read()
         return self.take()
 
@@ -123,7 +123,7 @@ class Stream:
                 elif self.received_all:
                     return False
                 elif self.error is not None:
-                    raise self.error.with_traceback(None)
+                    raise self.error.copy()
                 elif not await self._wait_to_read():
                     return True
         finally:
@@ -139,6 +139,8 @@ class Stream:
                 reader.set_result(False)
         except Exception as error:
             reader.set_exception(error)
+        finally:
+            del reader  # it may hold an error, whose traceback holds this frame
 
     def take(self) -> bytes:
         """What is queued, perhaps nothing; the peer may send that much more."""
@@ -173,7 +175,7 @@ class Stream:
         both sides another; `finish` is to be called all the same.
         """
         if self.error is not None:
-            raise self.error.with_traceback(None)
+            raise self.error.copy()
         assert not self.sent_all, "write after finish"
         assert self.pending is None, "one writer at a time"
         return self._connection.send(self, data, end=end)
@@ -248,7 +250,7 @@ class Stream:
         self.error = error
         _wake(self._reader)
         if self._writer is not None and not self._writer.done():
-            self._writer.set_exception(error)
+            self._writer.set_exception(error.copy())
 
 
 def _wake(waiter: asyncio.Future[bool] | None) -> None:

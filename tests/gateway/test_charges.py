@@ -9,8 +9,20 @@ import pytest
 
 from gateway import pipeline
 from shared import sse
+from shared.errors import EngineFailed
 from tests.gateway.conftest import PATIENCE_S, House, Open
-from tests.gateway.fake_engine import CUT, HEADERS, Script, chunk, closing, refusal, stream, unary
+from tests.gateway.fake_engine import (
+    CUT,
+    HEADERS,
+    FakeEngine,
+    Script,
+    byte_bundle,
+    chunk,
+    closing,
+    refusal,
+    stream,
+    unary,
+)
 from tests.gateway.test_disconnect import RawClient, body
 from tests.gateway.test_quota_edge import limited
 
@@ -107,6 +119,40 @@ async def test_a_refusal_costs_nothing(house: House, code: str) -> None:
     async with house.chat() as answer:
         assert answer.status >= 400
     assert (await house.line())["settled_tokens"] == 0
+    await house.at_rest()
+
+
+async def test_a_refusal_that_has_cost_something_is_not_asked_for_again_elsewhere(open_house: Open) -> None:
+    """The engine was drained in the middle of the answer. Another would compute all of it once more."""
+    async with FakeEngine(bundle=byte_bundle()) as other:
+        house = await open_house(other.url)
+        cost = sse.encode_closing(closing(10, 230, "drained")).decode()
+        for engine in (house.engine, other):
+            engine.script = refusal(503, "not_ready")
+            engine.script.headers[sse.CLOSING_HEADER] = cost
+        async with house.chat() as answer:
+            assert answer.status == 503
+            assert (await answer.json())["error"]["code"] == "not_ready"
+        assert len(house.engine.seen) + len(other.seen) == 1
+        line = await house.line()
+        assert (line["attempts"], line["settled_tokens"]) == (1, 240)
+        await house.at_rest()
+
+
+async def test_a_stream_that_fails_before_its_first_token_says_afterwards_what_it_has_cost(
+    house: House,
+) -> None:
+    later = asyncio.Event()
+    error = sse.error_event(EngineFailed("The model's output was not finite."))
+    house.engine.script = Script([error, later, sse.closing_comment(closing(10, 2, "engine_failed"))])
+    async with asyncio.TaskGroup() as tasks:
+        asked = tasks.create_task(house.chat(stream=True).__aenter__())
+        await house.engine.arrived.wait()
+        await asyncio.sleep(0)
+        later.set()
+    assert asked.result().status == 500
+    asked.result().release()
+    assert (await house.line())["settled_tokens"] == 12
     await house.at_rest()
 
 

@@ -6,11 +6,14 @@ What is sent before the GOAWAY is heard is still served, so that the tests ask u
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
 
-from tests.gateway.conftest import PATIENCE_S, House, Open
+from gateway.exchange import Exchange
+from tests.gateway.conftest import PATIENCE_S, House, Open, until
 from tests.gateway.fake_engine import FakeEngine, Script, Seen, byte_bundle, chunk, stream
+from tests.uncollected import uncollected
 
 
 @pytest.fixture
@@ -58,3 +61,19 @@ async def test_another_engine_takes_over(open_house: Open) -> None:
         lines = await house.lines(len(other.seen) + len(house.engine.seen))
         assert any(line["attempts"] == 2 for line in lines), "the one that drains was asked first"
         await house.at_rest()
+
+
+@pytest.mark.parametrize("protocol", ["http1", "http2"])
+async def test_a_request_that_another_engine_took_over_keeps_nothing(open_house: Open) -> None:
+    """What the first engine's failure refers to goes with the request, without a garbage collection."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        house: House = await open_house(f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        with uncollected() as left:
+            for _ in range(4):
+                async with house.chat(stream=True) as answer:
+                    assert answer.status == 200
+                    await answer.read()
+            assert any(line["attempts"] == 2 for line in await house.lines(4))
+            await house.at_rest()
+            await until(lambda: not left(Exchange))

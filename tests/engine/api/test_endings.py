@@ -14,6 +14,9 @@ import pytest
 import zmq
 
 from engine.api.core_client import CoreDied
+from engine.api.exchange import Exchange
+from engine.api.generate import Generation
+from engine.api.outputs import ChoiceOutput, RequestOutput
 from engine.api.server import Engine, StartFailed
 from engine.api.service import Service
 from engine.config import EngineConfig
@@ -21,6 +24,7 @@ from engine.core.messages import CoreFailed, CoreInput, FinishReason
 from shared.http import ClientGone
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Serve, Served, until
 from tests.engine.api.fake_core import FakeCore
+from tests.uncollected import uncollected
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 
@@ -168,6 +172,22 @@ async def test_a_refusal_logs_one_line(
 
 
 # -- aborts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_a_request_that_has_ended_is_gone_without_a_garbage_collection(
+    served: Served, streams: bool
+) -> None:
+    body, core = {**CHAT, "stream": streams, "n": 2}, served.core
+    with uncollected() as left:
+        served.says("the lazy dog")
+        assert (await served.http.post("/v1/chat/completions", json=body)).status_code == 200
+        served.says("the lazy dog", ends=False)
+        _, writer = await send_head(served, body_of(stream=streams, n=2))
+        await until(lambda: len(core.running) == 2)
+        await until(lambda: all(row.sent == len(row.script) for row in core.running.values()))
+        writer.transport.abort()
+        await until(lambda: not left(Exchange, Generation, RequestOutput, ChoiceOutput))
 
 
 @pytest.mark.parametrize("streams", [True, False])

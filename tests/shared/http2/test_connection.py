@@ -268,11 +268,15 @@ def test_a_lost_connection_fails_every_stream(pair: Pair) -> None:
     streams = [pair.exchange()[0] for _ in range(3)]
     pair.client.connection.lost(ConnectionLost("gone"))
     assert all(isinstance(stream.error, ConnectionLost) for stream in streams)
-    assert len({id(stream.error) for stream in streams}) == 3, "tracebacks are not shared"
-    for _ in range(10):
-        with pytest.raises(ConnectionLost) as caught:
-            streams[0].offer(b"more")
-    assert len(caught.traceback) <= 3, "nor do they grow"
+    raised = []
+    for stream in streams * 3:
+        with pytest.raises(ConnectionLost, match="gone") as caught:
+            stream.offer(b"more")
+        raised.append(caught.value)
+        assert len(caught.traceback) <= 3, "tracebacks do not grow"
+        assert stream.error is not None
+        assert stream.error.__traceback__ is None, "nor are they kept"
+    assert len({id(error) for error in raised}) == 9, "nor shared"
     assert not pair.client.connection.streams
     with pytest.raises(AssertionError):
         pair.client.connection.open(REQUEST, end=True)

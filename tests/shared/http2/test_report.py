@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from shared.http2 import frames, limits
+from shared.http2 import client, frames, limits
 from shared.http2.client import Http2Transport
-from shared.http2.connection import ConnectionConfig
+from shared.http2.connection import ConnectionConfig, Phase
 from shared.http2.errors import ConnectionLost, ProtocolViolation
 from shared.http2.report import Report
 from shared.http2.server import ServerRequest, ServerResponder
-from tests.shared.http2.loopback import EVENTS, PATIENCE_S, Silent, serving, until
+from tests.shared.http2.loopback import EVENTS, PATIENCE_S, Silent, endpoints, serving, until
 from tests.shared.http2.pair import REQUEST, RESPONSE, Pair
 
 both_paths = pytest.mark.parametrize("fast", [True, False], ids=["fast", "plain"])
@@ -106,6 +106,40 @@ def test_a_report_crosses_the_reset_of_a_stream_that_has_just_ended(fast: bool) 
     pair.settle()
     assert report.payload == b"whole"
     assert not report.is_due
+
+
+async def test_a_connection_that_retires_waits_for_the_report_of_its_last_stream() -> None:
+    """The engine drains, and a client leaves: what that answer has cost is still said."""
+    handler = Counting()
+    handler.silent.start = False
+    async with serving(handler) as served:
+        transport, report = Http2Transport(), Report()
+        call = asyncio.create_task(transport.exchange("GET", served.url + "/silent", [], b"", report=report))
+        await until(lambda: handler.silent.running == 1)
+        [endpoint] = endpoints(transport)
+        served.server.retire()
+        await until(lambda: endpoint.connection.phase is Phase.RETIRING)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert await report.wait(PATIENCE_S) == b"wrote 0"
+        await transport.aclose()
+
+
+async def test_a_connection_that_retires_waits_for_reports_no_longer_than_stated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client, "REPORTS_S", 0.01)
+    async with serving(Silent(start=True)) as served:
+        transport, report = Http2Transport(), Report()
+        answer = await transport.exchange("GET", served.url + "/", [], b"", report=report)
+        [endpoint] = endpoints(transport)
+        endpoint.connection.retire()
+        await answer.aclose()
+        assert report.is_due
+        await until(lambda: endpoint.connection.phase is Phase.CLOSED)
+        assert not report.is_due
+        await transport.aclose()
 
 
 def test_a_lost_connection_brings_no_report() -> None:

@@ -1,0 +1,181 @@
+"""An engine's core in the test's own event loop: the real loop and scheduler over the fake runner.
+
+A step takes its messages at its beginning, and what it brings is told at its end, `step_s` later, as by a
+process of its own. What the core reports of each request is added up here, so that the engine's account of it
+can be held against it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+from engine.core.config import SchedulerConfig
+from engine.core.loop import CoreLoop, _ready, last_words
+from engine.core.messages import (
+    AddSequence,
+    CoreFailed,
+    CoreInput,
+    CoreOutput,
+    Pending,
+    Plan,
+    RunnerInfo,
+    StepOutput,
+)
+from shared.clock import Clock
+from tests.async_runner import AsyncRunner
+from tests.fake_runner import FakeRunner
+
+
+class Broken(Exception):
+    """What a runner raises whose device is lost."""
+
+
+@dataclass(slots=True)
+class Computed:
+    """What the core said that it had computed for one request."""
+
+    prompt_lens: dict[int, int] = field(default_factory=dict)
+    """By handle, of all that were submitted."""
+    started: set[int] = field(default_factory=set)
+    tokens: Counter[int] = field(default_factory=Counter)
+    """By handle: how many were sampled."""
+
+
+class Inbox:
+    def __init__(self) -> None:
+        self.messages: list[CoreInput] = []
+        self.arrival = asyncio.Event()
+
+    def put(self, message: CoreInput) -> None:
+        self.messages.append(message)
+        self.arrival.set()
+
+    def receive(self, wait_s: float) -> list[CoreInput]:
+        """What is there; the link has waited."""
+        messages, self.messages = self.messages, []
+        self.arrival.clear()
+        return messages
+
+
+class Outbox:
+    def __init__(self) -> None:
+        self.messages: list[CoreOutput] = []
+
+    def send(self, message: CoreOutput) -> None:
+        self.messages.append(message)
+
+
+class BreakableRunner:
+    """A runner that can be told to fail."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        self._runner = runner
+        self.info = runner.info
+        self.is_broken = False
+
+    def launch(self, plan: Plan) -> Pending:
+        if self.is_broken:
+            raise Broken("the device is lost")
+        return self._runner.launch(plan)
+
+
+class InProcessCore:
+    """A `CoreLink`."""
+
+    def __init__(
+        self, info: RunnerInfo, config: SchedulerConfig, clock: Clock, *, step_s: float, overlap: bool
+    ) -> None:
+        self._step_s = step_s
+        self._clock = clock
+        self._inbox, self._outbox = Inbox(), Outbox()
+        self._told: asyncio.Queue[CoreOutput] = asyncio.Queue()
+        self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._task: asyncio.Task[None] | None = None
+        self._requests: dict[int, str] = {}
+        self.computed: dict[str, Computed] = {}
+        """By the id of the request."""
+        self.hangs_s = 0.0
+        """How much longer its next step takes."""
+        make = AsyncRunner(info, config.step_tokens_max, self._unread) if overlap else None
+        self.runner = BreakableRunner(make or FakeRunner(info, config.step_tokens_max))
+        self._loop = CoreLoop(self.runner, self._inbox, self._outbox, config, clock, overlap=overlap)
+        self._step = self._loop._overlapped_step if overlap else self._loop._plain_step
+        self.scheduler = self._loop._scheduler
+
+    def _unread(self) -> list[int]:
+        """Slots of those who are paused."""
+        sequences = [s for s in self.scheduler._sequences.values() if s.slot is not None]
+        return [s.slot for s in sequences if s.is_paused and s.slot is not None]
+
+    # -- CoreLink ---------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        self._tell(_ready(self.runner, False))
+        self._task = asyncio.create_task(self._run())
+
+    async def receive(self) -> CoreOutput:
+        return await self._told.get()
+
+    async def died(self) -> str:
+        return await asyncio.shield(self._death)
+
+    def send(self, message: CoreInput) -> None:
+        if isinstance(message, AddSequence):
+            self._requests[message.handle] = message.request_id
+            computed = self.computed.setdefault(message.request_id, Computed())
+            computed.prompt_lens[message.handle] = len(message.prompt_ids)
+        self._inbox.put(message)
+
+    async def close(self, grace_s: float) -> None:
+        self.die("closed")
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    def die(self, how: str) -> None:
+        """What was not told by now never is."""
+        if not self._death.done():
+            self._death.set_result(how)
+        if self._task is not None:
+            self._task.cancel()
+
+    # -- the loop ---------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            await self._wait()
+            try:
+                if not self._loop._take_in():
+                    return
+                self._step()
+            except Broken as error:
+                self._tell(CoreFailed(last_words(error)))
+                return
+            hangs_s, self.hangs_s = self.hangs_s, 0.0
+            await asyncio.sleep(self._step_s + hangs_s)
+            for message in self._outbox.messages:
+                self._tell(message)
+            self._outbox.messages.clear()
+
+    async def _wait(self) -> None:
+        idle_s = self.scheduler.idle_s(self._clock.monotonic())
+        if not idle_s or self._inbox.messages:
+            return
+        try:
+            async with asyncio.timeout(None if idle_s == math.inf else idle_s):
+                await self._inbox.arrival.wait()
+        except TimeoutError:
+            return
+
+    def _tell(self, message: CoreOutput) -> None:
+        if isinstance(message, StepOutput):
+            self._add_up(message)
+        self._told.put_nowait(message)
+
+    def _add_up(self, step: StepOutput) -> None:
+        for started in step.started:
+            self.computed[self._requests[started.handle]].started.add(started.handle)
+        for handle in step.handles:
+            self.computed[self._requests[handle]].tokens[handle] += 1

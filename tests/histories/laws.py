@@ -1,0 +1,188 @@
+"""What must hold after a world, whatever happened in it.
+
+1. One completed line in the gateway for every request that reached it, and one in an engine for every
+   dispatch that did.
+2. What a request was charged is, to the token, what the engines' lines say that it cost. Where this could not
+   be learnt, it is what was reserved, and the line says nothing of the engine. That is so only when the hop
+   was cut: by a dead engine or network, or over HTTP/1.1 by the gateway, or by an engine whose answer nobody
+   read.
+3. What the engine's line says is what its core has told by then; what one step more had computed was on its
+   way.
+4. An answer that was read to its end told its reader the same number.
+5. The ledger is the sum of the lines: nothing stays reserved, no lease is held, and no budget is overspent.
+6. Nothing that was made for a request is there when it has ended, without a garbage collection.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import Final
+
+from tests.histories.caller import Caller
+from tests.histories.draw import BUDGET, TENANTS, End, History, Trouble
+from tests.histories.world import Line, Remains
+
+NEVER_ARRIVES: Final = (End.LEAVES_BEFORE_BODY, End.LEAVES_IN_BODY, End.LEAVES_LATER)
+CUT_BY_GATEWAY: Final = {
+    "client_cancel",
+    "aborted",
+    "first_token_timeout",
+    "inter_token_timeout",
+    "total_timeout",
+    "slow_client",
+    "drain",
+}
+"""Ends after which no answer is read further."""
+BREAKING: Final = {Trouble.CUT, Trouble.KILLED, Trouble.STOPS}
+"""Troubles that end connections."""
+EXPECTED_ERRORS: Final = {"core.failed", "core.hangs"}
+_TOTAL: Final = re.compile(rb'"usage":\{[^}]*"total_tokens":(\d+)')
+
+
+@dataclass(slots=True)
+class Told:
+    """The lines of one request."""
+
+    history: History
+    gateway: list[Line] = field(default_factory=list)
+    engine: list[Line] = field(default_factory=list)
+    caller: Caller | None = None
+
+
+def check(remains: Remains) -> Counter[str]:
+    """Returns how often each kind of end was met. Raises AssertionError, which names the request."""
+    tally = Counter[str]()
+    for told in _told(remains):
+        try:
+            _check_request(remains, told, tally)
+        except AssertionError as error:
+            raise AssertionError(f"{told.history.request_id}: {error}\n{_shown(told)}") from error
+    _check_ledger(remains)
+    unexpected = [line for line in remains.errors if line["event"] not in EXPECTED_ERRORS]
+    assert not unexpected, unexpected
+    assert not remains.kept, f"still there: {remains.kept}"
+    tally.update({"preemption": remains.preemptions, "prefix hit": remains.hit_tokens})
+    tally.update(str(trouble) for trouble in remains.troubled)
+    return tally
+
+
+def _told(remains: Remains) -> list[Told]:
+    found = {history.request_id: Told(history) for history in remains.setting.histories}
+    for line in remains.gateway_lines:
+        found[line["request_id"]].gateway.append(line)
+    for line in remains.engine_lines:
+        found[line["request_id"]].engine.append(line)
+    for request_id, caller in remains.callers.items():
+        found[request_id].caller = caller
+    return list(found.values())
+
+
+def _check_request(remains: Remains, told: Told, tally: Counter[str]) -> None:
+    if not told.gateway:
+        assert not told.engine
+        assert told.history.end in NEVER_ARRIVES or Trouble.GATEWAY_DRAINS in remains.troubled
+        tally["never arrived"] += 1
+        return
+    [line] = told.gateway
+    assert len(told.engine) <= line["attempts"], "an engine was asked more often than the gateway knows"
+    is_known = _check_charge(remains, told, line)
+    _check_bounds(line)
+    _check_usage(told, line)
+    _check_account(remains, told)
+    _count(tally, told, line, is_known)
+
+
+def _check_charge(remains: Remains, told: Told, line: Line) -> bool:
+    """Law 2. Returns whether the cost was learnt."""
+    costs = [_cost(one) for one in told.engine]
+    if line["settled_tokens"] == sum(costs):
+        return True
+    assert line["settled_tokens"] in (line["reserved_tokens"], costs[-1] if costs else 0), (
+        "charged is neither what was computed nor what was reserved"
+    )
+    if told.history.request_id in remains.torn:
+        return False
+    assert remains.setting.protocol == "http1", "what was computed could have been learnt"
+    nobody_read = any(one["end_reason"] == "stalled" for one in told.engine)
+    is_lost = line["end_reason"] == "upstream_failed" and bool(remains.troubled & BREAKING)
+    """It was sent on a connection that was kept, into an engine that had just gone."""
+    assert nobody_read or is_lost or line["end_reason"] in CUT_BY_GATEWAY, "the answer was read to its end"
+    assert "completion_tokens" not in line
+    return False
+
+
+def _cost(engine_line: Line) -> int:
+    return int(engine_line.get("prompt_tokens", 0)) + int(engine_line.get("completion_tokens", 0))
+
+
+def _check_bounds(line: Line) -> None:
+    """Whose tokens are limited has never more computed than was reserved; a stated maximum holds for all."""
+    if line.get("tenant") != "free":
+        assert line["settled_tokens"] <= line["reserved_tokens"], "more was computed than was reserved"
+    if line["attempts"] == 0:
+        assert line["settled_tokens"] == 0, "charged for nothing"
+
+
+def _check_usage(told: Told, line: Line) -> None:
+    if told.caller is None or line["end_reason"] != "ok" or line["status"] != 200:
+        return
+    if (total := _TOTAL.search(told.caller.body)) is not None:
+        assert int(total[1]) == line["settled_tokens"], "the caller was told another number"
+
+
+def _check_account(remains: Remains, told: Told) -> None:
+    """Law 3. Of all engines that were asked, as the lines do not say which is whose."""
+    request_id = told.history.request_id
+    accounts = [computed[request_id] for computed in remains.computed if request_id in computed]
+    sampled = sum(account.tokens.total() for account in accounts)
+    told_of = sum(int(line.get("completion_tokens", 0)) for line in told.engine)
+    sequences = sum(len(account.prompt_lens) for account in accounts)
+    assert told_of <= sampled, "more is told than was computed"
+    assert sampled - told_of <= _ON_ITS_WAY[remains.setting.overlap] * sequences, (
+        "more was computed than is told"
+    )
+
+
+_ON_ITS_WAY: Final = {False: 2, True: 3}
+"""By whether steps overlap: tokens of a sequence that are computed and not counted when its request ends.
+There is one in each step that is under way, and one in the message that is."""
+
+
+def _check_ledger(remains: Remains) -> None:
+    """Law 5."""
+    ledger = remains.ledger
+    assert ledger.balanced
+    assert (ledger.outstanding, remains.leases) == (0, 0)
+    settled = defaultdict[str, int](int)
+    for line in remains.gateway_lines:
+        settled[line.get("tenant", "")] += line["settled_tokens"]
+    assert ledger.settled == sum(settled.values())
+    assert ledger.reserved == sum(line["reserved_tokens"] for line in remains.gateway_lines)
+    for tenant in TENANTS:
+        if (usage := remains.usages.get(("tenant", tenant))) is not None:
+            assert usage.spent == settled[tenant], f"{tenant} has spent what no line says"
+            assert usage.live == 0
+    assert settled["budget"] <= BUDGET, "a budget is overspent"
+
+
+def _count(tally: Counter[str], told: Told, line: Line, is_known: bool) -> None:
+    kind = "stream" if line["stream"] else "unary"
+    tally[f"gateway: {line['end_reason']} in {line['stage']}, {kind}"] += 1
+    tally[f"ended in {line['stage']}"] += 1
+    tally[f"ended by {line['end_reason']}"] += 1
+    tally[f"drawn: {told.history.end}"] += 1
+    for one in told.engine:
+        left_in = f" in {one['left_in']}" if "left_in" in one else ""
+        tally[f"engine: {one['end_reason']}{left_in}"] += 1
+    tally["cost: " + ("nothing" if not line["settled_tokens"] else "learnt" if is_known else "reserved")] += 1
+    if len(told.engine) > 1:
+        tally["asked again elsewhere"] += 1
+    if line["end_reason"] == "ok" and not is_known:
+        tally["lost, and answered elsewhere"] += 1
+
+
+def _shown(told: Told) -> str:
+    lines = [*told.gateway, *told.engine]
+    return "\n".join([str(told.history)[:500], *(str(line) for line in lines)])

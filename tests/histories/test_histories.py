@@ -1,0 +1,143 @@
+"""Charged is what was computed, whichever way a request ends: 10,000 random histories.
+
+A world that breaks a law is replayed, with all that was logged of the request, by
+
+    python -m tests.histories SEED [REQUEST]
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.engine.api.tiny import write_model_dir
+from tests.histories.draw import End, Trouble, draw_setting
+from tests.histories.laws import check
+from tests.histories.world import Remains, run_world
+
+BATCHES: Final = 4
+WORLDS: Final = 25
+"""In a batch."""
+REQUESTS: Final = 100
+"""In a world."""
+assert BATCHES * WORLDS * REQUESTS >= 10_000
+
+MET: Final = {
+    "cost: learnt": 1_000,
+    "cost: reserved": 30,
+    "cost: nothing": 400,
+    "preemption": 100,
+    "prefix hit": 1_000,
+    "asked again elsewhere": 10,
+    "ended in connect": 1,
+    "ended by drain": 1,
+    "gateway: ok in relay, stream": 300,
+    "gateway: ok in relay, unary": 300,
+    "gateway: client_cancel in body, unary": 30,
+    "gateway: client_cancel in tokenize, stream": 2,
+    "gateway: client_cancel in wait, stream": 30,
+    "gateway: client_cancel in wait, unary": 30,
+    "gateway: client_cancel in relay, stream": 50,
+    "gateway: aborted in wait, stream": 5,
+    "gateway: aborted in wait, unary": 5,
+    "gateway: aborted in relay, stream": 3,
+    "gateway: first_token_timeout in wait, stream": 5,
+    "gateway: inter_token_timeout in relay, stream": 2,
+    "gateway: total_timeout in wait, unary": 2,
+    "gateway: slow_client in relay, stream": 5,
+    "gateway: queue_timeout in wait, stream": 3,
+    "gateway: queue_timeout in wait, unary": 3,
+    "gateway: request_timeout in wait, stream": 2,
+    "gateway: request_timeout in wait, unary": 3,
+    "gateway: upstream_failed in wait, stream": 5,
+    "gateway: upstream_failed in wait, unary": 5,
+    "gateway: upstream_failed in relay, stream": 5,
+    "gateway: refused in seat, unary": 3,
+    "gateway: refused in body, unary": 3,
+    "gateway: refused in validate, unary": 3,
+    "gateway: refused in tenant, stream": 2,
+    "gateway: refused in tokenize, unary": 2,
+    "gateway: refused in route, stream": 5,
+    "gateway: refused in route, unary": 5,
+    "engine: aborted": 5,
+    "engine: client_gone in queue": 30,
+    "engine: client_gone in prefill": 2,
+    "engine: client_gone in decode": 50,
+    "engine: stalled": 2,
+    "engine: queue_timeout": 5,
+    "engine: request_timeout": 5,
+    "engine: engine_failed": 20,
+    "engine: refused": 20,
+    "engine: drained": 1,
+    **{f"drawn: {end}": 10 for end in End},
+    **{str(trouble): 1 for trouble in Trouble},
+}
+"""How often each of these is met at least, in a batch: a law that holds where nothing happens proves
+nothing."""
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_charged_is_what_was_computed_and_nothing_is_kept(batch: int, model_dir: Path) -> None:
+    met = Counter[str]()
+    for seed in range(batch * WORLDS, (batch + 1) * WORLDS):
+        remains = run_world(draw_setting(seed, REQUESTS), model_dir)
+        try:
+            met += check(remains)
+        except AssertionError as error:
+            raise AssertionError(f"python -m tests.histories {seed}: {error}") from error
+    rare = {name: met[name] for name, least in MET.items() if met[name] < least}
+    assert not rare, f"met too rarely: {rare}"
+
+
+def test_a_seed_replays(model_dir: Path) -> None:
+    def run() -> list[tuple[object, ...]]:
+        remains = run_world(draw_setting(1, REQUESTS), model_dir)
+        told = (
+            "request_id",
+            "end_reason",
+            "stage",
+            "events",
+            "reserved_tokens",
+            "settled_tokens",
+            "total_ms",
+        )
+        return [tuple(line.get(name) for name in told) for line in remains.gateway_lines]
+
+    assert run() == run()
+
+
+@pytest.fixture(scope="module")
+def remains(model_dir: Path) -> Remains:
+    return run_world(draw_setting(1, REQUESTS), model_dir)
+
+
+@pytest.mark.parametrize("error", [-1, 1])
+def test_a_charge_that_is_off_by_one_token_is_found(remains: Remains, error: int) -> None:
+    line = next(line for line in remains.gateway_lines if line["settled_tokens"] > 1)
+    line["settled_tokens"] += error
+    try:
+        with pytest.raises(AssertionError, match="charged is neither"):
+            check(remains)
+    finally:
+        line["settled_tokens"] -= error
+    check(remains)
+
+
+def test_a_line_that_is_missing_or_told_twice_is_found(remains: Remains) -> None:
+    line = next(line for line in remains.gateway_lines if line["settled_tokens"] > 1)
+    remains.gateway_lines.remove(line)
+    with pytest.raises(AssertionError, match=line["request_id"]):
+        check(remains)
+    remains.gateway_lines += [line, line]
+    with pytest.raises((AssertionError, ValueError)):
+        check(remains)
+    remains.gateway_lines.remove(line)
+    check(remains)

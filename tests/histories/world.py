@@ -1,0 +1,365 @@
+"""A gateway, its engines and their callers in one event loop, run until nobody waits for anything."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+import aiohttp.connector
+import msgspec
+
+import engine.api.exchange
+import engine.api.generate
+import engine.api.outputs
+import engine.api.server
+import gateway.admission.tokens
+import gateway.exchange
+import gateway.record
+import gateway.relay.client
+import gateway.relay.stream
+import gateway.relay.watch
+import shared.clock
+import shared.fair_threads
+import shared.http2.server
+import shared.http2.stream
+from engine.api.model import load_model
+from engine.api.server import Engine
+from engine.config import EngineConfig
+from engine.core.config import SchedulerConfig
+from gateway.admission.memory_store import Ledger, MemoryStore
+from gateway.admission.quota import Usage
+from gateway.app import Gateway
+from gateway.config import load
+from shared import logs
+from shared.tokenizer import Tokenizer, TokenizerBundle
+from tests.fake_runner import runner_info
+from tests.histories.caller import Caller, call
+from tests.histories.core import Computed, InProcessCore
+from tests.histories.draw import MODEL, End, History, Setting, Trouble
+from tests.histories.virtual import VirtualLoop, start_connection
+from tests.uncollected import uncollected
+
+PATIENCE_S: Final = 120.0
+"""Virtual seconds that a world may take."""
+TURN_S: Final = 1.0
+"""In which whoever has been told of an end has let go of all it held."""
+CONTEXT_LEN: Final = 256
+HANG_S: Final = 1.0
+OF_A_REQUEST: Final = (
+    gateway.exchange.Exchange,
+    gateway.record.RequestRecord,
+    gateway.relay.client.Client,
+    gateway.relay.stream.Progress,
+    gateway.relay.watch.Watch,
+    engine.api.exchange.Exchange,
+    engine.api.generate.Arrival,
+    engine.api.generate.Generation,
+    engine.api.outputs.ChoiceOutput,
+    engine.api.outputs.RequestOutput,
+    shared.http2.server.ServerRequest,
+    shared.http2.server.ServerResponder,
+    shared.http2.stream.Stream,
+)
+"""What is made for one request, and must be gone with it."""
+
+Line = dict[str, Any]
+
+
+class LoopClock:
+    """A `shared.clock.Clock`."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self.monotonic = loop.time
+
+    def wall(self) -> float:
+        return 1_700_000_000.0 + self.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+class LoopPool:
+    """In the place of a thread pool: work is done in the loop, a moment later."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self._rng = random.Random(0)
+
+    def submit(self, work: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_later(self._rng.choice([0.0, 0.002, 0.05]), work)
+
+    def shutdown(self, **_: object) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class Replica:
+    engine: Engine
+    core: InProcessCore
+    is_gone: bool = False
+    is_stopped: bool = False
+    """In good order; one that was killed is stopped at the end, for the test's own sake."""
+
+    @property
+    def is_idle(self) -> bool:
+        state = self.engine.state
+        return not (state._working or state.core.live or self.engine.server.http2_streams)
+
+
+@dataclass(slots=True)
+class Remains:
+    """What a world leaves behind."""
+
+    setting: Setting
+    callers: dict[str, Caller] = field(default_factory=dict)
+    """By request."""
+    gateway_lines: list[Line] = field(default_factory=list)
+    engine_lines: list[Line] = field(default_factory=list)
+    errors: list[Line] = field(default_factory=list)
+    computed: list[dict[str, Computed]] = field(default_factory=list)
+    """One entry per replica."""
+    torn: set[str] = field(default_factory=set)
+    """Requests that were in progress when an engine's connections were cut."""
+    troubled: set[Trouble] = field(default_factory=set)
+    usages: dict[tuple[str, str], Usage] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=Ledger)
+    leases: int = 0
+    kept: list[str] = field(default_factory=list)
+    """What was made for requests and is still there."""
+    preemptions: int = 0
+    hit_tokens: int = 0
+
+
+def run_world(setting: Setting, model_dir: Path) -> Remains:
+    """From the first request's arrival to the last one's end."""
+    rng = random.Random(setting.seed)
+    remains, stream = Remains(setting), io.StringIO()
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(rng)) as runner:
+        loop = runner.get_loop()
+        assert isinstance(loop, VirtualLoop)
+        logs.configure("world", level="info", stream=stream)
+        try:
+            with _in_virtual_time(loop):
+                runner.run(_World(setting, loop, model_dir, remains).run())
+        finally:
+            logs.close()
+    for text in stream.getvalue().splitlines():
+        line = msgspec.json.decode(text)
+        if line["event"] == "request.completed" and line["method"] == "POST":
+            of_gateway = line["logger"].startswith("gateway")
+            (remains.gateway_lines if of_gateway else remains.engine_lines).append(line)
+        elif line["level"] == "error":
+            remains.errors.append(line)
+    return remains
+
+
+@contextmanager
+def _in_virtual_time(loop: VirtualLoop) -> Iterator[None]:
+    """No thread, and no clock of the machine."""
+
+    async def inline(work: Callable[[], Path]) -> Path:
+        return work()
+
+    with ExitStack() as stack:
+        for target, name, new in (
+            (shared.clock._SystemClock, "monotonic", staticmethod(loop.time)),
+            (shared.fair_threads, "ThreadPoolExecutor", LoopPool),
+            (aiohttp.connector.aiohappyeyeballs, "start_connection", start_connection),
+            (engine.api.server, "_in_daemon_thread", inline),
+            (engine.api.server, "load_model", lru_cache(load_model)),
+            (gateway.admission.tokens, "_warm", _tokenizer),
+        ):
+            stack.enter_context(mock.patch.object(target, name, new))
+        yield
+
+
+_tokenizers: dict[str, Tokenizer] = {}
+"""By hash: made once for all worlds."""
+
+
+def _tokenizer(bundle: TokenizerBundle) -> Tokenizer:
+    if bundle.hash not in _tokenizers:
+        _tokenizers[bundle.hash] = Tokenizer(bundle)
+    return _tokenizers[bundle.hash]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the time pass, in virtual milliseconds, until the condition holds."""
+    while not condition():  # noqa: ASYNC110 -- what it watches sets no event
+        await asyncio.sleep(0.001)
+
+
+class _World:
+    def __init__(self, setting: Setting, loop: VirtualLoop, model_dir: Path, remains: Remains) -> None:
+        self._setting = setting
+        self._loop = loop
+        self._clock = LoopClock(loop)
+        self._model_dir = model_dir
+        self._remains = remains
+        self._replicas: list[Replica] = []
+        self._gateway: Gateway | None = None
+
+    async def run(self) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            for _ in range(self._setting.replicas):
+                self._replicas.append(await self._start_engine())
+            urls = [f"http://127.0.0.1:{replica.engine.port}" for replica in self._replicas]
+            config = load(self._setting.gateway(urls), {})
+            async with Gateway(config, env={}, clock=self._clock) as gateway:
+                self._gateway = gateway
+                await until(lambda: gateway.tokens.profile(config.models[0]) is not None)
+                await self._live(gateway)
+                self._take_stock(gateway)
+            for replica in self._replicas:
+                if not replica.is_stopped:
+                    await replica.engine.stop()
+
+    async def _live(self, gateway: Gateway) -> None:
+        setting = self._setting
+        with uncollected() as left:
+            async with asyncio.TaskGroup() as tasks:
+                for history in setting.histories:
+                    tasks.create_task(self._call(gateway.port, history))
+                    if history.end in (End.ABORTS_AT_GATEWAY, End.ABORTS_AT_ENGINE):
+                        tasks.create_task(self._abort(gateway, history))
+                for at_s, trouble, number in setting.troubles:
+                    replica = self._replicas[number % len(self._replicas)]
+                    tasks.create_task(self._trouble(at_s, trouble, replica))
+            await until(lambda: not len(gateway.live) and all(one.is_idle for one in self._replicas))
+            await asyncio.sleep(TURN_S)
+            for one in left(*OF_A_REQUEST):
+                self._remains.kept.append(_described(one))
+
+    # -- who is there -----------------------------------------------------------------------------
+
+    async def _start_engine(self) -> Replica:
+        setting = self._setting
+        config = EngineConfig(
+            model="tiny",
+            served_model_name=MODEL,
+            port=0,
+            max_num_seqs=setting.slots,
+            max_step_tokens=setting.step_tokens_max,
+            max_queue_len=setting.max_queue_len,
+            stall_deadline_s=setting.stall_deadline_s,
+            drain_timeout_s=0.1,
+            core_timeout_s=0.3,
+        )
+        cores: list[InProcessCore] = []
+
+        def make_core(_: EngineConfig) -> InProcessCore:
+            cores.append(self._make_core())
+            return cores[0]
+
+        started = Engine(config, lambda _: self._model_dir, make_core, self._clock)
+        await started.start()
+        return Replica(started, cores[0])
+
+    def _make_core(self) -> InProcessCore:
+        setting = self._setting
+        tokenizer = _tokenizer(TokenizerBundle.from_dir(self._model_dir))
+        info = runner_info(
+            pages=setting.pages,
+            page_size=setting.page_size,
+            slots=setting.slots,
+            max_model_len=CONTEXT_LEN,
+            vocab_size=tokenizer.vocab_size,
+        )
+        config = SchedulerConfig(
+            step_tokens_max=setting.step_tokens_max,
+            prefix_cache=setting.prefix_cache,
+            stall_deadline_s=setting.stall_deadline_s,
+        )
+        return InProcessCore(info, config, self._clock, step_s=setting.step_s, overlap=setting.overlap)
+
+    # -- what happens -----------------------------------------------------------------------------
+
+    async def _call(self, port: int, history: History) -> None:
+        await asyncio.sleep(history.at_s)
+        try:
+            self._remains.callers[history.request_id] = await call(self._loop, port, history)
+        except ConnectionRefusedError:
+            return  # the gateway is gone already
+
+    async def _abort(self, gateway: Gateway, history: History) -> None:
+        await asyncio.sleep(history.at_s + history.after_s)
+        if history.end is End.ABORTS_AT_ENGINE:
+            for replica in self._replicas:
+                replica.engine.state.abort(history.request_id)  # type: ignore[arg-type]
+            return
+        head = f"DELETE /v1/requests/{history.request_id} HTTP/1.1\r\nhost: gateway\r\n"
+        head += f"authorization: Bearer {history.tenant}\r\n\r\n"
+        transport, caller = await self._loop.create_connection(Caller, port=gateway.port)
+        transport.write(head.encode())
+        assert isinstance(caller, Caller)
+        await caller.until_over()
+        transport.abort()
+
+    async def _trouble(self, at_s: float, trouble: Trouble, replica: Replica) -> None:
+        await asyncio.sleep(at_s)
+        if replica.is_gone:
+            return
+        self._remains.troubled.add(trouble)
+        match trouble:
+            case Trouble.CUT:
+                self._tear(replica)
+            case Trouble.KILLED:
+                replica.is_gone = True
+                self._loop.network.unlisten(replica.engine.port)
+                self._tear(replica)
+                replica.core.die("the core process was ended by SIGKILL")
+            case Trouble.CORE_DIES:
+                replica.core.die("the core process was ended by SIGKILL")
+            case Trouble.CORE_FAILS:
+                replica.core.runner.is_broken = True
+            case Trouble.HANGS:
+                replica.core.hangs_s = HANG_S
+            case Trouble.DRAINS | Trouble.STOPS if not replica.engine.state.lifecycle.is_ready:
+                return  # it failed, or drains already
+            case Trouble.DRAINS:
+                await replica.engine.drain()
+            case Trouble.STOPS:
+                await replica.engine.drain()
+                replica.is_gone = True
+                self._mark_torn()
+                replica.is_stopped = True
+                await replica.engine.stop()
+            case Trouble.GATEWAY_DRAINS:
+                assert self._gateway is not None
+                await self._gateway.drain()
+
+    def _tear(self, replica: Replica) -> None:
+        self._mark_torn()
+        self._loop.network.cut(replica.engine.port)
+
+    def _mark_torn(self) -> None:
+        """Of whoever is in progress, an engine may be unable to tell the cost."""
+        assert self._gateway is not None
+        self._remains.torn |= {str(one.record.request_id) for one in self._gateway.live._exchanges}
+
+    # -- what is left -----------------------------------------------------------------------------
+
+    def _take_stock(self, gateway: Gateway) -> None:
+        store, remains = gateway.quotas, self._remains
+        assert isinstance(store, MemoryStore)
+        assert all(one.tokens == one.requests == 0 for one in gateway.replicas._by_url.values())
+        remains.usages = {(str(scope), name): usage for (scope, name), usage in store._usage.items()}
+        remains.ledger, remains.leases = store.ledger, store.live
+        for replica in self._replicas:
+            remains.computed.append(replica.core.computed)
+            stats = replica.core.scheduler.stats()
+            remains.preemptions += stats.preemptions
+            remains.hit_tokens += stats.prefix_hit_tokens
+
+
+def _described(one: object) -> str:
+    """Its type, and the request that it is of where it says so."""
+    record = getattr(one, "record", one)
+    return f"{type(one).__module__}.{type(one).__qualname__} {getattr(record, 'request_id', '')}".rstrip()

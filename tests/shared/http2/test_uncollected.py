@@ -1,0 +1,112 @@
+"""Errors let go of the streams that they ended: no garbage collection is needed for any of them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import httpx
+import pytest
+
+from shared.http import ClientGone
+from shared.http2.client import Http2Transport
+from shared.http2.errors import StreamRefused, StreamReset
+from shared.http2.pool import Place
+from shared.http2.server import ServerRequest, ServerResponder
+from shared.http2.stream import Stream
+from tests.shared.http2.loopback import EVENTS, Silent, serving, until
+from tests.uncollected import uncollected
+
+
+@pytest.mark.parametrize("error", [StreamReset(8, by_peer=True), StreamRefused("GOAWAY")])
+def test_an_error_is_copied_with_all_that_it_says(error: StreamReset | StreamRefused) -> None:
+    copied = error.copy()
+    assert copied is not error
+    assert (type(copied), str(copied), vars(copied)) == (type(error), str(error), vars(error))
+
+
+async def test_the_reader_of_a_stream_that_was_reset() -> None:
+    async def abort(_: ServerRequest, responder: ServerResponder) -> None:
+        await responder.start_stream(200, EVENTS)
+        responder.abort()
+
+    async with serving(abort) as served, Http2Transport() as transport:
+        with uncollected() as left:
+            answer = await transport.exchange("GET", served.url + "/", [], b"")
+            with pytest.raises(httpx.RemoteProtocolError):
+                await answer.read()
+            await answer.aclose()
+            del answer
+            await until(lambda: not left(Stream))
+
+
+async def test_the_writer_to_a_client_that_left() -> None:
+    gone = asyncio.Event()
+
+    async def endless(_: ServerRequest, responder: ServerResponder) -> None:
+        try:
+            await responder.start_stream(200, EVENTS)
+            while True:
+                try:
+                    await responder.write(b"data: {}\n\n")
+                    await asyncio.sleep(0)
+                except asyncio.CancelledError:
+                    pass  # to meet the error of a write that comes too late
+        except ClientGone:
+            gone.set()
+            raise
+
+    async with serving(endless) as served, Http2Transport() as transport:
+        with uncollected() as left:
+            answer = await transport.exchange("GET", served.url + "/", [], b"")
+            await answer.read()
+            await answer.aclose()
+            del answer
+            await gone.wait()
+            await until(lambda: not left(Stream))
+
+
+async def test_whoever_takes_what_is_passed_on_and_fails() -> None:
+    class Full(Exception):
+        pass
+
+    pieces = []
+
+    def accept(data: bytes) -> bool:
+        pieces.append(data)
+        if len(pieces) > 1:
+            raise Full
+        return True
+
+    async with serving(Silent(start=True, events=True)) as served, Http2Transport() as transport:
+        with uncollected() as left:
+            answer = await transport.exchange("GET", served.url + "/", [], b"")
+            with pytest.raises(Full):
+                await answer.pass_on(accept)
+            await answer.aclose()
+            del answer
+            await until(lambda: not left(Stream, Full))
+
+
+async def test_a_place_in_line_for_a_connection_that_cannot_be_made() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/"
+        async with Http2Transport() as transport:
+            with uncollected() as left:
+                with pytest.raises(httpx.ConnectError):
+                    await transport.exchange("GET", url, [], b"")
+                await until(lambda: not left(Place))
+
+
+async def test_a_handler_that_knows_that_its_client_left_is_no_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def resigned(_: ServerRequest, responder: ServerResponder) -> None:
+        await responder.start_stream(200, EVENTS)
+        responder.abort()
+
+    async with serving(resigned) as served, Http2Transport() as transport:
+        answer = await transport.exchange("GET", served.url + "/", [], b"")
+        await answer.aclose()
+    assert not caplog.records
