@@ -262,8 +262,9 @@ async def test_a_seat_is_taken_before_any_token(clock_and_store: Both) -> None:
     who = [subject(requests_per_min=2, concurrent=1, tokens_per_min=100)]
     decision = await store.enter(rid(1), who, needs_tokens=True)
     assert decision.refusal is None
-    assert decision.windows.requests.remaining == 1  # type: ignore[union-attr]
-    assert decision.windows.tokens.remaining == 100  # type: ignore[union-attr]
+    windows = await store.windows(who)
+    assert windows.requests.remaining == 1  # type: ignore[union-attr]
+    assert windows.tokens.remaining == 100  # type: ignore[union-attr]
     refusal = (await store.enter(rid(2), who, needs_tokens=False)).refusal
     assert refusal == Refusal(Meter.CONCURRENCY, Scope.KEY, 1, BUSY_RETRY_MS)
     await store.settle(rid(1), 0)
