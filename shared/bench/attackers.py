@@ -50,6 +50,7 @@ class Outcome(msgspec.Struct, frozen=True):
     """Bytes of the body that were sent before the answer's end."""
     code: str | None
     """That of the error that was the answer, or that ended it."""
+    is_stream: bool
     is_done: bool
     """Whether a stream was read to its `[DONE]`."""
 
@@ -131,6 +132,7 @@ class _Request:
             received.length,
             self._sent_len,
             received.code,
+            b"text/event-stream" in received.head,
             b"data: [DONE]" in received.tail,
         )
 

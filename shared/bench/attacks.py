@@ -223,21 +223,21 @@ def _bytes() -> list[Attack]:
     refused = frozenset({400, 503})
     return [
         Attack(
-            "60 bodies of 8 MiB that do not end",
+            "120 bodies of 8 MiB that do not end",
             law,
             text("7"),
-            count=60,
-            at_once=60,
+            count=120,
+            at_once=120,
             statuses=refused,
             ends=Ends.ON_CUE,
             share_sent=0.95,
         ),
         Attack(
-            "600 heads without a body",
+            "400 heads without a body",
             law,
             completion(),
-            count=600,
-            at_once=600,
+            count=400,
+            at_once=400,
             who=two,
             statuses=refused,
             ends=Ends.ON_CUE,
@@ -304,14 +304,12 @@ def _loops() -> list[Attack]:
             "four prompts scored",
             law,
             completion(prompt=scored, echo=True, logprobs=20, max_tokens=0),
-            count=2,
-            at_once=2,
         ),
         Attack(
             "a prompt scored, streamed",
             law,
             completion(prompt=scored[0], echo=True, logprobs=20, max_tokens=1, stream=True),
-            count=4,
+            count=2,
             at_once=2,
         ),
         Attack(
@@ -381,8 +379,8 @@ def _threads() -> list[Attack]:
             law,
             prompt,
             path="/tokenize",
-            count=4,
-            at_once=4,
+            count=2,
+            at_once=2,
             statuses=frozenset({200, 400, 503}),
         ),
         Attack(
@@ -408,12 +406,12 @@ def _threads() -> list[Attack]:
 def _seats() -> list[Attack]:
     law, served = Law.SEATS, frozenset({200, 503})
     path = _CHATS
-    four = completion(prompt=[[PLAIN_ID + i] * 20 for i in range(4)], n=64, max_tokens=1900)
+    four = completion(prompt=[[PLAIN_ID + i] * 20 for i in range(4)], n=64, max_tokens=700)
     return [
         Attack(
             "64 choices on all slots",
             law,
-            chat(n=64, max_tokens=1900),
+            chat(n=64, max_tokens=700),
             path,
             count=3,
             at_once=3,
@@ -424,7 +422,7 @@ def _seats() -> list[Attack]:
         Attack(
             "64 streams on all slots",
             law,
-            chat(max_tokens=1900, stream=True),
+            chat(max_tokens=700, stream=True),
             path,
             count=64,
             at_once=64,

@@ -13,7 +13,7 @@ from shared.memory import core_memory_max, engine_memory_max, gateway_memory_max
 
 REQUEST_MEMORY: Final = 192 * MIB
 """Of either service: little more than the largest body needs."""
-LIVE_MAX: Final = 512
+LIVE_MAX: Final = 256
 """Requests in the gateway."""
 TOKENIZER_THREADS: Final = 2
 KV_CACHE: Final = 256 * MIB

@@ -16,7 +16,6 @@ MIX = (
     "prompts of 200,000 ids",
     "300 streams that leave at once",
     "left before it answers",
-    "a reader that does not read",
 )
 """Of each way to be refused, to leave and to be answered, one that once left something behind."""
 REPETITIONS = 2
