@@ -243,6 +243,7 @@ def _bytes() -> list[Attack]:
             ends=Ends.ON_CUE,
             share_sent=0.0,
         ),
+        Attack("refused texts, one after another", law, text("\U0001f600"), count=16, statuses=refused),
         Attack("emoji of 8 MiB", law, text("\U0001f600"), count=12, at_once=6, who=two, statuses=refused),
         Attack(
             "prompts of 200,000 ids",
