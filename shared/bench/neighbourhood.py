@@ -20,6 +20,8 @@ KV_CACHE: Final = 256 * MIB
 SEQUENCES: Final = 64 + 256
 """Those that run, and those that wait."""
 QUEUE_TOKENS: Final = 1 << 20
+STEP_TOKENS: Final = 2048
+"""Of one step of the engine."""
 
 ENGINE_OPTIONS: Final = (
     *("--served-model-name", MODEL),
@@ -29,6 +31,7 @@ ENGINE_OPTIONS: Final = (
     *("--swap-memory", "0"),
     *("--request-memory", str(REQUEST_MEMORY)),
     *("--max-queue-tokens", str(QUEUE_TOKENS)),
+    *("--max-step-tokens", str(STEP_TOKENS)),
     *("--tokenizer-threads", str(TOKENIZER_THREADS)),
 )
 GATEWAY_MEMORY_MAX: Final = gateway_memory_max(REQUEST_MEMORY, LIVE_MAX, TOKENIZER_THREADS)
