@@ -49,6 +49,8 @@ class Law(StrEnum):
 class Who(StrEnum):
     """The tenants of the attacked gateway, each with one key."""
 
+    STRANGER = "stranger"
+    """Nobody: a key that the gateway does not know."""
     VICTIM = "victim"
     ATTACKER = "attacker"
     """Without limits of its own."""
@@ -212,6 +214,28 @@ def _reservations() -> list[Attack]:
             who=(Who.SEATLESS,),
             statuses=refused,
             share_sent=0.5,
+        ),
+    ]
+    large = {f"x-{i}": "a" * 8000 for i in range(55)}
+    attacks += [
+        Attack(
+            "heads of 440 KB without a key",
+            law,
+            completion(),
+            count=150,
+            at_once=150,
+            who=(Who.STRANGER,),
+            statuses=frozenset({400}),
+            headers=large,
+        ),
+        Attack(
+            "large bodies without a key",
+            law,
+            text("7"),
+            count=12,
+            at_once=6,
+            who=(Who.STRANGER,),
+            statuses=frozenset({401}),
         ),
     ]
     return attacks

@@ -60,7 +60,7 @@ tokenizer_threads = {TOKENIZER_THREADS}
 [[models]]
 name = "{MODEL}"
 replicas = [{", ".join(f'"{url}"' for url in engine_urls)}]
-{"".join(map(_tenant, Who))}"""
+{"".join(_tenant(who) for who in Who if who is not Who.STRANGER)}"""
 
 
 def _tenant(who: Who) -> str:
