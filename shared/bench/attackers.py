@@ -24,7 +24,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from shared.bench.attacks import ATTACKS, Attack, Ends
+from shared.bench.attack import Attack, Ends
+from shared.bench.attacks import ATTACKS
 from shared.loops import loop_factory
 
 DEADLINE_S: Final = 120.0

@@ -28,8 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from shared.bench.attack import Attack, Law
 from shared.bench.attackers import Sender
-from shared.bench.attacks import ATTACKS, Attack, Law
+from shared.bench.attacks import ATTACKS
 from shared.bench.cpu import descendants
 from shared.bench.figures import Figure, at_least, at_most, figure, quantile
 from shared.bench.neighbourhood import (

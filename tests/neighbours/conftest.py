@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from shared.bench.attack import Attack, Ends, Who
 from shared.bench.attackers import Outcome, send
-from shared.bench.attacks import Attack, Ends, Who
 from shared.bench.neighbourhood import (
     CORE_MEMORY_MAX,
     ENGINE_MEMORY_MAX,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from shared.bench.attack import MIB, Attack
 from shared.bench.attackers import named
-from shared.bench.attacks import MIB, Attack
 from shared.bench.neighbourhood import rest_bytes
 from tests.neighbours.conftest import House
 from tests.services import gauges
