@@ -33,6 +33,7 @@ from gateway.directory import DirectoryReader
 from gateway.edge import PROBES, Edge, Health, error_response, probe_answer
 from gateway.endpoints import ENDPOINTS
 from gateway.engines import fetch_profile
+from gateway.hygiene import HEAD_LEN_MAX
 from gateway.live import LiveRequests
 from gateway.pipeline import Pipeline
 from gateway.record import CONNECTIONS_CUT, HELD_BYTES, HTTP2_STREAMS, IN_FLIGHT
@@ -269,12 +270,24 @@ class _Site(web.SockSite):
 
 
 class _Protocol(RequestHandler):
-    __slots__ = ("_edge", "_write_buffer_len")
+    __slots__ = ("_edge", "_head_len", "_write_buffer_len")
 
     def __init__(self, server: web.Server, edge: Edge, write_buffer_len: int, **options: Any) -> None:
         super().__init__(server, **options)
         self._edge = edge
         self._write_buffer_len = write_buffer_len
+        self._head_len = 0
+        """Bytes that have come of a head that is not whole yet."""
+
+    def data_received(self, data: bytes) -> None:
+        """aiohttp bounds a head's lines and their number, and not the head: here it is."""
+        super().data_received(data)
+        if self._waiter is None or self._waiter.done():  # a request is there
+            self._head_len = 0
+            return
+        self._head_len += len(data)
+        if self._head_len > HEAD_LEN_MAX:
+            super().data_received(b"\0")  # which no head may hold: it is refused, as any that is malformed
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)

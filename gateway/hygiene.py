@@ -16,6 +16,9 @@ from aiohttp.http import HttpVersion10, HttpVersion11
 
 from shared.errors import InvalidRequest
 
+HEAD_LEN_MAX: Final = 32 * 1024
+"""Bytes of a request's line and headers together. The bounds of each add up to half a megabyte, which nobody
+needs, and which anybody could send without a key."""
 _HOST: Final = re.compile(r"[A-Za-z0-9._~-]*(:[0-9]{0,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{0,5})?")
 HOSTS_MAX: Final = 64
 """Values of `host` that are known: there are few of them."""
@@ -37,6 +40,8 @@ def path_of(request: web.BaseRequest) -> str:
 def check(request: web.BaseRequest) -> None:
     """Raises InvalidRequest."""
     headers = request.headers
+    if sum([len(name) + len(value) for name, value in request.raw_headers]) > HEAD_LEN_MAX:
+        raise InvalidRequest("The request's headers are too large.")
     if request.version not in (HttpVersion10, HttpVersion11):
         raise InvalidRequest("The request's version must be HTTP/1.0 or HTTP/1.1.")
     for name in _SINGLE:

@@ -3,7 +3,9 @@
 uvloop spends less CPU on an event. The line with which a service says that it is ready names the loop.
 
 A loop that is held up holds up every request. How long it was at most is in the metrics: something is due
-every `TICK_S`, and is late by what held it up, or by up to `TICK_S` less when that began between two ticks.
+every so often, and is late by what held it up, or by up to one tick less when that began between two of them.
+Ticks are short while the thread of the loop works, and get longer while it idles, as waking up costs most of
+what an idle service takes.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ from prometheus_client import Gauge
 
 from shared.metrics import REGISTRY
 
-TICK_S: Final = 0.025
-"""Forty wake-ups a second, each some microseconds."""
+TICK_S: Final = 0.02
+IDLE_TICK_S: Final = 0.64
+BUSY: Final = 0.02
+"""The fraction of a tick that a thread computes for at least while it counts as working."""
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
@@ -38,14 +42,20 @@ def loop_name() -> str:
 class LagMeter:
     """The longest lag of the loop that it is started in."""
 
-    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, now_s: Callable[[], float] = time.monotonic, cpu_s: Callable[[], float] = time.thread_time
+    ) -> None:
+        """`cpu_s`: CPU time of the thread so far."""
         self._now_s = now_s
+        self._cpu_s = cpu_s
+        self._used_s = cpu_s()
+        self._tick_s = TICK_S
         self._longest_s = 0.0
 
     def start(self) -> None:
         """Measure until the loop ends."""
-        due_s = self._now_s() + TICK_S
-        asyncio.get_running_loop().call_later(TICK_S, self._tick, due_s)
+        due_s = self._now_s() + self._tick_s
+        asyncio.get_running_loop().call_later(self._tick_s, self._tick, due_s)
 
     def take(self) -> float:
         """Seconds, the longest since this was last asked."""
@@ -54,6 +64,9 @@ class LagMeter:
 
     def _tick(self, due_s: float) -> None:
         self._longest_s = max(self._longest_s, self._now_s() - due_s)
+        used_s, self._used_s = self._used_s, self._cpu_s()
+        works = self._used_s - used_s > BUSY * self._tick_s
+        self._tick_s = TICK_S if works else min(IDLE_TICK_S, 2 * self._tick_s)
         self.start()
 
 

@@ -32,6 +32,9 @@ _trusted.flush()
 atexit.register(_trusted.close)
 os.environ["SSL_CERT_FILE"] = _trusted.name
 
+# transformers loads each tensor on a thread, which for those of a toy model takes longer than the copying.
+os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+
 settings.register_profile("penstock", deadline=None)  # a busy machine is slow, not wrong
 settings.load_profile("penstock")
 

@@ -10,7 +10,7 @@ import pytest
 
 from engine.api import admission, generate
 from engine.config import build_parser as engine_parser
-from gateway import app
+from gateway import app, hygiene
 from gateway.config import LimitsConfig, TimeoutsConfig, load
 from gateway.identity.keys import hash_key
 from gateway.routing import replicas
@@ -75,7 +75,12 @@ def test_the_bounds_of_a_request_are_those_of_the_code() -> None:
             census.STRINGS_MAX,
             validation.FIELDS_MAX,
         ],
-        "request line, header, headers": [app.LINE_LEN_MAX, app.HEADER_LEN_MAX, app.HEADERS_MAX],
+        "request line, header, headers; all of them at the gateway": [
+            app.LINE_LEN_MAX,
+            app.HEADER_LEN_MAX,
+            app.HEADERS_MAX,
+            hygiene.HEAD_LEN_MAX,
+        ],
         "messages; prompts; `n`; choices in all": [
             openai.MESSAGES_MAX,
             openai.PROMPTS_MAX,

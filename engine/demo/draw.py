@@ -49,9 +49,12 @@ class Draw:
         """One of `options` from this draw's side of the split; lists too short to split are shared."""
         if len(options) < HELD_OUT_EVERY:
             return self.rng.choice(options)
-        last = HELD_OUT_EVERY - 1
-        side = [o for i, o in enumerate(options) if (i % HELD_OUT_EVERY == last) == self.held_out]
-        return self.rng.choice(side)
+        held_out = slice(HELD_OUT_EVERY - 1, None, HELD_OUT_EVERY)
+        if self.held_out:
+            return self.rng.choice(options[held_out])
+        seen = list(options)
+        del seen[held_out]
+        return self.rng.choice(seen)
 
 
 def exact(text: str) -> str:

@@ -24,7 +24,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from shared.bench.attacks import ATTACKS, Attack, Ends
+from shared.bench.attack import Attack, Ends
+from shared.bench.attacks import ATTACKS
 from shared.loops import loop_factory
 
 DEADLINE_S: Final = 120.0
@@ -50,6 +51,7 @@ class Outcome(msgspec.Struct, frozen=True):
     """Bytes of the body that were sent before the answer's end."""
     code: str | None
     """That of the error that was the answer, or that ended it."""
+    is_stream: bool
     is_done: bool
     """Whether a stream was read to its `[DONE]`."""
 
@@ -131,6 +133,7 @@ class _Request:
             received.length,
             self._sent_len,
             received.code,
+            b"text/event-stream" in received.head,
             b"data: [DONE]" in received.tail,
         )
 

@@ -10,150 +10,48 @@ to (`Ends.ON_CUE`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from enum import Enum, StrEnum
+from collections.abc import Mapping
 from functools import partial
 from typing import Final
 
-import msgspec
-
-MODEL: Final = "demo"
-"""The name by which the attacked engine serves its model."""
-CONTEXT_LEN: Final = 2048
-"""Tokens of that model's context."""
-KIB: Final = 1024
-MIB: Final = 1024 * KIB
-BODY_LEN: Final = 8 * MIB - KIB
-"""Bytes of a body that is nearly as large as the gateway takes."""
-_CHATS: Final = "/v1/chat/completions"
-_COMPLETIONS: Final = "/v1/completions"
-PLAIN_ID: Final = 50
-"""A token id that every vocabulary has."""
-
-Body = Callable[[], bytes]
-"""Makes a body when it is needed: some are megabytes."""
-
-
-class Law(StrEnum):
-    """What an attack would break."""
-
-    RESERVATION = "no work before its reservation"
-    BYTES = "bytes are bounded per tenant"
-    LOOPS = "loops are never held long"
-    THREADS = "threads are shared fairly"
-    SEATS = "seats are shared"
-    CHARGES = "charged is what was computed"
-
-
-class Who(StrEnum):
-    """The tenants of the attacked gateway, each with one key."""
-
-    VICTIM = "victim"
-    ATTACKER = "attacker"
-    """Without limits of its own."""
-    ACCOMPLICE = "accomplice"
-    """Another one without limits."""
-    ZERO = "zero"
-    """With `requests_per_min = 0`."""
-    SEATLESS = "seatless"
-    """With `concurrent = 0`."""
-    BROKE = "broke"
-    """With `token_budget = 0`."""
-    POOR = "poor"
-    """With a few tokens a minute, and a few thousand in all."""
-
-
-POOR_TOKENS_PER_MIN: Final = 400
-POOR_TOKEN_BUDGET: Final = 2000
-
-
-class Ends(Enum):
-    """When the sender of a request hangs up."""
-
-    ANSWERED = "answered"
-    """At the end of the answer."""
-    AT_ONCE = "at once"
-    """As soon as the request is sent."""
-    ON_CUE = "on cue"
-    """When it is told to, unless the answer has ended before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Attack:
-    name: str
-    law: Law
-    body: Body
-    path: str = _COMPLETIONS
-    count: int = 1
-    """Requests in all."""
-    at_once: int = 1
-    """Requests at a time. All of them at once where they end on cue."""
-    who: tuple[Who, ...] = (Who.ATTACKER,)
-    """Who sends them, in turns."""
-    statuses: frozenset[int] = frozenset({200})
-    """What an answered request may get."""
-    ends: Ends = Ends.ANSWERED
-    share_sent: float = 1.0
-    """The fraction of the body that is ever sent."""
-    reads: bool = True
-    """Whether the sender reads its answer while it waits for its cue."""
-    chunk_len: int | None = None
-    """Bytes of each chunk of a chunked body; None for a body of a stated length."""
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-
-def chat(**fields: object) -> Body:
-    """A short chat that goes on until it has all its tokens."""
-    messages = [{"role": "user", "content": "Go on."}]
-    return partial(_encoded, {"model": MODEL, "messages": messages, "ignore_eos": True, **fields})
-
-
-def completion(**fields: object) -> Body:
-    return partial(_encoded, {"model": MODEL, "prompt": "Go on.", "ignore_eos": True, **fields})
-
-
-def _encoded(fields: Mapping[str, object]) -> bytes:
-    return msgspec.json.encode(fields)
-
-
-def _padded(head: str, item: str, tail: str, count: int | None = None, between: str = ",") -> Body:
-    """`head`, as many of `item` as fit into a body (or `count`), `tail`."""
-    most = (BODY_LEN - len(head.encode()) - len(tail)) // len((item + between).encode())
-    return lambda: (head + between.join([item] * (count or most)) + tail).encode()
-
-
-_CHAT: Final = f'{{"model": "{MODEL}", "messages": [{{"role": "user", "content": "x"}}], "max_tokens": 1'
-_COMPLETION: Final = f'{{"model": "{MODEL}", "max_tokens": 1'
-
-
-def _with_fields(head: str, count: int, value: str, tail: str) -> Body:
-    """`head`, so many fields of this value, `tail`."""
-    return lambda: (head + ",".join(f'"{i}":{value}' for i in range(count)) + tail).encode()
-
-
-def text(character: str) -> Body:
-    """A prompt of one character, 8 MiB of it."""
-    return _padded(f'{_COMPLETION}, "prompt": "', character, '"}', between="")
-
+from shared.bench.attack import (
+    CHAT_HEAD,
+    CHATS,
+    COMPLETION_HEAD,
+    COMPLETIONS,
+    MIB,
+    MODEL,
+    PLAIN_ID,
+    Attack,
+    Body,
+    Ends,
+    Law,
+    Who,
+    chat,
+    completion,
+    encoded,
+    padded,
+    text,
+    with_fields,
+)
 
 SHAPES: Final[Mapping[str, tuple[str, Body]]] = {
-    "700,000 fields": (_CHATS, _with_fields(f"{_CHAT},", 700_000, "0", "}")),
+    "700,000 fields": (CHATS, with_fields(f"{CHAT_HEAD},", 700_000, "0", "}")),
     "metadata of 600,000 fields": (
-        _CHATS,
-        _with_fields(f'{_CHAT}, "metadata": {{', 600_000, '"x"', "}}"),
+        CHATS,
+        with_fields(f'{CHAT_HEAD}, "metadata": {{', 600_000, '"x"', "}}"),
     ),
-    "4,000,000 tools": (_CHATS, _padded(f'{_CHAT}, "tools": [', "1", "]}")),
-    "2,000,000 stop strings": (_CHATS, _padded(f'{_CHAT}, "stop": [', '"a"', "]}")),
-    "2,000,000 prompts": (_COMPLETIONS, _padded(f'{_COMPLETION}, "prompt": [', "[1]", "]}")),
-    "4,000,000 ids": (_COMPLETIONS, _padded(f'{_COMPLETION}, "prompt": [', "1", "]}")),
-    "4,000,000 ids to detokenize": ("/detokenize", _padded(f'{{"model": "{MODEL}", "tokens": [', "1", "]}")),
-    "4,000,000 brackets": (_COMPLETIONS, _padded(f'{_COMPLETION}, "zzz": ', "[", "", between="")),
-    "an integer of 8 MB": (_COMPLETIONS, _padded(f'{_COMPLETION}, "seed": ', "9", "}", between="")),
-    "1,300,000 lone surrogates": (_COMPLETIONS, text(r"\ud800")),
+    "4,000,000 tools": (CHATS, padded(f'{CHAT_HEAD}, "tools": [', "1", "]}")),
+    "2,000,000 stop strings": (CHATS, padded(f'{CHAT_HEAD}, "stop": [', '"a"', "]}")),
+    "2,000,000 prompts": (COMPLETIONS, padded(f'{COMPLETION_HEAD}, "prompt": [', "[1]", "]}")),
+    "4,000,000 ids": (COMPLETIONS, padded(f'{COMPLETION_HEAD}, "prompt": [', "1", "]}")),
+    "4,000,000 ids to detokenize": ("/detokenize", padded(f'{{"model": "{MODEL}", "tokens": [', "1", "]}")),
+    "4,000,000 brackets": (COMPLETIONS, padded(f'{COMPLETION_HEAD}, "zzz": ', "[", "", between="")),
+    "an integer of 8 MB": (COMPLETIONS, padded(f'{COMPLETION_HEAD}, "seed": ', "9", "}", between="")),
+    "1,300,000 lone surrogates": (COMPLETIONS, text(r"\ud800")),
     "40,000 log-biases": (
-        _CHATS,
-        _with_fields(f'{_CHAT}, "logit_bias": {{', 40_000, "1", "}}"),
+        CHATS,
+        with_fields(f'{CHAT_HEAD}, "logit_bias": {{', 40_000, "1", "}}"),
     ),
 }
 """By name, path and body: JSON that costs more to decode than to send. All of it is refused."""
@@ -180,7 +78,7 @@ def _reservations() -> list[Attack]:
         Attack(f"{name}, no requests left", law, body, path, 8, 4, (Who.ZERO,), refused)
         for name, (path, body) in ((name, SHAPES[name]) for name in shapes)
     ]
-    sixteen = _padded(f'{_COMPLETION}, "prompt": "', "7", '"}', count=16 * MIB, between="")
+    sixteen = padded(f'{COMPLETION_HEAD}, "prompt": "', "7", '"}', count=16 * MIB, between="")
     nobody = (Who.ZERO, Who.SEATLESS, Who.BROKE)
     attacks += [
         Attack("bodies of 16 MiB", law, sixteen, count=6, at_once=3, who=nobody, statuses=refused),
@@ -217,32 +115,59 @@ def _reservations() -> list[Attack]:
     return attacks
 
 
+def _strangers() -> list[Attack]:
+    """Requests with no key that the gateway knows."""
+    law, large = Law.RESERVATION, {f"x-{i}": "a" * 8000 for i in range(55)}
+    return [
+        Attack(
+            "heads of 440 KB without a key",
+            law,
+            completion(),
+            count=150,
+            at_once=150,
+            who=(Who.STRANGER,),
+            statuses=frozenset({400}),
+            headers=large,
+        ),
+        Attack(
+            "large bodies without a key",
+            law,
+            text("7"),
+            count=12,
+            at_once=6,
+            who=(Who.STRANGER,),
+            statuses=frozenset({401}),
+        ),
+    ]
+
+
 def _bytes() -> list[Attack]:
     """Bodies and answers that are held for long, or are more than they look."""
     law, two = Law.BYTES, (Who.ATTACKER, Who.ACCOMPLICE)
     refused = frozenset({400, 503})
     return [
         Attack(
-            "60 bodies of 8 MiB that do not end",
+            "120 bodies of 8 MiB that do not end",
             law,
             text("7"),
-            count=60,
-            at_once=60,
+            count=120,
+            at_once=120,
             statuses=refused,
             ends=Ends.ON_CUE,
             share_sent=0.95,
         ),
         Attack(
-            "600 heads without a body",
+            "400 heads without a body",
             law,
             completion(),
-            count=600,
-            at_once=600,
+            count=400,
+            at_once=400,
             who=two,
             statuses=refused,
             ends=Ends.ON_CUE,
             share_sent=0.0,
         ),
+        Attack("refused texts, one after another", law, text("\U0001f600"), count=16, statuses=refused),
         Attack("emoji of 8 MiB", law, text("\U0001f600"), count=12, at_once=6, who=two, statuses=refused),
         Attack(
             "prompts of 200,000 ids",
@@ -253,11 +178,19 @@ def _bytes() -> list[Attack]:
             who=two,
             statuses=refused,
         ),
+    ]
+
+
+def _more_bytes() -> list[Attack]:
+    """What is more than it looks: small characters, small messages, answers that wait."""
+    law, two = Law.BYTES, (Who.ATTACKER, Who.ACCOMPLICE)
+    refused = frozenset({400, 503})
+    return [
         Attack(
             "24 conversations of 2,048 messages",
             law,
             chat(messages=[{"role": "user", "content": "\U0001f600" * 60}] * 2048, max_tokens=1),
-            path=_CHATS,
+            path=CHATS,
             count=24,
             at_once=12,
             who=two,
@@ -280,10 +213,11 @@ def _loops() -> list[Attack]:
     """Requests that are small, or legal, and long to decode, to compute or to encode."""
     law, refused = Law.LOOPS, frozenset({400})
     scored = [[PLAIN_ID + i] * 1990 for i in range(4)]
-    attacks = [
+    shapes = [
         Attack(name, law, body, path, count=3, statuses=refused) for name, (path, body) in SHAPES.items()
     ]
-    attacks += [
+    return [
+        *shapes,
         Attack(
             "four prompts scored 64 times",
             law,
@@ -304,29 +238,34 @@ def _loops() -> list[Attack]:
             "four prompts scored",
             law,
             completion(prompt=scored, echo=True, logprobs=20, max_tokens=0),
-            count=2,
-            at_once=2,
         ),
         Attack(
             "a prompt scored, streamed",
             law,
             completion(prompt=scored[0], echo=True, logprobs=20, max_tokens=1, stream=True),
-            count=4,
+            count=2,
             at_once=2,
         ),
         Attack(
             "16 answers of 200 tokens with log-probabilities",
             law,
             chat(n=16, max_tokens=200, logprobs=True, top_logprobs=20),
-            path=_CHATS,
+            path=CHATS,
             count=2,
             at_once=2,
         ),
+    ]
+
+
+def _steps() -> list[Attack]:
+    """Requests that make steps, their ends or their heads long."""
+    law, refused = Law.LOOPS, frozenset({400})
+    return [
         Attack(
             "1,023 log-biases",
             law,
             chat(n=16, max_tokens=60, logit_bias={str(i): 0.5 for i in range(1023)}),
-            path=_CHATS,
+            path=CHATS,
             count=2,
             at_once=2,
         ),
@@ -334,7 +273,7 @@ def _loops() -> list[Attack]:
             "16 stop strings of 256 characters",
             law,
             chat(n=16, max_tokens=100, stop=["a" * 255 + chr(98 + i) for i in range(16)]),
-            path=_CHATS,
+            path=CHATS,
             count=2,
             at_once=2,
         ),
@@ -351,13 +290,12 @@ def _loops() -> list[Attack]:
             "300 streams that leave at once",
             law,
             chat(max_tokens=200, stream=True),
-            path=_CHATS,
+            path=CHATS,
             count=300,
             at_once=100,
             ends=Ends.AT_ONCE,
         ),
     ]
-    return attacks
 
 
 def _threads() -> list[Attack]:
@@ -366,7 +304,7 @@ def _threads() -> list[Attack]:
         Attack(f"texts of {name}", law, body, count=3, at_once=3, statuses=refused)
         for name, body in TEXTS.items()
     ]
-    prompt = partial(_encoded, {"model": MODEL, "prompt": "7 " * MIB})
+    prompt = partial(encoded, {"model": MODEL, "prompt": "7 " * MIB})
     attacks += [
         Attack(
             "long texts whose callers leave",
@@ -381,8 +319,8 @@ def _threads() -> list[Attack]:
             law,
             prompt,
             path="/tokenize",
-            count=4,
-            at_once=4,
+            count=2,
+            at_once=2,
             statuses=frozenset({200, 400, 503}),
         ),
         Attack(
@@ -397,7 +335,7 @@ def _threads() -> list[Attack]:
         Attack(
             "250,000 ids to detokenize",
             law,
-            partial(_encoded, {"model": MODEL, "tokens": [PLAIN_ID] * 250_000}),
+            partial(encoded, {"model": MODEL, "tokens": [PLAIN_ID] * 250_000}),
             path="/detokenize",
             count=4,
         ),
@@ -407,13 +345,13 @@ def _threads() -> list[Attack]:
 
 def _seats() -> list[Attack]:
     law, served = Law.SEATS, frozenset({200, 503})
-    path = _CHATS
-    four = completion(prompt=[[PLAIN_ID + i] * 20 for i in range(4)], n=64, max_tokens=1900)
+    path = CHATS
+    four = completion(prompt=[[PLAIN_ID + i] * 20 for i in range(4)], n=64, max_tokens=700)
     return [
         Attack(
             "64 choices on all slots",
             law,
-            chat(n=64, max_tokens=1900),
+            chat(n=64, max_tokens=700),
             path,
             count=3,
             at_once=3,
@@ -424,7 +362,7 @@ def _seats() -> list[Attack]:
         Attack(
             "64 streams on all slots",
             law,
-            chat(max_tokens=1900, stream=True),
+            chat(max_tokens=700, stream=True),
             path,
             count=64,
             at_once=64,
@@ -454,7 +392,7 @@ def _seats() -> list[Attack]:
 
 def _charges() -> list[Attack]:
     """Ways to leave with more than was paid for."""
-    law, path = Law.CHARGES, _CHATS
+    law, path = Law.CHARGES, CHATS
     own_deadline = {"x-request-timeout": "0.4"}
     return [
         Attack(
@@ -487,6 +425,12 @@ def _charges() -> list[Attack]:
             statuses=frozenset({504}),
             headers=own_deadline,
         ),
+    ]
+
+
+def _more_charges() -> list[Attack]:
+    law, path = Law.CHARGES, CHATS
+    return [
         Attack(
             "64 choices on a small budget",
             law,
@@ -514,7 +458,14 @@ def _charges() -> list[Attack]:
     ]
 
 
-ATTACKS: Final = (*_reservations(), *_bytes(), *_loops(), *_threads(), *_seats(), *_charges())
+ATTACKS: Final = (
+    *(*_reservations(), *_strangers()),
+    *(*_bytes(), *_more_bytes()),
+    *(*_loops(), *_steps()),
+    *_threads(),
+    *_seats(),
+    *(*_charges(), *_more_charges()),
+)
 
 
 def against(law: Law) -> list[Attack]:

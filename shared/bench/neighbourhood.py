@@ -8,18 +8,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from shared.bench.attacks import MIB, MODEL, POOR_TOKEN_BUDGET, POOR_TOKENS_PER_MIN, Who
+from shared.bench.attack import MIB, MODEL, POOR_TOKEN_BUDGET, POOR_TOKENS_PER_MIN, Who
 from shared.memory import core_memory_max, engine_memory_max, gateway_memory_max
 
 REQUEST_MEMORY: Final = 192 * MIB
 """Of either service: little more than the largest body needs."""
-LIVE_MAX: Final = 512
+LIVE_MAX: Final = 256
 """Requests in the gateway."""
 TOKENIZER_THREADS: Final = 2
 KV_CACHE: Final = 256 * MIB
 SEQUENCES: Final = 64 + 256
 """Those that run, and those that wait."""
 QUEUE_TOKENS: Final = 1 << 20
+STEP_TOKENS: Final = 2048
+"""Of one step of the engine."""
 
 ENGINE_OPTIONS: Final = (
     *("--served-model-name", MODEL),
@@ -29,6 +31,7 @@ ENGINE_OPTIONS: Final = (
     *("--swap-memory", "0"),
     *("--request-memory", str(REQUEST_MEMORY)),
     *("--max-queue-tokens", str(QUEUE_TOKENS)),
+    *("--max-step-tokens", str(STEP_TOKENS)),
     *("--tokenizer-threads", str(TOKENIZER_THREADS)),
 )
 GATEWAY_MEMORY_MAX: Final = gateway_memory_max(REQUEST_MEMORY, LIVE_MAX, TOKENIZER_THREADS)
@@ -57,7 +60,7 @@ tokenizer_threads = {TOKENIZER_THREADS}
 [[models]]
 name = "{MODEL}"
 replicas = [{", ".join(f'"{url}"' for url in engine_urls)}]
-{"".join(map(_tenant, Who))}"""
+{"".join(_tenant(who) for who in Who if who is not Who.STRANGER)}"""
 
 
 def _tenant(who: Who) -> str:

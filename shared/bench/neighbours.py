@@ -8,9 +8,9 @@ enough.
     gap, first token   the victim's p99 beside the attack; its target is 1.5 times the one alone, and 50 ms
     longest block      of each service's event loop, as its metrics tell
     memory             the peak of each process above its memory at rest, as a fraction of `shared.memory`
-    charged            tokens that the gateway settled, of those that the engine computed: prompts, and all
-                       that its core sampled. What it samples while the word of a sequence's end is under
-                       way is nobody's, and the target is missed by that
+    charged            tokens that the gateway settled for the attacker, of those that steps computed for it:
+                       all there were, less those of as many rounds of the victim alone. What is computed
+                       while the word of a sequence's end is under way counts as well
 
 Services, attacker and victim share the machine, so where it has few cores the victim's times include waiting
 for one. The engine computes with one thread.
@@ -28,8 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from shared.bench.attack import Attack, Law
 from shared.bench.attackers import Sender
-from shared.bench.attacks import ATTACKS, Attack, Law
+from shared.bench.attacks import ATTACKS
 from shared.bench.cpu import descendants
 from shared.bench.figures import Figure, at_least, at_most, figure, quantile
 from shared.bench.neighbourhood import (
@@ -37,6 +38,7 @@ from shared.bench.neighbourhood import (
     ENGINE_MEMORY_MAX,
     ENGINE_OPTIONS,
     GATEWAY_MEMORY_MAX,
+    STEP_TOKENS,
     forget_peak,
     gateway_toml,
     peak_bytes,
@@ -54,6 +56,8 @@ MORE_MS_MAX: Final = 50.0
 BLOCK_TARGET: Final = at_most(50)
 MEMORY_TARGET: Final = at_most(1)
 CHARGED_TARGET: Final = at_least(1)
+COMPUTED_MIN: Final = 200
+"""Tokens. Rounds of the victim differ by some: what the cache has of their prompts."""
 WARM_ROUNDS: Final = 5
 REPEATS_MAX: Final = 12
 REST_POLL_S: Final = 0.02
@@ -105,6 +109,18 @@ class _Process:
 
 
 @dataclass(frozen=True, slots=True)
+class _Cost:
+    """Tokens, since the services' start or between two readings."""
+
+    settled: float
+    computed: float
+    """In steps: prompts, as far as they were not cached, and all that was generated but the last tokens."""
+
+    def less(self, other: _Cost, times: float = 1.0) -> _Cost:
+        return _Cost(self.settled - times * other.settled, self.computed - times * other.computed)
+
+
+@dataclass(frozen=True, slots=True)
 class _Seen:
     """What one attack did."""
 
@@ -113,7 +129,7 @@ class _Seen:
     blocks_ms: dict[str, float]
     memory: dict[str, float]
     charged: float | None
-    """None where nothing was computed but for the victim."""
+    """None where next to nothing was computed but for the victim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +156,11 @@ class _House:
 
     async def measure(self, sender: Sender, rounds: int) -> _Seen:
         """The attack that the sender has prepared. Raises VictimFailed, EOFError."""
+        at_first = _cost(await self._at_rest())
         alone, beside = await self._victim.alone(rounds), Account()
         for process in self._processes:
             forget_peak(process.pid)
-        before = await self._at_rest()
+        before = _cost(await self._at_rest())
         for _ in range(REPEATS_MAX):
             cue = asyncio.Event()
             account, _ = await self._victim.beside(sender.send(cue), cue)
@@ -151,13 +168,14 @@ class _House:
             if beside.rounds >= rounds:
                 break
         during = await self._read()
-        after = await self._at_rest()
+        in_all = _cost(await self._at_rest()).less(before)
+        victims = before.less(at_first)
         return _Seen(
             alone,
             beside,
             {name: 1e3 * reading[_LAG] for name, reading in during.items()},
             {process.name: self._share(process) for process in self._processes},
-            _charged(before, after),
+            _charged(in_all.less(victims, beside.rounds / rounds)),
         )
 
     def _share(self, process: _Process) -> float:
@@ -185,18 +203,13 @@ def _parsed(text: str) -> _Reading:
     return _Reading({name: float(value) for name, _, value in lines})
 
 
-def _charged(before: dict[str, _Reading], after: dict[str, _Reading]) -> float | None:
-    def grown(service: str, name: str) -> float:
-        return after[service][name] - before[service][name]
+def _cost(read: dict[str, _Reading]) -> _Cost:
+    steps = read["engine"]["penstock_engine_step_budget_use_sum"] * STEP_TOKENS
+    return _Cost(read["gateway"]['penstock_gateway_quota_tokens_total{kind="settled"}'], steps)
 
-    computed = sum(
-        grown("engine", f"penstock_engine_{kind}_tokens_total") for kind in ("prompt", "generated")
-    )
-    return (
-        grown("gateway", 'penstock_gateway_quota_tokens_total{kind="settled"}') / computed
-        if computed
-        else None
-    )
+
+def _charged(attackers: _Cost) -> float | None:
+    return attackers.settled / attackers.computed if attackers.computed >= COMPUTED_MIN else None
 
 
 def _figures(name: str, seen: _Seen) -> Iterable[Figure]:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from shared.bench.attacks import Attack, Law, against
+from shared.bench.attack import Attack, Ends, Law
+from shared.bench.attacks import against
 from tests.neighbours.conftest import House
 
 
 @pytest.mark.parametrize("attack", against(Law.SEATS), ids=lambda attack: attack.name)
 async def test_a_flood_on_all_slots_yields_to_another_tenant(house: House, attack: Attack) -> None:
-    await house.attacked(attack)
+    outcomes = await house.attacked(attack)
+    if attack.ends is Ends.ON_CUE:
+        has_ended = [
+            outcome.is_done or (outcome.status == 200 and not outcome.is_stream) for outcome in outcomes
+        ]
+        assert not any(has_ended), "the other tenant was served after the flood, and not beside it"

@@ -8,7 +8,7 @@ import sys
 import pytest
 import uvloop
 
-from shared.loops import TICK_S, LagMeter, loop_factory, loop_name
+from shared.loops import IDLE_TICK_S, TICK_S, LagMeter, loop_factory, loop_name
 
 
 async def running() -> tuple[type, str]:
@@ -30,7 +30,7 @@ def test_asyncios_own_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_loop_that_is_held_up_is_told_once() -> None:
     now_s = 0.0
-    meter = LagMeter(lambda: now_s)
+    meter = LagMeter(lambda: now_s, lambda: now_s)
     assert meter.take() == 0.0
     meter.start()
     now_s = 7.0 + TICK_S
@@ -39,3 +39,14 @@ async def test_a_loop_that_is_held_up_is_told_once() -> None:
     await done
     assert meter.take() == pytest.approx(7.0)
     assert meter.take() == 0.0
+
+
+async def test_an_idle_loop_is_seldom_woken_and_a_busy_one_often() -> None:
+    used_s = 0.0
+    meter = LagMeter(lambda: 0.0, lambda: used_s)
+    for _ in range(10):
+        meter._tick(0.0)
+    assert meter._tick_s == IDLE_TICK_S
+    used_s = IDLE_TICK_S
+    meter._tick(0.0)
+    assert meter._tick_s == TICK_S

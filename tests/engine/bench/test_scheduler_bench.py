@@ -151,11 +151,9 @@ async def test_it_writes_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp
     parser = argparse.ArgumentParser()
     scheduler.add_arguments(parser)
     png, table = tmp_path / "plot.png", tmp_path / "table.md"
-    options = parser.parse_args(
-        ["--requests", "20", "--seeds", "1", "--plot", str(png), "--table", str(table)]
-    )
-    figures = await scheduler.run(options)
-    assert figures
+    sizes = ["--requests", "20", "--seeds", "1", "--only", "chat", "trace"]
+    figures = await scheduler.run(parser.parse_args([*sizes, "--plot", str(png), "--table", str(table)]))
+    assert {figure.name.split(":")[0] for figure in figures} == {"chat", "trace"}
     assert png.stat().st_size > 10_000
     assert table.read_text().startswith("| chat | short TTFT p99, s |")
 

@@ -1,0 +1,56 @@
+"""What `penstock bench neighbours` sends, and what it makes of what it sees."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from gateway.config import load
+from shared.bench.attack import Attack, Law
+from shared.bench.attackers import named
+from shared.bench.attacks import ATTACKS, against
+from shared.bench.neighbourhood import LIVE_MAX, REQUEST_MEMORY, gateway_toml
+from shared.bench.neighbours import _charged, _Cost, _is_wanted, _parsed
+from shared.memory import core_memory_max, engine_memory_max, gateway_memory_max
+
+
+def test_every_attack_has_a_name_of_its_own_and_every_law_has_attacks() -> None:
+    assert len({attack.name for attack in ATTACKS}) == len(ATTACKS)
+    assert all(against(law) for law in Law)
+    assert named(ATTACKS[-1].name) is ATTACKS[-1]
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+def test_every_attack_is_bounded_by_count(attack: Attack) -> None:
+    assert 1 <= attack.at_once <= attack.count <= 1000
+
+
+def test_attacks_are_chosen_by_words_in_their_names_or_laws() -> None:
+    attack = against(Law.SEATS)[0]
+    assert _is_wanted(attack, None)
+    assert _is_wanted(attack, ["nothing", "seats are"])
+    assert _is_wanted(attack, [attack.name[3:9]])
+    assert not _is_wanted(attack, ["nothing"])
+
+
+def test_the_gateways_file_is_a_configuration() -> None:
+    config = load(tomllib.loads(gateway_toml(["http://127.0.0.1:1"])), {})
+    assert (config.limits.request_memory, config.limits.live_max) == (REQUEST_MEMORY, LIVE_MAX)
+
+
+def test_charges_are_told_without_the_victims() -> None:
+    in_all, victims = _Cost(1000.0, 900.0), _Cost(200.0, 100.0)
+    assert _charged(in_all.less(victims, 2.0)) == pytest.approx(600 / 700)
+    assert _charged(in_all.less(victims, 9.0)) is None
+
+
+def test_metrics_are_read_by_their_names_with_their_labels() -> None:
+    read = _parsed('# HELP a b\na 1.5\nb{kind="x y"} 2e3\n')
+    assert (read["a"], read['b{kind="x y"}'], read["c"]) == (1.5, 2000.0, 0.0)
+
+
+def test_memory_grows_with_every_limit() -> None:
+    assert gateway_memory_max(100, 10, 1) < gateway_memory_max(200, 10, 1) < gateway_memory_max(200, 20, 1)
+    assert engine_memory_max(100, 10, 1) < engine_memory_max(100, 10, 2)
+    assert core_memory_max(1000, 0, 1, 1) < core_memory_max(1000, 1000, 1, 1)
