@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from itertools import chain
 from typing import Final
 
 from aiohttp import web
@@ -40,7 +41,7 @@ def path_of(request: web.BaseRequest) -> str:
 def check(request: web.BaseRequest) -> None:
     """Raises InvalidRequest."""
     headers = request.headers
-    if sum([len(name) + len(value) for name, value in request.raw_headers]) > HEAD_LEN_MAX:
+    if sum(map(len, chain.from_iterable(request.raw_headers))) > HEAD_LEN_MAX:
         raise InvalidRequest("The request's headers are too large.")
     if request.version not in (HttpVersion10, HttpVersion11):
         raise InvalidRequest("The request's version must be HTTP/1.0 or HTTP/1.1.")

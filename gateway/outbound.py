@@ -84,7 +84,10 @@ def _for_ours(exchange: Exchange, terms: Terms) -> Headers:
         (REQUEST_TIMEOUT_HEADER, tenant.request_timeout_s or model.request_timeout_s),
     )
     for name, most_s in deadlines:
-        if (seconds := bound_s(name, exchange.request.headers.get(name), most_s)) is not None:
+        asked = exchange.request.headers.get(name)
+        if asked is None and most_s is None:  # as nearly always
+            continue
+        if (seconds := bound_s(name, asked, most_s)) is not None:
             headers += ((name.encode(), repr(seconds).removesuffix(".0").encode()),)
     return headers
 

@@ -158,7 +158,7 @@ SECONDS: Final = Histogram(
 )
 QUOTA: Final = Counter(
     "penstock_gateway_quota_decisions",
-    "Seats and tokens granted, and refused by which meter of whom.",
+    "Requests whose tokens were granted, and those refused, by which meter of whom.",
     ("decision", "meter", "scope"),
 )
 QUOTA_TOKENS: Final = Counter(
@@ -182,9 +182,7 @@ def observe_decision(decision: Decision) -> None:
     if refusal is None and decision.granted:
         QUOTA.inc("granted", "tokens", NONE)
         QUOTA_TOKENS.inc("reserved", by=decision.granted)
-    elif refusal is None:
-        QUOTA.inc("granted", "seat", NONE)
-    else:
+    elif refusal is not None:
         QUOTA.inc("refused", refusal.meter.value, refusal.scope.value)
 
 

@@ -80,11 +80,14 @@ class FairShare:
 
     def give_back(self, tenant: str, amount: int) -> None:
         """Hold `amount` fewer."""
-        if not amount:
-            return
-        left = self._held.get(tenant, 0) - amount
+        own = self._held.get(tenant, 0)
+        left = own - amount
         assert left >= 0, "more was given back than was taken"
-        self._set(tenant, left)
+        if left and own <= self._most:  # as with `take`
+            self._held[tenant] = left
+            self._counted -= amount
+        else:
+            self._set(tenant, left)
 
     def _set(self, tenant: str, held: int) -> None:
         before = self._held.pop(tenant, 0)

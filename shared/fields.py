@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 from msgspec import Raw, Struct
 
-from shared.openai import ChatRequest, CompletionRequest
+from shared.openai import ChatMessage, ChatRequest, CompletionRequest
 
 Nothing = tuple[object, ...]
 """Values of a field that ask for nothing; null is always one."""
@@ -102,7 +102,8 @@ def survey(request: Struct, fields: Mapping[str, Raw], known: frozenset[str]) ->
     if "stream_options" in fields and getattr(request, "stream_options", None) is not None:
         options = _object.decode(fields["stream_options"])
         unknown += [f"stream_options.{name}" for name in options if name != "include_usage"]
-    if getattr(request, "messages", None) is not None and not _are_plain(fields["messages"]):
+    chat: list[ChatMessage] | None = getattr(request, "messages", None)
+    if chat is not None and not _are_plain(chat, fields["messages"]):
         messages = _objects.decode(fields["messages"])
         unknown += _unknown_in_messages(messages)
         unsupported = unsupported or _unsupported_in_messages(messages)
@@ -121,13 +122,16 @@ class _PlainMessage(Struct, forbid_unknown_fields=True):
 _plain: Final = msgspec.json.Decoder(list[_PlainMessage])
 
 
-def _are_plain(messages: Raw) -> bool:
+def _are_plain(messages: list[ChatMessage], raw: Raw) -> bool:
     """Whether nothing is to be said of these messages, as of most: each has a role and a text."""
+    for message in messages:
+        if type(message.content) is not str:
+            return False
     try:
-        plain = _plain.decode(messages)
+        _plain.decode(raw)
     except msgspec.ValidationError:
         return False
-    return not any(memoryview(message.content)[0] == _ARRAY for message in plain)
+    return True
 
 
 def _unsupported(fields: Mapping[str, Raw], table: Mapping[str, Nothing]) -> Iterator[str]:

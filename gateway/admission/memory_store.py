@@ -33,7 +33,7 @@ from shared.clock import SYSTEM_CLOCK, Clock
 
 LEASE_TTL_MS: Final = 60_000
 _EMPTY: Final = Usage()
-_SEATED: Final = Decision(None, None)
+_SEATED: Final = Done(Decision(None, None))
 
 
 class _Reservation(Struct):
@@ -76,9 +76,9 @@ class MemoryStore:
         holdings = self._holdings(subjects, now_ms)
         refusal = quota.decide(holdings, seats=1, tokens=1 if needs_tokens else 0)
         if refusal is None:
-            holdings = self._charge(holdings, seats=1, tokens=0)
+            self._charge(holdings, seats=1, tokens=0)
             self._reservations[reservation] = _Reservation(tuple(subjects), 0, now_ms + LEASE_TTL_MS)
-            return Done(_SEATED)
+            return _SEATED
         return Done(Decision(refusal, quota.windows_of(holdings)))
 
     def reserve(
@@ -140,12 +140,11 @@ class MemoryStore:
         return [(subject, self._of(subject, now_ms)) for subject in subjects]
 
     def _charge(self, holdings: list[Holding], *, seats: int, tokens: int) -> list[Holding]:
-        charged = [
-            (subject, quota.charge(subject.limits, usage, seats=seats, tokens=tokens))
-            for subject, usage in holdings
-        ]
-        for subject, usage in charged:
+        charged: list[Holding] = []
+        for subject, before in holdings:
+            usage = quota.charge(subject.limits, before, seats=seats, tokens=tokens)
             self._usage[subject.scope, subject.id] = usage
+            charged.append((subject, usage))
         return charged
 
     def _expire(self, now_ms: int) -> None:
