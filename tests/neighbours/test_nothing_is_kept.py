@@ -9,6 +9,7 @@ from tests.neighbours.conftest import House
 from tests.services import gauges
 
 MIX = (
+    "heads of 440 KB without a key",
     "700,000 fields",
     "texts of digits",
     "long texts to tokenize whose callers leave",
