@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from aiohttp import web
+from aiohttp.http import RawRequestMessage
 from aiohttp.web_protocol import RequestHandler
 
 from gateway.admission.guarded_store import GuardedStore
@@ -41,7 +42,7 @@ from gateway.relay.upstream import Upstream
 from gateway.routing.replicas import Replicas
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
-from shared.errors import GatewayStopped, RouteNotFound
+from shared.errors import GatewayStopped, RouteNotFound, forget_frames
 from shared.fair_share import FairShare
 from shared.fair_threads import FairThreads
 from shared.http2.sockets import bound_transport
@@ -270,7 +271,7 @@ class _Site(web.SockSite):
 
 
 class _Protocol(RequestHandler):
-    __slots__ = ("_edge", "_head_len", "_write_buffer_len")
+    __slots__ = ("_edge", "_head_len", "_is_refused", "_write_buffer_len")
 
     def __init__(self, server: web.Server, edge: Edge, write_buffer_len: int, **options: Any) -> None:
         super().__init__(server, **options)
@@ -278,16 +279,24 @@ class _Protocol(RequestHandler):
         self._write_buffer_len = write_buffer_len
         self._head_len = 0
         """Bytes that have come of a head that is not whole yet."""
+        self._is_refused = False
 
     def data_received(self, data: bytes) -> None:
-        """aiohttp bounds a head's lines and their number, and not the head: here it is."""
-        super().data_received(data)
-        if self._waiter is None or self._waiter.done():  # a request is there
-            self._head_len = 0
+        """aiohttp bounds a head's lines and their number, and not the head: here it is. And what follows
+        something malformed is not read: aiohttp would keep each piece of it, with an error of its own."""
+        if self._is_refused:
             return
-        self._head_len += len(data)
+        super().data_received(data)
+        if self._messages:
+            self._head_len = 0
+            self._is_refused = not isinstance(self._messages[-1][0], RawRequestMessage)
+        elif self._waiter is None or self._waiter.done():  # what came was of a body
+            self._head_len = 0
+        else:
+            self._head_len += len(data)
         if self._head_len > HEAD_LEN_MAX:
-            super().data_received(b"\0")  # which no head may hold: it is refused, as any that is malformed
+            self._is_refused = True
+            super().data_received(b"\0")  # which no head may hold: it is malformed
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -309,6 +318,7 @@ class _Protocol(RequestHandler):
     ) -> web.StreamResponse:
         """What aiohttp refuses by itself: bad request lines, headers, framing. The edge lets no other
         error through."""
+        forget_frames(exc)  # the one that read it holds what it read
         if request.writer.output_size > 0 or self.transport is None:
             raise ConnectionResetError("an answer has begun, or nobody is there to have one")
         return self._edge.refuse_unparsed(type(exc).__name__)
