@@ -9,6 +9,8 @@ a step is planned before the one before it is back, so both work all the time:
     host      | plan 2, commit 1 | plan 3, commit 2 | plan 4, commit 3 |
     device    | 1                | 2                | 3                |
 
+Which sequences begin with a step is emitted before it is launched; all else after it.
+
 The host is one step behind what it plans: what that costs and why it is safe stands at the head of
 `engine.core.scheduler`. It buys nothing with a runner that computes while it is launched, as on a CPU.
 
@@ -118,7 +120,11 @@ class CoreLoop:
 
     def _launch_next(self) -> Launched | None:
         plan = self._scheduler.plan(self._clock.monotonic())
-        return None if plan is None else Launched(plan, self._runner.launch(plan))
+        if plan is None:
+            return None
+        if plan.seated:
+            self._emit()  # who begins is charged for its prompt, also when its client leaves within this step
+        return Launched(plan, self._runner.launch(plan))
 
     def _land(self, launched: Launched) -> None:
         result = launched.pending.collect()

@@ -322,10 +322,10 @@ class Scheduler:
     # -- report -----------------------------------------------------------------------------------
 
     def report(self) -> StepOutput | None:
-        """Everything since the last report: after each step, and when without one somebody ended or was
+        """Everything since the last report: after each step, and whenever a sequence began, ended or was
         paused."""
         news = self._news
-        if not (news.is_due or news.finished):
+        if not (news.is_due or news.started or news.finished):
             return None
         self._news = News()
         has_logprobs = news.logprobs.count(None) < len(news.logprobs)

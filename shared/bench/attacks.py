@@ -404,6 +404,14 @@ def _charges() -> list[Attack]:
             at_once=4,
             ends=Ends.ON_CUE,
         ),
+        Attack(
+            "left while its prompt is computed",
+            law,
+            completion(prompt=[PLAIN_ID] * 1900, max_tokens=50, stream=True),
+            count=8,
+            at_once=4,
+            ends=Ends.ON_CUE,
+        ),
         Attack("left before it answers", law, chat(n=8, max_tokens=1900), path, 4, 4, ends=Ends.ON_CUE),
         Attack(
             "a reader that does not read",

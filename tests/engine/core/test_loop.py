@@ -58,8 +58,13 @@ class ListOutbox:
         self.messages.append(message)
 
     @property
-    def steps(self) -> list[StepOutput]:
+    def outputs(self) -> list[StepOutput]:
         return [message for message in self.messages if isinstance(message, StepOutput)]
+
+    @property
+    def steps(self) -> list[StepOutput]:
+        """Those that say more than who begins."""
+        return [output for output in self.outputs if not output.started]
 
 
 class TickingRunner(FakeRunner):
@@ -85,14 +90,14 @@ class World:
     def tokens(self, handle: int) -> list[int]:
         return [
             token
-            for step in self.outbox.steps
+            for step in self.outbox.outputs
             for row, token in zip(step.handles, step.tokens, strict=True)
             if row == handle
         ]
 
     @property
     def ends(self) -> list[tuple[int, FinishReason]]:
-        return [(end.handle, end.reason) for step in self.outbox.steps for end in step.finished]
+        return [(end.handle, end.reason) for step in self.outbox.outputs for end in step.finished]
 
 
 def add(handle: int, max_tokens: int = 4) -> AddSequence:
@@ -102,13 +107,23 @@ def add(handle: int, max_tokens: int = 4) -> AddSequence:
 def test_says_ready_first_then_one_message_per_step() -> None:
     world = World([add(1)], [], [add(2)])
     world.loop.run()
-    ready, *steps = world.outbox.messages
+    ready, *_ = world.outbox.messages
     assert isinstance(ready, CoreReady)
     assert (ready.pages, ready.page_size, ready.slots) == (64, 4, 8)
-    assert [step.step for step in world.outbox.steps] == list(range(1, len(steps) + 1))
+    steps = world.outbox.steps
+    assert [step.step for step in steps] == list(range(1, len(steps) + 1))
     for handle in (1, 2):
         assert world.tokens(handle) == solo([*PROMPT, handle], greedy(4), 50).tokens
     assert world.outbox.steps[0].stats.step_s == pytest.approx(STEP_S)
+
+
+def test_who_begins_is_told_before_its_prompt_is_computed() -> None:
+    """So it is charged for its prompt also when its client leaves within that step, which may be long."""
+    world = World([add(1, max_tokens=2)], [add(2, max_tokens=1)], fails_at=2)
+    with pytest.raises(RuntimeError):
+        world.loop.run()
+    told = [(output.step, [started.handle for started in output.started]) for output in world.outbox.outputs]
+    assert told == [(0, [1]), (1, []), (1, [2])]
 
 
 def test_waits_only_when_it_has_nothing_to_do() -> None:

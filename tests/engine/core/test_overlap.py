@@ -108,7 +108,7 @@ class World:
         self.loop = CoreLoop(self.runner, self.inbox, self.outbox, config, clock, overlap=overlap)
 
     def tokens(self, handle: int) -> list[int]:
-        steps = self.outbox.steps
+        steps = self.outbox.outputs
         return [t for step in steps for h, t in zip(step.handles, step.tokens, strict=True) if h == handle]
 
 
@@ -155,7 +155,7 @@ def test_an_abort_with_a_step_in_flight_ends_at_once_and_frees_with_the_step() -
     world = World([add(1)], [], [AbortSequences([1])], [], overlap=True)
     world.loop.run()
     assert world.runner.events[-1] == ("collect", 2)
-    assert [end.reason for step in world.outbox.steps for end in step.finished] == [FinishReason.ABORTED]
+    assert [end.reason for step in world.outbox.outputs for end in step.finished] == [FinishReason.ABORTED]
     assert world.outbox.steps[-1].stats.pages_owned == 0
 
 
