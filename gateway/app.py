@@ -270,6 +270,14 @@ class _Site(web.SockSite):
         )
 
 
+CHUNK_LEN_MIN: Final = 8
+"""Bytes, on average over what comes at a time, to each line end of a chunked body."""
+CRLFS_LOOKED_AT: Final = 4096
+"""Bytes at the beginning of what comes at a time that may be of any kind."""
+_MALFORMED: Final = b"\0" * 2 * CHUNK_LEN_MIN
+"""What neither a head nor a chunk of less than its length can hold."""
+
+
 class _Protocol(RequestHandler):
     __slots__ = ("_edge", "_head_len", "_is_refused", "_write_buffer_len")
 
@@ -283,9 +291,14 @@ class _Protocol(RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         """aiohttp bounds a head's lines and their number, and not the head: here it is. And what follows
-        something malformed is not read: aiohttp would keep each piece of it, with an error of its own."""
+        something malformed is not read: aiohttp would keep each piece of it, with an error of its own. A body
+        in chunks of a few bytes is malformed, too: each chunk takes some microseconds, a packet of them would
+        hold up the loop."""
         if self._is_refused:
             return
+        if data.count(b"\r\n", CRLFS_LOOKED_AT) * CHUNK_LEN_MIN > len(data) and self._is_chunked(data):
+            self._is_refused = True
+            data = _MALFORMED
         super().data_received(data)
         if self._messages:
             self._head_len = 0
@@ -296,7 +309,11 @@ class _Protocol(RequestHandler):
             self._head_len += len(data)
         if self._head_len > HEAD_LEN_MAX:
             self._is_refused = True
-            super().data_received(b"\0")  # which no head may hold: it is malformed
+            super().data_received(_MALFORMED)
+
+    def _is_chunked(self, data: bytes) -> bool:
+        request = self._current_request
+        return b"hunked" in data if request is None else "transfer-encoding" in request.headers
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)

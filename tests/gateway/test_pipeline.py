@@ -18,7 +18,7 @@ from gateway.identity.keys import hash_key
 from shared.errors import EngineFailed
 from shared.openai import ChatMessage, ChatRequest
 from shared.sse import Closing, closing_comment, error_event
-from tests.gateway.conftest import KEY, OTHER_KEY, PATIENCE_S, House, Open, until
+from tests.gateway.conftest import CHAT, KEY, OTHER_KEY, PATIENCE_S, House, Open, until
 from tests.gateway.fake_engine import (
     CUT,
     HEADERS,
@@ -652,6 +652,25 @@ async def test_a_name_that_chat_answers_is_a_model_by_itself(open_house: Open) -
         assert (await answer.json())["id"] == "made-up"
     async with house.get("/v1/models") as answer:
         assert [model["id"] for model in (await answer.json())["data"]] == ["tiny"]
+
+
+@pytest.mark.parametrize(("chunk_len", "status"), [(1, 400), (64, 400), (2048, 200)])
+async def test_a_body_in_chunks_of_a_few_bytes_is_refused(house: House, chunk_len: int, status: int) -> None:
+    """Each costs as much as a large one. The long prompt of the second is what is refused there."""
+    text = "x" * (20_000 if chunk_len < 2048 else 2_000)
+    body = msgspec.json.encode({**CHAT, "messages": [{"role": "user", "content": text}]})
+    pieces = [body[i : i + chunk_len] for i in range(0, len(body), chunk_len)]
+    framed = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", house.gateway.port)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+    writer.write(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+    await writer.drain()
+    writer.write(framed)
+    answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
+    assert answer.split(b" ", 2)[1] == b"%d" % status
+    writer.close()
+    line = await house.line()
+    assert (line.get("error_code") == "context_length_exceeded") == (chunk_len == 64)
 
 
 async def test_probes_are_open(house: House) -> None:
