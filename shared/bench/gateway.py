@@ -53,7 +53,7 @@ UNARY_CONNECTIONS = 8
 UNARY_TOKENS = 16
 OUTSIDE_TOKENS = 200
 """Of a stream at a gateway that runs elsewhere, before an engine whose context is not ours to choose."""
-PAIRS = 9
+PAIRS = 15
 BEFORE_TARGET = at_most(1.03)
 ROWS = ("events", "unary", "ttfb", "overload", "many", "stalled")
 
