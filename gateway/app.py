@@ -320,6 +320,10 @@ class _Protocol(RequestHandler):
         assert self.transport is not None  # uvloop's is no subclass of asyncio's
         bound_transport(self.transport, self._write_buffer_len)
 
+    def connection_lost(self, exc: BaseException | None) -> None:
+        forget_frames(exc)  # of the write that failed, which aiohttp keeps with the request that wrote
+        super().connection_lost(exc)
+
     def resume_reading(self, resume_parser: bool = True) -> None:
         """A body's reader has room, as it says after every read. Without a pause there is nothing to resume;
         aiohttp would run its parser once more over nothing."""

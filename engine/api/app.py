@@ -21,7 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestHandler
 
 from shared import logs
-from shared.errors import ApiError, BodyTimeout, BodyTooLarge, InternalError, InvalidRequest
+from shared.errors import ApiError, BodyTimeout, BodyTooLarge, InternalError, InvalidRequest, forget_frames
 from shared.http import ClientGone, Request, Responder
 from shared.http2.server import Http2Server
 from shared.http2.sniff import SniffingProtocol
@@ -146,6 +146,10 @@ class _Protocol(RequestHandler):
     """Answers what aiohttp refuses by itself (bad request lines, headers, framing) as we answer."""
 
     __slots__ = ()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        forget_frames(exc)  # of the write that failed, which aiohttp keeps with the request that wrote
+        super().connection_lost(exc)
 
     def handle_error(
         self,
