@@ -129,7 +129,7 @@ def theirs(directory: Path) -> Any:
     """None where transformers cannot load it."""
     import transformers
 
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # the library has no type for it
+    transformers.logging.set_verbosity_error()
     try:
         return transformers.AutoTokenizer.from_pretrained(directory)
     except Exception:  # any: the oracle has no answer
