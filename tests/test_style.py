@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,27 @@ def test_the_tools_find_nothing(argv: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", *argv]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _untyped_modules() -> list[str]:
+    """The modules that pyproject.toml exempts from types because they contain Triton kernels."""
+    overrides = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["overrides"]
+    return [
+        name for override in overrides if "disallow_untyped_defs" in override for name in override["module"]
+    ]
+
+
+@pytest.mark.parametrize("module", _untyped_modules())
+def test_only_triton_kernels_go_without_types(module: str) -> None:
+    untyped = [
+        node
+        for node in ast.walk(ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text()))
+        if isinstance(node, ast.FunctionDef) and node.returns is None
+    ]
+    assert untyped, f"{module} has no kernel: it needs no exemption"
+    for node in untyped:
+        decorators = [ast.unparse(decorator).partition("(")[0] for decorator in node.decorator_list]
+        assert decorators == ["triton.jit"], f"{module}: {node.name}"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

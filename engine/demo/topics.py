@@ -237,7 +237,7 @@ def sums(draw: Draw) -> Exchange:
 def _large_sum(draw: Draw) -> Exchange:
     """A sum beyond what the model has learned: large numbers, divisions, more than two numbers."""
     kind = draw.rng.randrange(5)
-    frames = ADDITION + SUBTRACTION + MULTIPLICATION
+    frames: Sequence[str] = ADDITION + SUBTRACTION + MULTIPLICATION
     if kind == 0:
         a, b, frames = draw.rng.randint(PRODUCT_MAX + 1, 20), draw.rng.randint(2, 20), MULTIPLICATION
     elif kind == 1:

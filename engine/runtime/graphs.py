@@ -188,7 +188,7 @@ class CudaGraphDevice:
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
         """`stream`: to capture on; None: one of its own."""
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream() if stream is None else stream  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream() if stream is None else stream
 
     def warm_up(self, run: Callable[[], object]) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -64,7 +64,7 @@ class Arrival:
     def on(device: torch.device) -> Arrival:
         if device.type != "cuda":
             return Arrival(None)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()
         event.record()
         return Arrival(event)
 

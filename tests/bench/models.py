@@ -88,9 +88,12 @@ def _weights(shape: Shape) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
 
     def normal(rows: int, columns: int) -> Tensor:
-        return (torch.randn(rows, columns, generator=generator) * columns**-0.5).bfloat16()
+        scale: float = columns**-0.5
+        return (torch.randn(rows, columns, generator=generator) * scale).bfloat16()
 
-    ones = lambda length: torch.ones(length, dtype=torch.bfloat16)  # noqa: E731
+    def ones(length: int) -> Tensor:
+        return torch.ones(length, dtype=torch.bfloat16)
+
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     embedding = normal(shape.vocab, shape.hidden)
     embedding[: len(_byte_tokens()) + 1] = 0.0  # a logit of nought is never the largest

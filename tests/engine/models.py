@@ -91,7 +91,8 @@ def make_tiny_model(
 def reference_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    return model.eval()
 
 
 @torch.inference_mode()

@@ -10,13 +10,14 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
 from engine.core.config import SchedulerConfig
-from engine.core.messages import AddSequence, FinishReason, SamplingParams, TokenLogprobs
+from engine.core.messages import AddSequence, FinishReason, SamplingParams, StepOutput, TokenLogprobs
 from engine.core.scheduler import Scheduler
 from engine.core.swap import Preference
 from engine.runtime.config import RunnerConfig
@@ -30,6 +31,10 @@ SLOTS = 6
 STEP_TOKENS_MAX = 40
 PAGE_SIZE = 16
 TOLERANCE = 1e-4
+
+Model = tuple[Path, Any]
+"""Where it lies, and the same in transformers."""
+Prompts = list[list[int]]
 
 
 class Engine:
@@ -70,6 +75,7 @@ class Engine:
         # the scheduler sees fewer pages than there are
         info = msgspec.structs.replace(runner.info, pages=pages or runner.info.pages, host_pages=host_pages)
         runner.info = info
+        assert isinstance(runner, ModelRunner)
         return runner
 
     def run(self, prompts: dict[int, list[int]], sampling: SamplingParams) -> None:
@@ -81,7 +87,8 @@ class Engine:
             self.scheduler.check()
             self._poison()
             self.replaced += len(plan.replaced)
-            self._take(self.scheduler.report())
+            if (output := self.scheduler.report()) is not None:
+                self._take(output)
 
     @torch.inference_mode()
     def _poison(self) -> None:
@@ -92,11 +99,11 @@ class Engine:
         for layer in (*host.keys, *host.values):
             layer[room.swapper.host._free] = torch.nan
 
-    def _take(self, output) -> None:
+    def _take(self, output: StepOutput) -> None:
         for i, handle in enumerate(output.handles):
             self.tokens[handle].append(output.tokens[i])
-            if output.logprobs:
-                self.logprobs[handle].append(output.logprobs[i])
+            if output.logprobs and (entry := output.logprobs[i]) is not None:
+                self.logprobs[handle].append(entry)
         for handle, entries in output.prompt_logprobs:
             self.prompt_logprobs[handle] += entries
         for started in output.started:
@@ -107,18 +114,18 @@ class Engine:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def model(request, tmp_path_factory):
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     path = make_tiny_model(request.param, tmp_path_factory.mktemp("model"))
     return path, reference_model(path)
 
 
 @pytest.fixture(scope="module")
-def prompts():
+def prompts() -> Prompts:
     rng = random.Random(7)
     return [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in PROMPT_LENS]
 
 
-def assert_greedy(oracle, prompt, tokens, logprobs):
+def assert_greedy(oracle: Any, prompt: list[int], tokens: list[int], logprobs: list[TokenLogprobs]) -> None:
     """Every token is the oracle's first choice, with the oracle's log-probability."""
     assert len(tokens) == OUTPUT_LEN
     expected = reference_logprobs(oracle, [*prompt, *tokens])[len(prompt) - 1 : -1]
@@ -130,11 +137,13 @@ def assert_greedy(oracle, prompt, tokens, logprobs):
         assert entry.top_logprobs == pytest.approx(row.topk(3).values.tolist(), abs=TOLERANCE)
 
 
-def greedy(**fields):
-    return SamplingParams(seed=1, max_tokens=OUTPUT_LEN, temperature=0.0, logprobs=3, **fields)
+def greedy(prompt_logprobs: int | None = None) -> SamplingParams:
+    return SamplingParams(
+        seed=1, max_tokens=OUTPUT_LEN, temperature=0.0, logprobs=3, prompt_logprobs=prompt_logprobs
+    )
 
 
-def test_tokens_equal_transformers_cold_and_warm(model, prompts):
+def test_tokens_equal_transformers_cold_and_warm(model: Model, prompts: Prompts) -> None:
     path, oracle = model
     engine = Engine(path)
     cold = dict(enumerate(prompts))
@@ -151,7 +160,7 @@ def test_tokens_equal_transformers_cold_and_warm(model, prompts):
     assert engine.preemptions == 0
 
 
-def test_tokens_equal_transformers_under_preemption(model, prompts):
+def test_tokens_equal_transformers_under_preemption(model: Model, prompts: Prompts) -> None:
     path, oracle = model
     engine = Engine(path, pages=24)  # one long sequence takes 16; all together would take 78
     engine.run(dict(enumerate(prompts)), greedy())
@@ -161,7 +170,7 @@ def test_tokens_equal_transformers_under_preemption(model, prompts):
 
 
 @pytest.mark.parametrize("host_pages", [40, 5], ids=["all are swapped", "some have no room"])
-def test_tokens_equal_transformers_when_swapped(model, prompts, host_pages):
+def test_tokens_equal_transformers_when_swapped(model: Model, prompts: Prompts, host_pages: int) -> None:
     path, oracle = model
     engine = Engine(path, pages=24, host_pages=host_pages)
     engine.run(dict(enumerate(prompts)), greedy())
@@ -172,7 +181,7 @@ def test_tokens_equal_transformers_when_swapped(model, prompts, host_pages):
         assert_greedy(oracle, prompt, engine.tokens[handle], engine.logprobs[handle])
 
 
-def test_doubles_are_merged_and_nobody_notices(model, prompts):
+def test_doubles_are_merged_and_nobody_notices(model: Model, prompts: Prompts) -> None:
     """Two of the same prompt put out the same, into pages of their own until these are full."""
     path, oracle = model
     engine = Engine(path)
@@ -185,7 +194,7 @@ def test_doubles_are_merged_and_nobody_notices(model, prompts):
     )
 
 
-def test_prompt_logprobs_equal_transformers_under_preemption(model, prompts):
+def test_prompt_logprobs_equal_transformers_under_preemption(model: Model, prompts: Prompts) -> None:
     path, oracle = model
     engine = Engine(path, pages=24)
     engine.run(dict(enumerate(prompts)), greedy(prompt_logprobs=2))
@@ -198,7 +207,7 @@ def test_prompt_logprobs_equal_transformers_under_preemption(model, prompts):
         assert found == pytest.approx(expected[:, 0].tolist(), abs=TOLERANCE)
 
 
-def test_a_seeded_draw_does_not_depend_on_company(model, prompts):
+def test_a_seeded_draw_does_not_depend_on_company(model: Model, prompts: Prompts) -> None:
     """Law 3 for random tokens: alone, in company, on a warm cache and preempted."""
     path, _ = model
     sampling = SamplingParams(seed=11, max_tokens=OUTPUT_LEN, temperature=0.8, top_p=0.95, top_k=50)

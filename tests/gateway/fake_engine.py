@@ -161,9 +161,10 @@ class FakeEngine:
             case "/v1/models":
                 model = {"id": "tiny", "object": "model", "created": 7, "max_model_len": self.max_model_len}
                 await responder.send(200, {}, msgspec.json.encode({"object": "list", "data": [model]}))
-            case "/penstock/tokenizer" if self.bundle is None:
-                await responder.send(404, {}, b"")
             case "/penstock/tokenizer":
+                if self.bundle is None:
+                    await responder.send(404, {}, b"")
+                    return
                 headers = {TOKENIZER_HEADER: self.bundle.hash}
                 await responder.send(200, headers, msgspec.json.encode(self.bundle))
             case _:

@@ -49,8 +49,8 @@ async def chat(body: Message, receive: Receive, send: Send) -> None:
         status, message = REFUSALS[prompt]
         await answer(send, status, {"object": "error", "message": message, "code": status})
     elif not body.get("stream"):
-        message = {"role": "assistant", "content": "".join(WORDS)}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        said = {"role": "assistant", "content": "".join(WORDS)}
+        choice = {"index": 0, "message": said, "finish_reason": "stop"}
         await answer(send, 200, {"id": "x", "model": MODEL, "choices": [choice], "usage": USAGE})
     else:
         await begin(send, 200, b"text/event-stream")
@@ -58,7 +58,9 @@ async def chat(body: Message, receive: Receive, send: Send) -> None:
 
 
 async def stream(body: Message, prompt: str, send: Send) -> None:
-    events = [{"choices": [{"index": 0, "delta": {"content": word}}], "usage": None} for word in WORDS]
+    events: list[Message] = [
+        {"choices": [{"index": 0, "delta": {"content": word}}], "usage": None} for word in WORDS
+    ]
     if (body.get("stream_options") or {}).get("include_usage") and prompt != "mute":
         events.append({"choices": [], "usage": USAGE})
     end = b"\r\n\r\n" if prompt == "crlf" else b"\n\n"

@@ -110,7 +110,9 @@ def test_those_of_a_class_win_over_the_models_and_give_way_to_the_tenants(tmp_pa
 
 def test_so_do_the_deadlines_that_the_engine_keeps(tmp_path: Path) -> None:
     config = load(write(tmp_path / "gateway.toml", FULL), {})
-    for tier, own, queue_s in (("flex", None, 3600), ("flex", 5, 5), ("priority", None, None)):
+    cases: list[tuple[Tier, float | None, float | None]]
+    cases = [("flex", None, 3600), ("flex", 5, 5), ("priority", None, None)]
+    for tier, own, queue_s in cases:
         tenant = tenant_of(config, tier, queue_timeout_s=own, request_timeout_s=9)
         assert (tenant.queue_timeout_s, tenant.request_timeout_s) == (queue_s, 9)
 

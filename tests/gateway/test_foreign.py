@@ -7,7 +7,7 @@ import io
 import json
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -192,6 +192,9 @@ class Chunks:
 
     async def read(self) -> bytes:
         return self._chunks.pop(0) if self._chunks else b""
+
+    async def pass_on(self, accept: Callable[[bytes], bool]) -> bool:
+        raise AssertionError("a `ForeignStream` has to see every chunk")
 
 
 async def whole(stream: ForeignStream) -> bytes:

@@ -631,7 +631,9 @@ async def test_a_crowd_is_not_sent_from_door_to_door(open_house: Open, code: str
 
 async def test_all_that_the_engine_says_of_its_time_is_in_the_line(house: House) -> None:
     times = {"queue_ms": 1.0, "prefill_ms": 2.0, "decode_ms": 3.0, "preempted_ms": 4.0, "stalled_ms": 5.0}
-    end = Closing(end_reason="length", prompt_tokens=10, completion_tokens=3, preemptions=6, **times)
+    end = msgspec.structs.replace(
+        Closing(end_reason="length", prompt_tokens=10, completion_tokens=3, preemptions=6), **times
+    )
     house.engine.script = unary(end=end)
     async with house.chat() as answer:
         assert answer.status == 200

@@ -25,6 +25,8 @@ from gateway.admission.quota import (
     Settlement,
     Subject,
     Usage,
+    Window,
+    Windows,
     charged,
     drained,
     fits,
@@ -40,6 +42,11 @@ LIMITS: Final = st.integers(1, 10**9)
 
 def subject(id_: str = "k", scope: Scope = Scope.KEY, **limits: int | None) -> Subject:
     return Subject(scope, id_, QuotaLimits(**limits))
+
+
+def remaining(window: Window | None) -> int:
+    assert window is not None
+    return window.remaining
 
 
 def rid(name: object) -> ReservationId:
@@ -139,13 +146,15 @@ async def test_requests_come_back_as_time_passes(clock_and_store: Both) -> None:
 async def test_tokens_are_reserved_and_the_rest_refunded(clock_and_store: Both) -> None:
     _, store = clock_and_store
     who = [subject(tokens_per_min=1000)]
-    assert (await take(store, rid(1), who, 900)).windows.tokens.remaining == 100  # type: ignore[union-attr]
+    windows = (await take(store, rid(1), who, 900)).windows
+    assert windows is not None
+    assert remaining(windows.tokens) == 100
     refusal = (await take(store, rid(2), who, 200)).refusal
     assert refusal is not None
     assert refusal.meter is Meter.TOKENS
     assert refusal.retry_after_ms == 6_000
     assert await store.settle(rid(1), 100) == Settlement(900, 100)
-    assert (await store.windows(who)).tokens.remaining == 900  # type: ignore[union-attr]
+    assert remaining((await store.windows(who)).tokens) == 900
     assert (await take(store, rid(3), who, 900)).refusal is None
 
 
@@ -171,8 +180,8 @@ async def test_what_can_never_fit_is_told_no_time(clock_and_store: Both) -> None
 
 async def test_a_limit_of_nothing_lets_nothing_through(clock_and_store: Both) -> None:
     _, store = clock_and_store
-    for name in ("requests_per_min", "concurrent"):
-        assert (await take(store, rid(name), [subject(**{name: 0})], 0)).refusal is not None
+    for name, limits in (("requests", QuotaLimits(requests_per_min=0)), ("seats", QuotaLimits(concurrent=0))):
+        assert (await take(store, rid(name), [Subject(Scope.KEY, "k", limits)], 0)).refusal is not None
     assert (await take(store, rid(1), [subject(token_budget=0)], 1)).refusal is not None
 
 
@@ -182,10 +191,12 @@ async def test_all_subjects_or_none(clock_and_store: Both) -> None:
     refusal = (await take(store, rid(1), [key, tenant], 500)).refusal
     assert refusal is not None
     assert refusal.scope is Scope.TENANT
-    assert (await store.windows([key])).tokens.remaining == 1000  # type: ignore[union-attr]
+    assert remaining((await store.windows([key])).tokens) == 1000
     decision = await take(store, rid(2), [key, tenant], 80)
-    assert decision.windows.tokens.limit == 100  # type: ignore[union-attr]
-    assert decision.windows.tokens.remaining == 20  # type: ignore[union-attr]
+    assert decision.windows is not None
+    tokens = decision.windows.tokens
+    assert tokens is not None
+    assert (tokens.limit, tokens.remaining) == (100, 20)
 
 
 async def test_the_refusal_that_lasts_longest_is_told(clock_and_store: Both) -> None:
@@ -253,8 +264,7 @@ async def test_without_limits_nothing_is_shown_or_kept(clock_and_store: Both) ->
     _, store = clock_and_store
     decision = await take(store, rid(1), [subject()], 10**9)
     assert decision.refusal is None
-    assert decision.windows.requests is None
-    assert decision.windows.tokens is None
+    assert decision.windows == Windows()
 
 
 async def test_a_seat_is_taken_before_any_token(clock_and_store: Both) -> None:
@@ -263,8 +273,8 @@ async def test_a_seat_is_taken_before_any_token(clock_and_store: Both) -> None:
     decision = await store.enter(rid(1), who, needs_tokens=True)
     assert decision.refusal is None
     windows = await store.windows(who)
-    assert windows.requests.remaining == 1  # type: ignore[union-attr]
-    assert windows.tokens.remaining == 100  # type: ignore[union-attr]
+    assert remaining(windows.requests) == 1
+    assert remaining(windows.tokens) == 100
     refusal = (await store.enter(rid(2), who, needs_tokens=False)).refusal
     assert refusal == Refusal(Meter.CONCURRENCY, Scope.KEY, 1, BUSY_RETRY_MS)
     await store.settle(rid(1), 0)
@@ -275,12 +285,12 @@ async def test_a_seat_is_taken_before_any_token(clock_and_store: Both) -> None:
     assert refusal.meter is Meter.REQUESTS, "ended requests stay counted"
 
 
-@pytest.mark.parametrize("limits", [{"tokens_per_min": 0}, {"token_budget": 0}])
+@pytest.mark.parametrize("limits", [QuotaLimits(tokens_per_min=0), QuotaLimits(token_budget=0)])
 async def test_who_cannot_pay_for_a_token_gets_no_seat_for_some(
-    clock_and_store: Both, limits: dict[str, int]
+    clock_and_store: Both, limits: QuotaLimits
 ) -> None:
     _, store = clock_and_store
-    who = [subject(**limits)]
+    who = [Subject(Scope.KEY, "k", limits)]
     assert (await store.enter(rid(1), who, needs_tokens=True)).refusal is not None
     assert (await store.enter(rid(2), who, needs_tokens=False)).refusal is None
 

@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator
 import openai
 import pytest
 from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionMessageParam
 
 from tests.gateway.conftest import KEY, House, Open
 from tests.gateway.fake_engine import CUT, Script, chunk, refusal, stream, unary
 
-MESSAGES = [{"role": "user", "content": "hi"}]
+MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture
@@ -24,20 +25,20 @@ async def sdk(house: House) -> AsyncIterator[AsyncOpenAI]:
 
 async def test_chat(house: House, sdk: AsyncOpenAI) -> None:
     house.engine.script = unary("hello")
-    answer = await sdk.chat.completions.create(model="tiny", messages=MESSAGES)  # type: ignore[arg-type]
+    answer = await sdk.chat.completions.create(model="tiny", messages=MESSAGES)
     assert answer.choices[0].message.content == "hello"
     assert answer._request_id == (await house.line())["request_id"]
 
 
 async def test_stream(house: House, sdk: AsyncOpenAI) -> None:
     house.engine.script = stream(chunk("a"), chunk("b"))
-    events = await sdk.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)  # type: ignore[call-overload]
+    events = await sdk.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
     assert [event.choices[0].delta.content async for event in events] == ["a", "b"]
 
 
 async def test_a_stream_that_breaks_raises(house: House, sdk: AsyncOpenAI) -> None:
     house.engine.script = Script([chunk("a"), CUT])
-    events = await sdk.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)  # type: ignore[call-overload]
+    events = await sdk.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
     with pytest.raises(openai.APIError, match="broke off"):
         [event async for event in events]
 
@@ -64,7 +65,7 @@ async def test_the_engines_errors(
 ) -> None:
     house.engine.script = script
     with pytest.raises(raises) as caught:
-        await sdk.chat.completions.create(model="tiny", messages=MESSAGES)  # type: ignore[arg-type]
+        await sdk.chat.completions.create(model="tiny", messages=MESSAGES)
     assert caught.value.request_id
     assert caught.value.code
 
@@ -72,11 +73,11 @@ async def test_the_engines_errors(
 async def test_the_gateways_errors(house: House, sdk: AsyncOpenAI) -> None:
     create = sdk.chat.completions.create
     with pytest.raises(openai.AuthenticationError):
-        await sdk.with_options(api_key="wrong").chat.completions.create(model="tiny", messages=MESSAGES)  # type: ignore[arg-type]
+        await sdk.with_options(api_key="wrong").chat.completions.create(model="tiny", messages=MESSAGES)
     with pytest.raises(openai.NotFoundError):
-        await create(model="nope", messages=MESSAGES)  # type: ignore[arg-type]
+        await create(model="nope", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError) as caught:
-        await create(model="tiny", messages=MESSAGES, temperature=3)  # type: ignore[arg-type]
+        await create(model="tiny", messages=MESSAGES, temperature=3)
     assert caught.value.param == "temperature"
 
 
@@ -85,10 +86,10 @@ async def test_a_quota_is_a_rate_limit_error(open_house: Open) -> None:
     house = await open_house(tenants=[{"id": "acme", "limits": limits}, {"id": "other"}])
     house.engine.script = unary("hello")
     async with AsyncOpenAI(base_url=f"{house.url}/v1", api_key=KEY, max_retries=0) as sdk:
-        raw = await sdk.chat.completions.with_raw_response.create(model="tiny", messages=MESSAGES)  # type: ignore[arg-type]
+        raw = await sdk.chat.completions.with_raw_response.create(model="tiny", messages=MESSAGES)
         assert raw.headers["x-ratelimit-remaining-requests"] == "0"
         with pytest.raises(openai.RateLimitError) as caught:
-            await sdk.chat.completions.create(model="tiny", messages=MESSAGES)  # type: ignore[arg-type]
+            await sdk.chat.completions.create(model="tiny", messages=MESSAGES)
     assert caught.value.code == "rate_limit_exceeded"
     assert int(caught.value.response.headers["retry-after-ms"]) <= 60_000
     assert caught.value.response.headers["x-should-retry"] == "true"
@@ -98,6 +99,6 @@ async def test_a_budget_that_is_spent_is_not_retried(open_house: Open) -> None:
     house = await open_house(tenants=[{"id": "acme", "limits": {"token_budget": 3}}, {"id": "other"}])
     async with AsyncOpenAI(base_url=f"{house.url}/v1", api_key=KEY, max_retries=5) as sdk:
         with pytest.raises(openai.RateLimitError) as caught:
-            await sdk.chat.completions.create(model="tiny", messages=MESSAGES)  # type: ignore[arg-type]
+            await sdk.chat.completions.create(model="tiny", messages=MESSAGES)
     assert caught.value.code == "insufficient_quota"
     assert len(await house.lines(1)) == 1

@@ -15,7 +15,7 @@ import pytest
 from gateway.relay.watch import Watch
 from shared.errors import ApiError, FirstTokenTimeout, InterTokenTimeout, RequestAborted, TotalTimeout
 from tests.gateway.conftest import PATIENCE_S, House, Open, until
-from tests.gateway.fake_engine import HEADERS, Script, chunk, stream
+from tests.gateway.fake_engine import HEADERS, Script, Step, chunk, stream
 from tests.gateway.test_disconnect import RawClient, body
 
 SOON_S = 0.05
@@ -29,10 +29,11 @@ LEVELS: dict[str, Set] = {
 }
 
 
-@pytest.fixture(params=LEVELS.values(), ids=LEVELS.keys())
+@pytest.fixture(params=list(LEVELS.values()), ids=list(LEVELS))
 def level(request: pytest.FixtureRequest) -> Set:
     """Where a timeout is set: every test of one runs at every level."""
-    return request.param  # type: ignore[no-any-return]
+    level: Set = request.param
+    return level
 
 
 async def ended(house: House, reason: str, status: int) -> None:
@@ -48,7 +49,7 @@ async def ended(house: House, reason: str, status: int) -> None:
 async def test_first_token(open_house: Open, level: Set, head_is_sent: bool) -> None:
     """Whether the engine's headers came or not: a head is no token."""
     never = asyncio.Event()
-    steps = [HEADERS, never] if head_is_sent else [never, HEADERS]
+    steps: list[Step] = [HEADERS, never] if head_is_sent else [never, HEADERS]
     house = await open_house(**level(first_token_s=SOON_S))
     house.engine.script = Script(steps)
     async with house.chat(stream=True) as answer:

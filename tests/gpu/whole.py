@@ -171,7 +171,7 @@ class Mark(Protocol):
 
 
 def cuda_mark() -> Mark:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(enable_timing=True)
 
 
 @dataclass

@@ -22,8 +22,9 @@ def main(seed: int, request_id: str | None) -> None:
     print(replace(setting, histories=()))  # noqa: T201 -- a command
     with tempfile.TemporaryDirectory() as directory:
         remains = run_world(setting, write_model_dir(Path(directory)))
-    for one in (*setting.histories, *remains.gateway_lines, *remains.engine_lines):
-        name = one["request_id"] if isinstance(one, dict) else one.request_id
+    told: list[tuple[str, object]] = [(history.request_id, history) for history in setting.histories]
+    told += [(line["request_id"], line) for line in (*remains.gateway_lines, *remains.engine_lines)]
+    for name, one in told:
         if request_id in (None, name):
             print(one)  # noqa: T201
     for name, count in sorted(check(remains).items()):

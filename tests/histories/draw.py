@@ -11,6 +11,8 @@ import msgspec
 
 from gateway.identity.keys import hash_key
 
+Json = dict[str, Any]
+
 MODEL: Final = "tiny"
 TENANTS: Final = ("free", "budget", "rate", "seats")
 BUDGET: Final = 4_000
@@ -20,10 +22,13 @@ WORDS: Final = (
     *("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "pack", "my", "box", "with", "five"),
     *("dozen", "liquor", "jugs", "héllo", "日本"),
 )
-UNANSWERABLE: Final = ({"model": "none"}, {"n": 0}, {"max_tokens": 5_000}, {"messages": [], "prompt": []})
+UNANSWERABLE: Final[tuple[Json, ...]] = (
+    {"model": "none"},
+    {"n": 0},
+    {"max_tokens": 5_000},
+    {"messages": [], "prompt": []},
+)
 """Fields of requests that are refused."""
-
-Json = dict[str, Any]
 
 
 class End(StrEnum):

@@ -16,7 +16,8 @@ import selectors
 import socket
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final
+from concurrent.futures import Executor
+from typing import Any, Final, TypeVar, TypeVarTuple, Unpack
 
 KERNEL_LEN: Final = 2048
 """Bytes that the kernel holds for a reader who does not read: few, so that small answers fill it."""
@@ -25,6 +26,8 @@ READ_LENS: Final = (64 * 1024, 64 * 1024, 1448, 100)
 LATENCIES_S: Final = (0.0, 0.0, 0.0005, 0.01)
 """One way, by connection."""
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 ProtocolFactory = Callable[[], asyncio.BaseProtocol]
 
 
@@ -58,21 +61,23 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def _write_to_self(self) -> None:
         """Nobody sleeps who could be woken."""
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        done = self.create_future()
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
+    ) -> asyncio.Future[T]:
+        done: asyncio.Future[T] = self.create_future()
         try:
             done.set_result(func(*args))
         except Exception as error:
             done.set_exception(error)
         return done
 
-    async def create_server(
+    async def create_server(  # type: ignore[override]  # only what our servers call it with
         self, protocol_factory: ProtocolFactory, *, sock: socket.socket, **_: Any
-    ) -> Listener:  # type: ignore[override]
+    ) -> Listener:
         """`sock` is bound, and so has a port that is nobody else's. It is not listened on."""
         return self.network.listen(sock, protocol_factory)
 
-    async def create_connection(
+    async def create_connection(  # type: ignore[override]  # only what our clients call it with
         self,
         protocol_factory: ProtocolFactory,
         host: str | None = None,
@@ -80,7 +85,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         *,
         sock: Address | None = None,
         **_: Any,
-    ) -> tuple[Transport, asyncio.BaseProtocol]:  # type: ignore[override]
+    ) -> tuple[Transport, asyncio.BaseProtocol]:
         """`sock` is what `start_connection` returned, for aiohttp's client."""
         port = port if sock is None else sock.port
         assert port is not None
@@ -188,9 +193,10 @@ class Transport(asyncio.Transport):
     # -- asyncio.Transport ------------------------------------------------------------------------
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        self._protocol = protocol  # type: ignore[assignment]  # none here is buffered
+        assert isinstance(protocol, asyncio.Protocol), "none here is buffered"
+        self._protocol = protocol
 
-    def get_protocol(self) -> asyncio.BaseProtocol:
+    def get_protocol(self) -> asyncio.Protocol:
         assert self._protocol is not None
         return self._protocol
 
@@ -225,7 +231,7 @@ class Transport(asyncio.Transport):
         self.carry()
         if not self._is_paused and self.get_write_buffer_size() > self._high_len:
             self._is_paused = True
-            self.get_protocol().pause_writing()  # type: ignore[attr-defined]
+            self.get_protocol().pause_writing()
 
     def writelines(self, list_of_data: Any) -> None:
         self.write(b"".join(list_of_data))
@@ -265,7 +271,7 @@ class Transport(asyncio.Transport):
             return
         if self._sent and peer._reads:
             protocol = peer.get_protocol()
-            protocol.data_received(self._take())  # type: ignore[attr-defined]
+            protocol.data_received(self._take())
             self._resume()
         if self._closing and not self._sent:
             self._end()
@@ -287,12 +293,12 @@ class Transport(asyncio.Transport):
     def _resume(self) -> None:
         if self._is_paused and not self._lost and self.get_write_buffer_size() <= self._low_len:
             self._is_paused = False
-            self.get_protocol().resume_writing()  # type: ignore[attr-defined]
+            self.get_protocol().resume_writing()
 
     def _end(self) -> None:
         """All was sent, and this end is closed."""
         peer = self.peer
-        if not peer._lost and not peer.get_protocol().eof_received():  # type: ignore[attr-defined]
+        if not peer._lost and not peer.get_protocol().eof_received():
             peer.close()
         self.lose(None)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
-import aiohttp.connector
+import aiohappyeyeballs
 import msgspec
 
 import engine.api.exchange
@@ -171,7 +171,7 @@ def _in_virtual_time(loop: VirtualLoop) -> Iterator[None]:
         for target, name, new in (
             (shared.clock._SystemClock, "monotonic", staticmethod(loop.time)),
             (shared.fair_threads, "ThreadPoolExecutor", LoopPool),
-            (aiohttp.connector.aiohappyeyeballs, "start_connection", start_connection),
+            (aiohappyeyeballs, "start_connection", start_connection),
             (engine.api.server, "_in_daemon_thread", inline),
             (engine.api.server, "load_model", lru_cache(load_model)),
             (gateway.admission.tokens, "_warm", _tokenizer),

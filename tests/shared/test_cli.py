@@ -279,8 +279,8 @@ def test_up_takes_the_model_from_the_environment(monkeypatch: pytest.MonkeyPatch
 
 def certificate(directory: Path, *names: str, expired: bool = False) -> tuple[str, str]:
     """Paths of a certificate of a private authority, and of its key."""
-    valid = {"not_after": datetime(2020, 1, 1, tzinfo=UTC)} if expired else {}
-    issued = trustme.CA().issue_cert(*names, **valid)
+    not_after = datetime(2020, 1, 1, tzinfo=UTC) if expired else None
+    issued = trustme.CA().issue_cert(*names, not_after=not_after)
     cert, key = directory / "cert.pem", directory / "key.pem"
     cert.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
     issued.private_key_pem.write_to_path(key)

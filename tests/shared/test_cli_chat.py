@@ -253,7 +253,9 @@ class Keyboard(io.StringIO):
 def test_ctrl_d_leaves_a_line_of_its_own_to_the_shell(
     url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    typed = iter(["Hi", KeyboardInterrupt, "caf\udce9", "More", EOFError])
+    typed: Iterator[str | type[BaseException]] = iter(
+        ["Hi", KeyboardInterrupt, "caf\udce9", "More", EOFError]
+    )
 
     def read(prompt: str) -> str:
         sys.stdout.write(prompt)

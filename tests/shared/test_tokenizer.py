@@ -179,7 +179,7 @@ def test_chats_render_and_encode_as_transformers_does(name: str, messages: list[
     from transformers import PreTrainedTokenizerFast
 
     bundle = bundle_of(with_bos(byte_level()), TEMPLATES[name])
-    oracle: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    oracle: Any = PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer.from_str(bundle.tokenizer_json),
         chat_template=bundle.chat_template,
         bos_token="<s>",

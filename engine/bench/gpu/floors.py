@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 
 from engine.bench.gpu.measuring import graph_ms, span_ms
 from engine.bench.gpu.results import write
@@ -14,8 +14,8 @@ SIDE = 8192
 BLOCK = 16384
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def sum_kernel(source, out, blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def sum_kernel(source, out, blocks, BLOCK: tl.constexpr):
     """Reads 32-bit words, keeps one sum per program."""
     total = tl.zeros([BLOCK], tl.int32)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):

@@ -117,7 +117,7 @@ def _places(frames: Iterable[traceback.FrameSummary]) -> list[str]:
 
 def graph_ms(run: Callable[[], object], repetitions: int = 20) -> float:
     """The mean time of one of many runs, captured and replayed, so that the host plays no part."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())  # what `run` reads may still be on its way
     with torch.cuda.stream(stream):
         run()
@@ -132,7 +132,7 @@ def span_ms(run: Callable[[], object], repetitions: int = 20) -> float:
     """The mean time of one of many runs behind each other."""
     for _ in range(3):
         run()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(repetitions):
         run()

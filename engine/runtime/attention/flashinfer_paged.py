@@ -74,7 +74,7 @@ class _Turn:
     """One plan after the other: see the head of this module."""
 
     def __init__(self, device: torch.device) -> None:
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def __call__(self, plan: Callable[[], None]) -> None:
         if self._copied is not None:

@@ -77,7 +77,7 @@ class CudaCard:
         self.capability: tuple[int, int] = (properties.major, properties.minor)
         self.multiprocessors: int = properties.multi_processor_count
         # Libraries keep a workspace for every stream that they were ever called on: all graphs are of one.
-        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(self.device)
 
     def memory(self) -> MemoryReading:
         torch.cuda.synchronize()

@@ -177,9 +177,10 @@ def _launch(
     gated: bool,
     out: Tensor | None,
 ) -> Tensor:
-    values, scales, group = weight, None, 0
     if isinstance(weight, Fp8Weight):
         values, scales, group = weight.values, weight.scales, weight.group
+    else:
+        values, scales, group = weight, None, 0
     (rows, width), halves = x.shape, 1 + gated
     height, block_n = values.shape[0] // halves, tile.n // halves
     assert rows <= rows_max(weight)

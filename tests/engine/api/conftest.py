@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -83,15 +83,17 @@ class Served:
         assert state._working == 0
 
 
-Serve = Callable[..., "AsyncIterator[Served]"]
+Serve = Callable[..., AbstractAsyncContextManager[Served]]
 
 
 @pytest.fixture
-async def serve(config: EngineConfig, model_dir: Path, tokenizer: Tokenizer) -> AsyncIterator[Serve]:
+def serve(config: EngineConfig, model_dir: Path, tokenizer: Tokenizer) -> Serve:
     """`async with serve(max_queue_len=2, script=...) as served:`"""
 
     @asynccontextmanager
-    async def run(*, script: Script | None = None, core: dict[str, int] | None = None, **changes: object):
+    async def run(
+        *, script: Script | None = None, core: dict[str, Any] | None = None, **changes: Any
+    ) -> AsyncIterator[Served]:
         eos = tokenizer.encode(EOS)
         fake = FakeCore(script or (lambda _: eos), vocab_size=tokenizer.vocab_size, **(core or {}))
         engine = Engine(replace(config, **changes), lambda _: model_dir, lambda _: fake)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 
+from openai.types.chat import ChatCompletionMessageParam
+
 from shared import sse
 from tests.engine.api.conftest import MODEL, Served
 from tests.engine.api.tiny import EOS
 
-MESSAGES = [{"role": "user", "content": "hello"}]
+MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
 
 
 async def test_a_whole_answer(served: Served) -> None:
@@ -114,18 +116,14 @@ async def test_seeds_are_minted_when_absent(served: Served) -> None:
 
 async def test_logprobs(served: Served) -> None:
     served.says("the 日")
-    for stream in (False, True):
-        answer = await served.sdk.chat.completions.with_raw_response.create(
-            model=MODEL, messages=MESSAGES, logprobs=True, top_logprobs=2, stream=stream
-        )
-        if stream:
-            chunks = [chunk async for chunk in answer.parse()]
-            parts = [choice.logprobs for chunk in chunks for choice in chunk.choices]
-            entries = [entry for part in parts if part is not None for entry in part.content or []]
-        else:
-            [choice] = answer.parse().choices
-            assert choice.logprobs is not None
-            entries = choice.logprobs.content or []
+    create = served.sdk.chat.completions.create
+    whole = await create(model=MODEL, messages=MESSAGES, logprobs=True, top_logprobs=2)
+    assert whole.choices[0].logprobs is not None
+    stream = await create(model=MODEL, messages=MESSAGES, logprobs=True, top_logprobs=2, stream=True)
+    chunks = [chunk async for chunk in stream]
+    parts = [choice.logprobs for chunk in chunks for choice in chunk.choices]
+    streamed = [entry for part in parts if part is not None for entry in part.content or []]
+    for entries in (whole.choices[0].logprobs.content or [], streamed):
         assert b"".join(bytes(entry.bytes or []) for entry in entries).decode() == "the 日"
         assert all(len(entry.top_logprobs) == 2 for entry in entries)
         ids = served.ids("the 日")

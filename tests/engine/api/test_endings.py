@@ -29,7 +29,9 @@ from tests.uncollected import uncollected
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 
 
-async def send_head(served: Served, body: bytes, *, content_len: int | None = None, request_id: str = "r-1"):
+async def send_head(
+    served: Served, body: bytes, *, content_len: int | None = None, request_id: str = "r-1"
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A raw request, so that the test decides when to leave."""
     reader, writer = await asyncio.open_connection("127.0.0.1", served.engine.port)
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX-Request-Id: {request_id}\r\n"
@@ -133,6 +135,9 @@ class HangsUp:
 
     async def finish(self) -> None:
         raise ClientGone
+
+    def abort(self) -> None:
+        raise AssertionError("the service has nothing left to abort")
 
 
 async def test_a_client_that_leaves_with_everything_has_been_served(
@@ -246,6 +251,7 @@ async def test_an_abort_reaches_the_core_though_the_client_does_not_read(served:
     _, writer = await send_head(
         served, body_of(stream=True, n=64, logprobs=True, top_logprobs=20, max_tokens=200), request_id="stuck"
     )
+    assert isinstance(writer.transport, asyncio.Transport)
     writer.transport.pause_reading()
     await until(lambda: len(served.core.added) == 64)
     for _ in range(100):

@@ -101,7 +101,8 @@ def test_values_that_change_nothing_are_served(tmp_path: Path) -> None:
 def test_every_setting_that_transformers_knows_has_a_meaning() -> None:
     from transformers import GenerationConfig
 
-    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    keys = vars(GenerationConfig())
+    known = {name for name in keys if not name.startswith("_")}
     assert len(known) > 50
     assert known <= GENERATION_KEYS.keys()
 

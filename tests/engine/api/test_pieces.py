@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.api import encoding, generate
+from engine.api import encoding
 from engine.api.detokenizer import Detokenizer
 from engine.api.encoding import ChatEncoder, CompletionEncoder, Echo, Heading
 from engine.api.outputs import ChoiceOutput, Delta, Entry, RequestOutput
@@ -136,7 +136,7 @@ async def pieces_written(served: Served, monkeypatch: pytest.MonkeyPatch) -> lis
         pauses.append(1)
         return await sleep(seconds, *rest)
 
-    monkeypatch.setattr(generate.asyncio, "sleep", counted)
+    monkeypatch.setattr(asyncio, "sleep", counted)
     return pauses
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.api import socket_directory
 from engine.api.socket_directory import PREFIX, SocketDirectory, remove_abandoned
 
 
@@ -74,7 +73,8 @@ def test_nothing_goes_that_is_not_certainly_ours(temporary: Path, monkeypatch: p
 def test_one_that_another_start_removes_before_it_is_locked_is_made_again(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flock, taken = fcntl.flock, []
+    flock = fcntl.flock
+    taken: list[Path] = []
 
     def after_another_start(descriptor: int, how: int) -> None:
         if not taken:
@@ -82,7 +82,7 @@ def test_one_that_another_start_removes_before_it_is_locked_is_made_again(
             taken[0].rmdir()
         flock(descriptor, how)
 
-    monkeypatch.setattr(socket_directory.fcntl, "flock", after_another_start)
+    monkeypatch.setattr(fcntl, "flock", after_another_start)
     directory = SocketDirectory.make()
     assert directory.path.exists()
     assert directory.path != taken[0]

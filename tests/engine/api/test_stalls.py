@@ -23,6 +23,13 @@ WINDOW_LEN = 64 * 1024
 EVENT_LEN_MIN = 150
 
 
+async def let_pass(seconds: float) -> None:
+    """Let everybody else run for so long."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    await until(lambda: loop.time() > end)
+
+
 class Client:
     """Both ends of a request that never was on a socket: it reads when the test says so."""
 
@@ -142,14 +149,12 @@ async def test_who_reads_in_time_keeps_its_connection(serve: Serve) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.engine.port)
         body = json.dumps(CHAT).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        loop = asyncio.get_running_loop()
         for _ in range(2):
             writer.write(head.encode() + body)
             answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
             length = int(answer.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
             assert b"the" in await reader.readexactly(length)
-            long_after = loop.time() + 0.1
-            await until(lambda t=long_after: loop.time() > t)
+            await let_pass(0.1)
         writer.close()
 
 
@@ -310,6 +315,7 @@ async def test_the_gauge_says_who_is_stalled(serve: Serve) -> None:
         await until(lambda: bool(served.core.paused))
         served.core.step()
         await until(served.core._messages.empty)
-        await until(lambda: served.engine.state.core.stats.stalled == 1)
+        core = served.engine.state.core
+        await until(lambda: core.stats is not None and core.stats.stalled == 1)
         assert "penstock_engine_stalled_sequences 1.0" in (await served.http.get("/metrics")).text
         await slow.leave()

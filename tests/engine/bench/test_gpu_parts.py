@@ -16,8 +16,9 @@ from torch.nn.attention import SDPBackend
 from triton import OutOfResources
 
 from engine.bench.gpu import attention, matmul, measuring, results, steps
-from engine.bench.gpu.shapes import LLAMA_8B, QWEN3_06B, decode_floor_s
+from engine.bench.gpu.shapes import LLAMA_8B, QWEN3_06B, RandomWeights, decode_floor_s
 from engine.bench.gpu.supervise import LOST
+from engine.runtime.kernels.attention import LibraryPrefill
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter")
 TOY = replace(
@@ -70,8 +71,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(steps, "DeviceTimer", lambda: lambda run: 1.0)
     # The interpreter computes bfloat16 wrongly.
     monkeypatch.setattr(torch, "bfloat16", torch.float32)
-    weights = steps.RandomWeights
-    monkeypatch.setattr(steps, "RandomWeights", lambda device: weights(device, torch.float32))
+    monkeypatch.setattr(steps, "RandomWeights", lambda device: RandomWeights(device, torch.float32))
 
 
 def test_a_row_that_fails_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_steps(fp8: bool) -> None:
     assert found["floor_ms"] == pytest.approx(expected * 1e3)
     assert found["share"] == pytest.approx(expected * 1e3)
     if not fp8:
-        assert bench.prefill(70, steps.LibraryPrefill)["tokens"] == 70
+        assert bench.prefill(70, LibraryPrefill)["tokens"] == 70
 
 
 def test_attention_by_a_back_end(monkeypatch: pytest.MonkeyPatch) -> None:

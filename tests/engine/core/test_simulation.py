@@ -160,7 +160,7 @@ def tally(report: Report) -> Counter[object]:
             "displaced": report.displaced,
             "yielded": report.yields,
             "stalled": sum(end.stalled_s > 0 for end in ends),
-            **report.reasons,
+            **dict[object, int](report.reasons.items()),
         }
     )
 

@@ -161,9 +161,9 @@ class Workshop:
             return Verdict(Outcome.NO_ORACLE, f"{type(theirs).__name__}: {theirs}", tuple(heard))
         if isinstance(theirs, Contradiction):
             return Verdict(Outcome.WRONG, theirs.what, tuple(heard))
-        error = torch.stack([(own - theirs).abs().max() for own in ours.values()]).max()
-        outcome = Outcome.EQUAL if error < TOLERANCE else Outcome.WRONG
-        return Verdict(outcome, f"off by {error:.2g}", tuple(heard))
+        distance = torch.stack([(own - theirs).abs().max() for own in ours.values()]).max()
+        outcome = Outcome.EQUAL if distance < TOLERANCE else Outcome.WRONG
+        return Verdict(outcome, f"off by {distance:.2g}", tuple(heard))
 
     def _file(self, weights: Weights) -> Path:
         if weights not in self._files:
@@ -185,9 +185,10 @@ def _theirs(path: Path) -> Tensor | Contradiction | Exception:
     import transformers
 
     try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, output_loading_info=True
         )
+        model, info = loaded
         if info["missing_keys"]:
             return Contradiction(f"transformers makes up {sorted(info['missing_keys'])}")
         with torch.inference_mode():

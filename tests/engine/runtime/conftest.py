@@ -43,4 +43,6 @@ def load(path: Path, **overrides: Any) -> ModelRunner:
         "max_num_seqs": 8,
         "threads": 1,
     } | overrides
-    return load_runner(RunnerConfig(str(path), **settings), lambda stage: None)
+    runner = load_runner(RunnerConfig(str(path), **settings), lambda stage: None)
+    assert isinstance(runner, ModelRunner)
+    return runner

@@ -111,7 +111,7 @@ def test_small_workspaces_and_blocks_change_nothing(monkeypatch: pytest.MonkeyPa
     """Buckets cut to a row each, prompts to two queries each."""
     monkeypatch.setattr(torch_paged, "WORKSPACE_BYTES_MAX", 1)
     monkeypatch.setattr(torch_paged, "QUERY_BLOCK", 2)
-    stage = Stage(RAGGED["decodes"] + RAGGED["chunks"], 2, 6)
+    stage = Stage([*RAGGED["decodes"], *RAGGED["chunks"]], 2, 6)
     torch.testing.assert_close(stage.run().double(), stage.expected(), atol=2e-6, rtol=1e-5)
 
 

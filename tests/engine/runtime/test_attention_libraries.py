@@ -28,7 +28,7 @@ WINDOW = 100
 FP8 = torch.float8_e4m3fn
 HALF = torch.float16
 
-DECODE = {
+DECODE: dict[Backend, tuple[ModuleType | None, int]] = {
     Backend.FLASH_ATTN_2: (libraries.FLASH_ATTN_2, 256),
     Backend.FLASH_ATTN_3: (libraries.FLASH_ATTN_3, 64),
     Backend.FLASHINFER: (libraries.FLASHINFER, 16),
@@ -36,7 +36,9 @@ DECODE = {
     Backend.TORCH: (None, 64),
 }
 """With the pages to try."""
-PREFILL = {backend: how for backend, how in DECODE.items() if backend is not Backend.FLASHINFER_TRTLLM}
+PREFILL: dict[Backend, tuple[ModuleType | None, int]] = {
+    backend: how for backend, how in DECODE.items() if backend is not Backend.FLASHINFER_TRTLLM
+}
 
 
 def cache_of(case: PagedCase, scales: tuple[float, float] = (1.0, 1.0)) -> KVCache:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from dataclasses import replace
 from types import ModuleType
@@ -156,6 +157,6 @@ def test_a_library_is_found_by_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -
     def broken(name: str) -> ModuleType:
         raise ImportError("undefined symbol: _ZN3c10\nand more")
 
-    monkeypatch.setattr(backends.importlib, "import_module", broken)
+    monkeypatch.setattr(importlib, "import_module", broken)
     said = backends.find(Backend.FLASH_ATTN_3).said
     assert said == "installed, but cannot be imported: undefined symbol: _ZN3c10"

@@ -191,14 +191,16 @@ def test_llama3_without_an_original_length_was_made_for_the_whole_one() -> None:
 
 
 def test_keys_without_a_meaning_are_noted_and_ignored() -> None:
-    two = {"rope_scaling": {"beta_fast": 32}, "rope_parameters": {"rope_theta": 3.0}}
+    two: dict[str, Any] = {"rope_scaling": {"beta_fast": 32}, "rope_parameters": {"rope_theta": 3.0}}
     config = parse(rope_thetta=5.0, logits_scaling=8.0, **two)
     assert config.unread == ("rope_thetta", "logits_scaling", "rope_scaling.beta_fast", "rope_parameters")
     assert replace(config, unread=()) == parse()
-    many = parse(**{f"key_{i}": i for i in range(1000)}, **{"x" * 10_000: 1}).unread
+    unknown: dict[str, Any] = {f"key_{i}": i for i in range(1000)} | {"x" * 10_000: 1}
+    many = parse(**unknown).unread
     assert len(many) == 21
     assert many[-1] == "and 981 more"
-    assert max(map(len, parse(**{"\n" * 10_000: 1}).unread)) < 100
+    lines: dict[str, Any] = {"\n" * 10_000: 1}
+    assert max(map(len, parse(**lines).unread)) < 100
 
 
 def test_rotary_defaults() -> None:

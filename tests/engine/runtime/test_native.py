@@ -20,6 +20,7 @@ from engine.runtime import load as loading
 from engine.runtime.attention import AttentionSpec
 from engine.runtime.attention.torch_paged import TorchDecode, TorchPrefill
 from engine.runtime.batch import assemble
+from engine.runtime.config import RunnerConfig
 from engine.runtime.errors import BadRunnerConfig
 from engine.runtime.kv_cache import KVCache, KVGeometry
 from engine.runtime.model import Model, TorchModel
@@ -130,8 +131,8 @@ class Stage:
 
     def step(self, rows: Sequence[tuple[int, int, int]]) -> list[Tensor]:
         """(slot, start, length) -> hidden states [length, hidden] of each row."""
-        columns = [list(column) for column in zip(*rows, strict=True)]
-        batch = assemble(Plan(0, [], [], [], *columns, [False] * len(rows)), self.slots)
+        slots, starts, lengths = (list(column) for column in zip(*rows, strict=True))
+        batch = assemble(Plan(0, [], [], [], slots, starts, lengths, [False] * len(rows)), self.slots)
         hidden = self.model.forward(batch)
         return list(hidden.split([length for _, _, length in rows]))
 
@@ -317,7 +318,7 @@ def test_a_compiler_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_a_model_that_does_not_fit_the_vectors_goes_to_torch(tiny_model: MakeModel) -> None:
     odd = tiny_model("llama", intermediate_size=90)
     said: list[str] = []
-    config = loading.RunnerConfig(str(odd), dtype="float32", max_num_seqs=2, threads=1)
+    config = RunnerConfig(str(odd), dtype="float32", max_num_seqs=2, threads=1)
     loading.load_runner(config, said.append)
     assert "computing with torch kernels (intermediate_size 90 cannot be divided by 16)" in said
     assert misfit(PLAIN, 8) == "page_size 8 cannot be divided by 16"
@@ -338,6 +339,6 @@ def test_without_libraries_torch_computes_and_int8_is_refused(
 
 def test_the_log_says_what_computes(tiny_model: MakeModel) -> None:
     said: list[str] = []
-    config = loading.RunnerConfig(str(tiny_model("llama")), max_num_seqs=2, threads=1, weights="int8")
+    config = RunnerConfig(str(tiny_model("llama")), max_num_seqs=2, threads=1, weights="int8")
     loading.load_runner(config, said.append)
     assert f"computing with native kernels ({ISAS[0]}, int8 weights, 1 threads)" in said

@@ -70,7 +70,8 @@ def reference(
         return {order[0]: 1.0}
     weights = {token: math.exp((x[token] - x[order[0]]) / p.temperature) for token in order}
     kept = order[: p.top_k or None]
-    mass, before, nucleus = sum(weights[token] for token in kept), 0.0, []
+    mass, before = sum(weights[token] for token in kept), 0.0
+    nucleus: list[int] = []
     for token in kept:
         if nucleus and p.top_p < 1 and before >= p.top_p * mass:
             break
@@ -151,7 +152,7 @@ CHI_SQUARE_999 = {5: 20.5, 9: 27.9, 39: 72.1}
     ("options", "kept"),
     [({}, 40), ({"top_k": 10}, 10), ({"temperature": 0.5, "top_k": 6}, 6)],
 )
-def test_distribution_over_many_positions(options: dict[str, float], kept: int) -> None:
+def test_distribution_over_many_positions(options: dict[str, Any], kept: int) -> None:
     """Chi-square of 8,192 draws with fixed seeds."""
     n, per_batch = 8192, 64
     params = SamplingParams(**({"seed": 0, "max_tokens": 1} | options))
@@ -178,7 +179,7 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
 
 
 @pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0, "top_k": 1}])
-def test_the_narrowest_choice_is_the_greedy_one_even_among_equals(options: dict[str, float]) -> None:
+def test_the_narrowest_choice_is_the_greedy_one_even_among_equals(options: dict[str, Any]) -> None:
     logits = torch.zeros(VOCAB)
     for seed in range(20):
         assert sample_one(logits, SamplingParams(**({"seed": seed, "max_tokens": 1} | options))) == 0
@@ -208,6 +209,7 @@ def test_a_token_does_not_depend_on_who_shares_the_batch() -> None:
     """Alone, and among rows of all kinds, one of them broken."""
     torch.manual_seed(3)
     logits = torch.randn(64, 3000) * 3
+    kinds: list[dict[str, Any]]
     kinds = [{}, {"top_k": 7}, {"top_p": 0.8}, {"top_p": 0.999}, {"temperature": 0.0}, {"min_p": 0.1}]
     kinds += [{"presence_penalty": 2.0}, {"logit_bias": ((5, 3.0),)}]
     params = [SamplingParams(**({"seed": i, "max_tokens": 1} | kinds[i % len(kinds)])) for i in range(64)]
@@ -223,7 +225,7 @@ def test_a_token_does_not_depend_on_who_shares_the_batch() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {}, {"top_k": 5}, {"top_p": 0.5}])
-def test_a_logit_that_is_not_finite_fails_its_row_alone(value: float, options: dict[str, float]) -> None:
+def test_a_logit_that_is_not_finite_fails_its_row_alone(value: float, options: dict[str, Any]) -> None:
     seats = Seats()
     for _ in range(3):
         seats.add(SamplingParams(**({"seed": 1, "max_tokens": 1} | options)))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.runtime.transfer import ALIGNMENT, Arrival, download, upload
 
@@ -11,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def test_shapes_types_and_values_arrive() -> None:
-    arrays = [
+    arrays: list[NDArray[Any]] = [
         np.array([[1, -2, 3]], np.int32),
         np.array([], np.int64),
         np.array([2**63 - 1, -(2**63)], np.int64),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from typing import Any
 
 import pytest
 
@@ -17,12 +18,12 @@ from engine.core.messages import (
     FinishReason,
     Pending,
     Plan,
+    Runner,
     SamplingParams,
     StepOutput,
     TokenLogprobs,
 )
 from engine.core.scheduler import Scheduler
-from engine.runtime.model_runner import ModelRunner
 from tests.engine.models import FAMILIES, VOCAB_SIZE, reference_logprobs, reference_model
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.test_oracle import TOLERANCE, distance
@@ -31,7 +32,7 @@ OUTPUTS = 64
 PAGES = 32
 
 
-def serve(scheduler: Scheduler, runner: ModelRunner, added: list[AddSequence]) -> list[StepOutput]:
+def serve(scheduler: Scheduler, runner: Runner, added: list[AddSequence]) -> list[StepOutput]:
     """Until nobody is left; the laws are checked after every step."""
     steps: list[StepOutput] = []
     for now, message in enumerate(added):
@@ -39,7 +40,7 @@ def serve(scheduler: Scheduler, runner: ModelRunner, added: list[AddSequence]) -
     while scheduler.has_work:
         plan = scheduler.plan(100.0 + len(steps))
         assert plan is not None
-        scheduler.commit(plan, runner.run(plan), 100.5 + len(steps))
+        scheduler.commit(plan, runner.launch(plan).collect(), 100.5 + len(steps))
         scheduler.check()
         report = scheduler.report()
         assert report is not None
@@ -76,7 +77,7 @@ def test_many_together_twice_under_pressure(tiny_model: MakeModel, family: str) 
     assert last.pages_free + last.pages_cached == PAGES
 
 
-def serve_overlapped(scheduler: Scheduler, runner: ModelRunner, added: list[AddSequence]) -> list[StepOutput]:
+def serve_overlapped(scheduler: Scheduler, runner: Runner, added: list[AddSequence]) -> list[StepOutput]:
     """The same, each step launched before the one before it is collected."""
     steps: list[StepOutput] = []
     flying: tuple[Plan, Pending] | None = None
@@ -118,7 +119,7 @@ def test_overlapped_equals_plain_token_by_token(tiny_model: MakeModel, family: s
     """Greedy, drawn, penalised for what came before, stopped, with log-probabilities; under pressure."""
     path = tiny_model(family)
     rng = random.Random(11)
-    company = [
+    company: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.9, "top_p": 0.9},
         {"temperature": 0.8, "top_k": 20, "presence_penalty": 0.7, "frequency_penalty": 0.5},

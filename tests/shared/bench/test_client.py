@@ -32,7 +32,7 @@ class FakeTransport(asyncio.Transport):
         super().__init__()
         self.written = b""
 
-    def write(self, data) -> None:
+    def write(self, data: bytes | bytearray | memoryview) -> None:
         self.written += data
 
 
@@ -48,7 +48,7 @@ async def exchange(pieces: list[bytes]) -> Exchange:
 
 
 @given(st.integers(0, 5), st.integers(1, 50), st.integers(1, 60))
-def test_events_are_counted_whatever_the_cuts(events, chunk_len, piece_len):
+def test_events_are_counted_whatever_the_cuts(events: int, chunk_len: int, piece_len: int) -> None:
     payload = b"".join(EVENT % i for i in range(events)) + USAGE + b"data: [DONE]\n\n"
     wire = sse_answer(payload, chunk_len)
     pieces = [wire[i : i + piece_len] for i in range(0, len(wire), piece_len)]
@@ -60,23 +60,23 @@ def test_events_are_counted_whatever_the_cuts(events, chunk_len, piece_len):
     assert done.usage.completion_tokens == 7
 
 
-async def test_a_truncated_stream_is_an_error():
+async def test_a_truncated_stream_is_an_error() -> None:
     done = await exchange([sse_answer(EVENT % 1, 100)])
     assert done.error is not None
     assert "without [DONE]" in done.error
 
 
-async def test_a_lost_connection_is_an_error():
+async def test_a_lost_connection_is_an_error() -> None:
     done = await exchange([sse_answer(EVENT % 1, 100)[:-10]])
     assert done.error == "connection closed"
 
 
-async def test_a_refusal_is_an_error_with_its_body():
+async def test_a_refusal_is_an_error_with_its_body() -> None:
     done = await exchange([b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 4\r\n\r\nslow"])
     assert done.status == 429
     assert done.error == "HTTP 429: b'slow'"
 
 
-def test_a_url_without_a_host_is_refused():
+def test_a_url_without_a_host_is_refused() -> None:
     with pytest.raises(ValueError, match="not a URL with a host"):
         asyncio.run(Endpoint("nonsense").connect())

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from shared.bench.figures import at_least, at_most, exit_code, figure, quantile, write
+from shared.bench.figures import Target, at_least, at_most, exit_code, figure, quantile, write
 
 
 @pytest.mark.parametrize(
@@ -18,11 +18,11 @@ from shared.bench.figures import at_least, at_most, exit_code, figure, quantile,
         (at_least(2), 1.99, False),
     ],
 )
-def test_a_target_is_met_at_its_bound(target, value, ok):
+def test_a_target_is_met_at_its_bound(target: Target, value: float, ok: bool) -> None:
     assert figure("f", value, "us", target).ok is ok
 
 
-def test_only_a_figure_that_falls_short_fails_the_check():
+def test_only_a_figure_that_falls_short_fails_the_check() -> None:
     good, told, short = (
         figure("a", 1, "ms", at_most(2)),
         figure("b", 9, "ms"),
@@ -33,11 +33,11 @@ def test_only_a_figure_that_falls_short_fails_the_check():
     assert exit_code([good, short], check=True) == 1
 
 
-def test_nan_meets_no_target():
+def test_nan_meets_no_target() -> None:
     assert figure("f", math.nan, "ms", at_most(1)).ok is False
 
 
-def test_json_lines_hold_the_five_fields():
+def test_json_lines_hold_the_five_fields() -> None:
     out = io.StringIO()
     write([figure("cpu", 12.3456789, "us/event", at_most(15)), figure("rate", 3, "1/s")], out)
     first, second = map(json.loads, out.getvalue().splitlines())
@@ -45,7 +45,7 @@ def test_json_lines_hold_the_five_fields():
     assert second == {"name": "rate", "value": 3.0, "unit": "1/s", "target": None, "ok": None}
 
 
-def test_the_table_names_what_falls_short():
+def test_the_table_names_what_falls_short() -> None:
     out = io.StringIO()
     write([figure("cpu", 20, "us/event", at_most(15)), figure("rate", 3, "1/s")], out, as_json=False)
     header, cpu, rate = out.getvalue().splitlines()
@@ -54,7 +54,7 @@ def test_the_table_names_what_falls_short():
     assert rate == "rate        3  1/s"
 
 
-def test_quantile_by_nearest_rank():
+def test_quantile_by_nearest_rank() -> None:
     assert quantile([3, 1, 2], 0.5) == 2
     assert quantile(range(100), 0.99) == 99
     assert math.isnan(quantile([], 0.5))

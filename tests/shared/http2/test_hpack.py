@@ -12,6 +12,8 @@ from shared.http2.errors import ErrorCode, ProtocolViolation
 from shared.http2.hpack import BlockDecoder, LiteralEncoder, _stateless
 from tests.shared.http2.pair import REQUEST, RESPONSE
 
+Head = list[tuple[bytes, bytes]]
+
 lengths = st.sampled_from([0, 1, 14, 15, 126, 127, 128, 254, 255, 256, 5000])
 fields = st.builds(
     lambda name, name_len, value, value_len: (
@@ -29,7 +31,7 @@ known = st.sampled_from(
 
 
 @given(st.lists(st.lists(fields | known, max_size=8), min_size=1, max_size=4))
-def test_every_list_is_read_as_it_was(heads):
+def test_every_list_is_read_as_it_was(heads: list[Head]) -> None:
     encoder, decoder = LiteralEncoder(), Decoder()
     decoder.max_header_list_size = 2**20
     for head in heads:
@@ -38,14 +40,14 @@ def test_every_list_is_read_as_it_was(heads):
 
 
 @pytest.mark.parametrize("table_len", [0, 100, 2**16])
-def test_whatever_table_the_peer_allows(table_len):
+def test_whatever_table_the_peer_allows(table_len: int) -> None:
     encoder, decoder = LiteralEncoder(), Decoder()
     encoder.header_table_size = decoder.max_allowed_table_size = table_len
     assert decoder.decode(encoder.encode(RESPONSE), raw=True) == RESPONSE
 
 
 @given(st.lists(st.lists(fields | known, max_size=8), min_size=1, max_size=4))
-def test_ours_is_read_without_a_table_and_as_it_was(heads):
+def test_ours_is_read_without_a_table_and_as_it_was(heads: list[Head]) -> None:
     encoder = LiteralEncoder()
     encoder.encode([])  # which says that there is no table
     assert [_stateless(encoder.encode(head)) for head in heads] == heads
@@ -56,7 +58,7 @@ def test_ours_is_read_without_a_table_and_as_it_was(heads):
         st.tuples(st.lists(fields | known, max_size=8), st.booleans(), st.booleans()), min_size=1, max_size=5
     )
 )
-def test_blocks_with_and_without_a_table_may_come_in_any_order(blocks):
+def test_blocks_with_and_without_a_table_may_come_in_any_order(blocks: list[tuple[Head, bool, bool]]) -> None:
     table, literal, decoder = Encoder(), LiteralEncoder(), BlockDecoder()
     literal.encode([])
     for head, with_table, huffman in blocks:
@@ -74,7 +76,7 @@ pieces = st.sampled_from(
 
 
 @given(st.lists(pieces | st.binary(max_size=4), max_size=10).map(b"".join))
-def test_whatever_comes_is_read_as_others_read_it(block):
+def test_whatever_comes_is_read_as_others_read_it(block: bytes) -> None:
     try:
         expected = [tuple(field) for field in Decoder().decode(block, raw=True)]
     except HPACKError:
@@ -88,7 +90,7 @@ def test_whatever_comes_is_read_as_others_read_it(block):
     assert caught.value.code == ErrorCode.COMPRESSION_ERROR
 
 
-def test_a_list_that_grows_beyond_its_limit_is_refused():
+def test_a_list_that_grows_beyond_its_limit_is_refused() -> None:
     """By one byte each: a field of the static table."""
     decoder = BlockDecoder()
     assert len(decoder.decode(b"\x90" * 1_000)) == 1_000

@@ -7,7 +7,7 @@ from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,47 +16,53 @@ from engine.runtime.config import RunnerConfig
 from engine.runtime.device.card import MemoryReading
 from engine.runtime.device.load import load_on_card
 from engine.runtime.device.runner import DeviceRunner
+from engine.runtime.graphs import GraphDevice
 from engine.runtime.kernels.launching import compiling
 from tests.engine.runtime.kernels.interpreter import prepare_interpreter
 
 prepare_interpreter()
 
-Outputs = tuple[Tensor, Tensor]
+Output = TypeVar("Output")
 GONE = -7
 
 
 @dataclass
-class RunAgain:
+class RunAgain(Generic[Output]):
     """A graph: its results lie where they did when it was captured, and what any other left is gone."""
 
     device: FakeGraphs
-    run: Callable[[], Outputs]
-    output: Outputs
+    run: Callable[[], Output]
+    output: Output
 
     def replay(self) -> None:
         self.device.replays += 1
         for outputs in self.device.outputs:
             for tensor in outputs:
                 tensor.fill_(GONE)
-        for kept, found in zip(self.output, self.run(), strict=True):
+        for kept, found in zip(_tensors(self.output), _tensors(self.run()), strict=True):
             kept.copy_(found)
 
 
 @dataclass
 class FakeGraphs:
-    outputs: list[Outputs] = field(default_factory=list)
+    outputs: list[tuple[Tensor, ...]] = field(default_factory=list)
     replays: int = 0
 
     def warm_up(self, run: Callable[[], object]) -> None:
         run()
 
-    def capture(self, run: Callable[[], Outputs]) -> RunAgain:
+    def capture(self, run: Callable[[], Output]) -> RunAgain[Output]:
         output = run()
-        self.outputs.append(output)
+        self.outputs.append(_tensors(output))
         return RunAgain(self, run, output)
 
 
-Specialized = tuple[str, tuple[object, ...]]
+def _tensors(output: object) -> tuple[Tensor, ...]:
+    assert isinstance(output, tuple)
+    return output
+
+
+Specialized = tuple[str, tuple[tuple[str, object], ...]]
 """A kernel's name, and what there is one compiled for: types, constants, pointers that are aligned, integers
 that are 1 or divisible by 16."""
 
@@ -113,7 +119,7 @@ class FakeCard:
         with compiling(lambda kernel, grid, args, named: self.compiled.add(specialized(kernel, args, named))):
             yield
 
-    def graphs(self) -> FakeGraphs:
+    def graphs(self) -> GraphDevice:
         self.captured = FakeGraphs()
         return self.captured
 

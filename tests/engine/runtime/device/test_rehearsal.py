@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import as_completed
+from concurrent.futures import Executor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Event
@@ -96,7 +96,8 @@ def test_nor_does_a_rank(tiny_model: MakeModel) -> None:
     shape = SMALL | {"num_attention_heads": 4, "num_key_value_heads": 2}
     model = tiny_model("llama", **shape)
     config = fake_config(model, dtype="bfloat16", max_num_seqs=2, max_model_len=48, tensor_parallel=2)
-    card, stages = Seen(), []
+    card = Seen()
+    stages: list[str] = []
     with card.watched(), torch.inference_mode():
         network = load_network(config, card, stages.append, Unjoined(Shard(1, 2)))
         warm_up(network.build(network.info(network.page_count()), stages.append))
@@ -113,11 +114,14 @@ def test_what_it_ends_in_does_not_end_the_start() -> None:
 
 
 def test_who_leaves_early_waits_for_what_is_being_compiled_and_no_more() -> None:
-    begun, ended = Event(), []
+    begun = Event()
+    ended: list[int] = []
 
     class Slow(FakeCard):
         @contextmanager
-        def compiling(self, workers: Workers) -> Iterator[None]:
+        def compiling(self, workers: Executor) -> Iterator[None]:
+            assert isinstance(workers, Workers)
+
             def compile_one() -> None:
                 begun.set()
                 workers.called_off.wait(10)

@@ -19,7 +19,7 @@ from tests.engine.runtime.device.card import FakeCard, load_fake
 from tests.engine.runtime.device.waits import no_waits
 from tests.engine.runtime.driver import Driver, Life
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "num_hidden_layers": 1,
     "hidden_size": 32,
     "intermediate_size": 48,

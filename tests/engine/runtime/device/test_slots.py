@@ -11,6 +11,7 @@ from engine.core.messages import Plan, SamplingParams, SlotStart
 from engine.runtime.device import slots as module
 from engine.runtime.device.slots import DeviceBatch, DeviceSlots
 from engine.runtime.kernels import sampling_columns
+from engine.runtime.transfer import upload
 
 CPU = torch.device("cpu")
 PADDING_PAGE = 40
@@ -20,11 +21,10 @@ PADDING_PAGE = 40
 def uploads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many arrays each copy to the device held."""
     seen: list[int] = []
-    send = module.upload
 
     def counted(arrays: Any, device: torch.device) -> Any:
         seen.append(len(arrays))
-        return send(arrays, device)
+        return upload(arrays, device)
 
     for place in (module, sampling_columns):
         monkeypatch.setattr(place, "upload", counted)
@@ -79,11 +79,12 @@ def test_an_heir_has_nothing_of_the_one_before() -> None:
     columns = own.sampling
     assert columns.counts[1].nonzero().tolist() == [[0, 4], [0, 7], [1, 3]]
     assert columns.counts[1, 1, 3] == 2
-    assert (columns.biases[1], columns.stops[1], columns.held_until[1]) == (2, 2, 2 + 4)
+    found = columns.biases[1].item(), columns.stops[1].item(), columns.held_until[1].item()
+    assert found == (2, 2, 2 + 4)
     assert columns.bias_ids[1, :2].tolist() == [3, 4]
     own.apply(plan(left=[1], seated=[start(1, [8], 1, presence_penalty=0.5)]))
     assert columns.counts[1].nonzero().tolist() == [[1, 8]]
-    assert (columns.biases[1], columns.stops[1]) == (0, 0)
+    assert (columns.biases[1].item(), columns.stops[1].item()) == (0, 0)
     assert columns.penalties[1].tolist() == [1.0, 0.0, 0.5]
 
 

@@ -4,7 +4,8 @@ recomputed, swapped, found in the prefix cache. A CPU's runner, one step after a
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,7 +23,7 @@ from tests.engine.runtime.test_oracle import TOLERANCE
 from tests.engine.runtime.test_with_scheduler import all_said, serve, serve_overlapped
 
 CONFIG = SchedulerConfig(step_tokens_max=40, queue_len_max=64)
-SETTINGS = {"max_num_seqs": 3, "step_tokens_max": 40, "max_model_len": 64}
+SETTINGS: dict[str, Any] = {"max_num_seqs": 3, "step_tokens_max": 40, "max_model_len": 64}
 PAGES = 7
 COMPANY = (
     {"temperature": 0.0, "logprobs": 1},
@@ -55,6 +56,10 @@ class Unwaiting:
     """Launches wait for nothing."""
 
     runner: DeviceRunner
+    info: RunnerInfo = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.info = self.runner.info
 
     def launch(self, plan: Plan) -> Pending:
         with no_waits():
@@ -70,7 +75,7 @@ def test_one_step_ahead_on_a_device_is_a_cpu_step_by_step(tiny_model: MakeModel,
 
     device = load_fake(path, kv_cache_bytes=1 << 20, **SETTINGS)
     scheduler = Scheduler(CONFIG, seen(device.info), prefers_swap=lambda _: swaps)
-    steps = serve_overlapped(scheduler, Unwaiting(device), requests())  # type: ignore[arg-type]
+    steps = serve_overlapped(scheduler, Unwaiting(device), requests())
     tokens_ahead, logprobs_ahead = all_said(steps)
     assert tokens_ahead == tokens
     assert {own[-1] for own in tokens.values()} == {FinishReason.LENGTH, FinishReason.STOP}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -42,11 +43,11 @@ class _Forbid(TorchDispatchMode):
 
 
 def _in_interpreter() -> bool:
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(INTERPRETER):
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 
@@ -63,6 +64,6 @@ def _guarded(name: str) -> Callable[..., Any]:
 @contextmanager
 def no_waits() -> Iterator[None]:
     """Raises AssertionError from whatever reads a tensor's values, or has a size that depends on them."""
-    guards = {name: _guarded(name) for name in READS}
-    with patch.multiple(Tensor, **guards), _Forbid():
+    guards: dict[str, Any] = {name: _guarded(name) for name in READS}
+    with patch.multiple(Tensor, **guards), _Forbid():  # type: ignore[no-untyped-call]  # torch has no type for it
         yield

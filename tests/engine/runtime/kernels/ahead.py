@@ -74,7 +74,7 @@ def walk() -> None:
 
 def main() -> int:
     card = NoCard()
-    driver.set_active(card)  # type: ignore[no-untyped-call]
+    driver.set_active(card)
     compiled: Counter[str] = Counter()
     compile_: Any = triton.compiler.compile
 

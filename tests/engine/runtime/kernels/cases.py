@@ -94,7 +94,7 @@ def paged_case(
     for row, length in enumerate(lengths):
         k, v = torch.randn(2, length, shape.kv_heads, shape.head_dim, generator=generator).to(kv_dtype)
         for page, start in enumerate(range(0, length, size)):
-            here, own = order[used].item(), slice(start, min(start + size, length))
+            here, own = int(order[used]), slice(start, min(start + size, length))
             keys[here, :, : own.stop - start] = k[own].transpose(0, 1)
             values[here, :, : own.stop - start] = v[own].transpose(0, 1)
             tables[row, page] = here

@@ -36,6 +36,7 @@ from engine.runtime.kernels import (
     sampling,
 )
 from engine.runtime.kernels.overlap import overlapping
+from engine.runtime.kernels.sampling_columns import DeviceSampling
 
 HOPPER = GPUTarget("cuda", 90, 32)
 INSTRUCTIONS = (
@@ -188,7 +189,9 @@ def report_overlapped() -> None:
         report(f"overlapped gated {tile}", matmul, "skinny_kernel", gated, **on)
     plain = partial(matmul.skinny_matmul, meta(1, 1024), weight, matmul.TILES[0])
     report("overlapped matmul", matmul, "skinny_kernel", plain, **on)
-    restore = partial(restoring.restored, matrix(4096, 4096, torch.float8_e4m3fn), torch.bfloat16)
+    fp8 = matrix(4096, 4096, torch.float8_e4m3fn)
+    assert isinstance(fp8, Fp8Weight)
+    restore = partial(restoring.restored, fp8, torch.bfloat16)
     report("overlapped restore", restoring, "restore_kernel", restore, **on)
     report("overlapped begin", begin, "begin_step_kernel", begin_launch, **on)
     report("overlapped list_work", decode_attention, "list_work_kernel", list_launch, **on)
@@ -310,7 +313,7 @@ def report_fused() -> None:
 def sample_launch() -> object:
     """A batch of 32 over Qwen3's vocabulary."""
     rows, vocab, device = 32, 151_936, torch.device("meta")
-    columns = sampling.DeviceSampling.empty(64, vocab, device)
+    columns = DeviceSampling.empty(64, vocab, device)
     scratch = sampling.SamplingScratch.empty(rows, vocab, torch.bfloat16, device)
     row = meta(rows, dtype=torch.int32)
     with (
@@ -390,6 +393,7 @@ def report_matmul() -> None:
             report(name, matmul, "skinny_kernel", launch(rows, tile, torch.float8_e4m3fn))
     for group in (0, 128):
         weight = matrix(28_672, 4096, torch.float8_e4m3fn, group)
+        assert isinstance(weight, Fp8Weight)
         restore = partial(restoring.restored, weight, torch.bfloat16)
         report(f"restore {group}", restoring, "restore_kernel", restore)
 

@@ -82,7 +82,8 @@ def _shape(of_type: tl.dtype) -> list[int]:
 def _broadcast(self: TritonSemantic, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     if _shape(lhs.type) == _shape(rhs.type):
         return lhs, rhs
-    return _own[TritonSemantic, "broadcast_impl_value"](self, lhs, rhs)
+    both: tuple[tl.tensor, tl.tensor] = _own[TritonSemantic, "broadcast_impl_value"](self, lhs, rhs)
+    return both
 
 
 def _init_block_type(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.runtime.attention import AttentionSpec
+from engine.runtime.attention import AttentionSpec, Chunk
 from engine.runtime.kernels import attention
 from engine.runtime.kernels.attention import LibraryPrefill, TritonDecode, TritonPrefill
-from engine.runtime.kernels.prefill_attention import Chunk
 from engine.runtime.kv_cache import KVCache, KVGeometry
 
 

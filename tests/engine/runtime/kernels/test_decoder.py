@@ -12,7 +12,8 @@ from engine.runtime.attention import AttentionSpec
 from engine.runtime.graphs import DecodeGraphs, batch_buckets
 from engine.runtime.kernels.attention import TritonDecode, TritonPrefill
 from engine.runtime.kernels.decoder import DecodeStep, DeviceDecoder, DeviceModel
-from engine.runtime.kernels.sampling import DeviceSampling, SamplingScratch
+from engine.runtime.kernels.sampling import SamplingScratch
+from engine.runtime.kernels.sampling_columns import DeviceSampling
 from engine.runtime.model_runner import ModelRunner
 from engine.runtime.models.config import read_model_config
 from engine.runtime.weights import Checkpoint, checkpoint_files

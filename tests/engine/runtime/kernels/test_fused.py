@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn.functional import silu
@@ -20,12 +22,12 @@ def test_norm_with_and_without_residual(hidden: int, dtype: torch.dtype) -> None
     torch.manual_seed(0)
     x, residual = torch.randn(2, 5, hidden).to(dtype)
     weight = torch.rand(hidden).to(dtype)
-    close = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
-    torch.testing.assert_close(fused.rms_norm(x, weight, 1e-6), rms_norm(x, weight, 1e-6), **close)
+    close = partial(torch.testing.assert_close, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    close(fused.rms_norm(x, weight, 1e-6), rms_norm(x, weight, 1e-6))
     total = x + residual
     found = fused.rms_norm(x, weight, 1e-6, residual)
     assert torch.equal(residual, total)
-    torch.testing.assert_close(found, rms_norm(total, weight, 1e-6), **close)
+    close(found, rms_norm(total, weight, 1e-6))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -42,16 +44,16 @@ def test_norm_rotate_store(
     weights = torch.rand(2, head_dim)
     cache = torch.full((2, pages, kv_heads, size, head_dim), torch.nan, dtype=dtype)
     page, offset = torch.tensor([8, 8, 8, 0, 3, 5]), torch.tensor([14, 15, 0, 7, 1, 2])
-    norm = fused.QKNorm(*weights, 1e-6) if normed else None
-    found = fused.norm_rotate_store(qkv, angles, norm, *cache, page, offset)
+    norm = fused.QKNorm(weights[0], weights[1], 1e-6) if normed else None
+    found = fused.norm_rotate_store(qkv, angles, norm, cache[0], cache[1], page, offset)
 
     by_head = qkv.view(tokens, -1, head_dim).float()
     q, k, v = by_head.split([heads, kv_heads, kv_heads], dim=1)
     if normed:
         q, k = rms_norm(q, weights[0], 1e-6), rms_norm(k, weights[1], 1e-6)
-    close = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
-    torch.testing.assert_close(found.float(), rotate(q, angles), **close)
-    torch.testing.assert_close(cache[0][page, :, offset].float(), rotate(k, angles), **close)
+    close = partial(torch.testing.assert_close, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    close(found.float(), rotate(q, angles))
+    close(cache[0][page, :, offset].float(), rotate(k, angles))
     assert torch.equal(cache[1][page, :, offset].float(), v)
     assert cache.isnan().sum() == cache.numel() - 2 * tokens * kv_heads * head_dim
 
@@ -66,7 +68,7 @@ def test_the_rest_of_a_page_that_is_begun_is_cleared_and_no_other() -> None:
     qkv = torch.randn(len(page), 9 * head_dim)
     angles = torch.ones(len(page), head_dim // 2), torch.zeros(len(page), head_dim // 2)
     cache = torch.full((2, 10, kv_heads, size, head_dim), torch.nan)
-    fused.norm_rotate_store(qkv, angles, None, *cache, page, offset, clear_tails=True)
+    fused.norm_rotate_store(qkv, angles, None, cache[0], cache[1], page, offset, clear_tails=True)
     expected = torch.full_like(cache, torch.nan)
     expected[:, 6, :, 3:] = 0.0
     expected[:, 1, :, 1:] = 0.0
@@ -79,7 +81,7 @@ def test_an_fp8_cache_is_scaled_and_never_overflows() -> None:
     angles = (torch.ones(1, 16), torch.zeros(1, 16))
     cache = torch.zeros(2, 1, 1, 16, 32).to(torch.float8_e4m3fn)
     place = torch.zeros(1, dtype=torch.int64)
-    fused.norm_rotate_store(qkv, angles, None, *cache, place, place, kv_scales=(0.5, 2.0))
+    fused.norm_rotate_store(qkv, angles, None, cache[0], cache[1], place, place, kv_scales=(0.5, 2.0))
     assert cache[0, 0, 0, 0].float().tolist() == [4.0] * 32
     assert cache[1, 0, 0, 0].float().tolist() == [448.0] * 16 + [-1.5] * 16
 
@@ -90,5 +92,5 @@ def test_silu_mul(inner: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     gate_up = torch.randn(3, 2 * inner).to(dtype)
     gate, up = gate_up.float().chunk(2, dim=-1)
-    close = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
-    torch.testing.assert_close(fused.silu_mul(gate_up).float(), silu(gate) * up, **close)
+    close = partial(torch.testing.assert_close, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    close(fused.silu_mul(gate_up).float(), silu(gate) * up)

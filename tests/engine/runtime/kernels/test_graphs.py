@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
@@ -18,16 +18,18 @@ from engine.runtime.graphs import DecodeGraphs, DecodeInputs, batch_buckets
 CPU = torch.device("cpu")
 PADDING = 9
 
+Output = TypeVar("Output")
+
 
 @dataclass
-class FakeCaptured:
+class FakeCaptured(Generic[Output]):
     """Replays into the memory that it was captured with."""
 
-    run: Callable[[], Tensor]
-    output: Tensor
+    run: Callable[[], Output]
+    output: Output
 
     def replay(self) -> None:
-        self.output.copy_(self.run())
+        _tensor(self.output).copy_(_tensor(self.run()))
 
 
 @dataclass
@@ -38,10 +40,15 @@ class FakeDevice:
         self.log.append("warm")
         run()
 
-    def capture(self, run: Callable[[], Tensor]) -> FakeCaptured:
+    def capture(self, run: Callable[[], Output]) -> FakeCaptured[Output]:
         output = run()
-        self.log.append(f"capture {len(output)}")
+        self.log.append(f"capture {len(_tensor(output))}")
         return FakeCaptured(run, output)
+
+
+def _tensor(output: object) -> Tensor:
+    assert isinstance(output, Tensor)
+    return output
 
 
 class Model:
@@ -72,7 +79,8 @@ def test_buckets_ascend_to_the_largest_batch_and_waste_little(rows_max: int) -> 
 
 
 def test_the_largest_is_captured_first_and_each_is_warm_before() -> None:
-    device, heard = FakeDevice(), []
+    device = FakeDevice()
+    heard: list[tuple[int, int]] = []
     graphs(Model()).capture(device, lambda done, of: heard.append((done, of)))
     sizes = [12, 8, 4, 2, 1]
     assert device.log == [line for size in sizes for line in ("warm", f"capture {size}")]
@@ -123,7 +131,7 @@ def test_inputs_are_one_copy() -> None:
             return func(*args, **(kwargs or {}))
 
     own = graphs(Model())
-    with Copies():
+    with Copies():  # type: ignore[no-untyped-call]  # torch has no type for it
         own.eager([1, 2, 3], [7, 8, 9])
     assert copied == [2 * 4]
 

@@ -21,7 +21,8 @@ from engine.runtime.graphs import DecodeInputs
 from engine.runtime.kernels import begin, decode_attention, fused, matmul, sampling
 from engine.runtime.kernels.attention import TritonDecode
 from engine.runtime.kernels.decoder import DecodeStep, DeviceDecoder
-from engine.runtime.kernels.sampling import DeviceSampling, SamplingScratch
+from engine.runtime.kernels.sampling import SamplingScratch
+from engine.runtime.kernels.sampling_columns import DeviceSampling
 from engine.runtime.kv_cache import KVCache, KVGeometry
 from engine.runtime.models.config import ModelConfig
 from tests.engine.runtime.kernels.tables import all_by_tiles
@@ -50,7 +51,7 @@ class Launches(TorchDispatchMode):
     memory are free."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no type for it
         self.seen: Counter[str] = Counter()
 
     def __torch_dispatch__(

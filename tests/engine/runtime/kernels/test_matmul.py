@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -92,12 +93,12 @@ def test_fp8_weights_with_a_scale_for_each_group_of_columns(height: int, width: 
     by_hand = torch.stack([weight.values[:, k].float() * scales[k // group] for k in range(width)], dim=1)
     x, bias = torch.randn(3, width), torch.randn(height)
     expected = linear(x, by_hand, bias)
-    close = {"atol": 1e-3, "rtol": 1e-5}
+    close = partial(torch.testing.assert_close, atol=1e-3, rtol=1e-5)
     found = skinny_matmul(x, weight, Tile(16, 32, 4, 3), bias=bias)
-    torch.testing.assert_close(found, expected, **close)
+    close(found, expected)
     by_library = linear(x, restored(weight, torch.float32), bias)
-    torch.testing.assert_close(by_library, expected, **close)
-    torch.testing.assert_close(MatmulTable({}).linear(x, weight, bias), expected, **close)
+    close(by_library, expected)
+    close(MatmulTable({}).linear(x, weight, bias), expected)
     with pytest.raises(AssertionError):
         skinny_matmul(x, weight, Tile(16, 128, 4, 3))
     parts = [Fp8Weight(weight.values[rows], scales[:, rows], group) for rows in (slice(7), slice(7, None))]
@@ -142,14 +143,15 @@ def test_a_norm_in_the_head_and_a_gate_in_the_tail(
 ) -> None:
     """Also where tiles reach beyond the weight. The stream that was given stays; the new one is its sum."""
     stream, norm = stream_of(rows, width, torch.float32)
-    weight: Weight = torch.randn(height, width)
+    meant = torch.randn(height, width)
+    weight: Weight = meant
     bias = torch.randn(height) if kind == "biased" else None
-    meant = weight
     if kind.startswith("fp8"):
-        weight = quantise(weight)
+        fp8 = quantise(meant)
         if kind == "fp8 groups":
-            weight = Fp8Weight(weight.values, torch.rand(-(-width // 64), height) * 0.01, 64)
-        meant = weight.restored(torch.float32)
+            fp8 = Fp8Weight(fp8.values, torch.rand(-(-width // 64), height) * 0.01, 64)
+        weight, meant = fp8, fp8.restored(torch.float32)
+    assert stream.change is not None
     before = stream.residual.clone(), stream.change.clone()
     found, after = normed_matmul(stream, norm, weight, tile, bias=bias, gated=gated)
     torch.testing.assert_close(
@@ -175,6 +177,7 @@ def test_a_normed_rows_bits_do_not_depend_on_the_others() -> None:
     stream, norm = stream_of(9, 64, torch.float32)
     weight = torch.randn(32, 64)
     together, _ = normed_matmul(stream, norm, weight, SMALL, gated=True)
+    assert stream.change is not None
     alone = Stream(stream.residual[4:5].clone(), stream.change[4:5].clone())
     assert torch.equal(normed_matmul(alone, norm, weight, SMALL, gated=True)[0], together[4:5])
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.core.messages import NUMERIC_FAILURE, SamplingParams
 from engine.runtime import sampler
 from engine.runtime.kernels import sampling as kernels
+from engine.runtime.kernels.sampling_columns import DeviceSampling
 from engine.runtime.slots import SamplingColumns, Seat
 from tests.engine.runtime.test_sampler import CUTS, EXTREMES, extreme_logits, extreme_params
 
@@ -62,10 +63,10 @@ def on_device(
     past: list[tuple[Tensor, Tensor]],
     device: torch.device = CPU,
     scratch: kernels.SamplingScratch | None = None,
-) -> tuple[list[int], Tensor, kernels.DeviceSampling]:
+) -> tuple[list[int], Tensor, DeviceSampling]:
     """Rows sit in slots from the last to the first. tests/gpu calls it too."""
     rows, vocab = logits.shape
-    columns = kernels.DeviceSampling.empty(rows, vocab, device)
+    columns = DeviceSampling.empty(rows, vocab, device)
     scratch = scratch or kernels.SamplingScratch.empty(rows, vocab, logits.dtype, device)
     scratch.edited.fill_(torch.nan)
     for row, (own, (prompt, output)) in enumerate(zip(asked, past, strict=True)):
@@ -113,7 +114,7 @@ def test_no_more_candidates_than_are_needed() -> None:
     """Logits 0.1 nats apart: 40 of them in each rung of 4 nats, and the best."""
     logits = torch.linspace(0, -0.1 * (VOCAB - 1), VOCAB)[None] - 0.01
     e = torch.e
-    wanted = [
+    wanted: list[tuple[dict[str, Any], int]] = [
         ({"top_k": 5}, 40),
         ({"top_k": 40}, 40),
         ({"top_k": 41}, 80),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from tests.engine.runtime.device.test_with_scheduler import requests
 from tests.engine.runtime.parallel import device_rank
 from tests.engine.runtime.test_with_scheduler import all_said, serve, serve_overlapped
 
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "page_size": 16,
     "max_num_seqs": 3,

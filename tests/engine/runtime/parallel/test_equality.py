@@ -26,7 +26,7 @@ from engine.runtime.kv_cache import KVGeometry
 from engine.runtime.models.config import read_model_config
 from engine.runtime.parallel.leader import LeadingRunner, lead
 from engine.runtime.parallel.shard import Shard
-from engine.runtime.parallel.wire import Landed
+from engine.runtime.parallel.wire import Done, Landed
 from tests.engine.models import VOCAB_SIZE
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.test_with_scheduler import all_said, serve, serve_overlapped
@@ -141,7 +141,7 @@ def test_a_rank_that_finds_other_tokens_ends_it_all(tiny_model: MakeModel) -> No
         runner.launch(plan(17))
         runner.ranks.send(Landed(17, 0))
         with pytest.raises(RankLost, match="rank 1: its tokens of step 17 are not those of rank 0"):
-            runner.ranks.answers(Landed)
+            runner.ranks.answers(Done)
     assert reasons == ["rank 1: its tokens of step 17 are not those of rank 0"]
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.runtime import weights
-from engine.runtime.errors import BadRunnerConfig, CollectiveFailed
+from engine.runtime.errors import BadRunnerConfig, CollectiveFailed, WeightsMismatch
 from engine.runtime.models.config import ModelConfig, read_model_config
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.parameters import EMBEDDING
@@ -190,7 +190,7 @@ def test_the_inspection_still_sees_whole_shapes(
     cut = Inspection(files, torch.float32)
     wrong = replace(config, intermediate_size=config.intermediate_size * 2)
     Decoder(wrong, cut, Silent(Shard(0, size)))
-    with pytest.raises(weights.WeightsMismatch, match="down_proj"):
+    with pytest.raises(WeightsMismatch, match="down_proj"):
         cut.verify()
 
 
