@@ -75,7 +75,7 @@ def test_what_the_largest_step_and_the_graphs_take_is_set_aside(
         "warming up",
     ]
     # Nothing that was measured or warmed up is left behind.
-    driver = Driver(runner)  # type: ignore[arg-type]
+    driver = Driver(runner)
     lives = [driver.seat(slot, [slot + 9, 5, 3], GREEDY) for slot in range(4)]
     driver.finish(range(4), 2)
     expected = reference_greedy(Path(config.model_dir), [[slot + 9, 5, 3] for slot in range(4)], 2)
@@ -167,7 +167,7 @@ def test_the_smallest_of_everything_loads(config: RunnerConfig) -> None:
         attention_backend="triton",
         kv_cache_bytes=2 * PAGE_BYTES,
     )
-    driver = Driver(load_on_card(tiny, FakeCard(), lambda stage: None))  # type: ignore[arg-type]
+    driver = Driver(load_on_card(tiny, FakeCard(), lambda stage: None))
     life = driver.seat(0, [7], GREEDY)
     driver.finish([0], 1)
     assert life.output == reference_greedy(Path(config.model_dir), [[7]], 1)[0]

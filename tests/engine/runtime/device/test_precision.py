@@ -74,7 +74,7 @@ class AsOnAGpu(TorchDispatchMode):
 
 def logprobs(runner: DeviceRunner) -> torch.Tensor:
     """Of the prompt's tokens, in chunks of 8 over what the cache holds."""
-    driver: Any = Driver(runner, poison=False)  # type: ignore[arg-type]
+    driver = Driver(runner, poison=False)
     asked = SamplingParams(seed=0, max_tokens=2, temperature=0.0, prompt_logprobs=0)
     life = driver.seat(0, PROMPT, asked)
     driver.finish([0], 2, chunk=8)
@@ -87,7 +87,7 @@ def test_a_checkpoint_in_fp8_is_held_in_fp8(tiny_model: MakeModel, tmp_path: Pat
     *matrices, head = (linear.weight for linear in runner.model.decoder.linears)
     assert all(isinstance(weight, Fp8Weight) for weight in matrices)
     assert isinstance(head, torch.Tensor)
-    driver = Driver(runner, poison=False)  # type: ignore[arg-type]
+    driver = Driver(runner, poison=False)
     life = driver.seat(0, PROMPT, SamplingParams(seed=0, max_tokens=4, temperature=0.0))
     driver.finish([0], 4)
     assert life.output == reference_greedy(meant, [PROMPT], 4)[0]

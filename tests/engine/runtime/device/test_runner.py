@@ -54,7 +54,7 @@ def company(seed: int = 3) -> list[tuple[list[int], SamplingParams]]:
 
 def lead(runner: ModelRunner | DeviceRunner, outputs: int) -> list[Life]:
     """Prompts in chunks, one after another, beside decodes; then decodes alone; pages shuffled, poisoned."""
-    driver = Driver(runner)  # type: ignore[arg-type]
+    driver = Driver(runner)
     lives = [driver.seat(slot, *asked) for slot, asked in enumerate(company())]
     driver.finish(range(len(lives)), outputs, chunk=24)
     return lives
@@ -123,7 +123,7 @@ def test_a_wait_would_be_noticed() -> None:
 
 def test_swapped_sequences_go_on_where_they_were(path: Path) -> None:
     runner = load_fake(path, max_num_seqs=2, kv_cache_bytes=1 << 20)
-    driver = Driver(runner)  # type: ignore[arg-type]
+    driver = Driver(runner)
     prompts = [list(range(5, 43)), list(range(60, 90))]
     first, second = (driver.seat(slot, prompt, GREEDY) for slot, prompt in enumerate(prompts))
     driver.step([(0, 38), (1, 17)])
@@ -139,7 +139,7 @@ def test_swapped_sequences_go_on_where_they_were(path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, where a row is not finite
 def test_a_numeric_failure_ends_its_row_alone(path: Path) -> None:
-    driver = Driver(load_fake(path, max_num_seqs=2, kv_cache_bytes=1 << 20), poison=False)  # type: ignore[arg-type]
+    driver = Driver(load_fake(path, max_num_seqs=2, kv_cache_bytes=1 << 20), poison=False)
     sick, sound = driver.seat(0, [4, 5, 6], GREEDY), driver.seat(1, [4, 5, 6], GREEDY)
     driver.finish([0, 1], 2)
     with torch.inference_mode():
@@ -157,7 +157,7 @@ def test_more_rows_than_graphs_are_for_go_kernel_by_kernel(
 ) -> None:
     monkeypatch.setattr("engine.runtime.device.load.GRAPH_ROWS_MAX", 1)
     card = FakeCard()
-    driver = Driver(load_fake(path, card, max_num_seqs=2, kv_cache_bytes=1 << 20))  # type: ignore[arg-type]
+    driver = Driver(load_fake(path, card, max_num_seqs=2, kv_cache_bytes=1 << 20))
     lives = [driver.seat(slot, [slot + 2, 5], GREEDY) for slot in range(2)]
     replays = card.captured.replays
     driver.finish([0, 1], 3)
