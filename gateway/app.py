@@ -22,22 +22,21 @@ from aiohttp import web
 from aiohttp.http import RawRequestMessage
 from aiohttp.web_protocol import RequestHandler
 
+from gateway.accounts import AccountsReader
 from gateway.admission.guarded_store import GuardedStore
 from gateway.admission.memory_store import LEASE_TTL_MS, MemoryStore
 from gateway.admission.quota import QuotaStore
-from gateway.admission.tokens import TokenCounter
 from gateway.admission.validate import warm
 from gateway.background import Background, Work
 from gateway.config import GatewayConfig, TlsConfig, timeouts_of
-from gateway.credentials import Credentials
-from gateway.directory import DirectoryReader
 from gateway.edge import PROBES, Edge, Health, error_response, probe_answer
 from gateway.endpoints import ENDPOINTS
-from gateway.engines import fetch_profile
+from gateway.engines import Engines, fetch_profile
+from gateway.exchange import LiveRequests
 from gateway.hygiene import HEAD_LEN_MAX
-from gateway.live import LiveRequests
 from gateway.pipeline import Pipeline
 from gateway.record import CONNECTIONS_CUT, HELD_BYTES, HTTP2_STREAMS, IN_FLIGHT
+from gateway.relay.credentials import Credentials
 from gateway.relay.upstream import Upstream
 from gateway.routing.replicas import Replicas
 from shared import logs
@@ -97,13 +96,13 @@ class Gateway:
         self._guarded = None if quotas is None else GuardedStore(quotas)
         store = self._guarded or self.quotas
         self.live = LiveRequests(config.limits.live_max)
-        self.directory = DirectoryReader(config, path, clock)
+        self.accounts = AccountsReader(config, path, clock)
         self.replicas = Replicas(config.models, clock)
         self._upstream = Upstream(config.hop, config.models)
         self._threads = FairThreads(config.limits.tokenizer_threads)
         IN_FLIGHT.set_function(lambda: len(self.live))
         HTTP2_STREAMS.set_function(lambda: self._upstream.streams)
-        self.tokens = TokenCounter(
+        self.engines = Engines(
             config.models,
             lambda model: fetch_profile(
                 self._upstream,
@@ -111,14 +110,13 @@ class Gateway:
                 timeouts_of(config.timeouts, model).connect_s,
                 credentials.headers(model),
             ),
-            self._threads,
             clock,
         )
         memory = FairShare(config.limits.request_memory)
         HELD_BYTES.set_function(lambda: memory.held)
         pipeline = Pipeline(
             config,
-            self.tokens,
+            self.engines,
             store,
             self.replicas,
             self._upstream,
@@ -129,12 +127,12 @@ class Gateway:
         )
         self._health = Health(self.lifecycle, self._problems)
         self._edge = Edge(
-            config, self.directory, pipeline, self.live, self.tokens, store, self._health, clock
+            config, self.accounts, pipeline, self.live, self.engines, store, self._health, clock
         )
         self._clock = clock
-        own: dict[str, Work] = {"configuration": self.directory.watch, "lease renewal": self._renew_leases}
+        own: dict[str, Work] = {"configuration": self.accounts.watch, "lease renewal": self._renew_leases}
         self._background = Background(own, clock)
-        self._tokenizers = Background(self.tokens.works(), clock)  # without one, its prompts are estimated
+        self._tokenizers = Background(self.engines.works(), clock)  # without one, its prompts are estimated
         self._stack = AsyncExitStack()
         self.port = 0
         self.admin_port: int | None = None
@@ -376,7 +374,7 @@ async def serve(config: GatewayConfig, path: Path) -> None:
     on_stop_signals(lambda _: now.set() if stop.is_set() else stop.set())
     watch_lag()
     async with Gateway(config, path=path) as gateway:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.directory.reload)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.accounts.reload)
         gc.collect()
         gc.freeze()  # modules live for ever: looking through them would stop every stream for 15 ms
         await stop.wait()

@@ -22,20 +22,19 @@ import msgspec
 import structlog
 from aiohttp import web
 
+from gateway.accounts import AccountsReader
 from gateway.admission.quota import QuotaStore, ReservationId
-from gateway.admission.tokens import TokenCounter
+from gateway.client.answer import SERVER, Client, ClientGone
+from gateway.client.deadlines import Watch
 from gateway.config import GatewayConfig, ModelConfig
-from gateway.directory import DirectoryReader
 from gateway.endpoints import ENDPOINTS
-from gateway.exchange import Exchange
+from gateway.engines import Engines
+from gateway.exchange import Exchange, LiveRequests
 from gateway.hygiene import check, path_of
 from gateway.identity.keys import Principal
 from gateway.identity.tenant import TenantPolicy
-from gateway.live import LiveRequests
 from gateway.pipeline import Pipeline
 from gateway.record import Reporter, RequestRecord
-from gateway.relay.client import SERVER, Client, ClientGone
-from gateway.relay.watch import Watch
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import (
@@ -71,19 +70,19 @@ class Edge:
     def __init__(
         self,
         config: GatewayConfig,
-        directory: DirectoryReader,
+        accounts: AccountsReader,
         pipeline: Pipeline,
         live: LiveRequests,
-        tokens: TokenCounter,
+        engines: Engines,
         quotas: QuotaStore,
         health: Health,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._config = config
-        self._directory = directory
+        self._accounts = accounts
         self._pipeline = pipeline
         self._live = live
-        self._tokens = tokens
+        self._engines = engines
         self._quotas = quotas
         self._health = health
         self._clock = clock
@@ -148,7 +147,7 @@ class Edge:
             raise MethodNotAllowed(f"{path} takes POST, not {method[:16]}.")
         if path == MODELS or path.startswith(f"{MODELS}/"):
             _allow(exchange, "GET")
-            models = self._models(exchange.directory.tenants, principal, path.removeprefix(MODELS)[1:])
+            models = self._models(exchange.accounts.tenants, principal, path.removeprefix(MODELS)[1:])
             return await self._send(exchange, models)
         if path.startswith(REQUESTS):
             _allow(exchange, "DELETE")
@@ -163,7 +162,7 @@ class Edge:
         return ModelList(data=[self._model(name, config) for name, config in tenants.visible(principal)])
 
     def _model(self, name: str, config: ModelConfig) -> Model:
-        profile = self._tokens.profile(config)
+        profile = self._engines.of(config).profile
         created = profile.created if profile else None
         return Model(
             id=name,
@@ -199,7 +198,7 @@ class Edge:
     async def _look_up_windows(self, exchange: Exchange) -> None:
         """For the `x-ratelimit-*` headers of answers that came to no reservation."""
         if exchange.principal is not None and exchange.windows is None:
-            subjects = exchange.directory.subjects(exchange.principal)
+            subjects = exchange.accounts.subjects(exchange.principal)
             exchange.windows = await self._quotas.windows(subjects)
 
     # -- the life of a request --------------------------------------------------------------------
@@ -217,7 +216,7 @@ class Edge:
             stages=stages,
             watch=watch,
             client=Client(request, watch, self._config.timeouts.slow_client_s),
-            directory=self._directory.now,
+            accounts=self._accounts.now,
             timeouts=self._config.timeouts,
             clock=self._clock,
             reservation=ReservationId(f"{self._name}-{next(self._count)}"),

@@ -1,23 +1,147 @@
-"""What the gateway asks the engines for itself: which models, and their tokenizers."""
+"""What is known of each model's engine: its tokenizer, its context's length, whether it is one of ours.
+
+Asked of the engine itself, in the background, and kept fresh: every answer names the hash of its engine's
+tokenizer, and a new hash is a reason to ask again. Asking never holds up a request; until there is an answer
+nothing is known, and the prompts of that model are estimated.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import msgspec
 
-from gateway.admission.tokens import EngineProfile
 from gateway.config import ModelConfig
 from gateway.relay.upstream import Upstream
+from shared import logs
+from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import ApiError, ConnectTimeout, UpstreamFailed, UpstreamUnreachable
 from shared.ids import TOKENIZER_HEADER
-from shared.tokenizer import TokenizerBundle
+from shared.openai import ChatMessage, ChatRequest
+from shared.tokenizer import Tokenizer, TokenizerBundle, UnusableTokenizer
 
 FETCH_S: Final = 30.0
 """For one replica, everything included."""
+RETRY_S_MIN: Final = 0.5
+RETRY_S_MAX: Final = 5.0
 
 Headers = tuple[tuple[bytes, bytes], ...]
+
+log = logs.get(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProfile:
+    """What an engine says about a model."""
+
+    bundle: TokenizerBundle | None
+    """None where the engine has no tokenizer to give: it is another's."""
+    max_model_len: int | None
+    created: int | None
+
+    @property
+    def is_whole(self) -> bool:
+        """An engine of ours that is still loading knows its tokenizer, and not yet its length."""
+        return self.bundle is None or self.max_model_len is not None
+
+
+@dataclass(slots=True)
+class Known:
+    """What is known about one model's engine, and whether to ask again."""
+
+    profile: EngineProfile | None = None
+    tokenizer: Tokenizer | None = None
+    """None while there is none to count with."""
+    stale: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens of the context; None while the engine has not told."""
+        return None if self.profile is None else self.profile.max_model_len
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the engine is known to be none of ours."""
+        return self.profile is not None and self.profile.bundle is None
+
+    def observe(self, tokenizer_hash: str | None) -> None:
+        """Every answer names its engine's tokenizer: it is fetched when it is not the one in use."""
+        own = self.tokenizer.hash if self.tokenizer else None
+        if tokenizer_hash is not None and tokenizer_hash != own:
+            self.stale.set()
+
+
+class Engines:
+    """What is known, by model."""
+
+    def __init__(
+        self,
+        models: Iterable[ModelConfig],
+        fetch: Callable[[ModelConfig], Awaitable[EngineProfile]],
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._models: Final = {model.name: model for model in models}
+        self._known: Final = {name: Known() for name in self._models}
+        self._fetch = fetch
+        self._clock = clock
+
+    def of(self, model: ModelConfig) -> Known:
+        return self._known[model.name]
+
+    def works(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        """By name: what fetches, and keeps fresh, what is known about each model."""
+        return {f"tokenizer of {name}": partial(self._keep, name) for name in self._models}
+
+    async def _keep(self, name: str) -> None:
+        known = self._known[name]
+        retry_s = RETRY_S_MIN
+        while True:
+            known.stale.clear()
+            try:
+                profile = await self._fetch(self._models[name])
+                await self._adopt(name, profile)
+                if profile.is_whole:
+                    retry_s = RETRY_S_MIN
+                    await known.stale.wait()
+            except ApiError as error:
+                log.warning("tokenizer.unavailable", model=name, error=error.code, detail=error.detail)
+            await self._clock.sleep(retry_s)  # also when replicas differ, so that this does not spin
+            retry_s = min(RETRY_S_MAX, 2 * retry_s)
+
+    async def _adopt(self, name: str, profile: EngineProfile) -> None:
+        known = self._known[name]
+        if profile.bundle is None:
+            known.tokenizer = None
+            log.info("tokenizer.none", model=name, consequence="prompts are estimated")
+        else:
+            await self._load(name, known, profile.bundle)
+        known.profile = profile
+
+    async def _load(self, name: str, known: Known, bundle: TokenizerBundle) -> None:
+        try:
+            tokenizer = await asyncio.to_thread(_warm, bundle)  # a large one takes a second
+        except UnusableTokenizer as error:
+            log.error("tokenizer.unusable", model=name, error=str(error))
+            return
+        if known.tokenizer is None or tokenizer.hash != known.tokenizer.hash:
+            known.tokenizer = tokenizer
+            log.info("tokenizer.loaded", model=name, hash=tokenizer.hash)
+
+
+def _warm(bundle: TokenizerBundle) -> Tokenizer:
+    """So that the first request is counted as fast as the second."""
+    tokenizer = Tokenizer(bundle)
+    with contextlib.suppress(ApiError):  # a model without a chat template
+        tokenizer.prompt_ids(ChatRequest(model="", messages=[ChatMessage("user", "Hello.")]))
+    return tokenizer
+
+
+# -- asking ---------------------------------------------------------------------------------------
 
 
 class _Model(msgspec.Struct):

@@ -1,23 +1,27 @@
-"""One request in progress."""
+"""One request in progress, and all of them: how many, whose, and how to end them."""
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections.abc import Callable
 from typing import Final
 
 from aiohttp import web
 from msgspec import Struct, field
 
+from gateway.accounts import Accounts
 from gateway.admission.quota import Decision, ReservationId, Windows
+from gateway.client.answer import Client
+from gateway.client.deadlines import Watch
 from gateway.config import TimeoutsConfig
-from gateway.directory import Directory
 from gateway.identity.keys import Principal
 from gateway.record import RequestRecord
-from gateway.relay.client import Client
 from gateway.relay.stream import Progress
-from gateway.relay.watch import Watch
 from shared.clock import Clock
-from shared.ids import IGNORED_FIELDS_HEADER, REQUEST_ID_HEADER, RequestId
+from shared.errors import ApiError, NotReady, Overloaded
+from shared.fair_share import FairShare
+from shared.ids import IGNORED_FIELDS_HEADER, REQUEST_ID_HEADER, RequestId, TenantId
 from shared.telemetry import Stages
 
 ENGINE_TIMING_LEN_MAX: Final = 1024
@@ -36,7 +40,7 @@ class Exchange(Struct, eq=False):
     stages: Stages
     watch: Watch
     client: Client
-    directory: Directory
+    accounts: Accounts
     """Keys and tenants as they were when the request came: a reload does not change it midway."""
     timeouts: TimeoutsConfig
     """Everybody's, until model and tenant are known."""
@@ -107,3 +111,84 @@ def duration(ms: int) -> str:
         return f"{ms / 1000:g}s"
     minutes, rest_ms = divmod(ms, 60_000)
     return f"{minutes}m{rest_ms // 1000}s"
+
+
+class LiveRequests:
+    """The requests in progress.
+
+    A tenant's part of the places is bounded by what is left of them (`shared.fair_share`), so that a tenant
+    whose requests never get on, as those whose bodies do not arrive, leaves room for the others.
+    """
+
+    def __init__(self, live_max: int) -> None:
+        self._share = FairShare(live_max)
+        self._claims: dict[Exchange, TenantId] = {}
+        self._exchanges: set[Exchange] = set()
+        self._drained = asyncio.Event()
+        """Set while nothing is left and nothing can come."""
+        self._stopping = False
+
+    def __len__(self) -> int:
+        return len(self._exchanges)
+
+    def enter(self, exchange: Exchange) -> None:
+        """`leave` must follow. Raises NotReady while the gateway drains."""
+        if self._stopping:
+            raise NotReady("The gateway is shutting down.", retry_after_s=1.0)
+        self._exchanges.add(exchange)
+
+    def claim(self, exchange: Exchange, tenant: TenantId) -> None:
+        """Take one of the places that requests may wait at. Raises Overloaded when the tenant has its
+        share."""
+        if not self._share.take(tenant, 1):
+            raise Overloaded(
+                "The gateway is serving as many requests as it may.",
+                retry_after_s=1.0,
+                detail=f"requests: {self._share.told(tenant, 1)}",
+            )
+        self._claims[exchange] = tenant
+
+    def leave(self, exchange: Exchange) -> None:
+        self._exchanges.remove(exchange)
+        if (tenant := self._claims.pop(exchange, None)) is not None:
+            self._share.give_back(tenant, 1)
+        if self._stopping and not self._exchanges:
+            self._drained.set()
+
+    def end(self, tenant: TenantId, request_id: RequestId, reason: Callable[[], ApiError]) -> int:
+        """End this tenant's requests of exactly this id. Several may carry it: the caller chose it."""
+        found = [
+            exchange
+            for exchange in self._exchanges
+            if exchange.request_id == request_id
+            and exchange.principal is not None
+            and exchange.principal.tenant == tenant
+        ]
+        for exchange in found:
+            exchange.watch.end(reason())
+        return len(found)
+
+    def end_all(self, reason: Callable[[], ApiError]) -> None:
+        for exchange in list(self._exchanges):
+            exchange.watch.end(reason())
+
+    def reservations(self) -> list[ReservationId]:
+        """Those whose leases are to be renewed."""
+        return [exchange.reservation for exchange in self._exchanges if exchange.is_seated]
+
+    async def drain(self, within_s: float, reason: Callable[[], ApiError]) -> bool:
+        """Refuse new requests, wait for the open ones, and end what is left after so long.
+
+        Returns whether nothing had to be ended.
+        """
+        self._stopping = True
+        if not self._exchanges:
+            self._drained.set()
+        try:
+            async with asyncio.timeout(within_s):
+                await self._drained.wait()
+        except TimeoutError:
+            self.end_all(reason)
+            await self._drained.wait()
+            return False
+        return True

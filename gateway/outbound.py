@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from msgspec import Raw
 
+from gateway.accounts import Terms
 from gateway.admission.tokens import Count
 from gateway.config import Tier
-from gateway.directory import Terms
 from gateway.exchange import Exchange
 from gateway.relay.upstream import Outbound
 from shared.ids import (

@@ -40,22 +40,22 @@ from typing import Final
 
 from msgspec import Struct
 
+from gateway.accounts import Terms
 from gateway.admission.quota import Decision, Meter, QuotaStore, Refusal
-from gateway.admission.tokens import Count, TokenCounter
+from gateway.admission.tokens import Count, check_fits, count_tokens, span
 from gateway.admission.validate import validate
-from gateway.body import read_body
+from gateway.client.body import read_body
+from gateway.client.deadlines import Watch
 from gateway.config import GatewayConfig, ModelConfig
-from gateway.credentials import Credentials
-from gateway.directory import Terms
 from gateway.endpoints import Dialect, Endpoint, ProxiedRequest
-from gateway.exchange import Exchange
+from gateway.engines import Engines
+from gateway.exchange import Exchange, LiveRequests
 from gateway.identity.keys import Principal
-from gateway.live import LiveRequests
 from gateway.outbound import outbound
 from gateway.record import observe_attempt, observe_decision
+from gateway.relay.credentials import Credentials
 from gateway.relay.stream import Progress, Relay
 from gateway.relay.upstream import Answer, Outbound, Upstream
-from gateway.relay.watch import Watch
 from gateway.routing.replicas import Outcome, Replica, Replicas
 from gateway.shield import shielded
 from shared.errors import (
@@ -130,7 +130,7 @@ class Pipeline:
     def __init__(
         self,
         config: GatewayConfig,
-        tokens: TokenCounter,
+        engines: Engines,
         quotas: QuotaStore,
         replicas: Replicas,
         upstream: Upstream,
@@ -144,7 +144,7 @@ class Pipeline:
         self._threads = threads
         self._memory = memory
         self._config = config
-        self._tokens = tokens
+        self._engines = engines
         self._quotas = quotas
         self._replicas = replicas
         self._upstream = upstream
@@ -180,7 +180,7 @@ class Pipeline:
     def authenticate(self, exchange: Exchange) -> Principal:
         exchange.stages.enter("auth")
         authorization = exchange.request.headers.get("authorization")
-        principal = exchange.directory.keys.authenticate(authorization, exchange.clock.wall())
+        principal = exchange.accounts.keys.authenticate(authorization, exchange.clock.wall())
         exchange.principal = principal
         exchange.record.key, exchange.record.tenant = principal.key, principal.tenant
         return principal
@@ -189,7 +189,7 @@ class Pipeline:
         exchange.stages.enter("seat")
         self._live.claim(exchange, principal.tenant)
         exchange.is_seated = True
-        subjects = exchange.directory.subjects(principal)
+        subjects = exchange.accounts.subjects(principal)
         generates = endpoint.generates
         decision = await self._quotas.enter(exchange.reservation, subjects, needs_tokens=generates)
         self._heed(exchange, decision, 1 if generates else 0)
@@ -217,10 +217,10 @@ class Pipeline:
 
     def _resolve(self, exchange: Exchange, principal: Principal, parsed: Parsed[ProxiedRequest]) -> Terms:
         exchange.stages.enter("tenant")
-        terms = exchange.directory.terms(principal, parsed.request.model)
+        terms = exchange.accounts.terms(principal, parsed.request.model)
         exchange.record.model = terms.model.name
         exchange.bound_by(terms.timeouts)
-        if not self._tokens.is_foreign(terms.model):  # which may do what ours cannot
+        if not self._engines.of(terms.model).is_foreign:  # which may do what ours cannot
             parsed.require_supported()
         return terms
 
@@ -228,9 +228,11 @@ class Pipeline:
         exchange.stages.enter("tokenize")
         if not isinstance(request, ChatRequest | CompletionRequest):
             return NO_TOKENS
-        count = await self._tokens.count(terms.model, request, terms.tenant.id)
+        engine = self._engines.of(terms.model)
+        context_len = engine.max_model_len
+        count = await count_tokens(request, engine.tokenizer, context_len, self._threads, terms.tenant.id)
         exchange.record.prompt_tokens, exchange.record.prompt_exact = count.prompt_tokens, count.is_exact
-        self._tokens.check_fits(terms.model, request, count)
+        check_fits(request, count, context_len)
         return count
 
     async def _reserve(
@@ -242,12 +244,14 @@ class Pipeline:
         if not isinstance(request, ChatRequest | CompletionRequest):
             exchange.windows = await self._quotas.windows(terms.subjects)
             return None
-        least_each = self._config.admission.completion_estimate
-        span = self._tokens.span(terms.model, request, count, least_each, terms.tokens_max)
-        decision = await self._quotas.reserve(exchange.reservation, terms.subjects, span.least, span.most)
-        self._heed(exchange, decision, span.least)
+        context_len = self._engines.of(terms.model).max_model_len
+        asked = span(
+            request, count, context_len, self._config.admission.completion_estimate, terms.tokens_max
+        )
+        decision = await self._quotas.reserve(exchange.reservation, terms.subjects, asked.least, asked.most)
+        self._heed(exchange, decision, asked.least)
         exchange.reserved = decision.granted
-        return span.maximum_each(decision.granted) if span.is_open else None
+        return asked.maximum_each(decision.granted) if asked.is_open else None
 
     def _heed(self, exchange: Exchange, decision: Decision, tokens: int) -> None:
         """Raises what a refusal means. `tokens`: the least that was asked for."""
@@ -276,7 +280,7 @@ class Pipeline:
         count: Count,
         maximum: int | None,
     ) -> Outbound:
-        ours = not self._tokens.is_foreign(terms.model)
+        ours = not self._engines.of(terms.model).is_foreign
         credentials = self._credentials.headers(terms.model)
         return outbound(exchange, terms, parsed, count, maximum=maximum, ours=ours, credentials=credentials)
 
@@ -350,7 +354,7 @@ class Pipeline:
             exchange.record.first_byte_s = exchange.stages.enter("relay") - exchange.arrived_s
             return exchange.headers()
 
-        self._tokens.observe(dispatched.model, answer.headers.get(TOKENIZER_HEADER))
+        self._engines.of(dispatched.model).observe(answer.headers.get(TOKENIZER_HEADER))
         exchange.take_engine_timing(answer.headers.get("server-timing", ""))
         relay = Relay(
             exchange.client,

@@ -22,12 +22,12 @@ from typing import Final
 
 from msgspec import Struct, field
 
+from gateway.client.answer import Client
+from gateway.client.deadlines import Watch
 from gateway.config import TimeoutsConfig
 from gateway.endpoints import Dialect
-from gateway.relay.client import Client
 from gateway.relay.foreign import ForeignStream, Source, usage_of
 from gateway.relay.upstream import Answer, read_back
-from gateway.relay.watch import Watch
 from shared.errors import InterTokenTimeout, UpstreamFailed
 from shared.http2.report import Report
 from shared.ids import TOKENIZER_HEADER

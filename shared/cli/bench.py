@@ -14,13 +14,13 @@ from shared.bench import figures
 from shared.bench.services import ServiceFailed
 
 BENCHES: Final = {
-    "engine": ("shared.bench.engine", "tokens/s, time to first token and gap between tokens of an engine"),
+    "engine": ("engine.bench.served", "tokens/s, time to first token and gap between tokens of an engine"),
     "gateway": (
-        "shared.bench.gateway",
+        "gateway.bench.compare",
         "CPU time per event and per request, and the latency that the gateway adds",
     ),
     "gpu": ("engine.bench.gpu", "decode, prefill and attention on a GPU, as shares of what the card can do"),
-    "neighbours": ("shared.bench.neighbours", "what a tenant notices of another one's attacks"),
+    "neighbours": ("gateway.bench.neighbours", "what a tenant notices of another one's attacks"),
     "scheduler": ("engine.bench.scheduler", "the scheduler against simpler ones, in virtual time"),
 }
 """Each has a module with `add_arguments(parser)`, `async run(options)` and `BenchFailed`, and a summary."""

@@ -143,7 +143,7 @@ async def open_house(log: io.StringIO, protocol: str) -> AsyncIterator[Open]:
             await stack.enter_async_context(engine)
             config = load(settings(engine.url, *more_urls, protocol=protocol, **sections), {})
             gateway = await stack.enter_async_context(Gateway(config, quotas=quotas))
-            await until(lambda: gateway.tokens.profile(config.models[0]) is not None)
+            await until(lambda: gateway.engines.of(config.models[0]).profile is not None)
             client = await stack.enter_async_context(aiohttp.ClientSession())
             return House(gateway, engine, client, log)
 

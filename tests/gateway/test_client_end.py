@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from aiohttp.http import HttpVersion11
 
-from gateway.relay.client import Client
-from gateway.relay.watch import Watch
+from gateway.client.answer import Client
+from gateway.client.deadlines import Watch
 from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House
 from tests.gateway.fake_engine import Script
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.accounts import POLL_S, AccountsReader
 from gateway.config import (
     GatewayConfig,
     TenantConfig,
@@ -20,7 +21,6 @@ from gateway.config import (
     load,
     timeouts_of,
 )
-from gateway.directory import POLL_S, DirectoryReader
 from gateway.identity.keys import hash_key
 from shared import logs
 from shared.config import ConfigError
@@ -192,7 +192,7 @@ def test_what_is_no_base_url_is_told(url: str) -> None:
 async def test_a_revoked_key_is_refused_within_five_seconds(tmp_path: Path) -> None:
     path = write(tmp_path / "gateway.toml", FULL)
     clock = VirtualClock()
-    reader = DirectoryReader(load(path, {}), path, clock)
+    reader = AccountsReader(load(path, {}), path, clock)
     assert reader.now.keys.authenticate("Bearer x", 0).key == "k1"
     watching = asyncio.create_task(reader.watch())
     write(tmp_path / "new", FULL.replace('id = "k1"', 'id = "k1"\ndisabled = true')).replace(path)
@@ -209,7 +209,7 @@ async def test_a_revoked_key_is_refused_within_five_seconds(tmp_path: Path) -> N
 @pytest.mark.parametrize("text", ["not toml [", FULL.replace("sha256:", "md5:"), None], ids=range(3))
 def test_a_file_that_is_wrong_changes_nothing(tmp_path: Path, text: str | None) -> None:
     path = write(tmp_path / "gateway.toml", FULL)
-    reader = DirectoryReader(load(path, {}), path, VirtualClock())
+    reader = AccountsReader(load(path, {}), path, VirtualClock())
     before = reader.now
     if text is None:
         os.unlink(path)
@@ -221,7 +221,7 @@ def test_a_file_that_is_wrong_changes_nothing(tmp_path: Path, text: str | None) 
 
 def test_keys_tenants_and_their_classes_alone_are_read_again(tmp_path: Path, log: io.StringIO) -> None:
     path = write(tmp_path / "gateway.toml", FULL)
-    reader = DirectoryReader(load(path, {}), path, VirtualClock())
+    reader = AccountsReader(load(path, {}), path, VirtualClock())
     tiers = FULL.replace("[tiers.flex]", "[tiers.priority]").replace("connect_s = 1", "connect_s = 2")
     write(path, tiers)
     reader.reload()

@@ -74,7 +74,7 @@ async def test_while_the_prompt_is_counted(house: House, monkeypatch: pytest.Mon
         counting.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(house.gateway.tokens, "count", forever)
+    monkeypatch.setattr("gateway.pipeline.count_tokens", forever)
     client = await RawClient.of(house)
     client.post(body())
     await counting.wait()

@@ -84,7 +84,7 @@ def protocol(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 async def front(protocol: str, log: io.StringIO) -> AsyncIterator[Front]:
     async with granian(protocol) as url, Gateway(load(configured(url, protocol), {})) as gateway:
-        await until(lambda: gateway.tokens.profile(gateway.config.models[0]) is not None)
+        await until(lambda: gateway.engines.of(gateway.config.models[0]).profile is not None)
         front = Front(gateway, url, log)
         async with front.sdk:
             yield front

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.accounts import Accounts
 from gateway.admission.quota import Scope
 from gateway.config import KeyConfig, ModelConfig, QuotaLimits, TenantConfig, TiersConfig, TimeoutsConfig
-from gateway.directory import Directory
 from gateway.identity import keys
 from gateway.identity.keys import KeyTable, Principal, hash_key, mint_key
 from gateway.identity.tenant import TenantPolicy
@@ -155,7 +155,7 @@ def test_without_a_name_the_only_model_is_meant(policy: TenantPolicy) -> None:
     assert single.resolve(principal("all"), None).name == "big"
 
 
-def directory() -> Directory:
+def accounts() -> Accounts:
     tenants = TenantPolicy(
         MODELS,
         [
@@ -164,11 +164,11 @@ def directory() -> Directory:
         ],
         TiersConfig(),
     )
-    return Directory(KeyTable([]), tenants, TimeoutsConfig(total_s=9))
+    return Accounts(KeyTable([]), tenants, TimeoutsConfig(total_s=9))
 
 
 def test_terms_are_the_callers_own() -> None:
-    here = directory()
+    here = accounts()
     free, narrow = principal("all"), replace(principal("one"), key=KeyId("k2"))
     metered = replace(free, key=KeyId("k3"), limits=QuotaLimits(requests_per_min=5, tokens_per_min=30))
     for _ in range(2):  # worked out, and known
@@ -185,7 +185,7 @@ def test_terms_are_the_callers_own() -> None:
 
 
 def test_terms_are_kept_for_names_of_the_configuration_alone() -> None:
-    here, caller = directory(), principal("all")
+    here, caller = accounts(), principal("all")
     for name in ("big", "gpt-4", "small", "whatever", "anything"):
         here.terms(caller, name)
     assert [name for _, name in here._terms] == ["big", "gpt-4", "small"]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from gateway.config import ModelConfig, load
-from gateway.credentials import Credentials
 from gateway.outbound import bound_s
+from gateway.relay.credentials import Credentials
 from shared.config import ConfigError
 from shared.errors import InvalidRequest
 from shared.ids import (

@@ -554,8 +554,8 @@ async def test_a_new_tokenizer_is_fetched_when_an_answer_names_it(open_house: Op
     house.engine.bundle = byte_bundle()
     async with house.chat():
         pass
-    known = house.gateway.tokens._known["tiny"]
-    await until(lambda: known.hash == byte_bundle().hash)
+    known = house.gateway.engines.of(house.gateway.config.models[0])
+    await until(lambda: known.tokenizer is not None and known.tokenizer.hash == byte_bundle().hash)
     async with house.chat():
         pass
     assert house.engine.seen[-1].body["penstock"]["tokenizer"] == byte_bundle().hash

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gateway.relay.watch import Watch
+from gateway.client.deadlines import Watch
 from shared.errors import ApiError, FirstTokenTimeout, InterTokenTimeout, RequestAborted, TotalTimeout
 from tests.gateway.conftest import PATIENCE_S, House, Open, until
 from tests.gateway.fake_engine import HEADERS, Script, Step, chunk, stream

@@ -250,8 +250,8 @@ class Streams:
 async def served(path: Path, streams: Streams, options: Sequence[str]) -> dict[str, Any]:
     """An engine as its operators start it: how long until it is ready, and a load through its API."""
     # The other rows need nothing that speaks HTTP.
+    from engine.bench.load import Load, Sample, Server, measure, warm_up
     from shared.bench.client import Endpoint
-    from shared.bench.load import Load, Sample, Server, measure, warm_up
     from shared.bench.services import free_port, service
 
     load = Load(streams.count, rounds=1, prompt_len=streams.prompt, output_len=streams.outputs)

@@ -21,11 +21,11 @@ import engine.api.generate
 import engine.api.outputs
 import engine.api.server
 import gateway.admission.tokens
+import gateway.client.answer
+import gateway.client.deadlines
 import gateway.exchange
 import gateway.record
-import gateway.relay.client
 import gateway.relay.stream
-import gateway.relay.watch
 import shared.clock
 import shared.fair_threads
 import shared.http2.server
@@ -56,9 +56,9 @@ HANG_S: Final = 1.0
 OF_A_REQUEST: Final = (
     gateway.exchange.Exchange,
     gateway.record.RequestRecord,
-    gateway.relay.client.Client,
+    gateway.client.answer.Client,
     gateway.relay.stream.Progress,
-    gateway.relay.watch.Watch,
+    gateway.client.deadlines.Watch,
     engine.api.exchange.Exchange,
     engine.api.generate.Arrival,
     engine.api.generate.Generation,
@@ -214,7 +214,7 @@ class _World:
             config = load(self._setting.gateway(urls), {})
             async with Gateway(config, env={}, clock=self._clock) as gateway:
                 self._gateway = gateway
-                await until(lambda: gateway.tokens.profile(config.models[0]) is not None)
+                await until(lambda: gateway.engines.of(config.models[0]).profile is not None)
                 await self._live(gateway)
                 self._take_stock(gateway)
             for replica in self._replicas:

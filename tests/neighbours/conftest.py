@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.bench.attack import Attack, Ends, Who
-from shared.bench.attackers import Outcome, send
-from shared.bench.neighbourhood import (
+from gateway.bench.attack import Attack, Ends, Who
+from gateway.bench.attackers import Outcome, send
+from gateway.bench.neighbourhood import (
     CORE_MEMORY_MAX,
     ENGINE_MEMORY_MAX,
     ENGINE_OPTIONS,
@@ -26,7 +26,7 @@ from shared.bench.neighbourhood import (
     peak_bytes,
     rest_bytes,
 )
-from shared.bench.victim import Victim
+from gateway.bench.victim import Victim
 from tests.services import (
     Line,
     Service,

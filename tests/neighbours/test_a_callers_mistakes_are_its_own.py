@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from shared.bench.attack import Who, chat
+from gateway.bench.attack import Who, chat
 from tests.neighbours.conftest import House
 from tests.services import PATIENCE_S, until
 

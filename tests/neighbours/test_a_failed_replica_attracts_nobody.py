@@ -14,9 +14,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from shared.bench.attack import Attack, Ends, Law, Who, chat
-from shared.bench.attackers import Outcome, send
-from shared.bench.victim import CHATS
+from gateway.bench.attack import Attack, Ends, Law, Who, chat
+from gateway.bench.attackers import Outcome, send
+from gateway.bench.victim import CHATS
 from tests.neighbours.conftest import House, engines, gateway
 from tests.services import PATIENCE_S, Line, Service, engine_url, gauges, until
 

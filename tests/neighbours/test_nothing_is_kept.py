@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shared.bench.attack import MIB, Attack
-from shared.bench.attackers import named
-from shared.bench.neighbourhood import rest_bytes
+from gateway.bench.attack import MIB, Attack
+from gateway.bench.attackers import named
+from gateway.bench.neighbourhood import rest_bytes
 from tests.neighbours.conftest import House
 from tests.services import gauges
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shared.bench.attack import Attack, Ends, Law
-from shared.bench.attacks import against
+from gateway.bench.attack import Attack, Ends, Law
+from gateway.bench.attacks import against
 from tests.neighbours.conftest import House
 
 

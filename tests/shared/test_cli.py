@@ -149,7 +149,7 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_command_line_needs_no_service_and_no_tensors() -> None:
-    heavy = "{'torch', 'aiohttp', 'gateway', 'engine', 'shared.bench.engine'}"
+    heavy = "{'torch', 'aiohttp', 'gateway', 'engine', 'engine.bench.served'}"
     script = "import sys; from shared import cli; cli.build_parser('up'); "
     script += f"print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run(

@@ -11,10 +11,10 @@ import sys
 
 import pytest
 
-from shared.bench import engine
+from engine.bench import served as engine
+from engine.bench.load import BenchFailed, Load, Sample, Server, alone, token_times
+from engine.bench.served import TOKENS_TARGET, add_arguments
 from shared.bench.client import Endpoint, Exchange
-from shared.bench.engine import TOKENS_TARGET, add_arguments
-from shared.bench.load import BenchFailed, Load, Sample, Server, alone, token_times
 
 USAGE = b'data: {"usage":{"prompt_tokens":1,"completion_tokens":%d,"total_tokens":1}}'
 

@@ -6,12 +6,12 @@ import tomllib
 
 import pytest
 
+from gateway.bench.attack import Attack, Law
+from gateway.bench.attackers import named
+from gateway.bench.attacks import ATTACKS, against
+from gateway.bench.neighbourhood import LIVE_MAX, REQUEST_MEMORY, gateway_toml
+from gateway.bench.neighbours import _charged, _Cost, _is_wanted, _parsed
 from gateway.config import load
-from shared.bench.attack import Attack, Law
-from shared.bench.attackers import named
-from shared.bench.attacks import ATTACKS, against
-from shared.bench.neighbourhood import LIVE_MAX, REQUEST_MEMORY, gateway_toml
-from shared.bench.neighbours import _charged, _Cost, _is_wanted, _parsed
 from shared.memory import core_memory_max, engine_memory_max, gateway_memory_max
 
 

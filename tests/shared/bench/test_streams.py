@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from gateway.bench.paced_engine import EVENT_LEN, MODEL, Http1Connection, PacedEngine, Ticker
+from gateway.bench.streams import Load, _against, _ours
 from shared.bench.client import Endpoint
 from shared.bench.figures import at_most
-from shared.bench.gateway_streams import Load, _against, _ours
-from shared.bench.paced_engine import EVENT_LEN, MODEL, Http1Connection, PacedEngine, Ticker
 from shared.bench.services import demo_model
 from shared.bench.streams import BenchFailed, Window, streaming
 

@@ -2,7 +2,7 @@
 
 Sockets have small receive buffers: what a sender does not read stays with the server.
 
-    python -m shared.bench.attackers --url http://127.0.0.1:8000
+    python -m gateway.bench.attackers --url http://127.0.0.1:8000
 
 is a sender in a process of its own, so that making bodies of megabytes takes nothing from whom is measured.
 It reads `prepare NAME`, `go` and `cue` from its standard input, a line each, and answers `prepare` with an
@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from shared.bench.attack import Attack, Ends
-from shared.bench.attacks import ATTACKS
+from gateway.bench.attack import Attack, Ends
+from gateway.bench.attacks import ATTACKS
 from shared.loops import loop_factory
 
 DEADLINE_S: Final = 120.0
@@ -253,7 +253,7 @@ class Sender:
     @classmethod
     @contextlib.asynccontextmanager
     async def started(cls, url: str) -> AsyncIterator[Self]:
-        argv = [sys.executable, "-m", "shared.bench.attackers", "--url", url]
+        argv = [sys.executable, "-m", "gateway.bench.attackers", "--url", url]
         process = await asyncio.create_subprocess_exec(*argv, stdin=PIPE, stdout=PIPE, limit=ANSWER_LEN_MAX)
         try:
             yield cls(process)

@@ -1,7 +1,7 @@
 """`penstock bench neighbours`: what a tenant notices of another one's attack.
 
 A gateway and an engine on the demo model, with small limits, are attacked in all the ways of
-`shared.bench.attacks`, one after another, while a victim streams and chats (`shared.bench.victim`). Before
+`gateway.bench.attacks`, one after another, while a victim streams and chats (`gateway.bench.victim`). Before
 each attack the victim is measured alone. The attack is repeated until the victim has been beside it long
 enough.
 
@@ -28,12 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from shared.bench.attack import Attack, Law
-from shared.bench.attackers import Sender
-from shared.bench.attacks import ATTACKS
-from shared.bench.cpu import descendants
-from shared.bench.figures import Figure, at_least, at_most, figure, quantile
-from shared.bench.neighbourhood import (
+from gateway.bench.attack import Attack, Law
+from gateway.bench.attackers import Sender
+from gateway.bench.attacks import ATTACKS
+from gateway.bench.neighbourhood import (
     CORE_MEMORY_MAX,
     ENGINE_MEMORY_MAX,
     ENGINE_OPTIONS,
@@ -44,9 +42,11 @@ from shared.bench.neighbourhood import (
     peak_bytes,
     rest_bytes,
 )
+from gateway.bench.victim import Account, Victim, VictimFailed
+from shared.bench.cpu import descendants
+from shared.bench.figures import Figure, at_least, at_most, figure, quantile
 from shared.bench.services import demo_model, free_port, get, service
 from shared.bench.streams import BenchFailed
-from shared.bench.victim import Account, Victim, VictimFailed
 
 __all__ = ["BenchFailed", "add_arguments", "run"]
 

@@ -7,8 +7,8 @@ from typing import Final
 from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from gateway.relay.client import ClientGone
-from gateway.relay.watch import Watch
+from gateway.client.answer import ClientGone
+from gateway.client.deadlines import Watch
 from shared.errors import BodyTimeout, BodyTooLarge, InvalidRequest
 from shared.holding import Holding
 

@@ -23,7 +23,7 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import HttpVersion, HttpVersion10, HttpVersion11
 
-from gateway.relay.watch import Watch
+from gateway.client.deadlines import Watch
 from shared.errors import ApiError, SlowClient
 
 BODILESS: Final = (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)

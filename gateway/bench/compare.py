@@ -25,9 +25,7 @@ import os
 import time
 from pathlib import Path
 
-from shared.bench.client import Connection, Endpoint, Exchange
-from shared.bench.figures import Figure, at_most, figure, quantile
-from shared.bench.gateway_streams import (
+from gateway.bench.streams import (
     PEERS,
     Load,
     events,
@@ -38,8 +36,10 @@ from shared.bench.gateway_streams import (
     proxies,
     stalled,
 )
+from gateway.bench.subjects import Subject, gateway, paced_engine
+from shared.bench.client import Connection, Endpoint, Exchange
+from shared.bench.figures import Figure, at_most, figure, quantile
 from shared.bench.streams import BenchFailed
-from shared.bench.subjects import Subject, gateway, paced_engine
 
 __all__ = ["BenchFailed", "add_arguments", "run"]
 

@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Final
 
+from engine.bench.load import Server, finished, random_prompt, request
 from shared.bench.client import Exchange
 from shared.bench.figures import quantile
-from shared.bench.load import Server, finished, random_prompt, request
 
 STREAMS: Final = 8
 PROMPT_LEN: Final = 4000

@@ -19,11 +19,11 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from typing import Final
 
-from shared.bench.beside import STREAMS as BESIDE_STREAMS
-from shared.bench.beside import beside
+from engine.bench.interference import STREAMS as BESIDE_STREAMS
+from engine.bench.interference import beside
+from engine.bench.load import BenchFailed, Load, Sample, Server, alone, measure, warm_up
 from shared.bench.client import Endpoint
 from shared.bench.figures import Figure, at_least, at_most, figure, quantile
-from shared.bench.load import BenchFailed, Load, Sample, Server, alone, measure, warm_up
 from shared.bench.services import demo_model, free_port, service
 
 __all__ = ["BenchFailed", "add_arguments", "run"]

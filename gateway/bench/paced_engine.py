@@ -4,7 +4,7 @@ All streams emit on one clock tick, as a real engine's do when a step ends. It s
 HTTP/1.1 on one port, with the tokenizer endpoint and the closing comment, so that a gateway in front does
 all of its work. The number of events is the request's `max_tokens`, and their length its `event_len`.
 HTTP/1.1 is the least that a load needs: no pipelining, no chunked requests. Run as
-`python -m shared.bench.paced_engine`.
+`python -m gateway.bench.paced_engine`.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from gateway.bench.subjects import Engine, Subject, gateway, nginx, paced_engine, plain_relay
 from shared.bench.client import Exchange
 from shared.bench.figures import Figure, Target, at_least, at_most, figure, quantile
 from shared.bench.streams import BenchFailed, Window, streaming
-from shared.bench.subjects import Engine, Subject, gateway, nginx, paced_engine, plain_relay
 
 CPU_US_PER_EVENT_TARGET: Final = at_most(15)
 AGAINST_PLAIN_TARGET: Final = at_most(0.7)

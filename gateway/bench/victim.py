@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from shared.bench.attack import MODEL, Who
+from gateway.bench.attack import MODEL, Who
 from shared.bench.client import Endpoint, Exchange
 from shared.openai import ChatChunk, ChatCompletion
 

@@ -17,9 +17,9 @@ from typing import Final
 
 import msgspec
 
+from gateway.bench.paced_engine import MODEL, STATS, Stats
 from shared.bench.client import Endpoint
 from shared.bench.cpu import cpu_s, resident_bytes
-from shared.bench.paced_engine import MODEL, STATS, Stats
 from shared.bench.services import demo_model, free_port, get, service
 from shared.cli.settings import development_key, gateway_toml
 
@@ -105,7 +105,7 @@ async def paced_engine(interval_ms: float, checkout: Path | None = None) -> Asyn
     """`checkout`: another version's source; None for this one."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    argv = [sys.executable, "-m", "shared.bench.paced_engine", "--port", str(port)]
+    argv = [sys.executable, "-m", "gateway.bench.paced_engine", "--port", str(port)]
     argv += ["--interval-ms", str(interval_ms), "--tokenizer", demo_model()]
     async with service(argv, f"{url}/readyz", checkout):
         yield Engine(url)

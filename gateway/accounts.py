@@ -52,7 +52,7 @@ class Terms(Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Directory:
+class Accounts:
     keys: KeyTable
     tenants: TenantPolicy
     timeouts: TimeoutsConfig
@@ -94,11 +94,11 @@ class Directory:
         return subjects
 
 
-class DirectoryReader:
-    """`now` is the newest directory that could be read. A file that is wrong changes nothing."""
+class AccountsReader:
+    """`now` is the newest accounts that could be read. A file that is wrong changes nothing."""
 
     def __init__(self, config: GatewayConfig, path: Path | None, clock: Clock = SYSTEM_CLOCK) -> None:
-        self.now = Directory.of(config)
+        self.now = Accounts.of(config)
         self._config = config
         self._path = path
         self._clock = clock
@@ -118,7 +118,7 @@ class DirectoryReader:
         if taken != config:
             log.warning("config.restart_needed", path=self._path, read="keys, tenants and tiers alone")
         self._config = taken
-        self.now = Directory.of(taken)
+        self.now = Accounts.of(taken)
         log.info("config.reloaded", path=self._path, keys=len(config.keys), tenants=len(config.tenants))
 
     async def watch(self) -> None:

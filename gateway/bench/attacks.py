@@ -2,7 +2,7 @@
 
 Each is a request that once slowed, starved or overcharged somebody, or took memory without bound, with all
 that the sender's key allows. `tests/neighbours` runs them beside a tenant who must not notice;
-`penstock bench neighbours` measures how much that tenant does. `shared.bench.attackers` sends them.
+`penstock bench neighbours` measures how much that tenant does. `gateway.bench.attackers` sends them.
 
 An attack is bounded by its counts, never by time. One whose requests would run for long ends when it is told
 to (`Ends.ON_CUE`).
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Final
 
-from shared.bench.attack import (
+from gateway.bench.attack import (
     CHAT_HEAD,
     CHATS,
     COMPLETION_HEAD,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from shared.bench.attack import MIB, MODEL, POOR_TOKEN_BUDGET, POOR_TOKENS_PER_MIN, Who
+from gateway.bench.attack import MIB, MODEL, POOR_TOKEN_BUDGET, POOR_TOKENS_PER_MIN, Who
 from shared.memory import core_memory_max, engine_memory_max, gateway_memory_max
 
 REQUEST_MEMORY: Final = 192 * MIB
