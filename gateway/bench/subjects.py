@@ -9,7 +9,7 @@ import contextlib
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -113,15 +113,17 @@ async def paced_engine(interval_ms: float, checkout: Path | None = None) -> Asyn
 
 
 @contextlib.asynccontextmanager
-async def gateway(engine: Engine, checkout: Path | None = None) -> AsyncIterator[Subject]:
+async def gateway(
+    engine: Engine, checkout: Path | None = None, under: Sequence[str] = ()
+) -> AsyncIterator[Subject]:
     """Ours, with everything on: key, schema, exact count, quotas, metrics, log line. `checkout`: another
-    version's source; None for this one."""
+    version's source; None for this one. `under`: a command that runs it, such as valgrind."""
     port, key = free_port(), development_key()
     config = gateway_toml(port=port, key=key, model=MODEL, aliases=(), engine_url=engine.url) + _LIMITS
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "gateway.toml"
         path.write_text(config)
-        argv = [sys.executable, "-m", "gateway", "--config", str(path)]
+        argv = [*under, sys.executable, "-m", "gateway", "--config", str(path)]
         async with service(argv, f"http://127.0.0.1:{port}/readyz", checkout) as process:
             yield Subject(Endpoint(f"http://127.0.0.1:{port}/v1", key), pid=process.pid)
 
