@@ -25,7 +25,11 @@ from shared.tls import UnusableTls
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="penstock gateway", description="Run a gateway in the foreground.")
     parser.add_argument(
-        "--config", type=Path, required=True, metavar="FILE.toml", help="the configuration; README shows one"
+        "--config",
+        type=Path,
+        required=True,
+        metavar="FILE.toml",
+        help="the configuration; gateway/README.md shows one",
     )
     parser.add_argument(
         "--log-level", choices=logs.LEVELS, default="info", help="lowest level that is logged"
