@@ -22,7 +22,7 @@ from aiohttp import web
 from aiohttp.http import RawRequestMessage
 from aiohttp.web_protocol import RequestHandler
 
-from gateway.accounts import AccountsReader
+from gateway.accounts import AccountsReader, IdentityOf, by_keys
 from gateway.admission.guarded_store import GuardedStore
 from gateway.admission.memory_store import LEASE_TTL_MS, MemoryStore
 from gateway.admission.quota import QuotaStore
@@ -84,6 +84,7 @@ class Gateway:
         *,
         path: Path | None = None,
         quotas: QuotaStore | None = None,
+        identity_of: IdentityOf = by_keys,
         env: Mapping[str, str] = os.environ,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
@@ -96,7 +97,7 @@ class Gateway:
         self._guarded = None if quotas is None else GuardedStore(quotas)
         store = self._guarded or self.quotas
         self.live = LiveRequests(config.limits.live_max)
-        self.accounts = AccountsReader(config, path, clock)
+        self.accounts = AccountsReader(config, path, clock, identity_of)
         self.replicas = Replicas(config.models, clock)
         self._upstream = Upstream(config.hop, config.models)
         self._threads = FairThreads(config.limits.tokenizer_threads)

@@ -31,7 +31,7 @@ from gateway.endpoints import ENDPOINTS
 from gateway.engines import Engines
 from gateway.exchange import Exchange, LiveRequests
 from gateway.hygiene import check, path_of
-from gateway.identity.keys import Principal
+from gateway.identity.caller import Principal
 from gateway.identity.tenant import TenantPolicy
 from gateway.pipeline import Pipeline
 from gateway.record import Reporter, RequestRecord
@@ -141,7 +141,7 @@ class Edge:
             assert exchange.client.response is not None
             exchange.record.status = exchange.client.response.status
             return exchange.client.response
-        principal = self._pipeline.authenticate(exchange)
+        principal = await self._pipeline.authenticate(exchange)
         exchange.stages.enter("answer")
         if endpoint is not None:
             raise MethodNotAllowed(f"{path} takes POST, not {method[:16]}.")

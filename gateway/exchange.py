@@ -15,7 +15,7 @@ from gateway.admission.quota import Decision, ReservationId, Windows
 from gateway.client.answer import Client
 from gateway.client.deadlines import Watch
 from gateway.config import TimeoutsConfig
-from gateway.identity.keys import Principal
+from gateway.identity.caller import Principal
 from gateway.record import RequestRecord
 from gateway.relay.stream import Progress
 from shared.clock import Clock

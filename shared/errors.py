@@ -206,6 +206,12 @@ class QuotaUnavailable(NotReady):
     code = "quota_unavailable"
 
 
+class IdentityUnavailable(NotReady):
+    """Whoever knows the callers did not answer in time, so nobody can be told from anybody else."""
+
+    code = "identity_unavailable"
+
+
 class EngineFailed(ApiError):
     """The engine's core died or failed while it held this request."""
 
