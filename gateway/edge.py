@@ -27,7 +27,7 @@ from gateway.admission.quota import QuotaStore, ReservationId
 from gateway.client.answer import SERVER, Client, ClientGone
 from gateway.client.deadlines import Watch
 from gateway.config import GatewayConfig, ModelConfig
-from gateway.endpoints import ENDPOINTS
+from gateway.endpoints import CHUNKS, ENDPOINTS
 from gateway.engines import Engines
 from gateway.exchange import Exchange, LiveRequests
 from gateway.hygiene import check, path_of
@@ -35,6 +35,7 @@ from gateway.identity.caller import Principal
 from gateway.identity.tenant import TenantPolicy
 from gateway.pipeline import Pipeline
 from gateway.record import Reporter, RequestRecord
+from gateway.relay.stream import Progress
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import (
@@ -56,6 +57,7 @@ from shared.openai import (
     error_envelope,
 )
 from shared.paths import no_such_path
+from shared.sse import TailScanner
 from shared.telemetry import Stages
 
 MODELS: Final = "/v1/models"
@@ -135,7 +137,7 @@ class Edge:
         """By the path; who calls is asked before what for."""
         check(exchange.request)
         method, path = exchange.request.method, exchange.path
-        endpoint = ENDPOINTS.get(path)
+        endpoint = exchange.endpoint
         if endpoint is not None and method == "POST":
             await self._pipeline.run(exchange, endpoint)
             assert exchange.client.response is not None
@@ -186,7 +188,7 @@ class Edge:
         exchange.record.failed(error, begun.status if begun else None)
         if begun is not None:
             at_boundary = exchange.progress.scanner.at_boundary
-            dialect = ENDPOINTS[exchange.path].dialect
+            dialect = exchange.endpoint.dialect if exchange.endpoint is not None else CHUNKS
             await exchange.client.fail(error, dialect.error_event(error) if at_boundary else None)
             return begun
         await self._look_up_windows(exchange)
@@ -208,9 +210,11 @@ class Edge:
         stages = Stages("gateway", self._clock, traceparent=headers.get(TRACEPARENT_HEADER))
         watch = Watch(self._config.timeouts.total_s, self._soonest_s)
         request_id = accept_request_id(headers.get(REQUEST_ID_HEADER))
+        endpoint = ENDPOINTS.get(path)
         return Exchange(
             request=request,
             path=path,
+            endpoint=endpoint,
             request_id=request_id,
             record=RequestRecord(request_id, request.method[:16], _endpoint(path)),
             stages=stages,
@@ -221,6 +225,7 @@ class Edge:
             clock=self._clock,
             reservation=ReservationId(f"{self._name}-{next(self._count)}"),
             arrived_s=stages.enter("edge"),
+            progress=Progress(TailScanner(CHUNKS.done if endpoint is None else endpoint.dialect.done)),
         )
 
     def _complete(self, exchange: Exchange) -> None:
