@@ -24,7 +24,7 @@ from aiohttp import web
 
 from gateway.accounts import AccountsReader
 from gateway.admission.quota import QuotaStore, ReservationId
-from gateway.client.answer import SERVER, Client, ClientGone
+from gateway.client.answer import SERVER, Client
 from gateway.client.deadlines import Watch
 from gateway.config import GatewayConfig, ModelConfig
 from gateway.endpoints import ENDPOINTS
@@ -37,6 +37,7 @@ from gateway.pipeline import Pipeline
 from gateway.record import Reporter, RequestRecord
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
+from shared.completed_line import UNPARSED
 from shared.errors import (
     ApiError,
     InternalError,
@@ -44,9 +45,10 @@ from shared.errors import (
     MethodNotAllowed,
     RequestAborted,
     RouteNotFound,
-    Unauthenticated,
+    error_headers,
     forget_frames,
 )
+from shared.http import ClientGone
 from shared.ids import REQUEST_ID_HEADER, TRACEPARENT_HEADER, RequestId, accept_request_id, mint_request_id
 from shared.lifecycle import Lifecycle
 from shared.openai import (
@@ -235,7 +237,7 @@ class Edge:
         """The answer to what is not HTTP, or too much of it."""
         message = "The request is not well-formed HTTP, or its headers are too large."
         error = InvalidRequest(message, detail=cause)
-        record = RequestRecord(mint_request_id(), "", "unparsed", stage="parse")
+        record = RequestRecord(mint_request_id(), "", UNPARSED, stage="parse")
         record.failed(error, None)
         self._reporter.completed(record, Stages("gateway", self._clock), 0.0)
         response = error_response(error, {REQUEST_ID_HEADER: record.request_id})
@@ -271,13 +273,7 @@ def _response(status: int, body: bytes, headers: Mapping[str, str]) -> web.Respo
 
 
 def error_response(error: ApiError, headers: Mapping[str, str]) -> web.Response:
-    extra = {"x-should-retry": "true" if error.retryable else "false"}
-    if error.retry_after_s is not None:
-        extra["retry-after"] = str(max(1, -int(-error.retry_after_s // 1)))
-        extra["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1000)))
-    if isinstance(error, Unauthenticated):
-        extra["www-authenticate"] = "Bearer"
-    return _response(error.status, error_envelope(error), {**headers, **extra})
+    return _response(error.status, error_envelope(error), {**headers, **error_headers(error)})
 
 
 class Health:

@@ -107,16 +107,22 @@ class Stages:
     Call `end` once, when the request has ended.
     """
 
-    __slots__ = ("_clock", "_seconds", "_service", "_span", "_tracer", "at_s", "now", "trace")
+    __slots__ = (
+        *("_clock", "_seconds", "_service", "_span", "_tracer"),
+        *("at_s", "now", "parent_span_id", "trace"),
+    )
 
     def __init__(self, service: str, clock: Clock = SYSTEM_CLOCK, *, traceparent: str | None = None) -> None:
         self._service = service
         self._clock = clock
         self._seconds: dict[str, float] = {}
         self.now = ""
-        """The stage that `enter` began last, and when it did."""
+        """The stage that `enter` began last."""
         self.at_s = 0.0
+        """When it did, on the clock's own scale."""
         parent = parse_traceparent(traceparent) if traceparent is not None else None
+        self.parent_span_id = None if parent is None else parent.span_id
+        """The span that `traceparent` named. None where there was none."""
         self._tracer = _tracer()
         self._span = None if self._tracer is None else self._tracer.start_span(service, _otel_context(parent))
         if self._span is not None:

@@ -20,13 +20,22 @@ from aiohttp.http import StreamWriter
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestHandler
 
-from shared import logs
-from shared.errors import ApiError, BodyTimeout, BodyTooLarge, InternalError, InvalidRequest, forget_frames
+from engine.api.exchange import log_unparsed
+from shared.clock import SYSTEM_CLOCK
+from shared.errors import (
+    ApiError,
+    BodyTimeout,
+    BodyTooLarge,
+    InternalError,
+    InvalidRequest,
+    error_headers,
+    forget_frames,
+)
 from shared.http import ClientGone, Request, Responder
 from shared.http2.server import Http2Server
 from shared.http2.sniff import SniffingProtocol
 from shared.http2.sockets import bound_listener
-from shared.ids import REQUEST_ID_HEADER, mint_request_id
+from shared.ids import REQUEST_ID_HEADER
 from shared.openai import error_envelope
 
 LINE_LEN_MAX: Final = 8190
@@ -44,8 +53,6 @@ SERVER: Final = "penstock"
 """The `server` header. aiohttp's own tells its version and Python's."""
 
 Handle = Callable[[Request, Responder], Awaitable[None]]
-
-log = logs.get(__name__)
 
 
 class AioRequest:
@@ -161,24 +168,18 @@ class _Protocol(RequestHandler):
         if self.transport is None or self.transport.is_closing():
             raise ConnectionResetError("the client left before its error was sent")
         error: ApiError
+        detail = type(exc).__name__
         if status == HTTPStatus.BAD_REQUEST:
-            error = InvalidRequest("The request is not well-formed HTTP, or its headers are too large.")
+            message = "The request is not well-formed HTTP, or its headers are too large."
+            error = InvalidRequest(message, detail=detail)
         else:
-            error = InternalError("The server had an error while processing your request.")
-        request_id = mint_request_id()
-        log.info(
-            "request.completed",
-            request_id=request_id,
-            route="unparsed",
-            status=int(error.status),
-            end_reason="refused" if status == HTTPStatus.BAD_REQUEST else "internal_error",
-            detail=type(exc).__name__,
-        )
+            error = InternalError("The server had an error while processing your request.", detail=detail)
+        request_id = log_unparsed(error, SYSTEM_CLOCK)
         response = web.Response(
             status=error.status,
             body=error_envelope(error),
             content_type="application/json",
-            headers={REQUEST_ID_HEADER: request_id, "server": SERVER},
+            headers={**error_headers(error), REQUEST_ID_HEADER: request_id, "server": SERVER},
         )
         response.force_close()
         return response

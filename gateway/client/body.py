@@ -7,10 +7,10 @@ from typing import Final
 from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from gateway.client.answer import ClientGone
 from gateway.client.deadlines import Watch
 from shared.errors import BodyTimeout, BodyTooLarge, InvalidRequest
 from shared.holding import Holding
+from shared.http import ClientGone
 
 LENGTH_DIGITS_MAX: Final = 18
 """Digits of a `Content-Length`. Longer ones are larger than any body, or padded with zeros."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import MutableMapping
 from typing import Any
 
 import httpx
@@ -48,9 +47,7 @@ async def test_the_queue_is_over_once_all_choices_have_begun(served: Served) -> 
     assert sorted(served.core.aborted) == [1, 2]
 
 
-async def test_a_stream_ends_with_an_error_event(
-    served: Served, lines: list[MutableMapping[str, Any]]
-) -> None:
+async def test_a_stream_ends_with_an_error_event(served: Served, lines: list[dict[str, Any]]) -> None:
     served.says("the", ends=False)
     response = await chat(served, {"x-request-timeout": "0.1"}, stream=True)
     assert response.status_code == 200
