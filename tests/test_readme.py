@@ -10,11 +10,11 @@ import pytest
 
 from engine.api import admission, generate
 from engine.config import build_parser as engine_parser
-from gateway import app, hygiene
+from gateway import hygiene
 from gateway.config import LimitsConfig, TimeoutsConfig, load
 from gateway.identity.keys import hash_key
 from gateway.routing import replicas
-from shared import census, fair_share, holding, memory, openai, text_slices, validation
+from shared import census, fair_share, holding, listening, memory, openai, text_slices, validation
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -76,9 +76,9 @@ def test_the_bounds_of_a_request_are_those_of_the_code() -> None:
             validation.FIELDS_MAX,
         ],
         "request line, header, headers; all of them at the gateway": [
-            app.LINE_LEN_MAX,
-            app.HEADER_LEN_MAX,
-            app.HEADERS_MAX,
+            listening.LINE_LEN_MAX,
+            listening.HEADER_LEN_MAX,
+            listening.HEADERS_MAX,
             hygiene.HEAD_LEN_MAX,
         ],
         "messages; prompts; `n`; choices in all": [

@@ -104,9 +104,15 @@ class Exchange:
     # -- answers ----------------------------------------------------------------------------------
 
     async def send(
-        self, body: bytes, *, content_type: str = JSON_TYPE, headers: Mapping[str, str] | None = None
+        self,
+        body: bytes,
+        *,
+        status: int = 200,
+        content_type: str = JSON_TYPE,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        await self._send(200, body, {"content-type": content_type, **(headers or {})})
+        """A whole answer."""
+        await self._send(status, body, {"content-type": content_type, **(headers or {})})
 
     async def send_error(self, error: ApiError) -> None:
         """As a whole answer, or at the end of a stream that had begun: its error event, no `[DONE]`. Any

@@ -295,8 +295,11 @@ async def test_the_core_dies(serve: Serve, lines: list[dict[str, Any]], how: str
         answer = await asyncio.wait_for(unary, PATIENCE_S)
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")
         await until(lambda: not served.engine.state.lifecycle.is_live)
-        for probe in ("/livez", "/readyz", "/startupz"):
-            assert (await served.http.get(probe)).status_code >= 500
+        for probe, status in (("/livez", 500), ("/readyz", 503), ("/startupz", 503)):
+            answer = await served.http.get(probe)
+            told = answer.json()
+            assert (answer.status_code, told["phase"], told["ok"]) == (status, "failed", False)
+            assert any("CUDA" in problem for problem in told["problems"]) == (how == "last words")
         late = await served.http.post("/v1/chat/completions", json=CHAT)
         assert (late.status_code, late.json()["error"]["code"]) == (503, "not_ready"), "another may serve it"
         await until(lambda: served.engine.state._working == 0)
