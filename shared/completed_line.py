@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from shared.end_reason import EndReason
 
@@ -29,11 +29,14 @@ EVENT: Final = "request.completed"
 UNPARSED: Final = "unparsed"
 """The `endpoint` of what is not well-formed HTTP."""
 
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Milliseconds = Annotated[float, Meta(ge=0.0, le=1e12)]
 
-class CompletedLine(Struct, frozen=True, kw_only=True):
+
+class CompletedLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What both services say about a request."""
 
-    ts: datetime
+    ts: Annotated[datetime, Meta(tz=True)]
     """When the line was written: the end of the request, on this service's clock."""
     level: str
     """`info`; `debug` for probes and scrapes."""
@@ -52,14 +55,14 @@ class CompletedLine(Struct, frozen=True, kw_only=True):
     """At most 16 characters; empty where the request could not be parsed."""
     endpoint: str
     """The route, not the path as it was sent: `/v1/models/{id}`, `unknown`, `unparsed`."""
-    status: int
+    status: Count
     """The HTTP status that the client was sent; 499 where it left first."""
     end_reason: EndReason
     stage: str
     """The stage in which the request ended, before anything that is done afterwards."""
     stream: bool
     """Whether a stream was asked for. False as long as the body was not read."""
-    total_ms: float
+    total_ms: Milliseconds
     """From the request's headers to its end."""
     tenant: str | None = None
     """None for a caller without a valid key, and for one that asks the engine itself."""
@@ -71,18 +74,18 @@ class CompletedLine(Struct, frozen=True, kw_only=True):
     """The parameter to change, where the error names one."""
     error_detail: str | None = None
     """What the error says to the operator, where it says more than its code; the client is never sent it."""
-    prompt_tokens: int | None = None
+    prompt_tokens: Count | None = None
     """Tokens of all prompts. In the engine's line only those of prompts that it began to compute, and None
     for a request that did not come to its queue."""
-    completion_tokens: int | None = None
+    completion_tokens: Count | None = None
     """Tokens of all answers. None where the engine told nothing, or the request did not come to its queue."""
-    cached_tokens: int | None = None
+    cached_tokens: Count | None = None
     """Prompt tokens that were found in the prefix cache. None as `completion_tokens`."""
-    body_ms: float | None = None
+    body_ms: Milliseconds | None = None
     """Stage: reading the request's body."""
-    validate_ms: float | None = None
+    validate_ms: Milliseconds | None = None
     """Stage: checking the body."""
-    tokenize_ms: float | None = None
+    tokenize_ms: Milliseconds | None = None
     """Stage: the gateway counts the tokens; the engine makes sequences, and trusts the gateway's tokens."""
 
 
@@ -94,20 +97,20 @@ class GatewayLine(CompletedLine, frozen=True, kw_only=True):
     """The public part of the caller's key. None without a valid one."""
     replica: str | None = None
     """The engine that was asked last. None where none was."""
-    attempts: int
+    attempts: Count
     """Engines that were asked, one after the other."""
     prompt_exact: bool
     """Whether `prompt_tokens` was counted, by the engine or with the model's tokenizer; False for an
     estimate."""
-    reserved_tokens: int
+    reserved_tokens: Count
     """Tokens that the quotas granted before dispatch."""
-    settled_tokens: int
+    settled_tokens: Count
     """Tokens that the tenant was charged in the end."""
-    events: int
+    events: Count
     """Events that were passed on to the client: about the tokens that it was sent."""
-    body_len: int
+    body_len: Count
     """Bytes of the answer's body that were passed on."""
-    first_byte_ms: float | None = None
+    first_byte_ms: Milliseconds | None = None
     """From the request's headers to the first byte of its answer's body. None where there was none."""
     quota_meter: str | None = None
     """The quota that refused the request: `requests`, `tokens`, `concurrency`, `budget`. None where none
@@ -117,33 +120,33 @@ class GatewayLine(CompletedLine, frozen=True, kw_only=True):
     engine_end_reason: str | None = None
     """The engine's own `end_reason`; empty from an engine of another make. This and the following are copies
     of the engine's line, and None where the engine told nothing."""
-    engine_queue_ms: float | None = None
-    engine_prefill_ms: float | None = None
-    engine_decode_ms: float | None = None
-    engine_preempted_ms: float | None = None
-    engine_preemptions: int | None = None
-    engine_stalled_ms: float | None = None
-    edge_ms: float | None = None
+    engine_queue_ms: Milliseconds | None = None
+    engine_prefill_ms: Milliseconds | None = None
+    engine_decode_ms: Milliseconds | None = None
+    engine_preempted_ms: Milliseconds | None = None
+    engine_preemptions: Count | None = None
+    engine_stalled_ms: Milliseconds | None = None
+    edge_ms: Milliseconds | None = None
     """Stage: from the headers to authentication."""
-    auth_ms: float | None = None
+    auth_ms: Milliseconds | None = None
     """Stage: looking up the key."""
-    answer_ms: float | None = None
+    answer_ms: Milliseconds | None = None
     """Stage: answering what needs no engine, such as the list of models."""
-    seat_ms: float | None = None
+    seat_ms: Milliseconds | None = None
     """Stage: taking one of the concurrent requests of key and tenant."""
-    tenant_ms: float | None = None
+    tenant_ms: Milliseconds | None = None
     """Stage: which model and which limits the key may use."""
-    quota_ms: float | None = None
+    quota_ms: Milliseconds | None = None
     """Stage: reserving tokens."""
-    route_ms: float | None = None
+    route_ms: Milliseconds | None = None
     """Stage: choosing an engine."""
-    connect_ms: float | None = None
+    connect_ms: Milliseconds | None = None
     """Stage: getting a connection to the engine."""
-    wait_ms: float | None = None
+    wait_ms: Milliseconds | None = None
     """Stage: from dispatch to the answer's first byte."""
-    relay_ms: float | None = None
+    relay_ms: Milliseconds | None = None
     """Stage: passing the answer on."""
-    settle_ms: float | None = None
+    settle_ms: Milliseconds | None = None
     """Stage: charging what was computed."""
 
 
@@ -152,22 +155,22 @@ class EngineLine(CompletedLine, frozen=True, kw_only=True):
     slowest."""
 
     service: Literal["engine"]
-    sequences: int | None = None
+    sequences: Count | None = None
     """Choices of all prompts. This and `preemptions` are None for a request that did not come to the
     queue."""
-    preemptions: int | None = None
+    preemptions: Count | None = None
     """How often a sequence gave its pages back."""
-    queue_ms: float | None = None
+    queue_ms: Milliseconds | None = None
     """Stage: waiting for the first admission."""
-    prefill_ms: float | None = None
+    prefill_ms: Milliseconds | None = None
     """Stage: computing the prompt."""
-    decode_ms: float | None = None
+    decode_ms: Milliseconds | None = None
     """Stage: computing the answer."""
-    preempted_ms: float | None = None
+    preempted_ms: Milliseconds | None = None
     """Stage: waiting without pages on the device for others that go first."""
-    stalled_ms: float | None = None
+    stalled_ms: Milliseconds | None = None
     """Stage: paused, because the client was behind in reading."""
-    detokenize_ms: float | None = None
+    detokenize_ms: Milliseconds | None = None
     """Stage: making text from the tokens of a `/detokenize` request."""
 
 

@@ -39,13 +39,13 @@ class EndReason(StrEnum):
 
 MEANINGS: Final[Mapping[EndReason, str]] = {
     EndReason.OK: "the client has its whole answer",
-    EndReason.REFUSED: "it was refused: a mistake of the caller's, a quota, or no room for it",
+    EndReason.REFUSED: "a mistake of the caller's, a quota, or no room for it",
     EndReason.CLIENT_CANCEL: "the client left before its answer was complete",
-    EndReason.ABORTED: "it was ended by DELETE /v1/requests/{id}",
+    EndReason.ABORTED: "the caller ended it with DELETE /v1/requests/{id}",
     EndReason.SLOW_CLIENT: "the client did not read its answer for too long",
     EndReason.QUEUE_TIMEOUT: "the engine did not begin within the caller's x-queue-timeout",
     EndReason.REQUEST_TIMEOUT: "the answer was not complete within the caller's x-request-timeout",
-    EndReason.DRAIN: "it was still running when the service's time to drain was over",
+    EndReason.DRAIN: "still running when the service's time to drain was over",
     EndReason.INTERNAL_ERROR: "the service has a bug; its log has the traceback",
     EndReason.ENGINE_FAILED: "the engine's core failed or died",
     EndReason.CONNECT_TIMEOUT: "no engine accepted a connection in time",
@@ -55,7 +55,7 @@ MEANINGS: Final[Mapping[EndReason, str]] = {
     EndReason.UPSTREAM_UNREACHABLE: "no engine could be connected to",
     EndReason.UPSTREAM_FAILED: "the engine broke off, or answered what is not an answer",
 }
-"""Each continues "the request ended because"."""
+"""What happened, in a phrase."""
 
 _OF_ERROR: Final[Mapping[type[ApiError], EndReason]] = {
     errors.ApiError: EndReason.REFUSED,
