@@ -11,7 +11,6 @@ import gc
 import math
 import os
 import signal
-import socket
 import ssl
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -23,13 +22,14 @@ from aiohttp.http import RawRequestMessage
 from aiohttp.web_protocol import RequestHandler
 
 from gateway.accounts import AccountsReader, IdentityOf, by_keys
+from gateway.admin import Admin
 from gateway.admission.guarded_store import GuardedStore
 from gateway.admission.memory_store import LEASE_TTL_MS, MemoryStore
 from gateway.admission.quota import QuotaStore
 from gateway.admission.validate import warm
 from gateway.background import Background, Work
 from gateway.config import GatewayConfig, TlsConfig, timeouts_of
-from gateway.edge import PROBES, Edge, Health, error_response, probe_answer
+from gateway.edge import Edge
 from gateway.endpoints import ENDPOINTS
 from gateway.engines import Engines, fetch_profile
 from gateway.exchange import LiveRequests
@@ -41,28 +41,20 @@ from gateway.relay.upstream import Upstream
 from gateway.routing.replicas import Replicas
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
-from shared.errors import GatewayStopped, RouteNotFound, forget_frames
+from shared.errors import GatewayStopped, forget_frames
 from shared.fair_share import FairShare
 from shared.fair_threads import FairThreads
 from shared.http2.sockets import bound_transport
-from shared.ids import REQUEST_ID_HEADER, mint_request_id
 from shared.lifecycle import Lifecycle, Phase, on_stop_signals
+from shared.listening import BACKLOG_LEN, CLOSE_GRACE_S, bound_socket, http1_options
 from shared.loops import loop_name, watch_lag
-from shared.telemetry import METRICS_CONTENT_TYPE, metrics_text
+from shared.probes import Health
 from shared.tls import HTTP1, server_context
 
-LINE_LEN_MAX: Final = 8190
-HEADER_LEN_MAX: Final = 8190
-HEADERS_MAX: Final = 64
-BACKLOG_LEN: Final = 1024
 TELL_EVERY_S: Final = 10.0
 """How often the log says that connections are cut, at most."""
 HANDSHAKE_S: Final = 10.0
 """How long a TLS handshake may take."""
-LINGER_S: Final = 1.0
-"""How long an unread body is still swallowed, so that the client sees our answer and not a reset."""
-CLOSE_GRACE_S: Final = 2.0
-"""How long the last bytes of the last answers may take after the drain."""
 RENEW_S: Final = LEASE_TTL_MS / 1000 / 3
 RENEW_AGAIN_S: Final = 1.0
 """While the store does not answer."""
@@ -150,7 +142,7 @@ class Gateway:
             public = _Server(self._edge, self.config)
             self.port = await self._listen(stack, public, listen.host, listen.port, tls)
             if admin.port is not None:
-                private = web.Server(self._admin, access_log=None)
+                private = web.Server(Admin(self._health).handle, **http1_options(self.config.timeouts.idle_s))
                 self.admin_port = await self._listen(stack, private, admin.host, admin.port, None)
             self._stack = stack.pop_all()
         self.lifecycle.to(Phase.READY)
@@ -182,19 +174,12 @@ class Gateway:
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         try:
-            sock = _bound_socket(host, port, self.config.limits.send_buffer_len)
+            sock = bound_socket(host, port, self.config.limits.send_buffer_len)
         except OSError as error:
             raise ListenFailed(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
         await _Site(runner, sock, ssl_context=tls, backlog=BACKLOG_LEN).start()
         bound: int = sock.getsockname()[1]
         return bound
-
-    async def _admin(self, request: web.BaseRequest) -> web.StreamResponse:
-        if request.path in PROBES:
-            return probe_answer(self._health, request, tells_problems=True)
-        if request.path == "/metrics":
-            return web.Response(body=metrics_text(), headers={"content-type": METRICS_CONTENT_TYPE})
-        return error_response(RouteNotFound("There is /metrics."), {REQUEST_ID_HEADER: mint_request_id()})
 
     async def _renew_leases(self) -> None:
         while True:
@@ -221,15 +206,7 @@ class _Server(web.Server):
         self._connections_max = config.limits.connections_max
         self._told_at_s = -math.inf
         """When the log last said that connections are cut."""
-        self._options: dict[str, Any] = {
-            "access_log": None,
-            "auto_decompress": False,
-            "keepalive_timeout": config.timeouts.idle_s,
-            "lingering_time": LINGER_S,
-            "max_line_size": LINE_LEN_MAX,
-            "max_field_size": HEADER_LEN_MAX,
-            "max_headers": HEADERS_MAX,
-        }
+        self._options = http1_options(config.timeouts.idle_s)
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
         """Above the bound, the oldest connection without a request gives way: idle connections keep no probe
@@ -342,23 +319,6 @@ class _Protocol(RequestHandler):
         if request.writer.output_size > 0 or self.transport is None:
             raise ConnectionResetError("an answer has begun, or nobody is there to have one")
         return self._edge.refuse_unparsed(type(exc).__name__)
-
-
-def _bound_socket(host: str, port: int, send_buffer_len: int) -> socket.socket:
-    """Connections inherit the bound of the kernel's send buffer; without it a client that stopped
-    reading would be noticed megabytes later."""
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    sock = socket.socket(family, kind, protocol)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_len)
-        sock.bind(address)
-    except OSError:
-        sock.close()
-        raise
-    return sock
 
 
 def _public_tls(tls: TlsConfig | None) -> ssl.SSLContext | None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Final
 
@@ -23,9 +22,11 @@ import structlog
 from aiohttp import web
 
 from gateway.accounts import AccountsReader
+from gateway.admin import probe_response
 from gateway.admission.quota import QuotaStore, ReservationId
-from gateway.client.answer import SERVER, Client, ClientGone
+from gateway.client.answer import Client
 from gateway.client.deadlines import Watch
+from gateway.client.responses import error_response, json_response
 from gateway.config import GatewayConfig, ModelConfig
 from gateway.endpoints import CHUNKS, ENDPOINTS
 from gateway.engines import Engines
@@ -38,6 +39,7 @@ from gateway.record import Reporter, RequestRecord
 from gateway.relay.stream import Progress
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
+from shared.completed_line import UNPARSED
 from shared.errors import (
     ApiError,
     InternalError,
@@ -45,25 +47,23 @@ from shared.errors import (
     MethodNotAllowed,
     RequestAborted,
     RouteNotFound,
-    Unauthenticated,
     forget_frames,
 )
+from shared.http import ClientGone
 from shared.ids import REQUEST_ID_HEADER, TRACEPARENT_HEADER, RequestId, accept_request_id, mint_request_id
-from shared.lifecycle import Lifecycle
 from shared.openai import (
     AbortResponse,
     Model,
     ModelList,
-    error_envelope,
 )
 from shared.paths import no_such_path
+from shared.probes import PROBES, Health
 from shared.sse import TailScanner
 from shared.telemetry import Stages
 
 MODELS: Final = "/v1/models"
 REQUESTS: Final = "/v1/requests/"
 UNKNOWN: Final = "unknown"
-JSON: Final = "application/json"
 
 log = logs.get(__name__)
 
@@ -101,7 +101,7 @@ class Edge:
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path = path_of(request)
         if path in PROBES:
-            return probe_answer(self._health, request)
+            return probe_response(self._health, request)
         exchange = self._open(request, path)
         structlog.contextvars.bind_contextvars(request_id=exchange.request_id)
         try:
@@ -177,7 +177,7 @@ class Edge:
     async def _send(self, exchange: Exchange, body: msgspec.Struct) -> web.Response:
         exchange.record.status = int(HTTPStatus.OK)
         await self._look_up_windows(exchange)
-        return _response(HTTPStatus.OK, msgspec.json.encode(body), exchange.headers())
+        return json_response(HTTPStatus.OK, msgspec.json.encode(body), exchange.headers())
 
     async def _fail(self, exchange: Exchange, error: ApiError) -> web.StreamResponse:
         """As an answer of its own, or at the end of one that has begun."""
@@ -240,7 +240,7 @@ class Edge:
         """The answer to what is not HTTP, or too much of it."""
         message = "The request is not well-formed HTTP, or its headers are too large."
         error = InvalidRequest(message, detail=cause)
-        record = RequestRecord(mint_request_id(), "", "unparsed", stage="parse")
+        record = RequestRecord(mint_request_id(), "", UNPARSED, stage="parse")
         record.failed(error, None)
         self._reporter.completed(record, Stages("gateway", self._clock), 0.0)
         response = error_response(error, {REQUEST_ID_HEADER: record.request_id})
@@ -268,52 +268,3 @@ def _endpoint(path: str) -> str:
 def _allow(exchange: Exchange, method: str) -> None:
     if exchange.request.method != method and (exchange.request.method, method) != ("HEAD", "GET"):
         raise MethodNotAllowed(f"This takes {method}, not {exchange.request.method[:16]}.")
-
-
-def _response(status: int, body: bytes, headers: Mapping[str, str]) -> web.Response:
-    named = {**headers, "server": SERVER}
-    return web.Response(status=status, body=body, content_type=JSON, headers=named)
-
-
-def error_response(error: ApiError, headers: Mapping[str, str]) -> web.Response:
-    extra = {"x-should-retry": "true" if error.retryable else "false"}
-    if error.retry_after_s is not None:
-        extra["retry-after"] = str(max(1, -int(-error.retry_after_s // 1)))
-        extra["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1000)))
-    if isinstance(error, Unauthenticated):
-        extra["www-authenticate"] = "Bearer"
-    return _response(error.status, error_envelope(error), {**headers, **extra})
-
-
-class Health:
-    """How the gateway does, for probes."""
-
-    def __init__(self, lifecycle: Lifecycle, problems: Callable[[], list[str]]) -> None:
-        """`problems`: names of what does not work at the moment, without which nothing can be served."""
-        self.lifecycle: Final = lifecycle
-        self.problems: Final = problems
-
-
-class Probe(msgspec.Struct, omit_defaults=True):
-    phase: str
-    ok: bool
-    problems: list[str] = []
-
-
-PROBES: Final[Mapping[str, Callable[[Health], bool]]] = {
-    "/livez": lambda health: health.lifecycle.is_live,
-    "/readyz": lambda health: health.lifecycle.is_ready and not health.problems(),
-    "/startupz": lambda health: health.lifecycle.is_started,
-}
-"""The only open doors."""
-
-
-def probe_answer(health: Health, request: web.BaseRequest, *, tells_problems: bool = False) -> web.Response:
-    """To a request for one of `PROBES`; what is wrong is told to operators alone."""
-    ok = PROBES[path_of(request)](health)
-    headers = {REQUEST_ID_HEADER: accept_request_id(request.headers.get(REQUEST_ID_HEADER))}
-    if request.method not in ("GET", "HEAD"):
-        return error_response(MethodNotAllowed(f"{request.path} takes GET."), headers)
-    status = HTTPStatus.OK if ok else HTTPStatus.SERVICE_UNAVAILABLE
-    probe = Probe(health.lifecycle.phase.value, ok, health.problems() if tells_problems else [])
-    return _response(status, msgspec.json.encode(probe), headers)

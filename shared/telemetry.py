@@ -121,9 +121,9 @@ class Stages:
     """
 
     __slots__ = (
-        "_began_s", "_clock", "_measured_s", "_monotonic", "_over", "_service", "_span", "_tracer", "now",
-        "trace",
-    )  # fmt: skip
+        *("_began_s", "_clock", "_measured_s", "_monotonic", "_over", "_service", "_span", "_tracer"),
+        *("now", "parent_span_id", "trace"),
+    )
 
     def __init__(self, service: str, clock: Clock = SYSTEM_CLOCK, *, traceparent: str | None = None) -> None:
         self._service = service
@@ -138,6 +138,8 @@ class Stages:
         self.now = ""
         """The stage that `enter` began last."""
         parent = parse_traceparent(traceparent) if traceparent is not None else None
+        self.parent_span_id = None if parent is None else parent.span_id
+        """The span that `traceparent` named. None where there was none."""
         self._tracer = _tracer()
         self._span = None if self._tracer is None else self._tracer.start_span(service, _otel_context(parent))
         if self._span is not None:

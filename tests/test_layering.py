@@ -100,7 +100,7 @@ def test_imports_keep_to_their_floor(path: Path) -> None:
 GATEWAY_LEVELS = (
     {"config", "hygiene", "endpoints", "background", "shield", "client"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
-    {"accounts", "engines", "record"},
+    {"accounts", "engines", "record", "admin"},
     {"exchange"},
     {"outbound"},
     {"pipeline"},  # the only one that knows the order of the stages

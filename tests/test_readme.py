@@ -22,13 +22,24 @@ import pytest
 from engine.api import admission, generate
 from engine.config import build_parser as engine_parser
 from gateway import __main__ as gateway_main
-from gateway import app, config, hygiene
+from gateway import config, hygiene
 from gateway.config import LimitsConfig, QuotaLimits, TimeoutsConfig
 from gateway.identity.keys import KeyTable, hash_key
-from gateway.record import EndReason
 from gateway.routing import replicas
-from shared import census, cli, errors, fair_share, holding, memory, openai, text_slices, validation
+from shared import (
+    census,
+    cli,
+    errors,
+    fair_share,
+    holding,
+    listening,
+    memory,
+    openai,
+    text_slices,
+    validation,
+)
 from shared.cli.service import SERVICES
+from shared.end_reason import EndReason
 
 ROOT: Final = Path(__file__).parent.parent
 TOPS: Final = ("engine", "gateway", "shared", "tests")
@@ -289,9 +300,9 @@ def test_the_bounds_of_a_request_are_those_of_the_code() -> None:
             validation.FIELDS_MAX,
         ],
         "request line, header, headers; all of them at the gateway": [
-            app.LINE_LEN_MAX,
-            app.HEADER_LEN_MAX,
-            app.HEADERS_MAX,
+            listening.LINE_LEN_MAX,
+            listening.HEADER_LEN_MAX,
+            listening.HEADERS_MAX,
             hygiene.HEAD_LEN_MAX,
         ],
         "messages; prompts; `n`; choices in all": [

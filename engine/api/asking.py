@@ -126,7 +126,7 @@ class Asked:
 
 async def read(state: EngineState, exchange: Exchange, kind: type[S], holding: Holding) -> Parsed[S]:
     """A request's body, parsed, for the model that is served here. Raises ApiError."""
-    with exchange.enter("read"):
+    with exchange.enter("body"):
         body = await exchange.request.body(
             len_max=BODY_LEN_MAX, deadline_s=state.config.body_timeout_s, hold=holding.hold
         )
@@ -138,6 +138,7 @@ async def read(state: EngineState, exchange: Exchange, kind: type[S], holding: H
             parsed = await state.threads.call(exchange.tenant, partial(parse, body, kind, census))
         if (name := parsed.request.model) is not None:
             state.check_name(name)
+            exchange.model = name
     return parsed
 
 
@@ -146,6 +147,7 @@ async def ask(state: EngineState, exchange: Exchange, kind: type[R], holding: Ho
     model, limits = state.ready_model()
     tenant = exchange.tenant
     parsed = await read(state, exchange, kind, holding)
+    exchange.streams = bool(parsed.request.stream)
     parsed.require_supported()
     with exchange.enter("tokenize"):
         request = parsed.request

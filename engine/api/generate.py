@@ -90,7 +90,6 @@ class Generation:
         self._sends_usage = asked.sends_usage
         self._ignored = asked.ignored_header
         self._n = asked.n
-        self._model_name = asked.model
         self._share = asked.share
         self._sequences = [(choice.prompt_ids, choice.sampling) for choice in asked.choices]
         self._prompt_lens = [len(choice.prompt_ids) for choice in asked.choices[:: asked.n]]
@@ -214,7 +213,6 @@ class Generation:
 
     def _close(self) -> None:
         if not self._is_settled:
-            self._exchange.stage = min((output.stage for output in self._outputs), key=_STAGES.index)
             self._exchange.fate = self._exchange.fate or self._output.error
             self._settle()
         self._state.core.release(self._handles)
@@ -225,6 +223,7 @@ class Generation:
         assert not self._is_settled
         self._is_settled = True
         exchange, metrics, now = self._exchange, self._state.metrics, self._state.clock.monotonic()
+        exchange.stage = min((output.stage for output in self._outputs), key=_STAGES.index)
         exchange.tally = tally = self._tally()
         timing = tally.timing
         for stage, seconds in (
@@ -253,9 +252,7 @@ class Generation:
         now = self._state.clock.monotonic()
         timings = [output.timing(now) for output in self._outputs]
         return Tally(
-            model=self._model_name,
-            streams=self._streams,
-            choices=len(self._outputs),
+            sequences=len(self._outputs),
             prompt_tokens=self._prompt_tokens(),
             completion_tokens=sum(output.completion_tokens for output in self._outputs),
             cached_tokens=sum(output.cached_len for output in self._outputs[:: self._n]),

@@ -34,15 +34,15 @@ class Service:
             exchange.client_left()
             raise
         finally:
-            duration_s = exchange.complete()
+            total_s = exchange.complete()
             if exchange.is_generation:
                 state.metrics.requests.labels(exchange.end_reason).inc()
-                state.metrics.e2e_s.observe(duration_s)
+                state.metrics.e2e_s.observe(total_s)
 
     async def _answer(self, exchange: Exchange) -> None:
         try:
             route = find_route(exchange.request.method, exchange.request.path)
-            exchange.route = route.name
+            exchange.endpoint = route.name
             await route.run(self._state, exchange)
         except ApiError as error:
             await exchange.send_error(error)

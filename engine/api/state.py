@@ -20,6 +20,7 @@ from shared.fair_threads import FairThreads
 from shared.ids import RequestId
 from shared.lifecycle import Lifecycle, Phase
 from shared.openai import Model
+from shared.probes import Health
 
 
 class Abortable(Protocol):
@@ -39,6 +40,7 @@ class EngineState:
         self.metrics = metrics
         self.clock = clock
         self.lifecycle = Lifecycle()
+        self.health = Health(self.lifecycle, self._problems)
         self.threads = FairThreads(config.tokenizer_threads)
         self.memory = FairShare(config.request_memory)
         """Bytes of what requests hold here: bodies, prompts, answers."""
@@ -71,6 +73,14 @@ class EngineState:
     def is_ready(self) -> bool:
         """Whether new work is welcome."""
         return self.lifecycle.is_ready and self.core.answers
+
+    def _problems(self) -> list[str]:
+        """Why the engine failed; while it is ready, that its core does not answer."""
+        if self.lifecycle.phase is Phase.FAILED:
+            return [self.lifecycle.reason]
+        if self.lifecycle.is_ready and not self.core.answers:
+            return [f"The core has not answered for {self.config.core_timeout_s:g} s."]
+        return []
 
     def loaded_model(self) -> ServedModel:
         """The model's name and tokenizer, known before the core is ready."""

@@ -25,18 +25,14 @@ from aiohttp.http import HttpVersion, HttpVersion10, HttpVersion11
 
 from gateway.client.deadlines import Watch
 from shared.errors import ApiError, SlowClient
+from shared.http import ClientGone
+from shared.listening import SERVER
 
 BODILESS: Final = (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
 STATUS_LINES_MAX: Final = 1024
-SERVER: Final = "penstock"
-"""The `server` header. aiohttp's own tells its version and Python's."""
 _SERVER_LINE: Final = f"server: {SERVER}"
 _CHUNK: Final = b"%x\r\n%b\r\n"
 _LAST_CHUNK: Final = b"0\r\n\r\n"
-
-
-class ClientGone(Exception):
-    """The client's connection broke while it was written to."""
 
 
 class Begun(web.StreamResponse):

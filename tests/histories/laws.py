@@ -105,7 +105,7 @@ def _check_charge(remains: Remains, told: Told, line: Line) -> bool:
     if told.history.request_id in remains.torn:
         return False
     assert remains.setting.protocol == "http1", "what was computed could have been learnt"
-    nobody_read = any(one["end_reason"] == "stalled" for one in told.engine)
+    nobody_read = any(one["end_reason"] == "slow_client" for one in told.engine)
     is_lost = line["end_reason"] == "upstream_failed" and bool(remains.troubled & BREAKING)
     """It was sent on a connection that was kept, into an engine that had just gone."""
     assert nobody_read or is_lost or line["end_reason"] in CUT_BY_GATEWAY, "the answer was read to its end"
@@ -174,7 +174,7 @@ def _count(tally: Counter[str], told: Told, line: Line, is_known: bool) -> None:
     tally[f"ended by {line['end_reason']}"] += 1
     tally[f"drawn: {told.history.end}"] += 1
     for one in told.engine:
-        left_in = f" in {one['left_in']}" if "left_in" in one else ""
+        left_in = f" in {one['stage']}" if one["end_reason"] == "client_cancel" else ""
         tally[f"engine: {one['end_reason']}{left_in}"] += 1
     tally["cost: " + ("nothing" if not line["settled_tokens"] else "learnt" if is_known else "reserved")] += 1
     if len(told.engine) > 1:

@@ -20,9 +20,9 @@ import engine.api.exchange
 import engine.api.generate
 import engine.api.outputs
 import engine.api.server
-import gateway.admission.tokens
 import gateway.client.answer
 import gateway.client.deadlines
+import gateway.engines
 import gateway.exchange
 import gateway.record
 import gateway.relay.stream
@@ -174,7 +174,7 @@ def _in_virtual_time(loop: VirtualLoop) -> Iterator[None]:
             (aiohappyeyeballs, "start_connection", start_connection),
             (engine.api.server, "_in_daemon_thread", inline),
             (engine.api.server, "load_model", lru_cache(load_model)),
-            (gateway.admission.tokens, "_warm", _tokenizer),
+            (gateway.engines, "_warm", _tokenizer),
         ):
             stack.enter_context(mock.patch.object(target, name, new))
         yield
