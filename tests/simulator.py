@@ -411,7 +411,7 @@ class _Simulation:
         """Rule J of the scheduler, as far as it is seen from outside."""
         ran = [*self._ran, *self._running()]
         seated = [self._scheduler.running(start.slot) for start in plan.seated]
-        for sequence in [*self._scheduler.willing, *seated]:
+        for sequence in [*self._scheduler.unpaused, *seated]:
             if sequence.yields == self._yields[sequence.handle]:
                 continue
             self._yields[sequence.handle] = sequence.yields
@@ -421,7 +421,7 @@ class _Simulation:
             )
 
     def _running(self) -> list[Sequence]:
-        return list(self._scheduler._room.running.values())
+        return list(self._scheduler._allocator.running.values())
 
     def _disturb(self) -> None:
         """Messages that come while a step is being run."""

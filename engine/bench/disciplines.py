@@ -15,10 +15,11 @@ from typing import Final
 
 from engine.bench.virtual import Engine
 from engine.core import policy
+from engine.core.pace import PlanBuilder
 from engine.core.planner import Planner
 from engine.core.policy import Circumstances, Discipline
 from engine.core.sequence import Sequence, Status
-from engine.core.step import Batch, News
+from engine.core.step import News
 
 FIFO: Final = "FIFO"
 PRIORITY: Final = "priority"
@@ -31,15 +32,15 @@ NEVER: Final = 1 << 60
 
 
 class PrefillFirst(Planner):
-    def fill(self, batch: Batch, news: News, now: float) -> None:
-        self.room.grow(batch, now)
-        for sequence in self.room.running.values():
+    def fill(self, builder: PlanBuilder, news: News, now: float) -> None:
+        self.allocator.grow(builder, now)
+        for sequence in self.allocator.running.values():
             if sequence.pending_len > 1:
                 sequence.expected_len = sequence.pending_len
-                batch.chunks.append(sequence)
-        self._spend(batch, news, now)
-        if not batch.rows:
-            self._plan_decodes(batch)
+                builder.prefills.append(sequence)
+        self._plan_prompts(builder, news, now)
+        if not builder.rows:
+            self._plan_decodes(builder)
 
 
 def served_by(name: str, engine: Engine) -> Engine:

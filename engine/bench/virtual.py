@@ -26,7 +26,7 @@ from engine.core.messages import (
     StepOutput,
 )
 from engine.core.planner import Planner
-from engine.core.policy import ELDER_TURN, RESPONSE_RATIO, Discipline
+from engine.core.policy import OLDEST_EVERY, RESPONSE_RATIO, Discipline
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence as Admitted
 from engine.core.sequence import Status
@@ -103,25 +103,25 @@ class TurnWatch:
         self._tenants: set[str] = set()
         """Of whom somebody ran before the plan, or after it."""
         self._passed_by: dict[int, int] = {}
-        self._elders_admitted: dict[int, int] = {}
+        self._older_admitted: dict[int, int] = {}
         self.worst: float = 0.0
 
     def before_plan(self) -> None:
-        self._queue = {s.handle: (s.arrived_at, s.status, s.tenant) for s in self._scheduler.willing}
-        self._tenants = set(self._scheduler.seats.slots)
-        for counts in (self._passed_by, self._elders_admitted):
+        self._queue = {s.handle: (s.arrived_at, s.status, s.tenant) for s in self._scheduler.unpaused}
+        self._tenants = set(self._scheduler.holdings.slots)
+        for counts in (self._passed_by, self._older_admitted):
             for handle in counts.keys() - self._queue.keys():
                 del counts[handle]
 
     def after_plan(self, plan: Plan) -> None:
         seated = [self._scheduler.running(start.slot) for start in plan.seated]
-        self._tenants |= self._scheduler.seats.slots.keys()
-        here = {s.handle for s in (*self._scheduler.willing, *seated)}
+        self._tenants |= self._scheduler.holdings.slots.keys()
+        here = {s.handle for s in (*self._scheduler.unpaused, *seated)}
         self._queue = {handle: entry for handle, entry in self._queue.items() if handle in here}
         for admitted in seated:
             _, status, _ = self._queue.pop(admitted.handle, (0.0, Status.PREEMPTED, ""))
             self._passed_by.pop(admitted.handle, None)
-            self._elders_admitted.pop(admitted.handle, None)
+            self._older_admitted.pop(admitted.handle, None)
             self._count(admitted, brings_pages=status is Status.STALLED)
 
     def _count(self, admitted: Admitted, *, brings_pages: bool) -> None:
@@ -129,10 +129,10 @@ class TurnWatch:
             if status is Status.STALLED:
                 continue
             if (admitted.arrived_at, admitted.handle) < (arrived_at, other):
-                self._elders_admitted[other] = self._elders_admitted.get(other, 0) + 1
+                self._older_admitted[other] = self._older_admitted.get(other, 0) + 1
             elif not brings_pages and (tenant == admitted.tenant or tenant not in self._tenants):
                 passed_by = self._passed_by[other] = self._passed_by.get(other, 0) + 1
-                bound = (ELDER_TURN - 1) * (self._elders_admitted.get(other, 0) + 1)
+                bound = (OLDEST_EVERY - 1) * (self._older_admitted.get(other, 0) + 1)
                 self.worst = max(self.worst, passed_by / bound)
 
 

@@ -28,7 +28,7 @@ CAUGHT_BY = {
         "bench/test_scheduler_bench.py::test_the_figures_have_the_targets",
     ),
     "everybody is preempted for pages that are not free yet (vllm-ascend#16315)": (
-        "core/test_policy.py::test_victims",
+        "core/test_victims.py::test_victims_are_as_few_as_are_enough_the_most_expendable_first",
         "core/test_scheduler.py::test_nobody_is_preempted_for_one_who_would_not_fit_all_the_same",
         "core/test_overlap.py::test_pages_of_one_who_ended_count_as_taken_until_its_late_row_is_committed",
     ),
@@ -83,7 +83,7 @@ CAUGHT_BY = {
     ),
     "preempted work goes behind newcomers (vllm#41951)": (
         "core/test_scheduler.py::test_preempted_work_goes_ahead_of_newcomers",
-        "core/test_policy.py::test_preempted_work_stands_before_newcomers_of_its_class_and_not_of_a_higher_one",
+        "core/test_policy.py::test_a_preempted_sequence_ranks_before_newcomers_of_its_class_and_not_of_a_higher_one",
         "core/test_scheduler.py::test_the_eldest_has_its_turn_whatever_comes",
         "core/test_simulation.py::test_laws_hold_in_random_worlds",
     ),

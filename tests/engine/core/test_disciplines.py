@@ -6,7 +6,7 @@ from engine import config
 from engine.core import policy
 from engine.core.messages import ServiceClass
 from engine.core.policy import Circumstances
-from tests.engine.core.test_policy import COST, handles, sequence, stalled
+from tests.engine.core.sequences import COST, handles, sequence, stalled
 
 
 def test_the_option_names_them_all() -> None:

@@ -35,7 +35,7 @@ def beside_streams(engine: Engine, *prompts: Request) -> tuple[list[Outcome], li
 def test_it_takes_its_share_even_where_decodes_take_the_target_and_more(
     name: str, target_s: float, noise: float
 ) -> None:
-    """A third of the time is its own (`policy.LONE`), so it takes three times as long as alone, and up to as
+    """A third of the time is its own (`pace.LONE`), so it takes three times as long as alone, and up to as
     long again for reading what is before each of its short chunks; more where estimates err."""
     cost = RUNNERS[name]
     engine = Engine(cost, step_time_target_s=target_s, noise=noise)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core import policy
+from engine.core import pace
 from engine.core.messages import FinishReason, RunResult, ServiceClass
 from engine.core.planner import PASSED_MAX, Planner
-from engine.core.policy import ELDER_TURN, FIFO
+from engine.core.policy import FIFO, OLDEST_EVERY
 from tests.engine.core.harness import STEP_S, Harness, greedy
 from tests.fake_runner import NUMERIC_SEEDS, solo
 
@@ -97,7 +97,7 @@ def test_decodes_come_first_and_a_long_prompt_does_not_stall_them() -> None:
 
 def test_decodes_come_first_whatever_the_chunks_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """With short chunks several prompts are under way at once; the runner checks each plan's order."""
-    monkeypatch.setattr(policy, "chunk_len", lambda pending, left: min(pending, left, 3 + pending % 5))
+    monkeypatch.setattr(pace, "chunk_len", lambda pending, left: min(pending, left, 3 + pending % 5))
     h = Harness(step_tokens_max=24)
     for handle in range(1, 9):
         h.add(handle, [handle] * (31 - 3 * handle), greedy(12))
@@ -731,7 +731,7 @@ def test_the_eldest_has_its_turn_whatever_comes(elder_class: ServiceClass) -> No
         h.step()
         if 1 in h.started:
             break
-    assert len(h.started) == ELDER_TURN
+    assert len(h.started) == OLDEST_EVERY
 
 
 def test_in_the_eldests_turn_pages_are_kept_for_it() -> None:
@@ -743,7 +743,7 @@ def test_in_the_eldests_turn_pages_are_kept_for_it() -> None:
         h.add(handle, [handle], greedy(1), service_class=PRIORITY)
         h.step()
     assert 100 not in h.finished
-    assert list(h.started) == [100, *range(2, 2 + ELDER_TURN - 1)]
+    assert list(h.started) == [100, *range(2, 2 + OLDEST_EVERY - 1)]
     h.run()
     h.assert_all_as_solo()
 

@@ -12,7 +12,7 @@ from engine.core.block_manager import BlockManager, PageChain, pages_for
 from engine.core.cost import StepCost
 from engine.core.messages import FinishReason, Plan, ServiceClass
 from engine.core.sequence import Sequence, Status, Swapped
-from engine.core.swap import COPY_SHARE, HostPool, Restoration, Start, Swapper, if_cheaper
+from engine.core.swap import COPY_SHARE, HostPool, Prefix, Restoration, Swapper, if_cheaper
 from tests.engine.core.harness import Harness, greedy
 
 SIZE = 4
@@ -135,8 +135,8 @@ def test_only_what_the_cache_lacks_is_copied_back(
     manager = BlockManager(8, SIZE)
     sequence = running(manager, 15)
     sequence.preempt(1.0, Swapped(1, [20, 21, 22], 15))
-    start = Swapper(8, manager, math.inf).start(sequence, found)
-    assert start == Start(found, host_pages, computed_len)
+    prefix = Swapper(8, manager, math.inf).prefix(sequence, found)
+    assert prefix == Prefix(found, host_pages, computed_len)
 
 
 # -- in the scheduler -----------------------------------------------------------------------------

@@ -9,17 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core import policy
+from engine.core import victims
 from engine.core.messages import ServiceClass
 from engine.core.planner import PASSED_MAX
 from engine.core.sequence import Sequence
-from engine.core.tenants import Seats
+from engine.core.tenants import TenantHoldings
 from tests.engine.core.harness import Harness, greedy
-from tests.engine.core.test_policy import sequence
+from tests.engine.core.sequences import PRIORITY, sequence
 from tests.overlapped import OverlappedSimulation
 from tests.simulator import SimConfig
 
-FLEX, DEFAULT, PRIORITY = ServiceClass
 LONG = 200
 
 
@@ -34,7 +33,7 @@ def flooded(count: int = 8, *, slots: int = 8, **fields: object) -> Harness:
 
 def yields(h: Harness) -> list[int]:
     """Who waits since it yielded its seat."""
-    return sorted(s.handle for s in h.scheduler.willing if s.yields)
+    return sorted(s.handle for s in h.scheduler.unpaused if s.yields)
 
 
 @pytest.mark.parametrize("flood", [8, 64])
@@ -54,7 +53,7 @@ def test_two_tenants_come_to_half_of_the_seats_each_and_no_seat_goes_back() -> N
     for handle in range(100, 116):
         h.add(handle, [handle % 50] * 4, greedy(LONG), tenant="other")
     h.steps(30)
-    assert h.scheduler.seats.slots == {"flood": 4, "other": 4}
+    assert h.scheduler.holdings.slots == {"flood": 4, "other": 4}
     assert len(yields(h)) == 4
     h.steps(50)
     assert h.scheduler.stats().preemptions == 4
@@ -72,7 +71,7 @@ def test_pages_count_as_slots_do() -> None:
         h.add(handle, [handle % 50] * 12, greedy(12), tenant="short")
         h.step()
     assert yields(h) == [2]
-    assert h.scheduler.seats.slots["short"] == 4
+    assert h.scheduler.holdings.slots["short"] == 4
     h.run()
     h.assert_all_as_solo()
 
@@ -126,7 +125,7 @@ def test_a_decode_takes_its_page_from_the_tenant_that_holds_most() -> None:
     h.add(9, [9] * 8, greedy(12), tenant="victim")
     while not h.scheduler.stats().preemptions:
         h.step()
-    assert {s.tenant for s in h.scheduler.willing} == {"flood"}
+    assert {s.tenant for s in h.scheduler.unpaused} == {"flood"}
     h.run()
     h.assert_all_as_solo()
     assert h.finished[9].preemptions == 0
@@ -198,15 +197,15 @@ def test_every_yield_brings_two_tenants_nearer(
     """Whoever takes the first so and so many, its tenant holds less than that of the last did, and of every
     tenant the eldest runs on."""
     running = []
-    seats = Seats(slots=8, pages=80)
+    seats = TenantHoldings(slots=8, pages=80)
     for handle, (other, its_class, pages) in enumerate(those):
         running.append(seq := sequence(handle, float(handle), tenant=other, service_class=its_class))
         seq.admit(handle, list(range(pages)), 0, 10.0)
         seats.add(other, slots=1, pages=pages)
     newcomer = sequence(99, 50.0, tenant=tenant, service_class=service_class)
     will_hold = seats.share(tenant, slots=1, pages=3)
-    ordered = policy.by_expendability(
-        policy.may_yield(running, newcomer), lambda _: 0.1, seats, above=will_hold
+    ordered = victims.by_expendability(
+        victims.may_yield(running, newcomer), lambda _: 0.1, seats, above=will_hold
     )
     assert len(set(ordered)) == len(ordered)
     for victim in ordered:
@@ -222,12 +221,12 @@ def tenants_of(sequences: object) -> set[str]:
 
 
 def test_who_holds_most_by_either_measure_goes_first() -> None:
-    seats = Seats(slots=10, pages=100)
+    seats = TenantHoldings(slots=10, pages=100)
     running: list[Sequence] = []
     for handle, (tenant, pages) in enumerate([("slots", 1)] * 4 + [("pages", 30)] * 2 + [("little", 5)] * 2):
         running.append(seq := sequence(handle, float(handle), tenant=tenant))
         seq.admit(handle, list(range(pages)), 0, 10.0)
         seats.add(tenant, slots=1, pages=pages)
-    ordered = policy.by_expendability(running, lambda _: 0.1, seats)
+    ordered = victims.by_expendability(running, lambda _: 0.1, seats)
     assert [seq.tenant for seq in ordered[:4]] == ["pages", "slots", "pages", "slots"]
     assert Counter(seq.tenant for seq in ordered) == Counter(seq.tenant for seq in running)
