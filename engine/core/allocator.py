@@ -74,7 +74,7 @@ class Allocator:
         self.pages: Final = BlockManager(runner.pages, runner.page_size)
         self.swapper: Final = Swapper(runner.host_pages, self.pages, config.step_time_target_s, prefers_swap)
         self.running: Final[dict[int, Sequence]] = {}
-        """By slot, in the order of admission."""
+        """The running sequences by slot, in the order of admission."""
         self.preemptions = 0
         """Preemptions since the start, those of stalled sequences included."""
 

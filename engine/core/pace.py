@@ -120,7 +120,7 @@ class PlanBuilder:
     seated: list[SlotStart] = field(default_factory=list)
     """The sequences that this plan admits, as the runner is told of them."""
     grown: dict[int, list[int]] = field(default_factory=dict)
-    """By slot: the pages that its page table gains."""
+    """The pages that page tables gain, by slot."""
     rows: list[Sequence] = field(default_factory=list)
     """The sequence of each row."""
     prefills: list[Sequence] = field(default_factory=list)

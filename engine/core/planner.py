@@ -46,9 +46,9 @@ class Blocked:
     of_all: int = NO_CLASS
     """The highest class of which no sequence of any tenant is admitted."""
     of_tenant: dict[str, int] = field(default_factory=dict)
-    """By tenant: the highest class of which none of its sequences is admitted."""
+    """The highest class of which no sequence of a tenant is admitted, by tenant."""
     passed: Counter[str] = field(default_factory=Counter)
-    """By tenant: its sequences that were passed over by rule D."""
+    """The number of sequences that rule D passed over, by tenant."""
 
     def has(self, sequence: Sequence) -> bool:
         return sequence.service_class <= max(self.of_all, self.of_tenant.get(sequence.tenant, NO_CLASS))
@@ -68,6 +68,8 @@ class Blocked:
 
 @dataclass(slots=True)
 class Planner:
+    """Fills the plan of one step."""
+
     config: SchedulerConfig
     runner: RunnerInfo
     allocator: Allocator
@@ -75,7 +77,7 @@ class Planner:
     tenants: TenantCounters
     learner: CostLearner
     in_flight: Mapping[int, InFlight]
-    """By step number."""
+    """The steps in flight, by step number."""
     is_odd: bool = False
     """Toggled by every step that has prompts beside decodes (`pace.SWING`)."""
     prefix_query_tokens: int = 0

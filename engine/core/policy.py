@@ -62,7 +62,7 @@ SHARE_FREE: Final = 2048
 SHARE_HALVED_BY: Final = 1024
 """Tokens of lead, beyond the free ones, that halve a tenant's share."""
 OLDEST_EVERY: Final = 16
-"""Of so many admissions in a row, at least one is the oldest waiting sequence's."""
+"""Admissions in a row of which at least one is the oldest waiting sequence's."""
 _HALVINGS_MAX: Final = 512.0
 """Halvings of a share that count, so that 2 ** -halvings stays above zero."""
 assert list(WEIGHTS) == sorted(ServiceClass)
@@ -71,13 +71,13 @@ assert list(WEIGHTS.values()) == sorted(WEIGHTS.values())
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """What a rank depends on beside the sequences themselves."""
+    """The inputs of a rank beside the sequences themselves."""
 
     now: float
     """The core's clock, in seconds."""
     cost: StepCost
     leads: Mapping[str, int]
-    """By tenant: the tokens by which it is ahead of the least served of those that compete."""
+    """The tokens by which each tenant is ahead of the least served of those that compete."""
 
 
 Order = Callable[[Iterable[Sequence], Circumstances], list[Sequence]]
@@ -86,11 +86,11 @@ Order = Callable[[Iterable[Sequence], Circumstances], list[Sequence]]
 
 @dataclass(frozen=True, slots=True)
 class Discipline:
-    """How a queue is served."""
+    """A way to serve a queue."""
 
     order: Order
     oldest_every: int
-    """Of so many admissions in a row, at least one is the oldest waiting sequence's."""
+    """Admissions in a row of which at least one is the oldest waiting sequence's."""
 
     def __post_init__(self) -> None:
         assert self.oldest_every >= 1
@@ -138,8 +138,8 @@ def _ranks_of_newcomers(newcomers: Iterable[Sequence], circumstances: Circumstan
 def _best_ranks(
     newcomers: Iterable[Sequence], ranks: Mapping[int, float]
 ) -> Mapping[str | None, list[float]]:
-    """By tenant, and under None for all tenants together: for each class, the highest rank of a newcomer of
-    that class, or 0.0 where there is none."""
+    """The highest rank of a newcomer for each class, by tenant and under None for all tenants together; 0.0
+    where there is none."""
     best: dict[str | None, list[float]] = defaultdict(lambda: [0.0] * len(ServiceClass))
     for sequence in newcomers:
         for tenant in (sequence.tenant, None):
@@ -179,4 +179,4 @@ def by_arrival(sequences: Iterable[Sequence], _: Circumstances) -> list[Sequence
 RESPONSE_RATIO: Final = Discipline(by_response_ratio, OLDEST_EVERY)
 FIFO: Final = Discipline(by_arrival, OLDEST_EVERY)
 DISCIPLINES: Final[Mapping[str, Discipline]] = {"response-ratio": RESPONSE_RATIO, "fifo": FIFO}
-"""By the value of the `--discipline` setting."""
+"""The disciplines by the value of the `--discipline` setting."""

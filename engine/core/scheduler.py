@@ -292,7 +292,7 @@ class Scheduler:
     # -- report -----------------------------------------------------------------------------------
 
     def report(self) -> StepOutput | None:
-        """What happened since the last report; None when no step was committed and no sequence began, ended
+        """The news since the last report; None when no step was committed and no sequence began, ended
         or was paused."""
         news = self._news
         if not (news.is_due or news.started or news.finished):

@@ -1,4 +1,4 @@
-"""The scheduler's record of a step from its plan to its commit, and of what happened until the next report.
+"""The scheduler's record of a step from its plan to its commit, and of the news since the last report.
 
 Rule H. A plan with a step in flight goes by lengths, which are known ahead, and not by tokens, which are not:
 the runner finds a token that is coming where the step in flight leaves it. A sequence that reaches
@@ -37,7 +37,7 @@ class InFlight:
 
 @dataclass(slots=True)
 class News:
-    """What happened since the last report; `handles[i]` got `tokens[i]` with `logprobs[i]`."""
+    """The news since the last report; `handles[i]` got `tokens[i]` with `logprobs[i]`."""
 
     handles: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)

@@ -48,7 +48,7 @@ COPY_SHARE: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Restoration:
-    """What restoring a sequence would take if it were preempted now."""
+    """The cost of restoring a sequence if it were preempted now."""
 
     first: int
     """The number of leading pages that other sequences hold, too."""
@@ -152,7 +152,7 @@ class Swapper:
         return len(self._out) + len(self._in)
 
     def restoration(self, victim: Sequence, cost: StepCost) -> Restoration:
-        """What restoring `victim` would take if it were preempted now."""
+        """The cost of restoring `victim` if it were preempted now."""
         size = self._pages.page_size
         first = self._pages.leading_shared(victim.pages)
         pages = pages_for(victim.computed_len, size) - first
@@ -180,8 +180,8 @@ class Swapper:
         return Swapped(plan.first, host_pages, victim.computed_len)
 
     def prefix(self, sequence: Sequence, found: list[int]) -> Prefix:
-        """What need not be computed of a sequence without pages; `found` are those that the prefix cache has
-        of it (rule 4)."""
+        """The part of a sequence without pages that need not be computed; `found` are the pages that the
+        prefix cache has of it (rule 4)."""
         swapped, found_len = sequence.swapped, len(found) * self._pages.page_size
         if swapped is None or len(found) < swapped.first or swapped.computed_len <= found_len:
             return Prefix(found, [], found_len)

@@ -44,7 +44,7 @@ class TenantCounters:
         self._set(tenant, self._served.get(tenant, 0) + tokens)
 
     def leads(self, competing: Iterable[str]) -> dict[str, int]:
-        """By tenant: the tokens by which it is ahead of the least served of `competing`; 0 to `SPAN_TOKENS`.
+        """The tokens by which each tenant is ahead of the least served of `competing`, 0 to `SPAN_TOKENS`.
 
         Lifts the counters of those that lag further behind.
         """

@@ -39,7 +39,7 @@ class WaitingQueue:
             Status.SWAPPED: {},
             Status.STALLED: {},
         }
-        """By status, then by handle."""
+        """The waiting sequences by status, then by handle."""
         self.newcomer_tokens = 0
         """Prompt tokens of all newcomers."""
         self._admissions = 0
@@ -138,8 +138,8 @@ class WaitingQueue:
                 yield from (sequence for sequence in queue.values() if not sequence.is_paused)
 
     def by_class(self, now: float) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """By class: the number of unpaused waiting sequences, and the age of the oldest in seconds (0.0 where
-        there is none)."""
+        """For each class the number of unpaused waiting sequences, and the age of the oldest in seconds (0.0
+        where there is none)."""
         arrivals: dict[ServiceClass, list[float]] = {each: [] for each in ServiceClass}
         for sequence in self.unpaused:
             arrivals[sequence.service_class].append(sequence.arrived_at)
