@@ -85,7 +85,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
-def test_charged_is_what_was_computed_and_nothing_is_kept(batch: int, model_dir: Path) -> None:
+def test_the_tokens_charged_are_those_computed_and_no_object_is_leaked(batch: int, model_dir: Path) -> None:
     met = Counter[str]()
     for seed in range(batch * WORLDS, (batch + 1) * WORLDS):
         remains = run_world(draw_setting(seed, REQUESTS), model_dir)
@@ -131,7 +131,7 @@ def test_a_charge_that_is_off_by_one_token_is_found(remains: Remains, error: int
     check(remains)
 
 
-def test_a_line_that_is_missing_or_told_twice_is_found(remains: Remains) -> None:
+def test_a_log_line_that_is_missing_or_written_twice_is_found(remains: Remains) -> None:
     line = next(line for line in remains.gateway_lines if line["settled_tokens"] > 1)
     remains.gateway_lines.remove(line)
     with pytest.raises(AssertionError, match=line["request_id"]):

@@ -37,7 +37,7 @@ def yields(h: Harness) -> list[int]:
 
 
 @pytest.mark.parametrize("flood", [8, 64])
-def test_who_comes_takes_a_seat_in_the_next_plan_from_a_tenant_that_has_them_all(flood: int) -> None:
+def test_fairness_preempts_for_a_new_tenant_at_the_next_plan_when_another_holds_all_slots(flood: int) -> None:
     """The last of that tenant gives way, and nobody's tokens change."""
     h = flooded(flood)
     h.add(100, [40] * 4, greedy(3), tenant="victim")
@@ -48,7 +48,7 @@ def test_who_comes_takes_a_seat_in_the_next_plan_from_a_tenant_that_has_them_all
     h.assert_all_as_solo()
 
 
-def test_two_tenants_come_to_half_of_the_seats_each_and_no_seat_goes_back() -> None:
+def test_fairness_gives_two_tenants_half_of_the_slots_each_and_no_slot_goes_back() -> None:
     h = flooded(16)
     for handle in range(100, 116):
         h.add(handle, [handle % 50] * 4, greedy(LONG), tenant="other")
@@ -61,7 +61,7 @@ def test_two_tenants_come_to_half_of_the_seats_each_and_no_seat_goes_back() -> N
     h.assert_all_as_solo()
 
 
-def test_pages_count_as_slots_do() -> None:
+def test_fairness_counts_pages_like_slots() -> None:
     """One of the long contexts holds more than half of the pages."""
     h = Harness(slots=8, pages=40, step_tokens_max=200)
     h.add(1, [1] * 40, greedy(40), tenant="long")
@@ -76,7 +76,7 @@ def test_pages_count_as_slots_do() -> None:
     h.assert_all_as_solo()
 
 
-def test_of_every_tenant_the_eldest_stays() -> None:
+def test_fairness_never_preempts_the_oldest_sequence_of_a_tenant() -> None:
     h = Harness(slots=3, pages=1024, max_model_len=512)
     for handle, tenant in enumerate("abc", start=1):
         h.add(handle, [handle % 50] * 4, greedy(LONG), tenant=tenant)
@@ -87,7 +87,7 @@ def test_of_every_tenant_the_eldest_stays() -> None:
     assert not yields(h)
 
 
-def test_a_higher_class_yields_nothing_to_a_lower_one() -> None:
+def test_fairness_preempts_no_higher_class_for_a_lower_one() -> None:
     h = Harness(slots=4, pages=1024, max_model_len=512)
     for handle in range(1, 5):
         h.add(handle, [handle % 50] * 4, greedy(LONG), tenant="flood", service_class=PRIORITY)
@@ -97,7 +97,7 @@ def test_a_higher_class_yields_nothing_to_a_lower_one() -> None:
     assert 9 not in h.started
 
 
-def test_the_protected_yield_too_and_yielding_protects_nobody() -> None:
+def test_fairness_preempts_protected_sequences_and_a_yield_protects_none() -> None:
     """Else a tenant could have all of its own protected, and keep every slot."""
     h = flooded(2, slots=2, preemptions_max=1)
     for handle in range(10, 14):
@@ -116,7 +116,7 @@ def test_the_protected_yield_too_and_yielding_protects_nobody() -> None:
     assert h.finished[2].preemptions == 6
 
 
-def test_a_decode_takes_its_page_from_the_tenant_that_holds_most() -> None:
+def test_a_decode_preempts_a_sequence_of_the_tenant_that_holds_most() -> None:
     """Though it is one of the other tenant that came last."""
     h = Harness(slots=4, pages=12)
     for handle in range(1, 4):
@@ -131,7 +131,7 @@ def test_a_decode_takes_its_page_from_the_tenant_that_holds_most() -> None:
     assert h.finished[9].preemptions == 0
 
 
-def test_after_one_yielded_nobody_does_until_it_could_have_been_restored() -> None:
+def test_after_a_yield_none_follows_until_its_sequence_could_have_been_restored() -> None:
     h = flooded()
     while h.scheduler.stats().running < 8:
         h.step()
@@ -148,7 +148,7 @@ def test_after_one_yielded_nobody_does_until_it_could_have_been_restored() -> No
     assert yields(h) == [7, 8]
 
 
-def test_who_waits_for_room_of_its_own_tenant_holds_up_no_other() -> None:
+def test_a_sequence_that_waits_for_its_own_tenant_blocks_no_other_tenant() -> None:
     """In its turn, too: pages are kept for it by those of its tenant, and the next tenant's turn has come."""
     h = Harness(pages=30, slots=8, step_tokens_max=128)
     h.add(1, [1] * 36, greedy(36), tenant="flood")
@@ -163,7 +163,7 @@ def test_who_waits_for_room_of_its_own_tenant_holds_up_no_other() -> None:
     h.assert_all_as_solo()
 
 
-def test_those_who_wait_for_a_common_page_end_the_admissions_of_their_tenant_only() -> None:
+def test_sequences_that_wait_for_a_common_prefix_end_the_admissions_of_their_tenant_only() -> None:
     h = Harness(slots=64, pages=512, step_tokens_max=128, queue_len_max=100)
     prompt = list(range(40))
     for handle in range(1, PASSED_MAX + 20):
@@ -174,7 +174,7 @@ def test_those_who_wait_for_a_common_page_end_the_admissions_of_their_tenant_onl
     assert [handle for handle in h.started if handle >= 100]
 
 
-def test_a_seat_is_yielded_when_nothing_is_in_flight() -> None:
+def test_a_sequence_yields_its_slot_only_when_no_step_is_in_flight() -> None:
     """Steps that overlap: rule I holds for rule J as for the others."""
     config = SimConfig(classes=2, tenants=3, pages=24, arrival_gap_s=0.002, requests=40)
     total = sum(OverlappedSimulation(random.Random(seed), config).run().yields for seed in range(3))
@@ -220,7 +220,7 @@ def tenants_of(sequences: object) -> set[str]:
     return {seq.tenant for seq in sequences}  # type: ignore[attr-defined]
 
 
-def test_who_holds_most_by_either_measure_goes_first() -> None:
+def test_the_tenant_that_holds_most_slots_or_pages_is_preempted_first() -> None:
     seats = TenantHoldings(slots=10, pages=100)
     running: list[Sequence] = []
     for handle, (tenant, pages) in enumerate([("slots", 1)] * 4 + [("pages", 30)] * 2 + [("little", 5)] * 2):

@@ -32,7 +32,7 @@ def beside_streams(engine: Engine, *prompts: Request) -> tuple[list[Outcome], li
 @pytest.mark.parametrize("noise", [0.0, 0.1, 0.2])
 @pytest.mark.parametrize("target_s", [0.1, 0.02])
 @pytest.mark.parametrize("name", RUNNERS)
-def test_it_takes_its_share_even_where_decodes_take_the_target_and_more(
+def test_a_long_prompt_takes_its_share_even_where_decodes_exceed_the_target(
     name: str, target_s: float, noise: float
 ) -> None:
     """A third of the time is its own (`pace.LONE`), so it takes three times as long as alone, and up to as
@@ -47,7 +47,7 @@ def test_it_takes_its_share_even_where_decodes_take_the_target_and_more(
 
 
 @pytest.mark.parametrize("name", RUNNERS)
-def test_a_short_prompt_that_passes_it_pays_for_its_own_tokens_only(name: str) -> None:
+def test_a_short_prompt_that_passes_a_long_one_pays_only_for_its_own_tokens(name: str) -> None:
     """Not as if its tokens, too, were far into a long prompt, where there is room for few."""
     cost = RUNNERS[name]
     at_s = CALM_STEPS * decodes_s(cost, 100)
@@ -61,7 +61,7 @@ def test_a_short_prompt_that_passes_it_pays_for_its_own_tokens_only(name: str) -
 
 @pytest.mark.parametrize("name", RUNNERS)
 @pytest.mark.parametrize("prompt_len", [100, 4000])
-def test_alone_it_takes_hardly_longer_than_in_one_step(name: str, prompt_len: int) -> None:
+def test_a_prompt_alone_takes_hardly_longer_than_in_one_step(name: str, prompt_len: int) -> None:
     cost = RUNNERS[name]
     warm = Request(0.0, 500, 20)
     *_, prompt = run([warm, Request(100.0, prompt_len, 2)], Engine(cost)).outcomes

@@ -51,7 +51,7 @@ def test_a_pause_at_any_moment_changes_no_token(steps: int) -> None:
 
 
 @pytest.mark.parametrize("resumes", [False, True])
-def test_the_token_in_flight_is_neither_lost_nor_doubled(resumes: bool) -> None:
+def test_the_token_in_flight_at_a_pause_is_neither_lost_nor_doubled(resumes: bool) -> None:
     h = Harness()
     h.add(1, PROMPT, greedy(4))
     h.step()
@@ -67,7 +67,7 @@ def test_the_token_in_flight_is_neither_lost_nor_doubled(resumes: bool) -> None:
     assert (h.plan() is None) == (not resumes)
 
 
-def test_a_pause_that_comes_and_goes_between_two_steps_is_none() -> None:
+def test_a_pause_between_two_steps_has_no_effect() -> None:
     h = Harness()
     h.add(1, PROMPT, greedy(4))
     h.step()
@@ -79,7 +79,7 @@ def test_a_pause_that_comes_and_goes_between_two_steps_is_none() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "seed"), [(1, 1), (50, NUMERIC_SEEDS)])
-def test_a_pause_that_crosses_the_end_is_nothing(tokens: int, seed: int) -> None:
+def test_a_pause_of_a_sequence_that_ends_meanwhile_has_no_effect(tokens: int, seed: int) -> None:
     h = Harness()
     h.add(1, PROMPT, greedy(tokens, seed=seed))
     while not h.finished:
@@ -112,7 +112,7 @@ def test_pauses_are_exact_and_idempotent() -> None:
     assert h.finished[1].stalled_s == pytest.approx(1.0 + 4 * STEP_S)
 
 
-def test_an_abort_ends_a_stalled_sequence() -> None:
+def test_abort_cancels_a_stalled_sequence() -> None:
     h = Harness()
     h.add(1, PROMPT, greedy(5))
     h.steps(2)
@@ -126,7 +126,7 @@ def test_an_abort_ends_a_stalled_sequence() -> None:
     assert not h.scheduler.has_work
 
 
-def test_who_waits_paused_is_passed_by_and_not_in_the_way() -> None:
+def test_a_paused_waiting_sequence_is_passed_and_blocks_no_other() -> None:
     h = Harness(slots=1)
     for handle in (1, 2):
         h.add(handle, [handle, *PROMPT], greedy(2))
@@ -143,7 +143,7 @@ def test_who_waits_paused_is_passed_by_and_not_in_the_way() -> None:
 # -- whom it may not harm -------------------------------------------------------------------------
 
 
-def test_its_slot_serves_others_meanwhile() -> None:
+def test_the_slot_of_a_stalled_sequence_serves_others() -> None:
     h = Harness(slots=1)
     h.add(1, PROMPT, greedy(5))
     h.steps(2)
@@ -160,7 +160,7 @@ def test_its_slot_serves_others_meanwhile() -> None:
     assert (back.positions, back.lengths) == ([11], [1]), "it goes on where it was"
 
 
-def test_back_from_a_stall_it_goes_before_those_who_wait() -> None:
+def test_a_resumed_sequence_is_admitted_before_waiting_ones() -> None:
     h = Harness(slots=1)
     h.add(1, PROMPT, greedy(5))
     h.step()
@@ -174,7 +174,7 @@ def test_back_from_a_stall_it_goes_before_those_who_wait() -> None:
     assert list(h.finished) == [2, 1, 3]
 
 
-def test_its_pages_go_before_anybody_else_is_preempted() -> None:
+def test_a_stalled_sequence_is_preempted_before_any_running_one() -> None:
     h = Harness(pages=8)
     h.add(1, [1] * 8, greedy(20))
     h.step()
@@ -192,7 +192,7 @@ def test_its_pages_go_before_anybody_else_is_preempted() -> None:
     assert h.scheduler.stats().preemptions == 1
 
 
-def test_who_lost_its_pages_is_not_admitted_before_it_is_read() -> None:
+def test_a_paused_sequence_that_lost_its_pages_is_not_admitted_before_it_resumes() -> None:
     h = Harness(pages=8)
     h.add(1, [1] * 8, greedy(20))
     h.step()
@@ -207,7 +207,7 @@ def test_who_lost_its_pages_is_not_admitted_before_it_is_read() -> None:
     h.assert_all_as_solo()
 
 
-def test_a_newcomer_takes_from_the_stalled_no_more_than_it_needs() -> None:
+def test_an_admission_preempts_no_more_stalled_sequences_than_it_needs() -> None:
     h = Harness(pages=10)
     for handle in (1, 2, 3):
         h.add(handle, [handle] * 8, greedy(20))
@@ -227,7 +227,7 @@ def test_a_newcomer_takes_from_the_stalled_no_more_than_it_needs() -> None:
     h.assert_all_as_solo()
 
 
-def test_pages_that_only_the_stalled_share_can_be_had() -> None:
+def test_pages_shared_by_stalled_sequences_alone_can_be_reclaimed() -> None:
     """A page of three tables is free when the third of its owners has given it back."""
     h = Harness(pages=16)
     shares_pages(h, 3)
@@ -240,7 +240,7 @@ def test_pages_that_only_the_stalled_share_can_be_had() -> None:
     h.assert_all_as_solo()
 
 
-def test_pages_that_it_shares_with_those_who_run_are_of_no_use_to_anybody() -> None:
+def test_pages_shared_with_running_sequences_cannot_be_reclaimed() -> None:
     h = Harness(pages=7, slots=3)
     h.add(1, [7] * 12, greedy(8, seed=1))
     h.step()
@@ -255,7 +255,7 @@ def test_pages_that_it_shares_with_those_who_run_are_of_no_use_to_anybody() -> N
     h.assert_all_as_solo()
 
 
-def test_what_a_newcomer_starts_from_is_not_taken_to_make_room_for_it() -> None:
+def test_the_prefix_of_an_admission_is_not_reclaimed_for_it() -> None:
     """The prefix it hits belongs to the very sequence that must yield the rest."""
     h = Harness(pages=8)
     h.add(1, [7] * 25, greedy(4))
@@ -270,7 +270,7 @@ def test_what_a_newcomer_starts_from_is_not_taken_to_make_room_for_it() -> None:
     h.assert_all_as_solo()
 
 
-def test_a_pause_lifts_no_protection() -> None:
+def test_a_pause_does_not_lift_a_sequences_protection() -> None:
     """Who is protected and back from a stall waits until all can grow, and then is not preempted."""
     h = Harness(pages=8, preemptions_max=1)
     h.add(1, [1] * 8, greedy(20))
@@ -296,7 +296,7 @@ def test_a_pause_lifts_no_protection() -> None:
 
 
 @pytest.mark.parametrize("steps", range(6))
-def test_who_stays_paused_ends_at_the_deadline(steps: int) -> None:
+def test_a_sequence_that_stays_paused_ends_at_the_stall_deadline(steps: int) -> None:
     h = Harness(step_tokens_max=8, stall_deadline_s=5.0)
     h.add(1, [1] * 30, greedy(20))
     h.steps(steps)
@@ -317,7 +317,7 @@ def test_who_stays_paused_ends_at_the_deadline(steps: int) -> None:
     assert h.scheduler.idle_s(h.now) == math.inf
 
 
-def test_a_resumption_starts_the_deadline_anew() -> None:
+def test_a_resumption_starts_the_stall_deadline_anew() -> None:
     h = Harness(stall_deadline_s=5.0)
     h.add(1, PROMPT, greedy(9))
     for _ in range(4):
@@ -331,7 +331,7 @@ def test_a_resumption_starts_the_deadline_anew() -> None:
     assert h.finished[1].stalled_s == pytest.approx(16.0)
 
 
-def test_the_deadline_passes_while_others_run() -> None:
+def test_a_stall_deadline_passes_while_others_run() -> None:
     h = Harness(stall_deadline_s=3 * STEP_S)
     h.add(1, PROMPT, greedy(20))
     h.add(2, [9, *PROMPT], greedy(20))
@@ -343,7 +343,7 @@ def test_the_deadline_passes_while_others_run() -> None:
     assert h.tokens[2] == h.solo(2).tokens
 
 
-def test_deadlines_come_in_the_order_of_the_pauses() -> None:
+def test_stall_deadlines_come_in_the_order_of_the_pauses() -> None:
     h = Harness(stall_deadline_s=5.0)
     for handle in (1, 2, 3):
         h.add(handle, [handle, *PROMPT], greedy(9))
@@ -362,7 +362,7 @@ def test_deadlines_come_in_the_order_of_the_pauses() -> None:
     assert ends == pytest.approx([106.01, 107.01, 108.01])
 
 
-def test_more_than_may_be_paused_end_those_paused_for_longest() -> None:
+def test_more_paused_sequences_than_allowed_end_those_paused_for_longest() -> None:
     h = Harness(paused_max=2)
     for handle in (1, 2, 3, 4):
         h.add(handle, [handle, *PROMPT], greedy(9))

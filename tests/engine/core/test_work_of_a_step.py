@@ -65,7 +65,7 @@ def work_of_decodes(prompt_len: int) -> tuple[int, int]:
     return lines, bytes_most
 
 
-def test_a_decode_steps_work_does_not_grow_with_the_sequence() -> None:
+def test_a_decode_steps_host_work_does_not_grow_with_the_sequence() -> None:
     short_lines, short_bytes = work_of_decodes(SHORT)
     long_lines, long_bytes = work_of_decodes(LONG)
     assert long_lines < 1.1 * short_lines
