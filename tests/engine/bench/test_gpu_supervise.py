@@ -1,4 +1,4 @@
-"""A row that ends its process, in whatever way, costs no other row; and rows are shared out."""
+"""A row that ends its process in any way costs no other row; and rows are shared between processes."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ SHORT, LONG = Request(0.0, 50, 16), Request(0.0, 1000, 32)
 
 @asynccontextmanager
 async def server(status: str = "200 OK") -> AsyncIterator[tuple[Endpoint, list[dict[str, object]]]]:
-    """Answers every request with three events."""
+    """A server that answers every request with three events; yields its endpoint and the bodies that it
+    received."""
     bodies: list[dict[str, object]] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

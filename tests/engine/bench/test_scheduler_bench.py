@@ -1,4 +1,4 @@
-"""The bench runs, says what it should, and can be run again with the same result."""
+"""The scheduler bench: it runs, its figures meet their targets, and they are reproducible."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_virtual_time_is_the_cost_of_the_steps() -> None:
 
 @pytest.mark.parametrize("target_s", [0.05, 0.1])
 def test_a_long_prompt_does_not_stall_a_stream(target_s: float) -> None:
-    """Once the runner's cost is learned, which takes a chunk or two."""
+    """The gaps keep to the target once the runner's cost is learned, which takes a chunk or two."""
     cost = StepCost(token_s=1e-4, row_s=1e-3, pair_s=2e-9, fixed_s=5e-3)
     warming, stream, long = Request(0.0, 3000, 1), Request(3.0, 100, 300), Request(4.0, 30_000, 1)
     timed = run([warming, stream, long], Engine(cost, step_time_target_s=target_s))
@@ -45,7 +45,7 @@ def test_a_long_prompt_does_not_stall_a_stream(target_s: float) -> None:
 
 
 def test_prefill_first_delays_decodes_and_penstock_does_not() -> None:
-    """Streams wait for whole prompts; the step's time is not kept."""
+    """With prefill first, streams wait for whole prompts, and steps exceed the step time target."""
     stream = Request(0.0, 100, 200)
     prompts = [Request(1.0 + 0.01 * i, 2000, 1) for i in range(20)]
     gaps_s = {}
@@ -58,7 +58,7 @@ def test_prefill_first_delays_decodes_and_penstock_does_not() -> None:
 
 
 def test_short_prompts_pass_long_ones_that_are_hardly_delayed() -> None:
-    """What README claims, on a third of the traffic."""
+    """The figures that README claims, on a third of the traffic."""
     engine = Engine(scheduler.COST)
     per_s = scheduler.LOAD * scheduler.capacity(CHAT, 600, engine)
     runs = {

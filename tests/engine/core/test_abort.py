@@ -17,7 +17,7 @@ def held(h: Harness) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("steps", range(8))
 def test_abort_cancels_after_any_number_of_steps_and_frees_everything_at_once(steps: int) -> None:
-    """Waiting, mid-prefill, at the first token, in decode."""
+    """The sequence is waiting, in its prefill, at its first token, or decoding."""
     h = Harness(step_tokens_max=8)
     h.add(1, [1] * 30, greedy(20))
     h.steps(steps)

@@ -17,7 +17,7 @@ def chain_of(tokens: list[int], salt: bytes = b"") -> list[PageIdentity]:
 
 
 def filled(manager: BlockManager, tokens: list[int], salt: bytes = b"") -> list[int]:
-    """Pages of a sequence that has computed these tokens."""
+    """The pages of a sequence that has computed these tokens."""
     pages = manager.allocate(pages_for(len(tokens), SIZE))
     for page, identity in zip(pages, chain_of(tokens, salt), strict=False):
         manager.register(page, identity)
@@ -160,15 +160,15 @@ def test_check_finds_wrong_page_tables(tables: list[list[int]]) -> None:
 
 
 class Pool(RuleBasedStateMachine):
-    """Sequences come, fill pages, grow, are forgotten and go, in any order; law 1 holds throughout,
-    and a prefix that is found is the one that was asked for."""
+    """Sequences come, fill pages, grow, are forgotten and go, in any order. No page is lost or in two states
+    at any time, and a prefix that is found is the one that was asked for."""
 
     def __init__(self) -> None:
         super().__init__()
         self.manager = BlockManager(6, SIZE)
         self.tables: list[list[int]] = []
         self.holds: dict[int, list[int]] = {}
-        """page -> all tokens up to its end, as last written."""
+        """All tokens up to the end of a page as last written, by page."""
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=16))
     def come(self, tokens: list[int]) -> None:

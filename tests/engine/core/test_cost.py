@@ -86,7 +86,8 @@ def test_copies_are_learned_beside_steps_that_make_none() -> None:
 
 
 def test_a_bad_measurement_of_copies_fades() -> None:
-    """One copied page in a step that something else made slow: believed for ever, it would end copying."""
+    """A step with one copied page was slow for another reason: if that were kept for ever, no page would be
+    copied again."""
     truth = StepCost(token_s=5e-5, row_s=1e-4, pair_s=2e-9, fixed_s=6e-3, page_s=2e-4)
     learner, rng = CostLearner(truth.page_s), random.Random(1)
     for _ in range(100):

@@ -1,4 +1,4 @@
-"""Rule J of the scheduler: seats are shared by tenants."""
+"""Fairness between tenants, which share the slots (rule J in `engine.core.victims`)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from engine.core.tenants import TenantHoldings
 from tests.engine.core.harness import Harness, greedy
 from tests.engine.core.sequences import PRIORITY, sequence
 from tests.overlapped import OverlappedSimulation
-from tests.simulator import SimConfig
+from tests.worlds import SimConfig
 
 LONG = 200
 
 
 def flooded(count: int = 8, *, slots: int = 8, **fields: object) -> Harness:
-    """Every slot is held by one tenant, for long."""
+    """A harness in which one tenant holds every slot, for long answers."""
     h = Harness(slots=slots, max_model_len=512, pages=1024, **fields)  # type: ignore[arg-type]
     for handle in range(1, count + 1):
         h.add(handle, [handle % 50] * 4, greedy(LONG), tenant="flood")
@@ -32,13 +32,13 @@ def flooded(count: int = 8, *, slots: int = 8, **fields: object) -> Harness:
 
 
 def yields(h: Harness) -> list[int]:
-    """Who waits since it yielded its seat."""
+    """The handles of waiting sequences that yielded their slots."""
     return sorted(s.handle for s in h.scheduler.unpaused if s.yields)
 
 
 @pytest.mark.parametrize("flood", [8, 64])
 def test_fairness_preempts_for_a_new_tenant_at_the_next_plan_when_another_holds_all_slots(flood: int) -> None:
-    """The last of that tenant gives way, and nobody's tokens change."""
+    """The tenant's last arrival is the victim, and no tokens change."""
     h = flooded(flood)
     h.add(100, [40] * 4, greedy(3), tenant="victim")
     h.step()
@@ -62,7 +62,7 @@ def test_fairness_gives_two_tenants_half_of_the_slots_each_and_no_slot_goes_back
 
 
 def test_fairness_counts_pages_like_slots() -> None:
-    """One of the long contexts holds more than half of the pages."""
+    """One tenant has a long context that holds more than half of the pages."""
     h = Harness(slots=8, pages=40, step_tokens_max=200)
     h.add(1, [1] * 40, greedy(40), tenant="long")
     h.add(2, [2] * 72, greedy(40), tenant="long")
@@ -98,14 +98,14 @@ def test_fairness_preempts_no_higher_class_for_a_lower_one() -> None:
 
 
 def test_fairness_preempts_protected_sequences_and_a_yield_protects_none() -> None:
-    """Else a tenant could have all of its own protected, and keep every slot."""
+    """Otherwise a tenant with only protected sequences could keep every slot."""
     h = flooded(2, slots=2, preemptions_max=1)
     for handle in range(10, 14):
         h.add(handle, [handle % 50] * 4, greedy(2), tenant="victim")
         h.steps(20)
         assert handle in h.finished
     h.add(20, [20] * 4, greedy(2), tenant="flood", service_class=PRIORITY)
-    h.steps(4)  # now the last of the flood is preempted for a class above, once, and protected
+    h.steps(4)  # the last of the flood is preempted once for a higher class, and is protected
     assert 20 in h.finished
     h.steps(20)
     h.add(30, [30] * 4, greedy(2), tenant="victim")
@@ -117,7 +117,7 @@ def test_fairness_preempts_protected_sequences_and_a_yield_protects_none() -> No
 
 
 def test_a_decode_preempts_a_sequence_of_the_tenant_that_holds_most() -> None:
-    """Though it is one of the other tenant that came last."""
+    """The last arrival is the other tenant's, and is spared."""
     h = Harness(slots=4, pages=12)
     for handle in range(1, 4):
         h.add(handle, [handle % 50] * 12, greedy(12), tenant="flood")
@@ -149,7 +149,8 @@ def test_after_a_yield_none_follows_until_its_sequence_could_have_been_restored(
 
 
 def test_a_sequence_that_waits_for_its_own_tenant_blocks_no_other_tenant() -> None:
-    """In its turn, too: pages are kept for it by those of its tenant, and the next tenant's turn has come."""
+    """Not even in its turn as the oldest: then its own tenant's sequences keep pages for it, and the turn
+    goes on to the next tenant."""
     h = Harness(pages=30, slots=8, step_tokens_max=128)
     h.add(1, [1] * 36, greedy(36), tenant="flood")
     h.step()
@@ -175,13 +176,13 @@ def test_sequences_that_wait_for_a_common_prefix_end_the_admissions_of_their_ten
 
 
 def test_a_sequence_yields_its_slot_only_when_no_step_is_in_flight() -> None:
-    """Steps that overlap: rule I holds for rule J as for the others."""
+    """With overlapped steps rule I holds for yields, too; the runner asserts it."""
     config = SimConfig(classes=2, tenants=3, pages=24, arrival_gap_s=0.002, requests=40)
     total = sum(OverlappedSimulation(random.Random(seed), config).run().yields for seed in range(3))
     assert total > 10
 
 
-# -- the policy alone ---------------------------------------------------------------------------------
+# -- the choice of victims -----------------------------------------------------------------------------
 
 running_of = st.lists(
     st.tuples(st.sampled_from("abc"), st.sampled_from(ServiceClass), st.integers(1, 9)),
@@ -194,25 +195,25 @@ running_of = st.lists(
 def test_every_yield_brings_two_tenants_nearer(
     those: list[tuple[str, ServiceClass, int]], tenant: str, service_class: ServiceClass
 ) -> None:
-    """Whoever takes the first so and so many, its tenant holds less than that of the last did, and of every
-    tenant the eldest runs on."""
+    """However many of the list are preempted, the newcomer's tenant then holds less than the last victim's
+    did before, and the oldest sequence of every tenant keeps running."""
     running = []
-    seats = TenantHoldings(slots=8, pages=80)
+    holdings = TenantHoldings(slots=8, pages=80)
     for handle, (other, its_class, pages) in enumerate(those):
         running.append(seq := sequence(handle, float(handle), tenant=other, service_class=its_class))
         seq.admit(handle, list(range(pages)), 0, 10.0)
-        seats.add(other, slots=1, pages=pages)
+        holdings.add(other, slots=1, pages=pages)
     newcomer = sequence(99, 50.0, tenant=tenant, service_class=service_class)
-    will_hold = seats.share(tenant, slots=1, pages=3)
+    will_hold = holdings.share(tenant, slots=1, pages=3)
     ordered = victims.by_expendability(
-        victims.may_yield(running, newcomer), lambda _: 0.1, seats, above=will_hold
+        victims.may_yield(running, newcomer), lambda _: 0.1, holdings, above=will_hold
     )
     assert len(set(ordered)) == len(ordered)
     for victim in ordered:
         assert victim.tenant != tenant
         assert victim.service_class <= service_class
-        assert seats.share(victim.tenant) > will_hold
-        seats.add(victim.tenant, slots=-1, pages=-len(victim.pages))
+        assert holdings.share(victim.tenant) > will_hold
+        holdings.add(victim.tenant, slots=-1, pages=-len(victim.pages))
     assert tenants_of(running) == tenants_of(seq for seq in running if seq not in ordered)
 
 
@@ -221,12 +222,12 @@ def tenants_of(sequences: object) -> set[str]:
 
 
 def test_the_tenant_that_holds_most_slots_or_pages_is_preempted_first() -> None:
-    seats = TenantHoldings(slots=10, pages=100)
+    holdings = TenantHoldings(slots=10, pages=100)
     running: list[Sequence] = []
     for handle, (tenant, pages) in enumerate([("slots", 1)] * 4 + [("pages", 30)] * 2 + [("little", 5)] * 2):
         running.append(seq := sequence(handle, float(handle), tenant=tenant))
         seq.admit(handle, list(range(pages)), 0, 10.0)
-        seats.add(tenant, slots=1, pages=pages)
-    ordered = victims.by_expendability(running, lambda _: 0.1, seats)
+        holdings.add(tenant, slots=1, pages=pages)
+    ordered = victims.by_expendability(running, lambda _: 0.1, holdings)
     assert [seq.tenant for seq in ordered[:4]] == ["pages", "slots", "pages", "slots"]
     assert Counter(seq.tenant for seq in ordered) == Counter(seq.tenant for seq in running)

@@ -10,7 +10,7 @@ Rows = list[list[float]]
 
 
 def equations(samples: list[tuple[list[float], float]]) -> Rows:
-    """Of (features, value)."""
+    """The normal equations of samples, each of which has features and a value."""
     size = len(samples[0][0])
     rows = [[0.0] * (size + 1) for _ in range(size)]
     for features, value in samples:
@@ -43,7 +43,7 @@ def test_weights_that_the_equations_determine_are_found(seed: int) -> None:
 
 
 def test_features_that_hardly_vary_apart_are_told_apart() -> None:
-    """Coordinate descent takes thousands of sweeps for this."""
+    """Coordinate descent would take thousands of sweeps."""
     rng, truth = random.Random(1), [2.0, 0.5]
     features = [[1.0, 8.0 + rng.uniform(0.0, 0.5)] for _ in range(100)]
     rows = equations([(pair, 2.0 * pair[0] + 0.5 * pair[1]) for pair in features])
@@ -69,7 +69,8 @@ def test_a_feature_that_was_never_seen_keeps_its_weight() -> None:
 
 
 def test_a_held_weight_counts_for_the_others() -> None:
-    """Seen so long ago that nothing can be said of it any more: what it stood for must not move to others."""
+    """The second feature was seen so long ago that its weight is kept; its part of the values must not move
+    to other weights."""
     tiny = 1e-9
     rows = equations([([1.0, tiny], 3.0 + 7.0 * tiny), ([0.0, tiny], 7.0 * tiny)])
     rows[0][1] = rows[1][0] = 1.0

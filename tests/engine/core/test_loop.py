@@ -30,8 +30,8 @@ PROMPT = [1, 2, 3, 4, 5]
 
 
 class ScriptedInbox:
-    """Hands over one batch a call; one that is told to wait until a deadline waits in vain first. With
-    nothing left it stops the core, so no test can hang."""
+    """Hands over one batch of messages a call. A call that waits until a deadline waits in vain. With nothing
+    left it stops the core, so no test can hang."""
 
     def __init__(self, clock: VirtualClock, *batches: list[CoreInput]) -> None:
         self._clock = clock
@@ -63,7 +63,7 @@ class ListOutbox:
 
     @property
     def steps(self) -> list[StepOutput]:
-        """Those that say more than who begins."""
+        """The outputs that report more than admissions."""
         return [output for output in self.outputs if not output.started]
 
 
@@ -118,7 +118,7 @@ def test_the_loop_sends_ready_first_then_one_message_per_step() -> None:
 
 
 def test_an_admission_is_reported_before_its_prompt_is_computed() -> None:
-    """So it is charged for its prompt also when its client leaves within that step, which may be long."""
+    """So it is charged for its prompt even if its client leaves during that step, which may be long."""
     world = World([add(1, max_tokens=2)], [add(2, max_tokens=1)], fails_at=2)
     with pytest.raises(RuntimeError):
         world.loop.run()

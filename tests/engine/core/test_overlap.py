@@ -1,7 +1,7 @@
-"""Steps that overlap: what is planned before its predecessor is back, and what is dropped when it is.
+"""Overlapped steps: plans that are made before the step before is committed, and results that are dropped.
 
-The runner (`tests.async_runner`) executes a plan no earlier than it is collected, and asserts at every
-launch that no slot and no page is touched that a step in flight still uses for another.
+The runner (`tests.async_runner`) executes a plan no earlier than it is collected, and asserts at every launch
+that no slot and no page is touched that a step in flight uses for another sequence.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PROMPT = list(range(1, 11))
 
 
 class Overlapped(Harness):
-    """`step` launches the next plan, then lands the one before it."""
+    """A harness whose `step` launches the next plan, then collects and commits the one before it."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
@@ -49,7 +49,7 @@ class Overlapped(Harness):
 
     @property
     def seated(self) -> dict[int, int]:
-        """Slots by handle, of those who run."""
+        """The slots of running sequences, by handle."""
         found = {}
         for slot in range(self.runner.info.slots):
             try:
@@ -90,7 +90,7 @@ class Overlapped(Harness):
 
 
 def stopping(handle: int, after: int) -> dict[str, Any]:
-    """Parameters by which a sequence of PROMPT + [handle] stops with its token number `after`."""
+    """Sampling fields with which a sequence of PROMPT + [handle] stops at its token number `after`."""
     tokens = solo([*PROMPT, handle], greedy(after, seed=handle), 50).tokens
     assert tokens[-1] not in tokens[:-1], "choose another"
     return {"seed": handle, "stop_token_ids": (tokens[-1],)}
@@ -145,7 +145,7 @@ def test_the_loop_does_not_wait_for_messages_while_a_late_row_is_in_flight() -> 
     stops = AddSequence(1, "req_1", [*PROMPT, 1], greedy(20, **stopping(1, after=2)))
     world = World([stops], overlap=True)
     world.loop.run()
-    assert world.inbox.waits_s == [inf, 0, 0, 0, inf], "the last 0 is for a step that nobody is left of"
+    assert world.inbox.waits_s == [inf, 0, 0, 0, inf], "the last 0 is for a step without a living sequence"
     assert world.runner.events[-1] == ("collect", 3)
     assert len(world.tokens(1)) == 2
     assert world.outbox.steps[-1].stats.pages_owned == 0
@@ -209,7 +209,7 @@ def test_a_row_behind_a_numeric_failure_is_dropped_and_its_pages_forgotten() -> 
     h.run()
     h.assert_all_as_solo()
     assert h.rows == len(h.tokens[1]) + 2, "the row that failed, and a late one"
-    assert h.scheduler.stats().pages_cached == 0, "nobody inherits it"
+    assert h.scheduler.stats().pages_cached == 0, "its pages are no prefix of others"
 
 
 @pytest.mark.parametrize("state", ["waiting", "prefill", "decode"])
@@ -360,7 +360,7 @@ def test_no_running_sequence_is_preempted_while_a_step_is_in_flight() -> None:
 
 
 def test_overlapped_steps_preempt_no_more_than_plain_ones_in_a_tight_pool() -> None:
-    """Nobody is preempted again because the pages of the last victim are not free yet."""
+    """None is preempted because the pages of the last victim are not free yet."""
     plain, overlapped = Harness(pages=14, slots=6), Overlapped(pages=14, slots=6)
     for h in (plain, overlapped):
         for handle in range(1, 7):
@@ -441,7 +441,7 @@ def test_prompt_logprobs_of_chunks_in_flight_come_once_and_in_order() -> None:
 
 
 def test_a_steps_duration_counts_from_the_commit_before_it() -> None:
-    """Not from its plan, which was made a step earlier: the cost of a step is learned from this."""
+    """Its plan was made a step earlier; the cost of a step is learned from the time between commits."""
     h = Overlapped()
     h.add(1, PROMPT, greedy(6))
     h.steps(5)

@@ -1,4 +1,4 @@
-"""How much of a step prompts may take."""
+"""The share of a step that prompts may take."""
 
 from __future__ import annotations
 

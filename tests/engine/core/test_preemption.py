@@ -48,7 +48,7 @@ def test_a_preempted_sequence_is_admitted_before_newcomers() -> None:
 
 
 def test_prompt_logprobs_are_sent_once_by_a_preempted_prefill() -> None:
-    """A prefill is preempted after its first chunk, and its second admission starts from the cache."""
+    """A prefill is preempted after its first chunk; its second admission has a prefix hit."""
     h = Harness(pages=10, step_tokens_max=8)
     h.add(1, [1] * 20, greedy(16))
     h.steps(2)
@@ -57,9 +57,9 @@ def test_prompt_logprobs_are_sent_once_by_a_preempted_prefill() -> None:
     h.assert_all_as_solo()
     assert h.finished[2].preemptions >= 1
     assert len(h.prompt_logprobs[2]) == 19
-    seats = [(plan, start) for plan in h.plans for start in plan.seated if start.token_ids[0] == 2]
-    assert len(seats) >= 2
-    plan, start = seats[-1]
+    admissions = [(plan, start) for plan in h.plans for start in plan.seated if start.token_ids[0] == 2]
+    assert len(admissions) >= 2
+    plan, start = admissions[-1]
     assert plan.positions[plan.slots.index(start.slot)] > 0
 
 
@@ -84,7 +84,7 @@ def test_beside_a_protected_sequence_none_is_admitted_that_could_preempt_it() ->
     assert h.finished.keys() == {1}
     assert h.scheduler.stats().running == 1, "the second is back, protected, and may grow to 7 pages"
     h.add(3, [3] * 4, greedy(8))  # 3 pages at most
-    h.add(4, [4], greedy(3))  # 1 page: it would fit, and waits for its turn
+    h.add(4, [4], greedy(3))  # 1 page: it would fit, and may not pass
     h.step()
     assert h.scheduler.stats().pages_free + h.scheduler.stats().pages_cached >= 1
     assert h.started.keys() == {1, 2}
@@ -112,7 +112,7 @@ def test_the_watermark_holds_admissions_back_while_a_sequence_runs() -> None:
     h.add(2, [2] * 13, greedy(2))  # 4 of the 5 pages left, 2 must remain
     h.add(3, [3], greedy(2))
     h.step()
-    assert h.started.keys() == {1}, "and nobody overtakes"
+    assert h.started.keys() == {1}, "and none overtakes it"
     h.run()
     h.assert_all_as_solo()
 
@@ -134,7 +134,7 @@ def test_the_pages_of_one_victim_serve_several_sequences() -> None:
     h = Harness(pages=6)
     for handle in (1, 2, 3):
         h.add(handle, [handle] * 8, greedy(3))
-    h.steps(2)  # all three cross into a third page; the last gives its two to the others
+    h.steps(2)  # all three need a third page; the two of the last serve the others
     assert h.scheduler.stats().preemptions == 1
     assert h.scheduler.stats().running == 2
     h.run()
@@ -221,7 +221,7 @@ def test_a_protected_sequence_is_preempted_for_no_class() -> None:
     h = Harness(slots=1, preemptions_max=2)
     h.add(1, [1] * 4, greedy(40), service_class=FLEX)
     for handle in range(2, 8):
-        h.steps(4)  # enough for the one before, and for the first to be back
+        h.steps(4)  # enough for the one before to end, and for the first to be admitted again
         h.add(handle, [handle] * 4, greedy(2), service_class=PRIORITY)
     h.run()
     h.assert_all_as_solo()

@@ -119,12 +119,13 @@ def test_no_sequence_waits_for_a_prefix_whose_computation_was_aborted() -> None:
 
 
 def replaced_of(h: Harness) -> list[tuple[int, int, int]]:
+    """All page table entries that plans replaced, as (slot, index, page)."""
     return [change for plan in h.plans for change in plan.replaced]
 
 
 def test_equal_pages_of_two_running_sequences_are_merged() -> None:
-    """Their prompts share a beginning and are computed one after the other; what they put out is the same,
-    and fills the same page in the same step."""
+    """Two sequences with one prompt have the same output, which fills an equal page of each in the same
+    step."""
     h = Harness()
     h.add(1, [1] * 9, greedy(8))
     h.add(2, [1] * 9, greedy(8))
@@ -138,7 +139,7 @@ def test_equal_pages_of_two_running_sequences_are_merged() -> None:
 
 
 def test_equal_prefixes_computed_in_one_step_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without rule D, which makes the second wait for the first."""
+    """Rule D, which makes the second wait for the first, is switched off."""
     monkeypatch.setattr(Planner, "_is_coming", lambda *_: False)
     h = Harness()
     for handle in (1, 2, 3):

@@ -94,7 +94,7 @@ def test_decodes_come_first_and_a_long_prompt_does_not_stall_them() -> None:
 
 
 def test_decodes_come_first_beside_chunks_of_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With short chunks several prompts are under way at once; the runner checks each plan's order."""
+    """With short chunks several prompts are in one plan; the runner checks the order of each plan's rows."""
     monkeypatch.setattr(pace, "chunk_len", lambda pending, left: min(pending, left, 3 + pending % 5))
     h = Harness(step_tokens_max=24)
     for handle in range(1, 9):
@@ -119,7 +119,7 @@ def test_a_budget_of_one_token_per_slot_finishes_all_sequences() -> None:
     ("prompt", "max_tokens"),
     [
         ([], 1),
-        ([1] * 10, 24),  # 33 tokens to hold, 32 places
+        ([1] * 10, 24),  # 33 tokens whose keys are kept, in pages for 32
         ([1] * 33, 1),
         ([1] * 10, 0),
         ([50], 1),  # outside of the vocabulary

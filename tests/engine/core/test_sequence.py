@@ -60,7 +60,7 @@ HOLDINGS = {
     Status.SWAPPED: (False, False, True),
     Status.FINISHED: (False, False, False),
 }
-"""Of each status: a slot, pages, host pages."""
+"""Whether a sequence holds a slot, pages and host pages, by status."""
 
 
 @pytest.mark.parametrize(("source", "target"), list(product(Status, Status)), ids=lambda s: s.value)

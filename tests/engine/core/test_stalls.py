@@ -1,4 +1,5 @@
-"""Readers that fall behind: what is computed for them, what they keep, and whom they may not harm."""
+"""Paused sequences, whose clients do not read: what is computed for them, what they keep, and how others go
+on."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def held(h: Harness) -> tuple[int, int, int, int]:
 
 
 def shares_pages(h: Harness, count: int) -> None:
-    """So many sequences run, whose prompts have two pages in common."""
+    """Let so many sequences run whose prompts have two pages in common."""
     h.add(1, [7] * 8 + [1] * 4, greedy(20, seed=1))
     h.step()
     for handle in range(2, count + 1):
@@ -33,7 +34,7 @@ def shares_pages(h: Harness, count: int) -> None:
 
 @pytest.mark.parametrize("steps", range(8))
 def test_a_pause_at_any_moment_changes_no_token(steps: int) -> None:
-    """Waiting, mid-prefill, at the first token, in decode."""
+    """The sequence is waiting, in its prefill, at its first token, or decoding."""
     h = Harness(step_tokens_max=8)
     h.add(1, [1] * 30, greedy(6, prompt_logprobs=1))
     h.steps(steps)
@@ -228,7 +229,7 @@ def test_an_admission_preempts_no_more_stalled_sequences_than_it_needs() -> None
 
 
 def test_pages_shared_by_stalled_sequences_alone_can_be_reclaimed() -> None:
-    """A page of three tables is free when the third of its owners has given it back."""
+    """A page in three tables is free when the third sequence has released it."""
     h = Harness(pages=16)
     shares_pages(h, 3)
     h.pause(1, 2, 3)
@@ -256,7 +257,7 @@ def test_pages_shared_with_running_sequences_cannot_be_reclaimed() -> None:
 
 
 def test_the_prefix_of_an_admission_is_not_reclaimed_for_it() -> None:
-    """The prefix it hits belongs to the very sequence that must yield the rest."""
+    """The prefix that it hits is in the pages of the very sequence whose other pages are reclaimed."""
     h = Harness(pages=8)
     h.add(1, [7] * 25, greedy(4))
     h.step()
@@ -271,7 +272,7 @@ def test_the_prefix_of_an_admission_is_not_reclaimed_for_it() -> None:
 
 
 def test_a_pause_does_not_lift_a_sequences_protection() -> None:
-    """Who is protected and back from a stall waits until all can grow, and then is not preempted."""
+    """A protected sequence that resumes after a stall waits until all can grow, and then is not preempted."""
     h = Harness(pages=8, preemptions_max=1)
     h.add(1, [1] * 8, greedy(20))
     h.add(2, [2] * 8, greedy(20))

@@ -1,5 +1,7 @@
-"""Host memory: the pool, the decision, and who is swapped when. That copies are right in any mixture is
-shown by `test_simulation`; here are the cases by name."""
+"""Swapping to host memory: the pool, the decision, and which sequences are swapped when.
+
+`test_simulation` shows that copies are right in any mixture.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def always(_: Restoration) -> bool:
 
 
 def running(manager: BlockManager, computed_len: int, shared: int = 0, handle: int = 1) -> Sequence:
-    """It knows one token more than it has computed; others hold its first pages, too."""
+    """A running sequence with one token to compute; another table contains its first `shared` pages."""
     sequence = Sequence(
         handle=handle,
         sampling=greedy(8),
@@ -86,19 +88,25 @@ def test_swap_and_recomputation_are_estimated_without_shared_pages() -> None:
 
 @pytest.mark.parametrize(("page_s", "is_swapped"), [(0.0005, True), (0.0019, True), (0.0021, False)])
 def test_a_victim_is_swapped_when_that_is_cheaper_than_recomputing(page_s: float, is_swapped: bool) -> None:
-    """Sixteen tokens are recomputed in 16 ms; four pages are copied twice."""
+    """Sixteen tokens are recomputed in 16 ms; the alternative copies four pages twice."""
     manager = BlockManager(8, SIZE)
     cost = StepCost(token_s=0.001, row_s=0.0, pair_s=0.0, fixed_s=0.0, page_s=page_s)
     swapped = Swapper(8, manager, math.inf).take_out(running(manager, 16), cost)
     assert (swapped is not None) == is_swapped
 
 
-@pytest.mark.parametrize(("host_pages", "room_s"), [(0, math.inf), (3, math.inf), (8, 0.0039), (8, 0.0)])
-def test_a_victim_that_does_not_fit_or_copies_too_long_is_recomputed(host_pages: int, room_s: float) -> None:
+@pytest.mark.parametrize(
+    ("host_pages", "step_time_target_s"), [(0, math.inf), (3, math.inf), (8, 0.0039), (8, 0.0)]
+)
+def test_a_victim_that_does_not_fit_or_copies_too_long_is_recomputed(
+    host_pages: int, step_time_target_s: float
+) -> None:
     manager = BlockManager(8, SIZE)
     sequence = running(manager, 16)
-    assert Swapper(8, manager, 0.0041, always).take_out(sequence, COST) is not None, "a share of it does"
-    swapper = Swapper(host_pages, manager, room_s, always)
+    assert Swapper(8, manager, 0.0041, always).take_out(sequence, COST) is not None, (
+        "half of the target is enough"
+    )
+    swapper = Swapper(host_pages, manager, step_time_target_s, always)
     assert swapper.restoration(sequence, COST).swap_s == math.inf
     assert swapper.take_out(sequence, COST) is None
     swapper.host.check([])
@@ -122,11 +130,11 @@ def test_a_victim_without_computed_tokens_is_not_swapped() -> None:
 @pytest.mark.parametrize(
     ("found", "host_pages", "computed_len"),
     [
-        ([], [], 0),  # the shared page is gone: no use for what lies behind it
-        ([7], [20, 21, 22], 15),  # it is still there
-        ([7, 8], [21, 22], 15),  # and so is one that was copied
+        ([], [], 0),  # the shared page is gone: the pages behind it are useless
+        ([7], [20, 21, 22], 15),  # the shared page is still cached
+        ([7, 8], [21, 22], 15),  # and so is one of the copied pages
         ([7, 8, 9], [22], 15),
-        ([7, 8, 9, 10], [], 16),  # somebody has computed more meanwhile
+        ([7, 8, 9, 10], [], 16),  # another sequence has computed more meanwhile
     ],
 )
 def test_only_pages_that_the_prefix_cache_lacks_are_copied_back(
@@ -143,7 +151,7 @@ def test_only_pages_that_the_prefix_cache_lacks_are_copied_back(
 
 
 def pressed(**settings: object) -> Harness:
-    """Two grow to five pages each in a pool of six: one must give way."""
+    """Two sequences grow to five pages each in a pool of six, so that one must be preempted."""
     h = Harness(**{"pages": 6, "host_pages": 8, "prefers_swap": always, **settings})  # type: ignore[arg-type]
     h.add(1, [1] * 8, greedy(12))
     h.add(2, [2] * 8, greedy(12))
@@ -224,7 +232,7 @@ def test_a_prefill_is_swapped_in_the_middle_of_its_prompt() -> None:
 
 
 def test_copies_take_their_time_from_the_prompts_of_the_step() -> None:
-    """Pages that take longer than a step may leave one token of the budget to compute."""
+    """Copies that take longer than the step time target leave one token of the budget."""
     h = pressed(step_time_target_s=0.1)
     h.scheduler._learner._cost = StepCost(token_s=0.001, row_s=0.0, pair_s=0.0, fixed_s=0.0, page_s=0.1)
     h.scheduler._learner.observe = lambda work, seconds: None  # type: ignore[method-assign]

@@ -42,7 +42,7 @@ ADD = AddSequence(
 
 
 class ApiSide:
-    """The other two ends."""
+    """The API process's two sockets."""
 
     def __init__(self, folder: Path) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -132,7 +132,7 @@ def test_an_undecodable_message_is_an_error(api: ApiSide, core: CoreTransport) -
 def test_a_slow_api_process_is_waited_for_and_misses_nothing(
     api: ApiSide, core: CoreTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody reads: `send` takes a bounded number and then waits, until it hears the parent is gone."""
+    """Without a reader `send` takes a bounded number of messages and then waits, until the parent is gone."""
     monkeypatch.setattr(transport, "PARENT_CHECK_MS", 20)
     monkeypatch.setattr(os, "getppid", lambda: -1)
     sent = 0

@@ -10,11 +10,11 @@ from tests.engine.core.harness import STEP_S, Harness, greedy
 from tests.engine.core.sequences import DEFAULT, FLEX, PRIORITY
 
 
-@pytest.mark.parametrize("elder_class", [FLEX, DEFAULT])
-def test_the_oldest_sequence_has_its_turn_and_never_starves(elder_class: ServiceClass) -> None:
+@pytest.mark.parametrize("oldest_class", [FLEX, DEFAULT])
+def test_the_oldest_sequence_has_its_turn_and_never_starves(oldest_class: ServiceClass) -> None:
     """One slot, a long prompt of a low class, and an endless stream of short ones of the highest."""
     h = Harness(slots=1, pages=64, step_tokens_max=64)
-    h.add(1, [1] * 60, greedy(1), service_class=elder_class)
+    h.add(1, [1] * 60, greedy(1), service_class=oldest_class)
     h.add(2, [2], greedy(1), service_class=PRIORITY)
     for handle in range(3, 40):
         h.add(handle, [handle], greedy(1), service_class=PRIORITY)
@@ -28,7 +28,7 @@ def test_in_the_turn_of_the_oldest_pages_are_kept_for_it() -> None:
     h = Harness(pages=16, slots=4)
     h.add(100, [9] * 24, greedy(24))
     h.step()
-    h.add(1, [1] * 44, greedy(1), service_class=FLEX)  # 11 pages beside at least 6
+    h.add(1, [1] * 44, greedy(1), service_class=FLEX)  # needs 11 pages, beside at least 6 of the first
     for handle in range(2, 22):
         h.add(handle, [handle], greedy(1), service_class=PRIORITY)
         h.step()
@@ -39,7 +39,7 @@ def test_in_the_turn_of_the_oldest_pages_are_kept_for_it() -> None:
 
 
 def test_the_rate_of_prefill_is_learned_from_the_steps() -> None:
-    """Two short prompts and a long one: after a step that was slow for its length, shorter goes first."""
+    """The step of the first prompt was slow for its length, which lets the short prompt pass the long one."""
     h = Harness(slots=1, step_tokens_max=256, max_model_len=512, pages=128)
     h.add(1, [1] * 100, greedy(1))
     h.step()
@@ -59,7 +59,7 @@ def test_a_short_prompt_passes_a_long_one_that_has_begun() -> None:
     h.now += 1.0
     h.step()
     assert 2 in h.finished
-    assert h.plans[-1].lengths == [4, 12], "and what it leaves is the long one's"
+    assert h.plans[-1].lengths == [4, 12], "the rest of the step is the long prompt's"
     h.run()
     h.assert_all_as_solo()
 
