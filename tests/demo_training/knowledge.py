@@ -9,7 +9,7 @@ from tests.demo_training.draw import Draw, Exchange, exact
 from tests.demo_training.smalltalk import Canned
 from tests.demo_training.wording import vary
 
-# Facts whose question and answer never change their shape.
+# Facts with a fixed question and answer.
 FIXED: tuple[Canned, ...] = (
     Canned(
         "calendar", r"Monday.*Sunday",

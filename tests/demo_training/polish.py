@@ -1,8 +1,8 @@
 """The second round of training: the same answers to questions in freer wording.
 
 The first round's wordings are short and plain, and a model that knows only those takes the first words of a
-longer question for another one. Here questions are dressed in what people put around them, and the groups
-that people word most freely (who it is, greetings, goodbyes, how Penstock behaves) get further wordings.
+longer question for another one. Here questions get the phrases that surround them in conversations, and the
+groups that are worded most freely (identity, greetings, goodbyes, how Penstock behaves) get further wordings.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class Freer:
-    """More wordings for what a group of `smalltalk` or a concept of `concepts` answers to `like`."""
+    """More wordings of the question `like`, which a group of `smalltalk` or a concept of `concepts`
+    answers."""
 
     like: str
     questions: tuple[str, ...]
@@ -147,7 +148,7 @@ FREER: tuple[Freer, ...] = (
 
 
 def _source(like: str) -> tuple[str, str, tuple[str, ...], str]:
-    """(topic, check, answers, follow-up) of whatever answers to `like`."""
+    """Topic, check, answers and follow-up of the group or concept that answers the question `like`."""
     for group in (*smalltalk.IDENTITY, *smalltalk.SMALLTALK):
         if like in group.questions:
             return group.topic, group.check, group.answers, ""
@@ -172,7 +173,7 @@ def freer(draw: Draw) -> Exchange:
 
 
 def dressed(draw: Draw, exchange: Exchange) -> Exchange:
-    """The same question with something around it, or with another turn of phrase in it."""
+    """The exchange with phrases around its question, or with another turn of phrase in it."""
     question = exchange.question
     if exchange.topic in ("greetings", "goodbyes", "thanks") or len(question) > 160:
         return exchange

@@ -1,4 +1,4 @@
-"""Charged is what was computed, whichever way a request ends: 10,000 random histories.
+"""The tokens charged are those computed, in whatever way a request ends: 10,000 random histories.
 
 A world that breaks a law is replayed, with all that was logged of the request, by
 
@@ -20,9 +20,9 @@ from tests.histories.world import Remains, run_world
 
 BATCHES: Final = 4
 WORLDS: Final = 25
-"""In a batch."""
+"""Worlds of a batch."""
 REQUESTS: Final = 100
-"""In a world."""
+"""Requests of a world."""
 assert BATCHES * WORLDS * REQUESTS >= 10_000
 
 MET: Final = {
@@ -75,8 +75,7 @@ MET: Final = {
     **{f"drawn: {end}": 10 for end in End},
     **{str(trouble): 1 for trouble in Trouble},
 }
-"""How often each of these is met at least, in a batch: a law that holds where nothing happens proves
-nothing."""
+"""The least number of each in a batch: a law that holds where nothing happens proves nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +96,7 @@ def test_the_tokens_charged_are_those_computed_and_no_object_is_leaked(batch: in
     assert not rare, f"met too rarely: {rare}"
 
 
-def test_a_seed_replays(model_dir: Path) -> None:
+def test_a_seed_replays_its_world(model_dir: Path) -> None:
     def run() -> list[tuple[object, ...]]:
         remains = run_world(draw_setting(1, REQUESTS), model_dir)
         told = (

@@ -149,8 +149,8 @@ def test_after_a_yield_none_follows_until_its_sequence_could_have_been_restored(
 
 
 def test_a_sequence_that_waits_for_its_own_tenant_blocks_no_other_tenant() -> None:
-    """Not even in its turn as the oldest: then its own tenant's sequences keep pages for it, and the turn
-    goes on to the next tenant."""
+    """In its turn as the oldest its own tenant's sequences keep pages for it, and the turn goes on to the
+    next tenant."""
     h = Harness(pages=30, slots=8, step_tokens_max=128)
     h.add(1, [1] * 36, greedy(36), tenant="flood")
     h.step()

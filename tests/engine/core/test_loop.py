@@ -118,7 +118,7 @@ def test_the_loop_sends_ready_first_then_one_message_per_step() -> None:
 
 
 def test_an_admission_is_reported_before_its_prompt_is_computed() -> None:
-    """So it is charged for its prompt even if its client leaves during that step, which may be long."""
+    """It is charged for its prompt even if its client leaves during that step, which may be long."""
     world = World([add(1, max_tokens=2)], [add(2, max_tokens=1)], fails_at=2)
     with pytest.raises(RuntimeError):
         world.loop.run()
