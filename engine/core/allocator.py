@@ -109,8 +109,11 @@ class Allocator:
         return self.pages.match(identities[:pages_len])
 
     def fits(self, sequence: Sequence, prefix: Prefix, victims: Collection[Sequence] = ()) -> bool:
-        """Whether a slot and pages for all known tokens of `sequence` are available, and as many pages more
-        as the running sequences may need to grow, once `victims` and all stalled sequences are preempted."""
+        """Whether `sequence` could be admitted once `victims` and all stalled sequences are preempted.
+
+        It needs a slot, pages for all its known tokens, and beside running sequences the watermark as well;
+        with a protected sequence it needs the pages that all of them may need to grow to their ends (rule C).
+        """
         if not (self._slots_free or victims):
             return False
         known_pages = pages_for(len(sequence.tokens), self._runner.page_size)

@@ -10,6 +10,8 @@ from engine.core.messages import RunnerInfo
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
+    """The limits and settings of a scheduler."""
+
     step_tokens_max: int = 2048
     """The token budget of one step: the tokens that all its rows may compute together."""
     queue_len_max: int = 256

@@ -56,6 +56,8 @@ class Disconnected(Exception):
 
 
 class Inbox(Protocol):
+    """Messages from the API process."""
+
     def receive(self, wait_s: float) -> list[CoreInput]:
         """All messages that have arrived, in the order they were sent, up to a limit.
 
@@ -65,6 +67,8 @@ class Inbox(Protocol):
 
 
 class Outbox(Protocol):
+    """Messages to the API process."""
+
     def send(self, message: CoreOutput) -> None:
         """Hand over one message. Waits while the other side is too far behind; drops nothing."""
         ...
@@ -79,6 +83,8 @@ class Launched:
 
 
 class CoreLoop:
+    """Takes in messages, makes steps and reports them, until it is stopped."""
+
     def __init__(
         self,
         runner: Runner,

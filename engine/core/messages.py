@@ -25,6 +25,8 @@ import msgspec
 
 
 class FinishReason(IntEnum):
+    """The reason for a sequence's end."""
+
     STOP = 1
     """A stop token id (or end-of-sequence) was sampled; it is the last token of the sequence."""
     LENGTH = 2

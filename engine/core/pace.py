@@ -54,7 +54,7 @@ def prompt_budget_s(target_s: float, decodes_s: float, prompts: Iterable[float],
     """The time that prompts may take beside decodes, in seconds.
 
     `target_s` is the step time target, infinite when none is set; `decodes_s` is what the step takes with its
-    decodes alone; `prompts` has the `lateness` of each prompt that could be computed.
+    decodes alone; `prompts` has the `lateness` of each running prefill and of each unpaused waiting sequence.
 
     A lone prompt takes half of the decodes' time: the gap that streams see does not double, though estimates
     err and contexts grow meanwhile. Of several, each takes `EACH` of it, or `lateness ** 2` times that when

@@ -1,11 +1,10 @@
-"""Spends one step's token budget: decodes, then prompts by rank, on chunks of running sequences and on
-admissions.
+"""Spends one step's token budget: on decodes, then by rank on chunks of running prefills and on admissions.
 
 The first sequence of a tenant that does not fit ends the tenant's admissions for its class and those below,
 so none overtakes it for good, and none of its class takes the pages that a preempted sequence just released.
 In the turn of the oldest (`engine.core.policy`) it ends the tenant's admissions for every class. While none
-of its tenant runs, it ends them for all tenants; otherwise the end of another of its own tenant will let it
-fit.
+of its tenant runs, it ends them for all tenants; otherwise it waits until one of its own tenant ends, and
+other tenants do not.
 
 D. A sequence waits, and others pass it, while another computes the very page that it lacks next: the `n`
    choices of one request compute their prompt once. (`PASSED_MAX` of them end the admissions of their tenant,
@@ -26,7 +25,7 @@ from engine.core.cost import CostLearner
 from engine.core.messages import RunnerInfo, ServiceClass, SlotStart, Started
 from engine.core.pace import PlanBuilder
 from engine.core.policy import Circumstances
-from engine.core.sequence import Phase, Sequence, Status
+from engine.core.sequence import LifePhase, Sequence, Status
 from engine.core.step import InFlight, News
 from engine.core.swap import Prefix
 from engine.core.tenants import TenantCounters
@@ -36,7 +35,7 @@ PASSED_MAX: Final = 16
 """Sequences of one tenant that one plan passes over by rule D."""
 NO_CLASS: Final = -1
 HIGHEST_CLASS: Final = max(ServiceClass)
-"""Kept, because an Enum is iterated in Python, and this is asked for every candidate."""
+"""Computed once, because the members of an Enum are iterated in Python, for every candidate."""
 
 
 @dataclass(slots=True)
@@ -177,7 +176,7 @@ class Planner:
             self.prefix_query_tokens += sequence.prompt_len
             self.prefix_hit_tokens += cached_len
             self.tenants.charge(sequence.tenant, sequence.prompt_len - cached_len)
-            news.started.append(Started(sequence.handle, cached_len, sequence.spent_s[Phase.QUEUE]))
+            news.started.append(Started(sequence.handle, cached_len, sequence.spent_s[LifePhase.QUEUE]))
         seated = SlotStart(slot, sequence.tokens.tolist(), sequence.prompt_len, sequence.sampling)
         builder.seated.append(seated)
         builder.grown[slot] = list(sequence.pages)

@@ -17,6 +17,8 @@ from engine.core.tenants import TenantCounters
 
 @dataclass(slots=True)
 class Results:
+    """Takes in the results of steps at their commits."""
+
     config: SchedulerConfig
     pages: BlockManager
     tenants: TenantCounters

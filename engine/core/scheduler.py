@@ -86,6 +86,8 @@ STEPS_AHEAD_MAX: Final = 1
 
 
 class Scheduler:
+    """Plans and commits steps, and keeps all sequences that have not ended."""
+
     def __init__(
         self,
         config: SchedulerConfig,

@@ -54,6 +54,8 @@ from engine.core.messages import Finished, FinishReason, SamplingParams, Service
 
 
 class Status(Enum):
+    """The status of a sequence, which says what it holds."""
+
     WAITING = "waiting"
     """Waits for its first admission."""
     RUNNING = "running"
@@ -84,7 +86,7 @@ class IllegalMove(RuntimeError):
     """A sequence was told to make a move that its table does not have. Always a bug."""
 
 
-class Phase(Enum):
+class LifePhase(Enum):
     """A part of a sequence's life. It is in exactly one at every moment, so the five times add up to its
     life."""
 
@@ -141,7 +143,7 @@ class Sequence:
     """Preemptions in favour of a tenant that held less (rule J)."""
     prompt_logprobs_sent: int = 0
     """The number of prompt positions of which the next token's log-probabilities have been reported."""
-    spent_s: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(Phase, 0.0))
+    spent_s: dict[LifePhase, float] = field(default_factory=lambda: dict.fromkeys(LifePhase, 0.0))
     _phase_since: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -198,14 +200,14 @@ class Sequence:
         return self.paused_at is not None
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> LifePhase:
         if self.is_paused or self.status is Status.STALLED:
-            return Phase.STALLED
+            return LifePhase.STALLED
         if self.status is Status.WAITING:
-            return Phase.QUEUE
+            return LifePhase.QUEUE
         if self.status in (Status.PREEMPTED, Status.SWAPPED):
-            return Phase.PREEMPTED
-        return Phase.DECODE if self.output_len else Phase.PREFILL
+            return LifePhase.PREEMPTED
+        return LifePhase.DECODE if self.output_len else LifePhase.PREFILL
 
     def pause(self, now: float) -> None:
         """Keep it out of further plans, because its client does not read."""
@@ -277,12 +279,12 @@ class Sequence:
         return Finished(
             handle=self.handle,
             reason=reason,
-            queue_s=self.spent_s[Phase.QUEUE],
-            prefill_s=self.spent_s[Phase.PREFILL],
-            decode_s=self.spent_s[Phase.DECODE],
-            preempted_s=self.spent_s[Phase.PREEMPTED],
+            queue_s=self.spent_s[LifePhase.QUEUE],
+            prefill_s=self.spent_s[LifePhase.PREFILL],
+            decode_s=self.spent_s[LifePhase.DECODE],
+            preempted_s=self.spent_s[LifePhase.PREEMPTED],
             preemptions=self.preemptions,
-            stalled_s=self.spent_s[Phase.STALLED],
+            stalled_s=self.spent_s[LifePhase.STALLED],
         )
 
     def _vacate(self) -> None:

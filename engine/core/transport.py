@@ -49,6 +49,8 @@ class _Parent:
 
 
 class ZmqInbox:
+    """The PULL socket on which the API process's messages arrive."""
+
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
         self._parent = _Parent()
         self._decoder = msgspec.msgpack.Decoder(CoreInput)
@@ -73,6 +75,8 @@ class ZmqInbox:
 
 
 class ZmqOutbox:
+    """The PUSH socket on which messages to the API process leave."""
+
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
         self._parent = _Parent()
         self._encoder = msgspec.msgpack.Encoder()

@@ -31,6 +31,8 @@ class Candidate:
 
 
 class WaitingQueue:
+    """The sequences that wait for a slot, and the order in which they get it."""
+
     def __init__(self, discipline: Discipline) -> None:
         self._discipline: Final = discipline
         self.queues: Final[dict[Status, dict[int, Sequence]]] = {
