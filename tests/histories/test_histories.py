@@ -1,4 +1,4 @@
-"""Charged is what was computed, whichever way a request ends: 10,000 random histories.
+"""The tokens charged are those computed, in whatever way a request ends: 10,000 random histories.
 
 A world that breaks a law is replayed, with all that was logged of the request, by
 
@@ -20,9 +20,9 @@ from tests.histories.world import Remains, run_world
 
 BATCHES: Final = 4
 WORLDS: Final = 25
-"""In a batch."""
+"""Worlds of a batch."""
 REQUESTS: Final = 100
-"""In a world."""
+"""Requests of a world."""
 assert BATCHES * WORLDS * REQUESTS >= 10_000
 
 MET: Final = {
@@ -76,8 +76,7 @@ MET: Final = {
     **{f"drawn: {end}": 10 for end in End},
     **{str(trouble): 1 for trouble in Trouble},
 }
-"""How often each of these is met at least, in a batch: a law that holds where nothing happens proves
-nothing."""
+"""The least number of each in a batch: a law that holds where nothing happens proves nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +85,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
-def test_charged_is_what_was_computed_and_nothing_is_kept(batch: int, model_dir: Path) -> None:
+def test_the_tokens_charged_are_those_computed_and_no_object_is_leaked(batch: int, model_dir: Path) -> None:
     met = Counter[str]()
     for seed in range(batch * WORLDS, (batch + 1) * WORLDS):
         remains = run_world(draw_setting(seed, REQUESTS), model_dir)
@@ -98,7 +97,7 @@ def test_charged_is_what_was_computed_and_nothing_is_kept(batch: int, model_dir:
     assert not rare, f"met too rarely: {rare}"
 
 
-def test_a_seed_replays(model_dir: Path) -> None:
+def test_a_seed_replays_its_world(model_dir: Path) -> None:
     def run() -> list[tuple[object, ...]]:
         remains = run_world(draw_setting(1, REQUESTS), model_dir)
         told = (
@@ -132,7 +131,7 @@ def test_a_charge_that_is_off_by_one_token_is_found(remains: Remains, error: int
     check(remains)
 
 
-def test_a_line_that_is_missing_or_told_twice_is_found(remains: Remains) -> None:
+def test_a_log_line_that_is_missing_or_written_twice_is_found(remains: Remains) -> None:
     line = next(line for line in remains.gateway_lines if line["settled_tokens"] > 1)
     remains.gateway_lines.remove(line)
     with pytest.raises(AssertionError, match=line["request_id"]):
