@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import trustme
 
-from gateway import app
+from gateway import listener
 from tests.gateway.conftest import PATIENCE_S, Open
 
 
 async def test_a_silent_handshake_is_cut_and_holds_up_nobody(
     open_house: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(listener, "HANDSHAKE_S", 0.2)
     authority, trust = trustme.CA(), ssl.create_default_context()
     authority.configure_trust(trust)
     own = tmp_path / "own.pem"
