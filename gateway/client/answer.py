@@ -35,8 +35,8 @@ _LAST_CHUNK: Final = b"0\r\n\r\n"
 
 
 class Begun(web.StreamResponse):
-    """What aiohttp is told of an answer whose bytes are written here: its status, and whether the
-    connection is kept. It is never changed, so many answers share one."""
+    """What aiohttp is told of an answer whose bytes it has nothing to do with: the status, and whether the
+    connection is kept. It changes none of that: many answers share one."""
 
     def __init__(self, status: int, *, keep_alive: bool) -> None:
         super().__init__(status=status)
@@ -62,12 +62,12 @@ class Client:
         self._is_stream = False
         self.slow_client_s = slow_client_s
         self.response: Begun | None = None
-        """The answer, once it has begun and its status can no longer be changed; None until then."""
+        """Once it has begun, the status is on its way."""
         self.finished = False
 
     async def begin(self, status: int, headers: Mapping[str, str], body: bytes, *, whole: bool) -> None:
-        """Write the head and the beginning of the body, or with `whole` all of it. `headers` include
-        content-type, and nothing that frames the body. Raises ClientGone."""
+        """Head and the first of the body, or with `whole` all of it. `headers` name the content's type, and
+        nothing of the framing. Raises ClientGone."""
         assert self.response is None
         request = self._request
         version, keep_alive = request.version, request.keep_alive
@@ -93,18 +93,17 @@ class Client:
         self._is_stream = headers["content-type"].startswith("text/event-stream")
         first = _CHUNK % (len(body), body) if body and self._chunked else body
         begun = b"%b\r\n\r\n%b" % (head.encode(), first)
-        request.writer.output_size = len(begun)  # tells aiohttp's error handling that an answer has begun
+        request.writer.output_size = len(begun)  # how aiohttp's error handling knows that it comes too late
         if not self._put(begun):
             await self.drained()
 
     def offer(self, data: bytes) -> bool:
-        """Give `data`, which is not empty, to the transport at once. Returns whether there is room
-        for more; where there is none, wait for `drained` first. Raises ClientGone."""
+        """Gives `data`, which is not empty, to the transport, at once. Returns whether there is room for
+        more; where there is none, wait for `drained` first. Raises ClientGone."""
         return self._put(_CHUNK % (len(data), data) if self._chunked else data)
 
     async def drained(self) -> None:
-        """Wait until the transport has room. Raises ClientGone; the watch raises SlowClient when the
-        client does not read."""
+        """Room again. Raises ClientGone; the watch raises SlowClient when the client does not read."""
         self._watch.expect(self.slow_client_s, SlowClient, "The client stopped reading its answer.")
         try:
             await self._request.writer.drain()
@@ -122,8 +121,8 @@ class Client:
         self.finished = True
 
     async def fail(self, error: ApiError, event: bytes | None) -> None:
-        """End an answer that has begun and is not finished. `event` is the error event to append to a
-        stream; None where none may be appended, and the connection is cut."""
+        """End an answer that has begun and is not finished. `event` says so in a stream; None where none may
+        be appended."""
         assert not self.finished
         assert self.response is not None
         if self._is_stream and event is not None and not isinstance(error, SlowClient):
@@ -136,8 +135,7 @@ class Client:
             transport.abort()
 
     def _put(self, data: bytes) -> bool:
-        """Write to the transport. aiohttp's `StreamWriter.write` also decides what is already decided
-        here, and this is called for every event."""
+        """What `StreamWriter.write` does, without what is decided here: this is once per event."""
         protocol = self._protocol
         transport = protocol.transport
         if transport is None or transport.is_closing():
