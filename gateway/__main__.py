@@ -12,8 +12,9 @@ import os
 import sys
 from pathlib import Path
 
-from gateway.app import ListenFailed, serve
+from gateway.app import serve
 from gateway.config import load
+from gateway.listener import ListenFailed
 from shared import logs
 from shared.arguments import Parser
 from shared.config import ConfigError

@@ -1,12 +1,12 @@
-"""Every request, from its headers to its one completed line.
+"""Every request of the public listener, from its headers to its completed line.
 
 Rules:
 
-1. Default deny, by the path that routes: without a valid key there is no answer but 401, except from
-   the three probes.
-2. Every answer carries the request's id, and every error OpenAI's envelope, those too that aiohttp
-   finds by itself before there is a request.
-3. Whatever happens, one completed line.
+1. Default deny, by the path that routes: without a valid key there is no answer but 401, except from the
+   three probes.
+2. Every answer carries the request's id, and every error OpenAI's envelope, also those that aiohttp finds by
+   itself before there is a request.
+3. Every request has one completed line, whatever happens.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class Edge:
         self._started_s = int(clock.wall())
         self._reporter = Reporter()
         self._name = secrets.token_hex(8)
-        """Of this process, so that its reservations are no other gateway's."""
+        """This process's part of the ids of its reservations, which makes them differ from other
+        gateways'."""
         self._count = itertools.count()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -134,7 +135,8 @@ class Edge:
             return await self._fail(exchange, InternalError("The gateway failed. It is not your fault."))
 
     async def _serve(self, exchange: Exchange) -> web.StreamResponse:
-        """By the path; who calls is asked before what for."""
+        """Answer by path and method. The caller is authenticated before anything is said about the
+        path."""
         check(exchange.request)
         method, path = exchange.request.method, exchange.path
         endpoint = exchange.endpoint
@@ -180,10 +182,10 @@ class Edge:
         return json_response(HTTPStatus.OK, msgspec.json.encode(body), exchange.headers())
 
     async def _fail(self, exchange: Exchange, error: ApiError) -> web.StreamResponse:
-        """As an answer of its own, or at the end of one that has begun."""
+        """Answer with an error, or end an answer that has begun with it."""
         begun = exchange.client.response
         if begun is not None and exchange.client.finished:
-            exchange.record.status = begun.status  # too late: the client has its whole answer
+            exchange.record.status = begun.status  # the client has its whole answer already
             return begun
         exchange.record.failed(error, begun.status if begun else None)
         if begun is not None:
@@ -194,11 +196,11 @@ class Edge:
         await self._look_up_windows(exchange)
         response = error_response(error, exchange.headers())
         if not exchange.request.content.is_eof():
-            response.force_close()  # the rest of the body is not worth reading
+            response.force_close()  # the rest of the request's body will not be read
         return response
 
     async def _look_up_windows(self, exchange: Exchange) -> None:
-        """For the `x-ratelimit-*` headers of answers that came to no reservation."""
+        """Look up the caller's quotas for the `x-ratelimit-*` headers, where no reservation did."""
         if exchange.principal is not None and exchange.windows is None:
             subjects = exchange.accounts.subjects(exchange.principal)
             exchange.windows = await self._quotas.windows(subjects)
@@ -237,7 +239,8 @@ class Edge:
         self._reporter.completed(record, stages, stages.enter(stages.now) - exchange.arrived_s)
 
     def refuse_unparsed(self, cause: str) -> web.Response:
-        """The answer to what is not HTTP, or too much of it."""
+        """The answer to what is not well-formed HTTP, or has too much of it. Its completed line is
+        written here."""
         message = "The request is not well-formed HTTP, or its headers are too large."
         error = InvalidRequest(message, detail=cause)
         record = RequestRecord(mint_request_id(), "", UNPARSED, stage="parse")
@@ -251,13 +254,13 @@ class Edge:
 def _client_left(exchange: Exchange) -> None:
     response = exchange.client.response
     if response is not None and exchange.progress.delivered:
-        exchange.record.status = response.status  # it had all that it came for
+        exchange.record.status = response.status  # the client has everything that it wanted
     else:
         exchange.record.client_left()
 
 
 def _endpoint(path: str) -> str:
-    """A label of bounded variety."""
+    """The route of a path, for logs and metrics: one of a few constants, whatever the path."""
     if path in ENDPOINTS or path == MODELS:
         return path
     if path.startswith(f"{MODELS}/"):

@@ -1,7 +1,7 @@
-"""What is told about a request: one completed line, whatever its end, and the metrics.
+"""What the gateway reports about a request: its completed line, whatever its end, and its metrics.
 
-Label values are bounded: models, tenants and replicas come from the configuration, the rest are
-constants of the code. Tenants beyond `TENANTS_SHOWN_MAX` share one label.
+Label values are bounded: models, tenants and replicas come from the configuration, the rest are constants of
+the code. Tenants beyond `TENANTS_SHOWN_MAX` share one label.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shared.telemetry import Stages
 
 TENANTS_SHOWN_MAX: Final = 100
 NONE: Final = "none"
-"""The label where there is no value: the request ended before it had one."""
+"""The label of a request that ended before it had the value."""
 
 
 def _reason_of(closing: Closing | None) -> EndReason:
@@ -38,14 +38,15 @@ def _reason_of(closing: Closing | None) -> EndReason:
 
 
 class RequestRecord(Struct, eq=False):
-    """Filled in as the request goes on its way. Holds no text of prompts or answers."""
+    """What will be reported about a request, filled in as it goes on its way. Holds no text of prompts or
+    answers."""
 
     request_id: RequestId
     method: str
     endpoint: str
     """The route, not the path as it was sent."""
     stage: str = ""
-    """Where the request ended."""
+    """The stage in which the request ended. Empty until then."""
     tenant: TenantId | None = None
     key: KeyId | None = None
     model: str | None = None
@@ -55,7 +56,7 @@ class RequestRecord(Struct, eq=False):
     error: ApiError | None = None
     replica: ReplicaId | None = None
     attempts: int = 0
-    """Replicas that were tried."""
+    """The number of replicas that were asked."""
     prompt_tokens: int = 0
     prompt_exact: bool = False
     decision: Decision | None = None
@@ -67,7 +68,8 @@ class RequestRecord(Struct, eq=False):
     first_byte_s: float | None = None
 
     def failed(self, error: ApiError, sent_status: int | None) -> None:
-        """`sent_status`: what the client was told already, when the answer had begun."""
+        """Note the error that ended the request. `sent_status` is the status that the client was
+        already sent, when the answer had begun."""
         self.error = error
         self.status = sent_status or int(error.status)
         self.end_reason = end_reason_of(error)
@@ -148,7 +150,7 @@ def observe_decision(decision: Decision) -> None:
 
 
 class Reporter:
-    """Writes the completed line and counts, once per request."""
+    """Writes completed lines and counts requests, each once."""
 
     def __init__(self) -> None:
         self._tenants: set[TenantId] = set()
@@ -179,7 +181,7 @@ class Reporter:
 
 
 _SAID: Final = tuple(name for name in Closing.__struct_fields__ if not name.endswith("_tokens"))
-"""All that a closing says, beside the tokens."""
+"""The fields of a closing comment, except the counts of tokens."""
 _said: Final = attrgetter(*_SAID)
 _SAID_LABELS: Final = tuple(f"engine_{name}" for name in _SAID)
 

@@ -105,6 +105,7 @@ GATEWAY_LEVELS = (
     {"outbound"},
     {"pipeline"},  # the only one that knows the order of the stages
     {"edge"},
+    {"listener"},
     {"app"},
     {"__main__"},
 )

@@ -1,9 +1,10 @@
-"""The listener: one port, where the first bytes of a connection say who speaks HTTP/2.
+"""The listener: one port for HTTP/2 and HTTP/1.1. The first bytes of a connection tell which of the two it
+is.
 
-HTTP/2, which gateways speak, is served by `shared.http2`; everything else by aiohttp, whose requests
-and responses are put into the two protocols of `shared.http` here, its limits set, its own error
-answers in our envelope. aiohttp's low-level server is used, without its router: routes belong to the
-handlers, which both servers run.
+HTTP/2, which gateways speak, is served by `shared.http2`, and everything else by aiohttp. This module puts
+aiohttp's requests and responses into the two protocols of `shared.http`, sets its limits, and gives its own
+errors our envelope. aiohttp's low-level server is used, without its router: routes belong to the handlers,
+which both servers run.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class AioResponder:
         assert self.response is None
         response = web.Response(status=status, headers=headers, body=body)
         if not self._request.content.is_eof():
-            response.force_close()  # the rest of the body is not worth reading
+            response.force_close()  # the rest of the request's body will not be read
         await self._begin(response)
         await self.finish()
 
@@ -93,7 +94,7 @@ class AioResponder:
         assert self._writer is not None
         try:
             await self._writer.write(data, drain=False)
-            await self._writer.drain()  # by itself, aiohttp feels a slow client every 64 KiB only
+            await self._writer.drain()  # `write` alone would wait for a slow client only every 64 KiB
         except (ConnectionError, ClientConnectionError) as error:
             raise ClientGone from error
 
@@ -105,7 +106,7 @@ class AioResponder:
             raise ClientGone from error
 
     def report(self, data: bytes) -> None:
-        """HTTP/1.1 has nothing to carry it."""
+        """Do nothing: HTTP/1.1 has no frame that could carry a report."""
 
     def abort(self) -> None:
         if (transport := self._request.transport) is not None:
@@ -123,12 +124,13 @@ class AioResponder:
 
 
 class _Protocol(RequestHandler):
-    """Answers what aiohttp refuses by itself (bad request lines, headers, framing) as we answer."""
+    """aiohttp's protocol, with our error envelope for what it refuses by itself: malformed request lines,
+    headers and framing."""
 
     __slots__ = ()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        forget_frames(exc)  # of the write that failed, which aiohttp keeps with the request that wrote
+        forget_frames(exc)  # aiohttp keeps the error of a failed write, and its frames keep the request
         super().connection_lost(exc)
 
     def handle_error(
@@ -170,7 +172,7 @@ class _Server(web.Server):
 
 
 class HttpServer:
-    """Serves `handle` on one address, over HTTP/2 by prior knowledge and over HTTP/1.1."""
+    """A server of `handle` on one address, over HTTP/2 by prior knowledge and over HTTP/1.1."""
 
     def __init__(
         self,
@@ -190,7 +192,7 @@ class HttpServer:
         self._listener: asyncio.Server | None = None
 
     async def start(self) -> int:
-        """Listen. Returns the port."""
+        """Begin to listen. Returns the port. Raises OSError."""
         http1 = _Server(self._serve, http1_options(self._keepalive_timeout_s))
         self._http1 = web.ServerRunner(http1, shutdown_timeout=CLOSE_GRACE_S)
         await self._http1.setup()
@@ -205,16 +207,16 @@ class HttpServer:
 
     @property
     def http2_streams(self) -> int:
-        """Open ones."""
+        """The number of open HTTP/2 streams."""
         return 0 if self._http2 is None else self._http2.streams
 
     def retire(self) -> None:
-        """Tell HTTP/2 peers to open no more streams here; those that run may finish."""
+        """Tell HTTP/2 peers to open no more streams here. Streams that are open may finish."""
         if self._http2 is not None:
             self._http2.retire()
 
     async def stop(self) -> None:
-        """End every connection, whatever runs on it."""
+        """End every connection, and cancel the handlers that still run."""
         if self._listener is not None:
             self._listener.close()
         if self._http2 is not None:

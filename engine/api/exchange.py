@@ -1,4 +1,4 @@
-"""One request from its head to its one completed line, whatever becomes of it."""
+"""One request, from its head to its completed line, whatever its end."""
 
 from __future__ import annotations
 
@@ -38,23 +38,24 @@ from shared.telemetry import Stages
 
 JSON_TYPE: Final = "application/json"
 METHOD_LEN_MAX: Final = 16
-"""Characters of a method that are logged."""
+"""The most characters of a method that are logged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What a generation came to, for the closing report and the log."""
+    """The tokens that a generation computed and the time that it took, for the closing report and the
+    log."""
 
     sequences: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     timing: Timing = field(default_factory=Timing)
-    """Of the choice that took longest in each; preemptions of all."""
+    """Each time is that of the slowest sequence; `preemptions` is the sum over all."""
 
 
 class Exchange:
-    """A request, the way to answer it, and what the log will say about both."""
+    """A request, its responder, and what its completed line will say."""
 
     def __init__(
         self, request: Request, responder: Responder, tokenizer_hash: str | None, clock: Clock
@@ -96,7 +97,7 @@ class Exchange:
 
     @contextmanager
     def enter(self, stage: str) -> Iterator[None]:
-        """Measure a stage, and remember it as the place where the request is."""
+        """Measure a stage, and make it the one that the request is in."""
         self.stage = stage
         with self.stages(stage):
             yield
@@ -111,12 +112,12 @@ class Exchange:
         content_type: str = JSON_TYPE,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """A whole answer."""
+        """Send a whole answer."""
         await self._send(status, body, {"content-type": content_type, **(headers or {})})
 
     async def send_error(self, error: ApiError) -> None:
-        """As a whole answer, or at the end of a stream that had begun: its error event, no `[DONE]`. Any
-        other answer that had begun is cut off."""
+        """Answer with an error. Before the answer has begun it is the whole answer; a stream that has
+        begun ends with an error event and no `[DONE]`; any other answer that has begun is cut off."""
         self._ended_by(error)
         if self.responder.started and not self._is_event_stream:
             self.responder.abort()
@@ -131,7 +132,7 @@ class Exchange:
         await self._send(int(error.status), error_envelope(error), headers)
 
     async def start_body(self, headers: Mapping[str, str]) -> None:
-        """Begin an answer in JSON that is written in pieces."""
+        """Begin an answer in JSON whose body is written in pieces."""
         self._status = 200
         await self.responder.start_stream(200, {**self._headers(), "content-type": JSON_TYPE, **headers})
 
@@ -159,7 +160,8 @@ class Exchange:
     # -- the end ----------------------------------------------------------------------------------
 
     def end_within(self, seconds: float) -> None:
-        """Nothing more will come: the client has so long to read what there is."""
+        """Cut the client off unless it reads the rest of its answer within `seconds`. Only the first
+        call counts."""
         if self._cut is None:
             self._cut = asyncio.get_running_loop().call_later(seconds, self._cut_off)
 
@@ -169,7 +171,7 @@ class Exchange:
 
     def client_left(self) -> None:
         if self.is_served:
-            return  # with everything it asked for
+            return  # the client has its whole answer
         if self.fate is not None:
             self._ended_by(self.fate)
             return
@@ -198,8 +200,8 @@ class Exchange:
         )
 
     def complete(self) -> float:
-        """Write the completed line, and report what the request has cost. Returns how long it took, in
-        seconds."""
+        """Write the completed line, and report to the gateway what the request has cost. Returns how
+        long it took, in seconds."""
         if self._cut is not None:
             self._cut.cancel()
         total_s = self._clock.monotonic() - self.started_at

@@ -1,4 +1,4 @@
-"""The route table, and every endpoint but the generating ones (`generate.py`)."""
+"""The route table, and the handlers of all endpoints but those that generate (`generate.py`)."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ NAMED: Final[dict[str, dict[str, NamedHandler]]] = {
     "/v1/models/": {"GET": get_model},
     "/v1/requests/": {"DELETE": abort_request},
 }
-"""What follows the prefix is a name, slashes included: a model's name may have one."""
+"""Handlers by prefix. The rest of the path is a name, and may have slashes, as models' names may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,8 @@ class Route:
 
 
 def find_route(method: str, path: str) -> Route:
-    """Raises RouteNotFound and MethodNotAllowed."""
+    """The handler of a path and a method, and the route's name for the log. Raises RouteNotFound and
+    MethodNotAllowed."""
     if (exact := EXACT.get(path)) is not None:
         return Route(path, _of_method(exact, method, path))
     for prefix, named in NAMED.items():
@@ -168,7 +169,7 @@ H = TypeVar("H")
 
 def _of_method(handlers: dict[str, H], method: str, path: str) -> H:
     if method == "HEAD" and "GET" in handlers:
-        method = "GET"  # both servers leave the body out
+        method = "GET"  # both servers leave the body of the answer out
     if method not in handlers:
         raise MethodNotAllowed(f"{path} takes {', '.join(handlers)}.")
     return handlers[method]

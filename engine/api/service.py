@@ -1,7 +1,7 @@
-"""One request in, one answer out, whatever happens on the way: errors are mapped here and only here.
+"""One request in, one answer out: every error becomes an answer here, and only here.
 
-Cancel-safe: the server cancels this task when the client leaves. What a handler holds, it gives back
-in its own `finally`; here the end is recorded.
+Handlers are cancel-safe: the server cancels this task when the client leaves. What a handler holds, it
+releases in its own `finally`; the end is recorded here.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-from gateway import app
+from gateway import app, listener
 from gateway.config import GatewayConfig, QuotaLimits
 from gateway.identity.caller import Caller, Identity, Principal
 from shared.errors import Unauthenticated
@@ -21,7 +21,7 @@ from tests.gateway.conftest import PATIENCE_S, Open
 async def test_a_silent_handshake_is_cut_and_holds_up_nobody(
     open_house: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(listener, "HANDSHAKE_S", 0.2)
     authority, trust = trustme.CA(), ssl.create_default_context()
     authority.configure_trust(trust)
     own = tmp_path / "own.pem"
