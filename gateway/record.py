@@ -6,7 +6,7 @@ the code. Tenants beyond `TENANTS_SHOWN_MAX` share one label.
 
 from __future__ import annotations
 
-from operator import attrgetter
+from datetime import UTC, datetime
 from typing import Final
 
 from msgspec import Struct
@@ -15,7 +15,7 @@ from prometheus_client import Gauge
 from gateway.admission.quota import Decision, Settlement
 from gateway.relay.stream import Progress
 from shared import logs
-from shared.completed_line import EVENT
+from shared.completed_line import EVENT, GatewayLine
 from shared.end_reason import EndReason, end_reason_of
 from shared.errors import STATUS_CLIENT_GONE, ApiError
 from shared.ids import KeyId, ReplicaId, RequestId, TenantId
@@ -156,12 +156,10 @@ class Reporter:
         self._tenants: set[TenantId] = set()
 
     def completed(self, record: RequestRecord, stages: Stages, seconds: float) -> None:
-        fields = _fields(record, stages, seconds)
-        fields.update(stages.log_fields())
-        logs.write(EVENT, fields)
+        logs.write_line(_line(record, stages, seconds), "info")
         stages.end(status=record.status, end_reason=record.end_reason, endpoint=record.endpoint)
         model, tenant = record.model or NONE, self._tenant_label(record.tenant)
-        REQUESTS.inc(record.endpoint, model, tenant, record.status, fields["end_reason"])
+        REQUESTS.inc(record.endpoint, model, tenant, record.status, record.end_reason.value)
         SECONDS.observe(seconds, model, record.stream)
         if record.first_byte_s is not None:
             FIRST_BYTE.observe(record.first_byte_s, model, record.stream)
@@ -180,55 +178,54 @@ class Reporter:
         return tenant
 
 
-_SAID: Final = tuple(name for name in Closing.__struct_fields__ if not name.endswith("_tokens"))
-"""The fields of a closing comment, except the counts of tokens."""
-_said: Final = attrgetter(*_SAID)
-_SAID_LABELS: Final = tuple(f"engine_{name}" for name in _SAID)
-
-
-def _fields(record: RequestRecord, stages: Stages, seconds: float) -> dict[str, object]:
-    """The fields of a `shared.completed_line.GatewayLine`, without the stages' times."""
+def _line(record: RequestRecord, stages: Stages, seconds: float) -> GatewayLine:
     error, closing, decision, trace = record.error, record.closing, record.decision, stages.trace
-    fields: dict[str, object] = {
-        "logger": __name__,
-        "request_id": record.request_id,
-        "trace_id": trace.trace_id,
-        "span_id": trace.span_id,
-        "method": record.method,
-        "endpoint": record.endpoint,
-        "status": record.status,
-        "end_reason": str(record.end_reason),
-        "stage": record.stage,
-        "stream": record.stream,
-        "total_ms": _ms(seconds),
-        "attempts": record.attempts,
-        "prompt_tokens": closing.prompt_tokens if closing else record.prompt_tokens,
-        "prompt_exact": record.prompt_exact or closing is not None,
-        "reserved_tokens": record.reserved,
-        "settled_tokens": record.settled,
-        "events": record.events,
-        "body_len": record.body_len,
-    }
-    if stages.parent_span_id is not None:
-        fields["parent_span_id"] = stages.parent_span_id
-    if record.key is not None:
-        fields["tenant"], fields["key_id"] = record.tenant, record.key
-    if record.model is not None:
-        fields["model"] = record.model
-    if record.replica is not None:
-        fields["replica"] = record.replica
-    if record.first_byte_s is not None:
-        fields["first_byte_ms"] = _ms(record.first_byte_s)
-    if error is not None:
-        told = {"error_code": error.code, "error_detail": error.detail, "error_param": error.param}
-        fields.update((name, value) for name, value in told.items() if value is not None)
-    if decision is not None and decision.refusal is not None:
-        fields |= {"quota_meter": decision.refusal.meter.value, "quota_scope": decision.refusal.scope.value}
-    if closing is not None:
-        fields["completion_tokens"] = closing.completion_tokens
-        fields["cached_tokens"] = closing.cached_tokens
-        fields.update(zip(_SAID_LABELS, _said(closing), strict=True))
-    return fields
+    refusal = None if decision is None else decision.refusal
+    return GatewayLine(
+        ts=datetime.now(UTC),
+        level="info",
+        event=EVENT,
+        logger=__name__,
+        request_id=record.request_id,
+        trace_id=trace.trace_id,
+        span_id=trace.span_id,
+        parent_span_id=stages.parent_span_id,
+        method=record.method,
+        endpoint=record.endpoint,
+        status=record.status,
+        end_reason=record.end_reason,
+        stage=record.stage,
+        stream=record.stream,
+        total_ms=_ms(seconds),
+        tenant=record.tenant,
+        model=record.model,
+        error_code=None if error is None else error.code,
+        error_param=None if error is None else error.param,
+        error_detail=None if error is None else error.detail,
+        prompt_tokens=record.prompt_tokens if closing is None else closing.prompt_tokens,
+        completion_tokens=None if closing is None else closing.completion_tokens,
+        cached_tokens=None if closing is None else closing.cached_tokens,
+        service="gateway",
+        key_id=record.key,
+        replica=record.replica,
+        attempts=record.attempts,
+        prompt_exact=record.prompt_exact or closing is not None,
+        reserved_tokens=record.reserved,
+        settled_tokens=record.settled,
+        events=record.events,
+        body_len=record.body_len,
+        first_byte_ms=None if record.first_byte_s is None else _ms(record.first_byte_s),
+        quota_meter=None if refusal is None else refusal.meter.value,
+        quota_scope=None if refusal is None else refusal.scope.value,
+        engine_end_reason=None if closing is None else closing.end_reason,
+        engine_queue_ms=None if closing is None else closing.queue_ms,
+        engine_prefill_ms=None if closing is None else closing.prefill_ms,
+        engine_decode_ms=None if closing is None else closing.decode_ms,
+        engine_preempted_ms=None if closing is None else closing.preempted_ms,
+        engine_preemptions=None if closing is None else closing.preemptions,
+        engine_stalled_ms=None if closing is None else closing.stalled_ms,
+        **stages.log_fields(),
+    )
 
 
 def _ms(seconds: float) -> float:

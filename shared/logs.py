@@ -191,6 +191,22 @@ def write(event: str, fields: Mapping[str, object], level: str = "info") -> None
         _writer.msg(render(_writer.service, level, event, fields))
 
 
+def write_line(line: msgspec.Struct, level: str) -> None:
+    """Write a line that is a value of one type, which names its event, service and logger: nothing is to be
+    judged of it but its length. Its defaults are left out."""
+    if _writer is None or level not in _writer.levels:
+        return
+    try:
+        encoded = msgspec.json.encode(line)
+        if len(encoded) <= TEXT_LEN_MAX:  # and so is every text in it
+            _writer.msg(encoded.decode())
+            return
+    except (OverflowError, UnicodeEncodeError):
+        pass  # a huge number, or a lone surrogate
+    fields = {name: value for name, value in msgspec.structs.asdict(line).items() if value is not None}
+    _writer.msg(render(_writer.service, level, str(fields.pop("event", "")), fields))
+
+
 def render(service: str, level: str, event: str, fields: Mapping[str, object]) -> str:
     """One line, without its newline."""
     line: dict[str, object] = {

@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Final
 
+import msgspec
+from msgspec import Struct
+
 from shared import logs
 from shared.completed_line import EVENT, schema_problem
 
@@ -28,14 +31,21 @@ class LineCheck:
 
     def install(self) -> None:
         """Once in a process, and for its whole life: services write while fixtures come and go."""
-        write = self.write
+        write, write_line = self.write, logs.write_line
 
         def checked_write(event: str, fields: Mapping[str, object], level: str = "info") -> None:
             if event == EVENT:
                 self._check(fields, level)
             write(event, fields, level)
 
+        def checked_write_line(line: Struct, level: str) -> None:
+            fields = msgspec.json.decode(msgspec.json.encode(line))
+            if fields.get("event") == EVENT:
+                self._check(fields, level)
+            write_line(line, level)
+
         logs.write = checked_write
+        logs.write_line = checked_write_line
 
     def take(self) -> list[str]:
         """The problems since the last call."""
