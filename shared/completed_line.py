@@ -76,9 +76,10 @@ class CompletedLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the error says to the operator, where it says more than its code; the client is never sent it."""
     prompt_tokens: Count | None = None
     """Tokens of all prompts. In the engine's line only those of prompts that it began to compute, and None
-    for a request that did not come to its queue."""
+    for a request that ended before it was submitted to the core."""
     completion_tokens: Count | None = None
-    """Tokens of all answers. None where the engine told nothing, or the request did not come to its queue."""
+    """Tokens of all answers. None where the engine told nothing, or the request was not submitted to its
+    core."""
     cached_tokens: Count | None = None
     """Prompt tokens that were found in the prefix cache. None as `completion_tokens`."""
     body_ms: Milliseconds | None = None
@@ -156,8 +157,8 @@ class EngineLine(CompletedLine, frozen=True, kw_only=True):
 
     service: Literal["engine"]
     sequences: Count | None = None
-    """Choices of all prompts. This and `preemptions` are None for a request that did not come to the
-    queue."""
+    """Choices of all prompts. This and `preemptions` are None for a request that was not submitted to the
+    core."""
     preemptions: Count | None = None
     """How often a sequence gave its pages back."""
     queue_ms: Milliseconds | None = None

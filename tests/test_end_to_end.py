@@ -339,10 +339,12 @@ def test_both_logs_join_by_the_request_id_and_agree(up: Up) -> None:
     answer = httpx.post(f"{up.url}/chat/completions", json=body, headers=headers, timeout=PATIENCE_S)
     assert answer.headers["x-request-id"] == "sre-question.1"
     gateway, engine = (up.completed(service, "sre-question.1") for service in ("gateway", "engine"))
-    assert gateway["trace_id"] == engine["trace_id"]
-    assert gateway["status"] == engine["status"] == 200
-    for count in ("prompt_tokens", "completion_tokens", "cached_tokens"):
-        assert gateway[count] == engine[count]
+    for field in (
+        *("trace_id", "method", "endpoint", "status", "end_reason", "stream", "tenant", "model"),
+        *("prompt_tokens", "completion_tokens", "cached_tokens"),
+    ):
+        assert gateway[field] == engine[field], f"{field} is the same thing in both"
+    assert (gateway["stage"], engine["stage"]) == ("relay", "decode")
     assert gateway["settled_tokens"] == engine["prompt_tokens"] + engine["completion_tokens"]
     stages = re.findall(r"([a-z-]+);dur=([\d.]+)", answer.headers["server-timing"])
     assert {"auth", "validate", "tokenize", "quota", "connect", "wait"} <= {name for name, _ in stages}

@@ -244,15 +244,20 @@ async def test_request_ids_are_accepted_or_minted(served: Served) -> None:
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n",
     ],
 )
-async def test_what_is_no_http_is_answered_in_our_envelope(served: Served, data: bytes) -> None:
+async def test_what_is_no_http_is_answered_in_our_envelope_and_has_its_line(
+    served: Served, lines: list[dict[str, Any]], data: bytes
+) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", served.engine.port)
     writer.write(data)
     answer = await asyncio.wait_for(reader.read(), 10)
     writer.close()
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b" 400 " in head.split(b"\r\n")[0]
-    assert b"x-request-id: " in head.lower()
+    assert b"x-should-retry: false" in head.lower()
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    [line] = lines
+    assert f"x-request-id: {line['request_id']}".encode() in head.lower()
+    assert (line["status"], line["end_reason"], line["error_code"]) == (400, "refused", "invalid_value")
 
 
 async def test_expect_continue(served: Served) -> None:
