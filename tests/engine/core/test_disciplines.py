@@ -11,7 +11,7 @@ from tests.engine.core.test_policy import COST, handles, sequence, stalled
 
 def test_the_option_names_them_all() -> None:
     assert tuple(policy.DISCIPLINES) == config.DISCIPLINES
-    assert config.EngineConfig("dir", "name").discipline == "response-ratio"
+    assert config.EngineConfig("dir").discipline == "response-ratio"
 
 
 def test_first_come_is_first_served_whatever_the_class_the_tenant_or_the_length() -> None:
