@@ -93,15 +93,14 @@ def add_settings(parser: argparse.ArgumentParser, type_: type, headings: Mapping
     for setting in settings_of(type_):
         if setting.name in headings:
             group = parser.add_argument_group(headings[setting.name])
-        kind = setting.kind
-        if kind.section is not None or kind.item is not None:
+        if not setting.is_option:
             continue
         common: dict[str, Any] = {
             "dest": setting.name,
             "default": argparse.SUPPRESS,
             "help": _help(setting),
         }
-        if not kind.is_switch:
+        if not setting.kind.is_switch:
             group.add_argument(option_of(setting.name), metavar=_metavar(setting), **common)
         else:
             action = argparse.BooleanOptionalAction if setting.can_be_denied else "store_true"

@@ -134,7 +134,8 @@ class _Builder:
             elif any(other.startswith(here + ".") for other in self._texts):
                 built[setting.name] = self._value(setting.kind, {}, here)
             elif setting.is_required:
-                self.problems.append(f"{option_of(here) if self._has_options else here}: is required")
+                is_option = self._has_options and setting.is_option
+                self.problems.append(f"{option_of(here) if is_option else here}: is required")
         if len(self.problems) > known:
             return None
         try:

@@ -229,6 +229,11 @@ class Setting:
         return self.default is MISSING
 
     @property
+    def is_option(self) -> bool:
+        """Whether a command line can give it: it is at the top level, and no section or list."""
+        return "." not in self.path and self.kind.section is None and self.kind.item is None
+
+    @property
     def can_be_denied(self) -> bool:
         """Whether it is a switch with a `NO_` variable, which turns off what is on or left open."""
         return self.kind.is_switch and self.default is not False

@@ -5,10 +5,12 @@ The process becomes the service, which has an argument parser of its own; nothin
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Final
 
 from shared import interrupts
@@ -25,6 +27,12 @@ _NEEDS: Final = {"engine": ("aiohttp", "safetensors", "torch", "zmq"), "gateway"
 def command(service: str, options: Sequence[str]) -> list[str]:
     """The command line that runs a service."""
     return [sys.executable, "-m", *MODULES[service], *options]
+
+
+def reach(module: str) -> ModuleType:
+    """A module of a service. Only a launcher looks into one, by name and when it must: the service may not be
+    installed, and nothing else pays for its import."""
+    return importlib.import_module(module)
 
 
 def missing_extra(service: str) -> str | None:

@@ -102,7 +102,10 @@ def test_sizes(text: str, size: int) -> None:
         ([*MINIMAL, "--tls-cert", "", "--tls-key", ""], "--tls-cert: must not be empty"),
         ([*MINIMAL, "--served-model-name", ""], "--served-model-name: must be a name of 1 to 256 characters"),
         ([*MINIMAL, "--max-num-seqs", "512", "--max-step-tokens", "256"], "at least --max-num-seqs (512)"),
-        ([*MINIMAL, "--swap-memory", "4"], "--swap-memory: must be 0, or a size from 1MiB to 1024TiB, got '4'"),
+        (
+            [*MINIMAL, "--swap-memory", "4"],
+            "--swap-memory: must be 0, or a size from 1MiB to 1024TiB, got '4'",
+        ),
         ([*MINIMAL, "--request-memory", "2"], "--request-memory: must be a size from 182MiB to 1024TiB"),
         ([*MINIMAL, "--attention-backend", "fast"], "attention_backend must be one of auto, "),
         ([*MINIMAL, "--stall-deadline-s", "nan"], "--stall-deadline-s: must be a number of seconds above 0"),
