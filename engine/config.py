@@ -93,8 +93,8 @@ class EngineConfig(RunnerConfig):
     """File with an authority's certificate, PEM: let in only clients, probes too, that have a certificate of
     it (mTLS)."""
     request_memory: Annotated[int, Meta(ge=REQUEST_MEMORY_MIN, le=MEMORY_MAX)] = 1 << 30
-    """Memory of the API process for bodies, prompts and answers of requests. A tenant has three quarters of it
-    at most; beyond it requests get 503."""
+    """Memory of the API process for bodies, prompts and answers of requests. A tenant has three quarters of
+    it at most; beyond it requests get 503."""
     tokenizer_threads: Annotated[int, Meta(ge=1, le=TOKENIZER_THREADS_MAX)] = 2
     """Threads that tokenize."""
     body_timeout_s: Seconds = 30.0

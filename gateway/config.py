@@ -168,8 +168,8 @@ General = TypeVar("General", TimeoutsConfig, "TimeoutOverrides")
 
 @dataclass(frozen=True, slots=True)
 class TimeoutOverrides:
-    """The time limits of one model, one service tier or one tenant. None leaves the more general setting as it
-    is."""
+    """The time limits of one model, one service tier or one tenant. None leaves the more general setting as
+    it is."""
 
     connect_s: Seconds | None = None
     """Wins over the more general connect_s, be it shorter or longer, as each of these does."""
@@ -232,8 +232,8 @@ class ModelConfig:
     timeouts: TimeoutOverrides | None = None
     """Time limits of its requests, each of which wins over the one in [timeouts]."""
     queue_timeout_s: Seconds | None = None
-    """Time in the engine's queue, for a request that names no limit, and the most that one may name. Unset: no
-    limit."""
+    """Time in the engine's queue, for a request that names no limit, and the most that one may name. Unset:
+    no limit."""
     request_timeout_s: Seconds | None = None
     """The same for the whole answer, as the engine counts it."""
     api_key_env: Name | None = None

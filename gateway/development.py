@@ -23,6 +23,7 @@ from gateway.identity.keys import hash_key
 
 ID: Final = "development"
 """The id of the tenant, and of its key."""
+UNLIMITED: Final = QuotaLimits()
 
 
 def development_key() -> str:
@@ -39,7 +40,7 @@ def development_config(
     aliases: Iterable[str] = (),
     host: str = "127.0.0.1",
     tls: tuple[str, str] | None = None,
-    limits: QuotaLimits = QuotaLimits(),
+    limits: QuotaLimits = UNLIMITED,
     drain_s: float = TimeoutsConfig().drain_s,
 ) -> GatewayConfig:
     """`tls` are the paths of a certificate chain and of its private key, both PEM. Raises ConfigError."""

@@ -86,8 +86,8 @@ def spelt(type_: Any) -> Callable[[str], Any]:
 def add_settings(parser: argparse.ArgumentParser, type_: type, headings: Mapping[str, str]) -> None:
     """An option for each setting at the top level of `type_` that is no section and no list.
 
-    What is parsed holds the options that are given, by the settings' names, for `shared.config.load`:
-    texts, and for switches truths. `headings` are those of the help, by the setting that is the first below each.
+    What is parsed holds the options that are given, by the settings' names, for `shared.config.load`: texts,
+    and for switches truths. `headings` are those of the help, by the setting that is the first below each.
     """
     group: argparse._ActionsContainer = parser
     for setting in settings_of(type_):

@@ -47,9 +47,9 @@ def load(
 ) -> T:
     """A value of the dataclass `type_`. Raises ConfigError.
 
-    `source` is a TOML file, or what one holds. `prefix` is that of the variables, and ends with an underscore.
-    `options` are those of a command line (`shared.arguments.add_settings`), by the settings' names; None for a
-    service that has none.
+    `source` is a TOML file, or what one holds. `prefix` is that of the variables, and ends with an
+    underscore. `options` are those of a command line (`shared.arguments.add_settings`), by the settings'
+    names; None for a service that has none.
     """
     assert prefix.endswith("_")
     texts, problems = _variables(type_, settings_in(env, prefix), prefix)
@@ -175,7 +175,8 @@ def to_toml(value: Any) -> str:
 def _lines(value: Any, path: str) -> Iterator[str]:
     """A table's own values, then the tables in it: a value after one of those would belong to it."""
     tables: list[tuple[str, str, Any]] = []
-    for setting in settings_of(type(value), path):
+    type_: type = type(value)
+    for setting in settings_of(type_, path):
         inside = getattr(value, setting.name)
         if inside is None or inside == setting.default:
             continue

@@ -284,7 +284,8 @@ def walk(type_: type, path: str = "") -> Iterator[Setting]:
 def problems_of(value: Any) -> list[str]:
     """What is wrong with the values of a section that was made in code: one `name: problem` for each."""
     problems = []
-    for setting in settings_of(type(value)):
+    type_: type = type(value)
+    for setting in settings_of(type_):
         try:
             setting.kind.convert(getattr(value, setting.name))
         except ValueError as error:

@@ -37,8 +37,8 @@ Seconds = Annotated[float, Meta(gt=0.0, le=1e6)]
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    """What a runner is told; its `model` is a directory. Raises ConfigError, which names every setting that is
-    out of range."""
+    """What a runner is told; its `model` is a directory. Raises ConfigError, which names every setting that
+    is out of range."""
 
     model: Text
     """Model directory in Hugging Face layout (config.json and safetensors), or a hub id to download."""
@@ -82,8 +82,8 @@ class RunnerConfig:
     loaded, what gpu_memory_utilization leaves on a GPU, and never more than the sequences can use."""
     swap_memory: Memory | None = None
     """Host memory that pages of preempted sequences are copied to where that is cheaper than computing them
-    again, which it nearly always is, on a CPU too. 0: never. Unset: up to 4GiB, and a quarter of what is free.
-    It is taken from the system as it is first used."""
+    again, which it nearly always is, on a CPU too. 0: never. Unset: up to 4GiB, and a quarter of what is
+    free. It is taken from the system as it is first used."""
     max_num_seqs: Annotated[int, Meta(ge=1, le=SLOTS_MAX)] = 64
     """Sequences that run at once."""
     max_step_tokens: Annotated[int, Meta(ge=1, le=STEP_TOKENS_MAX)] = 2048

@@ -258,7 +258,8 @@ def _check_port(host: str, wanted: int) -> int:
 
 
 def _tls(cert: str | None, key: str | None) -> tuple[str, str] | None:
-    """The paths of a certificate chain and its key: absolute ones, as `penstock chat` reads the certificate too, from wherever it is started."""
+    """The paths of a certificate chain and its key: absolute ones, as `penstock chat` reads the certificate
+    too, from wherever it is started."""
     return (os.path.abspath(cert), os.path.abspath(key)) if cert and key else None
 
 

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import CoreStart, EngineConfig, build_parser, from_args
-from engine.core.policy import DISCIPLINES
 from engine.runtime.config import RunnerConfig
-from shared.settings import settings_of
 from tests.shared.test_environment import SERVICE_LINKS
 
 MINIMAL = ["--model", "some/dir"]
@@ -189,11 +187,6 @@ def test_a_runner_is_told_its_part_of_the_settings() -> None:
     runner = from_args([*MINIMAL, "--max-step-tokens", "99", "--tensor-parallel-size", "2"], {}).runner
     assert type(runner) is RunnerConfig
     assert runner == RunnerConfig("some/dir", max_step_tokens=99, tensor_parallel_size=2)
-
-
-def test_disciplines_are_those_that_the_core_has() -> None:
-    discipline = next(setting for setting in settings_of(EngineConfig) if setting.name == "discipline")
-    assert discipline.kind.choices == tuple(DISCIPLINES)
 
 
 def test_a_switch_can_be_set_by_the_name_of_its_option() -> None:

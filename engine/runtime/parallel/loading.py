@@ -116,8 +116,8 @@ def connect(config: RunnerConfig, rank: int, store_file: str) -> Group:
     if own.type == "cuda":
         if torch.cuda.device_count() < config.tensor_parallel_size:
             raise BadRunnerConfig(
-                f"--tensor-parallel-size {config.tensor_parallel_size} needs a GPU for each rank, and there are "
-                f"{torch.cuda.device_count()}"
+                f"--tensor-parallel-size {config.tensor_parallel_size} needs a GPU for each rank, and there "
+                f"are {torch.cuda.device_count()}"
             )
         torch.cuda.set_device(own)
     return Group(Shard(rank, config.tensor_parallel_size), store_file, own)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from engine import config
+from engine.config import EngineConfig
 from engine.core import policy
 from engine.core.messages import ServiceClass
 from engine.core.policy import Circumstances
+from shared.settings import settings_of
 from tests.engine.core.test_policy import COST, handles, sequence, stalled
 
 
 def test_the_option_names_them_all() -> None:
-    assert tuple(policy.DISCIPLINES) == config.DISCIPLINES
-    assert config.EngineConfig("dir").discipline == "response-ratio"
+    discipline = next(setting for setting in settings_of(EngineConfig) if setting.name == "discipline")
+    assert discipline.kind.choices == tuple(policy.DISCIPLINES)
+    assert discipline.default == "response-ratio"
 
 
 def test_first_come_is_first_served_whatever_the_class_the_tenant_or_the_length() -> None:

@@ -106,7 +106,7 @@ def test_settings_out_of_range_are_named_together() -> None:
     with pytest.raises(ConfigError) as caught:
         RunnerConfig(
             "m",
-            dtype="int3",
+            dtype="int3",  # type: ignore[arg-type]
             page_size=48,
             max_num_seqs=5000,
             gpu_memory_utilization=0,
