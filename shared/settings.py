@@ -39,7 +39,7 @@ from msgspec import Meta
 
 _UNITS: Final = {"s": "seconds", "ms": "milliseconds", "tokens": "tokens", "memory": "bytes"}
 """The unit of a setting, by the last word of its name."""
-_SIZE: Final = re.compile(r"(\d{1,16}(?:\.\d{1,16})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+SIZE_PATTERN: Final = r"(\d{1,16}(?:\.\d{1,16})?)\s*([kKmMgGtT]?)(i?)[bB]?"
 _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _TRUTHS: Final = {"true": True, "1": True, "false": False, "0": False}
 
@@ -62,14 +62,15 @@ class Rule:
 
 Port = Annotated[int, Meta(ge=0, le=65_535, title="port")]
 """A TCP port; 0 takes any that is free."""
-Text = Annotated[str, Rule("not be empty", lambda text: bool(text.strip()))]
+Text = Annotated[str, Meta(min_length=1), Rule("not be empty", lambda text: bool(text.strip()))]
 LogLevel = Literal["debug", "info", "warning", "error"]
 NAME_LEN_MAX: Final = 256
 ModelName = Annotated[
     str,
+    Meta(min_length=1, max_length=NAME_LEN_MAX),
     Rule(
         f"be a name of 1 to {NAME_LEN_MAX} characters",
-        lambda text: bool(text.strip()) and text.isprintable() and len(text) <= NAME_LEN_MAX,
+        lambda text: bool(text.strip()) and text.isprintable(),
     ),
 ]
 """A name that clients call a model by."""
@@ -98,6 +99,11 @@ class Kind:
         rule = next((note for note in notes if isinstance(note, Rule)), None)
         units = [note.name for note in notes if isinstance(note, Unit)]
         return Kind(type_, base, metas[0] if metas else Meta(), rule, units[0] if units else unit)
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether None is a value of it."""
+        return any(base is types.NoneType for base, _ in _options(self.type))
 
     @property
     def section(self) -> type | None:
@@ -179,7 +185,13 @@ class Kind:
             return "choice"
         if self.is_size:
             return "size"
-        nouns = {bool: "true or false", int: "whole number", float: "number", str: "text", datetime: "date"}
+        nouns = {
+            bool: "true or false",
+            int: "whole number",
+            float: "number",
+            str: "text",
+            datetime: "date and time",
+        }
         return nouns[self.base]
 
     @property
@@ -188,8 +200,8 @@ class Kind:
         if self.choices:
             return ", ".join(map(str, self.choices))
         if self.base is datetime:
-            return "and time, such as 2030-01-31T00:00:00Z"
-        meta, show = self.meta, show_size if self.is_size else _show_number
+            return "such as 2030-01-31T00:00:00Z"
+        meta, show = self.meta, show_size if self.is_size else _show
         if meta.pattern is not None:
             return f"that matches {meta.pattern}"
         if meta.min_length is not None or meta.max_length is not None:
@@ -197,7 +209,9 @@ class Kind:
             return f"of {_range(meta.min_length, meta.max_length, str)} {entries}"
         if meta.gt is not None:
             return f"above {show(meta.gt)}" + ("" if meta.le is None else f" and at most {show(meta.le)}")
-        return "" if meta.ge is None else ("from " * (meta.le is not None)) + _range(meta.ge, meta.le, show)
+        if meta.ge is None:
+            return ""
+        return ("of " if meta.le is None else "from ") + _range(meta.ge, meta.le, show)
 
 
 def _range(least: float | None, most: float | None, show: Callable[[float], str]) -> str:
@@ -243,9 +257,11 @@ class Setting:
         """The default in words; empty when there is none, or None."""
         if self.is_required or self.default is None:
             return ""
-        if self.kind.is_size:
-            return show_size(self.default)
-        return _show_number(self.default) if self.kind.base is float else str(self.default)
+        if self.kind.is_switch:
+            return str(self.default).lower()
+        if self.kind.item is not None:
+            return ", ".join(map(str, self.default))
+        return show_size(self.default) if self.kind.is_size else _show(self.default)
 
     def variable(self, prefix: str) -> str | None:
         """The variable that sets it; None inside a list, which one variable sets as a whole."""
@@ -301,7 +317,7 @@ def option_of(name: str) -> str:
 def parse_size(text: str) -> int | str:
     """The bytes that `512MiB`, `2GB` or `1.5g` stand for; the text itself when it is no size. With an `i`, or
     without a `b`, units are powers of 1024, else of 1000."""
-    match = _SIZE.fullmatch(text.strip())
+    match = re.fullmatch(SIZE_PATTERN, text.strip())
     if match is None:
         return text
     digits, unit, binary = match.groups()
@@ -317,8 +333,9 @@ def show_size(size: float) -> str:
     return str(size)
 
 
-def _show_number(value: float) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def _show(value: object) -> str:
+    """A value without the zero that a whole float ends with."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def _options(type_: Any, notes: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.api import admission, generate
+from engine.config import EngineConfig
 from engine.config import build_parser as engine_parser
 from gateway import app, hygiene
 from gateway.config import LimitsConfig, TimeoutsConfig, load
@@ -66,7 +67,7 @@ def numbers(text: str) -> list[int]:
 
 def test_the_bounds_of_a_request_are_those_of_the_code() -> None:
     stated = {what: numbers(bound) for what, bound in rows("| what | number |").items()}
-    config = engine_parser().parse_args(["--model", "any"])
+    config = EngineConfig("any")
     expected = {
         "request body": [openai.BODY_LEN_MAX, TimeoutsConfig().body_s],
         "values in it; fields of all objects; strings; fields at its top level": [
@@ -120,7 +121,7 @@ def test_what_a_request_may_cost_is_what_the_code_says() -> None:
 
 def test_the_formulas_of_memory_are_those_of_the_code() -> None:
     stated = {process: numbers(terms) for process, terms in rows("| process | bytes |").items()}
-    config = engine_parser().parse_args(["--model", "any"])
+    config = EngineConfig("any")
     assert f"{memory.FRAGMENTATION} x `request_memory`" in README
     assert stated["gateway"][2:] == [LimitsConfig().request_memory, memory.LIVE_REQUEST, memory.THREAD]
     assert stated["the engine's API"][2:] == [config.request_memory, memory.STREAM, memory.THREAD]

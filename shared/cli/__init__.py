@@ -23,6 +23,7 @@ from shared.interrupts import INTERRUPTED
 COMMANDS: Final = {
     "up": "start an engine and a gateway, ready to be used",
     "chat": "talk to a model in the terminal",
+    "settings": "print what a service can be told",
     "bench": "measure what README claims",
 }
 """Each is a module of this package. `shared.cli.service.SERVICES` are commands too."""

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Final
 
@@ -22,6 +23,20 @@ SERVICES: Final = {
 MODULES: Final = {"engine": ("engine", "serve"), "gateway": ("gateway",)}
 """What follows `python -m`."""
 _NEEDS: Final = {"engine": ("aiohttp", "safetensors", "torch", "zmq"), "gateway": ("aiohttp",)}
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigClass:
+    """Where a service declares its settings."""
+
+    module: str
+    name: str
+
+
+CONFIGS: Final = {
+    "gateway": ConfigClass("gateway.config", "GatewayConfig"),
+    "engine": ConfigClass("engine.config", "EngineConfig"),
+}
 
 
 def command(service: str, options: Sequence[str]) -> list[str]:
