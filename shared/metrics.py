@@ -1,4 +1,4 @@
-"""Counters and histograms in plain numbers, turned into Prometheus' families when somebody scrapes.
+"""Counters, histograms and gauges in plain numbers, turned into Prometheus' families when they are scraped.
 
 A request counts and observes some thirty times. prometheus_client takes a lock for each, walks through
 a histogram's buckets, and looks children up by their labels in between: a fifteenth of what a request
@@ -14,31 +14,57 @@ Rules:
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+METRICS_CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 REGISTRY: Final = CollectorRegistry()
-"""All metrics of this process."""
+"""The metrics of this process."""
 ProcessCollector(registry=REGISTRY)
 PlatformCollector(registry=REGISTRY)
 GCCollector(registry=REGISTRY)
 
 
+def registry_of_service() -> CollectorRegistry:
+    """A registry for the metrics of one service, which also has those of the process. In tests a process has
+    several services, one after the other."""
+    registry = CollectorRegistry()
+    registry.register(REGISTRY)
+    return registry
+
+
+def metrics_text(registry: CollectorRegistry = REGISTRY) -> bytes:
+    """What a scrape answers, of the type `METRICS_CONTENT_TYPE`."""
+    return generate_latest(registry)
+
+
 class Counter(Collector):
-    def __init__(self, name: str, documentation: str, labels: Sequence[str]) -> None:
+    """A number that only grows, for each combination of label values. Without labels it is there from the
+    start, as 0."""
+
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        labels: Sequence[str] = (),
+        *,
+        registry: CollectorRegistry = REGISTRY,
+    ) -> None:
         self._name = name
         self._documentation = documentation
         self._labels = tuple(labels)
-        self._values: dict[tuple[object, ...], float] = {}
-        REGISTRY.register(self)
+        self._values: dict[tuple[object, ...], float] = {} if labels else {(): 0}
+        registry.register(self)
 
     def inc(self, *labels: object, by: float = 1) -> None:
+        """Add to the number of these label values, in the order of the labels."""
         value = self._values.get(labels)
         if value is None:
             assert len(labels) == len(self._labels)
@@ -52,11 +78,37 @@ class Counter(Collector):
         yield family
 
 
+class Gauge(Collector):
+    """A number that is asked for when it is scraped; 0 until it is said whom to ask."""
+
+    def __init__(self, name: str, documentation: str, *, registry: CollectorRegistry = REGISTRY) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._read: Callable[[], float] = float
+        registry.register(self)
+
+    def set_function(self, read: Callable[[], float]) -> None:
+        """Ask `read` for the number from now on."""
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(self._name, self._documentation, value=self._read())
+
+
 class Histogram(Collector):
+    """Observations by buckets, for each combination of label values. Without labels it is there from the
+    start, empty."""
+
     def __init__(
-        self, name: str, documentation: str, labels: Sequence[str], buckets: Sequence[float]
+        self,
+        name: str,
+        documentation: str,
+        labels: Sequence[str],
+        buckets: Sequence[float],
+        *,
+        registry: CollectorRegistry = REGISTRY,
     ) -> None:
-        """`buckets`: their upper bounds, ascending; the last, without a bound, is added."""
+        """`buckets` are their upper bounds, ascending; the last one, without a bound, is added."""
         assert list(buckets) == sorted(set(buckets))
         self._name = name
         self._documentation = documentation
@@ -66,7 +118,9 @@ class Histogram(Collector):
         """Of each bucket its own observations, those of lower ones not counted; last, the sum of all."""
         self._rows: dict[tuple[object, ...], dict[str, list[float]]] = {}
         """The same cells, by all labels but the last, and by that."""
-        REGISTRY.register(self)
+        if not labels:
+            self._new_cell(())
+        registry.register(self)
 
     def observe(self, value: float, *labels: object) -> None:
         cell = self._cells.get(labels) or self._new_cell(labels)

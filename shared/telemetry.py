@@ -17,13 +17,10 @@ from typing import Final
 from msgspec import Struct
 from opentelemetry import trace
 from opentelemetry.context import Context
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.ids import random_bits
-from shared.metrics import REGISTRY, Histogram
-
-METRICS_CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
+from shared.metrics import Histogram
 
 _STAGE_SECONDS: Final = Histogram(
     "penstock_stage_seconds",
@@ -51,11 +48,6 @@ _STAGE_SECONDS: Final = Histogram(
         300,
     ),
 )
-
-
-def metrics_text() -> bytes:
-    """What a scrape answers, of the type `METRICS_CONTENT_TYPE`."""
-    return generate_latest(REGISTRY)
 
 
 # -- trace context --------------------------------------------------------------------------------
