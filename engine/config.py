@@ -33,10 +33,9 @@ MEMORY_MAX: Final = 1 << 50
 REQUEST_MEMORY_MIN: Final = -(-memory_max(BODY_LEN_MAX) * 4 // 3 // MIB) * MIB
 """Bytes, whole MiB. The largest body must fit into one tenant's three quarters."""
 
-Memory = Annotated[int, Meta(ge=MEMORY_MIN, le=MEMORY_MAX), Unit("bytes")]
-MemoryOrNone = Annotated[
+Memory = Annotated[int, Meta(ge=MEMORY_MIN, le=MEMORY_MAX)]
+MemoryOr0 = Annotated[
     int,
-    Unit("bytes"),
     Rule("be 0, or a size from 1MiB to 1024TiB", lambda size: size == 0 or MEMORY_MIN <= size <= MEMORY_MAX),
 ]
 Count = Annotated[int, Meta(ge=1, le=COUNT_MAX)]
@@ -61,7 +60,7 @@ class EngineConfig(RunnerConfig):
     # an operator has less choice than a test with a tiny model
     page_size: Literal[16, 32, 64, 128, 256] = 64
     kv_cache_memory: Memory | None = None
-    swap_memory: MemoryOrNone | None = None
+    swap_memory: MemoryOr0 | None = None
 
     step_time_target_ms: Annotated[float, Meta(gt=0.0)] = 100.0
     """How long prompts may make one step, which is the longest gap that running streams see. One prompt never

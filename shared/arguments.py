@@ -13,7 +13,7 @@ from shared.settings import Kind, Setting, option_of, settings_of
 
 
 class Parser(argparse.ArgumentParser):
-    """Options are never abbreviated; a misspelt one is answered with those that are like it."""
+    """A parser whose options are never abbreviated. A misspelt one is answered with one that is like it."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **settings})
@@ -21,6 +21,7 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def option_names(self) -> list[str]:
+        """The long options."""
         return [name for name in self._option_string_actions if name.startswith("--")]
 
     def parse_known_args(  # type: ignore[override]
@@ -42,6 +43,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is most like this one; None when none is."""
     matches = difflib.get_close_matches(name, known, n=1)
     return matches[0] if matches else None
 
@@ -57,7 +59,8 @@ def cannot_listen(host: str, port: int, error: OSError) -> str:
 
 
 def checked(check: Callable[[str], str | None], *, is_secret: bool = False) -> Callable[[str], str]:
-    """The text itself, unless `check` says what it must be. A secret is not repeated in the message."""
+    """An argparse type: a text of which `check` says what it must be, or None when it is that. A secret is
+    not repeated in the message."""
 
     def convert(text: str) -> str:
         if problem := check(text):
@@ -68,7 +71,8 @@ def checked(check: Callable[[str], str | None], *, is_secret: bool = False) -> C
 
 
 def spelt(type_: Any) -> Callable[[str], Any]:
-    """Values of a type as settings have (`shared.settings`), in the spelling of the command line."""
+    """An argparse type: a value of a type as settings have (`shared.settings`), as it is spelt on a command
+    line."""
     kind = Kind.of(type_)
 
     def convert(text: str) -> Any:

@@ -114,7 +114,7 @@ class _Builder:
     def __init__(self, texts: Mapping[str, _Text], *, has_options: bool) -> None:
         self.problems: list[str] = []
         self._texts = texts
-        """By the settings' paths."""
+        """The options and variables that are given, by the settings' paths."""
         self._has_options = has_options
 
     def section(self, type_: type, values: Mapping[str, Any], path: str) -> Any:

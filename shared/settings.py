@@ -21,10 +21,6 @@ Rules:
 
 from __future__ import annotations
 
-import ast
-import inspect
-import re
-import textwrap
 import tomllib
 import types
 import typing
@@ -37,10 +33,11 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from shared.docstrings import field_docstrings
+from shared.sizes import parse_size, show_size
+
 _UNITS: Final = {"s": "seconds", "ms": "milliseconds", "tokens": "tokens", "memory": "bytes"}
 """The unit of a setting, by the last word of its name."""
-SIZE_PATTERN: Final = r"(\d{1,16}(?:\.\d{1,16})?)\s*([kKmMgGtT]?)(i?)[bB]?"
-_POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _TRUTHS: Final = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -53,7 +50,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a value must be beyond its type and `Meta`; stands in an `Annotated`."""
+    """What a value must be beyond its type and `Meta`; stands in an `Annotated`. None always may be."""
 
     says: str
     """Continues "must", as in "not be empty"."""
@@ -92,7 +89,7 @@ class Kind:
     @staticmethod
     @cache
     def of(type_: Any, unit: str | None = None) -> Kind:
-        """`unit` is that of the setting's name. A type is one type, with or without None."""
+        """The kind of a type, which is one type with or without None. `unit` is that of its name."""
         [(base, notes)] = [option for option in _options(type_) if option[0] is not types.NoneType]
         metas = [note for note in notes if isinstance(note, Meta)]
         assert len(metas) <= 1, f"{type_} has several Meta"
@@ -135,7 +132,8 @@ class Kind:
         """The value of this kind that `value`, as TOML has it, stands for. Raises ValueError, which says what
         it must be, and never shows `value`: it may be a secret in the wrong place."""
         if self.is_size and isinstance(value, str):
-            value = parse_size(value)
+            size = parse_size(value)
+            value = value if size is None else size
         try:
             converted = msgspec.convert(value, self.type)
         except msgspec.ValidationError:
@@ -156,7 +154,7 @@ class Kind:
             if self.base in (int, float):
                 return self.base(text)
             return tomllib.loads(f"value = {text}")["value"]
-        except ValueError:  # a TOMLDecodeError is one
+        except (ValueError, RecursionError):  # a TOMLDecodeError is a ValueError
             return text
 
     @property
@@ -201,7 +199,8 @@ class Kind:
             return ", ".join(map(str, self.choices))
         if self.base is datetime:
             return "such as 2030-01-31T00:00:00Z"
-        meta, show = self.meta, show_size if self.is_size else _show
+        meta = self.meta
+        show: Callable[[Any], str] = show_size if self.is_size else _show
         if meta.pattern is not None:
             return f"that matches {meta.pattern}"
         if meta.min_length is not None or meta.max_length is not None:
@@ -214,9 +213,9 @@ class Kind:
         return ("of " if meta.le is None else "from ") + _range(meta.ge, meta.le, show)
 
 
-def _range(least: float | None, most: float | None, show: Callable[[float], str]) -> str:
+def _range(least: Any, most: Any, show: Callable[[Any], str]) -> str:
     if least is None or most is None:
-        return f"at most {show(most)}" if most is not None else f"at least {show(least or 0)}"
+        return f"at most {show(most)}" if most is not None else f"at least {show(least)}"
     return f"{show(least)} to {show(most)}"
 
 
@@ -276,7 +275,7 @@ class Setting:
 @cache
 def settings_of(type_: type, path: str = "") -> tuple[Setting, ...]:
     """The settings of one section, in the order of their declaration. `path` is that of the section."""
-    hints, help_ = typing.get_type_hints(type_, include_extras=True), _docstrings(type_)
+    hints, help_ = typing.get_type_hints(type_, include_extras=True), field_docstrings(type_)
     found = []
     for field in fields(type_):
         default = field.default if field.default_factory is MISSING else field.default_factory()
@@ -314,25 +313,6 @@ def option_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def parse_size(text: str) -> int | str:
-    """The bytes that `512MiB`, `2GB` or `1.5g` stand for; the text itself when it is no size. With an `i`, or
-    without a `b`, units are powers of 1024, else of 1000."""
-    match = re.fullmatch(SIZE_PATTERN, text.strip())
-    if match is None:
-        return text
-    digits, unit, binary = match.groups()
-    is_decimal = unit and not binary and text.strip().lower().endswith("b")
-    return int(float(digits) * (1000 if is_decimal else 1024) ** _POWERS[unit.lower()])
-
-
-def show_size(size: float) -> str:
-    """A number of bytes in the largest binary unit that shows it exactly."""
-    for unit, power in (("TiB", 4), ("GiB", 3), ("MiB", 2), ("KiB", 1)):
-        if size >= 1024**power and size % 1024**power == 0 and size < 1024 ** (power + 1) * 4:
-            return f"{size // 1024**power:g}{unit}"
-    return str(size)
-
-
 def _show(value: object) -> str:
     """A value without the zero that a whole float ends with."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
@@ -347,22 +327,3 @@ def _options(type_: Any, notes: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tup
             yield from _options(option, notes)
     else:
         yield type_, notes
-
-
-@cache
-def _docstrings(type_: type) -> dict[str, str]:
-    """The docstring below each field, inherited ones too; none where the source is not installed."""
-    found: dict[str, str] = {}
-    for base in reversed(type_.__mro__):
-        if not is_dataclass(base):
-            continue
-        try:
-            [node] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        except OSError:
-            continue
-        assert isinstance(node, ast.ClassDef)
-        for field, below in zip(node.body, node.body[1:], strict=False):
-            match field, below:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    found[name] = " ".join(text.split())
-    return found

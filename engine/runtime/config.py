@@ -31,7 +31,7 @@ PageSize = Annotated[
     Unit("tokens"),
     Rule(f"be a power of two up to {PAGE_SIZE_MAX}", lambda n: 1 <= n <= PAGE_SIZE_MAX and n & (n - 1) == 0),
 ]
-Memory = Annotated[int, Meta(ge=0, le=1 << 50), Unit("bytes")]
+Memory = Annotated[int, Meta(ge=0, le=1 << 50)]
 Seconds = Annotated[float, Meta(gt=0.0, le=1e6)]
 
 

@@ -13,7 +13,7 @@ KEY_VARIABLE: Final = "PENSTOCK_API_KEY"
 
 
 class Running(msgspec.Struct, frozen=True):
-    """What `penstock chat` needs to find the `penstock up` beside it."""
+    """A `penstock up` that runs, as `penstock chat` needs to know it."""
 
     url: str
     """OpenAI base URL, with `/v1`."""
@@ -36,11 +36,12 @@ def cache_dir() -> Path:
 
 
 def running_file() -> Path:
+    """The file that says where `penstock up` runs."""
     return cache_dir() / "up.json"
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """A file that its owner alone can read, there in full or not at all."""
+    """Write a file that its owner alone can read. It is there in full or not at all."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.unlink(missing_ok=True)
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -57,11 +58,12 @@ def read_running() -> Running | None:
 
 
 def write_running(running: Running) -> None:
+    """Say where `penstock up` runs."""
     write_private(running_file(), msgspec.json.encode(running))
 
 
 def clear_running(pid: int) -> None:
-    """Take back what the `up` of this pid wrote, unless another has written since."""
+    """Remove the file, unless it is that of another `up` than the one of this pid."""
     running = read_running()
     if running is not None and running.pid == pid:
         running_file().unlink(missing_ok=True)

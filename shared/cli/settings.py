@@ -14,10 +14,11 @@ from typing import Any, Final
 
 import msgspec
 
+from shared import sizes
 from shared.arguments import Parser
 from shared.cli.service import CONFIGS, reach
 from shared.config import toml_value
-from shared.settings import SIZE_PATTERN, Kind, Setting, settings_of, walk
+from shared.settings import Kind, Setting, settings_of, walk
 
 WIDTH: Final = 100
 """Columns of the comments in the example."""
@@ -142,7 +143,7 @@ def _schema(kind: Kind) -> dict[str, Any]:
         known = {name: bound for name, bound in bounds.items() if bound is not None}
         return {"type": "array", "items": _schema(kind.item), **known}
     schema = msgspec.json.schema(kind.type)
-    size = {"type": "string", "pattern": f"^{SIZE_PATTERN}$"}
+    size = {"type": "string", "pattern": f"^{sizes.PATTERN}$"}
     return {"anyOf": [*schema.get("anyOf", [schema]), size]} if kind.is_size else schema
 
 

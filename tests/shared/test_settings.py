@@ -26,12 +26,11 @@ from shared.settings import (
     Rule,
     Text,
     Unit,
-    parse_size,
     problems_of,
     settings_of,
-    show_size,
     walk,
 )
+from shared.sizes import parse_size, show_size
 
 ROOT = Path(__file__).parents[2]
 READMES = [ROOT / "README.md", ROOT / "gateway" / "README.md", ROOT / "engine" / "README.md"]
