@@ -40,14 +40,14 @@ MemoryOr0 = Annotated[
 ]
 Count = Annotated[int, Meta(ge=1, le=COUNT_MAX)]
 
-HEADINGS: Final = {
+HEADINGS: Final[Mapping[str, str]] = {
     "model": "model",
     "page_size": "memory",
     "max_num_seqs": "scheduling",
     "host": "network and requests",
     "startup_timeout_s": "start, end and log",
 }
-"""The headings of `--help`, by the setting that is the first below each."""
+"""The headings of `--help` and of the tables, by the setting that is the first below each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,10 @@ class EngineConfig(RunnerConfig):
     """How long prompts may make one step, which is the longest gap that running streams see. One prompt never
     doubles theirs, and two may always make it 2.6 times as long. inf: as long as max_step_tokens takes."""
     max_queue_len: Annotated[Count, Unit("sequences")] = 256
-    """Sequences that may wait; beyond it requests get 503 at once."""
+    """Sequences that may wait; beyond it requests get 503 with Retry-After at once."""
     max_queue_tokens: Count = 1 << 20
-    """Prompt tokens that may wait; beyond it requests get 503 at once, though one may always wait alone."""
+    """Prompt tokens that may wait; beyond it requests get 503 at once, though one request of a tenant may
+    always wait."""
     discipline: Literal["response-ratio", "fifo"] = "response-ratio"
     """Which of those that wait goes first: by class, tenant, length and waiting, or first come first
     served."""

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from gateway.app import ListenFailed, serve
-from gateway.config import GatewayConfig, load
+from gateway.config import HEADINGS, GatewayConfig, load
 from shared import logs
 from shared.arguments import Parser, add_settings
 from shared.config import ConfigError
@@ -29,7 +29,7 @@ def build_parser() -> Parser:
         "--config", type=Path, required=True, metavar="FILE.toml", help="the configuration; README shows one"
     )
     parser.add_argument("--parent-pid", type=int, help="stop when this process, the parent, is gone")
-    add_settings(parser, GatewayConfig, {})
+    add_settings(parser, GatewayConfig, HEADINGS)
     return parser
 
 

@@ -32,6 +32,8 @@ from shared.openai import BODY_LEN_MAX, TOKENS_MAX
 from shared.settings import LogLevel, Port, Text, Unit
 
 ENV_PREFIX: Final = "PENSTOCK_GATEWAY_"
+HEADINGS: Final[Mapping[str, str]] = {}
+"""None within the top level: the file has sections."""
 QUOTA_MAX: Final = 10**9
 ENTRIES_MAX: Final = 10_000
 """The most keys, and the most tenants: they are held in memory, each with its usage."""
@@ -119,14 +121,15 @@ class LimitsConfig:
     live_max: Annotated[int, Meta(ge=1, le=100_000), Unit("requests")] = 4096
     """Requests in progress; beyond it requests get 503 at once. A tenant has three quarters of it at most."""
     connections_max: Annotated[int, Meta(ge=1, le=1_000_000), Unit("connections")] = 16_384
-    """Client connections, idle ones too; beyond it new ones are closed unanswered."""
+    """Client connections, idle ones too; beyond it the oldest idle one is closed, or the newest where none is
+    idle."""
     send_buffer_len: Annotated[Bytes, Meta(ge=4 * KIB, le=16 * MIB)] = 64 * KIB
     """The kernel's send buffer of a client connection (SO_SNDBUF)."""
     write_buffer_len: Annotated[Bytes, Meta(ge=KIB, le=16 * MIB)] = 16 * KIB
     """The gateway's own buffer of a client connection: with more than this unsent, the relay stops reading
     from the engine."""
     tokenizer_threads: Annotated[int, Meta(ge=1, le=64)] = 2
-    """Threads that tokenize."""
+    """Threads that tokenize long texts and parse large bodies."""
 
     def __post_init__(self) -> None:
         needed = memory_max(self.body_len_max)
@@ -192,7 +195,8 @@ class AdmissionConfig:
     """What is let in."""
 
     unknown_fields: Literal["ignore", "refuse"] = "ignore"
-    """What to do about a field of a request that OpenAI's API does not have."""
+    """What to do about fields of a request that OpenAI's API does not have. ignore: name them in the answer.
+    refuse: answer 400."""
     completion_estimate: Annotated[int, Meta(ge=1, le=TOKENS_MAX), Unit("tokens")] = 1024
     """Tokens that are reserved at least for each choice of a request that states no maximum."""
 
@@ -328,9 +332,9 @@ class KeyConfig:
     limits: QuotaLimits = QuotaLimits()
     """Quotas of this key alone, beside its tenant's."""
     expires: datetime | None = None
-    """When it stops working. Unset: never."""
+    """When it stops working, with the offset from UTC. Unset: never."""
     disabled: bool = False
-    """Whether it is refused."""
+    """Whether the key is revoked."""
 
     @property
     def key_id(self) -> KeyId:

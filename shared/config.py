@@ -182,7 +182,7 @@ def _lines(value: Any, path: str) -> Iterator[str]:
             continue
         if is_dataclass(inside):
             tables.append((f"[{setting.path}]", setting.path, inside))
-        elif setting.kind.item is not None and setting.kind.item.section is not None:
+        elif setting.section is not None:
             tables += [(f"[[{setting.path}]]", setting.path, item) for item in inside]
         else:
             yield f"{setting.name} = {toml_value(inside)}"

@@ -237,6 +237,16 @@ class Setting:
         return self.path.rpartition(".")[2]
 
     @property
+    def section(self) -> type | None:
+        """The dataclass of a section, or of the tables in a list."""
+        return (self.kind.item or self.kind).section
+
+    @property
+    def inner_path(self) -> str:
+        """The path of the settings in it, when it is a section or a list."""
+        return self.path if self.kind.item is None else f"{self.path}[]"
+
+    @property
     def is_required(self) -> bool:
         """Whether there is no default."""
         return self.default is MISSING
@@ -253,8 +263,8 @@ class Setting:
 
     @property
     def shown_default(self) -> str:
-        """The default in words; empty when there is none, or None."""
-        if self.is_required or self.default is None:
+        """The default as a table shows it; empty for None, for a section and when there is none."""
+        if self.is_required or self.default is None or self.section is not None:
             return ""
         if self.kind.is_switch:
             return str(self.default).lower()
@@ -289,11 +299,8 @@ def walk(type_: type, path: str = "") -> Iterator[Setting]:
     """All settings, a section's own after the section itself."""
     for setting in settings_of(type_, path):
         yield setting
-        kind, item = setting.kind, setting.kind.item
-        if kind.section is not None:
-            yield from walk(kind.section, setting.path)
-        elif item is not None and item.section is not None:
-            yield from walk(item.section, f"{setting.path}[]")
+        if setting.section is not None:
+            yield from walk(setting.section, setting.inner_path)
 
 
 def problems_of(value: Any) -> list[str]:

@@ -66,7 +66,8 @@ class RunnerConfig:
     """With tensor parallelism, the engine fails when one of its processes has not done its part of a step
     after this time."""
     threads: Annotated[int, Meta(ge=1, le=THREADS_MAX)] | None = None
-    """Compute threads on a CPU, which ranks share. Unset: one per physical core that the process may use."""
+    """Compute threads on a CPU, which ranks share. Unset: one per physical core that affinity and control
+    groups allow."""
     max_model_len: Annotated[int, Meta(ge=2, le=1 << 30), Unit("tokens")] | None = None
     """Longest prompt plus answer. Unset: what the model was made for."""
     page_size: PageSize = 64
@@ -83,9 +84,9 @@ class RunnerConfig:
     swap_memory: Memory | None = None
     """Host memory that pages of preempted sequences are copied to where that is cheaper than computing them
     again, which it nearly always is, on a CPU too. 0: never. Unset: up to 4GiB, and a quarter of what is
-    free. It is taken from the system as it is first used."""
+    free. On a GPU it is pinned and taken at the start, on a CPU as it is first used."""
     max_num_seqs: Annotated[int, Meta(ge=1, le=SLOTS_MAX)] = 64
-    """Sequences that run at once."""
+    """Sequences that run at once. CUDA graphs go up to 512."""
     max_step_tokens: Annotated[int, Meta(ge=1, le=STEP_TOKENS_MAX)] = 2048
     """Token budget of one step; at least max_num_seqs."""
 

@@ -1,4 +1,4 @@
-"""`penstock settings SERVICE`: what a service can be told: a table, a JSON schema or an example of its file.
+"""`penstock settings SERVICE`: what a service can be told: tables, a JSON schema or an example of its file.
 
 All three follow from the service's declarations (`shared.settings`). README holds the tables.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING
 from typing import Any, Final
 
@@ -18,12 +18,14 @@ from shared import sizes
 from shared.arguments import Parser
 from shared.cli.service import CONFIGS, reach
 from shared.config import toml_value
-from shared.settings import Kind, Setting, settings_of, walk
+from shared.settings import Kind, Setting, settings_of
 
 WIDTH: Final = 100
 """Columns of the comments in the example."""
 DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
-HEAD: Final = ("setting", "type", "default", "bounds", "variable", "meaning")
+FORMATS: Final = ("table", "json-schema", "toml")
+COLUMNS: Final = ("type", "default", "bounds", "variable", "meaning")
+"""Those of a table after the first, whose head names the section."""
 
 
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -36,9 +38,9 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("service", choices=CONFIGS, help="whose settings")
     parser.add_argument(
         "--format",
-        choices=_FORMATS,
+        choices=FORMATS,
         default="table",
-        help="a table in Markdown, a JSON schema of the file, or an example of it (default: table)",
+        help="tables in Markdown, a JSON schema of the file, or an example of it (default: table)",
     )
     parser.set_defaults(run=run)
 
@@ -50,51 +52,74 @@ def run(options: argparse.Namespace) -> int:
 
 
 def text_of(service: str, form: str) -> str:
-    """The settings of a service in one of the formats, with a line end."""
+    """The settings of a service in one of the formats."""
     module = reach(CONFIGS[service].module)
-    return _FORMATS[form](getattr(module, CONFIGS[service].name), module.ENV_PREFIX).rstrip() + "\n"
+    type_ = getattr(module, CONFIGS[service].name)
+    match form:
+        case "table":
+            text = tables(type_, module.ENV_PREFIX, module.HEADINGS)
+        case "json-schema":
+            text = json_schema(type_)
+        case _:
+            text = example(type_)
+    return text.rstrip() + "\n"
 
 
-# -- the table ------------------------------------------------------------------------------------
+# -- the tables -----------------------------------------------------------------------------------
 
 
-def table(type_: type, prefix: str) -> str:
-    """A table in Markdown. A section that has the same type as one above it is one row, which names that."""
-    rows = [HEAD, tuple("-" for _ in HEAD), *_rows(type_, prefix)]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
+def tables(type_: type, prefix: str, headings: Mapping[str, str]) -> str:
+    """Tables in Markdown: one for each section, and for each heading within the top level."""
+    heads: dict[type, str] = {}
+    found = list(_sections(type_, "", "top level", headings, heads))
+    return "\n\n".join(_table(head, settings, prefix, heads) for head, settings in found)
 
 
-def _rows(type_: type, prefix: str) -> Iterator[tuple[str, ...]]:
-    for setting, twin in _once(type_):
-        kind = setting.kind
-        if kind.section is not None and twin is None and setting.default is not None:
-            continue  # its own settings follow
-        as_above = "" if twin is None else f", as `{twin}`"
-        default = "required" if setting.is_required else f"`{setting.shown_default}`"
-        has_default = setting.is_required or (setting.shown_default and kind.section is None)
-        variable = setting.variable(prefix)
-        yield (
-            f"`{setting.path}`",
-            _type(kind) + as_above,
-            default if has_default else "",
-            _bounds(kind),
-            f"`{variable}`" if variable is not None else "",
-            setting.help,
-        )
+def _sections(
+    type_: type, path: str, head: str, headings: Mapping[str, str], heads: dict[type, str]
+) -> Iterator[tuple[str, list[Setting]]]:
+    """The head and the settings of each table. `headings` are by the setting that is the first below each.
+    `heads` are those of the sections found so far, by their types: each type has one table."""
+    group: list[Setting] = []
+    inner: list[tuple[type, Setting]] = []
+    for setting in settings_of(type_, path):
+        if setting.name in headings:
+            if group:
+                yield head, group
+            head, group = headings[setting.name], []
+        group.append(setting)
+        if setting.section is not None and setting.section not in heads:
+            heads[setting.section] = _head(setting)
+            inner.append((setting.section, setting))
+    yield head, group
+    for section, setting in inner:
+        yield from _sections(section, setting.inner_path, heads[section], {}, heads)
 
 
-def _once(type_: type) -> Iterator[tuple[Setting, str | None]]:
-    """All settings, but of sections of one type only the first one's; with it the path of that, else None."""
-    first: dict[type, str] = {}
-    skipped = ""
-    for setting in walk(type_):
-        if skipped and setting.path.startswith(skipped):
-            continue
-        section, twin = setting.kind.section, None
-        if section is not None and (twin := first.setdefault(section, setting.path)) == setting.path:
-            twin = None
-        skipped = f"{setting.path}." if twin is not None else ""
-        yield setting, twin
+def _table(head: str, settings: list[Setting], prefix: str, heads: Mapping[type, str]) -> str:
+    lines = [_line(head, *COLUMNS), "|---" * (1 + len(COLUMNS)) + "|"]
+    for setting in settings:
+        kind, shown = _type(setting.kind), heads.get(setting.section) if setting.section else None
+        if shown not in (None, _head(setting)):
+            kind += f", as {shown}"
+        default = "required" if setting.is_required else _code(setting.shown_default)
+        variable = _code(setting.variable(prefix) or "")
+        lines.append(_line(_code(setting.name), kind, default, _bounds(setting.kind), variable, setting.help))
+    return "\n".join(lines)
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+def _head(setting: Setting) -> str:
+    """A section as it is headed in the file."""
+    path = setting.path.replace("[]", "")
+    return f"`[[{path}]]`" if setting.kind.item is not None else f"`[{path}]`"
 
 
 def _type(kind: Kind) -> str:
@@ -115,7 +140,7 @@ def _bounds(kind: Kind) -> str:
 # -- the JSON schema ------------------------------------------------------------------------------
 
 
-def json_schema(type_: type, _prefix: str) -> str:
+def json_schema(type_: type) -> str:
     """A JSON schema of the file, as one value."""
     schema = {"$schema": DIALECT, **_schema_of(type_)}
     return msgspec.json.format(msgspec.json.encode(schema), indent=2).decode()
@@ -150,26 +175,23 @@ def _schema(kind: Kind) -> dict[str, Any]:
 # -- the example ----------------------------------------------------------------------------------
 
 
-def example(type_: type, _prefix: str) -> str:
+def example(type_: type) -> str:
     """A TOML file in which every setting has its default, as a comment; those without one are left open."""
     return "\n".join(_example(type_, ""))
 
 
 def _example(type_: type, path: str) -> Iterator[str]:
-    tables = []
+    inner: list[tuple[type, Setting]] = []
     for setting in settings_of(type_, path):
-        section, item = setting.kind.section, setting.kind.item
-        if section is not None:
-            tables.append((f"[{setting.path}]", section, setting))
-        elif item is not None and item.section is not None:
-            tables.append((f"[[{setting.path}]]", item.section, setting))
+        if setting.section is not None:
+            inner.append((setting.section, setting))
         else:
             yield from _comment(setting)
             yield f"# {setting.name} = {_value(setting)}\n"
-    for head, section, setting in tables:
+    for section, setting in inner:
         yield from _comment(setting)
-        yield f"# {head}\n"
-        yield from _example(section, setting.path)
+        yield f"# {_head(setting).strip('`')}\n"
+        yield from _example(section, setting.inner_path)
 
 
 def _comment(setting: Setting) -> Iterator[str]:
@@ -182,10 +204,3 @@ def _comment(setting: Setting) -> Iterator[str]:
 
 def _value(setting: Setting) -> str:
     return "..." if setting.is_required or setting.default is None else toml_value(setting.default)
-
-
-_FORMATS: Final[Mapping[str, Callable[[type, str], str]]] = {
-    "table": table,
-    "json-schema": json_schema,
-    "toml": example,
-}
