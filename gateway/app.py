@@ -48,7 +48,7 @@ from shared.http2.sockets import bound_transport
 from shared.ids import REQUEST_ID_HEADER, mint_request_id
 from shared.lifecycle import Lifecycle, Phase, on_stop_signals
 from shared.loops import loop_name, watch_lag
-from shared.metrics import METRICS_CONTENT_TYPE, metrics_text
+from shared.telemetry import METRICS_CONTENT_TYPE, metrics_text
 from shared.tls import HTTP1, server_context
 
 LINE_LEN_MAX: Final = 8190

@@ -20,13 +20,11 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-METRICS_CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 REGISTRY: Final = CollectorRegistry()
-"""The metrics of this process."""
+"""All metrics of this process."""
 ProcessCollector(registry=REGISTRY)
 PlatformCollector(registry=REGISTRY)
 GCCollector(registry=REGISTRY)
@@ -38,11 +36,6 @@ def registry_of_service() -> CollectorRegistry:
     registry = CollectorRegistry()
     registry.register(REGISTRY)
     return registry
-
-
-def metrics_text(registry: CollectorRegistry = REGISTRY) -> bytes:
-    """What a scrape answers, of the type `METRICS_CONTENT_TYPE`."""
-    return generate_latest(registry)
 
 
 class Counter(Collector):
@@ -96,9 +89,6 @@ class Gauge(Collector):
 
 
 class Histogram(Collector):
-    """Observations by buckets, for each combination of label values. Without labels it is there from the
-    start, empty."""
-
     def __init__(
         self,
         name: str,
@@ -108,7 +98,8 @@ class Histogram(Collector):
         *,
         registry: CollectorRegistry = REGISTRY,
     ) -> None:
-        """`buckets` are their upper bounds, ascending; the last one, without a bound, is added."""
+        """`buckets`: their upper bounds, ascending; the last, without a bound, is added. A histogram without
+        labels is there from the start, empty."""
         assert list(buckets) == sorted(set(buckets))
         self._name = name
         self._documentation = documentation

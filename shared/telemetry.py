@@ -17,10 +17,14 @@ from typing import Final
 from msgspec import Struct
 from opentelemetry import trace
 from opentelemetry.context import Context
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.ids import random_bits
-from shared.metrics import Histogram
+from shared.metrics import REGISTRY, Histogram
+
+METRICS_CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 
 _STAGE_SECONDS: Final = Histogram(
     "penstock_stage_seconds",
@@ -48,6 +52,11 @@ _STAGE_SECONDS: Final = Histogram(
         300,
     ),
 )
+
+
+def metrics_text(registry: CollectorRegistry = REGISTRY) -> bytes:
+    """What a scrape answers, of the type `METRICS_CONTENT_TYPE`."""
+    return generate_latest(registry)
 
 
 # -- trace context --------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from shared.fair_threads import Slices
 from shared.holding import Holding
 from shared.ids import RequestId
 from shared.lifecycle import Lifecycle
-from shared.metrics import METRICS_CONTENT_TYPE
 from shared.openai import (
     AbortResponse,
     ChatRequest,
@@ -32,6 +31,7 @@ from shared.openai import (
 )
 from shared.paths import no_such_path
 from shared.prompts import prompt_slices, text_slices
+from shared.telemetry import METRICS_CONTENT_TYPE
 
 _encode = msgspec.json.Encoder().encode
 T = TypeVar("T", bound=msgspec.Struct)

@@ -14,7 +14,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from engine.core.messages import CoreStats, ServiceClass, StepOutput
-from shared.metrics import Counter, Gauge, Histogram, metrics_text, registry_of_service
+from shared.metrics import Counter, Gauge, Histogram, registry_of_service
+from shared.telemetry import metrics_text
 
 PREFIX: Final = "penstock_engine_"
 _LATENCY_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)

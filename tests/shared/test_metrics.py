@@ -10,7 +10,8 @@ from prometheus_client import Counter as TheirCounter
 from prometheus_client import Histogram as TheirHistogram
 from prometheus_client.registry import Collector
 
-from shared.metrics import REGISTRY, Counter, Gauge, Histogram, metrics_text, registry_of_service
+from shared.metrics import REGISTRY, Counter, Gauge, Histogram, registry_of_service
+from shared.telemetry import metrics_text
 
 BOUNDS = (0.1, 0.5, 1, 10)
 

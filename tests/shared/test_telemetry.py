@@ -9,7 +9,7 @@ from opentelemetry import trace
 from opentelemetry.trace import ProxyTracerProvider, Span, SpanContext, TraceFlags, TracerProvider
 
 from shared import telemetry
-from shared.metrics import REGISTRY, metrics_text
+from shared.metrics import REGISTRY
 from shared.telemetry import Stages, TraceContext, parse_traceparent
 from tests.fakes import VirtualClock
 
@@ -34,7 +34,7 @@ def test_one_name_for_header_log_and_metric() -> None:
     assert observed("svc", "quota") == (0, 0)
     stages.end()
     assert observed("svc", "quota") == (1, 0.5)
-    text = metrics_text().decode()
+    text = telemetry.metrics_text().decode()
     assert 'penstock_stage_seconds_bucket{le="0.5",service="svc",stage="quota"} 1.0' in text
 
 
