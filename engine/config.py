@@ -15,7 +15,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from engine.runtime.config import RunnerConfig, Seconds
+from engine.runtime.config import CONTEXT_LEN_MAX, RunnerConfig, Seconds
 from shared import config
 from shared.arguments import Parser, add_settings
 from shared.config import ConfigError
@@ -58,6 +58,7 @@ class EngineConfig(RunnerConfig):
     """
 
     # an operator has less choice than a test with a tiny model
+    max_model_len: Annotated[int, Meta(ge=2, le=CONTEXT_LEN_MAX), Unit("tokens")] | None = None
     page_size: Literal[16, 32, 64, 128, 256] = 64
     kv_cache_memory: Memory | None = None
     swap_memory: MemoryOr0 | None = None

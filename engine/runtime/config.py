@@ -16,6 +16,7 @@ from shared.config import ConfigError
 from shared.settings import Rule, Text, Unit, problems_of
 
 PAGE_SIZE_MAX: Final = 1024
+CONTEXT_LEN_MAX: Final = 1 << 30
 SLOTS_MAX: Final = 4096
 STEP_TOKENS_MAX: Final = 1 << 20
 THREADS_MAX: Final = 1024
@@ -68,7 +69,7 @@ class RunnerConfig:
     threads: Annotated[int, Meta(ge=1, le=THREADS_MAX)] | None = None
     """Compute threads on a CPU, which ranks share. Unset: one per physical core that affinity and control
     groups allow."""
-    max_model_len: Annotated[int, Meta(ge=2, le=1 << 30), Unit("tokens")] | None = None
+    max_model_len: Annotated[int, Meta(ge=1, le=CONTEXT_LEN_MAX), Unit("tokens")] | None = None
     """Longest prompt plus answer. Unset: what the model was made for."""
     page_size: PageSize = 64
     """Tokens in a page of the KV cache."""
