@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from engine.runtime.config import RunnerConfig
 
 NICENESS: Final = 5
-"""Added to that of threads which compute on cores that all others need too: whoever has a message for a
-client, or news of one who left, runs at once, and not when a computing thread's turn of 4 ms is over. No
-setting, as nothing is given away: with nobody else on the core it makes no difference, and it binds only
-inside the container or session that both processes share."""
+"""Added to that of threads which compute on cores that all others need too: a thread with a message for a
+client, or with news of one that left, runs at once, and not when a computing thread's turn of 4 ms is over.
+No setting, as nothing is given away: alone on the core it makes no difference, and it binds only inside the
+container or session that both processes share."""
 
 USAGE = "usage: python -m engine serve [--help] --model DIR|ID [options]\n"
 
@@ -141,7 +141,7 @@ def _scheduling(config: EngineConfig, runner: RunnerInfo) -> SchedulerConfig:
 
 
 def _load(settings: RunnerConfig, progress: Callable[[str], None], lost: Callable[[str], None]) -> Runner:
-    """With ranks, torch is not imported before they have started, and do the same."""
+    """Load the model. With ranks, torch is not imported before they have started, and do the same."""
     if settings.tensor_parallel_size > 1:
         from engine.runtime.parallel.leader import lead
 

@@ -1,4 +1,4 @@
-"""What an engine can be told: one frozen value, each of whose fields declares a setting (`shared.settings`).
+"""An engine's settings: one frozen value, each of whose fields declares a setting (`shared.settings`).
 
 A setting is an option (`--max-model-len 4096`), a variable (`PENSTOCK_ENGINE_MAX_MODEL_LEN=4096`) and a key
 of the TOML file that `--config` names (`max_model_len = 4096`), of which the first that is given wins.
@@ -119,7 +119,7 @@ class EngineConfig(RunnerConfig):
     """Lowest level that is logged."""
 
     def contradictions(self) -> Iterator[str]:
-        """What is wrong with the settings that no single one shows."""
+        """The problems that no single setting shows."""
         yield from RunnerConfig.contradictions(self)  # not super(): slots=True makes the class anew
         if (self.tls_cert is None) != (self.tls_key is None):
             yield "--tls-cert and --tls-key belong together"
@@ -128,7 +128,7 @@ class EngineConfig(RunnerConfig):
 
     @property
     def name(self) -> str:
-        """What clients call the model."""
+        """The name that clients use."""
         return self.served_model_name or served_name(self.model)
 
     @property
@@ -139,7 +139,7 @@ class EngineConfig(RunnerConfig):
 
 @dataclass(frozen=True, slots=True)
 class CoreStart:
-    """What the core process reads from its standard input."""
+    """The core process's standard input."""
 
     config: EngineConfig
     inbox: str
@@ -190,6 +190,6 @@ def from_args(argv: Sequence[str], env: Mapping[str, str], parser: Parser | None
 
 
 def served_name(model: str) -> str:
-    """What clients call a model that is given no name: the last part of its hub id, or of its directory's
-    whole path, so that `.` has one too."""
+    """The name of a model that is given none: the last part of its hub id, or of its directory's whole path,
+    so that `.` has one too."""
     return Path(os.path.abspath(os.path.expanduser(model))).name or "model"

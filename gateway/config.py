@@ -192,10 +192,10 @@ class TimeoutOverrides:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionConfig:
-    """What is let in."""
+    """The settings of admission."""
 
     unknown_fields: Literal["ignore", "refuse"] = "ignore"
-    """What to do about fields of a request that OpenAI's API does not have. ignore: name them in the answer.
+    """The answer to fields of a request that OpenAI's API does not have. ignore: name them in the answer.
     refuse: answer 400."""
     completion_estimate: Annotated[int, Meta(ge=1, le=TOKENS_MAX), Unit("tokens")] = 1024
     """Tokens that are reserved at least for each choice of a request that states no maximum."""
@@ -224,15 +224,15 @@ class ModelConfig:
     """A model, and the engines that serve it."""
 
     name: Name
-    """What clients call it."""
+    """The name that clients use."""
     replicas: Annotated[tuple[str, ...], Meta(min_length=1, max_length=REPLICAS_MAX)]
     """Base URLs of its engines, such as http://engine-0:8001."""
     protocol: HopProtocol = "http2"
-    """What the engines speak: HTTP/2 by prior knowledge, as ours does, or HTTP/1.1."""
+    """The protocol of its engines: HTTP/2 by prior knowledge, as ours speaks, or HTTP/1.1."""
     aliases: tuple[Name, ...] = ()
     """Further names that it answers to; * is any name that no other model has."""
     upstream_model: Name | None = None
-    """What the engines call it. Unset: its name."""
+    """Its name at the engines. Unset: the same name."""
     timeouts: TimeoutOverrides | None = None
     """Time limits of its requests, each of which wins over the one in [timeouts]."""
     queue_timeout_s: Seconds | None = None
@@ -253,7 +253,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class TierConfig:
-    """What the tenants of one service tier have in common, whatever tier a single request of theirs asks
+    """The common settings of the tenants of one service tier, whatever tier a single request of theirs asks
     for."""
 
     timeouts: TimeoutOverrides | None = None
@@ -328,7 +328,7 @@ class KeyConfig:
     tenant: Id
     """Id of the tenant that it belongs to."""
     models: tuple[Name, ...] = ALL_MODELS
-    """Of the tenant's models, those that this key may use; * is all."""
+    """Those of the tenant's models that this key may use; * is all."""
     limits: QuotaLimits = QuotaLimits()
     """Quotas of this key alone, beside its tenant's."""
     expires: datetime | None = None
@@ -352,7 +352,7 @@ class GatewayConfig:
     models: Annotated[tuple[ModelConfig, ...], Meta(min_length=1, max_length=ENTRIES_MAX)]
     """The models that are served."""
     tenants: Annotated[tuple[TenantConfig, ...], Meta(max_length=ENTRIES_MAX)] = ()
-    """Who may use them."""
+    """The clients that may use them, each with its quotas."""
     keys: Annotated[tuple[KeyConfig, ...], Meta(max_length=ENTRIES_MAX)] = ()
     """The keys of the tenants."""
     listen: ListenConfig = ListenConfig()
@@ -366,9 +366,9 @@ class GatewayConfig:
     timeouts: TimeoutsConfig = TimeoutsConfig()
     """Time limits of every request."""
     tiers: TiersConfig = TiersConfig()
-    """What the tenants of a service tier have in common."""
+    """Common settings of the tenants of a service tier."""
     admission: AdmissionConfig = AdmissionConfig()
-    """What is let in."""
+    """How requests are checked and counted before they are let in."""
     log_level: LogLevel = "info"
     """Lowest level that is logged."""
 
@@ -407,7 +407,7 @@ def _overridden(config: TimeoutsConfig, *overrides: TimeoutOverrides | None) -> 
 
 
 def _contradictions(config: GatewayConfig) -> Iterator[str]:
-    """What is wrong with the settings that no single one shows."""
+    """The problems that no single setting shows."""
     model_names = {model.name for model in config.models}
     tenant_ids = {tenant.id for tenant in config.tenants}
     yield from _repeated("models", (name for model in config.models for name in model.names))

@@ -49,7 +49,7 @@ def closest(name: str, known: Iterable[str]) -> str | None:
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> str:
-    """What to say when the address cannot be bound, with the option to change."""
+    """The message about an address that cannot be bound, with the option to change."""
     option = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return f"cannot listen on {address}: {error.strerror or error}; choose another with {option}"

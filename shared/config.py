@@ -31,7 +31,7 @@ SHOWN_LEN_MAX: Final = 64
 
 
 class ConfigError(Exception):
-    """What is wrong with a configuration: one `name: problem` for each bad value."""
+    """A configuration with mistakes: one `name: problem` for each bad value."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))

@@ -6,7 +6,7 @@ Rules:
 
 1. An empty variable counts as unset. Docker Compose passes one where `${NAME}` names a variable that is
    not set, and no setting here means anything when it is empty.
-2. Kubernetes' service links are nobody's settings. Every container of a namespace is given variables for
+2. Kubernetes' service links are no settings. Every container of a namespace is given variables for
    every Service in it: a Service called `penstock-engine` makes `PENSTOCK_ENGINE_SERVICE_HOST`,
    `PENSTOCK_ENGINE_PORT=tcp://10.0.0.1:8001`, `PENSTOCK_ENGINE_PORT_8001_TCP_ADDR` and more.
 3. Any other variable with the prefix is a setting, or a mistake that is reported by its name.

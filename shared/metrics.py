@@ -72,7 +72,7 @@ class Counter(Collector):
 
 
 class Gauge(Collector):
-    """A number that is asked for when it is scraped; 0 until it is said whom to ask."""
+    """A number that a function gives at each scrape; 0 until the function is set."""
 
     def __init__(self, name: str, documentation: str, *, registry: CollectorRegistry = REGISTRY) -> None:
         self._name = name

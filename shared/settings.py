@@ -50,7 +50,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a value must be beyond its type and `Meta`; stands in an `Annotated`. None always may be."""
+    """A condition on a value beyond its type and `Meta`; stands in an `Annotated`. None always fulfils it."""
 
     says: str
     """Continues "must", as in "not be empty"."""
@@ -143,7 +143,7 @@ class Kind:
         return converted
 
     def parse(self, text: str) -> object:
-        """What `text` spells, for `convert`; the text itself when it spells nothing of this kind."""
+        """The value that `text` spells, for `convert`; the text itself when it spells none of this kind."""
         if self.choices:
             return next((choice for choice in self.choices if str(choice) == text), text)
         if self.is_switch:
@@ -159,7 +159,7 @@ class Kind:
 
     @property
     def requirement(self) -> str:
-        """What a value must be, in words that continue "must"."""
+        """The condition on a value, in words that continue "must"."""
         if self.rule is not None:
             return self.rule.says
         if self.choices:
@@ -172,7 +172,7 @@ class Kind:
 
     @property
     def noun(self) -> str:
-        """What the setting is, as one or a few words."""
+        """The kind in one or a few words."""
         if self.meta.title is not None:
             return self.meta.title
         if self.section is not None:
@@ -304,7 +304,7 @@ def walk(type_: type, path: str = "") -> Iterator[Setting]:
 
 
 def problems_of(value: Any) -> list[str]:
-    """What is wrong with the values of a section that was made in code: one `name: problem` for each."""
+    """The problems of a section that was made in code: one `name: problem` for each bad value."""
     problems = []
     type_: type = type(value)
     for setting in settings_of(type_):

@@ -80,7 +80,7 @@ class EngineMetrics:
             self.generated_tokens.inc(by=len(step.tokens))
 
     def text(self) -> bytes:
-        """What a scrape answers: the process's metrics and the engine's."""
+        """The answer to a scrape: the process's metrics and the engine's."""
         return metrics_text(self.registry)
 
     def watch_core(self, read: Callable[[], CoreReading]) -> None:

@@ -38,13 +38,13 @@ Seconds = Annotated[float, Meta(gt=0.0, le=1e6)]
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    """What a runner is told; its `model` is a directory. Raises ConfigError, which names every setting that
+    """A runner's settings; its `model` is a directory. Raises ConfigError, which names every setting that
     is out of range."""
 
     model: Text
     """Model directory in Hugging Face layout (config.json and safetensors), or a hub id to download."""
     device: Device = "auto"
-    """What computes: an NVIDIA GPU, or the CPU. auto: cuda where torch finds a GPU."""
+    """The device that computes: an NVIDIA GPU, or the CPU. auto: cuda where torch finds a GPU."""
     dtype: Dtype = "auto"
     """Type of the weights. auto: bfloat16 on a GPU and where the CPU multiplies it natively, else float32."""
     weights: Weights = "plain"
@@ -52,11 +52,11 @@ class RunnerConfig:
     output: half the memory of bfloat16, and up to twice its tokens per second for a few streams, at some
     accuracy."""
     kernels: Kernels = "auto"
-    """What computes on a CPU. auto: native where a compiler was there at installation and they implement the
-    model, else torch."""
+    """The kernels that compute on a CPU. auto: native where a compiler was there at installation and they
+    implement the model, else torch."""
     attention_backend: Text = "auto"
-    """What computes attention on a GPU: triton, cudnn, flash-attn, flashinfer, flashinfer-trtllm or torch, or
-    one for each phase, as prefill=cudnn,decode=triton. auto: a library that is installed, else ours."""
+    """The library for attention on a GPU: triton, cudnn, flash-attn, flashinfer, flashinfer-trtllm or torch,
+    or one for each phase, as prefill=cudnn,decode=triton. auto: a library that is installed, else ours."""
     enforce_eager: bool = False
     """On a GPU, launch decode steps kernel by kernel instead of as CUDA graphs: it starts sooner, takes less
     memory, and is slower."""
@@ -64,8 +64,8 @@ class RunnerConfig:
     """Processes (ranks) that the model is split between, on a GPU each where there are any. Memory settings
     are for each of them."""
     rank_timeout_s: Seconds = 60.0
-    """With tensor parallelism, the engine fails when one of its processes has not done its part of a step
-    after this time."""
+    """The time after which a process that has not done its part of a step fails the engine, with tensor
+    parallelism."""
     threads: Annotated[int, Meta(ge=1, le=THREADS_MAX)] | None = None
     """Compute threads on a CPU, which ranks share. Unset: one per physical core that affinity and control
     groups allow."""
@@ -96,7 +96,7 @@ class RunnerConfig:
             raise ConfigError(problems)
 
     def contradictions(self) -> Iterator[str]:
-        """What is wrong with the settings that no single one shows."""
+        """The problems that no single setting shows."""
         yield from misnamed(self.attention_backend)
         if self.max_step_tokens < self.max_num_seqs:
             yield (

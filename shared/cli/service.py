@@ -21,7 +21,7 @@ SERVICES: Final = {
     "gateway": "run a gateway in the foreground",
 }
 MODULES: Final = {"engine": ("engine", "serve"), "gateway": ("gateway",)}
-"""What follows `python -m`."""
+"""The words after `python -m` that run a service."""
 _NEEDS: Final = {"engine": ("aiohttp", "safetensors", "torch", "zmq"), "gateway": ("aiohttp",)}
 
 
@@ -51,7 +51,7 @@ def reach(module: str) -> ModuleType:
 
 
 def missing_extra(service: str) -> str | None:
-    """What to say when the packages of the service's extra are not installed."""
+    """The message about packages of the service's extra that are not installed; None when all are."""
     missing = [package for package in _NEEDS[service] if importlib.util.find_spec(package) is None]
     if not missing:
         return None

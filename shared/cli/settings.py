@@ -25,7 +25,7 @@ WIDTH: Final = 100
 DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 FORMATS: Final = ("table", "json-schema", "toml")
 COLUMNS: Final = ("type", "default", "bounds", "variable", "meaning")
-"""Those of a table after the first, whose head names the section."""
+"""The columns of a table after the first one, whose head names the section."""
 
 
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:

@@ -56,7 +56,7 @@ _NOT_FROM_ENVIRONMENT: Final = {
     "PENSTOCK_ENGINE_": ("HOST", "PORT", "TLS_CERT", "TLS_KEY", "TLS_CLIENT_CA"),
     "PENSTOCK_GATEWAY_": ("LISTEN", "MODELS", "TENANTS", "KEYS"),
 }
-"""By a service's prefix: variables, and beginnings of variables, that would undo what `up` arranges."""
+"""Variables, and beginnings of variables, that would undo what `up` arranges, by the service's prefix."""
 
 
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -145,7 +145,7 @@ def check_environment(parser: Parser, env: Mapping[str, str]) -> None:
 
 
 def check_engine_options(parser: Parser, more: Sequence[str], env: Mapping[str, str]) -> None:
-    """What `up` does not know goes to the engine, whose own parser checks it now rather than later."""
+    """Options that `up` does not know are the engine's: its own parser checks them before anything starts."""
     engine = reach("engine.config").build_parser("penstock up")
     names = {name for name in engine._option_string_actions if name.startswith("--")} - _OURS
     for word in more:
@@ -192,7 +192,7 @@ class Plan:
     """How long a service may take to stop: its drain, and the rest of its ending."""
     aliases: tuple[str, ...] = ()
     certificate_names: tuple[str, ...] = ()
-    """Whom the certificate is for, where there is one."""
+    """The names that the certificate is for; empty without a certificate."""
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
@@ -264,7 +264,7 @@ def _tls(cert: str | None, key: str | None) -> tuple[str, str] | None:
 
 
 def _reachable(host: str, certificate_names: Sequence[str] = ()) -> str:
-    """What to call this machine in a URL for a client on it; `localhost` when only that is certified."""
+    """This machine's name in a URL for a client on it; `localhost` when only that is certified."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     if host not in certificate_names and "localhost" in certificate_names and host in ("127.0.0.1", "::1"):
         return "localhost"
@@ -333,7 +333,7 @@ def _tell_chat(plan: Plan) -> None:
 
 
 class Progress:
-    """What is being waited for, and how long it took: `engine   warming up ... 1.2 s`."""
+    """The stage that is waited for, and how long it took: `engine   warming up ... 1.2 s`."""
 
     def __init__(self, out: TextIO, clock: Clock) -> None:
         self._out = out
@@ -370,7 +370,7 @@ class Progress:
 
 
 def stage_of(fields: dict[str, Any] | None) -> str | None:
-    """What a service begins to do with this log line, if anything."""
+    """The stage of its start that a service begins with this log line; None for any other line."""
     match fields:
         case {"event": "engine.listening"}:
             return "finding the model"
@@ -425,7 +425,7 @@ certificate: --cacert FILE for curl, SSL_CERT_FILE=FILE for the OpenAI SDK.
 
 
 def _penstock() -> str:
-    """What starts this program in a terminal like ours, where the environment may not be active."""
+    """The command that starts this program in such a terminal, where the environment may not be active."""
     if shutil.which("penstock"):
         return "penstock"
     return shlex.quote(str(Path(sys.executable).with_name("penstock")))
