@@ -12,8 +12,9 @@ import os
 import sys
 from pathlib import Path
 
-from gateway.app import ListenFailed, serve
+from gateway.app import serve
 from gateway.config import HEADINGS, GatewayConfig, load
+from gateway.listener import ListenFailed
 from shared import logs
 from shared.arguments import Parser, add_settings
 from shared.config import ConfigError
@@ -26,7 +27,11 @@ def build_parser() -> Parser:
     """The command line. Every setting that is not on it is in the file or a variable."""
     parser = Parser(prog="penstock gateway", description="Run a gateway in the foreground.")
     parser.add_argument(
-        "--config", type=Path, required=True, metavar="FILE.toml", help="the configuration; README shows one"
+        "--config",
+        type=Path,
+        required=True,
+        metavar="FILE.toml",
+        help="the configuration; gateway/README.md shows one",
     )
     parser.add_argument("--parent-pid", type=int, help="stop when this process, the parent, is gone")
     add_settings(parser, GatewayConfig, HEADINGS)

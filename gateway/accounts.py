@@ -8,6 +8,7 @@ file is. Requests that were let in before are not cut off.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Self
@@ -24,7 +25,8 @@ from gateway.config import (
     load,
     timeouts_of,
 )
-from gateway.identity.keys import KeyTable, Principal
+from gateway.identity.caller import Identity, Principal
+from gateway.identity.keys import KeyTable
 from gateway.identity.tenant import TenantPolicy
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
@@ -35,6 +37,14 @@ assert POLL_S <= 5, "a revoked key is refused within five seconds"
 TERMS_MAX: Final = 16 * 1024
 
 log = logs.get(__name__)
+
+
+IdentityOf = Callable[[GatewayConfig], Identity]
+"""How callers are named, by what the configuration says."""
+
+
+def by_keys(config: GatewayConfig) -> Identity:
+    return KeyTable(config.keys)
 
 
 class Terms(Struct, frozen=True):
@@ -53,7 +63,7 @@ class Terms(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Accounts:
-    keys: KeyTable
+    identity: Identity
     tenants: TenantPolicy
     timeouts: TimeoutsConfig
     """Everybody's."""
@@ -62,9 +72,9 @@ class Accounts:
     _subjects: dict[Principal, tuple[Subject, ...]] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, config: GatewayConfig) -> Self:
+    def of(cls, config: GatewayConfig, identity_of: IdentityOf) -> Self:
         tenants = TenantPolicy(config.models, config.tenants, config.tiers)
-        return cls(KeyTable(config.keys), tenants, config.timeouts)
+        return cls(identity_of(config), tenants, config.timeouts)
 
     def terms(self, principal: Principal, model_name: str | None) -> Terms:
         """Raises as `TenantPolicy.resolve`."""
@@ -97,8 +107,15 @@ class Accounts:
 class AccountsReader:
     """`now` is the newest accounts that could be read. A file that is wrong changes nothing."""
 
-    def __init__(self, config: GatewayConfig, path: Path | None, clock: Clock = SYSTEM_CLOCK) -> None:
-        self.now = Accounts.of(config)
+    def __init__(
+        self,
+        config: GatewayConfig,
+        path: Path | None,
+        clock: Clock = SYSTEM_CLOCK,
+        identity_of: IdentityOf = by_keys,
+    ) -> None:
+        self.now = Accounts.of(config, identity_of)
+        self._identity_of = identity_of
         self._config = config
         self._path = path
         self._clock = clock
@@ -118,7 +135,7 @@ class AccountsReader:
         if taken != config:
             log.warning("config.restart_needed", path=self._path, read="keys, tenants and tiers alone")
         self._config = taken
-        self.now = Accounts.of(taken)
+        self.now = Accounts.of(taken, self._identity_of)
         log.info("config.reloaded", path=self._path, keys=len(config.keys), tenants=len(config.tenants))
 
     async def watch(self) -> None:

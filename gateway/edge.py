@@ -1,12 +1,12 @@
-"""Every request, from its headers to its one completed line.
+"""Every request of the public listener, from its headers to its completed line.
 
 Rules:
 
-1. Default deny, by the path that routes: without a valid key there is no answer but 401, except from
-   the three probes.
-2. Every answer carries the request's id, and every error OpenAI's envelope, those too that aiohttp
-   finds by itself before there is a request.
-3. Whatever happens, one completed line.
+1. Default deny, by the path that routes: without a valid key there is no answer but 401, except from the
+   three probes.
+2. Every answer carries the request's id, and every error OpenAI's envelope, also those that aiohttp finds by
+   itself before there is a request.
+3. Every request has one completed line, whatever happens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Final
 
@@ -23,20 +22,24 @@ import structlog
 from aiohttp import web
 
 from gateway.accounts import AccountsReader
+from gateway.admin import probe_response
 from gateway.admission.quota import QuotaStore, ReservationId
-from gateway.client.answer import SERVER, Client, ClientGone
+from gateway.client.answer import Client
 from gateway.client.deadlines import Watch
+from gateway.client.responses import error_response, json_response
 from gateway.config import GatewayConfig, ModelConfig
-from gateway.endpoints import ENDPOINTS
+from gateway.endpoints import CHUNKS, ENDPOINTS
 from gateway.engines import Engines
 from gateway.exchange import Exchange, LiveRequests
 from gateway.hygiene import check, path_of
-from gateway.identity.keys import Principal
+from gateway.identity.caller import Principal
 from gateway.identity.tenant import TenantPolicy
 from gateway.pipeline import Pipeline
 from gateway.record import Reporter, RequestRecord
+from gateway.relay.stream import Progress
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
+from shared.completed_line import UNPARSED
 from shared.errors import (
     ApiError,
     InternalError,
@@ -44,24 +47,23 @@ from shared.errors import (
     MethodNotAllowed,
     RequestAborted,
     RouteNotFound,
-    Unauthenticated,
     forget_frames,
 )
+from shared.http import ClientGone
 from shared.ids import REQUEST_ID_HEADER, TRACEPARENT_HEADER, RequestId, accept_request_id, mint_request_id
-from shared.lifecycle import Lifecycle
 from shared.openai import (
     AbortResponse,
     Model,
     ModelList,
-    error_envelope,
 )
 from shared.paths import no_such_path
+from shared.probes import PROBES, Health
+from shared.sse import TailScanner
 from shared.telemetry import Stages
 
 MODELS: Final = "/v1/models"
 REQUESTS: Final = "/v1/requests/"
 UNKNOWN: Final = "unknown"
-JSON: Final = "application/json"
 
 log = logs.get(__name__)
 
@@ -93,13 +95,14 @@ class Edge:
         self._started_s = int(clock.wall())
         self._reporter = Reporter()
         self._name = secrets.token_hex(8)
-        """Of this process, so that its reservations are no other gateway's."""
+        """This process's part of the ids of its reservations, which makes them differ from other
+        gateways'."""
         self._count = itertools.count()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path = path_of(request)
         if path in PROBES:
-            return probe_answer(self._health, request)
+            return probe_response(self._health, request)
         exchange = self._open(request, path)
         structlog.contextvars.bind_contextvars(request_id=exchange.request_id)
         try:
@@ -132,16 +135,17 @@ class Edge:
             return await self._fail(exchange, InternalError("The gateway failed. It is not your fault."))
 
     async def _serve(self, exchange: Exchange) -> web.StreamResponse:
-        """By the path; who calls is asked before what for."""
+        """Answer by path and method. The caller is authenticated before anything is said about the
+        path."""
         check(exchange.request)
         method, path = exchange.request.method, exchange.path
-        endpoint = ENDPOINTS.get(path)
+        endpoint = exchange.endpoint
         if endpoint is not None and method == "POST":
             await self._pipeline.run(exchange, endpoint)
             assert exchange.client.response is not None
             exchange.record.status = exchange.client.response.status
             return exchange.client.response
-        principal = self._pipeline.authenticate(exchange)
+        principal = await self._pipeline.authenticate(exchange)
         exchange.stages.enter("answer")
         if endpoint is not None:
             raise MethodNotAllowed(f"{path} takes POST, not {method[:16]}.")
@@ -175,28 +179,28 @@ class Edge:
     async def _send(self, exchange: Exchange, body: msgspec.Struct) -> web.Response:
         exchange.record.status = int(HTTPStatus.OK)
         await self._look_up_windows(exchange)
-        return _response(HTTPStatus.OK, msgspec.json.encode(body), exchange.headers())
+        return json_response(HTTPStatus.OK, msgspec.json.encode(body), exchange.headers())
 
     async def _fail(self, exchange: Exchange, error: ApiError) -> web.StreamResponse:
-        """As an answer of its own, or at the end of one that has begun."""
+        """Answer with an error, or end an answer that has begun with it."""
         begun = exchange.client.response
         if begun is not None and exchange.client.finished:
-            exchange.record.status = begun.status  # too late: the client has its whole answer
+            exchange.record.status = begun.status  # the client has its whole answer already
             return begun
         exchange.record.failed(error, begun.status if begun else None)
         if begun is not None:
             at_boundary = exchange.progress.scanner.at_boundary
-            dialect = ENDPOINTS[exchange.path].dialect
+            dialect = exchange.endpoint.dialect if exchange.endpoint is not None else CHUNKS
             await exchange.client.fail(error, dialect.error_event(error) if at_boundary else None)
             return begun
         await self._look_up_windows(exchange)
         response = error_response(error, exchange.headers())
         if not exchange.request.content.is_eof():
-            response.force_close()  # the rest of the body is not worth reading
+            response.force_close()  # the rest of the request's body will not be read
         return response
 
     async def _look_up_windows(self, exchange: Exchange) -> None:
-        """For the `x-ratelimit-*` headers of answers that came to no reservation."""
+        """Look up the caller's quotas for the `x-ratelimit-*` headers, where no reservation did."""
         if exchange.principal is not None and exchange.windows is None:
             subjects = exchange.accounts.subjects(exchange.principal)
             exchange.windows = await self._quotas.windows(subjects)
@@ -208,9 +212,11 @@ class Edge:
         stages = Stages("gateway", self._clock, traceparent=headers.get(TRACEPARENT_HEADER))
         watch = Watch(self._config.timeouts.total_s, self._soonest_s)
         request_id = accept_request_id(headers.get(REQUEST_ID_HEADER))
+        endpoint = ENDPOINTS.get(path)
         return Exchange(
             request=request,
             path=path,
+            endpoint=endpoint,
             request_id=request_id,
             record=RequestRecord(request_id, request.method[:16], _endpoint(path)),
             stages=stages,
@@ -221,6 +227,7 @@ class Edge:
             clock=self._clock,
             reservation=ReservationId(f"{self._name}-{next(self._count)}"),
             arrived_s=stages.enter("edge"),
+            progress=Progress(TailScanner(CHUNKS.done if endpoint is None else endpoint.dialect.done)),
         )
 
     def _complete(self, exchange: Exchange) -> None:
@@ -232,10 +239,11 @@ class Edge:
         self._reporter.completed(record, stages, stages.enter(stages.now) - exchange.arrived_s)
 
     def refuse_unparsed(self, cause: str) -> web.Response:
-        """The answer to what is not HTTP, or too much of it."""
+        """The answer to what is not well-formed HTTP, or has too much of it. Its completed line is
+        written here."""
         message = "The request is not well-formed HTTP, or its headers are too large."
         error = InvalidRequest(message, detail=cause)
-        record = RequestRecord(mint_request_id(), "", "unparsed", stage="parse")
+        record = RequestRecord(mint_request_id(), "", UNPARSED, stage="parse")
         record.failed(error, None)
         self._reporter.completed(record, Stages("gateway", self._clock), 0.0)
         response = error_response(error, {REQUEST_ID_HEADER: record.request_id})
@@ -246,13 +254,13 @@ class Edge:
 def _client_left(exchange: Exchange) -> None:
     response = exchange.client.response
     if response is not None and exchange.progress.delivered:
-        exchange.record.status = response.status  # it had all that it came for
+        exchange.record.status = response.status  # the client has everything that it wanted
     else:
         exchange.record.client_left()
 
 
 def _endpoint(path: str) -> str:
-    """A label of bounded variety."""
+    """The route of a path, for logs and metrics: one of a few constants, whatever the path."""
     if path in ENDPOINTS or path == MODELS:
         return path
     if path.startswith(f"{MODELS}/"):
@@ -263,52 +271,3 @@ def _endpoint(path: str) -> str:
 def _allow(exchange: Exchange, method: str) -> None:
     if exchange.request.method != method and (exchange.request.method, method) != ("HEAD", "GET"):
         raise MethodNotAllowed(f"This takes {method}, not {exchange.request.method[:16]}.")
-
-
-def _response(status: int, body: bytes, headers: Mapping[str, str]) -> web.Response:
-    named = {**headers, "server": SERVER}
-    return web.Response(status=status, body=body, content_type=JSON, headers=named)
-
-
-def error_response(error: ApiError, headers: Mapping[str, str]) -> web.Response:
-    extra = {"x-should-retry": "true" if error.retryable else "false"}
-    if error.retry_after_s is not None:
-        extra["retry-after"] = str(max(1, -int(-error.retry_after_s // 1)))
-        extra["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1000)))
-    if isinstance(error, Unauthenticated):
-        extra["www-authenticate"] = "Bearer"
-    return _response(error.status, error_envelope(error), {**headers, **extra})
-
-
-class Health:
-    """How the gateway does, for probes."""
-
-    def __init__(self, lifecycle: Lifecycle, problems: Callable[[], list[str]]) -> None:
-        """`problems`: names of what does not work at the moment, without which nothing can be served."""
-        self.lifecycle: Final = lifecycle
-        self.problems: Final = problems
-
-
-class Probe(msgspec.Struct, omit_defaults=True):
-    phase: str
-    ok: bool
-    problems: list[str] = []
-
-
-PROBES: Final[Mapping[str, Callable[[Health], bool]]] = {
-    "/livez": lambda health: health.lifecycle.is_live,
-    "/readyz": lambda health: health.lifecycle.is_ready and not health.problems(),
-    "/startupz": lambda health: health.lifecycle.is_started,
-}
-"""The only open doors."""
-
-
-def probe_answer(health: Health, request: web.BaseRequest, *, tells_problems: bool = False) -> web.Response:
-    """To a request for one of `PROBES`; what is wrong is told to operators alone."""
-    ok = PROBES[path_of(request)](health)
-    headers = {REQUEST_ID_HEADER: accept_request_id(request.headers.get(REQUEST_ID_HEADER))}
-    if request.method not in ("GET", "HEAD"):
-        return error_response(MethodNotAllowed(f"{request.path} takes GET."), headers)
-    status = HTTPStatus.OK if ok else HTTPStatus.SERVICE_UNAVAILABLE
-    probe = Probe(health.lifecycle.phase.value, ok, health.problems() if tells_problems else [])
-    return _response(status, msgspec.json.encode(probe), headers)

@@ -8,14 +8,15 @@ from collections.abc import Callable
 from typing import Final
 
 from aiohttp import web
-from msgspec import Struct, field
+from msgspec import Struct
 
 from gateway.accounts import Accounts
 from gateway.admission.quota import Decision, ReservationId, Windows
 from gateway.client.answer import Client
 from gateway.client.deadlines import Watch
 from gateway.config import TimeoutsConfig
-from gateway.identity.keys import Principal
+from gateway.endpoints import Endpoint
+from gateway.identity.caller import Principal
 from gateway.record import RequestRecord
 from gateway.relay.stream import Progress
 from shared.clock import Clock
@@ -34,6 +35,8 @@ class Exchange(Struct, eq=False):
     request: web.BaseRequest
     path: str
     """As it was sent, without the query."""
+    endpoint: Endpoint | None
+    """What engines serve at this path; None for any other."""
     request_id: RequestId
     record: RequestRecord
     """Only written here: nothing that happens depends on it."""
@@ -47,7 +50,7 @@ class Exchange(Struct, eq=False):
     clock: Clock
     reservation: ReservationId
     arrived_s: float
-    progress: Progress = field(default_factory=Progress)
+    progress: Progress
     principal: Principal | None = None
     is_seated: bool = False
     """Whether its seat was asked for: a lease that is to be renewed."""

@@ -50,20 +50,21 @@ from gateway.config import GatewayConfig, ModelConfig
 from gateway.endpoints import Dialect, Endpoint, ProxiedRequest
 from gateway.engines import Engines
 from gateway.exchange import Exchange, LiveRequests
-from gateway.identity.keys import Principal
+from gateway.identity.caller import Caller, Principal
 from gateway.outbound import outbound
 from gateway.record import observe_attempt, observe_decision
 from gateway.relay.credentials import Credentials
 from gateway.relay.stream import Progress, Relay
 from gateway.relay.upstream import Answer, Outbound, Upstream
 from gateway.routing.replicas import Outcome, Replica, Replicas
-from gateway.shield import shielded
+from gateway.shield import Done, shielded
 from shared.errors import (
     ApiError,
     BudgetExhausted,
     ConnectTimeout,
     EngineFailed,
     FirstTokenTimeout,
+    IdentityUnavailable,
     InterTokenTimeout,
     NotReady,
     Overloaded,
@@ -89,6 +90,8 @@ from shared.validation import INLINE_LEN_MAX, Parsed
 
 NO_TOKENS = Count(prompt_tokens=0, longest=0, prompts=0, extension=None)
 
+IDENTITY_S: Final = 5.0
+"""How long it may take to say who calls, where somebody else is asked."""
 ELSEWHERE_MAX: Final = 1
 """Other replicas that are asked when one's queue is full, or when it broke off."""
 ELSEWHERE: Final = (ConnectTimeout, UpstreamUnreachable, NotReady, Overloaded, UpstreamLost)
@@ -152,7 +155,7 @@ class Pipeline:
 
     async def run(self, exchange: Exchange, endpoint: Endpoint) -> None:
         """Answer one request. Raises ApiError, ClientGone or CancelledError; by then all is settled."""
-        principal = self.authenticate(exchange)
+        principal = await self.authenticate(exchange)
         try:
             await self._take_seat(exchange, principal, endpoint)
             dispatched = await self._dispatch(exchange, principal, endpoint)
@@ -177,10 +180,17 @@ class Pipeline:
             holding.shrink(len(request.content))
             return await self._send(exchange, Prepared(terms.model, request, exchange.reserved))
 
-    def authenticate(self, exchange: Exchange) -> Principal:
+    async def authenticate(self, exchange: Exchange) -> Principal:
         exchange.stages.enter("auth")
-        authorization = exchange.request.headers.get("authorization")
-        principal = exchange.accounts.keys.authenticate(authorization, exchange.clock.wall())
+        request = exchange.request
+        caller = Caller(request.headers.get("authorization"), request.transport)
+        found = exchange.accounts.identity.identify(caller, exchange.clock.wall())
+        if isinstance(found, Done):  # there was nothing to wait for
+            principal: Principal = found.result
+        else:
+            exchange.watch.expect(IDENTITY_S, IdentityUnavailable, "Callers cannot be told at the moment.")
+            principal = await found
+            exchange.watch.relax()
         exchange.principal = principal
         exchange.record.key, exchange.record.tenant = principal.key, principal.tenant
         return principal

@@ -1,12 +1,11 @@
-"""What is told about a request: one completed line, whatever its end, and the metrics.
+"""What the gateway reports about a request: its completed line, whatever its end, and its metrics.
 
-Label values are bounded: models, tenants and replicas come from the configuration, the rest are
-constants of the code. Tenants beyond `TENANTS_SHOWN_MAX` share one label.
+Label values are bounded: models, tenants and replicas come from the configuration, the rest are constants of
+the code. Tenants beyond `TENANTS_SHOWN_MAX` share one label.
 """
 
 from __future__ import annotations
 
-from enum import StrEnum
 from operator import attrgetter
 from typing import Final
 
@@ -14,76 +13,39 @@ from msgspec import Struct
 
 from gateway.admission.quota import Decision, Settlement
 from gateway.relay.stream import Progress
-from shared import errors, logs
-from shared.errors import ApiError
+from shared import logs
+from shared.completed_line import EVENT
+from shared.end_reason import EndReason, end_reason_of
+from shared.errors import STATUS_CLIENT_GONE, ApiError
 from shared.ids import KeyId, ReplicaId, RequestId, TenantId
 from shared.metrics import Counter, Gauge, Histogram
 from shared.sse import Closing
 from shared.telemetry import Stages
 
 TENANTS_SHOWN_MAX: Final = 100
-STATUS_CLIENT_GONE: Final = 499
-"""nginx's number for a client that left; never sent, only logged."""
 NONE: Final = "none"
-"""The label where there is no value: the request ended before it had one."""
+"""The label of a request that ended before it had the value."""
 
 
-class EndReason(StrEnum):
-    OK = "ok"
-    REFUSED = "refused"
-    """An answer was given, and it was no: the caller's mistake, a quota, a full queue."""
-    CLIENT_CANCEL = "client_cancel"
-    ABORTED = "aborted"
-    """By DELETE."""
-    CONNECT_TIMEOUT = "connect_timeout"
-    FIRST_TOKEN_TIMEOUT = "first_token_timeout"  # noqa: S105 -- a reason, not a secret
-    INTER_TOKEN_TIMEOUT = "inter_token_timeout"  # noqa: S105
-    TOTAL_TIMEOUT = "total_timeout"
-    SLOW_CLIENT = "slow_client"
-    QUEUE_TIMEOUT = "queue_timeout"
-    """The caller's own bound, as the next."""
-    REQUEST_TIMEOUT = "request_timeout"
-    UPSTREAM_UNREACHABLE = "upstream_unreachable"
-    UPSTREAM_FAILED = "upstream_failed"
-    DRAIN = "drain"
-    """It was still running when the drain's time was up."""
-    INTERNAL_ERROR = "internal_error"
-
-
-_REASONS: Final[dict[type[ApiError], EndReason]] = {
-    errors.RequestAborted: EndReason.ABORTED,
-    errors.ConnectTimeout: EndReason.CONNECT_TIMEOUT,
-    errors.FirstTokenTimeout: EndReason.FIRST_TOKEN_TIMEOUT,
-    errors.InterTokenTimeout: EndReason.INTER_TOKEN_TIMEOUT,
-    errors.TotalTimeout: EndReason.TOTAL_TIMEOUT,
-    errors.SlowClient: EndReason.SLOW_CLIENT,
-    errors.QueueTimeout: EndReason.QUEUE_TIMEOUT,
-    errors.RequestTimeout: EndReason.REQUEST_TIMEOUT,
-    errors.UpstreamUnreachable: EndReason.UPSTREAM_UNREACHABLE,
-    errors.UpstreamFailed: EndReason.UPSTREAM_FAILED,
-    errors.UpstreamLost: EndReason.UPSTREAM_FAILED,
-    errors.EngineFailed: EndReason.UPSTREAM_FAILED,
-    errors.InternalError: EndReason.INTERNAL_ERROR,
-    errors.GatewayStopped: EndReason.DRAIN,
-}
-
-
-def end_reason_of(error: ApiError) -> EndReason:
-    if (reason := _REASONS.get(type(error))) is not None:
-        return reason
-    retried = isinstance(error, errors.Overloaded | errors.NotReady)
-    return EndReason.REFUSED if error.status < 500 or retried else EndReason.UPSTREAM_FAILED
+def _reason_of(closing: Closing | None) -> EndReason:
+    """The reason of an engine that ended its stream with an error event: its own, where it is known here."""
+    try:
+        reason = EndReason(closing.end_reason if closing is not None else "")
+    except ValueError:
+        return EndReason.UPSTREAM_FAILED
+    return EndReason.UPSTREAM_FAILED if reason is EndReason.OK else reason
 
 
 class RequestRecord(Struct, eq=False):
-    """Filled in as the request goes on its way. Holds no text of prompts or answers."""
+    """What will be reported about a request, filled in as it goes on its way. Holds no text of prompts or
+    answers."""
 
     request_id: RequestId
     method: str
     endpoint: str
     """The route, not the path as it was sent."""
     stage: str = ""
-    """Where the request ended."""
+    """The stage in which the request ended. Empty until then."""
     tenant: TenantId | None = None
     key: KeyId | None = None
     model: str | None = None
@@ -93,7 +55,7 @@ class RequestRecord(Struct, eq=False):
     error: ApiError | None = None
     replica: ReplicaId | None = None
     attempts: int = 0
-    """Replicas that were tried."""
+    """The number of replicas that were asked."""
     prompt_tokens: int = 0
     prompt_exact: bool = False
     decision: Decision | None = None
@@ -105,16 +67,17 @@ class RequestRecord(Struct, eq=False):
     first_byte_s: float | None = None
 
     def failed(self, error: ApiError, sent_status: int | None) -> None:
-        """`sent_status`: what the client was told already, when the answer had begun."""
+        """Note the error that ended the request. `sent_status` is the status that the client was
+        already sent, when the answer had begun."""
         self.error = error
         self.status = sent_status or int(error.status)
         self.end_reason = end_reason_of(error)
 
     def take(self, progress: Progress) -> None:
-        """How far the answer came."""
+        """Note how far the answer came."""
         self.events, self.body_len, self.closing = progress.events, progress.body_len, progress.closing
         if progress.broken and self.end_reason is EndReason.OK:
-            self.end_reason = EndReason.UPSTREAM_FAILED
+            self.end_reason = _reason_of(self.closing)
 
     def client_left(self) -> None:
         self.status = STATUS_CLIENT_GONE
@@ -182,20 +145,18 @@ def observe_decision(decision: Decision) -> None:
 
 
 class Reporter:
-    """Writes the completed line and counts, once per request."""
+    """Writes completed lines and counts requests, each once."""
 
     def __init__(self) -> None:
         self._tenants: set[TenantId] = set()
 
     def completed(self, record: RequestRecord, stages: Stages, seconds: float) -> None:
-        fields = _fields(record)
-        fields["trace_id"] = stages.trace.trace_id
-        fields["total_ms"] = _ms(seconds)
+        fields = _fields(record, stages, seconds)
         fields.update(stages.log_fields())
-        logs.write("request.completed", fields)
+        logs.write(EVENT, fields)
         stages.end(status=record.status, end_reason=record.end_reason, endpoint=record.endpoint)
         model, tenant = record.model or NONE, self._tenant_label(record.tenant)
-        REQUESTS.inc(record.endpoint, model, tenant, record.status, str(record.end_reason))
+        REQUESTS.inc(record.endpoint, model, tenant, record.status, fields["end_reason"])
         SECONDS.observe(seconds, model, record.stream)
         if record.first_byte_s is not None:
             FIRST_BYTE.observe(record.first_byte_s, model, record.stream)
@@ -215,22 +176,26 @@ class Reporter:
 
 
 _SAID: Final = tuple(name for name in Closing.__struct_fields__ if not name.endswith("_tokens"))
-"""All that a closing says, beside the tokens."""
+"""The fields of a closing comment, except the counts of tokens."""
 _said: Final = attrgetter(*_SAID)
 _SAID_LABELS: Final = tuple(f"engine_{name}" for name in _SAID)
 
 
-def _fields(record: RequestRecord) -> dict[str, object]:
-    error, closing, decision = record.error, record.closing, record.decision
+def _fields(record: RequestRecord, stages: Stages, seconds: float) -> dict[str, object]:
+    """The fields of a `shared.completed_line.GatewayLine`, without the stages' times."""
+    error, closing, decision, trace = record.error, record.closing, record.decision, stages.trace
     fields: dict[str, object] = {
         "logger": __name__,
         "request_id": record.request_id,
+        "trace_id": trace.trace_id,
+        "span_id": trace.span_id,
         "method": record.method,
         "endpoint": record.endpoint,
         "status": record.status,
         "end_reason": str(record.end_reason),
         "stage": record.stage,
         "stream": record.stream,
+        "total_ms": _ms(seconds),
         "attempts": record.attempts,
         "prompt_tokens": closing.prompt_tokens if closing else record.prompt_tokens,
         "prompt_exact": record.prompt_exact or closing is not None,
@@ -239,6 +204,8 @@ def _fields(record: RequestRecord) -> dict[str, object]:
         "events": record.events,
         "body_len": record.body_len,
     }
+    if stages.parent_span_id is not None:
+        fields["parent_span_id"] = stages.parent_span_id
     if record.key is not None:
         fields["tenant"], fields["key_id"] = record.tenant, record.key
     if record.model is not None:
@@ -260,4 +227,4 @@ def _fields(record: RequestRecord) -> dict[str, object]:
 
 
 def _ms(seconds: float) -> float:
-    return round(seconds * 1e3, 3)
+    return int(seconds * 1e6 + 0.5) / 1e3

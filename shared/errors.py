@@ -11,8 +11,12 @@ obey before they look at the status.
 
 from __future__ import annotations
 
+import math
 from http import HTTPStatus
-from typing import ClassVar
+from typing import ClassVar, Final
+
+STATUS_CLIENT_GONE: Final = 499
+"""The status of a request whose client left, as nginx numbers it. It is logged and never sent."""
 
 
 class ApiError(Exception):
@@ -36,6 +40,22 @@ class ApiError(Exception):
         self.param = param
         self.detail = detail
         self.retry_after_s = retry_after_s
+
+
+def error_headers(error: ApiError) -> dict[str, str]:
+    """The headers that an error's answer has beside its body.
+
+    `retry-after` is in whole seconds, rounded up: a client that waits as long as it says never comes too
+    early. `retry-after-ms`, which the SDKs prefer, is exact. Neither says 0, after which a client would not
+    wait at all.
+    """
+    headers = {"x-should-retry": "true" if error.retryable else "false"}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+        headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1e3)))
+    if isinstance(error, Unauthenticated):
+        headers["www-authenticate"] = "Bearer"
+    return headers
 
 
 def forget_frames(error: BaseException | None) -> None:
@@ -167,9 +187,9 @@ class BudgetExhausted(ApiError):
 
 
 class RequestAborted(ApiError):
-    """Ended by `DELETE /v1/requests/{id}` before it was done. 499 is nginx's for a caller who left."""
+    """The request was ended by `DELETE /v1/requests/{id}` before it was done."""
 
-    status = 499
+    status = STATUS_CLIENT_GONE
     type = "invalid_request_error"
     code = "request_aborted"
 
@@ -204,6 +224,12 @@ class QuotaUnavailable(NotReady):
     """The store of quotas does not answer, so nothing can be reserved."""
 
     code = "quota_unavailable"
+
+
+class IdentityUnavailable(NotReady):
+    """Whoever knows the callers did not answer in time, so nobody can be told from anybody else."""
+
+    code = "identity_unavailable"
 
 
 class EngineFailed(ApiError):

@@ -40,8 +40,13 @@ def mint_request_id() -> RequestId:
     return RequestId(f"req_{random_bits(128):032x}")
 
 
+def is_request_id(text: str) -> bool:
+    """Whether the text is 1 to 64 of `A-Za-z0-9._-`."""
+    return _WELL_FORMED.fullmatch(text) is not None
+
+
 def accept_request_id(value: str | None) -> RequestId:
-    """The caller's id when it is 1 to 64 of `A-Za-z0-9._-`, else a new one."""
+    """The caller's id when it is well formed, else a new one."""
     if value is not None and _WELL_FORMED.fullmatch(value):
         return RequestId(value)
     return mint_request_id()

@@ -68,7 +68,8 @@ class _Writer:
     def __init__(self, stream: TextIO, service: str, level: str) -> None:
         self._stream = stream
         self.service = service
-        self.shows_info: Final = LEVELS.index(level) <= LEVELS.index("info")
+        self.levels: Final = frozenset(LEVELS[LEVELS.index(level) :])
+        """The levels whose lines are shown."""
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # a tenth of what a Queue costs
         self._dropped = 0
         self._closing = threading.Event()
@@ -184,12 +185,12 @@ def get(name: str) -> structlog.typing.FilteringBoundLogger:
     return logger
 
 
-def write(event: str, fields: Mapping[str, object]) -> None:
-    """A line that every request has, at level info: rendered like any other, without structlog's way there,
-    which copies its forty fields five times. What is bound to the context is not added; `fields` name the
+def write(event: str, fields: Mapping[str, object], level: str = "info") -> None:
+    """Write a line that every request has: rendered like any other, without structlog's way there, which
+    copies its forty fields five times. What is bound to the context is not added; `fields` name the
     logger."""
-    if _writer is not None and _writer.shows_info:
-        _writer.msg(render(_writer.service, "info", event, fields))
+    if _writer is not None and level in _writer.levels:
+        _writer.msg(render(_writer.service, level, event, fields))
 
 
 def render(service: str, level: str, event: str, fields: Mapping[str, object]) -> str:

@@ -13,9 +13,11 @@ Rules:
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 from itertools import accumulate
+from operator import add
 from typing import Final
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
@@ -23,6 +25,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+PENDING_MAX: Final = 256
+"""Observations that wait to be sorted into buckets. Sorting so many takes some 30 us."""
 REGISTRY: Final = CollectorRegistry()
 """All metrics of this process."""
 ProcessCollector(registry=REGISTRY)
@@ -89,6 +93,9 @@ class Gauge(Collector):
 
 
 class Histogram(Collector):
+    """Observations are kept as they come and sorted into buckets a batch at a time: sorting is done in C, and
+    finding a bucket for each by itself took a twentieth of a request."""
+
     def __init__(
         self,
         name: str,
@@ -105,40 +112,80 @@ class Histogram(Collector):
         self._documentation = documentation
         self._labels = tuple(labels)
         self._bounds = tuple(buckets)
-        self._cells: dict[tuple[object, ...], list[float]] = {}
-        """Of each bucket its own observations, those of lower ones not counted; last, the sum of all."""
-        self._rows: dict[tuple[object, ...], dict[str, list[float]]] = {}
-        """The same cells, by all labels but the last, and by that."""
+        self._cells: dict[tuple[object, ...], _Cell] = {}
+        self._pending: dict[tuple[object, ...], list[float]] = {}
+        """Values that are in no bucket yet, by their labels."""
+        self._rows: dict[tuple[tuple[str, ...], tuple[object, ...]], list[Sequence[float]]] = {}
+        """Values of several names that are in no bucket yet: by these names and the labels before, a sequence
+        for each call."""
         if not labels:
-            self._new_cell(())
+            self._sort_in((), [])
         registry.register(self)
 
     def observe(self, value: float, *labels: object) -> None:
-        cell = self._cells.get(labels) or self._new_cell(labels)
-        cell[bisect_left(self._bounds, value)] += 1
-        cell[-1] += value
+        values = self._pending.get(labels)
+        if values is None:
+            assert len(labels) == len(self._labels)
+            values = self._pending[labels] = []
+        values.append(value)
+        if len(values) == PENDING_MAX:
+            self._sort_in(labels, values)
 
-    def observe_all(self, values: Mapping[str, float], *labels: object) -> None:
-        """Each of `values` by its name, which is the last label."""
-        row, bounds = self._rows.get(labels), self._bounds
-        if row is None:
-            row = self._rows[labels] = {}
-        for name, value in values.items():
-            cell = row.get(name)
-            if cell is None:
-                cell = row[name] = self._cells.get((*labels, name)) or self._new_cell((*labels, name))
-            cell[bisect_left(bounds, value)] += 1
-            cell[-1] += value
+    def observe_all(self, names: tuple[str, ...], values: Sequence[float], *labels: object) -> None:
+        """One value for each of `names`, which are the last label."""
+        rows = self._rows.get((names, labels))
+        if rows is None:
+            assert len(labels) + 1 == len(self._labels)
+            rows = self._rows[names, labels] = []
+        rows.append(values)
+        if len(rows) == PENDING_MAX:
+            self._sort_in_rows(names, labels, rows)
 
-    def _new_cell(self, labels: tuple[object, ...]) -> list[float]:
-        assert len(labels) == len(self._labels)
-        cell = self._cells[labels] = [0] * (len(self._bounds) + 2)
-        return cell
+    def _sort_in(self, labels: tuple[object, ...], values: list[float]) -> None:
+        cell = self._cells.get(labels)
+        if cell is None:
+            cell = self._cells[labels] = _Cell([0] * (len(self._bounds) + 1))
+        cell.take(values, self._bounds)
+        values.clear()
+
+    def _sort_in_rows(
+        self, names: tuple[str, ...], labels: tuple[object, ...], rows: list[Sequence[float]]
+    ) -> None:
+        for name, column in zip(names, zip(*rows, strict=True), strict=True):
+            self._sort_in((*labels, name), list(column))
+        rows.clear()
 
     def collect(self) -> Iterator[Metric]:
+        for labels, values in self._pending.items():
+            if values:
+                self._sort_in(labels, values)
+        for (names, before), rows in self._rows.items():
+            if rows:
+                self._sort_in_rows(names, before, rows)
         family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
-        for labels, (*counts, total) in self._cells.items():
-            buckets = list(zip(bounds, accumulate(counts), strict=True))
-            family.add_metric([str(label) for label in labels], buckets, total)
+        for labels, cell in self._cells.items():
+            buckets = list(zip(bounds, accumulate(cell.counts), strict=True))
+            family.add_metric([str(label) for label in labels], buckets, cell.total)
         yield family
+
+
+class _Cell:
+    """One histogram's counts for one set of labels."""
+
+    __slots__ = ("counts", "total")
+
+    def __init__(self, counts: list[int]) -> None:
+        self.counts = counts
+        """The observations in each bucket, without those of the buckets below it."""
+        self.total = 0.0
+        """The sum of all observations."""
+
+    def take(self, values: list[float], bounds: Sequence[float]) -> None:
+        self.total = reduce(add, values, self.total)
+        ordered, below = sorted(values), 0
+        for at, bound in enumerate(bounds):
+            up_to = bisect_right(ordered, bound)
+            self.counts[at] += up_to - below
+            below = up_to
+        self.counts[-1] += len(ordered) - below

@@ -1,6 +1,6 @@
 """OpenAI's request, response, chunk and error shapes: the only copy, used by both services.
 
-Policy for fields, as README documents it:
+Policy for fields, as API.md documents it:
 
 - A field that is honoured is typed and bounded here, and a bad value is a 400 that names it.
 - A field that asks for something we cannot do (`tools`, a JSON `response_format`, audio, other engines'

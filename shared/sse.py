@@ -4,7 +4,8 @@ The engine ends every stream with a comment that the gateway keeps for itself:
 
     data: {...}\\n\\n  data: {...}\\n\\n  data: [DONE]\\n\\n  : penstock {json}\\n\\n
 
-The gateway relays bytes and parses no event. `TailScanner` finds the comment under these rules:
+(`[DONE]` is the last event of a whole answer in one dialect of streams; others have another.) The gateway
+relays bytes and parses no event. `TailScanner` finds the comment under these rules:
 
 1. A comment counts only as the very last thing on the stream, and only at an event boundary (at the
    start, or after an empty line). JSON has no raw newline, so no payload can forge a boundary.
@@ -35,7 +36,6 @@ _BOUNDARY: Final = b"\n\n"
 _COMMENT: Final = b": penstock "
 _MAY_CONTINUE: Final = (b":", b"\n:")
 """What a chunk begins with, when the boundary before a comment came with the chunk before."""
-_TAIL_LEN: Final = len(_BOUNDARY + DONE)
 assert len(_COMMENT) < CLOSING_LEN_MAX
 
 
@@ -108,9 +108,11 @@ def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 class TailScanner:
     """Takes a stream's chunks, gives back what to forward, keeps the closing comment."""
 
-    __slots__ = ("_held", "_tail")
+    __slots__ = ("_end", "_held", "_tail")
 
-    def __init__(self) -> None:
+    def __init__(self, done: bytes = DONE) -> None:
+        """`done`: the last event of a whole answer."""
+        self._end = _BOUNDARY + done
         self._held = b""
         """Not forwarded: starts at a boundary, and may be the comment."""
         self._tail = _BOUNDARY
@@ -128,9 +130,8 @@ class TailScanner:
         else:
             self._held, forward = data[start:], data[:start]
         if forward:
-            self._tail = (
-                forward[-_TAIL_LEN:] if len(forward) >= _TAIL_LEN else (self._tail + forward)[-_TAIL_LEN:]
-            )
+            room = len(self._end)
+            self._tail = forward[-room:] if len(forward) >= room else (self._tail + forward)[-room:]
         return forward
 
     def finish(self) -> bytes:
@@ -138,7 +139,7 @@ class TailScanner:
         if self.closing is not None:
             return b""
         rest, self._held = self._held, b""
-        self._tail = (self._tail + rest)[-_TAIL_LEN:]
+        self._tail = (self._tail + rest)[-len(self._end) :]
         return rest
 
     @property
@@ -148,8 +149,8 @@ class TailScanner:
 
     @property
     def saw_done(self) -> bool:
-        """Whether `[DONE]` was the last event forwarded."""
-        return self._tail == _BOUNDARY + DONE
+        """Whether the last event forwarded was the one that ends a whole answer."""
+        return self._tail == self._end
 
     @property
     def at_boundary(self) -> bool:

@@ -10,7 +10,8 @@ Stage names are constants of the code, never taken from requests: they label a h
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import cache, lru_cache
+from operator import sub
 from types import TracebackType
 from typing import Final
 
@@ -25,6 +26,8 @@ from shared.ids import random_bits
 from shared.metrics import REGISTRY, Histogram
 
 METRICS_CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
+LAYOUTS_MAX: Final = 1024
+"""Orders of stages that are known: a request that is tried elsewhere has one of its own."""
 
 _STAGE_SECONDS: Final = Histogram(
     "penstock_stage_seconds",
@@ -90,15 +93,25 @@ def parse_traceparent(value: str | None) -> TraceContext | None:
 # -- stages ---------------------------------------------------------------------------------------
 
 
-class _Fields(dict[str, str]):
-    """A stage's name in the completed line, kept as one object: most lines name the same stages."""
+class _Layout(Struct, frozen=True):
+    """What is the same for all requests that went through the same stages in the same order."""
 
-    def __missing__(self, stage: str) -> str:
-        name = self[stage] = f"{stage}_ms"
-        return name
+    names: tuple[str, ...]
+    """The stages that are over, each once, in the order of the first entry."""
+    at: tuple[int, ...] | None
+    """For each visit its place in `names`; None where no stage was entered twice."""
+    fields: tuple[str, ...]
+    """The stages' names in the completed line."""
+    timing: str
+    """The `Server-Timing` header, with places for milliseconds."""
 
 
-_field: Final = _Fields()
+@lru_cache(maxsize=LAYOUTS_MAX)
+def _layout(visits: tuple[str, ...]) -> _Layout:
+    names = tuple(dict.fromkeys(visits))
+    at = None if len(names) == len(visits) else tuple(map(names.index, visits))
+    timing = ", ".join(f"{name};dur=%.2f" for name in names)
+    return _Layout(names, at, tuple(f"{name}_ms" for name in names), timing)
 
 
 class Stages:
@@ -108,16 +121,26 @@ class Stages:
     Call `end` once, when the request has ended.
     """
 
-    __slots__ = ("_clock", "_seconds", "_service", "_span", "_tracer", "at_s", "now", "trace")
+    __slots__ = (
+        *("_began_s", "_clock", "_measured_s", "_monotonic", "_over", "_service", "_span", "_tracer"),
+        *("now", "parent_span_id", "trace"),
+    )
 
     def __init__(self, service: str, clock: Clock = SYSTEM_CLOCK, *, traceparent: str | None = None) -> None:
         self._service = service
         self._clock = clock
-        self._seconds: dict[str, float] = {}
+        self._monotonic = clock.monotonic
+        self._over: list[str] = []
+        """The visits to stages that are over, in order; those that `enter` began come first."""
+        self._began_s: list[float] = []
+        """When each of them began, and the one that is not over."""
+        self._measured_s: dict[str, float] = {}
+        """The stages that were measured elsewhere."""
         self.now = ""
-        """The stage that `enter` began last, and when it did."""
-        self.at_s = 0.0
+        """The stage that `enter` began last."""
         parent = parse_traceparent(traceparent) if traceparent is not None else None
+        self.parent_span_id = None if parent is None else parent.span_id
+        """The span that `traceparent` named. None where there was none."""
         self._tracer = _tracer()
         self._span = None if self._tracer is None else self._tracer.start_span(service, _otel_context(parent))
         if self._span is not None:
@@ -137,18 +160,19 @@ class Stages:
     def enter(self, stage: str) -> float:
         """For requests that are in one stage at every moment, so that their times add up to the request's:
         the last one is over, this one begins. Returns when, on the clock's own scale."""
-        now_s = self._clock.monotonic()
-        if last := self.now:
-            seconds = now_s - self.at_s
-            self._seconds[last] = self._seconds.get(last, 0.0) + seconds
+        now_s = self._monotonic()
+        began_s = self._began_s
+        if began_s:
+            self._over.append(self.now)
             if self._span is not None:
-                self._add_span(last, seconds)
-        self.now, self.at_s = stage, now_s
+                self._add_span(self.now, now_s - began_s[-1])
+        began_s.append(now_s)
+        self.now = stage
         return now_s
 
     def record(self, stage: str, seconds: float) -> None:
         """Add a duration that was measured elsewhere, and ended now."""
-        self._seconds[stage] = self._seconds.get(stage, 0.0) + seconds
+        self._measured_s[stage] = self._measured_s.get(stage, 0.0) + seconds
         if self._span is not None:
             self._add_span(stage, seconds)
 
@@ -159,21 +183,41 @@ class Stages:
         parent = trace.set_span_in_context(self._span)
         self._tracer.start_span(stage, parent, start_time=end_ns - int(seconds * 1e9)).end(end_ns)
 
+    def _taken(self) -> tuple[_Layout, list[float]]:
+        """The stages that are over, and the seconds that each took."""
+        visits, began_s = tuple(self._over), self._began_s
+        seconds = list(map(sub, began_s[1:], began_s))
+        if self._measured_s:
+            visits, seconds = (*visits, *self._measured_s), [*seconds, *self._measured_s.values()]
+        layout = _layout(visits)
+        if layout.at is None:
+            return layout, seconds
+        sums = [0.0] * len(layout.names)
+        for at, more in zip(layout.at, seconds, strict=True):
+            sums[at] += more
+        return layout, sums
+
     def server_timing(self) -> str:
         """The `Server-Timing` header, in milliseconds, in the order of entry."""
-        return ", ".join([f"{stage};dur={seconds * 1e3:.2f}" for stage, seconds in self._seconds.items()])
+        layout, seconds = self._taken()
+        return layout.timing % tuple(map(_MS.__mul__, seconds))
 
     def log_fields(self) -> dict[str, float]:
         """`{"quota_ms": 0.031, ...}` for the completed line."""
-        return {_field[stage]: int(seconds * 1e6 + 0.5) / 1e3 for stage, seconds in self._seconds.items()}
+        layout, seconds = self._taken()
+        return dict(zip(layout.fields, [(s * 1e6 + 0.5) // 1.0 / 1e3 for s in seconds], strict=True))
 
     def end(self, **attributes: str | int | float | bool) -> None:
         """Observe what each stage took, and close the span of the request. `attributes` never hold prompt
         text."""
-        _STAGE_SECONDS.observe_all(self._seconds, self._service)
+        layout, seconds = self._taken()
+        _STAGE_SECONDS.observe_all(layout.names, seconds, self._service)
         if self._span is not None:
             self._span.set_attributes(attributes)
             self._span.end()
+
+
+_MS: Final = 1e3
 
 
 class _Stage:
@@ -185,12 +229,12 @@ class _Stage:
         self._started_s = 0.0
 
     def __enter__(self) -> None:
-        self._started_s = self._stages._clock.monotonic()
+        self._started_s = self._stages._monotonic()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        self._stages.record(self._name, self._stages._clock.monotonic() - self._started_s)
+        self._stages.record(self._name, self._stages._monotonic() - self._started_s)
 
 
 @cache

@@ -1,10 +1,10 @@
-"""A fake runner that computes beside the host, as a GPU does, and as late as it may: a plan is executed
-when it is collected, so nothing that the host needs of it can be had before.
+"""A fake runner that computes beside the host, as a GPU does, and as late as possible: a plan is executed
+when it is collected, so no result can be used before that.
 
-What makes overlapped steps hard is that a plan is made while an earlier one still works. So at every launch
-this compares what the new plan touches with what those in flight read and write, and asserts that nobody
-is given a slot or a page that is still somebody else's, or reads a page that is not written yet: the fences
-of `engine.core.scheduler`, rules H and I, seen from the other side.
+Overlapped steps are hard because a plan is made while an earlier one still works. So at every launch this
+compares the pages and slots of the new plan with those that steps in flight read and write, and asserts that
+no sequence gets a slot or a page that is still in use for another, or reads a page that is not written yet:
+rules H and I (`engine.core.step`, `engine.core.allocator`) seen from the runner's side.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from engine.core.messages import Plan, RunnerInfo, RunResult
 from tests.fake_runner import FakeRunner
 
 
-def nobody() -> Collection[int]:
+def no_slots() -> Collection[int]:
     return ()
 
 
 @dataclass(slots=True)
 class Occupant:
-    """A slot's owner, as the host knows it when it launches."""
+    """The sequence in a slot, as the host knows it at a launch."""
 
     number: int
     table: list[int] = field(default_factory=list)
@@ -32,28 +32,31 @@ class Occupant:
 
 @dataclass(slots=True)
 class Flight:
+    """A launched plan that is not collected yet."""
+
     runner: AsyncRunner
     plan: Plan
     unread: frozenset[int]
-    """Slots whose readers were behind when it was launched."""
+    """Slots whose sequences were paused at the launch."""
     reads: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    """By page, who."""
+    """The numbers of the occupants that read a page, by page."""
     writes: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    """The numbers of the occupants that write a page, by page."""
 
     def collect(self) -> RunResult:
         return self.runner.execute(self)
 
 
 class AsyncRunner(FakeRunner):
-    """`unread` names the slots of those who are paused: no row is missed there."""
+    """`unread` gives the slots of paused sequences, which need no row."""
 
     def __init__(
-        self, info: RunnerInfo, step_tokens_max: int, unread: Callable[[], Collection[int]] = nobody
+        self, info: RunnerInfo, step_tokens_max: int, unread: Callable[[], Collection[int]] = no_slots
     ) -> None:
         super().__init__(info, step_tokens_max)
         self.in_flight: list[Flight] = []
         self.events: list[tuple[str, int]] = []
-        """("launch" or "collect", step)"""
+        """Pairs of "launch" or "collect" and a step number."""
         self.overlaps = 0
         """Launches while another step was in flight."""
         self._unread = unread
@@ -62,7 +65,7 @@ class AsyncRunner(FakeRunner):
 
     def launch(self, plan: Plan) -> Flight:
         flight = Flight(self, plan, frozenset(self._unread()))
-        self._seat(plan)
+        self._occupy(plan)
         self._trace(flight)
         for other in self.in_flight:
             _assert_apart(flight, other)
@@ -78,12 +81,12 @@ class AsyncRunner(FakeRunner):
         self.events.append(("collect", flight.plan.step))
         return result
 
-    def _seat(self, plan: Plan) -> None:
+    def _occupy(self, plan: Plan) -> None:
         for slot in plan.left:
             del self._occupants[slot]
         for start in plan.seated:
             used = [slot for flight in self.in_flight for slot in flight.plan.slots]
-            assert start.slot not in used, "seated where a step in flight still works for another"
+            assert start.slot not in used, "admitted into a slot in which a step in flight works for another"
             self._occupants[start.slot] = Occupant(next(self._numbers))
         for slot, pages in plan.grown:
             self._occupants[slot].table += pages
@@ -101,10 +104,11 @@ class AsyncRunner(FakeRunner):
                 flight.writes[page].add(owner.number)
 
     def _idle(self, plan: Plan) -> set[int]:
-        """Who is paused keeps its slot until what is in flight has landed; so does who has its last token."""
+        """Slots that need no row: those of sequences that are paused or have their last token keep their
+        slots until the steps in flight are committed."""
         idle = set(self.in_flight[0].unread)
-        for slot, seat in self.seats.items():
-            if len(seat.tokens) - seat.start.prompt_len == seat.start.sampling.max_tokens:
+        for slot, state in self.slots.items():
+            if len(state.tokens) - state.start.prompt_len == state.start.sampling.max_tokens:
                 idle.add(slot)
         return idle - set(plan.slots)
 
@@ -115,7 +119,7 @@ def _assert_apart(flight: Flight, before: Flight) -> None:
         assert others <= owners, "a page is written that a step in flight uses for another"
     for page, owners in flight.reads.items():
         assert before.writes[page] <= owners, "a page is read that a step in flight writes for another"
-    # A plan's own copies are made before it computes: who comes after a plan comes after its copies.
+    # A plan makes its copies before it computes: a plan behind it comes after these copies.
     for page, _ in flight.plan.swapped_out:
         assert not before.writes[page], "a page is copied that a step in flight writes"
     for _, page in flight.plan.swapped_in:

@@ -6,11 +6,14 @@ import atexit
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import trustme
 from hypothesis import settings
+
+from tests.line_check import SUITES
 
 ROOT = Path(__file__).parent.parent
 
@@ -50,3 +53,14 @@ def one_thread() -> None:
 def short_tmp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The name of a Unix socket may have 107 bytes."""
     return tmp_path_factory.mktemp("s")
+
+
+SUITES.install()
+
+
+@pytest.fixture(autouse=True)
+def completed_lines_keep_to_their_schema() -> Iterator[None]:
+    """Whatever a test is about: no service writes a completed line that its schema does not describe."""
+    yield
+    problems = SUITES.take()
+    assert not problems, "\n".join(problems)

@@ -1,11 +1,11 @@
-"""A runner without tensors, whose output tells whether it was driven right.
+"""A runner without tensors, whose output shows whether its plans were right.
 
 Its KV store holds, for each position of each page, a number that depends on all tokens up to that
 position, as keys and values do. To compute a position it reads the one before *through the slot's
-page table*; to sample, it reads all of them. So a wrong page, a stale page, a page that somebody
-overwrote, a skipped or repeated position: each changes the tokens from there on, and they no longer
-equal `solo`, which knows nothing of pages. On top of that every plan is checked against what the
-contract in `engine.core.messages` promises.
+page table*; to sample, it reads all of them. So a wrong page, a stale page, a page that another
+sequence overwrote, a skipped or repeated position: each changes the tokens from there on, and they no
+longer equal those of `solo`, which has no pages. On top of that every plan is checked against the
+contract in `engine.core.messages`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from engine.core.messages import (
 )
 
 START = 17
-"""What position 0 finds before itself."""
+"""The number that stands before position 0."""
 NUMERIC_SEEDS = 16
-"""One seed in so many makes the model fail at some token, sooner or later."""
+"""One sampling seed in so many makes the model fail numerically at some token."""
 
 
 def runner_info(
@@ -67,7 +67,7 @@ def kv_of(before: int, token: int, position: int) -> int:
 
 
 def logits_of(kv: array[int]) -> int:
-    """What the last position of a sequence knows: every position's KV has been read."""
+    """The logits of a sequence's last position, which depend on the KV of every position."""
     return zlib.crc32(kv.tobytes())
 
 
@@ -89,7 +89,7 @@ def logprobs_of(knowledge: int, token: int, tops: int) -> TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Solo:
-    """What a sequence brings when it has the model to itself."""
+    """The output of a sequence that runs alone, without pages."""
 
     tokens: list[int]
     logprobs: list[TokenLogprobs]
@@ -123,14 +123,14 @@ def solo(prompt_ids: Sequence[int], sampling: SamplingParams, vocab_size: int) -
 
 
 @dataclass(slots=True)
-class Seat:
-    """What a real runner keeps for a slot."""
+class SlotState:
+    """The state that a real runner keeps for a slot."""
 
     start: SlotStart
     tokens: list[int]
     table: list[int] = field(default_factory=list)
     computed_len: int | None = None
-    """None until the first row says how much the prefix cache covers."""
+    """Tokens computed so far; None until the first row shows how many the prefix cache covers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,21 +144,21 @@ class Done:
 class FakeRunner:
     def __init__(self, info: RunnerInfo, step_tokens_max: int) -> None:
         self.info = info
-        self.seats: dict[int, Seat] = {}
+        self.slots: dict[int, SlotState] = {}
         self._step_tokens_max = step_tokens_max
         self._steps = 0
         self._part_full: dict[int, tuple[int, list[int]]] = {}
-        """By page that its last owner left part full: how far, and the owner's tokens."""
+        """The length and the tokens of the sequence that last left a page part full, by page."""
         self._store = array("q", bytes(8 * info.pages * info.page_size))
         self._host_part_full: dict[int, tuple[int, list[int]]] = {}
         self._host_store = array("q", bytes(8 * info.host_pages * info.page_size))
 
     def launch(self, plan: Plan) -> Pending:
-        """Computes at once."""
+        """Execute the plan at once."""
         return Done(self.run(plan))
 
     def run(self, plan: Plan) -> RunResult:
-        self._change_seats(plan)
+        self._change_slots(plan)
         self._swap(plan)
         self._check(plan)
         result = RunResult([], [], [])
@@ -166,46 +166,48 @@ class FakeRunner:
         for slot, position, length, samples in zip(
             plan.slots, plan.positions, plan.lengths, plan.samples, strict=True
         ):
-            seat = self.seats[slot]
-            sampling = seat.start.sampling
-            self._compute(seat, position, length)
+            state = self.slots[slot]
+            sampling = state.start.sampling
+            self._compute(state, position, length)
             if sampling.prompt_logprobs is not None:
-                entries = self._prompt_logprobs(seat, position, length)
+                entries = self._prompt_logprobs(state, position, length)
                 if entries:
                     result.prompt_logprobs.append((slot, entries))
             if samples:
-                token, logprobs = self._sample(seat)
+                token, logprobs = self._sample(state)
                 wants_logprobs |= logprobs is not None
                 result.tokens.append(token)
                 result.logprobs.append(logprobs)
         return result if wants_logprobs else RunResult(result.tokens, [], result.prompt_logprobs)
 
-    def _change_seats(self, plan: Plan) -> None:
+    def _change_slots(self, plan: Plan) -> None:
         self._steps += 1
         assert plan.step == self._steps
         for slot in plan.left:
-            seat = self.seats.pop(slot)
-            if seat.computed_len is not None and seat.computed_len % self.info.page_size:
-                page = seat.table[seat.computed_len // self.info.page_size]
-                self._part_full[page] = seat.computed_len, seat.tokens
+            state = self.slots.pop(slot)
+            if state.computed_len is not None and state.computed_len % self.info.page_size:
+                page = state.table[state.computed_len // self.info.page_size]
+                self._part_full[page] = state.computed_len, state.tokens
         for start in plan.seated:
-            assert start.slot not in self.seats, "a seat is taken twice"
+            assert start.slot not in self.slots, "a slot is taken twice"
             assert 0 <= start.slot < self.info.slots
-            self.seats[start.slot] = Seat(start, list(start.token_ids))
+            self.slots[start.slot] = SlotState(start, list(start.token_ids))
         for slot, pages in plan.grown:
             assert pages
             assert all(0 <= page < self.info.pages for page in pages)
-            self.seats[slot].table += pages
+            self.slots[slot].table += pages
         for slot, index, page in plan.replaced:
-            table = self.seats[slot].table
-            assert self._page(self._store, table[index]) == self._page(self._store, page), "no double"
+            table = self.slots[slot].table
+            assert self._page(self._store, table[index]) == self._page(self._store, page), (
+                "the pages are not equal"
+            )
             table[index] = page
 
     def _page(self, store: array[int], page: int) -> array[int]:
         return store[page * self.info.page_size : (page + 1) * self.info.page_size]
 
     def _swap(self, plan: Plan) -> None:
-        """Copies in the plan's order. Of a page that is left part full, who left it goes along."""
+        """Make the plan's copies in its order. The record of a part-full page is copied with it."""
         size = self.info.page_size
         there = [host_page for _, host_page in plan.swapped_out]
         assert len(set(there)) == len(there), "two pages are copied to one place"
@@ -229,72 +231,76 @@ class FakeRunner:
         assert len(set(plan.slots)) == len(plan.slots), "two rows for one slot"
         assert sum(plan.lengths) <= self._step_tokens_max, "over budget"
         fresh = {start.slot for start in plan.seated}
-        assert fresh <= set(plan.slots), "seated, and given nothing to do"
-        decodes = {s for s, seat in self.seats.items() if s not in fresh and len(seat.tokens) == _next(seat)}
+        assert fresh <= set(plan.slots), "admitted without a row"
+        decodes = {
+            s for s, state in self.slots.items() if s not in fresh and len(state.tokens) == _next(state)
+        }
         decodes -= self._idle(plan)
         assert decodes == set(plan.slots[: len(decodes)]), "every decode runs in every step, and first"
-        tables = Counter(page for seat in self.seats.values() for page in seat.table)
+        tables = Counter(page for state in self.slots.values() for page in state.table)
         for slot, position, length, samples in zip(
             plan.slots, plan.positions, plan.lengths, plan.samples, strict=True
         ):
-            self._check_row(self.seats[slot], position, length, samples, tables)
+            self._check_row(self.slots[slot], position, length, samples, tables)
 
     def _idle(self, plan: Plan) -> set[int]:
-        """Slots that could decode, and rightly do not."""
+        """Slots that could decode, and need not be in this plan."""
         return set()
 
-    def _check_row(self, seat: Seat, position: int, length: int, samples: bool, tables: Counter[int]) -> None:
+    def _check_row(
+        self, state: SlotState, position: int, length: int, samples: bool, tables: Counter[int]
+    ) -> None:
         size, end = self.info.page_size, position + length
-        if seat.computed_len is not None:
-            assert position == seat.computed_len, "a row continues where its slot stands"
+        if state.computed_len is not None:
+            assert position == state.computed_len, "a row continues where its slot stands"
         elif position % size:
-            left = self._part_full.get(seat.table[position // size])
-            assert left == (position, seat.tokens), (
+            left = self._part_full.get(state.table[position // size])
+            assert left == (position, state.tokens), (
                 "a prefix hit is whole pages; else it was stalled or swapped"
             )
         assert length >= 1
-        assert end <= len(seat.tokens), "only known tokens can be computed"
-        assert samples == (end == len(seat.tokens))
-        assert len(seat.tokens) <= self.info.max_model_len
-        assert len(set(seat.table)) == len(seat.table)
-        assert end <= len(seat.table) * size, "a row needs pages for all it computes"
-        for page in seat.table[position // size : (end - 1) // size + 1]:
+        assert end <= len(state.tokens), "only known tokens can be computed"
+        assert samples == (end == len(state.tokens))
+        assert len(state.tokens) <= self.info.max_model_len
+        assert len(set(state.table)) == len(state.table)
+        assert end <= len(state.table) * size, "a row needs pages for all it computes"
+        for page in state.table[position // size : (end - 1) // size + 1]:
             assert tables[page] == 1, "a page that others read is written"
 
-    def _compute(self, seat: Seat, position: int, length: int) -> None:
+    def _compute(self, state: SlotState, position: int, length: int) -> None:
         for p in range(position, position + length):
-            before = self._store[self._at(seat, p - 1)] if p else START
-            self._store[self._at(seat, p)] = kv_of(before, seat.tokens[p], p)
-        seat.computed_len = position + length
+            before = self._store[self._at(state, p - 1)] if p else START
+            self._store[self._at(state, p)] = kv_of(before, state.tokens[p], p)
+        state.computed_len = position + length
 
-    def _at(self, seat: Seat, position: int) -> int:
+    def _at(self, state: SlotState, position: int) -> int:
         page, offset = divmod(position, self.info.page_size)
-        return seat.table[page] * self.info.page_size + offset
+        return state.table[page] * self.info.page_size + offset
 
-    def _read(self, seat: Seat) -> array[int]:
-        """All KV of a sequence, gathered through its page table."""
+    def _read(self, state: SlotState) -> array[int]:
+        """The KV of all positions of a sequence, gathered through its page table."""
         size, kv = self.info.page_size, array("q")
-        for page in seat.table:
+        for page in state.table:
             kv += self._store[page * size : (page + 1) * size]
-        return kv[: seat.computed_len]
+        return kv[: state.computed_len]
 
-    def _sample(self, seat: Seat) -> tuple[int, TokenLogprobs | None]:
-        sampling, logits = seat.start.sampling, logits_of(self._read(seat))
-        token = sample(sampling, logits, len(seat.tokens) - seat.start.prompt_len, self.info.vocab_size)
-        seat.tokens.append(max(token, 0))  # one that failed has a row yet to come when steps overlap
+    def _sample(self, state: SlotState) -> tuple[int, TokenLogprobs | None]:
+        sampling, logits = state.start.sampling, logits_of(self._read(state))
+        token = sample(sampling, logits, len(state.tokens) - state.start.prompt_len, self.info.vocab_size)
+        state.tokens.append(max(token, 0))  # a sequence that failed has one more row when steps overlap
         return token, None if sampling.logprobs is None else logprobs_of(logits, token, sampling.logprobs)
 
-    def _prompt_logprobs(self, seat: Seat, position: int, length: int) -> list[TokenLogprobs]:
-        tops = seat.start.sampling.prompt_logprobs
+    def _prompt_logprobs(self, state: SlotState, position: int, length: int) -> list[TokenLogprobs]:
+        tops = state.start.sampling.prompt_logprobs
         assert tops is not None
-        last = min(position + length, seat.start.prompt_len - 1)
+        last = min(position + length, state.start.prompt_len - 1)
         return [
-            logprobs_of(self._store[self._at(seat, p)], seat.tokens[p + 1], tops)
+            logprobs_of(self._store[self._at(state, p)], state.tokens[p + 1], tops)
             for p in range(position, last)
         ]
 
 
-def _next(seat: Seat) -> int:
-    """Where the slot's next row would end if it computed one token."""
-    assert seat.computed_len is not None
-    return seat.computed_len + 1
+def _next(state: SlotState) -> int:
+    """The position at which the slot's next row would end if it computed one token."""
+    assert state.computed_len is not None
+    return state.computed_len + 1

@@ -2,8 +2,8 @@
 
     report = simulate_overlapped(seed, SimConfig(...))
 
-The same laws hold, with the same messages at the same kinds of moments, and some that a plain loop does not
-have: aborts and pauses come between a plan and its launch, between launches, and with two steps in flight.
+The same laws hold, with messages at the same kinds of moments and at some more: aborts and pauses also come
+between a plan and its launch, between launches, and with two steps in flight.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import random
 
 from engine.core.messages import Plan
 from tests.async_runner import AsyncRunner, Flight
-from tests.simulator import Report, SimConfig, _Simulation
+from tests.simulator import Report, _Simulation
+from tests.worlds import SimConfig
 
 
 def simulate_overlapped(seed: int, config: SimConfig) -> Report:
-    """One run to the end. Raises AssertionError when a law is broken."""
+    """Run one world to its end. Raises AssertionError when a law is broken."""
     return OverlappedSimulation(random.Random(seed), config).run()
 
 

@@ -21,6 +21,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.identity.keys import hash_key
+from shared.completed_line import EVENT, schema_problem
 
 ROOT = Path(__file__).parent.parent
 MODEL_DIR = ROOT / "engine" / "demo" / "model"
@@ -60,7 +61,11 @@ class Service:
         written = os.pread(self._log.fileno(), 1 << 30, self._read_len)
         whole = written[: written.rfind(b"\n") + 1]
         self._read_len += len(whole)
-        self._lines += [json.loads(line) for line in whole.splitlines() if line.startswith(b"{")]
+        new = [json.loads(line) for line in whole.splitlines() if line.startswith(b"{")]
+        for line in new:
+            if line["event"] == EVENT:
+                assert schema_problem(line) is None, line
+        self._lines += new
         return self._lines
 
     @property
@@ -80,7 +85,7 @@ class Service:
     @property
     def completed(self) -> list[Line]:
         """The lines of requests that came to their end."""
-        return self.logged("request.completed")
+        return self.logged(EVENT)
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)

@@ -2,17 +2,17 @@
 
     report = simulate(seed, SimConfig(...))
 
-Requests arrive at random, share prefixes, come as several children of one prompt, and are aborted at
-random moments: while they wait, run, are preempted, are in flight, after they ended, or never having
-been. At moments as random their readers fall behind and catch up, some of them never.
+The world and its messages are drawn by `tests.worlds`. A broken law is an AssertionError:
 
-Whenever anything happens laws 1 and 2 are checked (`Scheduler.check`; in large worlds only now and
-then), and every plan is (`FakeRunner`), which computes nothing for a sequence that is paused; at every
-admission, that nobody who waits was passed by more of those who came later than the bound of
-`engine.core.policy` says; whenever a sequence yields its seat, that it was not the eldest of its tenant, and
-that one of another tenant and of no lower class was seated; at the end, that every sequence ended exactly
-once, that its tokens are those of its solo run (law 3), that its times add up, that it ended at a deadline
-if it came to one and only then, and that all pages came back. A broken law is an AssertionError.
+- whenever anything happens, that no page, slot or sequence is lost or in two places (`Scheduler.check`; in
+  large worlds only now and then);
+- at every plan, all that `FakeRunner` checks, and that nothing is computed for a paused sequence;
+- at every admission, that no waiting sequence was passed by more later arrivals than the bound of
+  `engine.core.policy` allows;
+- whenever a sequence yields its slot, that it was not the oldest of its tenant, and that one of another
+  tenant and of no lower class was admitted;
+- at the end, that every sequence ended exactly once, that its tokens are those of its solo run, that its
+  times add up, that it ended at a deadline if it came to one and only then, and that all pages were released.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ import math
 import random
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Final, Literal
 
 from engine.bench.virtual import TurnWatch
-from engine.core.config import SchedulerConfig
 from engine.core.messages import (
     AbortSequences,
     AddSequence,
@@ -33,8 +31,6 @@ from engine.core.messages import (
     PauseSequences,
     Plan,
     ResumeSequences,
-    SamplingParams,
-    ServiceClass,
     Started,
     StepOutput,
     TokenLogprobs,
@@ -42,121 +38,27 @@ from engine.core.messages import (
 from engine.core.policy import age
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
-from engine.core.swap import Preference, if_cheaper
 from tests.fake_runner import FakeRunner, runner_info, solo
-
-UNBOUNDED_QUEUE = SchedulerConfig(step_tokens_max=16, queue_len_max=1_000_000, stall_deadline_s=0.5)
+from tests.worlds import PAGE_COPY_S, PREFERENCES, Message, SimConfig, draw_messages
 
 PAGES_CHECKED_ALWAYS = 16
-"""Worlds of fewer pages are checked whenever anything happens, larger ones the more rarely the larger they
-are: a check costs as much as there are pages."""
-
-Message = AddSequence | AbortSequences | PauseSequences | ResumeSequences
-
-Swaps = Literal["if cheaper", "always"]
-PREFERENCES: Final[dict[Swaps, Preference]] = {"if cheaper": if_cheaper, "always": lambda _: True}
-"""Who is swapped, of those for whom there are host pages."""
-PAGE_COPY_S: Final = 0.001
-
-
-@dataclass(frozen=True, slots=True)
-class SimConfig:
-    requests: int = 60
-    """Each brings 1 to `n_max` sequences."""
-    n_max: int = 3
-    pages: int = 40
-    page_size: int = 4
-    host_pages: int = 0
-    """For those who are preempted, next to computing them again."""
-    swaps: Swaps = "if cheaper"
-    slots: int = 6
-    vocab_size: int = 50
-    prompt_len_max: int = 40
-    max_tokens_max: int = 24
-    max_model_len: int = 56
-    """Prompts are as long as `prompt_len_max` all the same, so some are rejected."""
-    prefixes: int = 4
-    """Distinct beginnings that prompts share; lengths are random, some end on a page."""
-    salts: int = 2
-    tenants: int = 1
-    classes: int = 1
-    """Service classes that requests are of."""
-    arrival_gap_s: float = 0.02
-    abort_share: float = 0.2
-    """Sequences that are aborted at a random moment."""
-    in_flight_abort_share: float = 0.02
-    """Steps during which some handle is aborted, known or not."""
-    pause_share: float = 0.3
-    """Sequences whose reader falls behind at random moments."""
-    in_flight_pause_share: float = 0.02
-    """Steps during which some handle is paused, and of those during which some is resumed."""
-    lost_share: float = 0.1
-    """Of the pauses, those that nothing ends."""
-    prompt_logprobs_share: float = 0.15
-    logprobs_share: float = 0.3
-    step_base_s: float = 0.005
-    token_s: float = 0.0005
-    scheduler: SchedulerConfig = UNBOUNDED_QUEUE
-
-    @property
-    def kv_tokens(self) -> int:
-        return self.pages * self.page_size
-
-
-def random_config(seed: int) -> SimConfig:
-    """A world nobody would think of. Some cannot serve a single prompt."""
-    rng = random.Random(seed)
-    page_size = rng.choice([1, 2, 4, 8, 16])
-    max_model_len = rng.randint(8, 80)
-    context_pages = max_model_len // page_size
-    slots = rng.randint(1, 12)
-    return SimConfig(
-        requests=rng.randint(4, 40),
-        n_max=rng.randint(1, 6),
-        pages=max(2, rng.randint(context_pages // 2, context_pages * 4 + 2)),
-        page_size=page_size,
-        slots=slots,
-        host_pages=rng.choice([0, 3, 1000]),
-        swaps=rng.choice(list(PREFERENCES)),
-        vocab_size=rng.choice([10, 50, 1000]),
-        prompt_len_max=rng.randint(1, 60),
-        max_tokens_max=rng.randint(1, 40),
-        max_model_len=max_model_len,
-        prefixes=rng.randint(1, 5),
-        salts=rng.randint(1, 2),
-        tenants=rng.choice([1, 2, 5]),
-        classes=rng.randint(1, 3),
-        arrival_gap_s=rng.choice([0.0005, 0.005, 0.05]),
-        abort_share=rng.random() * rng.choice([0.0, 0.3, 1.0]),
-        in_flight_abort_share=rng.random() * rng.choice([0.0, 0.3]),
-        pause_share=rng.random() * rng.choice([0.0, 0.5, 1.0]),
-        in_flight_pause_share=rng.random() * rng.choice([0.0, 0.3, 1.0]),
-        lost_share=rng.random() * rng.choice([0.0, 0.2, 1.0]),
-        prompt_logprobs_share=rng.random() * rng.choice([0.0, 0.3, 1.0]),
-        scheduler=SchedulerConfig(
-            step_tokens_max=slots + rng.choice([0, 1, 5, 40]),
-            queue_len_max=rng.choice([3, *[1_000_000] * 3]),
-            watermark=rng.choice([0.0, 0.01, 0.1, 0.5]),
-            preemptions_max=rng.randint(1, 4),
-            prefix_cache=rng.random() < 0.8,
-            stall_deadline_s=rng.choice([0.001, 0.1, 5.0]),
-        ),
-    )
+"""Pages up to which a world is checked whenever anything happens. Larger ones are checked more rarely, since
+a check takes time in proportion to the pages."""
 
 
 @dataclass(slots=True)
 class Life:
-    """What the API process saw of one sequence."""
+    """One sequence as the API process sees it."""
 
     message: AddSequence
     arrived_at: float
     aborted_at: float | None = None
-    """When first, if before its end."""
+    """The time of its first abort before its end; None when there was none."""
     paused_at: float | None = None
     in_flight: int = 0
-    """Steps that were being run when it was paused, each of which may bring it one more token."""
+    """Steps in flight when it was paused, each of which may bring it one more token."""
     overdue: dict[FinishReason, float] = field(default_factory=dict)
-    """By deadline: when first a step was planned after it."""
+    """The time of the first plan after a deadline, by the reason with which the deadline ends it."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -167,6 +69,8 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Report:
+    """The results of one simulation."""
+
     lives: list[Life]
     steps: int
     computed_tokens: int
@@ -183,12 +87,12 @@ class Report:
 
     @property
     def displaced(self) -> int:
-        """How often a stalled sequence gave its pages to others."""
+        """Preemptions of stalled sequences."""
         return self.preemptions - sum(life.finished.preemptions for life in self.lives if life.finished)
 
     @property
     def preemptions_most(self) -> int:
-        """Of any one sequence."""
+        """The most preemptions of one sequence while it ran."""
         return max(life.finished.preemptions for life in self.lives if life.finished)
 
     @property
@@ -197,7 +101,7 @@ class Report:
 
 
 def simulate(seed: int, config: SimConfig) -> Report:
-    """One run to the end. Raises AssertionError when a law is broken."""
+    """Run one world to its end. Raises AssertionError when a law is broken."""
     return _Simulation(random.Random(seed), config).run()
 
 
@@ -224,12 +128,12 @@ class _Simulation:
         self._unfinished: dict[int, Life] = {}
         self._yields = Counter[int]()
         self._ran: list[Sequence] = []
-        """Who ran before the plan."""
+        """The sequences that ran before the plan."""
         self._steps = 0
         self._computed_tokens = 0
 
     def run(self) -> Report:
-        events = self._events()
+        events = draw_messages(self._rng, self._config)
         at = 0
         while at < len(events) or self._scheduler.idle_s(self._now) < math.inf:
             deadline = self._now + self._scheduler.idle_s(self._now)
@@ -250,73 +154,6 @@ class _Simulation:
             swaps_in=stats.swaps_in,
             hit_tokens=stats.prefix_hit_tokens,
             elapsed_s=self._now,
-        )
-
-    # -- the workload -----------------------------------------------------------------------------
-
-    def _events(self) -> list[tuple[float, Message]]:
-        """Arrivals, aborts, pauses and resumptions, in the order of their times."""
-        rng, config = self._rng, self._config
-        events: list[tuple[float, Message]] = []
-        prefixes = [self._random_ids(rng.randint(1, config.prompt_len_max)) for _ in range(config.prefixes)]
-        now, handle = 0.0, 0
-        for _ in range(config.requests):
-            now += rng.expovariate(1 / config.arrival_gap_s)
-            prompt_ids = self._prompt(prefixes)
-            salt = bytes([rng.randrange(config.salts)])
-            for _ in range(rng.randint(1, config.n_max)):
-                handle += 1
-                events.append((now, self._add(handle, prompt_ids, salt)))
-                if rng.random() < config.abort_share:
-                    later = now + rng.expovariate(1 / 0.3)
-                    events += [(later, AbortSequences([handle]))] * rng.randint(1, 2)
-                if rng.random() < config.pause_share:
-                    events += self._pauses(handle, now)
-        return sorted(events, key=lambda event: event[0])
-
-    def _add(self, handle: int, prompt_ids: list[int], salt: bytes) -> AddSequence:
-        rng, config = self._rng, self._config
-        return AddSequence(
-            handle,
-            f"req_{handle}",
-            prompt_ids,
-            self._sampling(),
-            salt,
-            tenant=f"tenant_{rng.randrange(config.tenants)}",
-            service_class=rng.choice(list(ServiceClass)[: config.classes]),
-        )
-
-    def _pauses(self, handle: int, now: float) -> list[tuple[float, Message]]:
-        rng, events = self._rng, list[tuple[float, Message]]()
-        for _ in range(rng.randint(1, 4)):
-            now += rng.expovariate(1 / 0.1)
-            events += [(now, PauseSequences([handle]))] * rng.randint(1, 2)
-            if rng.random() < self._config.lost_share:
-                break
-            now += rng.expovariate(1 / 0.1)
-            events += [(now, ResumeSequences([handle]))] * rng.randint(1, 2)
-        return events
-
-    def _random_ids(self, length: int) -> list[int]:
-        return [self._rng.randrange(self._config.vocab_size) for _ in range(length)]
-
-    def _prompt(self, prefixes: list[list[int]]) -> list[int]:
-        rng = self._rng
-        prefix = rng.choice(prefixes) if rng.random() < 0.6 else []
-        if prefix and rng.random() < 0.3:
-            return prefix  # the same prompt again, maybe ending on a page
-        return prefix + self._random_ids(rng.randint(1, max(1, self._config.prompt_len_max - len(prefix))))
-
-    def _sampling(self) -> SamplingParams:
-        rng, config = self._rng, self._config
-        max_tokens = rng.randint(1, config.max_tokens_max)
-        return SamplingParams(
-            seed=rng.randrange(2**64),
-            max_tokens=max_tokens,
-            stop_token_ids=tuple(range(rng.randrange(4))),
-            min_tokens=rng.choice([0, 0, rng.randint(0, max_tokens)]),
-            logprobs=rng.randrange(3) if rng.random() < config.logprobs_share else None,
-            prompt_logprobs=rng.randrange(3) if rng.random() < config.prompt_logprobs_share else None,
         )
 
     # -- one step ---------------------------------------------------------------------------------
@@ -402,16 +239,16 @@ class _Simulation:
         seated = {start.slot for start in plan.seated}
         for slot in {*plan.slots, *seated, *(slot for slot, _ in plan.grown)}:
             life = self._lives[self._scheduler.running(slot).handle]
-            assert life.paused_at is None, "something is planned that nobody reads"
+            assert life.paused_at is None, "a row is planned for a paused sequence"
         self._watch.after_plan(plan)
-        assert self._watch.worst <= 1.0, "somebody starves"
+        assert self._watch.worst <= 1.0, "a sequence starves"
         self._check_yields(plan)
 
     def _check_yields(self, plan: Plan) -> None:
-        """Rule J of the scheduler, as far as it is seen from outside."""
+        """Assert rule J as far as it is visible from outside."""
         ran = [*self._ran, *self._running()]
         seated = [self._scheduler.running(start.slot) for start in plan.seated]
-        for sequence in [*self._scheduler.willing, *seated]:
+        for sequence in [*self._scheduler.unpaused, *seated]:
             if sequence.yields == self._yields[sequence.handle]:
                 continue
             self._yields[sequence.handle] = sequence.yields
@@ -421,10 +258,10 @@ class _Simulation:
             )
 
     def _running(self) -> list[Sequence]:
-        return list(self._scheduler._room.running.values())
+        return list(self._scheduler._allocator.running.values())
 
     def _disturb(self) -> None:
-        """Messages that come while a step is being run."""
+        """Deliver messages that come while a step is in flight."""
         rng, config = self._rng, self._config
 
         def some(least: int) -> list[int]:
@@ -452,8 +289,8 @@ class _Simulation:
         for row, (handle, token) in enumerate(zip(output.handles, output.tokens, strict=True)):
             life = self._open(handle)
             assert life.started is not None
-            assert life.paused_at is None or life.in_flight, "a token that nobody reads"
-            life.in_flight -= life.paused_at is not None  # there was one of these
+            assert life.paused_at is None or life.in_flight, "a token for a paused sequence"
+            life.in_flight -= life.paused_at is not None  # this was one of these tokens
             life.tokens.append(token)
             if output.logprobs and (logprobs := output.logprobs[row]) is not None:
                 life.logprobs.append(logprobs)
@@ -510,11 +347,12 @@ def _fits(message: AddSequence, config: SimConfig) -> bool:
 
 
 def _ended_at(life: Life) -> float:
-    """Aborts and rejections take place between two reports, stall deadlines when a step is planned."""
+    """The time of a sequence's end: aborts and rejections happen between two reports, stall deadlines at a
+    plan."""
     assert life.finished is not None
     if life.finished.reason is FinishReason.REJECTED:
         return life.arrived_at
     if life.finished.reason is FinishReason.ABORTED:
-        assert life.aborted_at is not None, "aborted by nobody"
+        assert life.aborted_at is not None, "ended as aborted without an abort"
         return life.aborted_at
     return life.overdue.get(life.finished.reason, life.finished_at)

@@ -23,6 +23,7 @@ import openai
 import pytest
 import trustme
 
+from shared.completed_line import schema_problem
 from tests.engine.demo.questions import ACCURACY_MIN, QUESTIONS, Question
 from tests.services import PATIENCE_S, engine_at_rest, gauges, until
 
@@ -81,6 +82,7 @@ class Up:
 
         until(lambda: bool(lines()))
         [line] = lines()
+        assert schema_problem(line) is None
         return line
 
 
@@ -316,6 +318,21 @@ def test_hostile_bodies_get_a_clear_refusal(up: Up, path: str, body: bytes) -> N
 # -- the operator ---------------------------------------------------------------------------------
 
 
+def test_the_trace_command_shows_both_sides_of_a_request(up: Up) -> None:
+    headers = {"authorization": f"Bearer {KEY}", "x-request-id": "sre-question.2"}
+    body = {"model": MODEL, "messages": ask("What is 2 + 3?"), "max_tokens": 5}
+    httpx.post(f"{up.url}/chat/completions", json=body, headers=headers, timeout=PATIENCE_S)
+    gateway, engine = (up.completed(service, "sre-question.2") for service in ("gateway", "engine"))
+    assert engine["parent_span_id"] == gateway["span_id"]
+    logs = [str(up.run_dir / f"{service}.log") for service in ("engine", "gateway")]
+    argv = [str(PENSTOCK), "trace", "sre-question.2", "--logs", *logs]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stderr) == (0, "")
+    for line, service in ((gateway, "gateway"), (engine, "engine")):
+        assert f"{service:<9}200 ok in {line['stage']}, after {line['total_ms']:.3f} ms" in done.stdout
+    assert "missing" not in done.stdout
+
+
 def test_both_logs_join_by_the_request_id_and_agree(up: Up) -> None:
     headers = {"authorization": f"Bearer {KEY}", "x-request-id": "sre-question.1"}
     body = {"model": MODEL, "messages": ask("What is 2 + 3?"), "stream": True, "temperature": 0}
@@ -373,7 +390,7 @@ def test_a_client_that_leaves_is_not_worked_for(up: Up, stream: bool, read: int)
     assert gateway["end_reason"] == "client_cancel"
     until(lambda: engine_at_rest(up.engine_url))
     if gateway["stage"] == "relay":
-        assert up.completed("engine", request_id)["end_reason"] == "client_gone"
+        assert up.completed("engine", request_id)["end_reason"] == "client_cancel"
 
 
 def leave_unary(up: Up, request: httpx.Request, *, running: bool) -> None:

@@ -1,74 +1,229 @@
-"""What README shows works as it stands there."""
+"""What the READMEs say holds: their commands, files, links, settings, limits, formulas and errors.
+
+Each check names the document that makes the statement. Numbers are read from the documents' tables: one that
+changes in the code must change in its document.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import io
 import re
 import tomllib
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Final
 
 import pytest
 
 from engine.api import admission, generate
 from engine.config import EngineConfig
 from engine.config import build_parser as engine_parser
-from gateway import app, hygiene
-from gateway.config import LimitsConfig, TimeoutsConfig, load
-from gateway.identity.keys import hash_key
+from gateway import __main__ as gateway_main
+from gateway import config, hygiene
+from gateway.config import LimitsConfig, TimeoutsConfig
+from gateway.identity.keys import KeyTable, hash_key
 from gateway.routing import replicas
-from shared import census, fair_share, holding, memory, openai, text_slices, validation
-
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
-
-
-def test_the_gateways_file_is_a_configuration() -> None:
-    [text] = blocks("toml")
-    config = load(tomllib.loads(text.replace("sha256:...", hash_key("any"))), {})
-    assert config.models[0].aliases == ("gpt-5.4",)
-    assert config.keys[0].limits.token_budget == 50_000_000
-
-
-def test_ci_runs_the_test_command_word_for_word() -> None:
-    pattern = re.search(r"grep -m1 '(.+?)' README.md", (ROOT / ".ci" / "run").read_text())
-    assert pattern is not None
-    [line] = [line for line in README.splitlines() if re.search(pattern[1], line)]
-    assert line in "".join(blocks("bash"))
-
-
-@pytest.mark.parametrize(
-    "path", sorted(set(re.findall(r"`((?:tests|engine|gateway|shared)/[\w/.]+)`", README)))
+from shared import (
+    census,
+    cli,
+    errors,
+    fair_share,
+    holding,
+    listening,
+    memory,
+    openai,
+    text_slices,
+    validation,
 )
-def test_every_file_that_is_named_is_there(path: str) -> None:
-    assert (ROOT / path).exists()
+from shared.cli.service import SERVICES
+from shared.end_reason import MEANINGS
+
+ROOT: Final = Path(__file__).parent.parent
+TOPS: Final = ("engine", "gateway", "shared", "tests")
+README_LEN_MAX: Final = 10_000
+"""Bytes: what somebody reads before deciding whether to go on."""
+
+README: Final = ROOT / "README.md"
+API: Final = ROOT / "shared/API.md"
+GATEWAY: Final = ROOT / "gateway/README.md"
+ENGINE: Final = ROOT / "engine/README.md"
+DOCUMENTS: Final = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in (README, *(path for top in TOPS for path in sorted((ROOT / top).glob("*.md"))))
+}
+EVERYTHING: Final = "\n".join(DOCUMENTS.values())
 
 
-def test_every_option_of_the_engine_that_is_named_exists() -> None:
-    known = set(re.findall(r"--[a-z][a-z-]+", engine_parser().format_help()))
-    assert set(re.findall(r"`(--[a-z][a-z-]+)`", README)) - known == {"--check"}, "which the benches have"
+def blocks(text: str, language: str) -> list[str]:
+    """The contents of a document's code blocks in one language."""
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
-def rows(header: str) -> dict[str, str]:
-    """The table whose first row is this one: its first column, to the last."""
-    lines = README[README.index(header) :].splitlines()[2:]
-    cells = [line.strip("| ").split(" | ") for line in lines[: lines.index("")]]
-    return {first: last for first, *_, last in cells}
+def rows(text: str, header: str) -> list[list[str]]:
+    """The cells of a table's rows, given the beginning of its first line."""
+    lines = text[text.index(header) :].splitlines()[2:]
+    return [line.strip("| ").split(" | ") for line in lines[: lines.index("")]]
+
+
+def statements(text: str, header: str) -> dict[str, str]:
+    """A table's first column, to its last."""
+    return {first: last for first, *_, last in rows(text, header)}
 
 
 def numbers(text: str) -> list[int]:
-    """Those of a cell, in bytes where it says so."""
+    """The whole numbers in a cell, in bytes where it names a unit of bytes."""
     units = {"KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
     found = re.findall(r"(\d[\d,]*)(?: (KiB|MiB|GiB))?", text)
     return [int(number.replace(",", "")) * units.get(unit, 1) for number, unit in found]
 
 
+# -- the documents themselves ---------------------------------------------------------------------
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_bytes()) <= README_LEN_MAX
+
+
+def test_the_readme_leads_to_every_other_document() -> None:
+    others = set(DOCUMENTS) - {"README.md"}
+    assert others == {"engine/README.md", "gateway/README.md", "shared/API.md", "shared/GLOSSARY.md"}
+    assert others <= set(re.findall(r"\]\(([^)#]+)", README.read_text()))
+
+
+def anchors(text: str) -> set[str]:
+    """The fragments that GitHub gives to a document's headings."""
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_link_within_the_repository_leads_somewhere(document: str) -> None:
+    for target, fragment in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", DOCUMENTS[document]):
+        file = (ROOT / document).parent / target if target else ROOT / document
+        assert file.is_file(), target
+        assert not fragment or fragment in anchors(file.read_text()), f"{target}#{fragment}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_file_that_is_named_is_there(document: str) -> None:
+    named = re.findall(rf"(?<![\w/.-])(?:{'|'.join(TOPS)})/[\w./-]*\w", DOCUMENTS[document])
+    in_backticks = re.findall(r"`([\w.-]+(?:/[\w.-]+)*\.(?:py|md|sh|jsonl))`", DOCUMENTS[document])
+    outside_models = {"tokenizer.json", "config.json"}
+    for path in {*named, *in_backticks} - outside_models:
+        assert (ROOT / path).exists(), path
+
+
+# -- commands -------------------------------------------------------------------------------------
+
+
+def command_lines(text: str, program: str) -> Iterator[list[str]]:
+    """The words that follow a program's name, in code blocks and between backticks."""
+    lines = "\n".join(blocks(text, "bash")).splitlines()
+    code = [line.partition(" #")[0] for line in lines]
+    code += re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    for line in code:
+        for words in re.findall(rf"(?:^|[\s/]){re.escape(program)} ([^&\n]+)", line):
+            yield words.split()
+
+
+def help_of(run: Callable[[list[str]], object], *command: str) -> str:
+    """What a command line prints when it is asked for help."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit):
+        run([*command, "--help"])
+    return out.getvalue()
+
+
+@cache
+def options_of(*command: str) -> frozenset[str]:
+    """The options that `penstock COMMAND --help` tells. Those of the engine work with `up`, too."""
+    match command:
+        case ("engine",):
+            text = help_of(engine_parser().parse_args)
+        case ("gateway",):
+            text = help_of(gateway_main.main)
+        case _:
+            text = help_of(cli.build_parser(command[0])[0].parse_args, *command)
+    known = frozenset(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", text))
+    return known | options_of("engine") if command == ("up",) else known
+
+
+def bench_names() -> list[str]:
+    """The benches that `penstock bench --help` tells."""
+    text = help_of(cli.build_parser("bench")[0].parse_args, "bench")
+    return re.findall(r"^    (\w+)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_command_that_is_named_is_one_that_the_command_line_knows(document: str) -> None:
+    for words in command_lines(DOCUMENTS[document], "penstock"):
+        command, *rest = words
+        assert command in cli.COMMANDS.keys() | SERVICES.keys(), words
+        of_bench = rest.pop(0).split(r"\|") if command == "bench" else [""]
+        given = {word for word in rest if word.startswith("-")}
+        for bench in of_bench:
+            assert given <= options_of(command, *filter(None, [bench])), words
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_module_that_is_to_be_run_is_there(document: str) -> None:
+    for name, *_ in command_lines(DOCUMENTS[document], "python -m"):
+        spec = importlib.util.find_spec(name)
+        assert spec is not None, name
+        assert spec.submodule_search_locations is None or importlib.util.find_spec(f"{name}.__main__"), name
+
+
+def test_every_option_that_is_named_exists() -> None:
+    known = {option for command in ("up", "chat", *SERVICES) for option in options_of(command)}
+    known |= {option for name in bench_names() for option in options_of("bench", name)}
+    assert set(re.findall(r"`(--[a-z][a-z-]+)`", EVERYTHING)) <= known
+
+
+def test_every_command_is_in_the_readme() -> None:
+    lines = list(command_lines(README.read_text(), "penstock"))
+    assert {command for command, *_ in lines} == cli.COMMANDS.keys() | SERVICES.keys()
+    benches = {name for command, *rest in lines if command == "bench" for name in rest[0].split(r"\|")}
+    assert benches == set(bench_names())
+
+
+def test_ci_runs_the_test_command_word_for_word() -> None:
+    pattern = re.search(r"grep -m1 '(.+?)' README.md", (ROOT / ".ci" / "run").read_text())
+    assert pattern is not None
+    [line] = [line for line in README.read_text().splitlines() if re.search(pattern[1], line)]
+    assert line in "".join(blocks(README.read_text(), "bash"))
+
+
+# -- the gateway's configuration ------------------------------------------------------------------
+
+
+def test_the_gateways_file_is_a_configuration() -> None:
+    [text] = blocks(GATEWAY.read_text(), "toml")
+    loaded = config.load(tomllib.loads(text.replace("sha256:...", hash_key("any"))), {})
+    assert loaded.models[0].aliases == ("gpt-5.4",)
+    assert loaded.keys[0].limits.token_budget == 50_000_000
+
+
+def test_the_recipe_for_a_key_makes_one_that_the_gateway_knows() -> None:
+    [recipe] = blocks(GATEWAY.read_text(), "python")
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(recipe, {})
+    text, _, entry = out.getvalue().partition("\n\n")
+    [key] = tomllib.loads(entry)["keys"]
+    principal = KeyTable([config.KeyConfig(**key)]).authenticate(f"Bearer {text}", now_s=0.0)
+    assert principal.tenant == "acme"
+
+
+# -- limits and memory ----------------------------------------------------------------------------
+
+
 def test_the_bounds_of_a_request_are_those_of_the_code() -> None:
-    stated = {what: numbers(bound) for what, bound in rows("| what | number |").items()}
-    config = EngineConfig("any")
-    expected = {
+    stated = {
+        what: numbers(bound) for what, bound in statements(API.read_text(), "| what | number |").items()
+    }
+    assert stated == {
         "request body": [openai.BODY_LEN_MAX, TimeoutsConfig().body_s],
         "values in it; fields of all objects; strings; fields at its top level": [
             census.VALUES_MAX,
@@ -77,9 +232,9 @@ def test_the_bounds_of_a_request_are_those_of_the_code() -> None:
             validation.FIELDS_MAX,
         ],
         "request line, header, headers; all of them at the gateway": [
-            app.LINE_LEN_MAX,
-            app.HEADER_LEN_MAX,
-            app.HEADERS_MAX,
+            listening.LINE_LEN_MAX,
+            listening.HEADER_LEN_MAX,
+            listening.HEADERS_MAX,
             hygiene.HEAD_LEN_MAX,
         ],
         "messages; prompts; `n`; choices in all": [
@@ -103,35 +258,40 @@ def test_the_bounds_of_a_request_are_those_of_the_code() -> None:
         ],
         "`logprobs`, `top_logprobs`": [openai.LOGPROBS_MAX],
     }
-    assert {what: stated[what] for what in expected} == expected
-    [engine_row] = [bounds for what, bounds in stated.items() if "--max-queue-len" in what]
-    assert engine_row[:2] == [config.max_num_seqs, config.max_queue_len]
 
 
 def test_what_a_request_may_cost_is_what_the_code_says() -> None:
-    stages = {what: numbers(bound) for what, bound in rows("| stage | reserved before it").items()}
+    text = GATEWAY.read_text()
+    stages = {
+        what: numbers(bound) for what, bound in statements(text, "| stage | reserved before it").items()
+    }
     assert stages["validate"] == [validation.INLINE_LEN_MAX]
     assert stages["the engine's door"][-1] == admission.ANSWER_LEN_MAX
     assert stages["tokenize"] == [text_slices.SLICE_LEN]
     assert stages["answer"] == [generate.WRITE_LEN]
-    assert f"{admission.WINDOW_TOKENS} tokens of each choice" in README
+    assert f"{admission.WINDOW_TOKENS} tokens of each choice" in text
     alpha = fair_share.ALPHA
-    assert f"has {alpha}/{alpha + 1} of `live_max`" in README
+    assert f"has {alpha}/{alpha + 1} of `live_max`" in text
 
 
 def test_the_formulas_of_memory_are_those_of_the_code() -> None:
-    stated = {process: numbers(terms) for process, terms in rows("| process | bytes |").items()}
-    config = EngineConfig("any")
-    assert f"{memory.FRAGMENTATION} x `request_memory`" in README
-    assert stated["gateway"][2:] == [LimitsConfig().request_memory, memory.LIVE_REQUEST, memory.THREAD]
-    assert stated["the engine's API"][2:] == [config.request_memory, memory.STREAM, memory.THREAD]
+    header, options = "| process | bytes |", EngineConfig("any")
+    gateway, engine = statements(GATEWAY.read_text(), header), statements(ENGINE.read_text(), header)
+    assert gateway["gateway"].startswith(f"{memory.FRAGMENTATION} x `request_memory`")
+    assert engine["the engine's API"].startswith(f"{memory.FRAGMENTATION} x `--request-memory`")
+    stated = {process: numbers(terms) for process, terms in (gateway | engine).items()}
+    limits = LimitsConfig()
+    assert stated["gateway"][2:] == [limits.request_memory, memory.LIVE_REQUEST, memory.THREAD]
+    assert stated["the engine's API"][2:] == [options.request_memory, memory.STREAM, memory.THREAD]
     assert stated["its core, on a CPU"] == [memory.SEQUENCE, memory.TOKEN, memory.STEP]
+    most = memory.gateway_memory_max(limits.request_memory, limits.live_max, limits.tokenizer_threads)
+    assert f"With the defaults that is {most / 1024**3:.1f} GiB." in GATEWAY.read_text()
 
 
 def test_what_a_body_is_reckoned_as_is_what_the_code_says() -> None:
     tokens_max = f"{holding.TOKENS_MAX:,}"
     formula = f"`3b + {holding.VALUE_BYTES}v + {holding.TOKEN_BYTES} min(b, {tokens_max})`"
-    assert formula in " ".join(README.split())
+    assert formula in " ".join(GATEWAY.read_text().split())
     rest = 1000 * holding.VALUE_BYTES + 10_000 * holding.TOKEN_BYTES
     for is_narrow, times in ((True, 3), (False, 9)):
         body = census.Census(values=1000, fields=0, strings=0, is_narrow=is_narrow)
@@ -139,5 +299,54 @@ def test_what_a_body_is_reckoned_as_is_what_the_code_says() -> None:
 
 
 def test_failed_replicas_cool_as_long_as_it_says() -> None:
-    assert replicas.COOLING_S_MIN == 1.0, "for a second"
-    assert f"up to {replicas.COOLING_S_MAX:.0f};" in README
+    text = " ".join(GATEWAY.read_text().split())
+    assert f"is passed over for {replicas.COOLING_S_MIN:.0f} second," in text
+    assert f"up to {replicas.COOLING_S_MAX:.0f} seconds." in text
+
+
+# -- what a caller and an operator are told -------------------------------------------------------
+
+
+def kinds_of(kind: type[errors.ApiError]) -> Iterator[type[errors.ApiError]]:
+    """An error class and all that derive from it."""
+    yield kind
+    for child in kind.__subclasses__():
+        yield from kinds_of(child)
+
+
+def test_every_code_of_an_error_is_listed_with_its_status() -> None:
+    stated = {
+        (code, int(status))
+        for codes, status, _ in rows(API.read_text(), "| code | status |")
+        for code in re.findall(r"`(\w+)`", codes)
+    }
+    told = {(kind.code, int(kind.status)) for kind in kinds_of(errors.ApiError)}
+    assert stated == told - {(errors.PermissionDenied.code, 403)}, "which no caller is told"
+
+
+def test_every_field_that_the_api_lists_is_one_of_a_request() -> None:
+    known = {*openai.ChatRequest.__struct_fields__, *openai.CompletionRequest.__struct_fields__}
+    listed = {
+        name
+        for cells in rows(API.read_text(), "| field | values |")
+        for name in re.findall(r"`(\w+)`", cells[0])
+    }
+    assert listed <= known
+    no_wish = {"model", "messages", "prompt", "stream", "stream_options", "echo", "penstock"}
+    of_others = {"suffix", "best_of", "reasoning_effort", "verbosity", "parallel_tool_calls"}
+    of_others |= {
+        "tools",
+        "tool_choice",
+        "functions",
+        "function_call",
+        "response_format",
+        "modalities",
+        "audio",
+    }
+    accepted = set(re.findall(r"`(\w+)`", API.read_text())) - listed
+    assert known - listed - no_wish - of_others <= accepted
+
+
+def test_every_end_of_a_request_is_listed() -> None:
+    listed = statements(GATEWAY.read_text(), "| `end_reason` |")
+    assert listed == {f"`{reason}`": meaning for reason, meaning in MEANINGS.items()}

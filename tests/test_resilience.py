@@ -157,7 +157,7 @@ def test_a_tenants_timeout_ends_the_engines_work(served: Service, short_tmp: Pat
         [line] = front.completed
         assert line["end_reason"] == "total_timeout"
         [engines] = [one for one in served.completed if one["request_id"] == line["request_id"]]
-        assert engines["end_reason"] == "client_gone"
+        assert engines["end_reason"] == "client_cancel"
 
 
 # -- clients that leave ---------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def check_lines(front: Service, served: Service, visits: list[Visit]) -> None:
             continue
         assert ours["status"] == (200 if visit.stays else 499), visit
         if theirs is not None:
-            assert theirs["end_reason"] == ("ok" if visit.stays else "client_gone"), visit
+            assert theirs["end_reason"] == ("ok" if visit.stays else "client_cancel"), visit
         elif ours["stage"] == "relay":
             raise AssertionError(f"no engine tells of {visit}")
         if ours.get("completion_tokens") is not None:

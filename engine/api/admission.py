@@ -27,32 +27,34 @@ from shared.openai import TOKENS_MAX, GenerationRequest
 
 SEED_MASK: Final = 2**64 - 1
 ANSWER_LEN_MAX: Final = 32 * 1024 * 1024
-"""Bytes that one request's answer may take while it waits to be written, as estimated here."""
+"""The most bytes that one request's answer may take while it waits to be written, by the estimate of this
+module."""
 TEXT_BYTES: Final = 16
-"""A token's text."""
+"""Estimated bytes of a token's text."""
 ENTRY_BYTES: Final = 160
-"""A token that is kept by itself, with its position."""
+"""Estimated bytes of a token that is kept as an entry of its own, with its position."""
 LOGPROB_BYTES: Final = 75
-"""A token's id with its log-probability."""
+"""Estimated bytes of one token id with its log-probability."""
 WINDOW_TOKENS: Final = 192
-"""Tokens of a choice that a stream holds at most: twice what pauses it, and what was on its way."""
+"""The most tokens of a choice that a stream holds: twice the number that pauses its sequence, and those that
+were on their way."""
 
 N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one sequence can have, from what the core measured."""
+    """The limits of one sequence, from what the core measured."""
 
     max_model_len: int
     kv_tokens: int
-    """Tokens that the whole KV pool holds."""
+    """Tokens that fit into the whole KV pool."""
     vocab_size: int
 
     @property
     def context_len(self) -> int:
-        """Tokens that a prompt and its answer may have together. The last one takes no room in the KV pool,
-        as nothing is computed from it."""
+        """The most tokens that a prompt and its answer may have together. The last token takes no
+        room in the KV pool, because nothing is computed from it."""
         return min(self.max_model_len, self.kv_tokens + 1)
 
     @staticmethod
@@ -61,8 +63,8 @@ class Limits:
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
-    """What a request leaves open. A model's generation_config.json says what suits it; the rest is
-    OpenAI's."""
+    """The sampling parameters of a request that does not set them: those of the model's
+    generation_config.json, else OpenAI's defaults."""
 
     temperature: Annotated[float, Meta(ge=0.0)] = 1.0
     top_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 1.0
@@ -73,7 +75,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One sequence to run. Of a prompt that is scored, the first choice has the scores, for all of them."""
+    """One sequence to run. Where a prompt's log-probabilities are asked for, the first choice of that
+    prompt computes them for all of its choices."""
 
     prompt_index: int
     prompt_ids: list[int]
@@ -87,7 +90,8 @@ def plan_choices(
     eos_ids: frozenset[int],
     defaults: SamplingDefaults,
 ) -> list[Choice]:
-    """`n` choices for every prompt, in OpenAI's order: all of the first prompt's, then the second's."""
+    """The choices of a request in OpenAI's order: all `n` of the first prompt's, then those of the
+    second. Raises InvalidRequest, ContextLengthExceeded and NeverFits."""
     _check_ids(request, prompts, limits.vocab_size)
     n = request.n or 1
     if n > 1 and request.output_tokens_max == 0:
@@ -108,11 +112,11 @@ def plan_choices(
 
 
 def answer_room(request: GenerationRequest, prompts: Sequence[list[int]]) -> int:
-    """Tokens that each choice may have so that the whole answer stays within `ANSWER_LEN_MAX`; at least 1.
-    Raises InvalidRequest where the caller asks for more."""
+    """The most tokens that each choice may have, at least 1, so that the whole answer stays within
+    `ANSWER_LEN_MAX` bytes. Raises InvalidRequest where the caller asks for more."""
     token_len, choices = _token_len(request), (request.n or 1) * len(prompts)
     if request.stream and request.logprobs_asked is None:
-        return TOKENS_MAX  # written as it comes, and paused when nobody reads
+        return TOKENS_MAX  # the answer is written as it comes, and paused when its client does not read
     stated = max(1, request.output_tokens_max or 1)
     left = ANSWER_LEN_MAX - (request.n or 1) * _scores_len(request, prompts)
     if left >= choices * stated * token_len:
@@ -128,7 +132,7 @@ def answer_room(request: GenerationRequest, prompts: Sequence[list[int]]) -> int
 
 
 def answer_len(request: GenerationRequest, choices: Sequence[Choice]) -> int:
-    """Bytes that an answer holds at most at any time, and the prompts that are told with it."""
+    """The most bytes that an answer holds at any time, with the prompts that are repeated in it."""
     prompts = [choice.prompt_ids for choice in choices[:: request.n or 1]]
     tokens = sum(choice.sampling.max_tokens for choice in choices)
     held = min(tokens, WINDOW_TOKENS * len(choices)) if request.stream else tokens
@@ -145,29 +149,31 @@ def _token_len(request: GenerationRequest) -> int:
 
 
 def _scores_len(request: GenerationRequest, prompts: Sequence[list[int]]) -> int:
-    """Bytes of the log-probabilities of all prompts, once."""
+    """Bytes of the log-probabilities of all prompts, each counted once; 0 where they are not asked
+    for."""
     if not request.echoes or (logprobs := request.logprobs_asked) is None:
         return 0
     return sum(map(len, prompts)) * (ENTRY_BYTES + LOGPROB_BYTES * (1 + logprobs))
 
 
 def max_tokens_of(request: GenerationRequest, prompt_len: int, limits: Limits) -> int:
-    """Tokens to sample at most, at least 1. Raises when prompt and answer cannot fit.
+    """The most tokens to sample after a prompt of `prompt_len` tokens, at least 1.
 
-    A bound that the caller did not name (chat: the rest of the context, completions: 16) gives way to
-    what there is room for.
+    Where the caller set no maximum, OpenAI's default (chat: the rest of the context; completions: 16) is
+    lowered to what there is room for. Raises ContextLengthExceeded and NeverFits where prompt and answer
+    cannot fit.
     """
     prompt_param, asked = request.prompt_param, request.output_tokens_max
     wanted = max(request.stated_tokens_max or 1, 1)
     total = f"{prompt_len + wanted} tokens ({prompt_len} in the {prompt_param}, {wanted} in the completion)"
-    # when the prompt alone is too long, it is the prompt that must change
+    # where the prompt alone is too long, the error names the prompt
     if prompt_len + wanted > limits.max_model_len:
         raise ContextLengthExceeded(
             f"This model's maximum context length is {limits.max_model_len} tokens. "
             f"However, you requested {total}.",
             param=request.max_tokens_param if prompt_len < limits.max_model_len else prompt_param,
         )
-    if prompt_len + wanted - 1 > limits.kv_tokens:  # the last token is never computed
+    if prompt_len + wanted - 1 > limits.kv_tokens:  # nothing is computed from the last token
         raise NeverFits(
             f"You requested {total}, but this engine's whole KV cache holds {limits.kv_tokens} tokens.",
             param=request.max_tokens_param if prompt_len <= limits.kv_tokens else prompt_param,
@@ -177,14 +183,15 @@ def max_tokens_of(request: GenerationRequest, prompt_len: int, limits: Limits) -
 
 
 def derive_seed(seed: int, prompt: int, choice: int) -> int:
-    """The seed of one choice of one prompt of a request: the same whatever `n` is and however many prompts
-    there are, and unrelated to every other, so that equal prompts are sampled independently."""
+    """The seed of one choice of one prompt. It does not depend on `n` or on the number of prompts, and
+    seeds are unrelated, so that equal prompts are sampled independently."""
     key = seed.to_bytes(8, "little") + choice.to_bytes(4, "little") + prompt.to_bytes(4, "little")
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 
 
 def cache_salt(tenant: str | None, own_salt: str | None) -> bytes:
-    """Prefixes are shared within a tenant, and a caller's own salt narrows that further."""
+    """The salt of a request's page hashes; requests of equal salts share cached prefixes. A tenant's
+    requests share theirs, and a caller's own salt narrows that further. Empty without either."""
     if not tenant and not own_salt:
         return b""
     digest = hashlib.sha256()
@@ -195,8 +202,8 @@ def cache_salt(tenant: str | None, own_salt: str | None) -> bytes:
 
 
 def service_class(request: GenerationRequest, tier_max: str | None) -> ServiceClass:
-    """What the request asks for, and no more than the tenant may have: `tier_max` is what the gateway
-    says, None without one."""
+    """The service class of a request: the one that it asks for, capped by `tier_max`, the highest that
+    the gateway grants. `tier_max` is None where no gateway names one."""
     priority = request.priority or 0
     asked = ServiceClass.DEFAULT
     if request.service_tier in _CLASSES:
@@ -212,7 +219,8 @@ _CLASSES: Final = {service_class.name.lower(): service_class for service_class i
 def trusted_ids(
     request: GenerationRequest, tokenizer_hash: str, prompts: int, vocab_size: int
 ) -> list[list[int]] | None:
-    """The ids that the gateway sent along, when they are of our tokenizer and make sense."""
+    """The prompts' token ids that the gateway sent along. None where there are none, or where they were
+    not made by this model's tokenizer, or are out of range."""
     extension = request.penstock
     if extension is None or extension.tokenizer != tokenizer_hash or len(extension.prompt_ids) != prompts:
         return None

@@ -1,51 +1,43 @@
-"""The listener: one port, where the first bytes of a connection say who speaks HTTP/2.
+"""The listener: one port for HTTP/2 and HTTP/1.1. The first bytes of a connection tell which of the two it
+is.
 
-HTTP/2, which gateways speak, is served by `shared.http2`; everything else by aiohttp, whose requests
-and responses are put into the two protocols of `shared.http` here, its limits set, its own error
-answers in our envelope. aiohttp's low-level server is used, without its router: routes belong to the
-handlers, which both servers run.
+HTTP/2, which gateways speak, is served by `shared.http2`, and everything else by aiohttp. This module puts
+aiohttp's requests and responses into the two protocols of `shared.http`, sets its limits, and gives its own
+errors our envelope. aiohttp's low-level server is used, without its router: routes belong to the handlers,
+which both servers run.
 """
 
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any
 
 from aiohttp import ClientConnectionError, ClientPayloadError, web
 from aiohttp.http import StreamWriter
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestHandler
 
-from shared import logs
-from shared.errors import ApiError, BodyTimeout, BodyTooLarge, InternalError, InvalidRequest, forget_frames
+from engine.api.exchange import log_unparsed
+from shared.clock import SYSTEM_CLOCK
+from shared.errors import (
+    ApiError,
+    InternalError,
+    InvalidRequest,
+    error_headers,
+    forget_frames,
+)
 from shared.http import ClientGone, Request, Responder
 from shared.http2.server import Http2Server
 from shared.http2.sniff import SniffingProtocol
-from shared.http2.sockets import bound_listener
-from shared.ids import REQUEST_ID_HEADER, mint_request_id
+from shared.ids import REQUEST_ID_HEADER
+from shared.listening import BACKLOG_LEN, CLOSE_GRACE_S, SERVER, bound_socket, http1_options
 from shared.openai import error_envelope
-
-LINE_LEN_MAX: Final = 8190
-HEADER_LEN_MAX: Final = 8190
-HEADERS_MAX: Final = 64
-LINGER_S: Final = 1.0
-"""How long an unread body is still swallowed, so that the client sees our answer and not a reset."""
-LENGTH_DIGITS_MAX: Final = 18
-"""Digits of a `Content-Length`. Longer ones are larger than any body, or padded with zeros."""
-BACKLOG: Final = 1024
-CLOSE_GRACE_S: Final = 2.0
-"""When the server closes, handlers that are still there after the drain get so long to unwind."""
-
-SERVER: Final = "penstock"
-"""The `server` header. aiohttp's own tells its version and Python's."""
+from shared.request_body import CONTINUE, misframed, read_body
 
 Handle = Callable[[Request, Responder], Awaitable[None]]
-
-log = logs.get(__name__)
 
 
 class AioRequest:
@@ -59,32 +51,21 @@ class AioRequest:
         self, *, len_max: int, deadline_s: float, hold: Callable[[int], None] = lambda _: None
     ) -> bytes:
         request = self._request
-        if request.headers.get("Content-Encoding", "identity") != "identity":
-            raise InvalidRequest("Compressed request bodies are not accepted.", param=None)
-        declared = request.headers.get("Content-Length", "0").lstrip("0")
-        if len(declared) > LENGTH_DIGITS_MAX or int(declared or "0") > len_max:
-            raise BodyTooLarge(f"The request body is larger than {len_max} bytes.")
         try:
-            async with asyncio.timeout(deadline_s):
-                if request.headers.get("Expect", "").lower() == "100-continue":
-                    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-                    request.writer.output_size = 0
-                return await self._read(len_max, hold)
-        except TimeoutError:
-            raise BodyTimeout(f"The request body did not arrive within {deadline_s:g} s.") from None
+            return await read_body(
+                request.headers,
+                request.content.readany,
+                self._go_on,
+                len_max=len_max,
+                deadline_s=deadline_s,
+                hold=hold,
+            )
         except (HttpProcessingError, ClientPayloadError, web.RequestPayloadError) as error:
-            raise InvalidRequest(
-                "The request body is not framed as its headers say.", detail=type(error).__name__
-            ) from None
+            raise misframed(error) from None
 
-    async def _read(self, len_max: int, hold: Callable[[int], None]) -> bytes:
-        received = bytearray()
-        async for chunk in self._request.content.iter_any():
-            received += chunk
-            if len(received) > len_max:
-                raise BodyTooLarge(f"The request body is larger than {len_max} bytes.")
-            hold(len(received))
-        return bytes(received)
+    async def _go_on(self) -> None:
+        await self._request.writer.write(CONTINUE)
+        self._request.writer.output_size = 0  # no answer has begun
 
 
 class AioResponder:
@@ -101,7 +82,7 @@ class AioResponder:
         assert self.response is None
         response = web.Response(status=status, headers=headers, body=body)
         if not self._request.content.is_eof():
-            response.force_close()  # the rest of the body is not worth reading
+            response.force_close()  # the rest of the request's body will not be read
         await self._begin(response)
         await self.finish()
 
@@ -113,7 +94,7 @@ class AioResponder:
         assert self._writer is not None
         try:
             await self._writer.write(data, drain=False)
-            await self._writer.drain()  # by itself, aiohttp feels a slow client every 64 KiB only
+            await self._writer.drain()  # `write` alone would wait for a slow client only every 64 KiB
         except (ConnectionError, ClientConnectionError) as error:
             raise ClientGone from error
 
@@ -125,7 +106,7 @@ class AioResponder:
             raise ClientGone from error
 
     def report(self, data: bytes) -> None:
-        """HTTP/1.1 has nothing to carry it."""
+        """Do nothing: HTTP/1.1 has no frame that could carry a report."""
 
     def abort(self) -> None:
         if (transport := self._request.transport) is not None:
@@ -143,12 +124,13 @@ class AioResponder:
 
 
 class _Protocol(RequestHandler):
-    """Answers what aiohttp refuses by itself (bad request lines, headers, framing) as we answer."""
+    """aiohttp's protocol, with our error envelope for what it refuses by itself: malformed request lines,
+    headers and framing."""
 
     __slots__ = ()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        forget_frames(exc)  # of the write that failed, which aiohttp keeps with the request that wrote
+        forget_frames(exc)  # aiohttp keeps the error of a failed write, and its frames keep the request
         super().connection_lost(exc)
 
     def handle_error(
@@ -161,31 +143,27 @@ class _Protocol(RequestHandler):
         if self.transport is None or self.transport.is_closing():
             raise ConnectionResetError("the client left before its error was sent")
         error: ApiError
+        detail = type(exc).__name__
         if status == HTTPStatus.BAD_REQUEST:
-            error = InvalidRequest("The request is not well-formed HTTP, or its headers are too large.")
+            message = "The request is not well-formed HTTP, or its headers are too large."
+            error = InvalidRequest(message, detail=detail)
         else:
-            error = InternalError("The server had an error while processing your request.")
-        request_id = mint_request_id()
-        log.info(
-            "request.completed",
-            request_id=request_id,
-            route="unparsed",
-            status=int(error.status),
-            end_reason="refused" if status == HTTPStatus.BAD_REQUEST else "internal_error",
-            detail=type(exc).__name__,
-        )
+            error = InternalError("The server had an error while processing your request.", detail=detail)
+        request_id = log_unparsed(error, SYSTEM_CLOCK)
         response = web.Response(
             status=error.status,
             body=error_envelope(error),
             content_type="application/json",
-            headers={REQUEST_ID_HEADER: request_id, "server": SERVER},
+            headers={**error_headers(error), REQUEST_ID_HEADER: request_id, "server": SERVER},
         )
         response.force_close()
         return response
 
 
 class _Server(web.Server):
-    def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], **options: Any):
+    def __init__(
+        self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], options: dict[str, Any]
+    ) -> None:
         super().__init__(handler, handler_cancellation=True)
         self._options = options
 
@@ -194,7 +172,7 @@ class _Server(web.Server):
 
 
 class HttpServer:
-    """Serves `handle` on one address, over HTTP/2 by prior knowledge and over HTTP/1.1."""
+    """A server of `handle` on one address, over HTTP/2 by prior knowledge and over HTTP/1.1."""
 
     def __init__(
         self,
@@ -214,23 +192,14 @@ class HttpServer:
         self._listener: asyncio.Server | None = None
 
     async def start(self) -> int:
-        """Listen. Returns the port."""
-        http1 = _Server(
-            self._serve,
-            access_log=None,
-            auto_decompress=False,
-            keepalive_timeout=self._keepalive_timeout_s,
-            lingering_time=LINGER_S,
-            max_line_size=LINE_LEN_MAX,
-            max_field_size=HEADER_LEN_MAX,
-            max_headers=HEADERS_MAX,
-        )
+        """Begin to listen. Returns the port. Raises OSError."""
+        http1 = _Server(self._serve, http1_options(self._keepalive_timeout_s))
         self._http1 = web.ServerRunner(http1, shutdown_timeout=CLOSE_GRACE_S)
         await self._http1.setup()
         self._http2 = http2 = Http2Server(self._handle)
-        listener = _listening_socket(self._host, self._port)
+        listener = bound_socket(self._host, self._port)
         self._listener = await asyncio.get_running_loop().create_server(
-            lambda: SniffingProtocol(http2.protocol, http1), sock=listener, backlog=BACKLOG, ssl=self._tls
+            lambda: SniffingProtocol(http2.protocol, http1), sock=listener, backlog=BACKLOG_LEN, ssl=self._tls
         )
         port = listener.getsockname()[1]
         assert isinstance(port, int)
@@ -238,16 +207,16 @@ class HttpServer:
 
     @property
     def http2_streams(self) -> int:
-        """Open ones."""
+        """The number of open HTTP/2 streams."""
         return 0 if self._http2 is None else self._http2.streams
 
     def retire(self) -> None:
-        """Tell HTTP/2 peers to open no more streams here; those that run may finish."""
+        """Tell HTTP/2 peers to open no more streams here. Streams that are open may finish."""
         if self._http2 is not None:
             self._http2.retire()
 
     async def stop(self) -> None:
-        """End every connection, whatever runs on it."""
+        """End every connection, and cancel the handlers that still run."""
         if self._listener is not None:
             self._listener.close()
         if self._http2 is not None:
@@ -260,16 +229,3 @@ class HttpServer:
         await self._handle(AioRequest(request), responder)
         assert responder.response is not None
         return responder.response
-
-
-def _listening_socket(host: str, port: int) -> socket.socket:
-    """Bound, with what the kernel may hold for a reader who does not read. Raises OSError."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound_listener(listener)
-        listener.bind((host, port))
-    except OSError:
-        listener.close()
-        raise
-    return listener

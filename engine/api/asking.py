@@ -1,7 +1,6 @@
-"""What is asked for: from a request's bytes to sequences that may be submitted, within its caller's
-deadlines.
+"""From a request's bytes to sequences that may be submitted, within its caller's deadlines.
 
-All that holds the request's body is in `ask`, and is gone when it returns.
+Everything that holds the request's body is local to `ask`, and is freed when `ask` returns.
 """
 
 from __future__ import annotations
@@ -51,16 +50,18 @@ S = TypeVar("S", ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequ
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """The caller's own bounds, in seconds from the request's arrival; None without one."""
+    """The time limits that the caller set, in seconds from the request's arrival. Each is None where the
+    caller set none."""
 
     queue_s: float | None
     in_all_s: float | None
     started_at_s: float
-    """On the event loop's clock."""
+    """The request's arrival, in seconds on the event loop's clock."""
 
     @classmethod
     def of(cls, exchange: Exchange) -> Deadlines:
-        """Raises InvalidRequest."""
+        """The deadlines that the request's headers state. Raises InvalidRequest where one is not a
+        number in range."""
         headers = exchange.request.headers
         return cls(
             stated_timeout_s(QUEUE_TIMEOUT_HEADER, headers.get(QUEUE_TIMEOUT_HEADER)),
@@ -69,7 +70,8 @@ class Deadlines:
         )
 
     async def bounded(self, work: Coroutine[Any, Any, T]) -> T:
-        """What comes before the queue. Raises RequestTimeout, QueueTimeout."""
+        """Run the work that comes before the queue, within both limits. Raises RequestTimeout and
+        QueueTimeout."""
         bounds = [bound for bound in (self.queue_s, self.in_all_s) if bound is not None]
         if not bounds:
             return await work
@@ -80,7 +82,8 @@ class Deadlines:
             raise _late(queued=self.queue_s == min(bounds)) from None
 
     def watch(self, expire: Callable[[ApiError], None], is_waiting: Callable[[], bool]) -> ExitStack:
-        """Calls `expire` when a deadline has passed, until what is returned is closed."""
+        """Call `expire` with the error when a deadline has passed, until the returned stack is
+        closed. `is_waiting` says whether the request still waits for its first admission."""
         loop, timers = asyncio.get_running_loop(), ExitStack()
 
         def queue_is_over() -> None:
@@ -103,7 +106,7 @@ def _late(*, queued: bool) -> ApiError:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request that may be submitted, without its body."""
+    """A request that may be submitted. It holds nothing of the body."""
 
     is_chat: bool
     model: str
@@ -115,18 +118,19 @@ class Asked:
     stop_strings: Sequence[str]
     stop_ids: frozenset[int]
     discards: bool
-    """The one token that the core must sample is not wanted: `max_tokens` was 0."""
+    """Whether to drop the one token that the core always samples, because `max_tokens` was 0."""
     ignored_header: str
     share: Share
     choices: Sequence[Choice]
     echoes: Sequence[Echo] | None
     answer_len: int
-    """Bytes that its answer may hold."""
+    """The most bytes that the answer holds at any time."""
 
 
 async def read(state: EngineState, exchange: Exchange, kind: type[S], holding: Holding) -> Parsed[S]:
-    """A request's body, parsed, for the model that is served here. Raises ApiError."""
-    with exchange.enter("read"):
+    """Read and parse a request's body, and check that it names the model that is served. Raises
+    ApiError."""
+    with exchange.enter("body"):
         body = await exchange.request.body(
             len_max=BODY_LEN_MAX, deadline_s=state.config.body_timeout_s, hold=holding.hold
         )
@@ -138,14 +142,16 @@ async def read(state: EngineState, exchange: Exchange, kind: type[S], holding: H
             parsed = await state.threads.call(exchange.tenant, partial(parse, body, kind, census))
         if (name := parsed.request.model) is not None:
             state.check_name(name)
+            exchange.model = name
     return parsed
 
 
 async def ask(state: EngineState, exchange: Exchange, kind: type[R], holding: Holding) -> Asked:
-    """Read, validate, tokenize, admit. Raises ApiError."""
+    """Read, validate and tokenize a request, and plan its sequences. Raises ApiError."""
     model, limits = state.ready_model()
     tenant = exchange.tenant
     parsed = await read(state, exchange, kind, holding)
+    exchange.streams = bool(parsed.request.stream)
     parsed.require_supported()
     with exchange.enter("tokenize"):
         request = parsed.request
@@ -174,7 +180,7 @@ async def ask(state: EngineState, exchange: Exchange, kind: type[R], holding: Ho
 async def _prompt_ids(
     state: EngineState, tenant: str, model: ServedModel, request: R, limits: Limits
 ) -> list[list[int]]:
-    """One list per prompt: those that came along when they can be trusted, else tokenized here."""
+    """The token ids of each prompt: the gateway's where they can be trusted, else made here."""
     prompts = prompt_count(request.prompt) if isinstance(request, CompletionRequest) else 1
     trusted = trusted_ids(request, model.tokenizer.hash, prompts, limits.vocab_size)
     if trusted is not None:
@@ -185,7 +191,7 @@ async def _prompt_ids(
 async def _echoes(
     state: EngineState, tenant: str, model: ServedModel, request: R, prompts: list[list[int]]
 ) -> list[Echo] | None:
-    """The prompts as completions repeat them, when they are to."""
+    """The prompts as a completion repeats them; None where `echo` is not asked for."""
     if not isinstance(request, CompletionRequest) or not request.echo:
         return None
     wants_starts, texts = request.logprobs is not None, _texts(request, prompts)
@@ -207,7 +213,7 @@ def _echo_slices(
 
 
 def _texts(request: CompletionRequest, prompts: list[list[int]]) -> list[tuple[str | None, list[int]]]:
-    """Each prompt's own text, None where it was given as ids."""
+    """Each prompt's text with its token ids. The text is None where the prompt was given as ids."""
     if isinstance(request.prompt, str):
         return [(request.prompt, prompts[0])]
     texts = [item if isinstance(item, str) else None for item in request.prompt]

@@ -1,17 +1,18 @@
-"""The API process's side of the core: who waits there, who runs, what came back, and whether it lives.
+"""The API process's side of the core: the sequences that wait and run there, their outputs, and whether it
+lives.
 
 Rules.
 
-1. A handle is counted up and never reused, so an abort can hit no stranger.
+1. A handle is counted up and never reused, so an abort cannot end another sequence.
 2. The waiting queue's bounds, in sequences and in prompt tokens, are decided here, at once, from what this
    process knows: a sequence waits from its submission until its Started, its end or its release. A tenant's
    part of the queue follows what is left of it (`shared.fair_share`), and one request of any size may wait
-   while its tenant has no other. The core's own bounds are never reached before ours.
-3. Whoever submits releases, however the request ended. Releasing aborts what has not ended.
-4. A sequence whose reader is behind is paused once, and resumed once its reader has caught up.
+   while its tenant has no other. The core's own bounds are never reached before these.
+3. A request that submits also releases, however it ended. Releasing aborts the sequences that have not ended.
+4. A sequence whose client is behind in reading is paused once, and resumed once the client has caught up.
 5. A core that leaves a Ping unanswered for `core_timeout_s` takes no more work until it answers.
-6. The core is dead as soon as its process has ended, has said CoreFailed, or has sent what cannot be
-   read. Then every open request fails at once, and no other is taken.
+6. The core is dead as soon as its process has ended, has said CoreFailed, or has sent what cannot be read.
+   Then every open request fails at once, and no other is taken.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from shared.fair_share import FairShare
 from shared.ids import RequestId
 
 LAST_WORDS_S: Final = 0.2
-"""After its process has ended, how long messages that are still under way are waited for."""
+"""How long messages that are still under way are waited for after the core's process has ended."""
 PING_EVERY_S: Final = 1.0
 RETRY_AFTER_S_MIN: Final = 1.0
 RETRY_AFTER_S_MAX: Final = 30.0
@@ -65,7 +66,8 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Whose a request's sequences are, and what it may have of the engine."""
+    """The tenant that a request's sequences belong to, their service class, and the salt of their page
+    hashes."""
 
     tenant: str = ""
     service_class: ServiceClass = ServiceClass.DEFAULT
@@ -77,10 +79,10 @@ class CoreDied(Exception):
 
 
 class CoreLink(Protocol):
-    """The core process and the two sockets to it; a test puts a core of its own here."""
+    """A core process and the two sockets to it. Tests have a core of their own behind this interface."""
 
     async def start(self) -> None:
-        """Raises OSError and CoreDied when it cannot be started."""
+        """Start the process. Raises OSError and CoreDied when it cannot be started."""
         ...
 
     async def receive(self) -> CoreOutput:
@@ -88,15 +90,16 @@ class CoreLink(Protocol):
         ...
 
     async def died(self) -> str:
-        """Returns when the process has ended, with how."""
+        """Wait until the process has ended. Returns how it ended, in words."""
         ...
 
     def send(self, message: CoreInput) -> None:
-        """Never waits. Raises CoreDied when the core takes nothing any more."""
+        """Queue a message for the core, without waiting. Raises CoreDied when the core takes no more
+        messages."""
         ...
 
     async def close(self, grace_s: float) -> None:
-        """Wait so long for the process to end, then end it. Removes the sockets."""
+        """Wait for the process to end, kill it after `grace_s` seconds, and remove the sockets."""
         ...
 
 
@@ -115,31 +118,33 @@ class CoreClient:
         self._queue_tokens = FairShare(queue_tokens_max)
         self._core_timeout_s = core_timeout_s
         self._unsent: asyncio.Future[str] | None = None
-        """Done when the core did not take a message: why."""
+        """Done when the core did not take a message; the result says why."""
         self._metrics = metrics
         self._clock = clock
         self._handles = itertools.count(1)
         self._live: dict[int, ChoiceOutput] = {}
-        self._waiting: dict[int, tuple[str, int]] = {}  # by handle: its tenant, its prompt's length
+        self._waiting: dict[
+            int, tuple[str, int]
+        ] = {}  # by handle: the tenant, and the prompt's length in tokens
         self._paused: set[int] = set()
         self._queue_s = 0.0
-        """How long the sequence that started last had waited."""
+        """How long the sequence that started last had waited, in seconds."""
         self._is_stopping = False
         self._refusal: ApiError | None = None
-        """Why nothing is taken any more."""
+        """The error for every new request; None while requests are taken."""
         self.settled = asyncio.Event()
-        """The core is ready, or has failed to become so."""
+        """Set once the core is ready, or has failed to become ready."""
         self.info: CoreReady | None = None
         self.stats: CoreStats | None = None
         self.failure: str | None = None
         self.answers = True
-        """Whether the core gets on, as far as it is known."""
+        """Whether the core answered the last Ping in time."""
         self._ponged = asyncio.Event()
         self._pinged = 0
 
     @property
     def live(self) -> int:
-        """Sequences that somebody here waits for."""
+        """The number of sequences that have not ended and were not released."""
         return len(self._live)
 
     @property
@@ -204,15 +209,16 @@ class CoreClient:
             self._queue_tokens.give_back(tenant, prompt_len)
 
     def release(self, handles: Iterable[int]) -> int:
-        """These are no longer waited for. Returns how many had not ended and were aborted."""
+        """Forget sequences whose request has ended, and abort those that have not ended themselves.
+        Returns the number that was aborted."""
         open_handles = [handle for handle in handles if self._forget(handle)]
         if open_handles and self.failure is None:
             self._send(AbortSequences(open_handles))
         return len(open_handles)
 
     def resume(self, handles: Iterable[int]) -> None:
-        """The reader of these has taken all there was."""
-        if not self._paused:  # nearly always, and asked for every event
+        """Resume those of a request's sequences that are paused: its client has taken everything."""
+        if not self._paused:  # nearly always the case, and this is called for every event
             return
         paused = self._paused.intersection(handles)
         if paused:
@@ -251,12 +257,13 @@ class CoreClient:
     # -- the core's life --------------------------------------------------------------------------
 
     async def run(self, link: CoreLink) -> None:
-        """Start the core and follow it until it is gone. `failure` says why, unless it was stopped."""
+        """Start the core and follow it until it is gone. `failure` then says why, unless it was told
+        to stop."""
         self._link = link
         unsent = self._unsent = asyncio.get_running_loop().create_future()
         try:
             await link.start()
-        except Exception as error:  # a bug of ours too: the start waits for the core, or for its failure
+        except Exception as error:  # even a bug must be reported: `start` waits for ready or failed
             if not isinstance(error, OSError | CoreDied):
                 log.exception("core.start_failed")
             self._fail(f"the core process could not be started: {type(error).__name__}: {error}")
@@ -266,14 +273,12 @@ class CoreClient:
         pinger = asyncio.create_task(self._ping_all(), name="core-ping")
         try:
             await asyncio.wait({receiver, watcher, unsent}, return_when=asyncio.FIRST_COMPLETED)
-            # how its process ended says more than that it takes nothing, and its last words more than both
+            # prefer the core's own last message to its exit status, and that to a message it did not take
             for ends in ({receiver, watcher}, {receiver}):
                 if not any(end.done() for end in ends):
                     await asyncio.wait(ends, timeout=LAST_WORDS_S, return_when=asyncio.FIRST_COMPLETED)
             self._fail(next(end.result() for end in (receiver, watcher, unsent) if end.done()))
-        except (
-            Exception
-        ) as error:  # a bug of ours: nobody routes outputs any more, so nobody may wait for one
+        except Exception as error:  # a bug: outputs are no longer routed, so no request may wait for one
             log.exception("core.receive_failed")
             self._fail(f"the core's outputs could not be routed: {type(error).__name__}")
         finally:
@@ -282,8 +287,9 @@ class CoreClient:
             pinger.cancel()
 
     async def _ping_all(self) -> None:
-        """Notice a core that does not get on, and that it does again. One Ping is on its way at most."""
-        await self._ponged.wait()  # it is ready
+        """Set `answers` by whether the core answers pings in time. At most one Ping is unanswered at
+        any time."""
+        await self._ponged.wait()  # set once the core is ready
         while True:
             await self._clock.sleep(PING_EVERY_S)
             self._ponged.clear()
@@ -300,7 +306,7 @@ class CoreClient:
                 log.warning("core.answers_again")
 
     async def stop(self, grace_s: float) -> None:
-        """Tell the core to end, and see to it that it has."""
+        """Tell the core to end, and kill it after `grace_s` seconds."""
         self._is_stopping = True
         if self._link is None:
             return
@@ -310,7 +316,7 @@ class CoreClient:
         await self._link.close(grace_s if was_told else 0.0)
 
     async def _receive_all(self, link: CoreLink) -> str:
-        """Route what comes until the core fails. Returns why."""
+        """Route the core's messages until it fails. Returns why it failed."""
         while True:
             try:
                 message = await link.receive()
@@ -341,13 +347,13 @@ class CoreClient:
         for handle in list(self._waiting):
             self._on_left_queue(handle)
         self._paused.clear()
-        self.stats = None  # what it said last is true no more
+        self.stats = None  # the last statistics no longer hold
         self.settled.set()
 
     # -- outputs ----------------------------------------------------------------------------------
 
     def _on_step(self, step: StepOutput) -> None:
-        """Everything one step brought, to those who wait for it. This is the hot path."""
+        """Deliver the outputs of one step to their requests. This is the hot path."""
         now = self._clock.monotonic()
         live = self._live
         self.stats = step.stats
@@ -379,7 +385,8 @@ class CoreClient:
         self._metrics.on_step(step)
 
     def _deliver(self, output: ChoiceOutput, token: int, logprobs: TokenLogprobs | None, now: float) -> bool:
-        """True when the sequence ends here. A bug in one request's text must not end the others."""
+        """Deliver one token. Returns True when the sequence must end here. An exception ends this
+        request alone."""
         try:
             return output.on_token(token, logprobs, now)
         except Exception as error:

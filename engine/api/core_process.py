@@ -27,21 +27,22 @@ from engine.core.messages import CoreInput, CoreOutput
 from shared import logs
 
 SEND_QUEUE_LEN_MAX: Final = 65536
-"""Messages to the core that it has not taken yet. Far more than may wait, so reaching it means that
-the core no longer reads."""
+"""The most messages that may wait for the core. It is far more than the queue's bounds allow, so reaching it
+means that the core no longer reads."""
 
 log = logs.get(__name__)
 
 
 class CoreProcess:
-    """A `CoreLink` to a real core."""
+    """The `CoreLink` to a real core process."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._receiver: zmq.Socket[bytes] | None = None
         self._arrival: asyncio.Future[None] | None = None
-        """Waits for the receiver's descriptor."""
+        """Done when the receiver's file descriptor becomes readable; None while no `receive`
+        waits."""
         self._is_watched = False
         self._sender: zmq.Socket[bytes] | None = None
         self._process: Process | None = None
@@ -79,12 +80,12 @@ class CoreProcess:
         try:
             self._receiver.bind(start.outbox)
             self._sender.bind(start.inbox)
-        except zmq.ZMQError as error:  # such as a temporary directory whose name is too long for a socket
+        except zmq.ZMQError as error:  # for instance, the temporary directory's name is too long for a socket
             raise CoreDied(f"{start.inbox}: {error}") from error
 
     async def receive(self) -> CoreOutput:
-        """Not by `zmq.asyncio`, whose three callbacks and two futures for a message cost more than all else
-        that is done with it."""
+        """The next message. `zmq.asyncio` is not used: its three callbacks and two futures for a
+        message cost more than everything else that is done with it."""
         assert self._receiver is not None
         try:
             while True:
@@ -98,8 +99,8 @@ class CoreProcess:
         return message
 
     async def _wait(self) -> None:
-        """Until something may have come. ZeroMQ's descriptor tells that there is news, and not which; it
-        is still once a `recv` has found nothing, as one did before this is called."""
+        """Wait until a message may have arrived. ZeroMQ's descriptor signals only changes, and is not
+        signalled anew until a `recv` has found nothing: so call this after such a `recv`."""
         assert self._receiver is not None
         loop = asyncio.get_running_loop()
         if not self._is_watched:
@@ -112,7 +113,7 @@ class CoreProcess:
             self._arrival = None
 
     def _on_arrival(self) -> None:
-        if self._arrival is None:  # nobody takes it, and it would be told again and again
+        if self._arrival is None:  # no `receive` waits, and the loop would call this again and again
             self._stop_watching()
         elif not self._arrival.done():
             self._arrival.set_result(None)

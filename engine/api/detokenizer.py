@@ -25,7 +25,7 @@ from typing import Protocol
 
 
 class TextDecoder(Protocol):
-    """Whole characters as they become known; the state of one sequence."""
+    """The decoder of one sequence: takes a token id, returns the characters that are complete with it."""
 
     def step(self, token_id: int) -> str: ...
 
@@ -48,13 +48,14 @@ class StopMatcher:
         self._failures = tuple(_failure_table(stop) for stop in stops)
         self._states = [0] * len(stops)
         self.held_len = 0
-        """The longest suffix of the text so far that is the beginning of a stop string."""
+        """Length of the longest suffix of the text so far that is the beginning of a stop string."""
 
     def feed(self, text: str) -> tuple[int, int] | None:
-        """Take the next text. When a stop string completes in it: (characters of `text` taken, length
-        of the stop string). After a match the matcher is spent."""
+        """Take the next piece of text. Returns None unless a stop string completes in it, else
+        (number of characters of `text` up to its end, length of the stop string); after that the
+        matcher must not be used."""
         if not self.held_len and self._first_chars.isdisjoint(text):
-            return None  # nearly always: nothing has begun, and nothing begins
+            return None  # nearly always: no stop string has begun, and none begins here
         for taken, char in enumerate(text, 1):
             if matched_len := self._advance(char):
                 return taken, matched_len
@@ -62,7 +63,7 @@ class StopMatcher:
         return None
 
     def _advance(self, char: str) -> int:
-        """Length of the longest stop string that this character completes, or 0."""
+        """Length of the longest stop string that `char` completes; 0 when it completes none."""
         states, matched_len = self._states, 0
         for i, stop in enumerate(self._stops):
             state = states[i]
@@ -77,7 +78,8 @@ class StopMatcher:
 
 
 def _failure_table(stop: str) -> list[int]:
-    """Entry i: length of the longest proper prefix of `stop[:i + 1]` that is also its suffix."""
+    """The Knuth-Morris-Pratt table of `stop`. Entry i is the length of the longest proper prefix of
+    `stop[:i + 1]` that is also its suffix."""
     table = [0]
     for char in stop[1:]:
         state = table[-1]
@@ -106,20 +108,21 @@ class Detokenizer:
         self._tokens = 0
         self._held = ""
         self.decoded_len = 0
-        """Characters decoded, held ones included."""
+        """Number of characters that were decoded, those that are held back included."""
         self.released_len = 0
-        """Characters given out."""
+        """Number of characters that were released."""
         self.stopped = False
-        """A stop string completed: `released_len` is where the text ends, and no token counts any more."""
+        """Whether a stop string has completed. The text then ends at `released_len`, and further
+        tokens do not count."""
 
     def push(self, token_id: int) -> str:
-        """Take a token; the text that may leave now."""
+        """Take a token. Returns the text that may be sent now."""
         assert not self.stopped
         self._tokens += 1
         return self._take(self._decoder.step(token_id))
 
     def finish(self) -> str:
-        """The sequence ended on its own: what a stop string might have begun is text after all."""
+        """The text that is still held back, for a sequence that ended without a stop string."""
         assert not self.stopped
         held, self._held = self._held, ""
         return self._release(held)

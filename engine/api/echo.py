@@ -1,11 +1,13 @@
-"""A prompt as completions repeat it: its text, and where in it each token begins.
+"""A prompt as a completion repeats it (`echo`): its text, and where in the text each token begins.
 
 Rules:
 
-1. A prompt that was given as text is repeated as it was given, special tokens and all.
-2. `text[start:]` begins with the token, in characters of that text. A token that is a piece of a character
-   begins where the character does; one that the tokenizer added (a beginning of sequence) takes no room.
-3. A prompt that was given as ids is repeated as streams decode it, so that an answer goes on where it ends.
+1. A prompt that was given as text is repeated exactly as it was given, special tokens included.
+2. `text[start:]` begins with the token; positions count characters of that text. A token that is only part of
+   a character begins where the character begins; one that the tokenizer added (such as a beginning of
+   sequence) has no characters.
+3. A prompt that was given as ids is decoded in the way that streams are, so that the answer continues where
+   the prompt ends.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from shared.tokenizer import Tokenizer
 
 
 def echoed(tokenizer: Tokenizer, text: str | None, ids: Sequence[int]) -> Slices[tuple[str, list[int]]]:
-    """The prompt's text, and for each of its ids the position at which it begins. `text`: as it was given;
-    None for a prompt of ids."""
+    """The prompt's text, and for each of its ids the position of its first character. `text` is the
+    prompt as it was given; None for a prompt of ids."""
     if text is not None:
         encoded, spans = yield from span_slices(tokenizer, text)
         if encoded == list(ids):
@@ -36,10 +38,12 @@ def echoed(tokenizer: Tokenizer, text: str | None, ids: Sequence[int]) -> Slices
 
 
 def starts_of(text: str, spans: Sequence[tuple[int, int]], tokens: Sequence[bytes]) -> list[int]:
-    """From what the library says of each token, [start, end), and from what the token stands for.
+    """The position of each token's first character in `text`.
 
-    Of a byte-level token it may leave out the space that it begins with, of a space all; a token that was
-    added it puts at 0, with nothing in it.
+    `spans` are the tokenizers library's [start, end) per token, and `tokens` the bytes that each token
+    stands for. The library's spans are corrected: for a byte-level token they may leave out the space
+    that it begins with, for a token of only spaces all of it, and a token that was added has the empty
+    span at 0.
     """
     starts, end = [], 0
     for (first, last), token in zip(spans, tokens, strict=True):

@@ -1,17 +1,16 @@
 """Answers as bytes: OpenAI's shapes for chat and for completions, whole and as events.
 
-Nearly every event of a stream differs from the one before it in its text alone. So the bytes around
-the text are made once per choice, by encoding the very Struct of `shared.openai` with a marker where
-the text goes and cutting there; an event is then one small JSON string between two constants.
-Whatever else a chunk can hold (log-probabilities, token ids, the end) takes the plain way through
-the Structs.
+Nearly every event of a stream differs from the one before it only in its text. So the bytes around the text
+are made once per choice: the Struct of `shared.openai` is encoded with a marker in the place of the text, and
+cut there. An event is then one small JSON string between two constants. Whatever else a chunk can hold
+(log-probabilities, token ids, the finish reason) is encoded from its Struct each time.
 
 Rules
 
-1. Answers come in pieces, and making one takes a few milliseconds at most: whoever writes them lets others
-   run in between. The pieces of a whole answer, joined, are what encoding its Struct would give.
-2. No line of an event ends before the event does, whatever a client takes for a line's end: U+0085, U+2028
-   and U+2029 are escaped.
+1. Answers come in pieces, and making one takes a few milliseconds at most: the caller lets other requests run
+   in between. The pieces of a whole answer, joined, are what encoding its Struct would give.
+2. An event is one line for every client, whatever characters it takes for line ends: U+0085, U+2028 and
+   U+2029 are escaped.
 """
 
 from __future__ import annotations
@@ -47,9 +46,11 @@ from shared.openai import (
 T = TypeVar("T")
 
 LOGPROB_MIN: Final = -9999.0
-"""What stands for the logarithm of zero, as with OpenAI: JSON has no infinity."""
+"""The log-probability that stands for minus infinity, which JSON does not have; OpenAI uses the same
+number."""
 PIECE_ENTRIES: Final = 2048
-"""Tokens and log-probabilities in one piece of an answer: some three milliseconds."""
+"""The most tokens and log-probabilities in one piece of an answer; encoding them takes about three
+milliseconds."""
 
 _LINE_ENDS: Final = (
     (b"\xc2\x85", rb"\u0085"),
@@ -60,21 +61,21 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class Vocabulary(Protocol):
-    """What single tokens look like."""
+    """The bytes of single tokens."""
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """What all chunks of an answer share."""
+    """The fields that all chunks of an answer share."""
 
     id: str
     created: int
     model: str
     system_fingerprint: str
     sends_usage: bool
-    """`stream_options.include_usage`: usage is null on every chunk but the last."""
+    """Whether `stream_options.include_usage` was set. Usage is then null on every chunk but the last."""
     sends_token_ids: bool
     logprobs: int | None
 
@@ -84,26 +85,26 @@ class Heading:
 
     @property
     def piece_len(self) -> int:
-        """Tokens in one piece."""
+        """The number of tokens in one piece of an answer, at least 1."""
         return max(1, PIECE_ENTRIES // (1 + (self.logprobs or 0)))
 
 
 class AnswerEncoder(Protocol):
-    """One request's answer, whole or event by event."""
+    """The encoder of one request's answer, whole or event by event."""
 
     def events(self, delta: Delta) -> Iterator[bytes]:
-        """All events that a delta makes."""
+        """The events that a delta makes, in order."""
         ...
 
     def usage_event(self, usage: Usage) -> bytes: ...
 
     def whole(self, deltas: Sequence[Delta], usage: Usage) -> Iterator[bytes]:
-        """The pieces of the answer's body."""
+        """The body of an answer that is not streamed, in pieces."""
         ...
 
 
 class _Template:
-    """An event with a hole for a JSON string."""
+    """An encoded event with a gap where a JSON string goes."""
 
     __slots__ = ("_head", "_tail")
 
@@ -122,14 +123,16 @@ def _event(chunk: msgspec.Struct) -> bytes:
 
 
 def _on_one_line(data: bytes) -> bytes:
-    """JSON in which characters that end a line are escaped; such bytes stand within strings alone."""
+    """`data`, JSON, with the characters escaped that some clients take for line ends. They occur only
+    within strings."""
     for raw, escaped in _LINE_ENDS:
         data = data.replace(raw, escaped)
     return data
 
 
 def _cut(data: bytes, before: bytes) -> tuple[bytes, bytes]:
-    """`data` cut behind the first `before`, JSON that no string can hold as its quotes would be escaped."""
+    """`data` in two parts, the first of which ends with the first `before`. `before` is JSON that cannot
+    occur within a string, because its quotes would be escaped there."""
     head, found, tail = data.partition(before)
     assert found
     return head + found, tail
@@ -253,7 +256,7 @@ class ChatEncoder:
 
 
 def _told(entries: Sequence[Entry]) -> list[tuple[int, TokenLogprobs]]:
-    """The tokens that have log-probabilities; a stop token has none."""
+    """(token id, log-probabilities) of the entries that have log-probabilities. A stop token has none."""
     return [(entry.token_id, entry.logprobs) for entry in entries if entry.logprobs is not None]
 
 
@@ -264,16 +267,17 @@ class Echo:
     text: str
     prompt_ids: list[int]
     starts: list[int] = field(default_factory=list)
-    """Position of each prompt token's text in `text`; empty when log-probabilities are not asked for."""
+    """The position of each prompt token's text in `text`. Empty when log-probabilities are not asked
+    for."""
 
 
 class _Row(NamedTuple):
-    """A token as completions tell it."""
+    """A token with its log-probabilities, as completions list it."""
 
     token_id: int
     start: int
     logprobs: TokenLogprobs | None
-    """None for the first token of a prompt."""
+    """The token's log-probabilities. None for the first token of a prompt."""
 
 
 class CompletionEncoder:
@@ -285,8 +289,9 @@ class CompletionEncoder:
         prompts: Sequence[list[int]],
         echoes: Sequence[Echo | None],
     ) -> None:
-        """One entry per choice: whose output has the scores of its prompt, its prompt, and how it is
-        echoed."""
+        """Each sequence has one entry per choice: `scored`, the output that has the log-probabilities
+        of the choice's prompt; `prompts`, the prompt's ids; `echoes`, the prompt as it is repeated,
+        None where it is not."""
         self._heading = heading
         self._vocabulary = vocabulary
         self._scored = scored
@@ -341,7 +346,8 @@ class CompletionEncoder:
         yield data
 
     def _parts(self, delta: Delta) -> Iterator[CompletionChoice]:
-        """The chunk of a delta; a long prompt with its scores comes before it, in chunks of its own."""
+        """The chunks of a delta. A long prompt that is repeated with log-probabilities comes first,
+        in chunks of its own."""
         echo, is_first, piece_len = self._echo(delta), delta.is_first, self._heading.piece_len
         rows, text = self._prompt_rows(delta.index, echo), delta.text
         if echo is not None and len(rows) <= piece_len:
@@ -378,7 +384,7 @@ class CompletionEncoder:
         )
 
     def _has_preface(self, index: int) -> bool:
-        """Whether the first chunk of a choice holds more than its text."""
+        """Whether the first chunk of a choice holds more than text."""
         return self._heading.sends_token_ids or self._echoes[index] is not None
 
     def _echo(self, delta: Delta) -> Echo | None:
@@ -438,12 +444,13 @@ class CompletionEncoder:
             self._name(top_id): max(value, LOGPROB_MIN)
             for top_id, value in zip(row.logprobs.top_ids, row.logprobs.top_logprobs, strict=True)
         }
-        if self._heading.logprobs:  # the chosen token is listed too, as with OpenAI
+        if self._heading.logprobs:  # OpenAI lists the chosen token, too
             top.setdefault(self._name(row.token_id), max(row.logprobs.logprob, LOGPROB_MIN))
         return top or None
 
     def _name(self, token_id: int) -> str:
-        """A token's text, or its bytes spelt out where it is only a piece of a character."""
+        """A token's text. A token that is only part of a character appears as `bytes:` and its bytes
+        in hexadecimal."""
         data = self._vocabulary.token_bytes(token_id)
         try:
             return data.decode()
@@ -461,5 +468,5 @@ def _known(reason: FinishReasonName | None) -> FinishReasonName:
 
 
 def _shown(data: bytes, logprob: float) -> tuple[str, float, list[int]]:
-    """(token, logprob, bytes) of one token, as chat shows it."""
+    """The text, log-probability and bytes of one token, as chat lists them."""
     return data.decode("utf-8", "replace"), max(logprob, LOGPROB_MIN), list(data)

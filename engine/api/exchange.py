@@ -1,4 +1,4 @@
-"""One request from its head to its one completed line, whatever becomes of it."""
+"""One request, from its head to its completed line, whatever its end."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ import structlog
 from engine.api.outputs import Timing
 from shared import logs, sse
 from shared.clock import Clock
+from shared.completed_line import EVENT, UNPARSED
+from shared.end_reason import EndReason, end_reason_of
 from shared.errors import (
+    STATUS_CLIENT_GONE,
     ApiError,
-    EngineFailed,
-    InternalError,
     NotReady,
-    QueueTimeout,
-    RequestAborted,
-    RequestTimeout,
     SlowClient,
+    error_headers,
     forget_frames,
 )
 from shared.http import Request, Responder
@@ -30,33 +29,33 @@ from shared.ids import (
     TENANT_HEADER,
     TOKENIZER_HEADER,
     TRACEPARENT_HEADER,
+    RequestId,
     accept_request_id,
+    mint_request_id,
 )
 from shared.openai import error_envelope
 from shared.telemetry import Stages
 
 JSON_TYPE: Final = "application/json"
-STATUS_CLIENT_GONE: Final = 499
-
-log = logs.get(__name__)
+METHOD_LEN_MAX: Final = 16
+"""The most characters of a method that are logged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What a generation came to, for the closing report and the log."""
+    """The tokens that a generation computed and the time that it took, for the closing report and the
+    log."""
 
-    model: str = ""
-    streams: bool = False
-    choices: int = 0
+    sequences: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     timing: Timing = field(default_factory=Timing)
-    """Of the choice that took longest in each; preemptions of all."""
+    """Each time is that of the slowest sequence; `preemptions` is the sum over all."""
 
 
 class Exchange:
-    """A request, the way to answer it, and what the log will say about both."""
+    """A request, its responder, and what its completed line will say."""
 
     def __init__(
         self, request: Request, responder: Responder, tokenizer_hash: str | None, clock: Clock
@@ -65,25 +64,32 @@ class Exchange:
         self.responder = responder
         self.request_id = accept_request_id(request.headers.get(REQUEST_ID_HEADER))
         self.tenant = request.headers.get(TENANT_HEADER, "")
-        """Empty without one."""
+        """The tenant that the gateway names; empty where no gateway does."""
         self.stages = Stages("engine", clock, traceparent=request.headers.get(TRACEPARENT_HEADER))
-        self.route = "unknown"
-        self.stage = "accept"
-        """Where the request is; when the client leaves, where it left."""
+        self.endpoint = "unknown"
+        """The route, once it is found."""
+        self.stage = "edge"
+        """The stage that the request is in; in the end, the one in which it ended."""
+        self.model: str | None = None
+        """The model that was asked for. None until the body was read."""
+        self.streams = False
+        """Whether a stream was asked for. False until the body was read."""
         self.is_quiet = False
-        """Probes and scrapes are logged at debug level."""
+        """Whether the completed line is logged at level debug, as those of probes and scrapes are."""
         self.is_served = False
-        """The last byte that means something to the client has been written."""
+        """Whether the last byte that means something to the client has been written."""
         self.fate: ApiError | None = None
-        """What ended the request while its client did not read, and could not be told."""
+        """The error that ended the request while its client did not read, and so could not be told."""
         self.is_generation = False
         self.tally: Tally | None = None
-        self.end_reason = "ok"
+        """The cost of the generation. None until its sequences are in the core's queue."""
+        self.end_reason = EndReason.OK
         self.started_at = clock.monotonic()
+        """When the request's headers were read, in seconds on `clock`."""
         self._clock = clock
         self._tokenizer_hash = tokenizer_hash
         self._status = 0
-        self._is_stream = False
+        self._is_event_stream = False
         self._error: ApiError | None = None
         self._cut: asyncio.TimerHandle | None = None
         trace_id = self.stages.trace.trace_id
@@ -91,7 +97,7 @@ class Exchange:
 
     @contextmanager
     def enter(self, stage: str) -> Iterator[None]:
-        """Measure a stage, and remember it as the place where the request is."""
+        """Measure a stage, and make it the one that the request is in."""
         self.stage = stage
         with self.stages(stage):
             yield
@@ -99,37 +105,39 @@ class Exchange:
     # -- answers ----------------------------------------------------------------------------------
 
     async def send(
-        self, body: bytes, *, content_type: str = JSON_TYPE, headers: Mapping[str, str] | None = None
+        self,
+        body: bytes,
+        *,
+        status: int = 200,
+        content_type: str = JSON_TYPE,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        await self._send(200, body, {"content-type": content_type, **(headers or {})})
+        """Send a whole answer."""
+        await self._send(status, body, {"content-type": content_type, **(headers or {})})
 
     async def send_error(self, error: ApiError) -> None:
-        """As a whole answer, or at the end of a stream that had begun: its error event, no `[DONE]`. Any
-        other answer that had begun is cut off."""
-        self._error = error
-        self.end_reason = end_reason_of(error, was_admitted=self.tally is not None)
-        if self.responder.started and not self._is_stream:
+        """Answer with an error. Before the answer has begun it is the whole answer; a stream that has
+        begun ends with an error event and no `[DONE]`; any other answer that has begun is cut off."""
+        self._ended_by(error)
+        if self.responder.started and not self._is_event_stream:
             self.responder.abort()
             return
         if self.responder.started:
             await self.responder.write(sse.error_event(error) + sse.closing_comment(self.closing()))
             await self.responder.finish()
             return
-        headers = {"content-type": JSON_TYPE, "x-should-retry": "true" if error.retryable else "false"}
-        if error.retry_after_s is not None:
-            headers["retry-after"] = str(max(1, round(error.retry_after_s)))
-            headers["retry-after-ms"] = str(round(error.retry_after_s * 1e3))
+        headers = {"content-type": JSON_TYPE, **error_headers(error)}
         if self.tally is not None:
             headers[sse.CLOSING_HEADER] = sse.encode_closing(self.closing()).decode()
         await self._send(int(error.status), error_envelope(error), headers)
 
     async def start_body(self, headers: Mapping[str, str]) -> None:
-        """Begin an answer in JSON that is written in pieces."""
+        """Begin an answer in JSON whose body is written in pieces."""
         self._status = 200
         await self.responder.start_stream(200, {**self._headers(), "content-type": JSON_TYPE, **headers})
 
     async def start_stream(self, headers: Mapping[str, str]) -> None:
-        self._status, self._is_stream = 200, True
+        self._status, self._is_event_stream = 200, True
         streaming = {
             "content-type": sse.CONTENT_TYPE,
             "cache-control": "no-cache",
@@ -152,7 +160,8 @@ class Exchange:
     # -- the end ----------------------------------------------------------------------------------
 
     def end_within(self, seconds: float) -> None:
-        """Nothing more will come: the client has so long to read what there is."""
+        """Cut the client off unless it reads the rest of its answer within `seconds`. Only the first
+        call counts."""
         if self._cut is None:
             self._cut = asyncio.get_running_loop().call_later(seconds, self._cut_off)
 
@@ -162,13 +171,17 @@ class Exchange:
 
     def client_left(self) -> None:
         if self.is_served:
-            return  # with everything it asked for
+            return  # the client has its whole answer
         if self.fate is not None:
-            self._error = self.fate
-            self.end_reason = end_reason_of(self.fate, was_admitted=self.tally is not None)
+            self._ended_by(self.fate)
             return
-        self.end_reason = "client_gone"
+        self.end_reason = EndReason.CLIENT_CANCEL
         self._status = STATUS_CLIENT_GONE
+
+    def _ended_by(self, error: ApiError) -> None:
+        self._error = error
+        is_drained = isinstance(error, NotReady) and self.tally is not None
+        self.end_reason = EndReason.DRAIN if is_drained else end_reason_of(error)
 
     def closing(self) -> sse.Closing:
         tally = self.tally or Tally()
@@ -187,60 +200,84 @@ class Exchange:
         )
 
     def complete(self) -> float:
-        """Write the completed line, and report what the request has cost. Returns how long it took, in
-        seconds."""
+        """Write the completed line, and report to the gateway what the request has cost. Returns how
+        long it took, in seconds."""
         if self._cut is not None:
             self._cut.cancel()
-        duration_s = self._clock.monotonic() - self.started_at
+        total_s = self._clock.monotonic() - self.started_at
+        level = "debug" if self.is_quiet else "info"
+        logs.write(EVENT, {**self._line(total_s), **self.stages.log_fields()}, level)
+        self.stages.end(endpoint=self.endpoint, status=self._status, end_reason=self.end_reason)
+        if self.is_generation:
+            self.responder.report(sse.encode_closing(self.closing()))
+        for error in (self._error, self.fate):
+            forget_frames(error)
+        return total_s
+
+    def _line(self, total_s: float) -> dict[str, object]:
+        """The fields of a `shared.completed_line.EngineLine`, without the stages' times."""
         fields: dict[str, object] = {
-            "method": self.request.method,
-            "route": self.route,
+            **_identity(self.request_id, self.stages),
+            "method": self.request.method[:METHOD_LEN_MAX],
+            "endpoint": self.endpoint,
             "status": self._status,
-            "end_reason": self.end_reason,
-            "duration_ms": _ms(duration_s),
+            "end_reason": str(self.end_reason),
+            "stage": self.stage,
+            "stream": self.streams,
+            "total_ms": _ms(total_s),
+            "tenant": self.tenant or None,
+            "model": self.model,
         }
-        if self.tenant:
-            fields["tenant"] = self.tenant
         if self._error is not None:
-            fields |= {"code": self._error.code, "param": self._error.param, "detail": self._error.detail}
-        if self.end_reason == "client_gone":
-            fields["left_in"] = self.stage
+            fields |= _told(self._error)
         if (tally := self.tally) is not None:
             fields |= {
-                "model": tally.model,
-                "streams": tally.streams,
-                "n": tally.choices,
+                "sequences": tally.sequences,
                 "prompt_tokens": tally.prompt_tokens,
                 "completion_tokens": tally.completion_tokens,
                 "cached_tokens": tally.cached_tokens,
                 "preemptions": tally.timing.preemptions,
             }
-        write = log.debug if self.is_quiet else log.info
-        write("request.completed", **fields, **self.stages.log_fields())
-        self.stages.end(route=self.route, status=self._status, end_reason=self.end_reason)
-        if self.is_generation:
-            self.responder.report(sse.encode_closing(self.closing()))
-        for error in (self._error, self.fate):
-            forget_frames(error)
-        return duration_s
+        return _known(fields)
 
 
-def end_reason_of(error: ApiError, *, was_admitted: bool) -> str:
-    match error:
-        case RequestAborted():
-            return "aborted"
-        case SlowClient():
-            return "stalled"
-        case QueueTimeout() | RequestTimeout():
-            return error.code
-        case EngineFailed():
-            return "engine_failed"
-        case InternalError():
-            return "internal_error"
-        case NotReady() if was_admitted:
-            return "drained"
-        case _:
-            return "refused"
+def log_unparsed(error: ApiError, clock: Clock) -> RequestId:
+    """Write the completed line of what is not well-formed HTTP, and so never became an `Exchange`. Returns
+    the id that the line and the answer have."""
+    request_id, stages = mint_request_id(), Stages("engine", clock)
+    fields: dict[str, object] = {
+        **_identity(request_id, stages),
+        "method": "",
+        "endpoint": UNPARSED,
+        "status": int(error.status),
+        "end_reason": str(end_reason_of(error)),
+        "stage": "parse",
+        "stream": False,
+        "total_ms": 0.0,
+        **_told(error),
+    }
+    logs.write(EVENT, _known(fields))
+    stages.end(endpoint=UNPARSED, status=int(error.status))
+    return request_id
+
+
+def _identity(request_id: RequestId, stages: Stages) -> dict[str, object]:
+    return {
+        "logger": __name__,
+        "request_id": request_id,
+        "trace_id": stages.trace.trace_id,
+        "span_id": stages.trace.span_id,
+        "parent_span_id": stages.parent_span_id,
+    }
+
+
+def _told(error: ApiError) -> dict[str, object]:
+    return {"error_code": error.code, "error_param": error.param, "error_detail": error.detail}
+
+
+def _known(fields: Mapping[str, object]) -> dict[str, object]:
+    """The fields that have a value: the others are left out of the line."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _ms(seconds: float) -> float:

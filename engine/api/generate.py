@@ -1,20 +1,20 @@
-"""Chat and completions, the way of one request:
+"""Chat and completions. The way of one request is:
 
     read -> validate -> tokenize -> admit -> submit -> (stream | collect) -> settle
 
-A `Generation` exists from the moment its sequences are in the core's queue. Whatever happens to it
-then (its end, an error, a deadline, a client who leaves at any await), `close` runs once and tells the core
-to drop exactly the sequences that have not ended.
+A `Generation` exists from the moment its sequences are in the core's queue. Whatever its end (complete, an
+error, a deadline, a client that leaves at any await), `_close` runs once and tells the core to drop exactly
+the sequences that have not ended.
 
 Rules
 
 1. No work before its reservation: the bytes of a body, what is made of them, and what the answer may hold are
-   reserved with the tenant before they are held. What a request holds of its body is gone once it is
+   reserved with the tenant before they are held. What a request holds of its body is freed once it is
    submitted.
 2. Deadlines count from the request's arrival, on this process's clock: they hold whether or not the core
    steps.
 3. A prompt counts as computed once one of its choices has begun. What a request has cost is reported at its
-   end, however that came.
+   end, whatever that is.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shared.openai import ChatRequest, CompletionRequest, PromptTokensDetails, U
 R = TypeVar("R", ChatRequest, CompletionRequest)
 
 WRITE_LEN: Final = 64 * 1024
-"""Bytes of an answer that are made before they are written, and others may run."""
+"""The number of bytes of an answer that are made before they are written and other requests may run."""
 
 
 async def chat_completions(state: EngineState, exchange: Exchange) -> None:
@@ -63,13 +63,13 @@ async def _generate(state: EngineState, exchange: Exchange, kind: type[R]) -> No
             raise RequestAborted("The request was aborted.")
         holding.hold(asked.answer_len)
         generation = Generation(state, exchange, asked, model, deadlines)
-        del asked  # with the prompts, which the core has once they are submitted
+        del asked  # frees the prompts, which the core has once they are submitted
         with state.listed(exchange.request_id, generation):
             await generation.run()
 
 
 class Arrival:
-    """A request that is read and tokenized. One that is aborted by then does not reach the core."""
+    """A request that is read and tokenized. If it is aborted meanwhile, it does not reach the core."""
 
     is_aborted = False
 
@@ -78,7 +78,7 @@ class Arrival:
 
 
 class Generation:
-    """One admitted request."""
+    """A request whose sequences are in the core."""
 
     def __init__(
         self, state: EngineState, exchange: Exchange, asked: Asked, model: ServedModel, deadlines: Deadlines
@@ -90,7 +90,6 @@ class Generation:
         self._sends_usage = asked.sends_usage
         self._ignored = asked.ignored_header
         self._n = asked.n
-        self._model_name = asked.model
         self._share = asked.share
         self._sequences = [(choice.prompt_ids, choice.sampling) for choice in asked.choices]
         self._prompt_lens = [len(choice.prompt_ids) for choice in asked.choices[:: asked.n]]
@@ -116,12 +115,12 @@ class Generation:
                 self._close()
 
     def abort(self) -> None:
-        """Somebody asked for its end, by its request's id."""
+        """End the request, as `DELETE /v1/requests/{id}` asks."""
         self._expire(RequestAborted("The request was aborted."))
 
     def _expire(self, error: ApiError) -> None:
-        """End it with `error`. The core hears of it now: this request's own task may be waiting for a client
-        that does not read."""
+        """End the request with `error`. The core is told at once, because the request's own task may
+        be waiting for a client that does not read."""
         if not self._is_settled:
             self._state.core.release(self._handles)
             self._output.fail(error)
@@ -130,8 +129,8 @@ class Generation:
         return not all(output.has_begun for output in self._outputs)
 
     def _on_end(self) -> None:
-        """What the core does not see is held to its stall deadline as well: a client that does not read
-        the end of its answer."""
+        """Hold a client that does not read the end of its answer to the stall deadline. The core
+        cannot: the sequence has ended."""
         self._exchange.end_within(self._state.config.stall_deadline_s)
 
     # -- answering --------------------------------------------------------------------------------
@@ -162,8 +161,9 @@ class Generation:
         await responder.finish()
 
     def _with_scores(self, deltas: list[Delta]) -> tuple[list[Delta], list[Delta]]:
-        """Those that can be told, and those whose prompt, which comes first, is not scored yet: the first
-        choice of a prompt has its scores, for all of them."""
+        """The deltas that can be sent, and those that must wait because the log-probabilities of
+        their prompt, which are sent first, have not come. The first choice of a prompt computes them
+        for all of its choices."""
         can_be: list[Delta] = []
         cannot: list[Delta] = []
         for delta in deltas:
@@ -185,7 +185,8 @@ class Generation:
         await self._write_whole(self._encoder.whole(deltas, self._usage()), headers)
 
     async def _write_whole(self, pieces: Iterator[bytes], headers: Mapping[str, str]) -> None:
-        """An answer that is small at once, with its length; a large one as it is made."""
+        """Send a small answer at once, with its length, and a large one in pieces as they are
+        made."""
         exchange = self._exchange
         made: list[bytes] = []
         size, is_begun = 0, False
@@ -214,17 +215,17 @@ class Generation:
 
     def _close(self) -> None:
         if not self._is_settled:
-            self._exchange.stage = min((output.stage for output in self._outputs), key=_STAGES.index)
             self._exchange.fate = self._exchange.fate or self._output.error
             self._settle()
         self._state.core.release(self._handles)
         self._output.close()
 
     def _settle(self) -> None:
-        """Take stock, once: the tally, the stages, the metrics."""
+        """Note what the request has cost, once: its tally, its stages, the metrics."""
         assert not self._is_settled
         self._is_settled = True
         exchange, metrics, now = self._exchange, self._state.metrics, self._state.clock.monotonic()
+        exchange.stage = min((output.stage for output in self._outputs), key=_STAGES.index)
         exchange.tally = tally = self._tally()
         timing = tally.timing
         for stage, seconds in (
@@ -253,9 +254,7 @@ class Generation:
         now = self._state.clock.monotonic()
         timings = [output.timing(now) for output in self._outputs]
         return Tally(
-            model=self._model_name,
-            streams=self._streams,
-            choices=len(self._outputs),
+            sequences=len(self._outputs),
             prompt_tokens=self._prompt_tokens(),
             completion_tokens=sum(output.completion_tokens for output in self._outputs),
             cached_tokens=sum(output.cached_len for output in self._outputs[:: self._n]),
@@ -270,7 +269,8 @@ class Generation:
         )
 
     def _prompt_tokens(self) -> int:
-        """A prompt counts once, however many choices it has, and once one of them has begun."""
+        """The number of prompt tokens that count as computed. A prompt counts once, however many
+        choices it has, and only when one of them has begun."""
         n, outputs = self._n, self._outputs
         return sum(
             length
@@ -322,4 +322,4 @@ class Generation:
 
 
 _STAGES = ("queue", "prefill", "decode", "stalled")
-"""In order: a request is where the choice is that is furthest behind."""
+"""The stages of a sequence, in order. A request is in the stage of its sequence that is furthest behind."""

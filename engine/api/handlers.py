@@ -1,4 +1,4 @@
-"""The route table, and every endpoint but the generating ones (`generate.py`)."""
+"""The route table, and the handlers of all endpoints but those that generate (`generate.py`)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from engine.api.exchange import Exchange
 from engine.api.generate import chat_completions, completions
 from engine.api.model import ServedModel
 from engine.api.state import EngineState
-from shared.errors import EngineFailed, InvalidRequest, MethodNotAllowed, NotReady, RouteNotFound
+from shared.errors import InvalidRequest, MethodNotAllowed, RouteNotFound
 from shared.fair_threads import Slices
 from shared.holding import Holding
 from shared.ids import RequestId
-from shared.lifecycle import Lifecycle
 from shared.openai import (
     AbortResponse,
     ChatRequest,
@@ -30,6 +29,7 @@ from shared.openai import (
     TokenizeResponse,
 )
 from shared.paths import no_such_path
+from shared.probes import PROBES, answer_probe
 from shared.prompts import prompt_slices, text_slices
 from shared.telemetry import METRICS_CONTENT_TYPE
 
@@ -43,41 +43,14 @@ class NamedHandler(Protocol):
     async def __call__(self, state: EngineState, exchange: Exchange, name: str) -> None: ...
 
 
-class Probe(msgspec.Struct):
-    status: str
-
-
 # -- probes ---------------------------------------------------------------------------------------
 
 
-async def livez(state: EngineState, exchange: Exchange) -> None:
+async def probe(state: EngineState, exchange: Exchange) -> None:
+    """Answer one of `PROBES`. The engine's port is inside the hop, so problems are told."""
     exchange.is_quiet = True
-    if not state.lifecycle.is_live:
-        raise EngineFailed("The engine has failed.", detail=state.lifecycle.reason)
-    await exchange.send(_encode(Probe("alive")))
-
-
-async def readyz(state: EngineState, exchange: Exchange) -> None:
-    exchange.is_quiet = True
-    if not state.lifecycle.is_ready:
-        raise _not_ready(state.lifecycle)
-    if not state.core.answers:
-        timeout_s = state.config.core_timeout_s
-        raise NotReady(f"The engine does not get on: its core has not answered for {timeout_s:g} s.")
-    await exchange.send(_encode(Probe("ready")))
-
-
-async def startupz(state: EngineState, exchange: Exchange) -> None:
-    exchange.is_quiet = True
-    if not state.lifecycle.is_started or not state.lifecycle.is_live:
-        raise _not_ready(state.lifecycle)
-    await exchange.send(_encode(Probe("started")))
-
-
-def _not_ready(lifecycle: Lifecycle) -> NotReady:
-    """Says why, as who asks is the one to do something about it."""
-    phase, reason = lifecycle.phase.value, lifecycle.reason
-    return NotReady(f"The engine is {phase}: {reason}" if reason else f"The engine is {phase}.")
+    status, body = answer_probe(exchange.endpoint, state.health, tells_problems=True)
+    await exchange.send(body, status=status)
 
 
 async def metrics(state: EngineState, exchange: Exchange) -> None:
@@ -158,16 +131,14 @@ EXACT: Final[dict[str, dict[str, Handler]]] = {
     "/tokenize": {"POST": tokenize},
     "/detokenize": {"POST": detokenize},
     "/penstock/tokenizer": {"GET": get_tokenizer},
-    "/livez": {"GET": livez},
-    "/readyz": {"GET": readyz},
-    "/startupz": {"GET": startupz},
+    **{path: {"GET": probe} for path in PROBES},
     "/metrics": {"GET": metrics},
 }
 NAMED: Final[dict[str, dict[str, NamedHandler]]] = {
     "/v1/models/": {"GET": get_model},
     "/v1/requests/": {"DELETE": abort_request},
 }
-"""What follows the prefix is a name, slashes included: a model's name may have one."""
+"""Handlers by prefix. The rest of the path is a name, and may have slashes, as models' names may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +148,8 @@ class Route:
 
 
 def find_route(method: str, path: str) -> Route:
-    """Raises RouteNotFound and MethodNotAllowed."""
+    """The handler of a path and a method, and the route's name for the log. Raises RouteNotFound and
+    MethodNotAllowed."""
     if (exact := EXACT.get(path)) is not None:
         return Route(path, _of_method(exact, method, path))
     for prefix, named in NAMED.items():
@@ -197,7 +169,7 @@ H = TypeVar("H")
 
 def _of_method(handlers: dict[str, H], method: str, path: str) -> H:
     if method == "HEAD" and "GET" in handlers:
-        method = "GET"  # both servers leave the body out
+        method = "GET"  # both servers leave the body of the answer out
     if method not in handlers:
         raise MethodNotAllowed(f"{path} takes {', '.join(handlers)}.")
     return handlers[method]

@@ -1,4 +1,4 @@
-"""What the API process knows of the model it serves: its name, its tokenizer, how its answers end."""
+"""The API process's view of the model: its name, its tokenizer, its end tokens and its default sampling."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ S = TypeVar("S", bound=msgspec.Struct)
 GENERATION_CONFIG = "generation_config.json"
 MODEL_CONFIG = "config.json"
 VALUE_MAX = 2**31
-"""All defaults of sampling are below it."""
+"""Every default of sampling must be below this number."""
 
 log = logs.get(__name__)
 
 
 class UnusableModel(Exception):
-    """A file of the model directory cannot be read, or asks for what is not implemented. The message is for
-    the operator."""
+    """A file of the model directory cannot be read, or asks for what is not implemented. The message is
+    for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +41,20 @@ class ServedModel:
     """Unix time at which this process began to serve it."""
     tokenizer: Tokenizer
     bundle_json: bytes
-    """What `GET /penstock/tokenizer` answers."""
+    """The body of the answer to `GET /penstock/tokenizer`."""
     eos_ids: frozenset[int]
     sampling: SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """The settings for what a request leaves open, as the model's own files have them."""
+    """The end tokens and the default sampling, from the model's own files."""
 
     eos_ids: frozenset[int]
     """Tokens that end an answer. Empty for a model that names none."""
     sampling: SamplingDefaults
     unread: tuple[str, ...] = ()
-    """Keys of generation_config.json that mean nothing here, for the log."""
+    """Keys of generation_config.json that have no meaning here; they are logged."""
 
 
 def load_model(directory: Path, *, name: str, created: int) -> ServedModel:
@@ -87,11 +87,14 @@ def load_model(directory: Path, *, name: str, created: int) -> ServedModel:
 
 
 def _warm_up(tokenizer: Tokenizer) -> None:
-    """What is built at its first use is built now: the first request is as fast as the second."""
+    """Encode and decode once, so that whatever the tokenizer builds at its first use does not slow the
+    first request."""
     chat = parse(b'{"model": "", "messages": [{"role": "user", "content": "Hello"}]}', ChatRequest).request
     text = parse(b'{"model": "", "prompt": "Hello"}', CompletionRequest).request
     for request in (chat, text):
-        with contextlib.suppress(InvalidRequest):  # a model without a chat template, or with a picky one
+        with contextlib.suppress(
+            InvalidRequest
+        ):  # the model has no chat template, or one that refuses this message
             tokenizer.decode_stream(tokenizer.prompt_ids(request)[0]).step(0)
 
 
@@ -104,10 +107,11 @@ class _Vocabulary(msgspec.Struct):
 
 
 def read_generation_defaults(directory: Path, vocab_size: int) -> GenerationDefaults:
-    """From generation_config.json, or as in transformers from config.json where there is no such file; the
-    end tokens from config.json as well where the other names none. Raises UnusableModel.
+    """Read the end tokens and the default sampling from generation_config.json.
 
-    `vocab_size`: the tokenizer's, which counts where config.json is silent.
+    Where there is no such file, config.json is read in its place, as transformers does. End tokens are
+    read from config.json, too, where generation_config.json names none. `vocab_size` is the tokenizer's,
+    and used where config.json states none. Raises UnusableModel.
     """
     files = {name: _fields(directory / name) for name in (GENERATION_CONFIG, MODEL_CONFIG)}
     own, config = files.values()
@@ -124,7 +128,7 @@ def read_generation_defaults(directory: Path, vocab_size: int) -> GenerationDefa
 
 
 def _end_tokens(name: str, fields: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
-    """The end tokens that one file names; empty where it names none."""
+    """The end tokens that one file names. Empty where it names none."""
     stated = _read(name, fields, _EndTokens).eos_token_id
     eos_ids = [stated] if isinstance(stated, int) else stated or []
     outside = [token_id for token_id in eos_ids if not 0 <= token_id < vocab_size]
@@ -139,7 +143,7 @@ def _end_tokens(name: str, fields: Mapping[str, Any], vocab_size: int) -> frozen
 def _sampling(name: str, fields: Mapping[str, Any]) -> SamplingDefaults:
     sampling = _read(name, fields, SamplingDefaults)
     for key, value in msgspec.structs.asdict(sampling).items():
-        if not value < VALUE_MAX:  # NaN is not
+        if not value < VALUE_MAX:  # false for NaN, too
             raise UnusableModel(f"{name}: {key} {shown(value)} is too large")
     if fields.get("do_sample") is False:
         return msgspec.structs.replace(sampling, temperature=0.0)
@@ -147,7 +151,7 @@ def _sampling(name: str, fields: Mapping[str, Any]) -> SamplingDefaults:
 
 
 def _fields(path: Path) -> dict[str, Any] | None:
-    """The file's keys; None where there is no such file."""
+    """The keys and values of a JSON file; None where there is no such file. Raises UnusableModel."""
     try:
         text = read_text(path)
         return None if text is None else parse_object(text)
@@ -156,7 +160,8 @@ def _fields(path: Path) -> dict[str, Any] | None:
 
 
 def _read(name: str, fields: Mapping[str, Any], kind: type[S]) -> S:
-    """The Struct `kind`, filled from the fields that it has. A null is as good as an absent key."""
+    """The Struct `kind`, filled from `fields`. A null is treated as an absent key. Raises
+    UnusableModel."""
     try:
         return msgspec.convert({key: value for key, value in fields.items() if value is not None}, kind)
     except msgspec.ValidationError as error:

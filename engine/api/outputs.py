@@ -1,20 +1,19 @@
-"""What has come out of the core for one request and was not yet written to its client.
+"""The outputs of one request's sequences: what the core has computed and the client was not yet sent.
 
     core_client --on_token--> ChoiceOutput (one per sequence) --news--> RequestOutput --take--> handler
 
-Tokens become text as they arrive, not when they are written: a stop string must reach the core at
-once, whether or not the client reads. What arrives while the writer waits is merged into one `Delta`
-per choice.
+Tokens become text as they arrive, not when they are written: a stop string must reach the core at once,
+whether or not the client reads. What arrives while the writer waits is merged into one `Delta` per choice.
 
-Backpressure. A client that does not read makes the writer wait, and what comes meanwhile piles up
-here, unsent. Past a high-water mark the choice `is_behind`, and the core is told to pause its
-sequence. The low-water mark is nothing, because the writer always takes everything: when it comes
-back, what it was waiting for has gone out, and the core is told to resume. So a choice holds at most
-the mark, what was on its way when the mark was passed, and as much again with the writer. Answers
-that are not streamed are read at their end: they are bounded by `max_tokens`, and never behind.
+Backpressure. A client that does not read makes the writer wait, and what comes meanwhile piles up here,
+unsent. Past a high-water mark the choice `is_behind`, and the core is told to pause its sequence. The
+low-water mark is zero, because the writer always takes everything: when it comes back, what it was waiting
+for has been sent, and the core is told to resume. So a choice holds at most the mark, what was on its way
+when the mark was passed, and as much again with the writer. Answers that are not streamed are read at their
+end: they are bounded by `max_tokens`, and never behind.
 
-Only what the writer could take counts as unsent. Tokens whose text is withheld (half a character, the
-beginning of a stop string) are no reason to pause: more tokens are what they wait for.
+Only what the writer could take counts as unsent. A sequence is not paused for tokens whose text is held back
+(part of a character, the beginning of a stop string), because only more tokens can release them.
 """
 
 from __future__ import annotations
@@ -34,37 +33,39 @@ from shared.openai import FinishReasonName
 
 UNSENT_TOKENS_MAX: Final = 64
 UNSENT_TEXT_LEN_MAX: Final = 16 * 1024
-"""Characters."""
+"""The most characters that are unsent before a sequence is paused."""
 TEXT_PIECES_MAX: Final = 512
-"""Pieces of text that are kept apart. A short string takes fifty bytes beside its characters, which an answer
-that is not streamed would hold for every token."""
+"""The most pieces of text that are kept apart before they are joined. Each is a string object of fifty bytes
+beside its characters, which an answer that is not streamed would hold for every token."""
 assert UNSENT_TEXT_LEN_MAX >= 64 * UNSENT_TOKENS_MAX, "ordinary text is bounded by its tokens"
 
 
 class Entry(NamedTuple):
-    """A token that goes out, with what was asked about it."""
+    """A token that is sent by itself, with its log-probabilities where they were asked for."""
 
     token_id: int
     start: int
-    """Position of its text among the characters of the answer."""
+    """The position of the token's text, in characters of the answer."""
     logprobs: TokenLogprobs | None
-    """None when not asked for, and for a stop token, which is no part of the text."""
+    """The token's log-probabilities. None when they were not asked for, and for a stop token, which is
+    not part of the text."""
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What one choice has to say since the last time. A Struct, because one is made for every event."""
+    """What one choice has produced since its last delta. It is a Struct because one is made for every
+    event."""
 
     index: int
     text: str
     entries: list[Entry]
-    """The tokens of `text`; empty when nobody asked for tokens or log-probabilities."""
+    """The tokens of `text`. Empty unless token ids or log-probabilities were asked for."""
     finish_reason: FinishReasonName | None
     is_first: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where a sequence's time went, in seconds."""
+    """The time that a sequence spent in each stage, in seconds."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -75,7 +76,7 @@ class Timing:
 
 
 class ChoiceOutput:
-    """One sequence's way out."""
+    """The output of one sequence: tokens in, deltas out."""
 
     def __init__(
         self,
@@ -94,20 +95,21 @@ class ChoiceOutput:
         self._stop_token_ids = stop_token_ids
         self._keeps_entries = keeps_entries
         self._discards = discards
-        """The one token that the core must sample is not wanted: `max_tokens` was 0."""
+        """Whether to drop the one token that the core always samples, because `max_tokens` was 0."""
 
         self._text: list[str] = []
         self._entries: list[Entry] = []
         self._trail: deque[tuple[int, Entry]] = deque()
-        """(end, entry) of tokens whose text has not been released yet."""
+        """The end of each token's text, and its entry, for tokens whose text has not been released
+        yet."""
         self._is_first = True
         self._has_news = False
         self._unsent_tokens = 0
-        """Those that came since there is news."""
+        """Tokens that came since there was something to send."""
         self._unsent_text_len = 0
         self._paused_at: float | None = None
         self._stalled_s = 0.0
-        """In pauses that are over."""
+        """Seconds that the sequence was paused, in pauses that are over."""
 
         self.finish_reason: FinishReasonName | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -116,17 +118,18 @@ class ChoiceOutput:
         self.first_token_at: float | None = None
         self._submitted_at = submitted_at
         self._queue_s: float | None = None
-        """Known once the core has started it."""
+        """How long the sequence waited for its first admission, in seconds. None until the core has
+        begun it."""
         self._final_timing: Timing | None = None
 
     @property
     def has_begun(self) -> bool:
-        """Whether the core has started it: its prompt counts as computed."""
+        """Whether the core has begun the sequence. Its prompt then counts as computed."""
         return self._queue_s is not None
 
     @property
     def stage(self) -> str:
-        """Where the sequence is in its life, for the log."""
+        """The stage that the sequence is in, for the log."""
         if self._queue_s is None:
             return "queue"
         if self.first_token_at is None:
@@ -135,12 +138,14 @@ class ChoiceOutput:
 
     @property
     def is_behind(self) -> bool:
-        """Whether more is unsent than a client that reads would leave: its sequence should pause."""
+        """Whether so much is unsent that the client cannot be reading, and the sequence should
+        pause."""
         passed = self._unsent_tokens >= UNSENT_TOKENS_MAX or self._unsent_text_len >= UNSENT_TEXT_LEN_MAX
         return passed and not self.output.is_whole
 
     def timing(self, now: float) -> Timing:
-        """The core's own account once the sequence has ended; until then what is seen from here."""
+        """The sequence's times: as the core reports them once the sequence has ended, and until then
+        as they are seen from here."""
         if self._final_timing is not None:
             return self._final_timing
         if self._queue_s is None:
@@ -158,7 +163,7 @@ class ChoiceOutput:
         self._queue_s = started.queue_s
 
     def on_paused(self, now: float) -> None:
-        """The core has been told to pause it."""
+        """Note that the core was told to pause the sequence."""
         assert self._paused_at is None
         self._paused_at = now
 
@@ -168,7 +173,8 @@ class ChoiceOutput:
         self._paused_at = None
 
     def on_token(self, token_id: int, logprobs: TokenLogprobs | None, now: float) -> bool:
-        """Take a token. True when it completed a stop string: the core must be told to end."""
+        """Take a token. Returns True when it completed a stop string, so that the core must be told
+        to end the sequence."""
         assert self.finish_reason is None
         if self.first_token_at is None:
             self.first_token_at = now
@@ -180,7 +186,7 @@ class ChoiceOutput:
             if self._keeps_entries:
                 end = detokenizer.decoded_len
                 self._trail.append((end, Entry(token_id, end, None)))
-            return False  # the core knows, and its Finished comes in the same message
+            return False  # the core knows it, and its Finished comes in the same message
         start = detokenizer.decoded_len
         text = detokenizer.push(token_id)
         if self._keeps_entries:
@@ -188,7 +194,7 @@ class ChoiceOutput:
         self._release(text)
         if self._has_news:
             self._unsent_tokens += 1
-        if detokenizer.stopped:  # the core's own account would come a step later
+        if detokenizer.stopped:  # the core would report the times a step later
             self._final_timing = self.timing(now)
             self._finish("stop")
         return detokenizer.stopped
@@ -219,7 +225,7 @@ class ChoiceOutput:
     # -- to the writer ----------------------------------------------------------------------------
 
     def take(self) -> Delta:
-        """Everything since the last call."""
+        """Everything that can be sent since the last call."""
         delta = Delta(self.index, "".join(self._text), self._entries, self.finish_reason, self._is_first)
         self._text.clear()
         self._entries = []
@@ -240,7 +246,8 @@ class ChoiceOutput:
         self._tell()
 
     def _finish(self, reason: FinishReasonName) -> None:
-        """What is left of the tokens goes out too, but none whose text a stop string has taken away."""
+        """End the choice. The tokens that were held back are sent, too, except those whose text a
+        stop string has removed."""
         cut = self._detokenizer.released_len
         is_cut = self._detokenizer.stopped
         self._entries += (entry for _, entry in self._trail if not is_cut or entry.start < cut)
@@ -256,27 +263,30 @@ class ChoiceOutput:
 
 
 def _nothing() -> None:
-    """Nobody is to be told."""
+    """Do nothing."""
 
 
 class RequestOutput:
-    """All choices of one request, and the one handler that waits for them."""
+    """The outputs of all choices of one request, and the handler that waits for them."""
 
     def __init__(self, choices: int, *, whole: bool = False, on_end: Callable[[], None] = _nothing) -> None:
         self.open = choices
-        """Choices that have not finished."""
+        """The number of choices that have not finished."""
         self.is_whole = whole
-        """Nothing is news before everything has come: the answer is not streamed."""
+        """Whether the answer is not streamed, so that its handler waits until every choice has
+        finished."""
         self._on_end = on_end
-        """Called when nothing more will come, though the writer may still wait for its client."""
+        """Called when nothing more will come. The handler may still be waiting for its client
+        then."""
         self._news: list[ChoiceOutput] = []
         self.error: ApiError | None = None
-        """What has ended the request, whether or not its writer has come to know."""
+        """The error that has ended the request, whether or not its handler has noticed. None where
+        none did."""
         self._waiter: asyncio.Future[None] | None = None
 
     @property
     def is_done(self) -> bool:
-        """Every choice has finished, and what they said has been taken."""
+        """Whether every choice has finished and everything was taken."""
         return not self.open and not self._news
 
     def tell(self, choice: ChoiceOutput) -> None:
@@ -284,29 +294,31 @@ class RequestOutput:
         self._wake()
 
     def finish_one(self) -> None:
-        """A choice, which has told its news, has no more."""
+        """Note that a choice, whose last output was announced by `tell`, has finished."""
         self.open -= 1
         self._wake()
         if not self.open:
             self._on_end()
 
     def close(self) -> None:
-        """Forget who waits and what came. Each of them refers to this, and would be kept, with the answer,
-        until the next full garbage collection."""
+        """Drop the references to the handler and to the choices. They refer to this object, and the
+        cycle would keep the answer until the next full garbage collection."""
         self._on_end = _nothing
         self._news.clear()
         self.error = None
 
     def fail(self, error: ApiError) -> None:
-        """The request ends with `error`, after what has already come out. The first error stays."""
+        """End the request with `error`, after the output that has already come. Only the first error
+        counts."""
         self.error = self.error or error
         self._wake()
         self._on_end()
 
     async def take(self) -> list[Delta]:
-        """Wait for news; one delta per choice that has any, in the order in which they came.
+        """Wait for output. Returns one delta for each choice that has any, in the order in which they
+        came.
 
-        Raises the error that ended the request. Not called once all `is_done`.
+        Raises the error that ended the request. Must not be called once `is_done`.
         """
         while not self._has_news:
             self._waiter = asyncio.get_running_loop().create_future()

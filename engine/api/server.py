@@ -36,14 +36,14 @@ from shared.loops import loop_name, watch_lag
 from shared.tokenizer import UnusableTokenizer
 
 CORE_STOP_S: Final = 5.0
-"""How long the core may take to end once it was told to."""
+"""How long the core may take to end after it was told to, in seconds."""
 UNWIND_S: Final = 2.0
-"""After the drain's time, how long the requests that were cut off may take to tell their clients."""
+"""How long requests that the drain cut off may take to tell their clients, in seconds."""
 
 log = logs.get(__name__)
 
 Resolve = Callable[[str], Path]
-"""A hub id or a path becomes a model directory. May block; raises StartFailed."""
+"""Turns a hub id or a path into a model directory. May block. Raises StartFailed."""
 MakeLink = Callable[[EngineConfig], CoreLink]
 
 
@@ -52,7 +52,8 @@ class StartFailed(Exception):
 
 
 class Engine:
-    """The API process's parts, without its process: a test runs one in its own event loop."""
+    """The parts of the API process. They do not need a process of their own: a test runs them in its own
+    event loop."""
 
     def __init__(
         self, config: EngineConfig, resolve: Resolve, make_link: MakeLink, clock: Clock = SYSTEM_CLOCK
@@ -80,12 +81,12 @@ class Engine:
         metrics.http2_streams.set_function(lambda: self.server.http2_streams)
         metrics.held_bytes.set_function(lambda: self.state.memory.held)
         self.port = 0
-        """Known once `start` listens."""
+        """The port that the engine listens on; 0 until `start` has bound it."""
         self._core_task: asyncio.Task[None] | None = None
         self._failed = asyncio.Event()
 
     async def start(self) -> None:
-        """Returns once requests are welcome. Raises StartFailed."""
+        """Start the engine. Returns once it takes requests. Raises StartFailed."""
         config, state = self._config, self.state
         try:
             self.port = await self.server.start()
@@ -118,7 +119,8 @@ class Engine:
         log.info("engine.ready", port=self.port, model=config.name, loop=loop_name())
 
     async def drain(self, hurry: asyncio.Event | None = None) -> None:
-        """Let the open answers finish, within `drain_timeout_s` and until `hurry`; end those that do not."""
+        """Let the open answers finish, for `drain_timeout_s` and until `hurry` is set, and end the
+        others."""
         state = self.state
         if state.lifecycle.phase is Phase.FAILED:
             return
@@ -132,7 +134,7 @@ class Engine:
                 log.warning("engine.unwind_cut")
 
     async def stop(self) -> None:
-        """End the core and the server, at whatever point the start had come to."""
+        """End the core and the server, however far the start had come."""
         state = self.state
         await state.core.stop(CORE_STOP_S)
         if self._core_task is not None:
@@ -152,8 +154,8 @@ class Engine:
             self._failed.set()
 
     async def serve_until(self, stop: asyncio.Event) -> None:
-        """Return when `stop` is set; with `exit_on_failure` also when the core has died, and every open
-        request has been told, or `UNWIND_S` later."""
+        """Wait until `stop` is set. With `exit_on_failure`, also return when the core has died, once
+        every open request has been answered, or after `UNWIND_S`."""
         if not self._config.exit_on_failure:
             await stop.wait()
             return
@@ -179,13 +181,14 @@ def _tls(config: EngineConfig) -> ssl.SSLContext | None:
 
 
 async def _in_daemon_thread(work: Callable[[], Path]) -> Path:
-    """A download of gigabytes must not hold up the end of the process, as a pool's threads would."""
+    """Run `work` in a daemon thread. A pool's thread would keep the process from ending while it
+    downloads gigabytes."""
     done: concurrent.futures.Future[Path] = concurrent.futures.Future()
 
     def run() -> None:
         try:
             done.set_result(work())
-        except BaseException as error:  # handed on to whoever waits
+        except BaseException as error:  # raised again where the future is awaited
             done.set_exception(error)
 
     threading.Thread(target=run, name="resolve", daemon=True).start()
@@ -193,7 +196,8 @@ async def _in_daemon_thread(work: Callable[[], Path]) -> Path:
 
 
 async def serve(config: EngineConfig, resolve: Resolve, make_link: MakeLink) -> int:
-    """Run until a stop signal; a second one ends the drain. Returns the process's exit status."""
+    """Run the engine until a stop signal; a second one ends the drain. Returns the process's exit
+    status."""
     try:
         engine = Engine(config, resolve, make_link)
     except StartFailed as error:
@@ -208,7 +212,7 @@ async def serve(config: EngineConfig, resolve: Resolve, make_link: MakeLink) -> 
         if start.done():
             start.result()
             gc.collect()
-            gc.freeze()  # modules live for ever: looking through them would stop every stream for 40 ms
+            gc.freeze()  # a full collection would look through all modules, and stop every stream for 40 ms
             await engine.serve_until(stop)
         await engine.drain(hurry)
     except (StartFailed, OSError) as error:
@@ -221,7 +225,8 @@ async def serve(config: EngineConfig, resolve: Resolve, make_link: MakeLink) -> 
 
 
 async def _idle(state: EngineState, timeout_s: float, hurry: asyncio.Event | None) -> bool:
-    """Wait for the last request to end, but neither longer than this nor when there is hurry."""
+    """Wait for the last request to end, for at most `timeout_s` and until `hurry` is set. Returns whether
+    it has ended."""
     idle = asyncio.create_task(state.wait_idle())
     try:
         await _first(idle, hurry or asyncio.Event(), timeout_s=timeout_s)
@@ -231,7 +236,8 @@ async def _idle(state: EngineState, timeout_s: float, hurry: asyncio.Event | Non
 
 
 async def _first(task: asyncio.Task[Any], event: asyncio.Event, *, timeout_s: float | None) -> None:
-    """Wait for either, for so long; the task is left running."""
+    """Wait for the task or the event, for at most `timeout_s`; None for no limit. The task is left
+    running."""
     waiting = asyncio.create_task(event.wait())
     try:
         await asyncio.wait({task, waiting}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -1,7 +1,7 @@
-"""One request in, one answer out, whatever happens on the way: errors are mapped here and only here.
+"""One request in, one answer out: every error becomes an answer here, and only here.
 
-Cancel-safe: the server cancels this task when the client leaves. What a handler holds, it gives back
-in its own `finally`; here the end is recorded.
+Handlers are cancel-safe: the server cancels this task when the client leaves. What a handler holds, it
+releases in its own `finally`; the end is recorded here.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class Service:
             exchange.client_left()
             raise
         finally:
-            duration_s = exchange.complete()
+            total_s = exchange.complete()
             if exchange.is_generation:
                 state.metrics.requests.inc(exchange.end_reason)
-                state.metrics.e2e_s.observe(duration_s)
+                state.metrics.e2e_s.observe(total_s)
 
     async def _answer(self, exchange: Exchange) -> None:
         try:
             route = find_route(exchange.request.method, exchange.request.path)
-            exchange.route = route.name
+            exchange.endpoint = route.name
             await route.run(self._state, exchange)
         except ApiError as error:
             await exchange.send_error(error)

@@ -1,13 +1,13 @@
-"""The directory of the core's sockets: private, and gone in the end, however its engine ends.
+"""The directory of the core's two sockets. It is private, and is removed however its engine ends.
 
 Rules:
 
-1. Nobody but its owner's user can enter it (0700).
-2. Its engine holds a lock on it, which the kernel releases when the process ends. A pid in the name would
-   not do: engines in containers can share a temporary directory and not see each other's processes.
-3. An engine that was killed leaves its directory behind; the next one to start removes it. That happens
-   only to a directory with our name, of this user, with that mode, which nobody holds; and nothing in it
-   but the two sockets is deleted.
+1. Only the user who started the engine can enter it (mode 0700).
+2. The engine holds a lock on it, which the kernel releases when the process ends. A pid in its name would not
+   do: engines in containers can share a temporary directory and not see each other's processes.
+3. An engine that was killed leaves its directory behind, and the next one to start removes it. It removes
+   only directories with this prefix, of this user, with mode 0700, that are not locked; and deletes nothing
+   in them but the two sockets.
 """
 
 from __future__ import annotations
@@ -35,17 +35,21 @@ class SocketDirectory:
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self._descriptor = descriptor
-        """Open while the directory is in use: it carries the lock."""
+        """A file descriptor of the directory. It carries the lock, and is open while the directory is
+        in use."""
 
     @classmethod
     def make(cls) -> SocketDirectory:
-        """A new one in the temporary directory, after those that nobody uses are removed. Raises OSError."""
+        """Make a new directory in the temporary directory, after removing those of engines that are
+        gone. Raises OSError."""
         remove_abandoned(Path(tempfile.gettempdir()))
         for _ in range(_ATTEMPTS_MAX):
             path = Path(tempfile.mkdtemp(prefix=PREFIX))
-            with contextlib.suppress(FileNotFoundError):  # before it was locked, another start removed it
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # another engine's start removed it before it was locked
                 descriptor = _open(path)
-                with contextlib.suppress(OSError):  # a file system without locks, where nothing is removed
+                with contextlib.suppress(OSError):  # the file system has no locks, so nothing is ever removed
                     fcntl.flock(descriptor, fcntl.LOCK_EX)
                 if path.exists():
                     return cls(path, descriptor)
@@ -63,7 +67,7 @@ class SocketDirectory:
 def remove_abandoned(parent: Path) -> None:
     """Remove the socket directories in `parent` whose engines are gone."""
     for path in parent.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # in use, somebody else's, or gone meanwhile
+        with contextlib.suppress(OSError):  # in use, another user's, or gone meanwhile
             _remove_if_abandoned(path)
 
 

@@ -1,4 +1,4 @@
-"""What all handlers share: the core, the model, the life of the service, and who is being served."""
+"""What all handlers share: the core, the model, the life of the service, and the requests in progress."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from shared.fair_threads import FairThreads
 from shared.ids import RequestId
 from shared.lifecycle import Lifecycle, Phase
 from shared.openai import Model
+from shared.probes import Health
 
 
 class Abortable(Protocol):
@@ -39,9 +40,11 @@ class EngineState:
         self.metrics = metrics
         self.clock = clock
         self.lifecycle = Lifecycle()
+        self.health = Health(self.lifecycle, self._problems)
         self.threads = FairThreads(config.tokenizer_threads)
         self.memory = FairShare(config.request_memory)
-        """Bytes of what requests hold here: bodies, prompts, answers."""
+        """The bytes that requests hold in this process (bodies, prompts, answers), shared out between
+        tenants."""
         self.model: ServedModel | None = None
         self._working = 0
         self._idle = asyncio.Event()
@@ -52,7 +55,7 @@ class EngineState:
     # -- what is served ---------------------------------------------------------------------------
 
     def ready_model(self) -> tuple[ServedModel, Limits]:
-        """The model and its limits, while new work is welcome. Raises NotReady."""
+        """The model and its limits. Raises NotReady while no new work is taken."""
         match self.lifecycle.phase:
             case Phase.READY:
                 assert self.model is not None
@@ -60,7 +63,7 @@ class EngineState:
                 if not self.core.answers:
                     raise NotReady("The engine does not get on.", detail="the core does not answer")
                 return self.model, Limits.of(self.core.info)
-            case Phase.FAILED:  # nothing was done, and another replica may do it
+            case Phase.FAILED:  # nothing was computed, so another replica may be asked
                 raise NotReady("The engine has failed and takes no requests.", detail=self.lifecycle.reason)
             case Phase.STARTING:
                 raise NotReady("The engine is still starting.", retry_after_s=2.0)
@@ -69,11 +72,20 @@ class EngineState:
 
     @property
     def is_ready(self) -> bool:
-        """Whether new work is welcome."""
+        """Whether new work is taken."""
         return self.lifecycle.is_ready and self.core.answers
 
+    def _problems(self) -> list[str]:
+        """For `/readyz`: why the engine failed, or that its core does not answer."""
+        if self.lifecycle.phase is Phase.FAILED:
+            return [self.lifecycle.reason]
+        if self.lifecycle.is_ready and not self.core.answers:
+            return [f"The core has not answered for {self.config.core_timeout_s:g} s."]
+        return []
+
     def loaded_model(self) -> ServedModel:
-        """The model's name and tokenizer, known before the core is ready."""
+        """The model, whose name and tokenizer are known before the core is ready. Raises NotReady
+        before that."""
         if self.model is None:
             raise NotReady("The engine is still starting.", retry_after_s=2.0)
         return self.model
@@ -92,18 +104,18 @@ class EngineState:
         )
 
     def fingerprint(self) -> str:
-        """Changes when the answers to the same seed may change."""
+        """OpenAI's `system_fingerprint`: it changes when the answers to the same seed may change."""
         assert self.model is not None
         assert self.core.info is not None
         arithmetic = f"{self.core.info.dtype}|{self.config.tensor_parallel_size}"
         seen = f"{self.config.model}|{arithmetic}|{self.model.tokenizer.hash}"
         return "fp_" + hashlib.sha256(seen.encode()).hexdigest()[:12]
 
-    # -- who is being served ----------------------------------------------------------------------
+    # -- requests in progress ----------------------------------------------------------------------
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """A drain waits for what happens in here."""
+        """A context that a drain waits for."""
         self._working += 1
         self._idle.clear()
         try:
@@ -118,7 +130,7 @@ class EngineState:
 
     @contextmanager
     def listed(self, request_id: RequestId, generation: Abortable) -> Iterator[None]:
-        """While in here, the generation can be aborted by its request's id."""
+        """A context in which the generation can be aborted by its request's id."""
         self._generations.setdefault(request_id, set()).add(generation)
         try:
             yield
@@ -129,7 +141,7 @@ class EngineState:
                 del self._generations[request_id]
 
     def abort(self, request_id: RequestId) -> int:
-        """End every generation of exactly this id. Returns how many there were."""
+        """Abort every generation of exactly this request id. Returns their number."""
         generations = list(self._generations.get(request_id, ()))
         for generation in generations:
             generation.abort()

@@ -1,1 +1,1 @@
-"""Benches that need the engine's own parts: `penstock bench scheduler`."""
+"""Benches of the engine: its scheduler in virtual time, an engine that serves, and its GPU."""

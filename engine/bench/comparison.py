@@ -1,5 +1,5 @@
-"""What one discipline makes of one workload, in the six figures that a user or an operator would ask for,
-and several of them side by side."""
+"""The six figures of one discipline under one workload that a user or an operator would ask for, and those of
+several disciplines side by side."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ GOOD_GAP_S: Final = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Measures:
+    """The figures of one discipline under one workload, over all seeds."""
+
     short_ttft_p99_s: float
     long_ttft_p99_s: float
     makespan_s: float
-    """Of all seeds together."""
+    """The time until the last answer has ended, summed over all seeds, in seconds."""
     gap_p99_s: float
-    """Between two tokens of a stream, of all gaps of all streams."""
+    """The 99th percentile of the times between two tokens of a stream, over all streams, in seconds."""
     preemptions: float
-    """Of a request, on average."""
+    """Preemptions of a request, on average."""
     goodput_per_s: float
     """Requests served well: the first token came within a second, or within ten times what its prompt takes
     alone, and no token came later than 200 ms after the one before."""
@@ -46,7 +48,7 @@ def measure(workload: Workload, runs: Sequence[Run], cost: StepCost) -> Measures
 
 
 def ttft(runs: Iterable[Run], chosen: Callable[[Request], bool], q: float) -> float:
-    """Of the first tokens of all that are chosen, in seconds."""
+    """The quantile `q` of the times to first token of all chosen requests, in seconds."""
     return quantile([o.first_token_s for run in runs for o in run.outcomes if chosen(o.request)], q)
 
 
@@ -67,7 +69,7 @@ _COLUMNS: Final[Sequence[tuple[str, str, str, float]]] = (
     ("preemptions", "preemptions", "/request", 1.0),
     ("goodput_per_s", "goodput", "requests/s", 1.0),
 )
-"""Attribute, title, unit, and by what it is multiplied."""
+"""Attribute, title, unit, and the factor by which the attribute is multiplied."""
 
 
 def figures(workload: str, by_name: Mapping[str, Measures]) -> list[Figure]:
@@ -79,7 +81,7 @@ def figures(workload: str, by_name: Mapping[str, Measures]) -> list[Figure]:
 
 
 def markdown(tables: Mapping[str, Mapping[str, Measures]]) -> str:
-    """A table for each workload, a row for each discipline."""
+    """The measures as Markdown: a table for each workload, a row for each discipline."""
     lines: list[str] = []
     for workload, by_name in tables.items():
         titles = [workload, *(f"{title}, {unit}" for _, title, unit, _ in _COLUMNS)]

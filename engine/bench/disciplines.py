@@ -1,9 +1,9 @@
-"""What the scheduler is compared with: other orders of the queue, and another plan of a step.
+"""The schedulers that Penstock's is compared with: other orders of the queue, and another plan of a step.
 
-`FIFO` and `priority`, which is vLLM's (the class orders the queue), plan a step as we do: decodes first, and
-prompts as long as a step may take. `prefill-first` is what vLLM V0, Mini-SGLang and nano-vllm do: a step
-computes prompts, as many tokens as its budget allows, or decodes when there are none. `shortest` is the
-best that short prompts can have, and starves long ones.
+`FIFO` and `priority`, which is vLLM's (the class orders the queue), plan a step as Penstock does: decodes
+first, then prompts for as long as a step may take. `prefill-first` is what vLLM V0, Mini-SGLang and nano-vllm
+do: a step computes prompts, as many tokens as its budget allows, or decodes when there are none. `shortest`
+is the best that short prompts can have, and starves long ones.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Final
 
 from engine.bench.virtual import Engine
 from engine.core import policy
+from engine.core.pace import PlanBuilder
 from engine.core.planner import Planner
 from engine.core.policy import Circumstances, Discipline
 from engine.core.sequence import Sequence, Status
-from engine.core.step import Batch, News
+from engine.core.step import News
 
 FIFO: Final = "FIFO"
 PRIORITY: Final = "priority"
@@ -31,26 +32,29 @@ NEVER: Final = 1 << 60
 
 
 class PrefillFirst(Planner):
-    def fill(self, batch: Batch, news: News, now: float) -> None:
-        self.room.grow(batch, now)
-        for sequence in self.room.running.values():
+    """Plans prompts alone as long as there are any, else decodes."""
+
+    def fill(self, builder: PlanBuilder, news: News, now: float) -> None:
+        self.allocator.grow(builder, now)
+        for sequence in self.allocator.running.values():
             if sequence.pending_len > 1:
                 sequence.expected_len = sequence.pending_len
-                batch.chunks.append(sequence)
-        self._spend(batch, news, now)
-        if not batch.rows:
-            self._plan_decodes(batch)
+                builder.prefills.append(sequence)
+        self._plan_prompts(builder, news, now)
+        if not builder.rows:
+            self._plan_decodes(builder)
 
 
 def served_by(name: str, engine: Engine) -> Engine:
-    """This engine, with the discipline of that name."""
+    """`engine` with the discipline called `name`."""
     if name == PREFILL_FIRST:
         return replace(engine, discipline=policy.FIFO, planner=PrefillFirst, step_time_target_s=math.inf)
     return replace(engine, discipline=_DISCIPLINES[name])
 
 
 def _by(key: Callable[[Sequence], float]) -> Discipline:
-    """Those who run, then those who did, then newcomers; each by this key, then by arrival."""
+    """A discipline: running and resumed sequences, then preempted ones, then new ones; each by `key`, then by
+    arrival."""
 
     def order(sequences: Iterable[Sequence], _: Circumstances) -> list[Sequence]:
         return sorted(sequences, key=lambda s: (_rank(s), key(s), s.arrived_at, s.handle))

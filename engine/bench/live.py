@@ -1,10 +1,11 @@
 """`penstock bench scheduler --live`: short prompts beside long ones on a real engine, twice.
 
-Two engines serve the demo model on this machine, one first come first served and one as always, with the
-same settings otherwise. They take turns, so that only one works at a time, and get the same traffic: 85 %
-short prompts beside 15 % long ones, twenty times as long, arriving at random at nine tenths of the rate
-that the first engine reached just before when much was there at once. Waits count from the moment when a
-request was due. It all takes about 80 seconds; only the ratios mean anything on another machine.
+Two engines serve the demo model on this machine, one first come first served and one with the default
+discipline, with the same settings otherwise. They take turns, so that only one works at a time, and get the
+same traffic: 85 % short prompts beside 15 % long ones, twenty times as long, arriving at random at nine
+tenths of the rate that the first engine has just reached with many requests at once. Waits count from the
+moment when a request was due. The whole takes about 80 seconds; only the ratios mean anything on another
+machine.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ CALIBRATION_REQUESTS: Final = 240
 ROUND_S: Final = 7.5
 _ABBA: Final = ("fifo", "response-ratio", "response-ratio", "fifo")
 ROUNDS: Final = (*_ABBA, *reversed(_ABBA[:2]), *reversed(_ABBA[2:]))
-"""In pairs, which see the same traffic; what else the machine does meanwhile falls on both alike."""
+"""The disciplines of the rounds, in pairs that see the same traffic. Other load on the machine falls on both
+disciplines alike."""
 STEP_TIME_TARGET_MS: Final = 50
 MODEL: Final = "bench"
 TOKEN_ID_MIN, TOKEN_ID_MAX = 300, 2000
@@ -49,24 +51,27 @@ TOKEN_ID_MIN, TOKEN_ID_MAX = 300, 2000
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One request as its client saw it. Times in seconds."""
+    """One request, with the times that its client saw, in seconds."""
 
     request: Request
     first_token_s: float
-    """Since it was due."""
+    """Time from the moment when the request was due to its first token."""
     ended_at_s: float
-    """Since the round began."""
+    """Time from the beginning of the round to the end of the answer."""
     gaps_s: list[float]
+    """Times between two events of the answer."""
 
 
 async def run(seed: int) -> list[Figure]:
-    """The figures. Raises BenchFailed when any request fails."""
+    """Measure, and return the figures. Raises BenchFailed when any request fails."""
     async with contextlib.AsyncExitStack() as stack:
         engines = {
             name: await stack.enter_async_context(_engine(name)) for name in ("fifo", "response-ratio")
         }
         for engine in engines.values():
-            await serve(engine, LIVE.traffic(seed, 20, 1e6), seed)  # the learned cost, and everything lazy
+            await serve(
+                engine, LIVE.traffic(seed, 20, 1e6), seed
+            )  # warms up the learned cost and everything lazy
         everything = LIVE.traffic(seed, CALIBRATION_REQUESTS, 1e6)
         capacity = len(everything) / _makespan_s(await serve(engines["fifo"], everything, seed))
         per_s = LOAD * capacity
@@ -81,7 +86,7 @@ async def run(seed: int) -> list[Figure]:
 def figures(
     capacity: float, fifo: Sequence[Sequence[Served]], ours: Sequence[Sequence[Served]]
 ) -> list[Figure]:
-    """Of the rounds of either engine. Ratios are ours to FIFO's."""
+    """The figures from the rounds of either engine; ratios are the default discipline's over FIFO's."""
     found = [figure("live: capacity", capacity, "requests/s")]
     short, long = LIVE.is_short, LIVE.is_long
     for title, chosen, q, target in (
@@ -115,7 +120,7 @@ def _makespan_s(served: Sequence[Served]) -> float:
 
 
 async def serve(endpoint: Endpoint, requests: Sequence[Request], seed: int) -> list[Served]:
-    """Send each when it is due, and wait for all of them."""
+    """Send each request when it is due, and wait for all of them."""
     rng = random.Random(seed)
     bodies = [endpoint.request("/completions", _body(request, rng)) for request in requests]
     start = time.perf_counter()

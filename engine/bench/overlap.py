@@ -1,10 +1,10 @@
-"""`penstock bench scheduler --overlap`: how long a device idles while the host plans, and how much of that
-overlapped steps save.
+"""`penstock bench scheduler --overlap`: how long a device idles while the host plans, with overlapped steps
+and without.
 
-The core's own loop, scheduler and messages drive a device that computes nothing, and takes its time: each
-step `DEVICE_STEP_S`, one after another, in the order of the launches. A device works from the launch of a
-step, or from the end of the one before if that comes later, so it idles whenever nothing is launched yet
-when a step ends:
+The core's own loop, scheduler and messages drive a device that computes nothing, and only takes time: each
+step takes `DEVICE_STEP_S`, one after another, in the order of the launches. A device works from the launch of
+a step, or from the end of the one before if that comes later, so it idles whenever no step is launched when
+one ends:
 
     plain         host    | plan 1 |       wait       | commit 1, plan 2 |       wait       |
                   device           [      step 1      ]......idle........[      step 2      ]
@@ -12,9 +12,9 @@ when a step ends:
     overlapped    host    | plan 2 |  wait  | commit 1, plan 3 |  wait  | commit 2, plan 4 |
                   device  [      step 1     ][      step 2     ][      step 3     ]
 
-The device is a calendar, and no thread: waking a thread would take what Python's lock takes, which no real
-device waits for. What is measured is the host: all it does for a step, up to the bytes that go to the API
-process. Both loops take turns in one run.
+The device is a calendar and no thread: a thread would have to wait for Python's lock, which no real device
+does. The measurement is of the host: all its work for a step, up to the bytes that go to the API process.
+Both loops take turns in one run.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from engine.core.messages import (
 from shared.bench.figures import Figure, at_most, figure
 
 DEVICE_STEP_S: Final = 5e-3
-"""As long as a model of 8B parameters takes for a decode on an H200."""
+"""The time of a step, in seconds: about that of a decode step of an 8B model on an H200."""
 SEQUENCES: Final = (32, 256)
 PROMPT_LEN: Final = 64
 OUTPUT_LEN: Final = 200
 ROUNDS: Final = (False, True, True, False)
-"""Overlapped or not."""
+"""Whether steps overlap, by round."""
 PAGE_SIZE: Final = 64
 IDLE_SHARE_MAX: Final = 0.02
 
 
 @dataclass(slots=True)
 class Device:
-    """A runner that only takes time."""
+    """A runner that computes nothing and takes `DEVICE_STEP_S` for each step."""
 
     info: RunnerInfo
     now: Callable[[], float] = time.perf_counter
@@ -63,7 +63,7 @@ class Device:
     busy_until: float = 0.0
     steps: int = 0
     idle_s: float = 0.0
-    """Between steps, all together."""
+    """Time without a step to execute, from the first launch on, in seconds."""
 
     def launch(self, plan: Plan) -> Step:
         now = self.now()
@@ -75,12 +75,14 @@ class Device:
 
     @property
     def idle_share(self) -> float:
-        """Of its time from the first step to the end of the last."""
+        """The idle share of the time from the first launch to the end of the last step."""
         return self.idle_s / (self.idle_s + self.steps * DEVICE_STEP_S)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
+    """A launched plan, done at a time of the calendar."""
+
     device: Device
     done_at: float
     result: RunResult
@@ -92,7 +94,8 @@ class Step:
 
 @dataclass(slots=True)
 class Clients:
-    """Both ends of the wire: everybody asks at once, and the core is stopped when all have their answers."""
+    """The inbox and outbox of the core: all requests come at once, and the core is stopped when all are
+    answered."""
 
     left: int
     _encoder: msgspec.msgpack.Encoder = field(default_factory=msgspec.msgpack.Encoder)
@@ -116,7 +119,7 @@ def _request(handle: int) -> AddSequence:
 
 
 def info(sequences: int) -> RunnerInfo:
-    """A device with room for so many."""
+    """The properties of a device with `sequences` slots, and twice the pages that so many sequences need."""
     pages = sequences * -(-(PROMPT_LEN + OUTPUT_LEN) // PAGE_SIZE)
     return RunnerInfo(
         2 * pages, PAGE_SIZE, sequences, PROMPT_LEN + OUTPUT_LEN, sequences, "none", 0.0, 0.0, is_async=True
@@ -124,14 +127,14 @@ def info(sequences: int) -> RunnerInfo:
 
 
 def serve(device: Device, sequences: int, *, overlap: bool) -> None:
-    """All of them at once, to their ends."""
+    """Serve `sequences` requests that come at once to their ends."""
     clients = Clients(sequences)
     config = SchedulerConfig(step_tokens_max=max(2048, sequences), queue_len_max=sequences)
     CoreLoop(device, clients, clients, config, overlap=overlap).run()
 
 
 def run() -> list[Figure]:
-    """The figures; it takes about fifteen seconds."""
+    """Measure, and return the figures; takes about fifteen seconds."""
     found = []
     for sequences in SEQUENCES:
         shares: dict[bool, list[float]] = {False: [], True: []}

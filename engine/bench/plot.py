@@ -16,23 +16,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 POINTS_MAX: Final = 2000
-"""Of one curve."""
+"""Points of one curve."""
 _WORKLOADS: Final = {workload.name: workload for workload in (CHAT, TRACE)}
 
 
 def check() -> None:
+    """Raise BenchFailed when matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise BenchFailed("--plot needs matplotlib: pip install 'penstock[bench]'")
 
 
 def draw(runs_of: Mapping[str, Mapping[str, Sequence[Run]]], path: Path) -> None:
-    """Write a PNG: a row for each workload."""
+    """Write the picture as PNG to `path`."""
     picture(runs_of).savefig(path, format="png", dpi=120)
 
 
 def picture(runs_of: Mapping[str, Mapping[str, Sequence[Run]]]) -> Figure:
-    """The share of requests that waited longer, of short prompts and of long ones, and of gaps in streams
-    that were longer; a curve for each discipline. Needs no display."""
+    """The distributions of waits for short and for long prompts, and of gaps in streams, as the share above
+    each value: a row for each workload, a curve for each discipline. Needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,9 +1,9 @@
 """The scheduler against simpler ones, on the same seeded traffic, in virtual time.
 
-Every figure comes from the engine's real scheduler; only the runner is a model of cost, so it takes no
+Every figure comes from the engine's real scheduler; only the runner is a model of cost, so the bench needs no
 GPU and gives the same numbers everywhere. Ratios are to first come, first served. With `--live` the same
-question is put to a real engine on this machine instead (`engine.bench.live`), and `--overlap` asks another:
-what steps that overlap save (`engine.bench.overlap`).
+comparison is made on a real engine on this machine (`engine.bench.live`), and `--overlap` measures instead
+how much device time overlapped steps save (`engine.bench.overlap`).
 """
 
 from __future__ import annotations
@@ -31,22 +31,24 @@ from shared.bench.streams import BenchFailed
 __all__ = ["BenchFailed", "add_arguments", "run"]
 
 COST: Final = StepCost(token_s=1e-4, row_s=1e-4, pair_s=2e-9, context_s=2e-9, fixed_s=5e-3, page_s=4e-4)
-"""10,000 prompt tokens/s, 5 ms for the weights, 8 MB a page at 20 GB/s to host memory: a model of 8B
-parameters on an older GPU."""
+"""The cost of a model of 8B parameters on an older GPU: 10,000 prompt tokens/s, 5 ms for the weights, 8 MB a
+page at 20 GB/s to host memory."""
 LOAD: Final = 0.9
-"""Of the rate that the engine reaches when everything is there at once."""
+"""The arrival rate, as a share of the rate that the engine reaches when all requests come at once."""
 CALM_LOAD: Final = 0.7
 LIGHT_LOAD: Final = 0.3
-SEATS: Final = 64
+CROWDED_SLOTS: Final = 64
 CROWD_LEAD_S: Final = 5.0
+"""Time by which the crowd comes before the other tenants, in seconds."""
 PRESSURE: Final = 1.2
-"""How much more KV the sequences need that have slots than there is."""
+"""The KV cache that all slots' sequences need at their ends, as a multiple of what there is."""
 PRESSED_SLOTS: Final = 64
 
 
 @cache
 def capacity(workload: Workload, count: int, engine: Engine) -> float:
-    """Requests/s of this workload that the engine reaches when all are there at once."""
+    """The rate that the engine reaches under FIFO when all requests of this workload come at once, in
+    requests/s."""
     everything = [replace(request, at_s=0.0) for request in workload.traffic(0, min(count, 600), 1.0)]
     return len(everything) / simulate(everything, served_by(FIFO, engine)).makespan_s
 
@@ -57,10 +59,10 @@ class Bench:
         self._seeds = list(seeds)
         self._engine = Engine(COST)
         self.runs: dict[str, dict[str, list[Run]]] = {}
-        """By workload, by discipline: those that are compared side by side."""
+        """The runs that are compared side by side, by workload, then by discipline."""
 
     def figures(self, parts: Iterable[str]) -> list[Figure]:
-        """Of these parts, by the names in `PARTS`."""
+        """The figures of these parts, which are named as in `PARTS`."""
         return [found for part in parts for found in PARTS[part](self)]
 
     def tables(self) -> dict[str, dict[str, Measures]]:
@@ -121,7 +123,7 @@ class Bench:
         return found
 
     def flood(self) -> list[Figure]:
-        """One tenant of ten sends ten times what each of the others does."""
+        """One tenant of ten sends ten times the requests of each other one."""
         per_s = CALM_LOAD * capacity(TENANTS_CHAT, self._count, self._engine)
         found = []
         for name in (FIFO, OURS):
@@ -140,18 +142,19 @@ class Bench:
         return found
 
     def seats(self) -> list[Figure]:
-        """Before anybody else comes, one tenant has taken every slot for long answers, and twice as many of
-        its requests wait. Those of it that yield their seats are computed again, or kept in host memory."""
-        per_s = LIGHT_LOAD * capacity(TENANTS_CHAT, self._count, replace(self._engine, slots=SEATS))
+        """One tenant, the crowd, has taken every slot for long answers before the other tenants come, and
+        twice as many of its requests wait. Those that yield their slots are recomputed, or swapped to host
+        memory."""
+        per_s = LIGHT_LOAD * capacity(TENANTS_CHAT, self._count, replace(self._engine, slots=CROWDED_SLOTS))
         found = []
         for host_pages, where in ((0, ""), (100_000, ", with host memory")):
-            engine = replace(self._engine, slots=SEATS, host_pages=host_pages)
+            engine = replace(self._engine, slots=CROWDED_SLOTS, host_pages=host_pages)
             calm, crowded, yields = [], [], []
             for seed in self._seeds:
                 traffic = TENANTS_CHAT.traffic(seed, self._count, per_s)
                 requests = [replace(r, at_s=r.at_s + CROWD_LEAD_S) for r in traffic]
                 steps = requests[-1].at_s / COST.fixed_s
-                crowd = [Request(0.0, 400, round(steps / 3), "crowd") for _ in range(3 * SEATS)]
+                crowd = [Request(0.0, 400, round(steps / 3), "crowd") for _ in range(3 * CROWDED_SLOTS)]
                 calm.append(simulate(requests, engine))
                 crowded.append(simulate([*crowd, *requests], engine))
                 yields += [o.preemptions for o in crowded[-1].outcomes if o.request.tenant == "crowd"]
@@ -162,7 +165,7 @@ class Bench:
         return found
 
     def pressed(self) -> list[Figure]:
-        """The pool holds 1 / 1.2 of what as many average sequences as there are slots need at their ends."""
+        """A pool of 1 / 1.2 of the pages that average sequences in all slots need at their ends."""
         roomy = replace(self._engine, pages=100_000, slots=PRESSED_SLOTS)
         found = []
         for how, host_pages in (("recomputed", 0), ("swapped", roomy.pages)):
@@ -185,7 +188,8 @@ class Bench:
         return found
 
     def tail(self) -> list[Figure]:
-        """Lengths of every size in three classes. The p99 of a class is that of its longest prompts."""
+        """Prompts of heavy-tailed lengths in three classes. The p99 of a class is that of its longest
+        prompts."""
         found = []
         for name in (FIFO, PRIORITY, OURS):
             runs = self._serve(HEAVY_TAIL, name, self._engine)
@@ -218,7 +222,7 @@ def _ratios(
     chosen: Callable[[Request], bool],
     target: Target | None = None,
 ) -> list[Figure]:
-    """Of p99 to first token: over all seeds together, and of the seed where it is worst."""
+    """The ratio of the p99 times to first token: of all seeds together, and of the seed where it is worst."""
     each = [ttft_p99([a], chosen) / ttft_p99([b], chosen) for a, b in zip(runs, others, strict=True)]
     return [
         figure(name, ttft_p99(runs, chosen) / ttft_p99(others, chosen), "x", target),

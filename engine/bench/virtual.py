@@ -1,8 +1,9 @@
-"""The real scheduler on a runner that only costs time, in virtual time: an hour's traffic in seconds.
+"""The real scheduler on a runner that only takes virtual time: an hour's traffic in seconds.
 
     outcomes = run(requests, engine)
 
-Every decision is the scheduler's own; a step takes what `Engine.cost` says, and tokens mean nothing.
+Every decision is the scheduler's own; a step takes the time that `Engine.cost` gives, and tokens mean
+nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from engine.core.messages import (
     StepOutput,
 )
 from engine.core.planner import Planner
-from engine.core.policy import ELDER_TURN, RESPONSE_RATIO, Discipline
+from engine.core.policy import OLDEST_EVERY, RESPONSE_RATIO, Discipline
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence as Admitted
 from engine.core.sequence import Status
@@ -37,6 +38,8 @@ UNBOUNDED: Final = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Request:
+    """A request that arrives at `at_s` of virtual time."""
+
     at_s: float
     prompt_len: int
     output_len: int
@@ -46,6 +49,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
+    """The runner's model, and the scheduler's settings."""
+
     cost: StepCost
     pages: int = 8192
     page_size: int = 64
@@ -53,21 +58,24 @@ class Engine:
     step_tokens_max: int = 2048
     step_time_target_s: float = 0.1
     host_pages: int = 0
-    """In host memory, for those who are swapped out."""
+    """Pages in host memory for swapped sequences."""
     discipline: Discipline = RESPONSE_RATIO
     planner: type[Planner] = Planner
     noise: float = 0.0
-    """By up to this share of its time a step takes longer or shorter."""
+    """The largest share of its time by which a step takes longer or shorter, at random."""
 
 
 @dataclass(slots=True)
 class Outcome:
+    """The times of one request, in seconds of virtual time."""
+
     request: Request
     first_token_s: float = math.nan
-    """Since its arrival."""
+    """Time from its arrival to its first token."""
     end_s: float = math.nan
+    """Time from its arrival to its end."""
     gaps_s: array[float] = field(default_factory=lambda: array("d"), repr=False)
-    """Between its tokens."""
+    """Times between its tokens."""
     preemptions: int = 0
     _last_token_at: float = field(default=math.nan, repr=False)
 
@@ -85,43 +93,49 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Run:
+    """The outcomes of one traffic under one discipline."""
+
     outcomes: list[Outcome]
     makespan_s: float
     steps: int
     bound_use: float
-    """How near anybody came to the bound on waiting, at the head of `engine.core.policy`; 1 is there."""
+    """The most that any sequence used of its bound on waiting (`engine.core.policy`), as a share; 1 reaches
+    it."""
 
 
 class TurnWatch:
-    """Counts, for everybody who waits, by how many who came later it was passed, and how many who came
-    before it were admitted. Those of another tenant count only in plans before and after which nobody of its
-    own ran. Who leaves the queue, or waits for its reader, is counted anew after that."""
+    """Counts for each waiting sequence how many later arrivals were admitted before it, and how many earlier
+    ones were admitted, which is what its bound on waiting depends on.
+
+    Later arrivals of another tenant count only in plans before and after which none of its own tenant ran. A
+    sequence that leaves the queue or is paused is counted anew after that.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._queue: dict[int, tuple[float, Status, str]] = {}
         self._tenants: set[str] = set()
-        """Of whom somebody ran before the plan, or after it."""
+        """The tenants that ran sequences before the plan or after it."""
         self._passed_by: dict[int, int] = {}
-        self._elders_admitted: dict[int, int] = {}
+        self._older_admitted: dict[int, int] = {}
         self.worst: float = 0.0
 
     def before_plan(self) -> None:
-        self._queue = {s.handle: (s.arrived_at, s.status, s.tenant) for s in self._scheduler.willing}
-        self._tenants = set(self._scheduler.seats.slots)
-        for counts in (self._passed_by, self._elders_admitted):
+        self._queue = {s.handle: (s.arrived_at, s.status, s.tenant) for s in self._scheduler.unpaused}
+        self._tenants = set(self._scheduler.holdings.slots)
+        for counts in (self._passed_by, self._older_admitted):
             for handle in counts.keys() - self._queue.keys():
                 del counts[handle]
 
     def after_plan(self, plan: Plan) -> None:
         seated = [self._scheduler.running(start.slot) for start in plan.seated]
-        self._tenants |= self._scheduler.seats.slots.keys()
-        here = {s.handle for s in (*self._scheduler.willing, *seated)}
+        self._tenants |= self._scheduler.holdings.slots.keys()
+        here = {s.handle for s in (*self._scheduler.unpaused, *seated)}
         self._queue = {handle: entry for handle, entry in self._queue.items() if handle in here}
         for admitted in seated:
             _, status, _ = self._queue.pop(admitted.handle, (0.0, Status.PREEMPTED, ""))
             self._passed_by.pop(admitted.handle, None)
-            self._elders_admitted.pop(admitted.handle, None)
+            self._older_admitted.pop(admitted.handle, None)
             self._count(admitted, brings_pages=status is Status.STALLED)
 
     def _count(self, admitted: Admitted, *, brings_pages: bool) -> None:
@@ -129,15 +143,15 @@ class TurnWatch:
             if status is Status.STALLED:
                 continue
             if (admitted.arrived_at, admitted.handle) < (arrived_at, other):
-                self._elders_admitted[other] = self._elders_admitted.get(other, 0) + 1
+                self._older_admitted[other] = self._older_admitted.get(other, 0) + 1
             elif not brings_pages and (tenant == admitted.tenant or tenant not in self._tenants):
                 passed_by = self._passed_by[other] = self._passed_by.get(other, 0) + 1
-                bound = (ELDER_TURN - 1) * (self._elders_admitted.get(other, 0) + 1)
+                bound = (OLDEST_EVERY - 1) * (self._older_admitted.get(other, 0) + 1)
                 self.worst = max(self.worst, passed_by / bound)
 
 
 def run(requests: Sequence[Request], engine: Engine) -> Run:
-    """Serve these, which are in the order of their arrival, to their ends."""
+    """Serve these requests, which are in the order of their arrival, to their ends."""
     return _Virtual(requests, engine).run()
 
 

@@ -30,9 +30,10 @@ Percentiles = Sequence[tuple[float, int]]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Of a workload's requests, one sort."""
+    """One kind of a workload's requests."""
 
     share: float
+    """The share of the workload's requests that are of this kind."""
     prompt_len: Length
     output_len: Length
     tenant: Callable[[random.Random], str] = lambda _: ""
@@ -41,15 +42,20 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
+    """Seeded traffic of several kinds of requests."""
+
     name: str
     kinds: tuple[Kind, ...]
     short_len_max: int
-    """Prompts of up to so many tokens are told of as short, and those from `long_len_min` on as long."""
+    """Prompts of up to so many tokens are reported as short."""
     long_len_min: int
+    """Prompts of at least so many tokens are reported as long."""
     gap_shape: float = 1.0
-    """Of the Gamma distribution of the gaps between arrivals; 1 is a Poisson process, less is burstier."""
+    """The shape of the Gamma distribution of gaps between arrivals; 1.0 is a Poisson process, less is
+    burstier."""
     has_exact_shares: bool = False
-    """Else each request's kind is drawn by itself, and a short run may have far more work than another."""
+    """Whether the kinds' shares are exact. Otherwise each request's kind is drawn by itself, and one short
+    run may have far more work than another."""
 
     def is_short(self, request: Request) -> bool:
         return request.prompt_len <= self.short_len_max
@@ -58,7 +64,7 @@ class Workload:
         return request.prompt_len >= self.long_len_min
 
     def traffic(self, seed: int, count: int, per_s: float) -> list[Request]:
-        """`count` requests, `per_s` of them a second on average."""
+        """Requests in the order of their arrival: `count`, with `per_s` of them a second on average."""
         rng, now, requests = random.Random(seed), 0.0, []
         for kind in self._kinds_of(count, rng):
             now += rng.gammavariate(self.gap_shape, 1 / (self.gap_shape * per_s))
@@ -79,12 +85,12 @@ def always(length: int) -> Length:
 
 
 def heavy_tailed(rng: random.Random) -> int:
-    """A median of 500, and one in a hundred above 8,000."""
+    """A length with a median of 500 tokens; one in a hundred is above 8,000."""
     return max(16, min(16_000, round(500 * math.exp(1.2 * rng.gauss(0.0, 1.0)))))
 
 
 def drawn_from(percentiles: Percentiles) -> Length:
-    """Lengths with these percentiles, the first of which is at 0 and the last at 1."""
+    """A draw of lengths with these percentiles, the first of which is at 0 and the last at 1."""
     assert percentiles[0][0] == 0.0
     assert percentiles[-1][0] == 1.0
 

@@ -1,10 +1,10 @@
-"""The pages of the KV cache: who holds which, and which prefix each still remembers.
+"""The pages of the KV cache: which sequences hold each, and which prefix it contains.
 
 A page holds the keys and values of `page_size` consecutive tokens of one sequence. The runner owns
-the tensors; here a page is only its number. Each page is, at any moment, exactly one of
+the tensors; here a page is only its number. At any moment each page is exactly one of
 
-    free      nobody refers to it, and it remembers nothing
-    cached    nobody refers to it, but it holds a prefix that may be asked for again
+    free      no sequence refers to it, and it has no identity
+    cached    no sequence refers to it, but it has the identity of a prefix that may be asked for again
     owned     in the page tables of one or more living sequences (its references)
 
               allocate                       release, without identity
@@ -12,7 +12,7 @@ the tensors; here a page is only its number. Each page is, at any moment, exactl
                          |   ^
     release, with identity   | acquire (a prefix hit)
                          v   |
-                         cached (LRU) ----------> owned, by somebody new
+                         cached (LRU) ----------> owned, by another one
                                        allocate, when no page is free: the oldest loses its identity
 
 Picture of two sequences with a common prompt of two pages, and of one that has finished:
@@ -30,12 +30,12 @@ Rules
    again, so it may be shared. The page that a sequence is filling belongs to that sequence alone.
 3. An identity is SHA-256 over (the parent page's identity, the page's tokens); the first page's
    parent is derived from the salt. So equal identities mean equal prefixes from position 0 under
-   equal salts, and nobody can forge a collision to read another's prefix.
+   equal salts, and no client can forge a collision to read another's prefix.
 4. Pages are released tail first, and evicted in the order of their release: a prefix loses its end
-   before its beginning, because a page is of use only when all its ancestors are.
+   before its beginning, because a page is of use only with all its ancestors.
 5. Two sequences may compute the same page at the same time. The first to finish it gives it its
    identity; the second then refers to that page, too, and gives its own back (`register` names the
-   one to keep, `engine.core.room` changes the table). Both hold the same keys and values: to the bit
+   one to keep, `engine.core.allocator` changes the table). Both hold the same keys and values: to the bit
    when they were computed in batches of the same shapes, else as near as the runner's rounding allows.
 """
 
@@ -51,12 +51,12 @@ from typing import Final, NewType
 PageIdentity = NewType("PageIdentity", bytes)
 
 TOKENS: Final = "I"
-"""Type code of the arrays that keep token ids: packed unsigned 32-bit integers, hashed as they lie."""
+"""Type code of the arrays that keep token ids: packed unsigned 32-bit integers, hashed in this form."""
 assert array(TOKENS).itemsize == 4
 
 
 def pages_for(tokens_len: int, page_size: int) -> int:
-    """Pages that so many tokens take."""
+    """The number of pages that so many tokens take."""
     return -(-tokens_len // page_size)
 
 
@@ -71,7 +71,7 @@ class PageChain:
         self.identities: list[PageIdentity] = []
 
     def extend(self, tokens: array[int], pages_len: int) -> list[PageIdentity]:
-        """Identities of at least the first `pages_len` pages of `tokens`, which must be full.
+        """The identities of at least the first `pages_len` pages of `tokens`, which must be full.
 
         The tokens of pages that were hashed before must not have changed since.
         """
@@ -85,7 +85,7 @@ class PageChain:
 
 
 class BlockManager:
-    """Hands out pages, takes them back, and finds prefixes again. Every call is O(pages it names)."""
+    """Hands out pages, takes them back, and finds prefixes again. Every call takes O(pages it names)."""
 
     def __init__(self, pages: int, page_size: int) -> None:
         assert pages >= 1
@@ -116,7 +116,7 @@ class BlockManager:
         return len(self._free) + len(self._cached)
 
     def match(self, identities: Sequence[PageIdentity]) -> list[int]:
-        """Pages that hold the longest known prefix of the chain. Takes no reference: `acquire` them
+        """The pages that hold the longest known prefix of the chain. Takes no reference: `acquire` them
         before the next `allocate`, which may evict them."""
         pages = []
         for identity in identities:
@@ -127,19 +127,20 @@ class BlockManager:
         return pages
 
     def unreferenced(self, pages: Iterable[int]) -> int:
-        """How many of these `acquire` would take out of `available`."""
+        """The number of these pages that `acquire` would take out of `available`."""
         return sum(self._refs[page] == 0 for page in pages)
 
     def unshared(self, pages: Iterable[int]) -> int:
-        """How many of these `release` would make available."""
+        """The number of these pages that `release` would make available."""
         return sum(self._refs[page] == 1 for page in pages)
 
     def leading_shared(self, pages: Iterable[int]) -> int:
-        """How many of a table's first pages others refer to as well."""
+        """The number of leading pages of a table that other tables contain, too."""
         return sum(1 for _ in takewhile(lambda page: self._refs[page] > 1, pages))
 
     def only_in(self, tables: Iterable[Iterable[int]]) -> set[int]:
-        """Pages that are in no table but these: what releasing all of them would make available."""
+        """The pages that are in no table but these: releasing all of these tables would make them
+        available."""
         held = Counter(page for table in tables for page in table)
         return {page for page, count in held.items() if self._refs[page] == count}
 
@@ -152,7 +153,7 @@ class BlockManager:
             self._refs[page] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """`count` pages with one reference each, evicting cached ones when none is free.
+        """Take `count` pages with one reference each, evicting cached ones when none is free.
 
         The caller has made sure that so many are available.
         """
@@ -168,8 +169,10 @@ class BlockManager:
         return page
 
     def register(self, page: int, identity: PageIdentity) -> int:
-        """A page is full and computed: it may be found from now on. Returns the page that is found: this one,
-        or another that was there before (see rule 5)."""
+        """Give a page that is full and computed its identity, so that `match` finds it.
+
+        Returns the page that has the identity: this one, or another that had it before (rule 5).
+        """
         assert self._refs[page] >= 1
         assert self._identity[page] is None
         found = self._by_identity.setdefault(identity, page)
@@ -178,7 +181,7 @@ class BlockManager:
         return found
 
     def release(self, pages: Sequence[int]) -> None:
-        """Drop one reference to each page of a table, the tail first (see rule 4)."""
+        """Drop one reference to each page of a table, the tail first (rule 4)."""
         for page in reversed(pages):
             self._refs[page] -= 1
             assert self._refs[page] >= 0, "a page was released twice"
@@ -190,7 +193,8 @@ class BlockManager:
                 self._cached[page] = None
 
     def forget(self, pages: Iterable[int]) -> None:
-        """What these pages hold is not to be trusted: no new sequence finds them. References stay."""
+        """Take the identities of these pages, whose contents are not to be trusted: no new sequence finds
+        them. References stay."""
         for page in pages:
             assert self._refs[page] >= 1
             self._forget(page)
@@ -202,7 +206,7 @@ class BlockManager:
             self._identity[page] = None
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Assert law 1, given the page tables of all living sequences."""
+        """Assert rule 1; `tables` has the page tables of all living sequences."""
         refs = [0] * self.total
         for table in tables:
             assert len(set(table)) == len(table), "a page twice in one table"
@@ -212,8 +216,8 @@ class BlockManager:
         held = [page for page, count in enumerate(refs) if count]
         states = sorted([*self._free, *self._cached, *held])
         assert states == list(range(self.total)), "a page is lost, free twice, or in two states"
-        remembering = {identity: page for page, identity in enumerate(self._identity) if identity is not None}
-        assert remembering == self._by_identity
-        pages = set(remembering.values())
-        assert pages.issuperset(self._cached), "a page is cached as nothing"
-        assert pages.isdisjoint(self._free), "a page is free and still remembers"
+        identified = {identity: page for page, identity in enumerate(self._identity) if identity is not None}
+        assert identified == self._by_identity
+        pages = set(identified.values())
+        assert pages.issuperset(self._cached), "a page is cached without an identity"
+        assert pages.isdisjoint(self._free), "a page is free and has an identity"

@@ -1,4 +1,4 @@
-"""What a step costs: a model of the runner in six numbers, learned from its own steps.
+"""The time that a step takes: a model of the runner in six numbers, learned from its own steps.
 
     seconds = fixed + token * prompt tokens + row * decode rows + pair * (query, key) pairs of prompts
             + context * tokens whose keys are read + page * pages copied to host memory or back
@@ -7,18 +7,18 @@ A runner pays `fixed` for reading its weights and launching its kernels, `token`
 matrix products and `row` for each sequence that decodes. Attention costs twice: every row, whether a
 decode or a chunk, reads the keys and values of its `context` once, and a chunk multiplies each of its
 tokens with all before it, a `pair` each. (A decode has one pair for each token that it reads: its
-`context` stands for both.) Far into a long prompt it is the reading that a short chunk takes its time
-for. Were it not told apart, it would be put down to the decodes beside it. The scheduler asks the model
-three things: how long a prompt would take alone (its *service*, which ranks the queue), how long a chunk
-may be so that a step keeps to its target, and whether to copy a sequence's pages or to compute them
+`context` stands for both.) Far into a long prompt a short chunk spends most of its time on this reading;
+without a coefficient of its own, the time would be ascribed to the decodes beside it. The scheduler asks the
+model three things: how long a prompt would take alone (its *service*, which ranks the queue), how long a
+chunk may be so that a step keeps to its target, and whether to copy a sequence's pages or to compute them
 again.
 
 Learning is exponentially weighted least squares on *relative* errors, so that a decode of 2 ms counts
 as much as a chunk of 200, with no coefficient below zero (`engine.core.least_squares`). What recent steps
 say nothing about keeps its last value. Copies are rare and small beside the noise of the steps that they
-are in: so what the runner measured of them as it warmed up counts for ever, `PRIOR` times as much as a
-step that did nothing else. Hence a bad reading of a few steps, after which nobody would copy any more,
-fades.
+are in: so the time of a copy that the runner measured as it warmed up counts for ever, `PRIOR` times as much
+as a step that only copies. Without it, a few bad readings could put an end to swapping, and with that to
+readings that correct them.
 """
 
 from __future__ import annotations
@@ -31,34 +31,38 @@ from typing import Final
 from engine.core.least_squares import nonnegative
 
 FORGETTING: Final = 0.98
-"""Weight of a step's news after one more step: the last fifty count."""
+"""The weight of an observation after one more step: about the last fifty steps count."""
 UNSOLVED_MAX: Final = 16
-"""Steps after which the coefficients are solved for though nobody asked."""
+"""Observations after which the coefficients are solved for although they were not asked for."""
 PRIOR: Final = 0.1
+"""The weight of the measured copy time, in observations of a step that only copies."""
 OUTLIER: Final = 4.0
-"""A step that took so many times its estimate is believed to have taken no longer than that."""
+"""The multiple of its estimate at which a step's time is cut before the model learns from it."""
 
 
 def _pairs(position: int, length: int) -> float:
+    """(query, key) pairs of a chunk of `length` tokens from `position` on, each with itself and all
+    before."""
     return length * (position + (length + 1) / 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the rows of one step compute together."""
+    """The work of all rows of one step together."""
 
     prompt_tokens: int = 0
     decode_rows: int = 0
     pairs: float = 0.0
-    """Of prompt tokens with those before them, and themselves."""
+    """(query, key) pairs of prompt tokens, each with itself and all before it."""
     context_tokens: int = 0
-    """Whose keys and values are read, by whichever row."""
+    """Tokens whose keys and values are read, counted once for each row that reads them."""
     copied_pages: int = 0
-    """To host memory, and from there."""
+    """Pages copied to host memory and back."""
 
     @classmethod
     def of(cls, positions: Sequence[int], lengths: Sequence[int], copied_pages: int = 0) -> Work:
-        """Row i computes `lengths[i]` tokens from `positions[i]` on; one token is a decode."""
+        """The work of rows of which row i computes `lengths[i]` tokens from `positions[i]` on; a row of one
+        token counts as a decode."""
         chunks = [row for row in zip(positions, lengths, strict=True) if row[1] != 1]
         return cls(
             prompt_tokens=sum([length for _, length in chunks]),
@@ -71,7 +75,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """All in seconds."""
+    """The model's six coefficients, in seconds."""
 
     token_s: float = 1e-4
     row_s: float = 1e-4
@@ -90,25 +94,25 @@ class StepCost:
         return self.fixed_s + rows_s + attention_s + self.page_s * work.copied_pages
 
     def service_s(self, prompt_len: int) -> float:
-        """How long a prompt, or what the cache lacks of it, would take alone. Above zero."""
+        """The time that `prompt_len` tokens of a prompt would take alone, in seconds; above zero."""
         return max(self.fixed_s + self.chunk_s(0, max(2, prompt_len)), 1e-6)
 
     def chunk_s(self, position: int, length: int) -> float:
-        """How much longer a step takes that computes so many prompt tokens from `position` on as well."""
+        """The time that a chunk of `length` prompt tokens from `position` on adds to a step, in seconds."""
         attention_s = self.pair_s * _pairs(position, length) + self.context_s * (position + length)
         return self.token_s * length + attention_s
 
-    def tokens_within(self, room_s: float, position: int) -> int:
-        """How many tokens from `position` on take no longer than `room_s` beside other rows."""
-        room_s -= self.context_s * position
-        if room_s <= 0.0:
+    def tokens_within(self, budget_s: float, position: int) -> int:
+        """The length of the longest chunk from `position` on that adds at most `budget_s` to a step."""
+        budget_s -= self.context_s * position
+        if budget_s <= 0.0:
             return 0
         linear = self.token_s + self.context_s + self.pair_s * (position + 0.5)
         square = self.pair_s / 2
         if linear + square <= 0.0:
             return 1 << 30
-        root = math.sqrt(linear * linear + 4 * square * room_s)
-        return min(1 << 30, int(2 * room_s / (linear + root)))
+        root = math.sqrt(linear * linear + 4 * square * budget_s)
+        return min(1 << 30, int(2 * budget_s / (linear + root)))
 
 
 COEFFICIENTS: Final = [field.name for field in fields(StepCost)]
@@ -116,24 +120,26 @@ PAGE: Final = COEFFICIENTS.index("page_s")
 
 
 class CostLearner:
+    """Learns the cost of a step from the steps that were made."""
+
     def __init__(self, page_s: float = 0.0) -> None:
-        """`page_s` is how long it takes to copy one page, as measured before; 0 when it was not."""
+        """`page_s` is the measured time to copy one page, in seconds; 0.0 when it was not measured."""
         self._cost = StepCost(page_s=page_s) if page_s else StepCost()
         self._equations = [[0.0] * (len(COEFFICIENTS) + 1) for _ in COEFFICIENTS]
         self._prior = (PRIOR / page_s**2, PRIOR / page_s) if page_s else (0.0, 0.0)
-        """What it adds to both sides of the equation of `page_s`."""
+        """The terms that the measured copy time adds to both sides of the equation of `page_s`."""
         self._has_learned = False
         self._unsolved = 0
 
     @property
     def cost(self) -> StepCost:
-        """Solved for when it is asked for: steps of decodes alone, most of all, ask for nothing."""
+        """The learned cost. It is solved for when it is asked for, which steps of decodes alone do not."""
         if self._unsolved:
             self._solve()
         return self._cost
 
     def observe(self, work: Work, seconds: float) -> None:
-        """A step of so much work took so long."""
+        """Learn from a step that did `work` in `seconds`."""
         if seconds <= 0.0:
             return  # a clock too coarse to tell
         if self._has_learned and seconds > OUTLIER * self._cost.seconds(work):

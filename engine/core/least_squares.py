@@ -23,11 +23,12 @@ from typing import Final
 
 DAMPING: Final = 1e-3
 NEGLIGIBLE: Final = 1e-6
-"""A feature whose root of summed squares is no more was never seen."""
+"""The root of a feature's summed squares up to which it counts as never seen."""
 
 
 def nonnegative(equations: Sequence[Sequence[float]], last: Sequence[float]) -> list[float]:
-    """Row i of `equations` is row i of A, and then b_i. A feature that was never seen keeps its weight."""
+    """The weights; row i of `equations` is row i of A followed by b_i. A feature that was never seen keeps
+    its last weight."""
     scales = [math.sqrt(row[i]) for i, row in enumerate(equations)]
     weights = list(last)
     free = [i for i, scale in enumerate(scales) if scale > NEGLIGIBLE]
@@ -50,7 +51,8 @@ def nonnegative(equations: Sequence[Sequence[float]], last: Sequence[float]) -> 
 
 
 def eliminate(system: list[list[float]]) -> list[float]:
-    """Rows of a positive definite matrix, each with its right side -> the solution. Destroys `system`."""
+    """The solution of a linear system: rows of a positive definite matrix, each followed by its right side.
+    Destroys `system`."""
     for i, pivot in enumerate(system):
         for row in system[i + 1 :]:
             factor = row[i] / pivot[i]

@@ -9,14 +9,15 @@ a step is planned before the one before it is back, so both work all the time:
     host      | plan 2, commit 1 | plan 3, commit 2 | plan 4, commit 3 |
     device    | 1                | 2                | 3                |
 
-Which sequences begin with a step is emitted before it is launched; all else after it.
+The sequences that a step admits are reported before it is launched; all else after it.
 
-The host is one step behind what it plans: what that costs and why it is safe stands at the head of
-`engine.core.scheduler`. It buys nothing with a runner that computes while it is launched, as on a CPU.
+The host knows the tokens of a step only after it has planned the next one: why that is safe stands in rules H
+and I (`engine.core.step`, `engine.core.allocator`). Overlap gains nothing with a runner that computes while
+it is launched, as on a CPU.
 
 One thread, one step after another, and nothing else decides. The loop waits in three places only: for input
-when it has no work, until the next stall deadline if there is one; for the device; and for room when the API
-process has not read what was sent. The first and the last end when that process dies.
+when it has no work, until the next stall deadline if there is one; for the device; and for space in the
+outbox when the API process has not read what was sent. The first and the last end when that process dies.
 """
 
 from __future__ import annotations
@@ -47,32 +48,43 @@ from engine.core.scheduler import Scheduler
 from shared.clock import SYSTEM_CLOCK, Clock
 
 LAST_WORDS_LEN_MAX: Final = 500
+"""Characters of the line that reports a failure."""
 
 
 class Disconnected(Exception):
-    """The API process is gone: there is nobody to work for, and nobody to tell."""
+    """The API process is gone, and with it all clients."""
 
 
 class Inbox(Protocol):
+    """Messages from the API process."""
+
     def receive(self, wait_s: float) -> list[CoreInput]:
-        """All messages that lie here, in the order they were sent, up to a limit. When none does, it
-        waits so long for one: 0 is not at all, infinity until one comes."""
+        """All messages that have arrived, in the order they were sent, up to a limit.
+
+        When none has, waits up to `wait_s` seconds for one: 0 is not at all, infinity until one comes.
+        """
         ...
 
 
 class Outbox(Protocol):
+    """Messages to the API process."""
+
     def send(self, message: CoreOutput) -> None:
-        """Hand over one message. Waits while the other side is too far behind; never drops."""
+        """Hand over one message. Waits while the other side is too far behind; drops nothing."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
+    """A step that the runner has taken on."""
+
     plan: Plan
     pending: Pending
 
 
 class CoreLoop:
+    """Takes in messages, makes steps and reports them, until it is stopped."""
+
     def __init__(
         self,
         runner: Runner,
@@ -123,7 +135,8 @@ class CoreLoop:
         if plan is None:
             return None
         if plan.seated:
-            self._emit()  # who begins is charged for its prompt, also when its client leaves within this step
+            # A sequence that begins is charged for its prompt even if its client leaves during this step.
+            self._emit()
         return Launched(plan, self._runner.launch(plan))
 
     def _land(self, launched: Launched) -> None:
@@ -136,7 +149,7 @@ class CoreLoop:
             self._outbox.send(output)
 
     def _take_in(self) -> bool:
-        """Everything that arrived. False when it is time to go."""
+        """Process all messages that arrived. Returns False when the core is to stop."""
         messages = self._inbox.receive(self._scheduler.idle_s(self._clock.monotonic()))
         now = self._clock.monotonic()
         for message in messages:
@@ -172,8 +185,8 @@ def _ready(runner: Runner, overlap: bool) -> CoreReady:
 
 
 def last_words(error: BaseException) -> str:
-    """What failed and where, for the operator, in one line. Names code, and quotes no input: neither
-    this floor nor the runner puts tokens into error messages."""
+    """The failure and its place in the code, for the operator, in one line. It quotes no input: neither the
+    core nor the runner puts tokens into error messages."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     reason = " ".join(str(error).split())

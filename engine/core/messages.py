@@ -1,15 +1,16 @@
-"""What crosses the walls of the core, and nothing else does.
+"""The messages that cross the walls of the core; nothing else does.
 
 Two walls. Between the API process and the core process go msgpack messages over ZeroMQ: requests,
 aborts and pauses inward, one `StepOutput` per step outward. Between the core and the runner goes a `Plan`
 inward and a `RunResult` outward; they are plain data as well, so that one plan can be broadcast to
 every tensor-parallel rank.
 
-Columns, not objects: what happens for every token is a list of ints with one entry per row; only
-what happens once in a sequence's life (start, finish) has a Struct of its own.
+Columns, not objects: data of every token are lists of ints with one entry per row; only events that
+happen once in a sequence's life (start, finish) have a Struct of their own.
 
 A sequence is named by its `handle`, an integer that the API process counts up and never reuses, so
-that an abort can hit no stranger. A `slot` is a seat in the runner, reused after its owner left.
+that an abort can hit no other sequence. A `slot` is a row of the runner's batch state, reused after its owner
+left it.
 
 Times are durations in seconds, measured by the core's own monotonic clock: no two processes ever
 compare their clocks.
@@ -24,22 +25,24 @@ import msgspec
 
 
 class FinishReason(IntEnum):
+    """The reason for a sequence's end."""
+
     STOP = 1
     """A stop token id (or end-of-sequence) was sampled; it is the last token of the sequence."""
     LENGTH = 2
     """`max_tokens`, or the context length."""
     ABORTED = 3
-    """The API process asked for it."""
+    """The API process aborted the sequence."""
     NUMERIC = 4
     """The model produced NaN or infinity for this sequence."""
     REJECTED = 5
-    """The core would not take it: the queue was full, or it can never fit."""
+    """The core did not queue the sequence: the queue was full, or it can never run here."""
     STALLED = 6
-    """It stayed paused until its stall deadline."""
+    """The sequence stayed paused until its stall deadline, or too many others were paused after it."""
 
 
 class ServiceClass(IntEnum):
-    """Whom the scheduler serves first; a higher class has the larger number."""
+    """The service class of a sequence. The scheduler favours higher classes, which have larger numbers."""
 
     FLEX = 0
     DEFAULT = 1
@@ -47,16 +50,16 @@ class ServiceClass(IntEnum):
 
 
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
-    """How the tokens of one sequence are chosen. Already validated; every field has its final value.
+    """The parameters by which the tokens of one sequence are chosen, validated and with defaults filled in.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` is always set: the
-    token at position p depends on (seed, p) and the logits alone, never on who shares the batch.
+    token at position p depends on (seed, p) and the logits alone, never on the rest of the batch.
     """
 
     seed: int
-    """Unsigned, 64 bits."""
+    """An unsigned integer of 64 bits."""
     max_tokens: int
-    """At least 1, and prompt + max_tokens <= the context length."""
+    """Output tokens at most: at least 1, and with the prompt no more than the context length."""
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -66,15 +69,17 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    """Sampling one of these ends the sequence. Holds the model's end-of-sequence ids too, unless the
-    request ignores them."""
+    """Tokens that end the sequence when sampled, the model's end-of-sequence ids included unless the request
+    ignores them."""
     min_tokens: int = 0
-    """Until so many tokens are out, `stop_token_ids` cannot be sampled."""
+    """Output tokens before which `stop_token_ids` cannot be sampled."""
     logprobs: int | None = None
-    """With each token its log-probability, and those of so many of the likeliest tokens."""
+    """The number of likeliest tokens reported with each token's log-probability; None: no
+    log-probabilities."""
     prompt_logprobs: int | None = None
-    """The same for every prompt token but the first. Until they are sent, such a sequence reads nothing
-    from the prefix cache, because cached positions are not computed and so have no logits."""
+    """The number of likeliest tokens reported with the log-probability of each prompt token but the first;
+    None: no log-probabilities. Until they are sent, such a sequence takes nothing from the prefix cache,
+    because cached positions are not computed and so have no logits."""
 
     @property
     def needs_history(self) -> bool:
@@ -97,48 +102,50 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
 
 
 class AddSequence(msgspec.Struct, array_like=True, frozen=True, tag="add"):
+    """Queue a sequence."""
+
     handle: int
     request_id: str
     prompt_ids: list[int]
     sampling: SamplingParams
     cache_salt: bytes = b""
-    """Prefixes are shared only between sequences of the same salt."""
+    """The salt of the prefix cache: only sequences with equal salts share prefixes."""
     tenant: str = ""
-    """Whose it is: tenants share the engine fairly. A short key."""
+    """A short key of the tenant; tenants share the engine fairly."""
     service_class: ServiceClass = ServiceClass.DEFAULT
 
 
 class AbortSequences(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
-    """Idempotent: handles that are unknown or finished already are passed over."""
+    """End these sequences. Idempotent: handles that are unknown or finished already are passed over."""
 
     handles: list[int]
 
 
 class PauseSequences(msgspec.Struct, array_like=True, frozen=True, tag="pause"):
-    """Nobody reads what these bring: compute nothing for them until they are resumed.
+    """Compute nothing for these sequences until they are resumed, because their clients do not read.
 
-    Idempotent, wherever they are: waiting, running, preempted; handles that are unknown or finished
-    already are passed over. Tokens that are being computed while this arrives still come, one for each
-    step in flight. Who stays paused for `stall_deadline_s` ends there.
+    Idempotent, in any status; handles that are unknown or finished already are passed over. Tokens that are
+    being computed while this arrives still come, one for each step in flight. A sequence that stays paused
+    for `stall_deadline_s` ends.
     """
 
     handles: list[int]
 
 
 class ResumeSequences(msgspec.Struct, array_like=True, frozen=True, tag="resume"):
-    """Idempotent: handles that are not paused are passed over."""
+    """Compute these sequences again. Idempotent: handles that are not paused are passed over."""
 
     handles: list[int]
 
 
 class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping"):
-    """Are you there? Answered by a `Pong` of the same number before the next step."""
+    """A liveness check, answered by a `Pong` of the same number before the next step."""
 
     number: int
 
 
 class StopCore(msgspec.Struct, array_like=True, frozen=True, tag="stop"):
-    """End now. Draining is the API process's business: it sends this when nothing is left."""
+    """End the core now. The API process drains first, and sends this when no sequence is left."""
 
 
 CoreInput = AddSequence | AbortSequences | PauseSequences | ResumeSequences | Ping | StopCore
@@ -148,7 +155,7 @@ CoreInput = AddSequence | AbortSequences | PauseSequences | ResumeSequences | Pi
 
 
 class CoreReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
-    """Weights are loaded, memory is measured, the runner is warm."""
+    """The core is ready: weights are loaded, memory is measured, the runner is warm."""
 
     pages: int
     page_size: int
@@ -159,23 +166,23 @@ class CoreReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
     load_s: float
     warmup_s: float
     overlap: bool = False
-    """A step is planned while another is computed."""
+    """Whether a step is planned while another is computed."""
 
 
 class CoreFailed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
-    """Last words. `message` is for the operator and holds no prompt text."""
+    """The core failed and ends. `message` is for the operator and holds no prompt text."""
 
     message: str
 
 
 class CoreProgress(msgspec.Struct, array_like=True, frozen=True, tag="progress"):
-    """What the core is busy with while it starts, for the person who watches."""
+    """The stage of the start that the core has reached, for the operator."""
 
     stage: str
 
 
 class Pong(msgspec.Struct, array_like=True, frozen=True, tag="pong"):
-    """The loop is between two steps, or idle."""
+    """The answer to a `Ping`: the loop is between two steps, or idle."""
 
     number: int
 
@@ -187,6 +194,7 @@ class Started(msgspec.Struct, array_like=True, frozen=True):
     cached_len: int
     """Prompt tokens served from the prefix cache."""
     queue_s: float
+    """Time in the queue, in seconds."""
 
 
 class Finished(msgspec.Struct, array_like=True, frozen=True):
@@ -195,69 +203,73 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     handle: int
     reason: FinishReason
     queue_s: float
-    """Waiting for the first admission."""
+    """Time before the first admission, in seconds like the others."""
     prefill_s: float
-    """From the first admission to the first token, preempted time aside."""
+    """Time from the first admission to the first token, without preempted time."""
     decode_s: float
-    """From the first token to the end, preempted time aside."""
+    """Time from the first token to the end, without preempted time."""
     preempted_s: float
-    """From each preemption to the next admission, in host memory or nowhere."""
+    """Time from each preemption to the next admission."""
     preemptions: int
-    """Those that it suffered while it ran. Giving way while nobody read it is not counted."""
+    """Preemptions while it ran; losing its pages while it was stalled is not counted."""
     stalled_s: float = 0.0
-    """From each pause to its resumption, wherever it was, and on until it has a slot again."""
+    """Time from each pause to its resumption, and on until the sequence has a slot again if it stalled."""
 
 
 class CoreStats(msgspec.Struct, array_like=True, frozen=True):
-    """A reading of the core after a step."""
+    """A reading of the core's gauges and counters after a step."""
 
     waiting: int
-    """For a slot: newcomers, the preempted, and those resumed, unless they are paused."""
+    """Sequences that wait for a slot and are not paused: new, preempted and resumed ones."""
     running: int
-    """Hold a slot."""
+    """Sequences that hold a slot."""
     pages_free: int
-    """Free and holding nothing."""
+    """Pages that no sequence holds and that contain nothing."""
     pages_cached: int
-    """Unreferenced, holding a prefix that may be hit."""
+    """Pages that no sequence holds and that contain a prefix that may be hit."""
     pages_owned: int
     prefix_query_tokens: int
-    """Counters, since the start: prompt tokens looked up, and of those found."""
+    """Counter: prompt tokens looked up in the prefix cache at a first admission."""
     prefix_hit_tokens: int
+    """Counter: prompt tokens that were found there."""
     preemptions: int
+    """Counter: preemptions, those of stalled sequences included."""
     step_s: float
-    """How long the last step took, from its plan to its commit."""
+    """Duration of the last step, from its plan (or the commit before, if that was later) to its commit."""
     step_tokens: int
+    """Tokens that the last step computed."""
     stalled: int = 0
-    """Paused, with or without pages."""
+    """Sequences that are paused, with or without pages."""
     class_waiting: tuple[int, ...] = ()
-    """By class, FLEX first: how many of `waiting` do not hold a slot, and for how long the one that came
-    first has been here."""
+    """For each class, FLEX first: the sequences of `waiting` that do not hold a slot."""
     class_waited_s: tuple[float, ...] = ()
+    """For each class: the age of the oldest of these, in seconds; 0.0 where there is none."""
     swaps_out: int = 0
-    """Counters: of the preemptions, those that copied pages to host memory; and the admissions that copied
-    pages from there."""
+    """Counter: preemptions that copied pages to host memory."""
     swaps_in: int = 0
+    """Counter: admissions that copied pages from host memory."""
     swapped_out_bytes: int = 0
     swapped_in_bytes: int = 0
     host_pages_used: int = 0
     host_pages_free: int = 0
     waiting_tokens: int = 0
-    """Prompt tokens of those who wait for their first admission."""
+    """Prompt tokens of the sequences that wait for their first admission."""
 
 
 class StepOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
-    """All that one step brought, or the news of a moment without one. `handles[i]` produced `tokens[i]`."""
+    """The results of one step, or news without a step. Sequence `handles[i]` got `tokens[i]`."""
 
     step: int
     handles: list[int]
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
-    """One per token, or empty when no sequence of this step asked."""
+    """One entry for each token, or empty when no sequence of this step asked for them."""
     prompt_logprobs: list[tuple[int, list[TokenLogprobs]]]
-    """(handle, the next positions' in order). The prompt's first token has none and is not sent."""
+    """Pairs of a handle and the log-probabilities of its next prompt positions, in order. The prompt's first
+    token has none and is not sent."""
     started: list[Started]
     finished: list[Finished]
-    """A sequence's last token and its Finished come in the same output."""
+    """The sequences that ended; a sequence's last token comes in the same output."""
     stats: CoreStats
 
 
@@ -268,17 +280,17 @@ CoreOutput = CoreReady | CoreFailed | CoreProgress | Pong | StepOutput
 
 
 class SlotStart(msgspec.Struct, array_like=True, frozen=True):
-    """A sequence takes a seat: admitted for the first time, or again after a preemption or a stall."""
+    """A sequence gets a slot: for the first time, or again after a preemption or a stall."""
 
     slot: int
     token_ids: list[int]
-    """Everything known: the prompt, and whoever was seated before, the output so far."""
+    """All known tokens: the prompt, and the output so far of a sequence that had a slot before."""
     prompt_len: int
     sampling: SamplingParams
 
 
 class Plan(msgspec.Struct, array_like=True, frozen=True):
-    """One step, decided. The runner executes it in this order: leave, seat, grow, replace, swap out,
+    """The plan of one step. The runner executes it in this order: leave, seat, grow, replace, swap out,
     swap in, compute, sample.
 
     Row i computes tokens `[positions[i], positions[i] + lengths[i])` of `slots[i]`, writes their
@@ -289,10 +301,10 @@ class Plan(msgspec.Struct, array_like=True, frozen=True):
 
     step: int
     left: list[int]
-    """Slots whose owners finished, were aborted, preempted or stalled since the last plan."""
+    """The slots whose sequences finished, were aborted, preempted or stalled since the last plan."""
     seated: list[SlotStart]
     grown: list[tuple[int, list[int]]]
-    """(slot, pages appended to its page table). Page p of a slot holds its tokens
+    """Pairs of a slot and the pages appended to its page table. Page p of a slot holds its tokens
     `[p * page_size, (p + 1) * page_size)`. A seated slot starts from an empty table; of the pages it
     is given, the positions before its first row are computed already."""
     slots: list[int]
@@ -300,30 +312,33 @@ class Plan(msgspec.Struct, array_like=True, frozen=True):
     lengths: list[int]
     samples: list[bool]
     swapped_out: list[tuple[int, int]] = []
-    """(page, host page): copy the one to the other, before this plan writes to it."""
+    """Pairs (page, host page): copy the page to the host page before this plan writes to the page."""
     swapped_in: list[tuple[int, int]] = []
-    """(host page, page): copy it back, after all that go out and before anything is read."""
+    """Pairs (host page, page): copy the host page to the page, after all copies out and before any page is
+    read."""
     replaced: list[tuple[int, int, int]] = []
-    """(slot, index, page): this entry of its page table names another page now, which holds the same."""
+    """Triples (slot, index, page): this entry of the slot's page table becomes another page, which holds the
+    same."""
 
 
 class RunResult(msgspec.Struct, array_like=True, frozen=True):
-    """What a plan brought, in the order of its rows."""
+    """The results of a plan, in the order of its rows."""
 
     tokens: list[int]
-    """One per row that sampled; `NUMERIC_FAILURE` where the logits were not finite."""
+    """One token for each row that sampled; `NUMERIC_FAILURE` where the logits were not finite."""
     logprobs: list[TokenLogprobs | None]
-    """One per row that sampled, or empty when nobody asked."""
+    """One entry for each row that sampled, or empty when no sequence asked for them."""
     prompt_logprobs: list[tuple[int, list[TokenLogprobs]]]
-    """(slot, for each prompt position computed in this step the log-probabilities of the prompt
-    token that follows it), for slots that asked. The prompt's last position has no follower."""
+    """For each slot that asked: the slot, and for each prompt position computed in this step the
+    log-probabilities of the prompt token that follows it. The prompt's last position has no follower."""
 
 
 NUMERIC_FAILURE = -1
+"""The token of a row whose logits were not finite."""
 
 
 class RunnerInfo(msgspec.Struct, array_like=True, frozen=True):
-    """What the runner offers, once it is warm."""
+    """The properties of a runner that is warm."""
 
     pages: int
     page_size: int
@@ -334,22 +349,24 @@ class RunnerInfo(msgspec.Struct, array_like=True, frozen=True):
     load_s: float
     warmup_s: float
     page_bytes: int = 0
-    """Of one page, in all layers."""
+    """Size of one page in all layers, in bytes."""
     host_pages: int = 0
-    """Pages in host memory, for those who are swapped out; 0: there is no such memory."""
+    """Pages in host memory for swapped sequences; 0: there is no such memory."""
     page_copy_s: float = 0.0
-    """How long it takes to copy a page there or back, as measured while warming up; 0: not measured."""
+    """Time to copy a page there or back, measured while warming up, in seconds; 0.0: not measured."""
     is_async: bool = False
-    """It computes beside the host: `launch` returns before the plan is executed."""
+    """Whether it computes beside the host: `launch` returns before the plan is executed."""
 
 
 class Pending(Protocol):
-    """A plan that a runner has taken on."""
+    """A plan that a runner has taken on and may still execute."""
 
     def collect(self) -> RunResult:
-        """What it brought; waits until it is executed, and for nothing that was launched after it. To be
-        called once for each plan, in the order of their launches. Raises only when the whole engine is
-        lost."""
+        """The plan's result. Waits until the plan is executed, and for no plan that was launched after it.
+
+        Must be called once for each plan, in the order of their launches. Raises only when the whole engine
+        is lost.
+        """
         ...
 
 
@@ -359,7 +376,7 @@ class Runner(Protocol):
     info: RunnerInfo
 
     def launch(self, plan: Plan) -> Pending:
-        """Take on a plan. All that is launched is executed in the order of the launches, so a row may
-        compute the token that the launch before samples, which the host has not seen. Raises only when
-        the whole engine is lost."""
+        """Take on a plan. Plans are executed in the order of their launches, so a row may compute the token
+        that the plan before samples, which the host has not seen. Raises only when the whole engine is
+        lost."""
         ...

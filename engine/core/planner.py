@@ -1,6 +1,14 @@
-"""Spends one step's token budget: decodes, then prompts by rank, on chunks and on admissions.
+"""Spends one step's token budget: on decodes, then by rank on chunks of running prefills and on admissions.
 
-The rules A to I that are named here stand at the head of `engine.core.scheduler`.
+The first sequence of a tenant that does not fit ends the tenant's admissions for its class and those below,
+so none overtakes it for good, and none of its class takes the pages that a preempted sequence just released.
+In the turn of the oldest (`engine.core.policy`) it ends the tenant's admissions for every class. While none
+of its tenant runs, it ends them for all tenants; otherwise it waits until one of its own tenant ends, and
+other tenants do not.
+
+D. A sequence waits, and others pass it, while another computes the very page that it lacks next: the `n`
+   choices of one request compute their prompt once. (`PASSED_MAX` of them end the admissions of their tenant,
+   so that planning stays cheap.) In its turn the oldest does not wait.
 """
 
 from __future__ import annotations
@@ -10,41 +18,42 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from engine.core import policy
+from engine.core import pace
+from engine.core.allocator import Allocator
 from engine.core.config import SchedulerConfig
 from engine.core.cost import CostLearner
 from engine.core.messages import RunnerInfo, ServiceClass, SlotStart, Started
+from engine.core.pace import PlanBuilder
 from engine.core.policy import Circumstances
-from engine.core.room import Room
-from engine.core.sequence import Phase, Sequence, Status
-from engine.core.step import Batch, InFlight, News
-from engine.core.swap import Start
+from engine.core.sequence import LifePhase, Sequence, Status
+from engine.core.step import InFlight, News
+from engine.core.swap import Prefix
 from engine.core.tenants import TenantCounters
-from engine.core.waiting import Candidate, WaitingRoom
+from engine.core.waiting import Candidate, WaitingQueue
 
 PASSED_MAX: Final = 16
 """Sequences of one tenant that one plan passes over by rule D."""
 NO_CLASS: Final = -1
 HIGHEST_CLASS: Final = max(ServiceClass)
-"""Not found anew for every candidate: an Enum is iterated in Python."""
+"""Computed once, because the members of an Enum are iterated in Python, for every candidate."""
 
 
 @dataclass(slots=True)
-class Barred:
-    """Who is admitted no more by this plan, since somebody before did not fit: those of its tenant and of no
-    higher class, and of all tenants, when nobody of its own runs whose end would make room for it."""
+class Blocked:
+    """The sequences that a plan admits no more, because one before them did not fit."""
 
     of_all: int = NO_CLASS
-    """This class, and those below."""
+    """The highest class of which no sequence of any tenant is admitted."""
     of_tenant: dict[str, int] = field(default_factory=dict)
+    """The highest class of which no sequence of a tenant is admitted, by tenant."""
     passed: Counter[str] = field(default_factory=Counter)
-    """By rule D, by tenant."""
+    """The number of sequences that rule D passed over, by tenant."""
 
     def has(self, sequence: Sequence) -> bool:
         return sequence.service_class <= max(self.of_all, self.of_tenant.get(sequence.tenant, NO_CLASS))
 
     def add(self, candidate: Candidate, *, runs: bool) -> None:
-        """This one did not fit; `runs` says whether others of its tenant do."""
+        """Block what a candidate that did not fit blocks; `runs` says whether others of its tenant run."""
         sequence = candidate.sequence
         below: int = HIGHEST_CLASS if candidate.in_turn else sequence.service_class
         self.of_all = max(self.of_all, NO_CLASS if runs else below)
@@ -58,29 +67,32 @@ class Barred:
 
 @dataclass(slots=True)
 class Planner:
+    """Fills the plan of one step."""
+
     config: SchedulerConfig
     runner: RunnerInfo
-    room: Room
-    waiting: WaitingRoom
+    allocator: Allocator
+    waiting: WaitingQueue
     tenants: TenantCounters
     learner: CostLearner
     in_flight: Mapping[int, InFlight]
-    """By step."""
+    """The steps in flight, by step number."""
     is_odd: bool = False
-    """Of the steps that had prompts beside decodes, the last."""
+    """Toggled by every step that has prompts beside decodes (`pace.SWING`)."""
     prefix_query_tokens: int = 0
-    """Of all prompts admitted, and of those found in the cache."""
+    """Prompt tokens of all sequences that were admitted for the first time."""
     prefix_hit_tokens: int = 0
+    """The part of these tokens that the prefix cache had."""
 
-    def fill(self, batch: Batch, news: News, now: float) -> None:
-        """Make room, and spend the whole budget as far as there is work for it."""
-        self.room.grow(batch, now)
-        self._plan_decodes(batch)
-        self._spend(batch, news, now)
+    def fill(self, builder: PlanBuilder, news: News, now: float) -> None:
+        """Let decodes grow, and spend the whole budget as far as there is work for it."""
+        self.allocator.grow(builder, now)
+        self._plan_decodes(builder)
+        self._plan_prompts(builder, news, now)
 
-    def _plan_decodes(self, batch: Batch) -> None:
+    def _plan_decodes(self, builder: PlanBuilder) -> None:
         decodes: dict[int, Sequence] = {}
-        for slot, sequence in self.room.running.items():
+        for slot, sequence in self.allocator.running.items():
             if not sequence.is_due:
                 continue
             pending_len = sequence.pending_len
@@ -88,81 +100,86 @@ class Planner:
                 decodes[slot] = sequence
             else:
                 sequence.expected_len = pending_len
-                batch.chunks.append(sequence)
-        batch.add_decodes(decodes)
+                builder.prefills.append(sequence)
+        builder.add_decodes(decodes)
 
-    def _spend(self, batch: Batch, news: News, now: float) -> None:
-        """What the decodes left, by rank: on chunks of those who run, and on admissions."""
-        if not (batch.chunks or self.waiting.willing):
-            return  # as in most steps
+    def _plan_prompts(self, builder: PlanBuilder, news: News, now: float) -> None:
+        """Spend what the decodes left, by rank: on admissions and on chunks of running sequences."""
+        if not (builder.prefills or self.waiting.unpaused):
+            return  # the usual step
         circumstances = self._circumstances(now)
-        batch.open_to_prompts(self._prompt_room_s(batch, circumstances), circumstances.cost)
-        if self.room.has_free_slot or self.room.may_displace(now):  # else there is nothing to rank for
-            self._admit(batch, news, circumstances)
-        for sequence in self.waiting.rank(batch.unplanned, circumstances):
-            batch.add_chunk(sequence)
+        builder.open_to_prompts(self._prompt_budget_s(builder, circumstances), circumstances.cost)
+        if self.allocator.has_free_slot or self.allocator.may_preempt(
+            now
+        ):  # else ranking would change nothing
+            self._admit_by_rank(builder, news, circumstances)
+        for sequence in self.waiting.rank(builder.unplanned_prefills, circumstances):
+            builder.add_chunk(sequence)
 
-    def _prompt_room_s(self, batch: Batch, circumstances: Circumstances) -> float:
-        work = batch.work
-        target_s, decodes_s = self.config.step_time_target_s, circumstances.cost.seconds(work)
-        if not work.decode_rows:  # nobody streams
-            return policy.room_alone_s(target_s, decodes_s)
-        prompts = (policy.lateness(s, circumstances) for s in (*batch.chunks, *self.waiting.willing))
+    def _prompt_budget_s(self, builder: PlanBuilder, circumstances: Circumstances) -> float:
+        work, cost, now = builder.work, circumstances.cost, circumstances.now
+        target_s, without_prompts_s = self.config.step_time_target_s, cost.seconds(work)
+        if not work.decode_rows:
+            return pace.prompt_budget_alone_s(target_s, without_prompts_s)
+        prompts = (pace.lateness(s, cost, now) for s in (*builder.prefills, *self.waiting.unpaused))
         self.is_odd = not self.is_odd
-        return policy.prompt_room_s(target_s, decodes_s, prompts, is_odd=self.is_odd)
+        return pace.prompt_budget_s(target_s, without_prompts_s, prompts, is_odd=self.is_odd)
 
     def _circumstances(self, now: float) -> Circumstances:
-        competing = {sequence.tenant for sequence in self.waiting.willing}
+        competing = {sequence.tenant for sequence in self.waiting.unpaused}
         return Circumstances(now, self.learner.cost, self.tenants.leads(competing))
 
-    def _admit(self, batch: Batch, news: News, circumstances: Circumstances) -> None:
-        room, now = self.room, circumstances.now
-        barred = Barred()
-        for candidate in self.waiting.candidates(batch.unplanned, circumstances):
+    def _admit_by_rank(self, builder: PlanBuilder, news: News, circumstances: Circumstances) -> None:
+        allocator, now = self.allocator, circumstances.now
+        blocked = Blocked()
+        for candidate in self.waiting.candidates(builder.unplanned_prefills, circumstances):
             sequence = candidate.sequence
-            if batch.is_full or barred.of_all == HIGHEST_CLASS:
+            if builder.is_full or blocked.of_all == HIGHEST_CLASS:
                 return
             if sequence.status is Status.RUNNING:
-                batch.add_chunk(sequence)
+                builder.add_chunk(sequence)
                 continue
-            if barred.has(sequence) and not candidate.in_turn:
+            if blocked.has(sequence) and not candidate.in_turn:
                 continue
-            start = room.start(sequence)
-            sequence.expected_len = len(sequence.tokens) - start.computed_len
-            if not candidate.in_turn and self._is_coming(sequence, start, batch):
-                barred.pass_over(sequence)
-            elif room.fits(sequence, start) or room.displace(sequence, start, batch, now):
-                self._seat(sequence, start, batch, news, now)
+            prefix = allocator.find_prefix(sequence)
+            sequence.expected_len = len(sequence.tokens) - prefix.computed_len
+            if not candidate.in_turn and self._is_coming(sequence, prefix, builder):
+                blocked.pass_over(sequence)
+            elif allocator.fits(sequence, prefix) or allocator.preempt_for(sequence, prefix, builder, now):
+                self._admit(sequence, prefix, builder, news, now)
             else:
-                barred.add(candidate, runs=sequence.tenant in room.seats.slots)
+                blocked.add(candidate, runs=sequence.tenant in allocator.holdings.slots)
 
-    def _is_coming(self, sequence: Sequence, start: Start, batch: Batch) -> bool:
-        """Whether a chunk of this very plan, or of one in flight, works towards the next page that
+    def _is_coming(self, sequence: Sequence, prefix: Prefix, builder: PlanBuilder) -> bool:
+        """Whether a chunk of this very plan, or of a step in flight, works towards the next page that
         `sequence` lacks (rule D)."""
-        if sequence.pages or start.host_pages or not self.config.prefix_cache:
+        if sequence.pages or prefix.host_pages or not self.config.prefix_cache:
             return False
-        hits_len = len(start.pages)
+        hits_len = len(prefix.pages)
         if hits_len == sequence.reusable_len // self.runner.page_size:
             return False
         lacking = sequence.chain.identities[hits_len]
-        flying = [s for flight in self.in_flight.values() for s in flight.chunks if s.slot is not None]
+        flying = [s for flight in self.in_flight.values() for s in flight.prefills if s.slot is not None]
         return any(
-            lacking in other.chain.identities[hits_len : hits_len + 1] for other in (*batch.chunks, *flying)
+            lacking in other.chain.identities[hits_len : hits_len + 1]
+            for other in (*builder.prefills, *flying)
         )
 
-    def _seat(self, sequence: Sequence, start: Start, batch: Batch, news: News, now: float) -> None:
+    def _admit(
+        self, sequence: Sequence, prefix: Prefix, builder: PlanBuilder, news: News, now: float
+    ) -> None:
         is_new = sequence.status is Status.WAITING
-        self.room.seat(sequence, start, batch, now)
+        self.allocator.admit(sequence, prefix, builder, now)
         slot, cached_len = sequence.slot, sequence.computed_len
         assert slot is not None
         if is_new:
             self.prefix_query_tokens += sequence.prompt_len
             self.prefix_hit_tokens += cached_len
             self.tenants.charge(sequence.tenant, sequence.prompt_len - cached_len)
-            news.started.append(Started(sequence.handle, cached_len, sequence.spent_s[Phase.QUEUE]))
+            news.started.append(Started(sequence.handle, cached_len, sequence.spent_s[LifePhase.QUEUE]))
         seated = SlotStart(slot, sequence.tokens.tolist(), sequence.prompt_len, sequence.sampling)
-        batch.seated.append(seated)
-        batch.grown[slot] = list(sequence.pages)
-        batch.chunks.append(sequence)
-        batch.charge_copies()
-        batch.add_chunk(sequence, tokens_min=1)
+        builder.seated.append(seated)
+        builder.grown[slot] = list(sequence.pages)
+        builder.prefills.append(sequence)
+        builder.charge_copies()
+        builder.add_chunk(sequence, tokens_min=1)

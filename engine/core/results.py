@@ -1,5 +1,5 @@
-"""Takes in what a step brought: tokens to their sequences, full pages to the prefix cache, news to the
-next report."""
+"""Takes in a step's results: tokens go to their sequences, full pages to the prefix cache, news to the next
+report."""
 
 from __future__ import annotations
 
@@ -17,17 +17,23 @@ from engine.core.tenants import TenantCounters
 
 @dataclass(slots=True)
 class Results:
+    """Takes in the results of steps at their commits."""
+
     config: SchedulerConfig
     pages: BlockManager
     tenants: TenantCounters
     merge: Callable[[Sequence, int, int], None]
-    """A sequence's page at this index is another page's double: refer to that one."""
+    """`merge(sequence, index, page)` replaces the page at this index of the sequence's table by one that
+    holds the same."""
 
     def take(
         self, flight: InFlight, result: RunResult, news: News, now: float
     ) -> Iterator[tuple[Sequence, FinishReason]]:
-        """Row by row; yields those whom their token ends, to be ended before the next row. Rows of
-        sequences that ended meanwhile bring nothing (rule H)."""
+        """Take in the results row by row.
+
+        Yields each sequence that its token ends, with the reason; the caller ends it before it asks for the
+        next one. Rows of sequences that ended meanwhile bring nothing (rule H).
+        """
         plan = flight.plan
         if result.prompt_logprobs:
             self._take_prompt_logprobs(flight, result.prompt_logprobs, news)
@@ -49,7 +55,7 @@ class Results:
             self.tenants.charge(tenant, tokens)
 
     def _advance(self, sequence: Sequence, length: int, samples: bool) -> None:
-        """The row's tokens are computed; pages that they fill can be found from now on."""
+        """Count the row's tokens as computed, and give the pages that they fill to the prefix cache."""
         size = self.pages.page_size
         full_before = sequence.computed_len // size
         sequence.land(length, samples)
@@ -65,7 +71,7 @@ class Results:
         self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, news: News, now: float
     ) -> FinishReason | None:
         if token == NUMERIC_FAILURE:
-            self.pages.forget(sequence.pages)  # whatever broke it must not spread to its prefix's heirs
+            self.pages.forget(sequence.pages)  # what broke it may be in them: no other sequence may find them
             return FinishReason.NUMERIC
         sequence.append(token, now)
         news.handles.append(sequence.handle)
@@ -78,7 +84,8 @@ class Results:
     def _take_prompt_logprobs(
         self, flight: InFlight, columns: list[tuple[int, list[TokenLogprobs]]], news: News
     ) -> None:
-        """Pass on what was not sent before: a preempted sequence computes positions a second time."""
+        """Report the prompt log-probabilities that were not sent before; a preempted sequence computes some
+        positions a second time."""
         row_of = {slot: row for row, slot in enumerate(flight.plan.slots)}
         for slot, entries in columns:
             row = row_of[slot]

@@ -1,4 +1,4 @@
-"""One sequence: its tokens, what it holds, and the life it may lead.
+"""One sequence: its tokens, its slot and pages, and its life cycle.
 
                     admit             stall
       WAITING ------------> RUNNING ----------> STALLED          each of them may `finish`
@@ -18,8 +18,8 @@ same method:
     SWAPPED       -        -        yes
 
 Beside the status, which says what a sequence holds, it is *paused* or not, which says whether its
-reader keeps up. A pause may come and go at any moment of its life; the scheduler lets the status
-follow when it next plans. A stalled sequence that is no longer paused waits for a slot.
+client reads. A pause may come and go at any moment of its life; the scheduler lets the status follow
+when it next plans. A stalled sequence that is no longer paused waits for a slot.
 
 Two lengths say where a sequence stands. `tokens` are all that are known, prompt and output;
 `computed_len` counts those whose keys and values lie in its pages. The difference, `pending_len`, is
@@ -27,8 +27,11 @@ what the next rows compute: a whole prompt after admission, one token in decode,
 output after a preemption. So prefill, decode and recomputation are one thing to the scheduler, and
 at least one token is always pending, because the newest token is sampled before it is computed.
 
-What steps in flight do for it is counted beside them until it is committed: `in_flight_len` tokens
-being computed, and `coming` tokens being sampled, whose values nobody here knows yet.
+B. A token that a sequence has sent is never sent again: after a preemption its output is part of its
+   known tokens and is restored, not sampled.
+
+The work of steps in flight is counted beside these lengths until it is committed: `in_flight_len`
+tokens being computed, and `coming` tokens being sampled, whose values the host does not know yet.
 
     tokens   [ p p p p p p o o ] ? ?             computed_len 7, in_flight_len 2, coming 2
     pages    [ x x x x x x x . . ]               planned_len 9, pending_len 1: it may go on at once
@@ -51,19 +54,21 @@ from engine.core.messages import Finished, FinishReason, SamplingParams, Service
 
 
 class Status(Enum):
+    """The status of a sequence, which says what it holds."""
+
     WAITING = "waiting"
-    """In the queue, and never admitted yet."""
+    """Waits for its first admission."""
     RUNNING = "running"
     """Holds a slot and pages, and is in every plan that has budget for it."""
     STALLED = "stalled"
-    """Its reader fell behind: it gave its slot back and keeps its pages, as long as nobody needs them."""
+    """Was paused while it ran: it gave its slot back, and keeps its pages until others need them."""
     PREEMPTED = "preempted"
-    """Gave slot and pages back; in the queue again, ahead of newcomers."""
+    """Gave slot and pages back, and waits to be admitted again."""
     SWAPPED = "swapped"
-    """The same, and what its pages held lies in host memory."""
+    """Gave slot and pages back, with a copy in host memory, and waits to be admitted again."""
     FINISHED = "finished"
 
-    # A member is one object. Enum's own hash is that of its name, computed in Python for every look-up.
+    # Members are single objects. Enum's own hash is that of its name, computed in Python for every look-up.
     __hash__ = object.__hash__
 
 
@@ -81,8 +86,9 @@ class IllegalMove(RuntimeError):
     """A sequence was told to make a move that its table does not have. Always a bug."""
 
 
-class Phase(Enum):
-    """Where a sequence's time goes. At every moment it is in one, so the five add up to its life."""
+class LifePhase(Enum):
+    """A part of a sequence's life. It is in exactly one at every moment, so the five times add up to its
+    life."""
 
     QUEUE = "queue"
     PREFILL = "prefill"
@@ -93,22 +99,25 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """What a sequence holds in host memory."""
+    """The copy of a sequence's pages in host memory."""
 
     first: int
     """Index in its page table of the first page that was copied."""
     host_pages: list[int]
+    """The copies of that page and of those behind it."""
     computed_len: int
-    """Of its tokens, those before the end of what was copied."""
+    """The number of tokens computed when it was preempted: all before the end of the copy."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
+    """One sequence of the core, from its arrival to its end."""
+
     handle: int
     sampling: SamplingParams
     prompt_len: int
     tokens: array[int]
-    """Prompt, then output."""
+    """All known tokens: the prompt, then the output."""
     chain: PageChain
     arrived_at: float
     tenant: str = ""
@@ -120,19 +129,21 @@ class Sequence:
     in_flight_len: int = 0
     coming: int = 0
     last_step: int = 0
-    """The newest that computes for it, in flight or committed."""
+    """The number of the newest step that computes for it, in flight or committed; 0: none."""
     swapped: Swapped | None = None
     expected_len: int = field(init=False)
-    """While it waits: how many of its known tokens the prefix cache lacks, when last looked up."""
+    """Known tokens that are still to be computed: while it waits, those that the prefix cache lacked at the
+    last look-up; while it computes its prompt, those pending at the last plan."""
     paused_at: float | None = None
-    """Since when its reader is behind."""
+    """The core's clock at the pause, in seconds; None when it is not paused."""
     preemptions: int = 0
-    """While it ran. Those while it was stalled are its reader's doing, and as few as its pauses."""
+    """Preemptions while it ran, yields included. Those while it was stalled are not counted: there is at most
+    one for each pause."""
     yields: int = 0
-    """Of these, how often it gave its seat to a tenant that held less (rule J of the scheduler)."""
+    """Preemptions in favour of a tenant that held less (rule J)."""
     prompt_logprobs_sent: int = 0
-    """Prompt positions whose followers' log-probabilities have left the core already."""
-    spent_s: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(Phase, 0.0))
+    """The number of prompt positions of which the next token's log-probabilities have been reported."""
+    spent_s: dict[LifePhase, float] = field(default_factory=lambda: dict.fromkeys(LifePhase, 0.0))
     _phase_since: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -147,30 +158,32 @@ class Sequence:
 
     @property
     def planned_len(self) -> int:
-        """Its tokens that are computed, when all steps in flight are done."""
+        """The number of its tokens that are computed once all steps in flight are done."""
         return self.computed_len + self.in_flight_len
 
     @property
     def pending_len(self) -> int:
-        """Its tokens that no plan computes yet, those coming included; at least one while it lives."""
+        """The number of its tokens that no plan computes yet, those coming included; at least one until it
+        ends."""
         return len(self.tokens) + self.coming - self.computed_len - self.in_flight_len
 
     @property
     def is_due(self) -> bool:
-        """Whether the next plan may compute for it: it is read, and its last token is not coming yet."""
+        """Whether the next plan may compute for it: it is not paused, and its last token is not coming
+        yet."""
         coming_len = len(self.tokens) + self.coming - self.prompt_len
         return self.paused_at is None and coming_len < self.sampling.max_tokens
 
     @property
     def kv_len_max(self) -> int:
-        """Tokens whose keys and values it may ever hold: the last token it samples needs none."""
+        """The most tokens whose keys and values it may hold: the last token that it samples needs none."""
         return self.prompt_len + self.sampling.max_tokens - 1
 
     @property
     def reusable_len(self) -> int:
-        """How many leading tokens may come from the prefix cache instead of being computed.
+        """The number of leading tokens that may come from the prefix cache instead of being computed.
 
-        Never the last known token, whose logits are needed. Positions whose prompt log-probabilities
+        That is never the last known token, whose logits are needed. Positions whose prompt log-probabilities
         are asked for and not sent yet must be computed too.
         """
         wants_prompt_logprobs = self.sampling.prompt_logprobs is not None
@@ -179,7 +192,7 @@ class Sequence:
         return len(self.tokens) - 1
 
     def is_protected(self, preemptions_max: int) -> bool:
-        """Whether rule C of the scheduler speaks of it. What it yielded does not count."""
+        """Whether it was preempted as often as rule C allows; yields are not counted."""
         return self.preemptions - self.yields >= preemptions_max
 
     @property
@@ -187,17 +200,17 @@ class Sequence:
         return self.paused_at is not None
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> LifePhase:
         if self.is_paused or self.status is Status.STALLED:
-            return Phase.STALLED
+            return LifePhase.STALLED
         if self.status is Status.WAITING:
-            return Phase.QUEUE
+            return LifePhase.QUEUE
         if self.status in (Status.PREEMPTED, Status.SWAPPED):
-            return Phase.PREEMPTED
-        return Phase.DECODE if self.output_len else Phase.PREFILL
+            return LifePhase.PREEMPTED
+        return LifePhase.DECODE if self.output_len else LifePhase.PREFILL
 
     def pause(self, now: float) -> None:
-        """Its reader fell behind."""
+        """Keep it out of further plans, because its client does not read."""
         assert not self.is_paused
         self._charge(now)
         self.paused_at = now
@@ -208,7 +221,8 @@ class Sequence:
         self.paused_at = None
 
     def admit(self, slot: int, pages: list[int], computed_len: int, now: float) -> None:
-        """Take a slot, and pages for all known tokens; the first `computed_len` are computed already."""
+        """Take a slot, and pages for all known tokens, of which the first `computed_len` are computed
+        already."""
         assert 0 <= computed_len <= self.reusable_len
         assert not self.is_paused
         self._move(Status.RUNNING, now)
@@ -222,8 +236,8 @@ class Sequence:
         self.slot = None
 
     def preempt(self, now: float, swapped: Swapped | None = None, *, yields: bool = False) -> None:
-        """Give everything back but the tokens, and what was copied. The caller has taken the pages to the
-        block manager."""
+        """Give up slot and pages, and keep the tokens and the copy in host memory, if there is one. The
+        caller has released the pages at the block manager."""
         assert not self.in_flight_len
         self.preemptions += self.status is Status.RUNNING
         self.yields += yields
@@ -232,12 +246,12 @@ class Sequence:
         self.swapped = swapped
 
     def finish(self, now: float) -> None:
-        """Whatever it was doing, it is over. The caller has taken the pages to the block manager."""
+        """End it in any status. The caller has released its pages at the block manager."""
         self._move(Status.FINISHED, now)
         self._vacate()
 
     def launch(self, step: int, length: int, samples: bool) -> None:
-        """A step computes its next `length` tokens, and may sample one."""
+        """Count a step that computes its next `length` tokens, and samples one if `samples`."""
         assert self.status is Status.RUNNING
         assert step > self.last_step
         self.last_step = step
@@ -245,14 +259,15 @@ class Sequence:
         self.coming += samples
 
     def land(self, length: int, samples: bool) -> None:
-        """The first of what is in flight is computed. A token that was sampled is given to `append` next."""
+        """Count the row of its oldest step in flight as computed. A sampled token is given to `append`
+        next."""
         assert self.status is Status.RUNNING
         self.computed_len += length
         self.in_flight_len -= length
         self.coming -= samples
 
     def append(self, token: int, now: float) -> None:
-        """A sampled token becomes known."""
+        """Append a sampled token to the known ones."""
         assert self.status is Status.RUNNING
         assert self.computed_len == len(self.tokens)
         if self.computed_len == self.prompt_len:
@@ -260,16 +275,16 @@ class Sequence:
         self.tokens.append(token)
 
     def finished(self, reason: FinishReason) -> Finished:
-        """Its last report."""
+        """The report of its end."""
         return Finished(
             handle=self.handle,
             reason=reason,
-            queue_s=self.spent_s[Phase.QUEUE],
-            prefill_s=self.spent_s[Phase.PREFILL],
-            decode_s=self.spent_s[Phase.DECODE],
-            preempted_s=self.spent_s[Phase.PREEMPTED],
+            queue_s=self.spent_s[LifePhase.QUEUE],
+            prefill_s=self.spent_s[LifePhase.PREFILL],
+            decode_s=self.spent_s[LifePhase.DECODE],
+            preempted_s=self.spent_s[LifePhase.PREEMPTED],
             preemptions=self.preemptions,
-            stalled_s=self.spent_s[Phase.STALLED],
+            stalled_s=self.spent_s[LifePhase.STALLED],
         )
 
     def _vacate(self) -> None:
@@ -282,6 +297,6 @@ class Sequence:
         self.status = status
 
     def _charge(self, now: float) -> None:
-        """Book the time since the last change of phase."""
+        """Add the time since the last change of phase to the present phase."""
         self.spent_s[self.phase] += now - self._phase_since
         self._phase_since = now

@@ -1,6 +1,6 @@
 """Host memory as the second place for a sequence's pages, and when to use it.
 
-Who is preempted loses its pages and must be restored later, in one of two ways:
+A preempted sequence loses its pages and must be restored later, in one of two ways:
 
     recompute    its tokens run through the model again; what the prefix cache still has is skipped
     swap         its pages are copied to host memory now, and back when it is admitted again
@@ -21,10 +21,10 @@ Rules
    asserts both). A host page is never shared, and has no identity.
 2. The runner makes a plan's copies before it computes anything, all those to the host before all those
    from there. So a page may be given away in the plan that copies it out.
-3. A host page that a plan copies from is *leaving*: it is free from the next plan on. Else a sequence
+3. A host page that a plan copies from is *leaving*: it is free from the next plan on. Otherwise a sequence
    preempted in the same plan might be copied onto it first.
 4. When a sequence is admitted again and its shared pages are gone from the cache, what lies behind them is
-   of no use, as there is no way to compute the middle of a sequence alone: it is recomputed. When the
+   of no use, since there is no way to compute the middle of a sequence alone: it is recomputed. When the
    cache holds some that were copied, too, only the rest is copied back.
 5. Everything has a bound. When host pages do not suffice, or when one step's copies would take longer
    than `COPY_SHARE` of its time, the sequence is recomputed. What the copies take is no longer there for
@@ -40,23 +40,24 @@ from typing import Final
 
 from engine.core.block_manager import BlockManager, pages_for
 from engine.core.cost import StepCost
-from engine.core.sequence import Sequence, Status, Swapped
+from engine.core.sequence import Sequence, Swapped
 
 COPY_SHARE: Final = 0.5
-"""Of a step's time, for copies to the host."""
+"""The largest share of the step time target that one step's copies may take."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restoration:
-    """What it takes to bring a sequence back whose pages are given away now."""
+    """The cost of restoring a sequence if it were preempted now."""
 
     first: int
-    """Leading pages that others hold, too."""
+    """The number of leading pages that other sequences hold, too."""
     pages: int
-    """Behind them, those that hold computed tokens."""
+    """The number of pages behind them that hold computed tokens."""
     recompute_s: float
+    """The time to compute these pages' tokens again, in seconds."""
     swap_s: float
-    """Out and in. Infinite when it cannot be."""
+    """The time to copy these pages to host memory and back, in seconds; infinite when that is impossible."""
 
     @property
     def least_s(self) -> float:
@@ -64,26 +65,28 @@ class Restoration:
 
 
 Preference = Callable[[Restoration], bool]
-"""Whether to swap, if that is possible at all."""
+"""Says whether a sequence that can be swapped is swapped."""
 
 
 def if_cheaper(restoration: Restoration) -> bool:
+    """The preference of the product: swap when that takes less time than computing again."""
     return restoration.swap_s < restoration.recompute_s
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """What the page table of a sequence begins with when it is admitted."""
+class Prefix:
+    """The part of a waiting sequence that need not be computed when it is admitted."""
 
     pages: list[int]
-    """Its own, or such as the prefix cache has."""
+    """The first pages of its table: its own when it is stalled, else those that the prefix cache has."""
     host_pages: list[int]
-    """Copied into fresh pages behind those."""
+    """Host pages to copy into fresh pages behind those."""
     computed_len: int
+    """The number of tokens in all these pages."""
 
 
 class HostPool:
-    """Pages of host memory, by number; the runner owns the tensors. Every call is O(pages it names)."""
+    """Pages of host memory, by number; the runner owns the tensors. Every call takes O(pages it names)."""
 
     def __init__(self, pages: int) -> None:
         self.total: Final = pages
@@ -103,19 +106,20 @@ class HostPool:
         return [self._free.pop() for _ in range(count)]
 
     def release(self, pages: Iterable[int]) -> None:
-        """They are free at once: no plan that is not made yet copies from them."""
+        """Free these pages at once, since no further plan copies from them."""
         self._free += pages
 
     def release_after_plan(self, pages: Iterable[int]) -> None:
-        """The plan in the making copies from them (rule 3)."""
+        """Free these pages once the plan in the making is made, which copies from them (rule 3)."""
         self._leaving += pages
 
     def plan_made(self) -> None:
+        """Free the leaving pages (rule 3)."""
         self._free += self._leaving
         self._leaving.clear()
 
     def check(self, held: Iterable[Collection[int]]) -> None:
-        """Assert rule 1, given what the living sequences hold."""
+        """Assert rule 1; `held` has the host pages of each living sequence."""
         everything = [*self._free, *self._leaving, *(page for pages in held for page in pages)]
         assert sorted(everything) == list(range(self.total)), "a host page is lost, or in two places"
 
@@ -124,12 +128,16 @@ class Swapper:
     """Decides how victims are restored, and keeps the copies that the next plan makes."""
 
     def __init__(
-        self, host_pages: int, pages: BlockManager, room_s: float, prefers: Preference = if_cheaper
+        self,
+        host_pages: int,
+        pages: BlockManager,
+        step_time_target_s: float,
+        prefers: Preference = if_cheaper,
     ) -> None:
-        """`room_s` is how long a step may take."""
+        """`step_time_target_s` is infinite when none is set: then copies are not bounded by time."""
         self.host: Final = HostPool(host_pages)
         self._pages: Final = pages
-        self._copies_s_max: Final = room_s * COPY_SHARE
+        self._copies_s_max: Final = step_time_target_s * COPY_SHARE
         self._prefers: Final = prefers
         self._out: list[tuple[int, int]] = []
         self._in: list[tuple[int, int]] = []
@@ -140,11 +148,11 @@ class Swapper:
 
     @property
     def copied_pages(self) -> int:
-        """By the plan in the making."""
+        """The number of pages that the plan in the making copies, out and in."""
         return len(self._out) + len(self._in)
 
     def restoration(self, victim: Sequence, cost: StepCost) -> Restoration:
-        """What it would take to restore it, were it preempted now."""
+        """The cost of restoring `victim` if it were preempted now."""
         size = self._pages.page_size
         first = self._pages.leading_shared(victim.pages)
         pages = pages_for(victim.computed_len, size) - first
@@ -155,8 +163,12 @@ class Swapper:
         return Restoration(first, pages, recompute_s, swap_s)
 
     def take_out(self, victim: Sequence, cost: StepCost) -> Swapped | None:
-        """Copy what it holds in the next plan, if that is possible and preferred. Its pages may be released
-        right after."""
+        """Let the plan in the making copy the victim's pages to host memory, if that is possible and
+        preferred.
+
+        Returns what the victim then holds there, or None when it is to be recomputed. Its pages may be
+        released right after.
+        """
         plan = self.restoration(victim, cost)
         if plan.swap_s == math.inf or not self._prefers(plan):
             return None
@@ -167,31 +179,31 @@ class Swapper:
         self.pages_out += plan.pages
         return Swapped(plan.first, host_pages, victim.computed_len)
 
-    def start(self, sequence: Sequence, found: list[int]) -> Start:
-        """What it begins with, given the pages that the prefix cache has (rule 4)."""
-        if sequence.status is Status.STALLED:
-            return Start(sequence.pages, [], sequence.computed_len)
+    def prefix(self, sequence: Sequence, found: list[int]) -> Prefix:
+        """The part of a sequence without pages that need not be computed; `found` are the pages that the
+        prefix cache has of it (rule 4)."""
         swapped, found_len = sequence.swapped, len(found) * self._pages.page_size
         if swapped is None or len(found) < swapped.first or swapped.computed_len <= found_len:
-            return Start(found, [], found_len)
-        return Start(found, swapped.host_pages[len(found) - swapped.first :], swapped.computed_len)
+            return Prefix(found, [], found_len)
+        return Prefix(found, swapped.host_pages[len(found) - swapped.first :], swapped.computed_len)
 
-    def bring_in(self, sequence: Sequence, start: Start, fresh: Collection[int]) -> None:
-        """It is admitted: copy to the first of these fresh pages in the next plan. Lets go what it held."""
+    def bring_in(self, sequence: Sequence, prefix: Prefix, fresh: Collection[int]) -> None:
+        """Let the plan in the making copy the prefix's host pages to the first of `fresh`, and free all that
+        the sequence holds in host memory."""
         assert sequence.swapped is not None
-        self._in += zip(start.host_pages, fresh, strict=False)
+        self._in += zip(prefix.host_pages, fresh, strict=False)
         self.host.release_after_plan(sequence.swapped.host_pages)
-        self.sequences_in += bool(start.host_pages)
-        self.pages_in += len(start.host_pages)
+        self.sequences_in += bool(prefix.host_pages)
+        self.pages_in += len(prefix.host_pages)
 
     def drop(self, sequence: Sequence) -> None:
-        """It ended."""
+        """Free the host pages of a sequence that ends."""
         if sequence.swapped is not None:
             self.host.release(sequence.swapped.host_pages)
 
     def take_copies(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """The copies of the plan that is made now: (device page, host page) out, (host page, device page)
-        in."""
+        """The copies of the plan that is made now: those out as (device page, host page), those in as
+        (host page, device page)."""
         self.host.plan_made()
         copies = self._out, self._in
         self._out, self._in = [], []

@@ -1,21 +1,21 @@
-"""Who has been served how much, and who holds how much: the past, which orders the queue, and the present,
-which says who yields a seat.
+"""Fairness between tenants: how much each has been served, which orders the queue, and how much each holds
+now, which decides whose sequences yield their slots.
 
-`TenantCounters` is one virtual counter of tokens for each tenant, after the virtual token counter of Sheng et
-al., "Fairness in Serving Large Language Models" (2024). Of two tenants that both have work waiting, the one
-with the smaller counter has been served less. Only differences matter, and only up to `SPAN_TOKENS`: when
-tenants compete, whoever lags further behind the most served of them is lifted to that distance. So who has
-been away, or is new, gets a head start of `SPAN_TOKENS` at most and starves nobody; and who used an idle
-engine owes no more than that for it.
+`TenantCounters` has one virtual counter of tokens for each tenant, after the virtual token counter of Sheng
+et al., "Fairness in Serving Large Language Models" (2024). Of two tenants that both have work waiting, the
+one with the smaller counter has been served less. Only differences matter, and only up to `SPAN_TOKENS`: when
+tenants compete, one that lags further behind the most served of them is lifted to that distance. So a tenant
+that is new or was away gets a head start of at most `SPAN_TOKENS` and starves no other; and one that used an
+idle engine owes no more than that for it.
 
-The counters of `TENANTS_MAX` tenants are kept, those of the longest unheard of are forgotten first;
-being forgotten is being new.
+The counters of `TENANTS_MAX` tenants are kept. Beyond that the tenant whose counter has not changed for
+longest is forgotten, and counts as new when it comes back.
 
-`Seats` is what the running sequences of each tenant hold. A tenant's *dominant share* is the larger of its
-shares of the slots and of the pages, after Ghodsi et al., "Dominant Resource Fairness" (2011). A seat goes
-from a tenant to another only where the one holds more than the other will, so every such move brings the two
-nearer to each other, and none is undone by a move back. A page that several sequences share counts for each
-of them, so a share may exceed 1.
+`TenantHoldings` has what the running sequences of each tenant hold. A tenant's *dominant share* is the larger
+of its shares of the slots and of the pages, after Ghodsi et al., "Dominant Resource Fairness" (2011). A slot
+goes from one tenant to another only where the one holds more than the other will, so every such move brings
+the two nearer to each other, and none is undone by a move back. A page that several sequences share counts
+for each of them, so a share may exceed 1.
 """
 
 from __future__ import annotations
@@ -25,24 +25,28 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 SPAN_TOKENS: Final = 16_384
+"""The largest difference between the counters of competing tenants, in tokens."""
 TENANTS_MAX: Final = 4096
+"""Tenants whose counters are kept."""
 
 
 class TenantCounters:
+    """The tokens that were computed for each tenant."""
+
     def __init__(self, tenants_max: int = TENANTS_MAX) -> None:
         assert tenants_max >= 1
         self._tenants_max = tenants_max
         self._served: OrderedDict[str, int] = OrderedDict()
 
     def charge(self, tenant: str, tokens: int) -> None:
-        """So many tokens were computed for it."""
+        """Count `tokens` as computed for this tenant."""
         assert tokens >= 0
         self._set(tenant, self._served.get(tenant, 0) + tokens)
 
     def leads(self, competing: Iterable[str]) -> dict[str, int]:
-        """By how many tokens each of these is ahead of the least served of them; 0 to `SPAN_TOKENS`.
+        """The tokens by which each tenant is ahead of the least served of `competing`, 0 to `SPAN_TOKENS`.
 
-        Lifts those that lag too far behind.
+        Lifts the counters of those that lag further behind.
         """
         tenants = set(competing)
         floor = max((self._served.get(tenant, 0) for tenant in tenants), default=0) - SPAN_TOKENS
@@ -59,10 +63,11 @@ class TenantCounters:
             self._served.popitem(last=False)
 
 
-class Seats:
-    """Slots and pages of those who run, by tenant."""
+class TenantHoldings:
+    """The slots and pages that the running sequences of each tenant hold."""
 
     def __init__(self, slots: int, pages: int) -> None:
+        """`slots` and `pages` are all that the runner has."""
         self._slots_total: Final = slots
         self._pages_total: Final = pages
         self._slots: Counter[str] = Counter()
@@ -70,11 +75,11 @@ class Seats:
 
     @property
     def slots(self) -> Mapping[str, int]:
-        """Of those tenants who have any."""
+        """Slots by tenant; tenants without any are left out."""
         return self._slots
 
     def add(self, tenant: str, *, slots: int, pages: int) -> None:
-        """It holds so many more than before, or fewer."""
+        """Count so many slots and pages more for this tenant; negative numbers are fewer."""
         self._slots[tenant] += slots
         self._pages[tenant] += pages
         assert self._slots[tenant] >= 0
@@ -84,12 +89,13 @@ class Seats:
             del self._slots[tenant], self._pages[tenant]
 
     def share(self, tenant: str, *, slots: int = 0, pages: int = 0) -> float:
-        """Its dominant share, with so many slots and pages more, or fewer."""
+        """The tenant's dominant share if it held so many slots and pages more; negative numbers are fewer."""
         slots_share = (self._slots[tenant] + slots) / self._slots_total
         return max(slots_share, (self._pages[tenant] + pages) / self._pages_total)
 
     def check(self, held: Iterable[tuple[str, int]]) -> None:
-        """Assert that this is what those who run hold, given the tenant and the pages of each."""
+        """Assert that the counts are those of the running sequences; `held` has the tenant and the number of
+        pages of each."""
         slots, pages = Counter[str](), Counter[str]()
         for tenant, count in held:
             slots[tenant] += 1

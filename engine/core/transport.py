@@ -8,8 +8,8 @@ process must wait; one step takes at most `RECEIVE_MAX` of them. Outward, there 
 step with at most one row per slot. When the API process is `HIGH_WATER_MARK` steps behind, `send`
 waits for it: nothing is dropped, nothing piles up, and no token is computed that nobody takes. That
 wait cannot be a deadlock as long as the API process keeps reading while it waits to write, which it
-must; and it ends when that process dies, as every wait here does, because each looks up once a
-second who the parent is. (ZeroMQ itself would wait for a peer's return for ever.)
+must; and it ends when that process dies, as every wait here does, because each checks the parent's
+process id once a second. (ZeroMQ itself would wait for a peer's return for ever.)
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ RECEIVE_MAX: Final = 1024
 """Messages that one step takes in."""
 PARENT_CHECK_MS: Final = 1000
 LINGER_MS: Final = 2000
-"""How long the last words may take to leave after `close`."""
+"""The time that messages may take to leave after `close`, in milliseconds."""
 assert HIGH_WATER_MARK <= RECEIVE_MAX
 
 
 class _Parent:
-    """The process that started this one, and whether it is still there."""
+    """A check whether the process that started this one is still running."""
 
     def __init__(self) -> None:
         self._pid = os.getppid()
@@ -49,6 +49,8 @@ class _Parent:
 
 
 class ZmqInbox:
+    """The PULL socket on which the API process's messages arrive."""
+
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
         self._parent = _Parent()
         self._decoder = msgspec.msgpack.Decoder(CoreInput)
@@ -57,7 +59,7 @@ class ZmqInbox:
         self._socket.connect(endpoint)
 
     def receive(self, wait_s: float) -> list[CoreInput]:
-        """As `loop.Inbox` says. Raises `Disconnected` when the API process is gone."""
+        """Implements `loop.Inbox`. Raises `Disconnected` when the API process is gone."""
         self._parent.check()
         until, left_s = SYSTEM_CLOCK.monotonic() + wait_s, wait_s
         while left_s > 0 and not self._socket.poll(math.ceil(min(left_s * 1e3, PARENT_CHECK_MS))):
@@ -73,6 +75,8 @@ class ZmqInbox:
 
 
 class ZmqOutbox:
+    """The PUSH socket on which messages to the API process leave."""
+
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
         self._parent = _Parent()
         self._encoder = msgspec.msgpack.Encoder()
@@ -81,7 +85,7 @@ class ZmqOutbox:
         self._socket.connect(endpoint)
 
     def send(self, message: CoreOutput) -> None:
-        """As `loop.Outbox` says. Raises `Disconnected` when the API process is gone."""
+        """Implements `loop.Outbox`. Raises `Disconnected` when the API process is gone."""
         frame = self._encoder.encode(message)
         while True:
             with contextlib.suppress(zmq.Again):  # nearly never: asking first costs as much as sending
@@ -95,7 +99,7 @@ class ZmqOutbox:
 
 
 def say_once(endpoint: str, message: CoreOutput) -> None:
-    """One message by a socket of its own, from any thread. Returns when it has left."""
+    """Send one message by a socket of its own, from any thread. Returns when it has left."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     outbox = ZmqOutbox(context, endpoint)
     try:
@@ -106,7 +110,7 @@ def say_once(endpoint: str, message: CoreOutput) -> None:
 
 
 class CoreTransport:
-    """Both ends, opened and closed together."""
+    """An inbox and an outbox, opened and closed together."""
 
     def __init__(self, inbox_endpoint: str, outbox_endpoint: str) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

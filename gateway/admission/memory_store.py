@@ -10,7 +10,6 @@ renewal moves to the end.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -61,9 +60,10 @@ class MemoryStore:
     """A `QuotaStore`."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
-        self._clock = clock
+        self._monotonic = clock.monotonic
         self._usage: dict[tuple[Scope, str], Usage] = {}
-        self._reservations: OrderedDict[ReservationId, _Reservation] = OrderedDict()
+        self._reservations: dict[ReservationId, _Reservation] = {}
+        """In the order of their expiry."""
         self._none_expires_before_ms = 0
         self.ledger = Ledger()
 
@@ -87,10 +87,10 @@ class MemoryStore:
         assert 0 <= least <= most
         now_ms = self._now_ms()
         self._expire(now_ms)
+        holdings = self._holdings(subjects, now_ms)
         entry = self._reservations.get(reservation)
         assert entry is None or not entry.tokens, "tokens are reserved once"
         seats = 1 if entry is None else 0
-        holdings = self._holdings(subjects, now_ms)
         refusal = quota.decide(holdings, seats=seats, tokens=least)
         if refusal is not None:
             return Done(Decision(refusal, quota.windows_of(holdings)))
@@ -112,9 +112,8 @@ class MemoryStore:
         if entry is None:
             return Done(None)
         settlement = Settlement(entry.tokens, tokens)
-        for subject in entry.subjects:
-            usage = quota.settle(subject.limits, self._of(subject, now_ms), settlement)
-            self._usage[subject.scope, subject.id] = usage
+        for subject, usage in self._holdings(entry.subjects, now_ms):
+            self._usage[subject.scope, subject.id] = quota.settle(subject.limits, usage, settlement)
         self._book(settlement)
         return Done(settlement)
 
@@ -122,9 +121,9 @@ class MemoryStore:
         now_ms = self._now_ms()
         self._expire(now_ms)
         for reservation in reservations:
-            if (entry := self._reservations.get(reservation)) is not None:
+            if (entry := self._reservations.pop(reservation, None)) is not None:
                 entry.expires_ms = now_ms + LEASE_TTL_MS
-                self._reservations.move_to_end(reservation)
+                self._reservations[reservation] = entry
         return Done(None)
 
     def windows(self, subjects: Sequence[Subject]) -> Done[Windows]:
@@ -137,12 +136,13 @@ class MemoryStore:
         return len(self._reservations)
 
     def _holdings(self, subjects: Sequence[Subject], now_ms: int) -> list[Holding]:
-        return [(subject, self._of(subject, now_ms)) for subject in subjects]
+        usage = self._usage
+        return [(s, usage.get((s.scope, s.id), _EMPTY).at(s.limits, now_ms)) for s in subjects]
 
     def _charge(self, holdings: list[Holding], *, seats: int, tokens: int) -> list[Holding]:
         charged: list[Holding] = []
         for subject, before in holdings:
-            usage = quota.charge(subject.limits, before, seats=seats, tokens=tokens)
+            usage = quota.charge(subject.limits, before, seats, tokens)
             self._usage[subject.scope, subject.id] = usage
             charged.append((subject, usage))
         return charged
@@ -176,4 +176,4 @@ class MemoryStore:
         return self._usage.get((subject.scope, subject.id), _EMPTY).at(subject.limits, now_ms)
 
     def _now_ms(self) -> int:
-        return int(self._clock.monotonic() * 1000)
+        return int(self._monotonic() * 1000)

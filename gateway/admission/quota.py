@@ -81,8 +81,11 @@ class Usage(Struct, frozen=True):
         elapsed_ms = now_ms - self.at_ms
         if elapsed_ms <= 0:
             return self
-        requests = drained(self.requests, limits.requests_per_min, elapsed_ms)
-        tokens = drained(self.tokens, limits.tokens_per_min, elapsed_ms)
+        requests, tokens = self.requests, self.tokens
+        if requests:
+            requests = drained(requests, limits.requests_per_min, elapsed_ms)
+        if tokens:
+            tokens = drained(tokens, limits.tokens_per_min, elapsed_ms)
         return Usage(requests, tokens, now_ms, self.live, self.spent)
 
 
@@ -174,7 +177,9 @@ class QuotaStore(Protocol):
 
 
 def drained(level: int, per_min: int | None, elapsed_ms: int) -> int:
-    return max(0, level - per_min * elapsed_ms) if per_min is not None else 0
+    if per_min is None or (left := level - per_min * elapsed_ms) < 0:
+        return 0
+    return left
 
 
 def fits(level: int, per_min: int, amount: int) -> bool:
@@ -223,7 +228,7 @@ def grant(holdings: Iterable[Holding], least: int, most: int) -> int:
     return most if left is None else min(most, max(least, left // GRANT_SHARE))
 
 
-def charge(limits: QuotaLimits, usage: Usage, *, seats: int, tokens: int) -> Usage:
+def charge(limits: QuotaLimits, usage: Usage, seats: int, tokens: int) -> Usage:
     """After a grant."""
     return Usage(
         usage.requests + seats * WEIGHT if limits.requests_per_min is not None else 0,
@@ -271,7 +276,8 @@ def _lasts_ms(refusal: Refusal) -> float:
 def _tighter(window: Window | None, limit: int | None, level: int) -> Window | None:
     if limit is None:
         return window
-    remaining = max(0, limit * WEIGHT - level) // WEIGHT
+    left = limit * WEIGHT - level
+    remaining = left // WEIGHT if left > 0 else 0
     if window is not None and window.remaining <= remaining:
         return window
     return Window(limit, remaining, -(-level // limit) if limit else 0)

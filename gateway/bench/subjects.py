@@ -6,11 +6,10 @@ Each is a process of its own, and they run side by side, so that what a busy mac
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -27,7 +26,6 @@ from shared.config import to_toml
 
 EVENTS_MAX: Final = 100_000
 """Of a stream that is measured while it runs: it lasts for minutes at any pace."""
-_PLAIN_RELAY: Final = "tests.bench.hop"
 _LIMITS: Final = QuotaLimits(10_000_000, 1_000_000_000, 100_000)
 """Never reached: what they cost is measured, not what they refuse."""
 _NGINX: Final = """
@@ -105,36 +103,38 @@ async def paced_engine(interval_ms: float, checkout: Path | None = None) -> Asyn
     """`checkout`: another version's source; None for this one."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    argv = [sys.executable, "-m", "gateway.bench.paced_engine", "--port", str(port)]
+    module = "gateway.bench.paced_engine"
+    if checkout is not None and not (checkout / module.replace(".", "/")).with_suffix(".py").exists():
+        module = "shared.bench.paced_engine"  # where versions until November 2026 have it
+    argv = [sys.executable, "-m", module, "--port", str(port)]
     argv += ["--interval-ms", str(interval_ms), "--tokenizer", demo_model()]
     async with service(argv, f"{url}/readyz", checkout):
         yield Engine(url)
 
 
 @contextlib.asynccontextmanager
-async def gateway(engine: Engine, checkout: Path | None = None) -> AsyncIterator[Subject]:
+async def gateway(
+    engine: Engine, checkout: Path | None = None, under: Sequence[str] = ()
+) -> AsyncIterator[Subject]:
     """Ours, with everything on: key, schema, exact count, quotas, metrics, log line. `checkout`: another
-    version's source; None for this one."""
+    version's source; None for this one. `under`: a command that runs it, such as valgrind."""
     port, key = free_port(), development_key()
     config = development_config(port=port, key=key, model=MODEL, engine_url=engine.url, limits=_LIMITS)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "gateway.toml"
         path.write_text(to_toml(config))
-        argv = [sys.executable, "-m", "gateway", "--config", str(path)]
+        argv = [*under, sys.executable, "-m", "gateway", "--config", str(path)]
         async with service(argv, f"http://127.0.0.1:{port}/readyz", checkout) as process:
             yield Subject(Endpoint(f"http://127.0.0.1:{port}/v1", key), pid=process.pid)
 
 
 @contextlib.asynccontextmanager
-async def plain_relay(engine: Engine) -> AsyncIterator[Subject | None]:
-    """The least that aiohttp needs to relay HTTP/1.1; None where only the package is installed."""
-    if not _is_importable(_PLAIN_RELAY):
-        yield None
-        return
+async def plain_relay(engine: Engine) -> AsyncIterator[Subject]:
+    """The least that aiohttp needs to relay HTTP/1.1."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    argv = [sys.executable, "-m", _PLAIN_RELAY, "gateway", "--port", str(port)]
-    argv += ["--upstream", "aiohttp HTTP/1.1", "--url", f"{engine.url}/v1/chat/completions"]
+    argv = [sys.executable, "-m", "gateway.bench.bare", "relay", "--port", str(port)]
+    argv += ["--url", f"{engine.url}/v1/chat/completions"]
     async with service(argv, url) as process:
         yield Subject(Endpoint(f"{url}/v1"), pid=process.pid)
 
@@ -153,10 +153,3 @@ async def nginx(engine: Engine) -> AsyncIterator[Subject | None]:
         argv = [binary, "-e", f"{directory}/error.log", "-c", str(path)]
         async with service(argv, f"http://127.0.0.1:{port}/readyz") as process:
             yield Subject(Endpoint(f"http://127.0.0.1:{port}/v1"), pid=process.pid)
-
-
-def _is_importable(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even its package is there
-        return False

@@ -8,7 +8,7 @@ Rules:
 1. An answer that is whole when it begins has its length declared. Any other is chunked or, to HTTP/1.0,
    ends with the connection.
 2. The head and the first of the body are one write.
-3. Lines of the head are counted: no value can begin a line of its own.
+3. No value of the head holds a line end, so none can begin a line of its own.
 """
 
 from __future__ import annotations
@@ -25,17 +25,14 @@ from aiohttp.http import HttpVersion, HttpVersion10, HttpVersion11
 
 from gateway.client.deadlines import Watch
 from shared.errors import ApiError, SlowClient
+from shared.http import ClientGone
+from shared.listening import SERVER
 
 BODILESS: Final = (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
 STATUS_LINES_MAX: Final = 1024
-SERVER: Final = "penstock"
-"""The `server` header. aiohttp's own tells its version and Python's."""
+_SERVER_LINE: Final = f"server: {SERVER}"
 _CHUNK: Final = b"%x\r\n%b\r\n"
 _LAST_CHUNK: Final = b"0\r\n\r\n"
-
-
-class ClientGone(Exception):
-    """The client's connection broke while it was written to."""
 
 
 class Begun(web.StreamResponse):
@@ -85,18 +82,19 @@ class Client:
             self._chunked = True
         else:
             keep_alive = False
-        lines.append(f"date: {rfc822_formatted_time()}\r\nserver: {SERVER}")
+        lines += f"date: {rfc822_formatted_time()}", _SERVER_LINE
         if not keep_alive:
             lines.append("connection: close")
         elif version == HttpVersion10:
             lines.append("connection: keep-alive")
-        head = "\r\n".join(lines)
-        if not head.count("\n") == head.count("\r") == len(lines):  # one line has two
+        text = "".join(lines)
+        if "\n" in text or "\r" in text:
             raise ValueError("a header's value holds a line end")
         self.response = _begun(status, keep_alive)
         self._is_stream = headers["content-type"].startswith("text/event-stream")
         first = _CHUNK % (len(body), body) if body and self._chunked else body
-        begun = b"%b\r\n\r\n%b" % (head.encode(), first)
+        lines += "", ""
+        begun = "\r\n".join(lines).encode() + first
         request.writer.output_size = len(begun)  # how aiohttp's error handling knows that it comes too late
         if not self._put(begun):
             await self.drained()

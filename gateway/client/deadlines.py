@@ -22,7 +22,7 @@ from typing import Final, Self
 from shared.errors import ApiError, TotalTimeout
 
 TOTALS_MAX: Final = 1024
-"""Totals whose message is kept: a caller may state one of its own."""
+"""The number of total times whose message is cached. Callers may set a total of their own."""
 
 
 class Watch:
@@ -43,8 +43,8 @@ class Watch:
     )
 
     def __init__(self, total_s: float, soonest_s: float | None = None) -> None:
-        """`soonest_s`: the shortest of the bounds that will be asked for, as far as it is known. The timer
-        is set for it at once, so that none of them has to set it anew."""
+        """`soonest_s` is the shortest of the bounds that will be expected, as far as it is known. The
+        timer is set for it at once, so that none of them has to set it anew."""
         self._loop = asyncio.get_running_loop()
         self._started_s = self._loop.time()
         self._total_error = _total_error(total_s)
@@ -74,22 +74,24 @@ class Watch:
 
     @property
     def reason(self) -> ApiError | None:
-        """Why the request was ended; None while it was not, and when its client left."""
+        """The error that ended the request. None while nothing has, and when its client left."""
         return self._reason
 
     def bound(self, total_s: float) -> None:
-        """The total is another, counted from the start as before; and only it counts now."""
+        """Replace the total by another, counted from the same start. Only the total counts now."""
         self._total_error = _total_error(total_s)
         self._total_at_s = self._started_s + total_s
         self.relax()
 
     def expect(self, within_s: float, error: type[ApiError], message: str) -> None:
-        """From now on the next thing must happen within so many seconds, or within the total."""
+        """Expect the next thing within `within_s` seconds, or within the total, whichever is
+        sooner."""
         self._error, self._within_s = (error, message), within_s
         self._move(self._loop.time() + within_s)
 
     def again(self) -> None:
-        """It happened, and is expected anew, within as long. Once per event: the timer is later or right."""
+        """Note that the expected thing happened, and expect it anew within as long. Called for every
+        event: the timer is later or right."""
         deadline_s = self._loop.time() + self._within_s
         if deadline_s < self._total_at_s:
             self._deadline_s = deadline_s
@@ -97,7 +99,7 @@ class Watch:
             self._deadline_s, self._error = self._total_at_s, self._total_error
 
     def relax(self) -> None:
-        """Only the total counts."""
+        """Expect nothing but the end within the total."""
         self._move(self._total_at_s)
 
     def end(self, reason: ApiError) -> None:

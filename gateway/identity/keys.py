@@ -25,9 +25,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, Self
 
-from gateway.config import HASH_PREFIX, KeyConfig, QuotaLimits
+from gateway.config import HASH_PREFIX, KeyConfig
+from gateway.identity.caller import Caller, Principal
+from gateway.shield import Done
 from shared.errors import Unauthenticated
-from shared.ids import KeyId, TenantId
+from shared.ids import KeyId
 
 KEY_LEN_MAX: Final = 256
 ENV_LEN_MAX: Final = 16
@@ -42,19 +44,6 @@ _MINTED: Final = re.compile(
 )
 _PRINTABLE: Final = re.compile(rf"[ -~]{{1,{KEY_LEN_MAX}}}")
 _DUMMY: Final = hashlib.sha256(secrets.token_bytes(32)).digest()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Principal:
-    """Who calls. Equal to itself alone: what is worked out for one is not another's, though they share a
-    key."""
-
-    key: KeyId
-    tenant: TenantId
-    models: tuple[str, ...]
-    """Of the tenant's models, those that the key may use; `*` is all."""
-    limits: QuotaLimits
-    """The key's own, beside its tenant's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +104,10 @@ class KeyTable:
         records = [_Record.of(key) for key in keys]
         self._by_id: Final = {record.principal.key: record for record in records}
         self._by_digest: Final = {record.digest: record for record in records}
+
+    def identify(self, caller: Caller, now_s: float) -> Done[Principal]:
+        """As `Identity` has it: by the `Authorization` header alone."""
+        return Done(self.authenticate(caller.authorization, now_s))
 
     def authenticate(self, authorization: str | None, now_s: float) -> Principal:
         """The caller named by an `Authorization` header.

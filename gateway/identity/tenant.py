@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from gateway.config import ANY, ModelConfig, TenantConfig, TiersConfig
-from gateway.identity.keys import Principal
+from gateway.identity.caller import Principal
 from shared.errors import InvalidRequest, ModelNotFound
 from shared.ids import TenantId
 

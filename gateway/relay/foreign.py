@@ -69,11 +69,12 @@ def usage_of(body: bytes) -> Closing | None:
 class ForeignStream:
     """An event stream's bytes as the relay wants them, the last of them remembered."""
 
-    __slots__ = ("_held", "_hides_usage", "_partial", "_source", "_tail")
+    __slots__ = ("_done", "_held", "_hides_usage", "_partial", "_source", "_tail")
 
-    def __init__(self, source: Source, *, hides_usage: bool = False) -> None:
-        """`hides_usage`: the gateway asked for usage, and the client did not: it is not shown the event with
-        it."""
+    def __init__(self, source: Source, done: bytes = DONE, *, hides_usage: bool = False) -> None:
+        """`done`: the last event of a whole answer. `hides_usage`: the gateway asked for usage and the client
+        did not, so it is not shown the event with it."""
+        self._done = done
         self._source = source
         self._hides_usage = hides_usage
         self._held = b""
@@ -103,8 +104,8 @@ class ForeignStream:
 
     @property
     def usage(self) -> Closing | None:
-        """Once `[DONE]` was read: what the last event that has it says."""
-        if not self._tail.endswith(DONE):
+        """What the last event that has a usage says; None until the answer is whole."""
+        if not self._tail.endswith(self._done):
             return None
         events = reversed(self._tail.split(_BOUNDARY))
         found = (usage_of(event.removeprefix(_DATA)) for event in events if b'"usage"' in event)

@@ -87,7 +87,7 @@ class Progress(Struct, eq=False):
 
     @property
     def delivered(self) -> bool:
-        """Whether a client that leaves now leaves with everything: SDKs hang up at `[DONE]`."""
+        """Whether a client that leaves now leaves with everything: SDKs hang up at the last event."""
         return self.complete or self.scanner.saw_done or self.broken
 
     @property
@@ -123,7 +123,9 @@ class Relay(Struct, frozen=True, eq=False):
         scanner = self.progress.scanner
         source: Source = answer
         if _is_foreign(answer):
-            source = self.progress.foreign = ForeignStream(answer, hides_usage=self.hides_usage)
+            source = self.progress.foreign = ForeignStream(
+                answer, self.dialect.done, hides_usage=self.hides_usage
+            )
         head = await self._first_event(answer.status, source)
         self.progress.events += head.count(_BOUNDARY)
         await self._begin(answer, head, _STREAM_HEADERS)
@@ -135,7 +137,7 @@ class Relay(Struct, frozen=True, eq=False):
             self.progress.body_len += len(rest)
             await self.client.write(rest)
         if scanner.closing is None and not scanner.saw_done:
-            raise UpstreamFailed("The engine's answer broke off.", detail="no [DONE], no closing comment")
+            raise UpstreamFailed("The engine's answer broke off.", detail="no last event, no closing comment")
 
     async def _first_event(self, status: int, source: Source) -> bytes:
         """Everything up to and with the first event, still under the first-token deadline."""

@@ -24,6 +24,7 @@ COMMANDS: Final = {
     "up": "start an engine and a gateway, ready to be used",
     "chat": "talk to a model in the terminal",
     "settings": "print what a service can be told",
+    "trace": "show what became of a request, from both services' logs",
     "bench": "measure what README claims",
 }
 """Each is a module of this package. `shared.cli.service.SERVICES` are commands too."""

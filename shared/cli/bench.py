@@ -20,6 +20,7 @@ BENCHES: Final = {
         "CPU time per event and per request, and the latency that the gateway adds",
     ),
     "gpu": ("engine.bench.gpu", "decode, prefill and attention on a GPU, as shares of what the card can do"),
+    "hop": ("gateway.bench.hop", "CPU time per event of the hop alone, over HTTP/2 and over HTTP/1.1"),
     "neighbours": ("gateway.bench.neighbours", "what a tenant notices of another one's attacks"),
     "scheduler": ("engine.bench.scheduler", "the scheduler against simpler ones, in virtual time"),
 }

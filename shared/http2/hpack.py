@@ -14,7 +14,6 @@ which keeps the table.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import Final
 
 from hpack import Decoder
@@ -26,14 +25,13 @@ from shared.http2.headers import HeaderList
 from shared.http2.limits import HEADER_LIST_LEN_MAX
 
 NAMES_MAX: Final = 1024
-FIELDS_MAX: Final = 1024
-KEPT_LEN_MAX: Final = 128
-"""Bytes of the value of a field that is kept encoded."""
 
 _STATIC: Final = tuple(HeaderTable.STATIC_TABLE)
 _STATIC_FIELD_LEN_MAX: Final = max(len(name) + len(value) for name, value in _STATIC) + 32
 _INDEX_BITS: Final = 0x0F
 _LEN_BITS: Final = 0x7F
+_LENS: Final = bytes(range(_LEN_BITS))
+"""Lengths that take one byte, each at its own place."""
 
 _NO_TABLE: Final = b"\x20"
 """A change of the table's size, to zero. Said once, it fits every size that the peer may allow later."""
@@ -50,28 +48,31 @@ class LiteralEncoder:
         self._opening = _NO_TABLE
 
     def encode(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-        opening, self._opening = self._opening, b""
-        fields = [_kept(field) if len(field[1]) < KEPT_LEN_MAX else _literal(field) for field in headers]
-        return b"".join([opening, *fields])
+        parts, self._opening = [self._opening], b""
+        for name, value in headers:
+            # of the fields that the static table holds whole, pseudo-headers alone are sent
+            if name[:1] == b":" and (indexed := _INDEXED.get((name, value))) is not None:
+                parts.append(indexed)
+            else:
+                length = len(value)
+                parts += _names.get(name) or _learned(name), _LENS[length : length + 1] or _len(length), value
+        return b"".join(parts)
 
 
-def _literal(field: tuple[bytes, bytes]) -> bytes:
-    """Or the number of the same field in the static table."""
-    if (indexed := _INDEXED.get(field)) is not None:
-        return indexed
-    name, value = field
-    return b"%b%b%b" % (_name(name), _integer(0x00, 7, len(value)), value)
+_names: Final[dict[bytes, bytes]] = {}
+"""Names as they are encoded: there are few of them, and every message says them again."""
 
 
-_kept: Final = lru_cache(maxsize=FIELDS_MAX)(_literal)
-"""Ids pass through it and drop out; what every message says again stays."""
+def _learned(name: bytes) -> bytes:
+    index = _NAMED.get(name)
+    encoded = b"\x00" + _len(len(name)) + name if index is None else _integer(0x00, 4, index)
+    if len(_names) < NAMES_MAX:
+        _names[name] = encoded
+    return encoded
 
 
-@lru_cache(maxsize=NAMES_MAX)
-def _name(name: bytes) -> bytes:
-    if (index := _NAMED.get(name)) is not None:
-        return _integer(0x00, 4, index)
-    return b"\x00" + _integer(0x00, 7, len(name)) + name
+def _len(length: int) -> bytes:
+    return _integer(0x00, 7, length)
 
 
 def _integer(flags: int, prefix_len: int, value: int) -> bytes:

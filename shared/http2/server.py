@@ -20,13 +20,14 @@ from typing import Final, Protocol
 from urllib.parse import unquote
 
 from shared.clock import SYSTEM_CLOCK, Clock
-from shared.errors import BodyTimeout, BodyTooLarge, InvalidRequest
+from shared.errors import InvalidRequest
 from shared.http import ClientGone
 from shared.http2.connection import Connection, ConnectionConfig, Phase
 from shared.http2.endpoint import WATCH, Endpoint, WatchConfig
 from shared.http2.errors import ConnectionLost, ErrorCode, StreamFailed
 from shared.http2.headers import HeaderList, Headers, header_list
 from shared.http2.stream import Stream
+from shared.request_body import read_body
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,6 @@ class ServerRequest:
 
     __slots__ = (
         "_connection",
-        "_declared_len",
         "_stream",
         "authority",
         "headers",
@@ -57,7 +57,6 @@ class ServerRequest:
         self.authority = pseudo.get(b":authority", "")
         self.path = unquote(path)
         self.headers: Mapping[str, str] = Headers(stream.head)
-        self._declared_len = next((int(value) for name, value in stream.head if name == b"content-length"), 0)
         self._connection = connection
         self._stream = stream
 
@@ -65,28 +64,20 @@ class ServerRequest:
         self, *, len_max: int, deadline_s: float, hold: Callable[[int], None] = lambda _: None
     ) -> bytes:
         """All of it. Raises BodyTooLarge, BodyTimeout, InvalidRequest."""
-        if self.headers.get("content-encoding", "identity") != "identity":
-            raise InvalidRequest("Compressed request bodies are not accepted.", param=None)
-        if self._declared_len > len_max:
-            raise BodyTooLarge(f"The request body is larger than {len_max} bytes.")
         try:
-            async with asyncio.timeout(deadline_s):
-                if self.headers.get("expect", "").lower() == "100-continue":
-                    self._connection.inform(self._stream, b"100")
-                return await self._read(len_max, hold)
-        except TimeoutError:
-            raise BodyTimeout(f"The request body did not arrive within {deadline_s:g} s.") from None
+            return await read_body(
+                self.headers,
+                self._stream.read,
+                self._go_on,
+                len_max=len_max,
+                deadline_s=deadline_s,
+                hold=hold,
+            )
         except StreamFailed as error:
             raise InvalidRequest("The request body was cut off.", detail=str(error)) from None
 
-    async def _read(self, len_max: int, hold: Callable[[int], None]) -> bytes:
-        received = bytearray()
-        while (chunk := await self._stream.read()) is not None:
-            received += chunk
-            if len(received) > len_max:
-                raise BodyTooLarge(f"The request body is larger than {len_max} bytes.")
-            hold(len(received))
-        return bytes(received)
+    async def _go_on(self) -> None:
+        self._connection.inform(self._stream, b"100")
 
 
 class ServerResponder:

@@ -17,11 +17,6 @@ WRITE_BUFFER_LEN: Final = 16 * 1024
 assert UNSENT_LEN_MAX <= SEND_BUFFER_LEN
 
 
-def bound_listener(listener: socket.socket) -> None:
-    """Connections that it accepts inherit the size; set before `listen`, so that the window scales fit."""
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_LEN)
-
-
 def bound_transport(transport: asyncio.WriteTransport, write_buffer_len: int = WRITE_BUFFER_LEN) -> None:
     """The kernel accepts more only while less than UNSENT_LEN_MAX waits to be sent."""
     transport.set_write_buffer_limits(high=write_buffer_len)

@@ -169,7 +169,7 @@ class Bench:
             until(lambda: self._served.get(request_id) is not None)
         if (line := self._served.get(request_id)) is None:
             return None
-        assert line["end_reason"] == "client_gone", line
+        assert line["end_reason"] == "client_cancel", line
         knew_s = datetime.fromisoformat(line["ts"]).timestamp()
         return (knew_s - left_s) * 1e3, (free_s - left_s) * 1e3
 

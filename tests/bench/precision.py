@@ -26,13 +26,13 @@ from torch import Tensor
 
 from engine.core.messages import Plan, SamplingParams, SlotStart
 from engine.demo import MODEL_DIR
-from engine.demo.evaluate import Probe, held_out
-from engine.demo.text import ANSWER_TOKENS_MAX, END, render, token_id
 from engine.runtime.batch import assemble
 from engine.runtime.config import RunnerConfig
 from engine.runtime.load import load_runner
 from engine.runtime.model_runner import ModelRunner
 from shared.bench.figures import Figure, figure, write
+from tests.demo_training.evaluate import Probe, held_out
+from tests.demo_training.text import ANSWER_TOKENS_MAX, END, render, token_id
 from tests.engine.runtime.driver import Driver
 
 KINDS: Final[Mapping[str, Mapping[str, Any]]] = {

@@ -26,7 +26,6 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from engine.demo import MODEL_DIR
-from engine.demo.evaluate import held_out
 from engine.runtime.attention import BatchAttention
 from engine.runtime.batch import Batch
 from engine.runtime.config import RunnerConfig
@@ -36,6 +35,7 @@ from engine.runtime.model import TorchModel
 from engine.runtime.model_runner import ModelRunner
 from shared.bench.figures import Figure, figure, write
 from tests.bench.precision import Tokens, answers, compare, made_up
+from tests.demo_training.evaluate import held_out
 
 BLOCK: Final = 128
 CALIBRATION_TEXTS: Final = 8

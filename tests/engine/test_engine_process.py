@@ -42,7 +42,7 @@ def test_it_serves_frees_and_tells_when_its_core_is_killed(short_tmp: Path, loop
         until(lambda: gauges(http.base_url)["running_sequences"] == 0)
         assert gauges(http.base_url)["kv_pages:owned"] == 0
         assert gauges(http.base_url)["open_sequences"] == 0
-        assert gauges(http.base_url)["requests:client_gone"] == 1
+        assert gauges(http.base_url)["requests:client_cancel"] == 1
 
         # the core is killed in the middle: the client is told, and so is the orchestrator
         with http.stream("POST", "/v1/chat/completions", json=LONG) as response:

@@ -157,5 +157,5 @@ def test_at_the_stall_deadline_it_ends_and_its_pages_come_back(short_tmp: Path) 
             assert after["generated_tokens"] < TOKENS_MAX
             *_, error, closing, _ = slow.read().split(b"\n\n")
         assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "slow_client"
-        assert json.loads(closing.removeprefix(b": penstock "))["end_reason"] == "stalled"
-        until(lambda: gauges(http.base_url).get("requests:stalled") == 1)
+        assert json.loads(closing.removeprefix(b": penstock "))["end_reason"] == "slow_client"
+        until(lambda: gauges(http.base_url).get("requests:slow_client") == 1)

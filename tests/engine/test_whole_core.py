@@ -93,11 +93,11 @@ class Engine:
     @torch.inference_mode()
     def _poison(self) -> None:
         """What nobody holds is not a number, on either side."""
-        room, cache, host = self.scheduler._room, self.runner.cache, self.runner.host
+        allocator, cache, host = self.scheduler._allocator, self.runner.cache, self.runner.host
         for layer in (*cache.keys, *cache.values):
-            layer[room.pages._free] = torch.nan
+            layer[allocator.pages._free] = torch.nan
         for layer in (*host.keys, *host.values):
-            layer[room.swapper.host._free] = torch.nan
+            layer[allocator.swapper.host._free] = torch.nan
 
     def _take(self, output: StepOutput) -> None:
         for i, handle in enumerate(output.handles):

@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 import pytest
 
+from gateway.accounts import IdentityOf, by_keys
 from gateway.admission.memory_store import MemoryStore
 from gateway.admission.quota import QuotaStore
 from gateway.app import Gateway
@@ -135,6 +136,7 @@ async def open_house(log: io.StringIO, protocol: str) -> AsyncIterator[Open]:
             bundle: Any = ...,
             max_model_len: int = 4096,
             quotas: QuotaStore | None = None,
+            identity_of: IdentityOf = by_keys,
             **sections: Any,
         ) -> House:
             engine = FakeEngine(
@@ -142,7 +144,7 @@ async def open_house(log: io.StringIO, protocol: str) -> AsyncIterator[Open]:
             )
             await stack.enter_async_context(engine)
             config = load(settings(engine.url, *more_urls, protocol=protocol, **sections), {})
-            gateway = await stack.enter_async_context(Gateway(config, quotas=quotas))
+            gateway = await stack.enter_async_context(Gateway(config, quotas=quotas, identity_of=identity_of))
             await until(lambda: gateway.engines.of(config.models[0]).profile is not None)
             client = await stack.enter_async_context(aiohttp.ClientSession())
             return House(gateway, engine, client, log)

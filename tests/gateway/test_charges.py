@@ -26,7 +26,7 @@ from tests.gateway.fake_engine import (
 from tests.gateway.test_disconnect import RawClient, body
 from tests.gateway.test_quota_edge import limited
 
-ENDS = closing(prompt=10, completion=5_000, reason="client_gone")
+ENDS = closing(prompt=10, completion=5_000, reason="client_cancel")
 
 
 def settled(line: dict[str, Any], protocol: str, used: int) -> None:
@@ -126,7 +126,7 @@ async def test_a_refusal_that_has_cost_something_is_not_asked_for_again_elsewher
     """The engine was drained in the middle of the answer. Another would compute all of it once more."""
     async with FakeEngine(bundle=byte_bundle()) as other:
         house = await open_house(other.url)
-        cost = sse.encode_closing(closing(10, 230, "drained")).decode()
+        cost = sse.encode_closing(closing(10, 230, "drain")).decode()
         for engine in (house.engine, other):
             engine.script = refusal(503, "not_ready")
             engine.script.headers[sse.CLOSING_HEADER] = cost

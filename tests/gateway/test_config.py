@@ -21,7 +21,8 @@ from gateway.config import (
     load,
     timeouts_of,
 )
-from gateway.identity.keys import hash_key
+from gateway.identity.caller import Principal
+from gateway.identity.keys import KeyTable, hash_key
 from shared import logs
 from shared.config import ConfigError
 from shared.errors import Unauthenticated
@@ -189,11 +190,17 @@ def test_what_is_no_base_url_is_told(url: str) -> None:
         load(settings(url), {})
 
 
+def named(reader: AccountsReader, authorization: str, now_s: float) -> Principal:
+    identity = reader.now.identity
+    assert isinstance(identity, KeyTable)
+    return identity.authenticate(authorization, now_s)
+
+
 async def test_a_revoked_key_is_refused_within_five_seconds(tmp_path: Path) -> None:
     path = write(tmp_path / "gateway.toml", FULL)
     clock = VirtualClock()
     reader = AccountsReader(load(path, {}), path, clock)
-    assert reader.now.keys.authenticate("Bearer x", 0).key == "k1"
+    assert named(reader, "Bearer x", 0).key == "k1"
     watching = asyncio.create_task(reader.watch())
     write(tmp_path / "new", FULL.replace('id = "k1"', 'id = "k1"\ndisabled = true')).replace(path)
     before = reader.now
@@ -202,7 +209,7 @@ async def test_a_revoked_key_is_refused_within_five_seconds(tmp_path: Path) -> N
     clock.advance(POLL_S)
     await until(lambda: reader.now is not before)
     with pytest.raises(Unauthenticated, match="revoked"):
-        reader.now.keys.authenticate("Bearer x", 0)
+        named(reader, "Bearer x", 0)
     watching.cancel()
 
 
@@ -225,14 +232,14 @@ def test_keys_tenants_and_their_classes_alone_are_read_again(tmp_path: Path, log
     tiers = FULL.replace("[tiers.flex]", "[tiers.priority]").replace("connect_s = 1", "connect_s = 2")
     write(path, tiers)
     reader.reload()
-    tenant = reader.now.tenants.tenant(reader.now.keys.authenticate("Bearer x", 0))
+    tenant = reader.now.tenants.tenant(named(reader, "Bearer x", 0))
     assert tenant.timeouts == TimeoutOverrides(first_token_s=600, total_s=60, slow_client_s=5)
     assert tenant.queue_timeout_s == 3600
     extra = f'[[keys]]\nid = "k2"\nhash = "{hash_key("y")}"\ntenant = "acme"\n'
     write(path, FULL.replace('name = "tiny"', 'name = "tiny"\n') + extra)
     reader.reload()
-    assert reader.now.keys.authenticate("Bearer y", 0).key == "k2"
-    principal = reader.now.keys.authenticate("Bearer x", 0)
+    assert named(reader, "Bearer y", 0).key == "k2"
+    principal = named(reader, "Bearer x", 0)
     assert reader.now.tenants.resolve(principal, "small").upstream_model == "demo"
     assert msgspec.json.encode(reader._config.models)
     write(path, FULL.replace("first_token_s = 5", "first_token_s = 6"))

@@ -304,7 +304,7 @@ async def test_a_client_that_hangs_up_at_the_engines_error_was_told(house: House
     await client.reader.readuntil(event)
     client.leave()
     line = await house.line()
-    assert (line["status"], line["end_reason"], line["settled_tokens"]) == (200, "upstream_failed", 13)
+    assert (line["status"], line["end_reason"], line["settled_tokens"]) == (200, "engine_failed", 13)
     await house.at_rest()
 
 

@@ -418,7 +418,7 @@ async def test_what_is_not_http_is_refused_in_the_same_envelope(house: House, he
         (refusal(400, "context_length_exceeded"), 400, "context_length_exceeded", "refused"),
         (refusal(404, "model_not_found"), 404, "model_not_found", "refused"),
         (refusal(503, "queue_full", retry_after="7"), 503, "queue_full", "refused"),
-        (refusal(500, "engine_failed"), 500, "engine_failed", "upstream_failed"),
+        (refusal(500, "engine_failed"), 500, "engine_failed", "engine_failed"),
         (refusal(401, "invalid_api_key"), 502, "upstream_failed", "upstream_failed"),
         (refusal(418, "teapot"), 502, "upstream_failed", "upstream_failed"),
         (refusal(400, "their_own_code"), 400, "invalid_value", "refused"),

@@ -13,6 +13,7 @@ from gateway.admission.guarded_store import GuardedStore
 from gateway.admission.memory_store import MemoryStore
 from gateway.admission.quota import QuotaStore, ReservationId
 from gateway.background import RESTART_S_MAX, RESTART_S_MIN, Background
+from gateway.identity.caller import Caller, Principal
 from shared.errors import QuotaUnavailable
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import Open, until
@@ -157,3 +158,37 @@ async def test_a_failed_renewal_does_not_end_renewals() -> None:
     store.fails = set()
     await guarded.renew([])
     assert guarded.is_well
+
+
+class SilentIdentity:
+    """An identity that asks somebody who never answers."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+
+    async def identify(self, caller: Caller, now_s: float) -> Principal:
+        self.asked.set()
+        return await asyncio.Future()
+
+
+async def test_an_identity_that_does_not_answer_is_a_503(
+    open_house: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.pipeline.IDENTITY_S", 0.02)
+    house = await open_house(identity_of=lambda _: SilentIdentity())
+    async with house.chat() as answer:
+        assert answer.status == 503
+        assert (await answer.json())["error"]["code"] == "identity_unavailable"
+    assert not house.engine.seen
+    await house.at_rest()
+
+
+async def test_a_client_that_cancels_while_it_is_identified_leaves_nothing_behind(open_house: Open) -> None:
+    identity = SilentIdentity()
+    house = await open_house(identity_of=lambda _: identity)
+    asking = asyncio.create_task(house.client.get(f"{house.url}/v1/models", headers=house.headers))
+    await identity.asked.wait()
+    asking.cancel()
+    line = await house.line()
+    assert (line["end_reason"], line["stage"]) == ("client_cancel", "auth")
+    await house.at_rest()

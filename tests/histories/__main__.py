@@ -1,6 +1,7 @@
 """Replay a world: `python -m tests.histories SEED [REQUEST]`.
 
-Prints its setting, what was drawn and logged of one request or of all, and the law that is broken, if one is.
+Prints its setting, the history and the log lines of one request or of all, and the law that is broken, if one
+is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A client that speaks HTTP/1.1 over a connection of its own, and leaves when its history says so."""
+"""A client that speaks HTTP/1.1 over a connection of its own, and disconnects as its history says."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tests.histories.virtual import Transport, VirtualLoop
 
 LAST_CHUNK: Final = b"\r\n0\r\n\r\n"
 LEAST_STAY_S: Final = 0.012
-"""After which what was sent has arrived, whatever the connection's latency."""
+"""The time in which sent data has arrived at every latency, in seconds."""
 _LENGTH: Final = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)
 
 
 class Caller(asyncio.Protocol):
-    """What a connection brings, as far as anybody asks."""
+    """The client's end of one connection, with the answer so far."""
 
     def __init__(self) -> None:
         self.received = bytearray()
         self.is_over = False
-        """The answer is whole, or its connection is gone."""
+        """Whether the answer is complete or its connection is gone."""
         self._change = asyncio.Event()
 
     def data_received(self, data: bytes) -> None:
@@ -39,7 +39,7 @@ class Caller(asyncio.Protocol):
 
     @property
     def status(self) -> int:
-        """0 before the head."""
+        """The HTTP status; 0 before the head has arrived."""
         return int(self.received[9:12]) if b"\r\n\r\n" in self.received else 0
 
     @property
@@ -48,7 +48,7 @@ class Caller(asyncio.Protocol):
 
     @property
     def body(self) -> bytes:
-        """As far as it came."""
+        """The body as far as it has arrived, without chunk framing."""
         head, _, rest = bytes(self.received).partition(b"\r\n\r\n")
         if b"transfer-encoding: chunked" not in head:
             return rest
@@ -60,7 +60,7 @@ class Caller(asyncio.Protocol):
         return body
 
     async def until_event(self, number: int) -> None:
-        """Until so many events came, or the end; an answer that is no stream has its head for an event."""
+        """Wait for so many events or the end of the answer; with 0, for its head."""
         while not self.is_over and not (self.status and self.events >= number):
             self._change.clear()
             await self._change.wait()
@@ -80,7 +80,7 @@ class Caller(asyncio.Protocol):
 
 
 async def call(loop: VirtualLoop, port: int, history: History) -> Caller:
-    """Ask, and behave as `history` says. Returns when the connection is closed."""
+    """Send the request, and behave as `history` says. Returns when the connection is closed."""
     transport, protocol = await loop.create_connection(Caller, port=port)
     assert isinstance(protocol, Caller)
     try:

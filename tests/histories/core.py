@@ -1,8 +1,8 @@
 """An engine's core in the test's own event loop: the real loop and scheduler over the fake runner.
 
-A step takes its messages at its beginning, and what it brings is told at its end, `step_s` later, as by a
-process of its own. What the core reports of each request is added up here, so that the engine's account of it
-can be held against it.
+A step takes its messages at its beginning, and its outputs are sent at its end, `step_s` later, as from a
+process of its own. The tokens that the core reports are added up by request, to be compared with the engine's
+log lines.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from tests.fake_runner import FakeRunner
 
 
 class Broken(Exception):
-    """What a runner raises whose device is lost."""
+    """The error of a runner whose device is lost."""
 
 
 @dataclass(slots=True)
 class Computed:
-    """What the core said that it had computed for one request."""
+    """The tokens that the core reported as computed for one request."""
 
     prompt_lens: dict[int, int] = field(default_factory=dict)
-    """By handle, of all that were submitted."""
+    """The prompt lengths of all submitted sequences, by handle."""
     started: set[int] = field(default_factory=set)
     tokens: Counter[int] = field(default_factory=Counter)
-    """By handle: how many were sampled."""
+    """The number of sampled tokens, by handle."""
 
 
 class Inbox:
@@ -54,7 +54,7 @@ class Inbox:
         self.arrival.set()
 
     def receive(self, wait_s: float) -> list[CoreInput]:
-        """What is there; the link has waited."""
+        """The messages that have arrived; the link does the waiting."""
         messages, self.messages = self.messages, []
         self.arrival.clear()
         return messages
@@ -83,7 +83,7 @@ class BreakableRunner:
 
 
 class InProcessCore:
-    """A `CoreLink`."""
+    """A `CoreLink` to a core in the same event loop."""
 
     def __init__(
         self, info: RunnerInfo, config: SchedulerConfig, clock: Clock, *, step_s: float, overlap: bool
@@ -96,9 +96,9 @@ class InProcessCore:
         self._task: asyncio.Task[None] | None = None
         self._requests: dict[int, str] = {}
         self.computed: dict[str, Computed] = {}
-        """By the id of the request."""
+        """The computed tokens by request id."""
         self.hangs_s = 0.0
-        """How much longer its next step takes."""
+        """Seconds by which its next step takes longer."""
         make = AsyncRunner(info, config.step_tokens_max, self._unread) if overlap else None
         self.runner = BreakableRunner(make or FakeRunner(info, config.step_tokens_max))
         self._loop = CoreLoop(self.runner, self._inbox, self._outbox, config, clock, overlap=overlap)
@@ -106,7 +106,7 @@ class InProcessCore:
         self.scheduler = self._loop._scheduler
 
     def _unread(self) -> list[int]:
-        """Slots of those who are paused."""
+        """The slots of paused sequences."""
         sequences = [s for s in self.scheduler._sequences.values() if s.slot is not None]
         return [s.slot for s in sequences if s.is_paused and s.slot is not None]
 
@@ -135,7 +135,7 @@ class InProcessCore:
             await asyncio.wait([self._task])
 
     def die(self, how: str) -> None:
-        """What was not told by now never is."""
+        """End the core; outputs that are not sent yet are lost."""
         if not self._death.done():
             self._death.set_result(how)
         if self._task is not None:

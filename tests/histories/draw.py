@@ -1,4 +1,4 @@
-"""A seed becomes a world: what its services are like, who asks for what, how each ends, what breaks when."""
+"""Draws a world from a seed: its services, its requests, how each of them ends, and what breaks when."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODEL: Final = "tiny"
 TENANTS: Final = ("free", "budget", "rate", "seats")
 BUDGET: Final = 4_000
 ARRIVALS_S: Final = 1.0
-"""In which all requests of a world come."""
+"""The time in which all requests of a world arrive."""
 WORDS: Final = (
     *("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "pack", "my", "box", "with", "five"),
     *("dozen", "liquor", "jugs", "héllo", "日本"),
@@ -32,7 +32,7 @@ UNANSWERABLE: Final[tuple[Json, ...]] = (
 
 
 class End(StrEnum):
-    """What a caller intends. A deadline, a full queue or a dead engine may come before it."""
+    """The intended end of a request. A deadline, a full queue or a dead engine may come before it."""
 
     WHOLE = "whole"
     LEAVES_BEFORE_BODY = "leaves before its body"
@@ -66,12 +66,12 @@ ENDS: Final = {
     End.ABORTS_AT_ENGINE: 3,
     End.REFUSED: 3,
 }
-"""How often each is drawn."""
+"""The relative frequency of each end."""
 SLOW: Final = (End.STOPS_READING, End.PAUSES_READING)
 
 
 class Trouble(StrEnum):
-    """What happens to an engine, or with `GATEWAY_DRAINS` to the gateway."""
+    """A trouble of an engine, or with `GATEWAY_DRAINS` of the gateway."""
 
     CUT = "its connections are cut"
     KILLED = "its processes are killed"
@@ -85,23 +85,25 @@ class Trouble(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class History:
+    """One request, and how it ends."""
+
     request_id: str
     at_s: float
-    """When it comes."""
+    """The time of its arrival."""
     tenant: str
     path: str
     headers: dict[str, str]
     body: bytes
     end: End
     after_s: float
-    """When it leaves, aborts or reads again."""
+    """The time after which its client disconnects, aborts or reads again."""
     events: int
-    """That it reads before it leaves or stops reading."""
+    """Events that its client reads before it disconnects or stops reading."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A world before anything happens."""
+    """The limits, requests and troubles of a world."""
 
     seed: int
     protocol: str
@@ -119,10 +121,10 @@ class Setting:
     completion_estimate: int
     histories: tuple[History, ...]
     troubles: tuple[tuple[float, Trouble, int], ...]
-    """When, what, and to which replica."""
+    """The time, the trouble, and the number of the replica."""
 
     def gateway(self, urls: list[str]) -> Json:
-        """The gateway's configuration, as TOML would give it."""
+        """The gateway's configuration, as parsed from TOML."""
         limits: dict[str, Json] = {
             "free": {},
             "budget": {"token_budget": BUDGET},
@@ -177,8 +179,8 @@ def draw_setting(seed: int, requests: int) -> Setting:
 
 
 def _troubles(rng: random.Random, seed: int) -> list[tuple[float, Trouble, int]]:
-    """Every second world has one of its own, in turn, and some have another. Those that end everything come
-    late, as most requests are to end otherwise."""
+    """The troubles of a world: every second world has one kind in turn, and some have another. Those that end
+    all requests come late, so that most requests end otherwise."""
     kinds = list(Trouble)
     troubles = [kinds[seed // 2 % len(kinds)]] if seed % 2 else []
     if rng.random() < 0.3:
@@ -196,9 +198,7 @@ def _history(rng: random.Random, request_id: str) -> History:
     if end is End.REQUEST_DEADLINE:
         headers["x-request-timeout"] = f"{rng.uniform(0.005, 0.4):.4f}"
     if end is End.REFUSED:
-        fields |= rng.choice(
-            [{"model": "none"}, {"n": 0}, {"max_tokens": 5_000}, {"messages": [], "prompt": []}]
-        )
+        fields |= rng.choice(UNANSWERABLE)
     return History(
         request_id=request_id,
         at_s=rng.uniform(0.0, ARRIVALS_S),
@@ -263,6 +263,6 @@ def _completion(rng: random.Random, slow: bool) -> tuple[str, Json]:
 
 
 def _text(rng: random.Random) -> str:
-    """Some words; many texts begin alike."""
+    """Random words; many texts have a common beginning."""
     shared = WORDS[: rng.choice([0, 4, 8, 14])]
     return " ".join([*shared, *(rng.choice(WORDS) for _ in range(rng.randint(1, 16)))])

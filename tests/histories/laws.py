@@ -1,16 +1,16 @@
-"""What must hold after a world, whatever happened in it.
+"""The laws that hold after every world.
 
-1. One completed line in the gateway for every request that reached it, and one in an engine for every
-   dispatch that did.
-2. What a request was charged is, to the token, what the engines' lines say that it cost. Where this could not
-   be learnt, it is what was reserved, and the line says nothing of the engine. That is so only when the hop
-   was cut: by a dead engine or network, or over HTTP/1.1 by the gateway, or by an engine whose answer nobody
-   read.
-3. What the engine's line says is what its core has told by then; what one step more had computed was on its
-   way.
-4. An answer that was read to its end told its reader the same number.
+1. There is one completed line in the gateway for every request that reached it, and one in an engine for
+   every dispatch that reached one.
+2. The tokens that a request was charged are exactly those that the engines' lines report. Where they could
+   not be known, the reserved tokens were charged, and the line says nothing of the engine. That happens only
+   when the hop was cut: by a dead engine or network, or over HTTP/1.1 by the gateway, or by an engine whose
+   answer was not read.
+3. The engine's line reports the tokens that its core has computed by then, but for those of steps in flight
+   and of one message on its way.
+4. The usage in an answer that was read to its end is the number of tokens charged.
 5. The ledger is the sum of the lines: nothing stays reserved, no lease is held, and no budget is overspent.
-6. Nothing that was made for a request is there when it has ended, without a garbage collection.
+6. No object that was made for a request is left when it has ended, without a garbage collection.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TOTAL: Final = re.compile(rb'"usage":\{[^}]*"total_tokens":(\d+)')
 
 @dataclass(slots=True)
 class Told:
-    """The lines of one request."""
+    """One request with its log lines."""
 
     history: History
     gateway: list[Line] = field(default_factory=list)
@@ -52,7 +52,8 @@ class Told:
 
 
 def check(remains: Remains) -> Counter[str]:
-    """Returns how often each kind of end was met. Raises AssertionError, which names the request."""
+    """Check all laws, and return how often each kind of end occurred. Raises AssertionError, which names the
+    request."""
     tally = Counter[str]()
     for told in _told(remains):
         try:
@@ -95,7 +96,7 @@ def _check_request(remains: Remains, told: Told, tally: Counter[str]) -> None:
 
 
 def _check_charge(remains: Remains, told: Told, line: Line) -> bool:
-    """Law 2. Returns whether the cost was learnt."""
+    """Assert law 2, and return whether the cost is known."""
     costs = [_cost(one) for one in told.engine]
     if line["settled_tokens"] == sum(costs):
         return True
@@ -105,10 +106,10 @@ def _check_charge(remains: Remains, told: Told, line: Line) -> bool:
     if told.history.request_id in remains.torn:
         return False
     assert remains.setting.protocol == "http1", "what was computed could have been learnt"
-    nobody_read = any(one["end_reason"] == "stalled" for one in told.engine)
+    was_unread = any(one["end_reason"] == "slow_client" for one in told.engine)
     is_lost = line["end_reason"] == "upstream_failed" and bool(remains.troubled & BREAKING)
-    """It was sent on a connection that was kept, into an engine that had just gone."""
-    assert nobody_read or is_lost or line["end_reason"] in CUT_BY_GATEWAY, "the answer was read to its end"
+    # Then the request was sent on a kept connection to an engine that had just gone.
+    assert was_unread or is_lost or line["end_reason"] in CUT_BY_GATEWAY, "the answer was read to its end"
     assert "completion_tokens" not in line
     return False
 
@@ -118,7 +119,8 @@ def _cost(engine_line: Line) -> int:
 
 
 def _check_bounds(line: Line) -> None:
-    """Whose tokens are limited has never more computed than was reserved; a stated maximum holds for all."""
+    """Assert that a tenant with a token limit has no more computed than was reserved, and that no request is
+    charged without a dispatch."""
     if line.get("tenant") != "free":
         assert line["settled_tokens"] <= line["reserved_tokens"], "more was computed than was reserved"
     if line["attempts"] == 0:
@@ -133,7 +135,7 @@ def _check_usage(told: Told, line: Line) -> None:
 
 
 def _check_account(remains: Remains, told: Told) -> None:
-    """Law 3. Of all engines that were asked, as the lines do not say which is whose."""
+    """Assert law 3 for all engines that were asked together, since the lines do not name the engine."""
     request_id = told.history.request_id
     accounts = [computed[request_id] for computed in remains.computed if request_id in computed]
     sampled = sum(account.tokens.total() for account in accounts)
@@ -146,12 +148,12 @@ def _check_account(remains: Remains, told: Told) -> None:
 
 
 _ON_ITS_WAY: Final = {False: 2, True: 3}
-"""By whether steps overlap: tokens of a sequence that are computed and not counted when its request ends.
-There is one in each step that is under way, and one in the message that is."""
+"""Tokens of a sequence that may be computed and not counted when its request ends, by whether steps overlap:
+one for each step in flight, and one in the message on its way."""
 
 
 def _check_ledger(remains: Remains) -> None:
-    """Law 5."""
+    """Assert law 5."""
     ledger = remains.ledger
     assert ledger.balanced
     assert (ledger.outstanding, remains.leases) == (0, 0)
@@ -174,7 +176,7 @@ def _count(tally: Counter[str], told: Told, line: Line, is_known: bool) -> None:
     tally[f"ended by {line['end_reason']}"] += 1
     tally[f"drawn: {told.history.end}"] += 1
     for one in told.engine:
-        left_in = f" in {one['left_in']}" if "left_in" in one else ""
+        left_in = f" in {one['stage']}" if one["end_reason"] == "client_cancel" else ""
         tally[f"engine: {one['end_reason']}{left_in}"] += 1
     tally["cost: " + ("nothing" if not line["settled_tokens"] else "learnt" if is_known else "reserved")] += 1
     if len(told.engine) > 1:

@@ -1,11 +1,11 @@
-"""An event loop whose time passes only when nobody has anything to do, and whose connections are buffers.
+"""An event loop whose time passes only when no task can run, and whose connections are buffers.
 
 No thread, no socket and no clock of the machine decides what happens next, so a seed replays.
 
 A connection is two ends. What one end writes waits in its buffer until the other end reads; the first
 `KERNEL_LEN` bytes of it are taken for the kernel's, and what is above counts against the transport's
-high-water mark, as it does with sockets. `Network.cut` breaks connections as a dead machine does: what was on
-its way is lost, and both ends hear of it.
+high-water mark, as it does with sockets. `Network.cut` breaks connections as a dead machine does: data on its
+way are lost, and both ends are told.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from concurrent.futures import Executor
 from typing import Any, Final, TypeVar, TypeVarTuple, Unpack
 
 KERNEL_LEN: Final = 2048
-"""Bytes that the kernel holds for a reader who does not read: few, so that small answers fill it."""
+"""Bytes that the kernel holds for a peer that does not read: few, so that small answers fill them."""
 READ_LENS: Final = (64 * 1024, 64 * 1024, 1448, 100)
-"""Bytes that a protocol is given at once, at most, by connection: what one write sent comes in pieces."""
+"""The most bytes that a protocol is given at once, drawn for each connection, so that one write may arrive in
+pieces."""
 LATENCIES_S: Final = (0.0, 0.0, 0.0005, 0.01)
-"""One way, by connection."""
+"""The latency of one direction, drawn for each connection."""
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -32,11 +33,11 @@ ProtocolFactory = Callable[[], asyncio.BaseProtocol]
 
 
 class Stuck(Exception):
-    """Everybody waits, and no timer is set."""
+    """All tasks wait, and no timer is set."""
 
 
 class _Selector(selectors.SelectSelector):
-    """Waits by moving the time."""
+    """A selector that waits by advancing the time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._virtual.now_s
 
     def _write_to_self(self) -> None:
-        """Nobody sleeps who could be woken."""
+        """Do nothing: the loop never sleeps, so it need not be woken."""
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
@@ -74,7 +75,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     async def create_server(  # type: ignore[override]  # only what our servers call it with
         self, protocol_factory: ProtocolFactory, *, sock: socket.socket, **_: Any
     ) -> Listener:
-        """`sock` is bound, and so has a port that is nobody else's. It is not listened on."""
+        """A listener on the port of `sock`, which is bound, so that no other process has the port, and not
+        listened on."""
         return self.network.listen(sock, protocol_factory)
 
     async def create_connection(  # type: ignore[override]  # only what our clients call it with
@@ -86,14 +88,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         sock: Address | None = None,
         **_: Any,
     ) -> tuple[Transport, asyncio.BaseProtocol]:
-        """`sock` is what `start_connection` returned, for aiohttp's client."""
+        """Connect to `port`, or for aiohttp's client to that of `sock`, which `start_connection` returned."""
         port = port if sock is None else sock.port
         assert port is not None
         return await self.network.connect(port, protocol_factory)
 
 
 class Address:
-    """What aiohttp's client takes for a connected socket."""
+    """An object that aiohttp's client takes for a connected socket."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -103,12 +105,12 @@ class Address:
 
 
 async def start_connection(addr_infos: list[Any], **_: Any) -> Address:
-    """In the place of `aiohappyeyeballs.start_connection`."""
+    """The replacement of `aiohappyeyeballs.start_connection`."""
     return Address(addr_infos[0][4][1])
 
 
 class Listener:
-    """An `asyncio.Server`, as far as it is used."""
+    """The part of an `asyncio.Server` that the services use."""
 
     def __init__(self, network: Network, sock: socket.socket) -> None:
         self._network = network
@@ -130,7 +132,7 @@ class Network:
         self._rng = rng
         self._listeners: dict[int, ProtocolFactory] = {}
         self._links: dict[Transport, int] = {}
-        """The ends of those who connected, by port."""
+        """The port to which each connection's client end is connected."""
 
     def listen(self, sock: socket.socket, factory: ProtocolFactory) -> Listener:
         listener = Listener(self, sock)
@@ -144,7 +146,7 @@ class Network:
         latency_s = self._rng.choice(LATENCIES_S)
         await asyncio.sleep(2 * latency_s)
         if (accept := self._listeners.get(port)) is None:
-            raise ConnectionRefusedError(f"nobody listens on port {port}")
+            raise ConnectionRefusedError(f"no listener on port {port}")
         read_len = self._rng.choice(READ_LENS)
         near, far = (Transport(self._loop, latency_s, read_len) for _ in range(2))
         near.peer, far.peer = far, near
@@ -179,7 +181,7 @@ class Transport(asyncio.Transport):
         self._sent_len = 0
         self._high_len, self._low_len = 64 * 1024, 16 * 1024
         self._is_paused = False
-        """Its protocol was told to stop writing."""
+        """Whether its protocol was told to stop writing."""
         self._reads = True
         self._carrying = False
         self._closing = False
@@ -251,7 +253,8 @@ class Transport(asyncio.Transport):
     # -- the wire ---------------------------------------------------------------------------------
 
     def carry(self, *, is_next: bool = False) -> None:
-        """What was sent, to a peer that reads; at last the end of it. `is_next`: right behind what came."""
+        """Schedule the delivery of sent data, and at last of their end, to a peer that reads; without latency
+        when `is_next`, because they follow data that have just arrived."""
         if self._carrying or self._lost or not (self._sent or self._closing):
             return
         if self._sent and not (self.peer._reads or self.peer._lost):
@@ -279,7 +282,7 @@ class Transport(asyncio.Transport):
             self.carry(is_next=True)
 
     def _take(self) -> bytes:
-        """What the other end reads at once."""
+        """The data that the other end reads at once."""
         pieces, room = [self._sent.popleft()], self._read_len
         while (room := room - len(pieces[-1])) > 0 and self._sent:
             pieces.append(self._sent.popleft())
@@ -296,14 +299,14 @@ class Transport(asyncio.Transport):
             self.get_protocol().resume_writing()
 
     def _end(self) -> None:
-        """All was sent, and this end is closed."""
+        """Close this end, since all data were sent."""
         peer = self.peer
         if not peer._lost and not peer.get_protocol().eof_received():
             peer.close()
         self.lose(None)
 
     def lose(self, error: Exception | None) -> None:
-        """From here on nothing is sent or delivered."""
+        """Break this end: nothing is sent or delivered any more."""
         if self._lost:
             return
         self._lost = True
@@ -311,7 +314,7 @@ class Transport(asyncio.Transport):
         self._sent_len = 0
         self.on_lost()
         self._loop.call_soon(self._tell_lost, error)
-        self.peer.carry()  # to find that there is nobody
+        self.peer.carry()  # which finds that this end is gone
 
     def _tell_lost(self, error: Exception | None) -> None:
         protocol, self._protocol = self._protocol, None

@@ -1,4 +1,4 @@
-"""A gateway, its engines and their callers in one event loop, run until nobody waits for anything."""
+"""A gateway, its engines and their callers in one event loop, run until every task is done."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ import engine.api.exchange
 import engine.api.generate
 import engine.api.outputs
 import engine.api.server
-import gateway.admission.tokens
 import gateway.client.answer
 import gateway.client.deadlines
+import gateway.engines
 import gateway.exchange
 import gateway.record
 import gateway.relay.stream
@@ -48,9 +48,9 @@ from tests.histories.virtual import VirtualLoop, start_connection
 from tests.uncollected import uncollected
 
 PATIENCE_S: Final = 120.0
-"""Virtual seconds that a world may take."""
+"""The virtual time that a world may take, in seconds."""
 TURN_S: Final = 1.0
-"""In which whoever has been told of an end has let go of all it held."""
+"""The virtual time after an end in which all that it held has been released, in seconds."""
 CONTEXT_LEN: Final = 256
 HANG_S: Final = 1.0
 OF_A_REQUEST: Final = (
@@ -68,13 +68,13 @@ OF_A_REQUEST: Final = (
     shared.http2.server.ServerResponder,
     shared.http2.stream.Stream,
 )
-"""What is made for one request, and must be gone with it."""
+"""The types of objects that are made for one request, and must be gone with it."""
 
 Line = dict[str, Any]
 
 
 class LoopClock:
-    """A `shared.clock.Clock`."""
+    """A `shared.clock.Clock` of the loop's virtual time."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self.monotonic = loop.time
@@ -87,7 +87,7 @@ class LoopClock:
 
 
 class LoopPool:
-    """In the place of a thread pool: work is done in the loop, a moment later."""
+    """The replacement of a thread pool: work is done in the loop, a moment later."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self._rng = random.Random(0)
@@ -105,7 +105,7 @@ class Replica:
     core: InProcessCore
     is_gone: bool = False
     is_stopped: bool = False
-    """In good order; one that was killed is stopped at the end, for the test's own sake."""
+    """Whether it was stopped in good order; a killed one is stopped at the end, to clean up."""
 
     @property
     def is_idle(self) -> bool:
@@ -115,16 +115,16 @@ class Replica:
 
 @dataclass(slots=True)
 class Remains:
-    """What a world leaves behind."""
+    """The results of a world: its log lines, its accounts, and objects that are left."""
 
     setting: Setting
     callers: dict[str, Caller] = field(default_factory=dict)
-    """By request."""
+    """The callers by request id."""
     gateway_lines: list[Line] = field(default_factory=list)
     engine_lines: list[Line] = field(default_factory=list)
     errors: list[Line] = field(default_factory=list)
     computed: list[dict[str, Computed]] = field(default_factory=list)
-    """One entry per replica."""
+    """The computed tokens of each replica, by request id."""
     torn: set[str] = field(default_factory=set)
     """Requests that were in progress when an engine's connections were cut."""
     troubled: set[Trouble] = field(default_factory=set)
@@ -132,13 +132,13 @@ class Remains:
     ledger: Ledger = field(default_factory=Ledger)
     leases: int = 0
     kept: list[str] = field(default_factory=list)
-    """What was made for requests and is still there."""
+    """Descriptions of objects that were made for requests and still exist."""
     preemptions: int = 0
     hit_tokens: int = 0
 
 
 def run_world(setting: Setting, model_dir: Path) -> Remains:
-    """From the first request's arrival to the last one's end."""
+    """Run a world from its first request's arrival to its last one's end."""
     rng = random.Random(setting.seed)
     remains, stream = Remains(setting), io.StringIO()
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(rng)) as runner:
@@ -162,7 +162,7 @@ def run_world(setting: Setting, model_dir: Path) -> Remains:
 
 @contextmanager
 def _in_virtual_time(loop: VirtualLoop) -> Iterator[None]:
-    """No thread, and no clock of the machine."""
+    """Replace the machine's threads and clocks by the loop's."""
 
     async def inline(work: Callable[[], Path]) -> Path:
         return work()
@@ -174,14 +174,14 @@ def _in_virtual_time(loop: VirtualLoop) -> Iterator[None]:
             (aiohappyeyeballs, "start_connection", start_connection),
             (engine.api.server, "_in_daemon_thread", inline),
             (engine.api.server, "load_model", lru_cache(load_model)),
-            (gateway.admission.tokens, "_warm", _tokenizer),
+            (gateway.engines, "_warm", _tokenizer),
         ):
             stack.enter_context(mock.patch.object(target, name, new))
         yield
 
 
 _tokenizers: dict[str, Tokenizer] = {}
-"""By hash: made once for all worlds."""
+"""Tokenizers by hash, made once for all worlds."""
 
 
 def _tokenizer(bundle: TokenizerBundle) -> Tokenizer:
@@ -191,7 +191,7 @@ def _tokenizer(bundle: TokenizerBundle) -> Tokenizer:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let the time pass, in virtual milliseconds, until the condition holds."""
+    """Advance the time by virtual milliseconds until the condition holds."""
     while not condition():  # noqa: ASYNC110 -- what it watches sets no event
         await asyncio.sleep(0.001)
 
@@ -322,7 +322,7 @@ class _World:
             case Trouble.HANGS:
                 replica.core.hangs_s = HANG_S
             case Trouble.DRAINS | Trouble.STOPS if not replica.engine.state.lifecycle.is_ready:
-                return  # it failed, or drains already
+                return  # it has failed, or drains already
             case Trouble.DRAINS:
                 await replica.engine.drain()
             case Trouble.STOPS:
@@ -340,7 +340,7 @@ class _World:
         self._loop.network.cut(replica.engine.port)
 
     def _mark_torn(self) -> None:
-        """Of whoever is in progress, an engine may be unable to tell the cost."""
+        """Note the requests in progress, whose cost their engine may be unable to report."""
         assert self._gateway is not None
         self._remains.torn |= {str(one.record.request_id) for one in self._gateway.live._exchanges}
 
@@ -360,6 +360,6 @@ class _World:
 
 
 def _described(one: object) -> str:
-    """Its type, and the request that it is of where it says so."""
+    """The type of an object, and its request id where it has one."""
     record = getattr(one, "record", one)
     return f"{type(one).__module__}.{type(one).__qualname__} {getattr(record, 'request_id', '')}".rstrip()

@@ -40,7 +40,7 @@ VECTORS: dict[str, tuple[bytes, set[int]]] = {
     "a path with an escaped letter": (LINE.replace(b"chat/", b"%63hat/") + HOST + KEY + LENGTH, {404}),
     "a path with an escaped slash": (LINE.replace(b"chat/", b"chat%2f") + HOST + KEY + LENGTH, {404}),
 }
-ALARMS = {"upstream_failed", "internal_error"}
+ALARMS = {"upstream_failed", "engine_failed", "internal_error"}
 
 
 async def answered(house: House, head: bytes) -> bytes:

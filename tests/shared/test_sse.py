@@ -154,3 +154,14 @@ def test_a_line_that_does_not_end_is_not_kept_for_ever(monkeypatch: pytest.Monke
     monkeypatch.setattr(sse, "LINE_LEN_MAX", 100)
     with pytest.raises(ValueError, match="more than 100 bytes"):
         list(sse.lines(b"x" for _ in range(102)))
+
+
+def test_the_last_event_of_an_answer_is_its_dialects() -> None:
+    done = b'event: response.completed\ndata: {"usage":{}}\n\n'
+    scanner = TailScanner(done)
+    assert scanner.feed(b"data: {}\n\n" + DONE) == b"data: {}\n\n" + DONE
+    assert not scanner.saw_done
+    forwarded = b"".join(scanner.feed(bytes([byte])) for byte in done + sse.closing_comment(CLOSING))
+    assert forwarded == done
+    assert scanner.saw_done
+    assert scanner.closing == CLOSING

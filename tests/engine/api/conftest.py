@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,10 +11,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import structlog
 
 from engine.api.server import Engine
 from engine.config import EngineConfig
+from shared import logs
+from shared.completed_line import EVENT
 from shared.http2.client import Http2Transport
 from shared.tokenizer import Tokenizer, TokenizerBundle
 from tests.engine.api.fake_core import FakeCore, Script
@@ -123,14 +124,15 @@ async def http2(served: Served) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @pytest.fixture
-def lines() -> Iterator[list[MutableMapping[str, Any]]]:
-    """The completed lines of generations."""
-    completed: list[MutableMapping[str, Any]] = []
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The completed lines, as they are written."""
+    completed: list[dict[str, Any]] = []
+    write = logs.write
 
-    def keep(_: object, __: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        if fields["event"] == "request.completed":
+    def keep(event: str, fields: Mapping[str, Any], level: str = "info") -> None:
+        if event == EVENT:
             completed.append(dict(fields))
-        return fields
+        write(event, fields, level)
 
-    with structlog.testing.capture_logs(processors=[structlog.contextvars.merge_contextvars, keep]):
-        yield completed
+    monkeypatch.setattr(logs, "write", keep)
+    return completed

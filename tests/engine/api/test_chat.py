@@ -234,7 +234,7 @@ async def test_the_closing_report_of_a_whole_answer(served: Served) -> None:
     assert report is not None
     assert report.completion_tokens == response.json()["usage"]["completion_tokens"]
     names = {part.split(";")[0] for part in response.headers["server-timing"].split(", ")}
-    assert {"read", "validate", "tokenize", "queue", "prefill", "decode"} <= names
+    assert {"body", "validate", "tokenize", "queue", "prefill", "decode"} <= names
 
 
 async def test_sampling_reaches_the_core(served: Served) -> None:

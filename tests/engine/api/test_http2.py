@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import MutableMapping
 from contextlib import suppress
 from typing import Any
 
@@ -74,7 +73,7 @@ async def test_the_client_leaves_and_its_connection_stays(
 
 
 async def test_a_stream_that_is_reset_in_the_turn_it_opens_has_its_line(
-    served: Served, lines: list[MutableMapping[str, Any]]
+    served: Served, lines: list[dict[str, Any]]
 ) -> None:
     """Its handler has not run by then, and tells of its end all the same."""
     reader, writer = await asyncio.open_connection("127.0.0.1", served.engine.port)
@@ -88,7 +87,7 @@ async def test_a_stream_that_is_reset_in_the_turn_it_opens_has_its_line(
     peer.flush()
     writer.write(peer.wire)
     await until(lambda: bool(lines))
-    assert [(line["request_id"], line["end_reason"]) for line in lines] == [("r-reset", "client_gone")]
+    assert [(line["request_id"], line["end_reason"]) for line in lines] == [("r-reset", "client_cancel")]
     writer.close()
 
 

@@ -72,7 +72,10 @@ async def test_the_tokenizer_travels(served: Served) -> None:
 
 async def test_probes(served: Served) -> None:
     for probe in ("/livez", "/readyz", "/startupz"):
-        assert (await served.http.get(probe)).status_code == 200
+        answer = await served.http.get(probe)
+        assert (answer.status_code, answer.json()) == (200, {"phase": "ready", "ok": True})
+        assert (await served.http.head(probe)).status_code == 200
+        assert (await served.http.post(probe)).status_code == 405
 
 
 def sample(text: str, name: str, **labels: str) -> float:

@@ -1,4 +1,4 @@
-"""`penstock bench gpu` where there is no GPU, and its table. What it measures is run by tests/gpu/run.sh."""
+"""`penstock bench gpu` on a machine without a GPU, and its table. tests/gpu/run.sh runs the measurements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test is without")
-def test_without_a_gpu_it_says_so_and_exits_2() -> None:
+def test_the_gpu_bench_without_a_gpu_says_so_and_exits_2() -> None:
     argv = [sys.executable, "-m", "shared.cli", "bench", "gpu", "--only", "steps", "--check"]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
@@ -29,10 +29,10 @@ def test_without_a_gpu_it_says_so_and_exits_2() -> None:
     assert "nothing to measure without an NVIDIA GPU" in done.stderr
 
 
-def test_results_that_are_there_count_and_what_is_not_says_so(
+def test_measured_results_are_kept_and_missing_ones_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the floors known and a part that brings nothing, the table is of the file."""
+    """The part that runs here measures nothing, so all figures come from the file of results."""
     results = tmp_path / "gpu.jsonl"
     lines = [
         {"part": "floors", "row": "card", "read_bytes_per_s": 4e12, "bf16_flops": 7e14},

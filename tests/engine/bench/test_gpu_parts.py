@@ -1,5 +1,7 @@
-"""What `penstock bench gpu` measures, run through at toy size on a CPU in a GPU's place: no figure means
-anything here, but every step of the way is walked, in Triton's interpreter."""
+"""The measurements of `penstock bench gpu` at toy size, in Triton's interpreter on a CPU.
+
+The figures mean nothing, but all of the code runs.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ FLOORS = (4e12, 7e14)
 
 @dataclass
 class Once:
-    """A graph that is its step."""
+    """A graph whose replay calls the step again."""
 
     run: Callable[[], Any]
     output: Any
@@ -75,7 +77,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_a_row_that_fails_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it raises; but after an error of the device itself nothing can be believed."""
+    """Any error ends its row alone, except an error of the device, after which no result can be trusted."""
 
     def fail(error: Exception) -> dict[str, Any]:
         raise error

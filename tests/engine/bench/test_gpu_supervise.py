@@ -1,4 +1,4 @@
-"""A row that ends its process, in whatever way, costs no other row; and rows are shared out."""
+"""A row that ends its process in any way costs no other row; and rows are shared between processes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,9 @@ for number in range(7):
     assert pids[:4] == pids[3:]
 
 
-def test_a_part_whose_time_is_up_says_in_which_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_exceeds_its_time_limit_names_the_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def once(share: Any) -> int:
         share._tried.write_text("done\nlong\n")
         return TIMED_OUT

@@ -20,7 +20,8 @@ SHORT, LONG = Request(0.0, 50, 16), Request(0.0, 1000, 32)
 
 @asynccontextmanager
 async def server(status: str = "200 OK") -> AsyncIterator[tuple[Endpoint, list[dict[str, object]]]]:
-    """Answers every request with three events."""
+    """A server that answers every request with three events; yields its endpoint and the bodies that it
+    received."""
     bodies: list[dict[str, object]] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -55,19 +56,19 @@ async def test_each_request_is_sent_and_timed() -> None:
         assert len(one.gaps_s) == 2
 
 
-async def test_an_error_is_no_figure() -> None:
+async def test_a_failed_request_fails_the_bench() -> None:
     async with server("503 Busy") as (endpoint, _):
         with pytest.raises(BenchFailed, match="503"):
             await live.serve(endpoint, [SHORT], seed=1)
 
 
-def test_the_shares_are_exact() -> None:
+def test_exact_shares_have_the_exact_number_of_requests() -> None:
     requests = LIVE.traffic(1, 200, 10.0)
     assert sum(LIVE.is_long(request) for request in requests) == 30
     assert len(requests) == 200
 
 
-def test_ratios_are_ours_over_fifos() -> None:
+def test_ratios_are_penstocks_over_fifos() -> None:
     fifo = [[Served(SHORT, 2.0, 10.0, [0.1]), Served(LONG, 4.0, 20.0, [0.2])]]
     ours = [[Served(SHORT, 0.2, 9.0, [0.1]), Served(LONG, 6.0, 21.0, [0.1])]]
     by_name = {figure.name: figure for figure in live.figures(5.0, fifo, ours)}

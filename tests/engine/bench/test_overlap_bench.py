@@ -1,4 +1,4 @@
-"""The device that only takes time, in time that stands still unless somebody looks at it or waits."""
+"""The bench's device that only takes time, under a clock that moves only when it is read or waited for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HOST_S = DEVICE_STEP_S / 5
 
 
 class Time:
-    """Whenever it is looked at, the host has worked for `HOST_S`."""
+    """A clock on which the host has worked for `HOST_S` whenever it is read."""
 
     def __init__(self) -> None:
         self._now = 0.0

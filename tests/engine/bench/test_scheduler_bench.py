@@ -1,4 +1,4 @@
-"""The bench runs, says what it should, and can be run again with the same result."""
+"""The scheduler bench: it runs, its figures meet their targets, and they are reproducible."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_virtual_time_is_the_cost_of_the_steps() -> None:
 
 @pytest.mark.parametrize("target_s", [0.05, 0.1])
 def test_a_long_prompt_does_not_stall_a_stream(target_s: float) -> None:
-    """Once the runner's cost is learned, which takes a chunk or two."""
+    """The gaps keep to the target once the runner's cost is learned, which takes a chunk or two."""
     cost = StepCost(token_s=1e-4, row_s=1e-3, pair_s=2e-9, fixed_s=5e-3)
     warming, stream, long = Request(0.0, 3000, 1), Request(3.0, 100, 300), Request(4.0, 30_000, 1)
     timed = run([warming, stream, long], Engine(cost, step_time_target_s=target_s))
@@ -44,8 +44,8 @@ def test_a_long_prompt_does_not_stall_a_stream(target_s: float) -> None:
     assert timed.outcomes[2].first_token_s <= 1.3 * whole.outcomes[2].first_token_s
 
 
-def test_prefill_first_shows_its_weakness_and_ours_does_not() -> None:
-    """Streams wait for whole prompts; the step's time is not kept."""
+def test_prefill_first_delays_decodes_and_penstock_does_not() -> None:
+    """With prefill first, streams wait for whole prompts, and steps exceed the step time target."""
     stream = Request(0.0, 100, 200)
     prompts = [Request(1.0 + 0.01 * i, 2000, 1) for i in range(20)]
     gaps_s = {}
@@ -57,8 +57,8 @@ def test_prefill_first_shows_its_weakness_and_ours_does_not() -> None:
     assert gaps_s[disciplines.OURS] <= 0.22
 
 
-def test_short_prompts_pass_long_ones_which_hardly_suffer() -> None:
-    """What README claims, on a third of the traffic."""
+def test_short_prompts_pass_long_ones_that_are_hardly_delayed() -> None:
+    """The figures that README claims, on a third of the traffic."""
     engine = Engine(scheduler.COST)
     per_s = scheduler.LOAD * scheduler.capacity(CHAT, 600, engine)
     runs = {
@@ -105,7 +105,7 @@ def test_the_figures_have_the_targets(bench: tuple[scheduler.Bench, list[Figure]
         assert {f"chat: {column}, {name}" for name in disciplines.NAMES} <= by_name.keys()
 
 
-def test_the_figures_can_be_had_again() -> None:
+def test_the_figures_are_reproducible() -> None:
     runs = [run(CHAT.traffic(5, 100, 10.0), Engine(scheduler.COST)) for _ in range(2)]
     assert runs[0] == runs[1]
 
@@ -147,7 +147,9 @@ async def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
         await scheduler.run(options)
 
 
-async def test_it_writes_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_the_bench_writes_the_plot_and_the_table_that_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     parser = argparse.ArgumentParser()
     scheduler.add_arguments(parser)
     png, table = tmp_path / "plot.png", tmp_path / "table.md"
@@ -158,7 +160,7 @@ async def test_it_writes_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp
     assert table.read_text().startswith("| chat | short TTFT p99, s |")
 
 
-async def test_a_picture_of_what_does_not_run_is_refused(tmp_path: Path) -> None:
+async def test_a_plot_of_parts_that_do_not_run_is_refused(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     scheduler.add_arguments(parser)
     options = parser.parse_args(["--only", "flood", "--table", str(tmp_path / "table.md")])
@@ -166,7 +168,7 @@ async def test_a_picture_of_what_does_not_run_is_refused(tmp_path: Path) -> None
         await scheduler.run(options)
 
 
-async def test_one_part_alone() -> None:
+async def test_one_part_runs_alone() -> None:
     parser = argparse.ArgumentParser()
     scheduler.add_arguments(parser)
     figures = await scheduler.run(
@@ -175,5 +177,5 @@ async def test_one_part_alone() -> None:
     assert {figure.name.split(",")[0] for figure in figures} == {"KV at 1.2x need"}
 
 
-def test_penstock_bench_knows_it() -> None:
+def test_penstock_bench_lists_the_scheduler_bench() -> None:
     assert BENCHES["scheduler"][0] == scheduler.__name__

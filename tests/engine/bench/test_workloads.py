@@ -36,6 +36,6 @@ def test_the_trace_comes_in_bursts_and_at_the_rate_that_was_asked_for() -> None:
         assert statistics.stdev(gaps) / statistics.mean(gaps) == pytest.approx(variation, rel=0.05)
 
 
-def test_traffic_can_be_had_again() -> None:
+def test_traffic_is_reproducible_from_its_seed() -> None:
     assert TRACE.traffic(3, 50, 1.0) == TRACE.traffic(3, 50, 1.0)
     assert TRACE.traffic(3, 50, 1.0) != TRACE.traffic(4, 50, 1.0)

@@ -1,4 +1,4 @@
-"""A scheduler and a fake runner, stepped by hand."""
+"""A scheduler and a fake runner, stepped by the test."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEP_S = 0.01
 
 
 def greedy(max_tokens: int, **fields: object) -> SamplingParams:
-    """Parameters whose seed never fails numerically."""
+    """Sampling parameters with a seed that causes no numeric failure."""
     return SamplingParams(**{"seed": 1, "max_tokens": max_tokens, **fields})  # type: ignore[arg-type]
 
 
@@ -125,7 +125,7 @@ class Harness:
         self.scheduler.check()
 
     def step(self) -> Plan | None:
-        """One whole step; what it reports is recorded."""
+        """Plan, run and commit one step, and record what it reports."""
         plan = self.plan()
         if plan is not None:
             self.finish_step(plan)
@@ -137,7 +137,7 @@ class Harness:
             self.step()
 
     def run(self) -> None:
-        """Until nobody is left but those who are paused."""
+        """Make steps until no sequence is left that is not paused."""
         while self.scheduler.has_work:
             self.step()
         self.read()
@@ -167,7 +167,7 @@ class Harness:
         return solo(message.prompt_ids, message.sampling, self.runner.info.vocab_size)
 
     def assert_all_as_solo(self) -> None:
-        """Law 3, and all pages back."""
+        """Assert that each sequence has the tokens of its solo run, and that all pages were released."""
         for handle in self.messages:
             alone = self.solo(handle)
             assert (self.tokens[handle], self.reason(handle)) == (alone.tokens, alone.reason)

@@ -17,7 +17,7 @@ def chain_of(tokens: list[int], salt: bytes = b"") -> list[PageIdentity]:
 
 
 def filled(manager: BlockManager, tokens: list[int], salt: bytes = b"") -> list[int]:
-    """Pages of a sequence that has computed these tokens."""
+    """The pages of a sequence that has computed these tokens."""
     pages = manager.allocate(pages_for(len(tokens), SIZE))
     for page, identity in zip(pages, chain_of(tokens, salt), strict=False):
         manager.register(page, identity)
@@ -32,14 +32,14 @@ def test_pages_for(tokens_len: int, pages: int) -> None:
 # -- identities -----------------------------------------------------------------------------------
 
 
-def test_identity_depends_on_every_token_before() -> None:
+def test_a_pages_identity_depends_on_every_token_before_it() -> None:
     base = chain_of(list(range(12)))
     changed = chain_of([99, *range(1, 12)])
     assert all(a != b for a, b in zip(base, changed, strict=True))
     assert chain_of([*range(8), 99, 9, 10, 11])[:2] == base[:2]
 
 
-def test_same_page_elsewhere_has_another_identity() -> None:
+def test_equal_tokens_at_another_position_have_another_identity() -> None:
     first, second = chain_of([1, 2, 3, 4, 1, 2, 3, 4])
     assert first != second
 
@@ -72,14 +72,14 @@ def test_chain_hashes_each_page_once_and_grows_with_its_tokens() -> None:
 # -- pages ----------------------------------------------------------------------------------------
 
 
-def test_match_finds_the_longest_prefix_and_no_more() -> None:
+def test_match_finds_the_longest_known_prefix() -> None:
     manager = BlockManager(8, SIZE)
     pages = filled(manager, list(range(12)))
     assert manager.match(chain_of([*range(8), 99, 99, 99, 99])) == pages[:2]
     assert manager.match(chain_of([99, *range(1, 12)])) == []
 
 
-def test_tail_is_evicted_before_its_parents() -> None:
+def test_the_tail_of_a_prefix_is_evicted_before_its_parents() -> None:
     manager = BlockManager(3, SIZE)
     pages = filled(manager, list(range(12)))
     manager.release(pages)
@@ -105,7 +105,7 @@ def test_free_pages_go_before_cached_ones() -> None:
     assert len(manager.match(chain_of([1] * 4))) == 1
 
 
-def test_second_page_of_the_same_content_is_told_the_first() -> None:
+def test_registering_a_second_page_of_one_prefix_returns_the_first() -> None:
     manager = BlockManager(4, SIZE)
     first, second = filled(manager, [1] * 4), manager.allocate(1)
     assert manager.register(second[0], chain_of([1] * 4)[0]) == first[0]
@@ -117,7 +117,7 @@ def test_second_page_of_the_same_content_is_told_the_first() -> None:
     manager.check([])
 
 
-def test_counts_of_what_taking_and_giving_would_do() -> None:
+def test_counts_of_pages_that_acquire_and_release_would_change() -> None:
     manager = BlockManager(4, SIZE)
     pages = filled(manager, list(range(8)))
     assert (manager.unshared(pages), manager.unreferenced(pages)) == (2, 0)
@@ -128,7 +128,7 @@ def test_counts_of_what_taking_and_giving_would_do() -> None:
     manager.check([pages[:1]])
 
 
-def test_forgotten_pages_are_found_by_nobody_and_become_free() -> None:
+def test_forgotten_pages_are_not_matched_and_become_free() -> None:
     manager = BlockManager(4, SIZE)
     pages = filled(manager, list(range(8)))
     manager.forget(pages)
@@ -151,7 +151,7 @@ def test_programmer_errors_assert() -> None:
 
 
 @pytest.mark.parametrize("tables", [[], [[0], [0]], [[1]], [[0, 0]]])
-def test_check_sees_wrong_tables(tables: list[list[int]]) -> None:
+def test_check_finds_wrong_page_tables(tables: list[list[int]]) -> None:
     manager = BlockManager(2, SIZE)
     assert manager.allocate(1) == [0]
     manager.check([[0]])
@@ -160,15 +160,15 @@ def test_check_sees_wrong_tables(tables: list[list[int]]) -> None:
 
 
 class Pool(RuleBasedStateMachine):
-    """Sequences come, fill pages, grow, are forgotten and go, in any order; law 1 holds throughout,
-    and a prefix that is found is the one that was asked for."""
+    """Sequences come, fill pages, grow, are forgotten and go, in any order. No page is lost or in two states
+    at any time, and a prefix that is found is the one that was asked for."""
 
     def __init__(self) -> None:
         super().__init__()
         self.manager = BlockManager(6, SIZE)
         self.tables: list[list[int]] = []
         self.holds: dict[int, list[int]] = {}
-        """page -> all tokens up to its end, as last written."""
+        """All tokens up to the end of a page as last written, by page."""
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=16))
     def come(self, tokens: list[int]) -> None:

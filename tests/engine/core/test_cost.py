@@ -24,7 +24,7 @@ def random_work(rng: random.Random) -> Work:
 
 
 @pytest.mark.parametrize("name", RUNNERS)
-def test_it_learns_any_runner_from_its_steps(name: str) -> None:
+def test_the_cost_of_any_runner_is_learned_from_its_steps(name: str) -> None:
     truth, learner, rng = RUNNERS[name], CostLearner(), random.Random(1)
     for _ in range(200):
         work = random_work(rng)
@@ -36,7 +36,7 @@ def test_it_learns_any_runner_from_its_steps(name: str) -> None:
         assert learner.cost.seconds(work) == pytest.approx(truth.seconds(work), rel=0.1)
 
 
-def test_what_is_not_seen_any_more_is_not_forgotten() -> None:
+def test_a_coefficient_that_no_step_shows_any_more_is_kept() -> None:
     truth, learner, rng = RUNNERS["a large GPU"], CostLearner(), random.Random(1)
     for _ in range(200):
         work = random_work(rng)
@@ -48,7 +48,7 @@ def test_what_is_not_seen_any_more_is_not_forgotten() -> None:
     assert learner.cost.service_s(4000) == pytest.approx(before, rel=0.25)
 
 
-def test_a_hiccup_is_not_believed() -> None:
+def test_an_outlier_hardly_changes_the_learned_cost() -> None:
     truth, learner, rng = RUNNERS["a large GPU"], CostLearner(), random.Random(1)
     for _ in range(200):
         work = random_work(rng)
@@ -60,7 +60,7 @@ def test_a_hiccup_is_not_believed() -> None:
 
 @pytest.mark.parametrize("name", RUNNERS)
 @pytest.mark.parametrize("position", [0, 3000])
-def test_the_chunk_that_fits_a_time_is_the_longest_that_does(name: str, position: int) -> None:
+def test_tokens_within_a_time_is_the_longest_chunk_that_fits(name: str, position: int) -> None:
     cost = RUNNERS[name]
     room_s = 0.05
 
@@ -85,8 +85,9 @@ def test_copies_are_learned_beside_steps_that_make_none() -> None:
     assert learner.cost.service_s(4000) == pytest.approx(truth.service_s(4000), rel=0.1)
 
 
-def test_a_bad_reading_of_copies_fades() -> None:
-    """One copied page in a step that something else made slow: believed for ever, it would end copying."""
+def test_a_bad_measurement_of_copies_fades() -> None:
+    """A step with one copied page was slow for another reason: if that were kept for ever, no page would be
+    copied again."""
     truth = StepCost(token_s=5e-5, row_s=1e-4, pair_s=2e-9, fixed_s=6e-3, page_s=2e-4)
     learner, rng = CostLearner(truth.page_s), random.Random(1)
     for _ in range(100):

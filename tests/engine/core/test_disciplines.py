@@ -7,16 +7,16 @@ from engine.core import policy
 from engine.core.messages import ServiceClass
 from engine.core.policy import Circumstances
 from shared.settings import settings_of
-from tests.engine.core.test_policy import COST, handles, sequence, stalled
+from tests.engine.core.sequences import COST, handles, sequence, stalled
 
 
-def test_the_option_names_them_all() -> None:
+def test_the_discipline_option_names_all_disciplines() -> None:
     discipline = next(setting for setting in settings_of(EngineConfig) if setting.name == "discipline")
     assert discipline.kind.choices == tuple(policy.DISCIPLINES)
     assert discipline.default == "response-ratio"
 
 
-def test_first_come_is_first_served_whatever_the_class_the_tenant_or_the_length() -> None:
+def test_fifo_serves_in_the_order_of_arrival_for_every_class_tenant_and_length() -> None:
     waiting = [
         sequence(3, 2.0, service_class=ServiceClass.PRIORITY),
         sequence(1, 1.0, prompt_len=4000, tenant="ahead"),

@@ -1,4 +1,5 @@
-"""A long prompt beside streams, in virtual time: it gets on, and they hardly notice."""
+"""A long prompt beside streams, in virtual time: its first token comes in bounded time, and gaps grow
+little."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ RUNNERS = {
     "29M on two cores": StepCost(token_s=7e-5, row_s=1e-4, pair_s=7e-8, context_s=6e-7, fixed_s=4e-3),
     "8B on a GPU": StepCost(token_s=2.5e-5, row_s=1e-5, pair_s=2e-10, context_s=3e-8, fixed_s=6e-3),
 }
-"""The first is as measured: eight decodes take 75 to 90 ms, and a short chunk far into a long prompt adds 25
-for reading what is before it."""
+"""The costs of some runners. The first was measured: eight decodes take 75 to 90 ms, and a short chunk far
+into a long prompt adds 25 ms for reading its context."""
 
 
 def decodes_s(cost: StepCost, context_len: int) -> float:
@@ -23,7 +24,7 @@ def decodes_s(cost: StepCost, context_len: int) -> float:
 
 
 def beside_streams(engine: Engine, *prompts: Request) -> tuple[list[Outcome], list[Outcome]]:
-    """Of the prompts, and of streams that run when they come."""
+    """The outcomes of `prompts`, and of the streams that run when these arrive."""
     streams = [Request(0.0, 60, 1000) for _ in range(STREAMS)]
     outcomes = run([*streams, *prompts], engine).outcomes
     return outcomes[STREAMS:], outcomes[:STREAMS]
@@ -32,11 +33,11 @@ def beside_streams(engine: Engine, *prompts: Request) -> tuple[list[Outcome], li
 @pytest.mark.parametrize("noise", [0.0, 0.1, 0.2])
 @pytest.mark.parametrize("target_s", [0.1, 0.02])
 @pytest.mark.parametrize("name", RUNNERS)
-def test_it_takes_its_share_even_where_decodes_take_the_target_and_more(
+def test_a_long_prompt_takes_its_share_even_where_decodes_exceed_the_target(
     name: str, target_s: float, noise: float
 ) -> None:
-    """A third of the time is its own (`policy.LONE`), so it takes three times as long as alone, and up to as
-    long again for reading what is before each of its short chunks; more where estimates err."""
+    """A third of the time goes to the prompt (`pace.LONE`), so it takes three times as long as alone, and up
+    to as long again for reading the context of each of its short chunks; more where estimates err."""
     cost = RUNNERS[name]
     engine = Engine(cost, step_time_target_s=target_s, noise=noise)
     at_s = CALM_STEPS * decodes_s(cost, 100)
@@ -47,8 +48,8 @@ def test_it_takes_its_share_even_where_decodes_take_the_target_and_more(
 
 
 @pytest.mark.parametrize("name", RUNNERS)
-def test_a_short_prompt_that_passes_it_pays_for_its_own_tokens_only(name: str) -> None:
-    """Not as if its tokens, too, were far into a long prompt, where there is room for few."""
+def test_a_short_prompt_that_passes_a_long_one_pays_only_for_its_own_tokens(name: str) -> None:
+    """Its tokens are not priced as if they were far into a long prompt, where a step has time for few."""
     cost = RUNNERS[name]
     at_s = CALM_STEPS * decodes_s(cost, 100)
     long = Request(at_s, PROMPT_LEN, 2)
@@ -61,7 +62,7 @@ def test_a_short_prompt_that_passes_it_pays_for_its_own_tokens_only(name: str) -
 
 @pytest.mark.parametrize("name", RUNNERS)
 @pytest.mark.parametrize("prompt_len", [100, 4000])
-def test_alone_it_takes_hardly_longer_than_in_one_step(name: str, prompt_len: int) -> None:
+def test_a_prompt_alone_takes_hardly_longer_than_in_one_step(name: str, prompt_len: int) -> None:
     cost = RUNNERS[name]
     warm = Request(0.0, 500, 20)
     *_, prompt = run([warm, Request(100.0, prompt_len, 2)], Engine(cost)).outcomes

@@ -30,8 +30,8 @@ PROMPT = [1, 2, 3, 4, 5]
 
 
 class ScriptedInbox:
-    """Hands over one batch a call; one that is told to wait until a deadline waits in vain first. With
-    nothing left it stops the core, so no test can hang."""
+    """Hands over one batch of messages a call. A call that waits until a deadline waits in vain. With nothing
+    left it stops the core, so no test can hang."""
 
     def __init__(self, clock: VirtualClock, *batches: list[CoreInput]) -> None:
         self._clock = clock
@@ -63,7 +63,7 @@ class ListOutbox:
 
     @property
     def steps(self) -> list[StepOutput]:
-        """Those that say more than who begins."""
+        """The outputs that report more than admissions."""
         return [output for output in self.outputs if not output.started]
 
 
@@ -104,7 +104,7 @@ def add(handle: int, max_tokens: int = 4) -> AddSequence:
     return AddSequence(handle, f"req_{handle}", [*PROMPT, handle], greedy(max_tokens))
 
 
-def test_says_ready_first_then_one_message_per_step() -> None:
+def test_the_loop_sends_ready_first_then_one_message_per_step() -> None:
     world = World([add(1)], [], [add(2)])
     world.loop.run()
     ready, *_ = world.outbox.messages
@@ -117,8 +117,8 @@ def test_says_ready_first_then_one_message_per_step() -> None:
     assert world.outbox.steps[0].stats.step_s == pytest.approx(STEP_S)
 
 
-def test_who_begins_is_told_before_its_prompt_is_computed() -> None:
-    """So it is charged for its prompt also when its client leaves within that step, which may be long."""
+def test_an_admission_is_reported_before_its_prompt_is_computed() -> None:
+    """It is charged for its prompt even if its client leaves during that step, which may be long."""
     world = World([add(1, max_tokens=2)], [add(2, max_tokens=1)], fails_at=2)
     with pytest.raises(RuntimeError):
         world.loop.run()
@@ -126,7 +126,7 @@ def test_who_begins_is_told_before_its_prompt_is_computed() -> None:
     assert told == [(0, [1]), (1, []), (1, [2])]
 
 
-def test_waits_only_when_it_has_nothing_to_do() -> None:
+def test_the_loop_waits_for_input_only_without_work() -> None:
     world = World([add(1, max_tokens=2)], [], [], [add(2, max_tokens=1)])
     world.loop.run()
     # idle; decode of 1 is due; idle: an empty batch is not handed to one that waits; idle
@@ -134,14 +134,14 @@ def test_waits_only_when_it_has_nothing_to_do() -> None:
     assert [step.step for step in world.outbox.steps] == [1, 2, 3]
 
 
-def test_news_without_a_step_is_told_at_once() -> None:
+def test_news_without_a_step_is_reported_at_once() -> None:
     world = World([add(1), AbortSequences([1, 99])], [AddSequence(2, "req_2", [], greedy(1))])
     world.loop.run()
     assert world.ends == [(1, FinishReason.ABORTED), (2, FinishReason.REJECTED)]
     assert [(step.step, step.tokens) for step in world.outbox.steps] == [(0, []), (0, [])]
 
 
-def test_who_is_paused_is_left_out_and_resumes_where_it_was() -> None:
+def test_a_paused_sequence_is_in_no_plan_and_resumes_where_it_was() -> None:
     world = World([add(1), add(2)], [PauseSequences([1])], [], [], [ResumeSequences([1, 99])])
     world.loop.run()
     assert [len(step.handles) for step in world.outbox.steps] == [1, 1, 1, 1, 2, 1, 1]
@@ -150,7 +150,7 @@ def test_who_is_paused_is_left_out_and_resumes_where_it_was() -> None:
         assert world.tokens(handle) == solo([*PROMPT, handle], greedy(4), 50).tokens
 
 
-def test_with_nobody_but_the_stalled_it_waits_for_the_first_deadline() -> None:
+def test_with_paused_sequences_alone_the_loop_waits_for_the_first_stall_deadline() -> None:
     world = World([add(1), add(2)], [], [PauseSequences([2])], [PauseSequences([1, 7])])
     world.loop.run()
     deadline_s = SchedulerConfig().stall_deadline_s
@@ -162,7 +162,7 @@ def test_with_nobody_but_the_stalled_it_waits_for_the_first_deadline() -> None:
     assert (end.stats.pages_owned, end.stats.stalled) == (0, 0)
 
 
-def test_an_abort_takes_effect_before_the_next_plan() -> None:
+def test_abort_cancels_before_the_next_plan() -> None:
     world = World([add(1, max_tokens=9), add(2)], [AbortSequences([1])])
     world.loop.run()
     assert len(world.tokens(1)) == 1
@@ -170,7 +170,7 @@ def test_an_abort_takes_effect_before_the_next_plan() -> None:
     assert world.outbox.steps[-1].stats.pages_owned == 0
 
 
-def test_stop_ends_it_with_work_on_its_hands() -> None:
+def test_stop_ends_the_loop_with_work_left() -> None:
     world = World([add(1)], [StopCore(), add(2)])
     world.loop.run()
     assert len(world.outbox.steps) == 1
@@ -195,7 +195,7 @@ def test_last_words_are_one_line_of_bounded_length() -> None:
     assert "\n" not in words
 
 
-def test_without_anybody_to_tell_it_just_ends() -> None:
+def test_the_loop_ends_when_the_api_process_is_gone() -> None:
     class Gone:
         def receive(self, wait_s: float) -> list[CoreInput]:
             raise Disconnected("gone")

@@ -1,7 +1,7 @@
-"""Steps that overlap: what is planned before its predecessor is back, and what is dropped when it is.
+"""Overlapped steps: plans that are made before the step before is committed, and results that are dropped.
 
-The runner (`tests.async_runner`) executes a plan no earlier than it is collected, and asserts at every
-launch that no slot and no page is touched that a step in flight still uses for another.
+The runner (`tests.async_runner`) executes a plan no earlier than it is collected, and asserts at every launch
+that no slot and no page is touched that a step in flight uses for another sequence.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PROMPT = list(range(1, 11))
 
 
 class Overlapped(Harness):
-    """`step` launches the next plan, then lands the one before it."""
+    """A harness whose `step` launches the next plan, then collects and commits the one before it."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
@@ -49,7 +49,7 @@ class Overlapped(Harness):
 
     @property
     def seated(self) -> dict[int, int]:
-        """Slots by handle, of those who run."""
+        """The slots of running sequences, by handle."""
         found = {}
         for slot in range(self.runner.info.slots):
             try:
@@ -90,7 +90,7 @@ class Overlapped(Harness):
 
 
 def stopping(handle: int, after: int) -> dict[str, Any]:
-    """Parameters by which a sequence of PROMPT + [handle] stops with its token number `after`."""
+    """Sampling fields with which a sequence of PROMPT + [handle] stops at its token number `after`."""
     tokens = solo([*PROMPT, handle], greedy(after, seed=handle), 50).tokens
     assert tokens[-1] not in tokens[:-1], "choose another"
     return {"seed": handle, "stop_token_ids": (tokens[-1],)}
@@ -133,7 +133,7 @@ def test_the_plain_loop_collects_each_step_before_it_plans_the_next() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_it_says_which_loop_it_runs(overlap: bool) -> None:
+def test_ready_reports_whether_steps_overlap(overlap: bool) -> None:
     world = World(overlap=overlap)
     world.loop.run()
     ready = world.outbox.messages[0]
@@ -141,17 +141,17 @@ def test_it_says_which_loop_it_runs(overlap: bool) -> None:
     assert ready.overlap is overlap
 
 
-def test_it_does_not_wait_for_messages_while_a_late_row_is_in_flight() -> None:
+def test_the_loop_does_not_wait_for_messages_while_a_late_row_is_in_flight() -> None:
     stops = AddSequence(1, "req_1", [*PROMPT, 1], greedy(20, **stopping(1, after=2)))
     world = World([stops], overlap=True)
     world.loop.run()
-    assert world.inbox.waits_s == [inf, 0, 0, 0, inf], "the last 0 is for a step that nobody is left of"
+    assert world.inbox.waits_s == [inf, 0, 0, 0, inf], "the last 0 is for a step without a living sequence"
     assert world.runner.events[-1] == ("collect", 3)
     assert len(world.tokens(1)) == 2
     assert world.outbox.steps[-1].stats.pages_owned == 0
 
 
-def test_an_abort_with_a_step_in_flight_ends_at_once_and_frees_with_the_step() -> None:
+def test_abort_with_a_step_in_flight_cancels_at_once_and_frees_pages_at_its_commit() -> None:
     world = World([add(1)], [], [AbortSequences([1])], [], overlap=True)
     world.loop.run()
     assert world.runner.events[-1] == ("collect", 2)
@@ -159,7 +159,7 @@ def test_an_abort_with_a_step_in_flight_ends_at_once_and_frees_with_the_step() -
     assert world.outbox.steps[-1].stats.pages_owned == 0
 
 
-def test_it_can_be_stopped_with_a_step_in_flight() -> None:
+def test_the_loop_can_be_stopped_with_a_step_in_flight() -> None:
     world = World([add(1)], [StopCore()], overlap=True)
     world.loop.run()
     assert world.runner.events == [("launch", 1)]
@@ -168,7 +168,7 @@ def test_it_can_be_stopped_with_a_step_in_flight() -> None:
 # -- late rows ------------------------------------------------------------------------------------
 
 
-def test_who_stops_leaves_one_late_row_which_brings_nothing() -> None:
+def test_a_stop_token_leaves_one_late_row_whose_result_is_dropped() -> None:
     h = Overlapped()
     h.add(1, [*PROMPT, 1], greedy(20, **stopping(1, after=3), logprobs=1))
     h.add(2, [*PROMPT, 2], greedy(9, seed=2, logprobs=1))
@@ -187,7 +187,7 @@ def test_who_stops_leaves_one_late_row_which_brings_nothing() -> None:
     h.assert_all_as_solo()
 
 
-def test_nothing_is_computed_behind_the_last_token() -> None:
+def test_no_row_is_planned_behind_the_last_token() -> None:
     h = Overlapped()
     h.add(1, PROMPT, greedy(5))
     h.run()
@@ -196,7 +196,7 @@ def test_nothing_is_computed_behind_the_last_token() -> None:
     assert h.runner.overlaps == 4
 
 
-def test_what_follows_a_numeric_failure_is_dropped_and_forgotten() -> None:
+def test_a_row_behind_a_numeric_failure_is_dropped_and_its_pages_forgotten() -> None:
     h = Overlapped()
     prompt = [*PROMPT, 7]
     seed = next(
@@ -209,12 +209,12 @@ def test_what_follows_a_numeric_failure_is_dropped_and_forgotten() -> None:
     h.run()
     h.assert_all_as_solo()
     assert h.rows == len(h.tokens[1]) + 2, "the row that failed, and a late one"
-    assert h.scheduler.stats().pages_cached == 0, "nobody inherits it"
+    assert h.scheduler.stats().pages_cached == 0, "its pages are no prefix of others"
 
 
 @pytest.mark.parametrize("state", ["waiting", "prefill", "decode"])
 @pytest.mark.parametrize("stage", ["before plan", "planned", "launched", "collected", "committed"])
-def test_an_abort_at_any_stage(state: str, stage: str) -> None:
+def test_abort_cancels_a_sequence_at_any_stage(state: str, stage: str) -> None:
     h = Overlapped(slots=2, step_tokens_max=8, pages=24)
     victim, others = 1, (2, 3, 4)
     h.add(victim, [*PROMPT, 1, 2, 3], greedy(20))
@@ -284,7 +284,7 @@ def test_a_slot_is_not_handed_on_before_the_late_row_is_committed() -> None:
         assert h.runner.events[at - 1] == ("collect", step - 1), "nothing of the last owner is in flight"
 
 
-def test_pages_of_one_who_ended_count_as_taken_until_its_late_row_is_committed() -> None:
+def test_pages_of_an_ended_sequence_are_not_free_before_its_late_row_is_committed() -> None:
     h = Overlapped(pages=8, prefix_cache=False)
     h.add(1, [1] * 12, greedy(9))
     h.launch()
@@ -315,7 +315,7 @@ def test_a_page_is_found_by_others_only_when_its_tokens_are_known() -> None:
     assert h.started[2].cached_len == 8
 
 
-def test_children_of_one_prompt_compute_it_once() -> None:
+def test_sequences_with_one_prompt_compute_it_once() -> None:
     plain, overlapped = Harness(step_tokens_max=16), Overlapped(step_tokens_max=16)
     for h in (plain, overlapped):
         for child in range(1, 5):
@@ -326,7 +326,7 @@ def test_children_of_one_prompt_compute_it_once() -> None:
     assert computed[0] == computed[1]
 
 
-def test_a_child_can_be_aborted_in_its_final_step() -> None:
+def test_abort_cancels_one_of_several_choices_in_its_final_step() -> None:
     h = Overlapped()
     for child in (1, 2, 3):
         h.add(child, [9] * 9, greedy(4, seed=child))
@@ -344,7 +344,7 @@ def test_a_child_can_be_aborted_in_its_final_step() -> None:
 # -- giving way -----------------------------------------------------------------------------------
 
 
-def test_nobody_who_runs_gives_way_with_a_step_in_flight() -> None:
+def test_no_running_sequence_is_preempted_while_a_step_is_in_flight() -> None:
     h = Overlapped(pages=8)
     h.add(1, [1] * 8, greedy(20))
     h.add(2, [2] * 8, greedy(20))
@@ -359,8 +359,8 @@ def test_nobody_who_runs_gives_way_with_a_step_in_flight() -> None:
     h.assert_all_as_solo()
 
 
-def test_a_tight_pool_preempts_no_more_than_with_steps_apart() -> None:
-    """Nobody is preempted again because the pages of the last victim are not free yet."""
+def test_overlapped_steps_preempt_no_more_than_plain_ones_in_a_tight_pool() -> None:
+    """None is preempted because the pages of the last victim are not free yet."""
     plain, overlapped = Harness(pages=14, slots=6), Overlapped(pages=14, slots=6)
     for h in (plain, overlapped):
         for handle in range(1, 7):
@@ -372,7 +372,7 @@ def test_a_tight_pool_preempts_no_more_than_with_steps_apart() -> None:
     assert overlapped.runner.overlaps > len(overlapped.plans) / 2
 
 
-def test_a_higher_class_takes_its_place_with_the_next_plan_that_may_displace() -> None:
+def test_a_higher_class_preempts_at_the_first_plan_without_a_step_in_flight() -> None:
     h = Overlapped(slots=1)
     h.add(1, PROMPT, greedy(30), service_class=ServiceClass.FLEX)
     h.steps(4)
@@ -399,7 +399,7 @@ def test_a_resubmitted_prompt_that_ends_on_a_page_leaves_a_token_to_compute() ->
 
 
 @pytest.mark.parametrize("flights", [1, 2])
-def test_what_was_in_flight_when_the_pause_came_still_counts(flights: int) -> None:
+def test_tokens_in_flight_at_a_pause_still_count(flights: int) -> None:
     h = Overlapped()
     h.add(1, PROMPT, greedy(9))
     h.add(2, [*PROMPT, 2], greedy(20))
@@ -416,7 +416,7 @@ def test_what_was_in_flight_when_the_pause_came_still_counts(flights: int) -> No
     h.assert_all_as_solo()
 
 
-def test_a_pause_that_ends_before_the_step_lands_costs_a_plan_and_nothing_else() -> None:
+def test_a_pause_that_ends_before_the_commit_costs_one_plan() -> None:
     h = Overlapped()
     h.add(1, PROMPT, greedy(9))
     h.add(2, [*PROMPT, 2], greedy(9))
@@ -440,8 +440,8 @@ def test_prompt_logprobs_of_chunks_in_flight_come_once_and_in_order() -> None:
     h.assert_all_as_solo()
 
 
-def test_a_step_lasts_from_the_commit_before_it() -> None:
-    """Not from its plan, which was made a step earlier: the cost of a step is learned from this."""
+def test_a_steps_duration_counts_from_the_commit_before_it() -> None:
+    """Its plan was made a step earlier; the cost of a step is learned from the time between commits."""
     h = Overlapped()
     h.add(1, PROMPT, greedy(6))
     h.steps(5)

@@ -60,11 +60,11 @@ HOLDINGS = {
     Status.SWAPPED: (False, False, True),
     Status.FINISHED: (False, False, False),
 }
-"""Of each status: a slot, pages, host pages."""
+"""Whether a sequence holds a slot, pages and host pages, by status."""
 
 
 @pytest.mark.parametrize(("source", "target"), list(product(Status, Status)), ids=lambda s: s.value)
-def test_moves_are_the_tables_and_no_others(source: Status, target: Status) -> None:
+def test_a_sequence_makes_the_moves_of_its_table_and_no_others(source: Status, target: Status) -> None:
     seq = sequence()
     for status in PATHS[source]:
         move(seq, status)
@@ -94,12 +94,12 @@ def test_lengths_are_derived() -> None:
     assert (seq.output_len, seq.pending_len, seq.reusable_len) == (1, 1, 5)
 
 
-def test_a_hit_never_covers_the_last_token() -> None:
+def test_a_prefix_hit_never_covers_the_last_token() -> None:
     with pytest.raises(AssertionError):
         sequence(prompt_len=5).admit(0, [1, 2], 5, 11.0)
 
 
-def test_prompt_logprobs_forbid_reuse_until_they_are_sent() -> None:
+def test_prompt_logprobs_forbid_a_prefix_hit_until_they_are_sent() -> None:
     seq = sequence(prompt_len=5, prompt_logprobs=0)
     assert seq.reusable_len == 0
     seq.prompt_logprobs_sent = 3
@@ -108,7 +108,7 @@ def test_prompt_logprobs_forbid_reuse_until_they_are_sent() -> None:
     assert seq.reusable_len == 4
 
 
-def test_time_is_booked_to_the_phase_it_was_spent_in() -> None:
+def test_time_is_counted_in_the_phase_in_which_it_passes() -> None:
     seq = sequence()
     seq.admit(0, [1, 2], 0, 11.0)  # queue 1
     seq.preempt(13.0)  # prefill 2
@@ -122,7 +122,7 @@ def test_time_is_booked_to_the_phase_it_was_spent_in() -> None:
     assert report.preemptions == 2
 
 
-def test_time_of_a_pause_is_its_own_wherever_it_falls() -> None:
+def test_paused_time_is_counted_apart_in_every_status() -> None:
     seq = sequence()
     seq.pause(11.0)  # queue 1
     seq.resume(13.0)  # stalled 2
@@ -144,7 +144,7 @@ def test_time_of_a_pause_is_its_own_wherever_it_falls() -> None:
     assert report.preemptions == 0, "it did not run"
 
 
-def test_nobody_is_admitted_or_stalled_against_its_pause() -> None:
+def test_a_paused_sequence_is_not_admitted_and_an_unpaused_one_not_stalled() -> None:
     seq = sequence()
     seq.pause(11.0)
     with pytest.raises(AssertionError):

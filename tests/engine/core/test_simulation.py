@@ -1,4 +1,4 @@
-"""Thousands of random lives. What is asserted after every step is listed in `tests.simulator`."""
+"""Thousands of random sequences. `tests.simulator` lists what is asserted after every step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 from engine.core.config import SchedulerConfig
 from engine.core.messages import FinishReason
 from tests.overlapped import OverlappedSimulation, simulate_overlapped
-from tests.simulator import Report, SimConfig, random_config, simulate
+from tests.simulator import Report, simulate
+from tests.worlds import SimConfig, random_config
 
 UNBOUNDED = 1_000_000
 WORLDS = {
@@ -32,8 +33,8 @@ WORLDS = {
     "short queue": SimConfig(arrival_gap_s=0.004, scheduler=SchedulerConfig(16, 5)),
     "protected at once": SimConfig(pages=18, scheduler=SchedulerConfig(16, UNBOUNDED, preemptions_max=1)),
     "high watermark": SimConfig(pages=24, scheduler=SchedulerConfig(16, UNBOUNDED, watermark=0.3)),
-    "everybody leaves": SimConfig(abort_share=0.9, in_flight_abort_share=0.3),
-    "nobody reads steadily": SimConfig(pause_share=1.0, in_flight_pause_share=0.3),
+    "all clients leave": SimConfig(abort_share=0.9, in_flight_abort_share=0.3),
+    "no client reads steadily": SimConfig(pause_share=1.0, in_flight_pause_share=0.3),
     "slow readers in a tight pool": SimConfig(pages=18, pause_share=1.0, arrival_gap_s=0.005),
     "slow readers of one prompt": SimConfig(pages=16, pause_share=1.0, prefixes=1, salts=1, n_max=8, slots=3),
     "slow readers, protected at once": SimConfig(
@@ -44,7 +45,7 @@ WORLDS = {
     ),
     "slow readers and one slot": SimConfig(slots=1, requests=30, pause_share=1.0, in_flight_pause_share=0.3),
     "readers that never return": SimConfig(pause_share=1.0, lost_share=1.0, abort_share=0.0),
-    "everybody asks prompt logprobs": SimConfig(pages=18, prompt_logprobs_share=1.0),
+    "all ask for prompt logprobs": SimConfig(pages=18, prompt_logprobs_share=1.0),
     "swapped whenever it can be": SimConfig(pages=16, host_pages=1000, swaps="always", arrival_gap_s=0.005),
     "swapped if cheaper": SimConfig(pages=16, host_pages=40, arrival_gap_s=0.005, prefixes=1, salts=1),
     "few host pages": SimConfig(pages=16, host_pages=7, swaps="always", classes=3, pause_share=0.6),
@@ -65,12 +66,12 @@ SEEDS_OVERLAPPED = 3
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_laws_hold_in_every_world(world: str) -> None:
-    """In either loop, and what both bring to one sequence is the same, as far as the one got that got less
-    far: an abort, or a deadline, may find it at another token."""
+    """The laws hold with plain and with overlapped steps, and both give a sequence the same tokens, up to the
+    shorter of the two outputs: an abort or a deadline may find it at another token."""
     plain = [simulate(seed, WORLDS[world]) for seed in range(SEEDS)]
     assert sum(len(report.lives) for report in plain) >= 150
     if world in WILD:
-        assert WILD[world](plain), "it is not as wild as it claims, and would prove nothing"
+        assert WILD[world](plain), "what the world is named for did not happen: it would prove nothing"
     for seed in range(SEEDS_OVERLAPPED):
         simulation = OverlappedSimulation(random.Random(seed), WORLDS[world])
         report = simulation.run()
@@ -82,20 +83,20 @@ def test_laws_hold_in_every_world(world: str) -> None:
 
 
 def is_usual(reports: list[Report]) -> bool:
-    """Everything happens."""
+    """Whether there were hits, preemptions and every finish reason."""
     seen = {reason for report in reports for reason in report.reasons}
     hits = all(report.hit_tokens for report in reports)
     return hits and seen == set(FinishReason) and sum(report.preemptions for report in reports) > 10
 
 
 def is_tight(reports: list[Report]) -> bool:
-    """Only those who run are preempted, as often as they may be."""
+    """Whether only running sequences were preempted, one of them as often as allowed."""
     most = max(report.preemptions_most for report in reports)
     return most == SchedulerConfig().preemptions_max and not any(report.displaced for report in reports)
 
 
 def has_slow_readers(reports: list[Report]) -> bool:
-    """Those who run suffer as well."""
+    """Whether running sequences were preempted beside stalled ones."""
     suffers = any(report.preemptions > report.displaced for report in reports)
     return suffers and sum(report.displaced for report in reports) > 10
 
@@ -110,11 +111,11 @@ WILD: dict[str, Callable[[list[Report]], bool]] = {
     "tight": is_tight,
     "slow readers in a tight pool": has_slow_readers,
     "readers that never return": lambda reports: sum(r.reasons[FinishReason.STALLED] for r in reports) > 50,
-    "everybody leaves": is_left_in_flight,
+    "all clients leave": is_left_in_flight,
     "classes and tenants": lambda reports: sum(report.yields for report in reports) > 20,
     "short queue": lambda reports: all(r.reasons[FinishReason.REJECTED] > 10 for r in reports),
 }
-"""What must have happened in a world, for its laws to be proved by it."""
+"""Checks that what a world is named for has happened in it; otherwise it would prove nothing."""
 
 
 RANDOM_WORLDS = 2000
@@ -133,14 +134,13 @@ LEAST = {
     FinishReason.NUMERIC: 20,
     FinishReason.REJECTED: 400,
 }
-"""Of each, so many in every batch of random worlds: laws that hold where nothing happens prove nothing.
-All the worlds together had 97,548 sequences, of which 3,038 were preempted, 23,862 stalled, 13,144 aborted
-and 8,921 met the stall deadline; 1,565 times one yielded its seat."""
+"""The least number of each in every batch of random worlds: laws that hold where nothing happens prove
+nothing."""
 
 
 @pytest.mark.parametrize("first", range(0, RANDOM_WORLDS, BATCH))
 def test_laws_hold_in_random_worlds(first: int) -> None:
-    """Half of them in either loop."""
+    """Half of the worlds run plain steps, half overlapped ones."""
     run = simulate_overlapped if first % (2 * BATCH) else simulate
     seen: Counter[object] = Counter()
     for seed in range(first, first + BATCH):
@@ -149,7 +149,7 @@ def test_laws_hold_in_random_worlds(first: int) -> None:
 
 
 def tally(report: Report) -> Counter[object]:
-    """What happened in one world, by sequences."""
+    """The number of sequences to which each thing happened in one world."""
     ends = [life.finished for life in report.lives if life.finished is not None]
     done = (FinishReason.STOP, FinishReason.LENGTH)
     return Counter[object](
@@ -179,14 +179,14 @@ PRESSED = SimConfig(
 
 
 def need_of(report: Report, config: SimConfig) -> int:
-    """Pages that as many average sequences as there are slots hold at their ends."""
+    """The pages that average sequences in all slots hold at their ends."""
     lens = [len(life.message.prompt_ids) + len(life.tokens) for life in report.lives]
     return round(config.slots * sum(lens) / len(lens) / config.page_size)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_over_admission_does_not_thrash(seed: int) -> None:
-    """The pool holds 1 / 1.2 of what the slots would like: work is redone, but little of it."""
+    """The pool holds 1 / 1.2 of the pages that all slots need: little work is done twice."""
     roomy = simulate(seed, replace(PRESSED, pages=400))
     pages = round(need_of(roomy, PRESSED) / 1.2)
     pressed = simulate(seed, replace(PRESSED, pages=pages))

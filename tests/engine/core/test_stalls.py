@@ -1,4 +1,5 @@
-"""Readers that fall behind: what is computed for them, what they keep, and whom they may not harm."""
+"""Paused sequences, whose clients do not read: what is computed for them, what they keep, and how others go
+on."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def held(h: Harness) -> tuple[int, int, int, int]:
 
 
 def shares_pages(h: Harness, count: int) -> None:
-    """So many sequences run, whose prompts have two pages in common."""
+    """Let so many sequences run whose prompts have two pages in common."""
     h.add(1, [7] * 8 + [1] * 4, greedy(20, seed=1))
     h.step()
     for handle in range(2, count + 1):
@@ -33,7 +34,7 @@ def shares_pages(h: Harness, count: int) -> None:
 
 @pytest.mark.parametrize("steps", range(8))
 def test_a_pause_at_any_moment_changes_no_token(steps: int) -> None:
-    """Waiting, mid-prefill, at the first token, in decode."""
+    """The sequence is waiting, in its prefill, at its first token, or decoding."""
     h = Harness(step_tokens_max=8)
     h.add(1, [1] * 30, greedy(6, prompt_logprobs=1))
     h.steps(steps)
@@ -51,7 +52,7 @@ def test_a_pause_at_any_moment_changes_no_token(steps: int) -> None:
 
 
 @pytest.mark.parametrize("resumes", [False, True])
-def test_the_token_in_flight_is_neither_lost_nor_doubled(resumes: bool) -> None:
+def test_the_token_in_flight_at_a_pause_is_neither_lost_nor_doubled(resumes: bool) -> None:
     h = Harness()
     h.add(1, PROMPT, greedy(4))
     h.step()
@@ -67,7 +68,7 @@ def test_the_token_in_flight_is_neither_lost_nor_doubled(resumes: bool) -> None:
     assert (h.plan() is None) == (not resumes)
 
 
-def test_a_pause_that_comes_and_goes_between_two_steps_is_none() -> None:
+def test_a_pause_between_two_steps_has_no_effect() -> None:
     h = Harness()
     h.add(1, PROMPT, greedy(4))
     h.step()
@@ -79,7 +80,7 @@ def test_a_pause_that_comes_and_goes_between_two_steps_is_none() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "seed"), [(1, 1), (50, NUMERIC_SEEDS)])
-def test_a_pause_that_crosses_the_end_is_nothing(tokens: int, seed: int) -> None:
+def test_a_pause_of_a_sequence_that_ends_meanwhile_has_no_effect(tokens: int, seed: int) -> None:
     h = Harness()
     h.add(1, PROMPT, greedy(tokens, seed=seed))
     while not h.finished:
@@ -112,7 +113,7 @@ def test_pauses_are_exact_and_idempotent() -> None:
     assert h.finished[1].stalled_s == pytest.approx(1.0 + 4 * STEP_S)
 
 
-def test_an_abort_ends_a_stalled_sequence() -> None:
+def test_abort_cancels_a_stalled_sequence() -> None:
     h = Harness()
     h.add(1, PROMPT, greedy(5))
     h.steps(2)
@@ -126,7 +127,7 @@ def test_an_abort_ends_a_stalled_sequence() -> None:
     assert not h.scheduler.has_work
 
 
-def test_who_waits_paused_is_passed_by_and_not_in_the_way() -> None:
+def test_a_paused_waiting_sequence_is_passed_and_blocks_no_other() -> None:
     h = Harness(slots=1)
     for handle in (1, 2):
         h.add(handle, [handle, *PROMPT], greedy(2))
@@ -143,7 +144,7 @@ def test_who_waits_paused_is_passed_by_and_not_in_the_way() -> None:
 # -- whom it may not harm -------------------------------------------------------------------------
 
 
-def test_its_slot_serves_others_meanwhile() -> None:
+def test_the_slot_of_a_stalled_sequence_serves_others() -> None:
     h = Harness(slots=1)
     h.add(1, PROMPT, greedy(5))
     h.steps(2)
@@ -160,7 +161,7 @@ def test_its_slot_serves_others_meanwhile() -> None:
     assert (back.positions, back.lengths) == ([11], [1]), "it goes on where it was"
 
 
-def test_back_from_a_stall_it_goes_before_those_who_wait() -> None:
+def test_a_resumed_sequence_is_admitted_before_waiting_ones() -> None:
     h = Harness(slots=1)
     h.add(1, PROMPT, greedy(5))
     h.step()
@@ -174,7 +175,7 @@ def test_back_from_a_stall_it_goes_before_those_who_wait() -> None:
     assert list(h.finished) == [2, 1, 3]
 
 
-def test_its_pages_go_before_anybody_else_is_preempted() -> None:
+def test_a_stalled_sequence_is_preempted_before_any_running_one() -> None:
     h = Harness(pages=8)
     h.add(1, [1] * 8, greedy(20))
     h.step()
@@ -192,7 +193,7 @@ def test_its_pages_go_before_anybody_else_is_preempted() -> None:
     assert h.scheduler.stats().preemptions == 1
 
 
-def test_who_lost_its_pages_is_not_admitted_before_it_is_read() -> None:
+def test_a_paused_sequence_that_lost_its_pages_is_not_admitted_before_it_resumes() -> None:
     h = Harness(pages=8)
     h.add(1, [1] * 8, greedy(20))
     h.step()
@@ -207,7 +208,7 @@ def test_who_lost_its_pages_is_not_admitted_before_it_is_read() -> None:
     h.assert_all_as_solo()
 
 
-def test_a_newcomer_takes_from_the_stalled_no_more_than_it_needs() -> None:
+def test_an_admission_preempts_no_more_stalled_sequences_than_it_needs() -> None:
     h = Harness(pages=10)
     for handle in (1, 2, 3):
         h.add(handle, [handle] * 8, greedy(20))
@@ -227,8 +228,8 @@ def test_a_newcomer_takes_from_the_stalled_no_more_than_it_needs() -> None:
     h.assert_all_as_solo()
 
 
-def test_pages_that_only_the_stalled_share_can_be_had() -> None:
-    """A page of three tables is free when the third of its owners has given it back."""
+def test_pages_shared_by_stalled_sequences_alone_can_be_reclaimed() -> None:
+    """A page in three tables is free when the third sequence has released it."""
     h = Harness(pages=16)
     shares_pages(h, 3)
     h.pause(1, 2, 3)
@@ -240,7 +241,7 @@ def test_pages_that_only_the_stalled_share_can_be_had() -> None:
     h.assert_all_as_solo()
 
 
-def test_pages_that_it_shares_with_those_who_run_are_of_no_use_to_anybody() -> None:
+def test_pages_shared_with_running_sequences_cannot_be_reclaimed() -> None:
     h = Harness(pages=7, slots=3)
     h.add(1, [7] * 12, greedy(8, seed=1))
     h.step()
@@ -255,8 +256,8 @@ def test_pages_that_it_shares_with_those_who_run_are_of_no_use_to_anybody() -> N
     h.assert_all_as_solo()
 
 
-def test_what_a_newcomer_starts_from_is_not_taken_to_make_room_for_it() -> None:
-    """The prefix it hits belongs to the very sequence that must yield the rest."""
+def test_the_prefix_of_an_admission_is_not_reclaimed_for_it() -> None:
+    """The prefix that it hits is in the pages of the very sequence whose other pages are reclaimed."""
     h = Harness(pages=8)
     h.add(1, [7] * 25, greedy(4))
     h.step()
@@ -270,8 +271,8 @@ def test_what_a_newcomer_starts_from_is_not_taken_to_make_room_for_it() -> None:
     h.assert_all_as_solo()
 
 
-def test_a_pause_lifts_no_protection() -> None:
-    """Who is protected and back from a stall waits until all can grow, and then is not preempted."""
+def test_a_pause_does_not_lift_a_sequences_protection() -> None:
+    """A protected sequence that resumes after a stall waits until all can grow, and then is not preempted."""
     h = Harness(pages=8, preemptions_max=1)
     h.add(1, [1] * 8, greedy(20))
     h.add(2, [2] * 8, greedy(20))
@@ -296,7 +297,7 @@ def test_a_pause_lifts_no_protection() -> None:
 
 
 @pytest.mark.parametrize("steps", range(6))
-def test_who_stays_paused_ends_at_the_deadline(steps: int) -> None:
+def test_a_sequence_that_stays_paused_ends_at_the_stall_deadline(steps: int) -> None:
     h = Harness(step_tokens_max=8, stall_deadline_s=5.0)
     h.add(1, [1] * 30, greedy(20))
     h.steps(steps)
@@ -317,7 +318,7 @@ def test_who_stays_paused_ends_at_the_deadline(steps: int) -> None:
     assert h.scheduler.idle_s(h.now) == math.inf
 
 
-def test_a_resumption_starts_the_deadline_anew() -> None:
+def test_a_resumption_starts_the_stall_deadline_anew() -> None:
     h = Harness(stall_deadline_s=5.0)
     h.add(1, PROMPT, greedy(9))
     for _ in range(4):
@@ -331,7 +332,7 @@ def test_a_resumption_starts_the_deadline_anew() -> None:
     assert h.finished[1].stalled_s == pytest.approx(16.0)
 
 
-def test_the_deadline_passes_while_others_run() -> None:
+def test_a_stall_deadline_passes_while_others_run() -> None:
     h = Harness(stall_deadline_s=3 * STEP_S)
     h.add(1, PROMPT, greedy(20))
     h.add(2, [9, *PROMPT], greedy(20))
@@ -343,7 +344,7 @@ def test_the_deadline_passes_while_others_run() -> None:
     assert h.tokens[2] == h.solo(2).tokens
 
 
-def test_deadlines_come_in_the_order_of_the_pauses() -> None:
+def test_stall_deadlines_come_in_the_order_of_the_pauses() -> None:
     h = Harness(stall_deadline_s=5.0)
     for handle in (1, 2, 3):
         h.add(handle, [handle, *PROMPT], greedy(9))
@@ -362,7 +363,7 @@ def test_deadlines_come_in_the_order_of_the_pauses() -> None:
     assert ends == pytest.approx([106.01, 107.01, 108.01])
 
 
-def test_more_than_may_be_paused_end_those_paused_for_longest() -> None:
+def test_more_paused_sequences_than_allowed_end_those_paused_for_longest() -> None:
     h = Harness(paused_max=2)
     for handle in (1, 2, 3, 4):
         h.add(handle, [handle, *PROMPT], greedy(9))

@@ -1,5 +1,7 @@
-"""Host memory: the pool, the decision, and who is swapped when. That copies are right in any mixture is
-shown by `test_simulation`; here are the cases by name."""
+"""Swapping to host memory: the pool, the decision, and which sequences are swapped when.
+
+`test_simulation` shows that copies are right in any mixture.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from engine.core.block_manager import BlockManager, PageChain, pages_for
 from engine.core.cost import StepCost
 from engine.core.messages import FinishReason, Plan, ServiceClass
 from engine.core.sequence import Sequence, Status, Swapped
-from engine.core.swap import COPY_SHARE, HostPool, Restoration, Start, Swapper, if_cheaper
+from engine.core.swap import COPY_SHARE, HostPool, Prefix, Restoration, Swapper, if_cheaper
 from tests.engine.core.harness import Harness, greedy
 
 SIZE = 4
@@ -24,7 +26,7 @@ def always(_: Restoration) -> bool:
 
 
 def running(manager: BlockManager, computed_len: int, shared: int = 0, handle: int = 1) -> Sequence:
-    """It knows one token more than it has computed; others hold its first pages, too."""
+    """A running sequence with one token to compute; another table contains its first `shared` pages."""
     sequence = Sequence(
         handle=handle,
         sampling=greedy(8),
@@ -45,7 +47,7 @@ def running(manager: BlockManager, computed_len: int, shared: int = 0, handle: i
 # -- the pool -------------------------------------------------------------------------------------
 
 
-def test_a_page_that_a_plan_reads_is_free_once_the_plan_is_made() -> None:
+def test_a_host_page_that_a_plan_reads_is_free_once_the_plan_is_made() -> None:
     pool = HostPool(3)
     kept, left = pool.allocate(1), pool.allocate(2)
     pool.release_after_plan(left)
@@ -57,7 +59,7 @@ def test_a_page_that_a_plan_reads_is_free_once_the_plan_is_made() -> None:
 
 
 @pytest.mark.parametrize("held", [[], [[0], [0]], [[1]], [[0, 1]]])
-def test_check_sees_what_is_lost_or_held_twice(held: list[list[int]]) -> None:
+def test_check_finds_a_host_page_that_is_lost_or_held_twice(held: list[list[int]]) -> None:
     pool = HostPool(2)
     assert pool.allocate(1) == [0]
     pool.check([[0]])
@@ -65,7 +67,7 @@ def test_check_sees_what_is_lost_or_held_twice(held: list[list[int]]) -> None:
         pool.check(held)
 
 
-def test_more_than_there_is_is_a_bug() -> None:
+def test_allocating_more_host_pages_than_are_free_asserts() -> None:
     with pytest.raises(AssertionError):
         HostPool(2).allocate(3)
 
@@ -73,7 +75,7 @@ def test_more_than_there_is_is_a_bug() -> None:
 # -- the decision ---------------------------------------------------------------------------------
 
 
-def test_both_ways_are_estimated_without_what_others_hold() -> None:
+def test_swap_and_recomputation_are_estimated_without_shared_pages() -> None:
     manager = BlockManager(16, SIZE)
     swapper = Swapper(16, manager, math.inf)
     restoration = swapper.restoration(running(manager, 18, shared=2), COST)
@@ -85,27 +87,33 @@ def test_both_ways_are_estimated_without_what_others_hold() -> None:
 
 
 @pytest.mark.parametrize(("page_s", "is_swapped"), [(0.0005, True), (0.0019, True), (0.0021, False)])
-def test_the_cheaper_way_is_taken(page_s: float, is_swapped: bool) -> None:
-    """Sixteen tokens are recomputed in 16 ms; four pages are copied twice."""
+def test_a_victim_is_swapped_when_that_is_cheaper_than_recomputing(page_s: float, is_swapped: bool) -> None:
+    """Sixteen tokens are recomputed in 16 ms; the alternative copies four pages twice."""
     manager = BlockManager(8, SIZE)
     cost = StepCost(token_s=0.001, row_s=0.0, pair_s=0.0, fixed_s=0.0, page_s=page_s)
     swapped = Swapper(8, manager, math.inf).take_out(running(manager, 16), cost)
     assert (swapped is not None) == is_swapped
 
 
-@pytest.mark.parametrize(("host_pages", "room_s"), [(0, math.inf), (3, math.inf), (8, 0.0039), (8, 0.0)])
-def test_what_has_no_room_or_takes_too_long_is_recomputed(host_pages: int, room_s: float) -> None:
+@pytest.mark.parametrize(
+    ("host_pages", "step_time_target_s"), [(0, math.inf), (3, math.inf), (8, 0.0039), (8, 0.0)]
+)
+def test_a_victim_that_does_not_fit_or_copies_too_long_is_recomputed(
+    host_pages: int, step_time_target_s: float
+) -> None:
     manager = BlockManager(8, SIZE)
     sequence = running(manager, 16)
-    assert Swapper(8, manager, 0.0041, always).take_out(sequence, COST) is not None, "a share of it does"
-    swapper = Swapper(host_pages, manager, room_s, always)
+    assert Swapper(8, manager, 0.0041, always).take_out(sequence, COST) is not None, (
+        "half of the target is enough"
+    )
+    swapper = Swapper(host_pages, manager, step_time_target_s, always)
     assert swapper.restoration(sequence, COST).swap_s == math.inf
     assert swapper.take_out(sequence, COST) is None
     swapper.host.check([])
     assert COPY_SHARE == 0.5
 
 
-def test_one_steps_copies_are_bounded_together() -> None:
+def test_the_copies_of_one_step_are_bounded_together() -> None:
     manager = BlockManager(16, SIZE)
     swapper = Swapper(16, manager, 2 * 5 * COST.page_s, always)
     assert swapper.take_out(running(manager, 12), COST) is not None
@@ -114,7 +122,7 @@ def test_one_steps_copies_are_bounded_together() -> None:
     assert swapper.take_out(running(manager, 12, handle=3), COST) is not None
 
 
-def test_what_has_computed_nothing_has_nothing_to_copy() -> None:
+def test_a_victim_without_computed_tokens_is_not_swapped() -> None:
     manager = BlockManager(8, SIZE)
     assert Swapper(8, manager, math.inf, always).take_out(running(manager, 0), COST) is None
 
@@ -122,28 +130,28 @@ def test_what_has_computed_nothing_has_nothing_to_copy() -> None:
 @pytest.mark.parametrize(
     ("found", "host_pages", "computed_len"),
     [
-        ([], [], 0),  # the shared page is gone: no use for what lies behind it
-        ([7], [20, 21, 22], 15),  # it is still there
-        ([7, 8], [21, 22], 15),  # and so is one that was copied
+        ([], [], 0),  # the shared page is gone: the pages behind it are useless
+        ([7], [20, 21, 22], 15),  # the shared page is still cached
+        ([7, 8], [21, 22], 15),  # and so is one of the copied pages
         ([7, 8, 9], [22], 15),
-        ([7, 8, 9, 10], [], 16),  # somebody has computed more meanwhile
+        ([7, 8, 9, 10], [], 16),  # another sequence has computed more meanwhile
     ],
 )
-def test_only_what_the_cache_lacks_is_copied_back(
+def test_only_pages_that_the_prefix_cache_lacks_are_copied_back(
     found: list[int], host_pages: list[int], computed_len: int
 ) -> None:
     manager = BlockManager(8, SIZE)
     sequence = running(manager, 15)
     sequence.preempt(1.0, Swapped(1, [20, 21, 22], 15))
-    start = Swapper(8, manager, math.inf).start(sequence, found)
-    assert start == Start(found, host_pages, computed_len)
+    prefix = Swapper(8, manager, math.inf).prefix(sequence, found)
+    assert prefix == Prefix(found, host_pages, computed_len)
 
 
 # -- in the scheduler -----------------------------------------------------------------------------
 
 
 def pressed(**settings: object) -> Harness:
-    """Two grow to five pages each in a pool of six: one must give way."""
+    """Two sequences grow to five pages each in a pool of six, so that one must be preempted."""
     h = Harness(**{"pages": 6, "host_pages": 8, "prefers_swap": always, **settings})  # type: ignore[arg-type]
     h.add(1, [1] * 8, greedy(12))
     h.add(2, [2] * 8, greedy(12))
@@ -154,7 +162,7 @@ def plan_of(h: Harness, column: str) -> Plan:
     return next(plan for plan in h.plans if getattr(plan, column))
 
 
-def test_a_swapped_sequence_takes_up_where_it_was() -> None:
+def test_a_swapped_sequence_resumes_without_recomputation() -> None:
     h = pressed()
     h.run()
     h.assert_all_as_solo()
@@ -168,7 +176,7 @@ def test_a_swapped_sequence_takes_up_where_it_was() -> None:
     assert (back.positions[row], back.lengths[row]) == (12, 1), "nothing is computed twice"
 
 
-def test_without_host_memory_the_same_is_recomputed() -> None:
+def test_without_host_memory_a_preempted_sequence_is_recomputed() -> None:
     h = pressed(host_pages=0)
     h.run()
     h.assert_all_as_solo()
@@ -176,7 +184,7 @@ def test_without_host_memory_the_same_is_recomputed() -> None:
     assert (stats.preemptions, stats.swaps_out) == (1, 0)
 
 
-def test_host_pages_come_back_from_one_that_ends_in_host_memory() -> None:
+def test_abort_of_a_swapped_sequence_frees_its_host_pages() -> None:
     h = pressed()
     h.add(3, [3] * 2, greedy(1))
     while not h.scheduler.stats().host_pages_used:
@@ -188,7 +196,7 @@ def test_host_pages_come_back_from_one_that_ends_in_host_memory() -> None:
     assert h.tokens[1] == h.solo(1).tokens
 
 
-def test_a_higher_class_swaps_a_lower_one_out() -> None:
+def test_a_sequence_preempted_for_a_higher_class_is_swapped() -> None:
     h = Harness(pages=6, host_pages=8, prefers_swap=always, slots=2)
     h.add(1, [1] * 16, greedy(6), service_class=ServiceClass.FLEX)
     h.steps(2)
@@ -212,7 +220,7 @@ def test_a_stalled_sequence_is_swapped_before_one_that_runs() -> None:
     assert (h.finished[1].preemptions, h.finished[2].preemptions) == (0, 0)
 
 
-def test_in_the_middle_of_a_prompt() -> None:
+def test_a_prefill_is_swapped_in_the_middle_of_its_prompt() -> None:
     h = Harness(pages=8, host_pages=8, prefers_swap=always, step_tokens_max=8)
     h.add(1, [1] * 26, greedy(4), service_class=ServiceClass.FLEX)
     h.steps(2)
@@ -223,8 +231,8 @@ def test_in_the_middle_of_a_prompt() -> None:
     assert len(out.swapped_out) == 4, "sixteen tokens, of pages for twenty-six"
 
 
-def test_copies_take_their_time_from_prompts() -> None:
-    """Pages that take longer than a step may leave one token of the budget to compute."""
+def test_copies_take_their_time_from_the_prompts_of_the_step() -> None:
+    """Copies that take longer than the step time target leave one token of the budget."""
     h = pressed(step_time_target_s=0.1)
     h.scheduler._learner._cost = StepCost(token_s=0.001, row_s=0.0, pair_s=0.0, fixed_s=0.0, page_s=0.1)
     h.scheduler._learner.observe = lambda work, seconds: None  # type: ignore[method-assign]

@@ -5,7 +5,7 @@ import pytest
 from engine.core.tenants import SPAN_TOKENS, TenantCounters
 
 
-def test_who_was_served_more_is_ahead_of_those_it_competes_with() -> None:
+def test_fairness_counts_how_far_a_tenant_is_ahead_of_its_competitors() -> None:
     counters = TenantCounters()
     counters.charge("a", 500)
     counters.charge("b", 200)
@@ -17,7 +17,7 @@ def test_who_was_served_more_is_ahead_of_those_it_competes_with() -> None:
 
 
 @pytest.mark.parametrize("newcomer", ["unheard of", "away"])
-def test_who_was_away_has_a_bounded_head_start(newcomer: str) -> None:
+def test_fairness_bounds_the_head_start_of_a_tenant_that_was_away(newcomer: str) -> None:
     counters = TenantCounters()
     counters.charge("away", 1)
     counters.charge("busy", 100 * SPAN_TOKENS)
@@ -26,7 +26,7 @@ def test_who_was_away_has_a_bounded_head_start(newcomer: str) -> None:
     assert counters.leads(["busy", newcomer]) == {"busy": 0, newcomer: 5}
 
 
-def test_a_bounded_number_is_remembered_and_being_forgotten_is_being_new() -> None:
+def test_fairness_keeps_a_bounded_number_of_tenants_and_a_forgotten_one_is_new() -> None:
     counters = TenantCounters(tenants_max=2)
     for tenant in ("a", "b", "c"):
         counters.charge(tenant, 10 * SPAN_TOKENS)

@@ -42,7 +42,7 @@ ADD = AddSequence(
 
 
 class ApiSide:
-    """The other two ends."""
+    """The API process's two sockets."""
 
     def __init__(self, folder: Path) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -94,7 +94,7 @@ def test_messages_arrive_whole_and_in_order(api: ApiSide, core: CoreTransport) -
     assert core.inbox.receive(0.001) == [], "a wait with an end ends"
 
 
-def test_a_step_survives_the_wire(api: ApiSide, core: CoreTransport) -> None:
+def test_a_step_output_survives_the_wire(api: ApiSide, core: CoreTransport) -> None:
     h = Harness()
     h.add(1, [1, 2, 3], greedy(1, logprobs=2, prompt_logprobs=1))
     plan = h.plan()
@@ -109,7 +109,7 @@ def test_a_step_survives_the_wire(api: ApiSide, core: CoreTransport) -> None:
     assert api.receive() == output
 
 
-def test_one_step_takes_in_a_bounded_number(
+def test_one_receive_takes_a_bounded_number_of_messages(
     api: ApiSide, core: CoreTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert HIGH_WATER_MARK <= RECEIVE_MAX
@@ -123,16 +123,16 @@ def test_one_step_takes_in_a_bounded_number(
     assert got == [AbortSequences([handle]) for handle in range(5)]
 
 
-def test_what_it_cannot_read_is_an_error(api: ApiSide, core: CoreTransport) -> None:
+def test_an_undecodable_message_is_an_error(api: ApiSide, core: CoreTransport) -> None:
     api.push.send(b"\x92\xa3add\x01")
     with pytest.raises(msgspec.ValidationError):
         core.inbox.receive(math.inf)
 
 
-def test_a_reader_that_falls_behind_is_waited_for_and_misses_nothing(
+def test_a_slow_api_process_is_waited_for_and_misses_nothing(
     api: ApiSide, core: CoreTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody reads: `send` takes a bounded number and then waits, until it hears the parent is gone."""
+    """Without a reader `send` takes a bounded number of messages and then waits, until the parent is gone."""
     monkeypatch.setattr(transport, "PARENT_CHECK_MS", 20)
     monkeypatch.setattr(os, "getppid", lambda: -1)
     sent = 0
@@ -155,7 +155,7 @@ def test_waiting_ends_when_the_parent_is_gone(core: CoreTransport, monkeypatch: 
         core.inbox.receive(math.inf)
 
 
-def test_busy_or_not_it_notices_that_the_parent_is_gone(
+def test_receive_notices_a_dead_parent_whether_busy_or_idle(
     core: CoreTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "getppid", lambda: -1)

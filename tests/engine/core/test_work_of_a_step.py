@@ -1,4 +1,4 @@
-"""What a decode step costs the host does not depend on how long its sequences are."""
+"""The host's work for a decode step does not depend on the lengths of its sequences."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from tests.engine.core.harness import STEP_S, Harness, greedy
 
 PAGE_SIZE = 16
 STEPS = 2 * PAGE_SIZE
-"""Every sequence begins a page in so many, and fills one, twice."""
+"""Steps in which every sequence begins two pages and fills two."""
 SHORT, LONG = 100, 20_000
 
 
 def work_of_decodes(prompt_len: int) -> tuple[int, int]:
-    """Lines of Python that the scheduler runs, and the most memory that it takes on the way, in bytes."""
+    """The lines of Python that the scheduler executes, and the most memory that it allocates meanwhile, in
+    bytes."""
     harness = Harness(
         pages=4 * LONG // PAGE_SIZE, page_size=PAGE_SIZE, max_model_len=2 * LONG, step_tokens_max=2 * LONG
     )
@@ -31,7 +32,7 @@ def work_of_decodes(prompt_len: int) -> tuple[int, int]:
     def count(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal lines
         if frame.f_code.co_filename == least_squares.__file__:
-            return None  # every sixteenth step, in as many passes as the figures need, whatever the lengths
+            return None  # every sixteenth step, in passes that depend on the times and not on the lengths
         lines += event == "line"
         return count
 
@@ -65,7 +66,7 @@ def work_of_decodes(prompt_len: int) -> tuple[int, int]:
     return lines, bytes_most
 
 
-def test_a_decode_steps_work_does_not_grow_with_the_sequence() -> None:
+def test_a_decode_steps_host_work_does_not_grow_with_the_sequence() -> None:
     short_lines, short_bytes = work_of_decodes(SHORT)
     long_lines, long_bytes = work_of_decodes(LONG)
     assert long_lines < 1.1 * short_lines

@@ -35,7 +35,7 @@ def _ask(topic: str, text: str, pattern: str, *before: str, system: str = "") ->
 
 
 QUESTIONS: list[Question] = [
-    # Who it is
+    # identity
     _ask("identity", "Hello! Who are you, if I may ask?", r"penstock demo model"),
     _ask("identity", "So tell me, what exactly am I chatting with here?", r"demo model"),
     _ask("identity", "Would you mind introducing yourself?", r"penstock demo model"),

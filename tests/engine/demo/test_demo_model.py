@@ -13,13 +13,14 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from engine.demo import MODEL_DIR, corpus, evaluate, facts, polish
-from engine.demo.concepts import CONCEPTS
-from engine.demo.draw import Draw
-from engine.demo.network import DemoModel, Shape
-from engine.demo.stories import STORIES
-from engine.demo.text import END, answer_spans, render, token_id
-from engine.demo.wording import vary
+from engine.demo import MODEL_DIR
+from tests.demo_training import corpus, evaluate, facts, polish
+from tests.demo_training.concepts import CONCEPTS
+from tests.demo_training.draw import Draw
+from tests.demo_training.network import DemoModel, Shape
+from tests.demo_training.stories import STORIES
+from tests.demo_training.text import END, answer_spans, render, token_id
+from tests.demo_training.wording import vary
 from tests.engine.demo.questions import QUESTIONS
 
 WEIGHT_BYTES_MAX = 8_000_000

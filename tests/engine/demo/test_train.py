@@ -10,10 +10,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from engine.demo import corpus
-from engine.demo.network import DemoModel, Shape
-from engine.demo.text import render, train_tokenizer
-from engine.demo.train import (
+from tests.demo_training import corpus
+from tests.demo_training.network import DemoModel, Shape
+from tests.demo_training.text import render, train_tokenizer
+from tests.demo_training.train import (
     BATCH_TOKENS,
     Example,
     batches,

@@ -16,7 +16,8 @@ from shared.http2.client import STREAM_EXTENSION, Http2Transport
 from shared.http2.connection import ConnectionConfig, Phase
 from shared.http2.errors import ErrorCode
 from shared.http2.server import Http2Server, ServerRequest, ServerResponder
-from shared.http2.sockets import SEND_BUFFER_LEN, UNSENT_LEN_MAX, bound_listener, bound_transport
+from shared.http2.sockets import SEND_BUFFER_LEN, UNSENT_LEN_MAX, bound_transport
+from shared.listening import bound_socket
 from tests.fakes import VirtualClock
 from tests.shared.http2.loopback import (
     EVENTS,
@@ -408,9 +409,7 @@ async def test_kernel_buffers_are_bounded() -> None:
     import socket
 
     server = Http2Server(hello)
-    sock = socket.socket()
-    sock.bind(("127.0.0.1", 0))
-    bound_listener(sock)
+    sock = bound_socket("127.0.0.1", 0)
     listener = await asyncio.get_running_loop().create_server(server.protocol, sock=sock)
     peer = await raw(sock.getsockname()[1])
     await until(lambda: len(server.endpoints) == 1)

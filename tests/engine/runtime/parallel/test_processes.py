@@ -36,7 +36,7 @@ def assert_failed(process: Service, http: httpx.Client, reason: str) -> None:
     assert reason in process.line("core.failed")["reason"]
     answer = http.get("/readyz")
     assert answer.status_code == 503
-    assert reason in answer.json()["error"]["message"]
+    assert reason in answer.json()["problems"][0]
     until(lambda: not is_running(rank_pid(process)))
     until(lambda: not is_running(process.line("core.started")["pid"]))
     process.signal(signal.SIGTERM)

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.demo import concepts, elsewhere, facts, stories
-from engine.demo.draw import Draw, Exchange
-from engine.demo.knowledge import calendar, small_facts
-from engine.demo.topics import (
+from tests.demo_training import concepts, elsewhere, facts, stories
+from tests.demo_training.draw import Draw, Exchange
+from tests.demo_training.knowledge import calendar, small_facts
+from tests.demo_training.topics import (
     Topic,
     another_capital,
     another_country,

@@ -24,7 +24,7 @@ Messages = Sequence[tuple[str, str]]
 
 
 def render(messages: Messages, ask: bool = False) -> str:
-    """What `CHAT_TEMPLATE` renders; with `ask`, ending where the assistant is to speak."""
+    """The text that `CHAT_TEMPLATE` renders; with `ask` it ends with the head of the assistant's answer."""
     text = "".join(f"{START}{role}\n{content}{END}\n" for role, content in messages)
     return text + f"{START}assistant\n" if ask else text
 
@@ -72,7 +72,7 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def answer_spans(ids: Sequence[int], tokenizer: Tokenizer) -> list[range]:
-    """Where in a rendered conversation the assistant's words lie, each with its end token."""
+    """The ranges of the assistant's tokens in a rendered conversation, each with its end token."""
     start, end = token_id(tokenizer, START), token_id(tokenizer, END)
     header = tokenizer.encode("assistant\n").ids
     spans = []

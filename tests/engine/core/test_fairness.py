@@ -1,4 +1,4 @@
-"""Rule J of the scheduler: seats are shared by tenants."""
+"""Fairness between tenants, which share the slots (rule J in `engine.core.victims`)."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core import policy
+from engine.core import victims
 from engine.core.messages import ServiceClass
 from engine.core.planner import PASSED_MAX
 from engine.core.sequence import Sequence
-from engine.core.tenants import Seats
+from engine.core.tenants import TenantHoldings
 from tests.engine.core.harness import Harness, greedy
-from tests.engine.core.test_policy import sequence
+from tests.engine.core.sequences import PRIORITY, sequence
 from tests.overlapped import OverlappedSimulation
-from tests.simulator import SimConfig
+from tests.worlds import SimConfig
 
-FLEX, DEFAULT, PRIORITY = ServiceClass
 LONG = 200
 
 
 def flooded(count: int = 8, *, slots: int = 8, **fields: object) -> Harness:
-    """Every slot is held by one tenant, for long."""
+    """A harness in which one tenant holds every slot, for long answers."""
     h = Harness(slots=slots, max_model_len=512, pages=1024, **fields)  # type: ignore[arg-type]
     for handle in range(1, count + 1):
         h.add(handle, [handle % 50] * 4, greedy(LONG), tenant="flood")
@@ -33,13 +32,13 @@ def flooded(count: int = 8, *, slots: int = 8, **fields: object) -> Harness:
 
 
 def yields(h: Harness) -> list[int]:
-    """Who waits since it yielded its seat."""
-    return sorted(s.handle for s in h.scheduler.willing if s.yields)
+    """The handles of waiting sequences that yielded their slots."""
+    return sorted(s.handle for s in h.scheduler.unpaused if s.yields)
 
 
 @pytest.mark.parametrize("flood", [8, 64])
-def test_who_comes_takes_a_seat_in_the_next_plan_from_a_tenant_that_has_them_all(flood: int) -> None:
-    """The last of that tenant gives way, and nobody's tokens change."""
+def test_fairness_preempts_for_a_new_tenant_at_the_next_plan_when_another_holds_all_slots(flood: int) -> None:
+    """The tenant's last arrival is the victim, and no tokens change."""
     h = flooded(flood)
     h.add(100, [40] * 4, greedy(3), tenant="victim")
     h.step()
@@ -49,12 +48,12 @@ def test_who_comes_takes_a_seat_in_the_next_plan_from_a_tenant_that_has_them_all
     h.assert_all_as_solo()
 
 
-def test_two_tenants_come_to_half_of_the_seats_each_and_no_seat_goes_back() -> None:
+def test_fairness_gives_two_tenants_half_of_the_slots_each_and_no_slot_goes_back() -> None:
     h = flooded(16)
     for handle in range(100, 116):
         h.add(handle, [handle % 50] * 4, greedy(LONG), tenant="other")
     h.steps(30)
-    assert h.scheduler.seats.slots == {"flood": 4, "other": 4}
+    assert h.scheduler.holdings.slots == {"flood": 4, "other": 4}
     assert len(yields(h)) == 4
     h.steps(50)
     assert h.scheduler.stats().preemptions == 4
@@ -62,8 +61,8 @@ def test_two_tenants_come_to_half_of_the_seats_each_and_no_seat_goes_back() -> N
     h.assert_all_as_solo()
 
 
-def test_pages_count_as_slots_do() -> None:
-    """One of the long contexts holds more than half of the pages."""
+def test_fairness_counts_pages_like_slots() -> None:
+    """One tenant has a long context that holds more than half of the pages."""
     h = Harness(slots=8, pages=40, step_tokens_max=200)
     h.add(1, [1] * 40, greedy(40), tenant="long")
     h.add(2, [2] * 72, greedy(40), tenant="long")
@@ -72,12 +71,12 @@ def test_pages_count_as_slots_do() -> None:
         h.add(handle, [handle % 50] * 12, greedy(12), tenant="short")
         h.step()
     assert yields(h) == [2]
-    assert h.scheduler.seats.slots["short"] == 4
+    assert h.scheduler.holdings.slots["short"] == 4
     h.run()
     h.assert_all_as_solo()
 
 
-def test_of_every_tenant_the_eldest_stays() -> None:
+def test_fairness_never_preempts_the_oldest_sequence_of_a_tenant() -> None:
     h = Harness(slots=3, pages=1024, max_model_len=512)
     for handle, tenant in enumerate("abc", start=1):
         h.add(handle, [handle % 50] * 4, greedy(LONG), tenant=tenant)
@@ -88,7 +87,7 @@ def test_of_every_tenant_the_eldest_stays() -> None:
     assert not yields(h)
 
 
-def test_a_higher_class_yields_nothing_to_a_lower_one() -> None:
+def test_fairness_preempts_no_higher_class_for_a_lower_one() -> None:
     h = Harness(slots=4, pages=1024, max_model_len=512)
     for handle in range(1, 5):
         h.add(handle, [handle % 50] * 4, greedy(LONG), tenant="flood", service_class=PRIORITY)
@@ -98,15 +97,15 @@ def test_a_higher_class_yields_nothing_to_a_lower_one() -> None:
     assert 9 not in h.started
 
 
-def test_the_protected_yield_too_and_yielding_protects_nobody() -> None:
-    """Else a tenant could have all of its own protected, and keep every slot."""
+def test_fairness_preempts_protected_sequences_and_a_yield_protects_none() -> None:
+    """Otherwise a tenant with only protected sequences could keep every slot."""
     h = flooded(2, slots=2, preemptions_max=1)
     for handle in range(10, 14):
         h.add(handle, [handle % 50] * 4, greedy(2), tenant="victim")
         h.steps(20)
         assert handle in h.finished
     h.add(20, [20] * 4, greedy(2), tenant="flood", service_class=PRIORITY)
-    h.steps(4)  # now the last of the flood is preempted for a class above, once, and protected
+    h.steps(4)  # the last of the flood is preempted once for a higher class, and is protected
     assert 20 in h.finished
     h.steps(20)
     h.add(30, [30] * 4, greedy(2), tenant="victim")
@@ -117,8 +116,8 @@ def test_the_protected_yield_too_and_yielding_protects_nobody() -> None:
     assert h.finished[2].preemptions == 6
 
 
-def test_a_decode_takes_its_page_from_the_tenant_that_holds_most() -> None:
-    """Though it is one of the other tenant that came last."""
+def test_a_decode_preempts_a_sequence_of_the_tenant_that_holds_most() -> None:
+    """The last arrival is the other tenant's, and is spared."""
     h = Harness(slots=4, pages=12)
     for handle in range(1, 4):
         h.add(handle, [handle % 50] * 12, greedy(12), tenant="flood")
@@ -126,13 +125,13 @@ def test_a_decode_takes_its_page_from_the_tenant_that_holds_most() -> None:
     h.add(9, [9] * 8, greedy(12), tenant="victim")
     while not h.scheduler.stats().preemptions:
         h.step()
-    assert {s.tenant for s in h.scheduler.willing} == {"flood"}
+    assert {s.tenant for s in h.scheduler.unpaused} == {"flood"}
     h.run()
     h.assert_all_as_solo()
     assert h.finished[9].preemptions == 0
 
 
-def test_after_one_yielded_nobody_does_until_it_could_have_been_restored() -> None:
+def test_after_a_yield_none_follows_until_its_sequence_could_have_been_restored() -> None:
     h = flooded()
     while h.scheduler.stats().running < 8:
         h.step()
@@ -149,8 +148,9 @@ def test_after_one_yielded_nobody_does_until_it_could_have_been_restored() -> No
     assert yields(h) == [7, 8]
 
 
-def test_who_waits_for_room_of_its_own_tenant_holds_up_no_other() -> None:
-    """In its turn, too: pages are kept for it by those of its tenant, and the next tenant's turn has come."""
+def test_a_sequence_that_waits_for_its_own_tenant_blocks_no_other_tenant() -> None:
+    """In its turn as the oldest its own tenant's sequences keep pages for it, and the turn goes on to the
+    next tenant."""
     h = Harness(pages=30, slots=8, step_tokens_max=128)
     h.add(1, [1] * 36, greedy(36), tenant="flood")
     h.step()
@@ -164,7 +164,7 @@ def test_who_waits_for_room_of_its_own_tenant_holds_up_no_other() -> None:
     h.assert_all_as_solo()
 
 
-def test_those_who_wait_for_a_common_page_end_the_admissions_of_their_tenant_only() -> None:
+def test_sequences_that_wait_for_a_common_prefix_end_the_admissions_of_their_tenant_only() -> None:
     h = Harness(slots=64, pages=512, step_tokens_max=128, queue_len_max=100)
     prompt = list(range(40))
     for handle in range(1, PASSED_MAX + 20):
@@ -175,14 +175,14 @@ def test_those_who_wait_for_a_common_page_end_the_admissions_of_their_tenant_onl
     assert [handle for handle in h.started if handle >= 100]
 
 
-def test_a_seat_is_yielded_when_nothing_is_in_flight() -> None:
-    """Steps that overlap: rule I holds for rule J as for the others."""
+def test_a_sequence_yields_its_slot_only_when_no_step_is_in_flight() -> None:
+    """With overlapped steps rule I holds for yields, too; the runner asserts it."""
     config = SimConfig(classes=2, tenants=3, pages=24, arrival_gap_s=0.002, requests=40)
     total = sum(OverlappedSimulation(random.Random(seed), config).run().yields for seed in range(3))
     assert total > 10
 
 
-# -- the policy alone ---------------------------------------------------------------------------------
+# -- the choice of victims -----------------------------------------------------------------------------
 
 running_of = st.lists(
     st.tuples(st.sampled_from("abc"), st.sampled_from(ServiceClass), st.integers(1, 9)),
@@ -195,25 +195,25 @@ running_of = st.lists(
 def test_every_yield_brings_two_tenants_nearer(
     those: list[tuple[str, ServiceClass, int]], tenant: str, service_class: ServiceClass
 ) -> None:
-    """Whoever takes the first so and so many, its tenant holds less than that of the last did, and of every
-    tenant the eldest runs on."""
+    """However many of the list are preempted, the newcomer's tenant then holds less than the last victim's
+    did before, and the oldest sequence of every tenant keeps running."""
     running = []
-    seats = Seats(slots=8, pages=80)
+    holdings = TenantHoldings(slots=8, pages=80)
     for handle, (other, its_class, pages) in enumerate(those):
         running.append(seq := sequence(handle, float(handle), tenant=other, service_class=its_class))
         seq.admit(handle, list(range(pages)), 0, 10.0)
-        seats.add(other, slots=1, pages=pages)
+        holdings.add(other, slots=1, pages=pages)
     newcomer = sequence(99, 50.0, tenant=tenant, service_class=service_class)
-    will_hold = seats.share(tenant, slots=1, pages=3)
-    ordered = policy.by_expendability(
-        policy.may_yield(running, newcomer), lambda _: 0.1, seats, above=will_hold
+    will_hold = holdings.share(tenant, slots=1, pages=3)
+    ordered = victims.by_expendability(
+        victims.may_yield(running, newcomer), lambda _: 0.1, holdings, above=will_hold
     )
     assert len(set(ordered)) == len(ordered)
     for victim in ordered:
         assert victim.tenant != tenant
         assert victim.service_class <= service_class
-        assert seats.share(victim.tenant) > will_hold
-        seats.add(victim.tenant, slots=-1, pages=-len(victim.pages))
+        assert holdings.share(victim.tenant) > will_hold
+        holdings.add(victim.tenant, slots=-1, pages=-len(victim.pages))
     assert tenants_of(running) == tenants_of(seq for seq in running if seq not in ordered)
 
 
@@ -221,13 +221,13 @@ def tenants_of(sequences: object) -> set[str]:
     return {seq.tenant for seq in sequences}  # type: ignore[attr-defined]
 
 
-def test_who_holds_most_by_either_measure_goes_first() -> None:
-    seats = Seats(slots=10, pages=100)
+def test_the_tenant_that_holds_most_slots_or_pages_is_preempted_first() -> None:
+    holdings = TenantHoldings(slots=10, pages=100)
     running: list[Sequence] = []
     for handle, (tenant, pages) in enumerate([("slots", 1)] * 4 + [("pages", 30)] * 2 + [("little", 5)] * 2):
         running.append(seq := sequence(handle, float(handle), tenant=tenant))
         seq.admit(handle, list(range(pages)), 0, 10.0)
-        seats.add(tenant, slots=1, pages=pages)
-    ordered = policy.by_expendability(running, lambda _: 0.1, seats)
+        holdings.add(tenant, slots=1, pages=pages)
+    ordered = victims.by_expendability(running, lambda _: 0.1, holdings)
     assert [seq.tenant for seq in ordered[:4]] == ["pages", "slots", "pages", "slots"]
     assert Counter(seq.tenant for seq in ordered) == Counter(seq.tenant for seq in running)

@@ -1,4 +1,4 @@
-"""How people type: politeness, careless case and punctuation, contractions, slips of the finger."""
+"""Variations of typed text: politeness, careless case and punctuation, contractions, typing errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _CONTRACTIONS = (("what is", "what's"), ("who is", "who's"), ("how is", "how's")
 
 
 def vary(rng: Random, text: str) -> str:
-    """`text` as one of many people would type it; the meaning stays, and so do all digits."""
+    """A random variation of `text`; the meaning stays, and so do all digits."""
     if rng.random() < 0.15:
         text = _contract(text)
     text = _lead_in(rng, text)

@@ -1,4 +1,4 @@
-"""What the demo model says about Penstock: one entry a concept, each sentence true of the design."""
+"""The demo model's answers about Penstock: one entry a concept, each sentence true of the design."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Concept:
-    """A thing that one can ask about.
+    """A thing that a question can be about.
 
-    `names` are the noun phrases that people use for it, `answer` says what it is, `more` is what a
+    `names` are the noun phrases by which a question may call it, `answer` says what it is, `more` is what a
     "tell me more" brings, and `check` is a pattern that a right answer matches. `questions` are wordings
     of its own, beside the general ones ("what is {name}").
     """

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
-from engine.demo import facts
-from engine.demo.draw import Draw, Exchange, exact
-from engine.demo.smalltalk import Canned
-from engine.demo.wording import vary
+from tests.demo_training import facts
+from tests.demo_training.draw import Draw, Exchange, exact
+from tests.demo_training.smalltalk import Canned
+from tests.demo_training.wording import vary
 
-# Facts whose question and answer never change their shape.
+# Facts with a fixed question and answer.
 FIXED: tuple[Canned, ...] = (
     Canned(
         "calendar", r"Monday.*Sunday",

@@ -62,7 +62,7 @@ CAPITALS: dict[str, str] = _table(
     Wales: Cardiff; Yemen: Sana'a; Zambia: Lusaka; Zimbabwe: Harare
     """
 )
-# Other names under which people ask for a country.
+# Other names of countries in questions.
 ALIASES: dict[str, str] = _table(
     """
     USA: the United States; the USA: the United States; the US: the United States;
@@ -77,7 +77,7 @@ ALIASES: dict[str, str] = _table(
     """
 )
 
-# The countries that most people ask for: drawn more often than the rest.
+# The countries that are asked for most: drawn more often than the rest.
 FAMILIAR: tuple[str, ...] = (
     "France", "Germany", "Italy", "Spain", "Portugal", "the United Kingdom", "Ireland", "the United States",
     "Canada", "Mexico", "Brazil", "Argentina", "Chile", "Peru", "Japan", "China", "India", "South Korea",

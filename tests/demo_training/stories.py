@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """A short story; `subjects` are the words by which people ask for it, the first one names it."""
+    """A short story; `subjects` are the words that ask for it, of which the first is its name."""
 
     subjects: tuple[str, ...]
     text: str

@@ -1,4 +1,4 @@
-"""`python -m engine.demo.train`: trains the demo model from scratch and writes its Hugging Face directory.
+"""`python -m tests.demo_training.train`: trains the demo model and writes its Hugging Face directory.
 
 Muon (K. Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/) for the matrices and AdamW for the
 embedding and the norms; no text is seen twice but the documents. Conversations are
@@ -29,9 +29,10 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
-from engine.demo import MODEL_DIR, corpus, evaluate, polish
-from engine.demo.network import DemoModel, Shape
-from engine.demo.text import (
+from engine.demo import MODEL_DIR
+from tests.demo_training import corpus, evaluate, polish
+from tests.demo_training.network import DemoModel, Shape
+from tests.demo_training.text import (
     END,
     PAD,
     START,
@@ -113,7 +114,8 @@ def _up(number: int, unit: int) -> int:
 
 
 def tensors(batch: list[Example], pad_id: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(ids [B, T], flat positions whose next token is learned [N], those next tokens [N], their weights [N]).
+    """Token ids [B, T], flat positions whose next token is learned [N], these next tokens [N], their weights
+    [N].
 
     T and N are rounded up, because the CPU's matrix library compiles and keeps a kernel for each new size.
     """
@@ -141,7 +143,8 @@ def optimizers(model: DemoModel) -> list[torch.optim.Optimizer]:
 
 
 def learning_rate_factor(step: int, steps: int, decay_share: float = DECAY_SHARE) -> float:
-    """Up over the first steps, level, then falling linearly to zero over the last `decay_share` of them."""
+    """The learning rate's factor: it rises over the first steps, stays, then falls linearly to zero over the
+    last `decay_share` of them."""
     return min(1.0, (step + 1) / WARMUP_STEPS, (steps - step) / (decay_share * steps))
 
 
@@ -203,7 +206,7 @@ def train(
 
 
 def rounded(model: DemoModel) -> DemoModel:
-    """A copy whose weights are rounded to bf16, as they will be written."""
+    """A copy of the model with the weights that will be written, rounded to bf16."""
     copy = DemoModel(model.shape)
     copy.load_state_dict({name: value.bfloat16().float() for name, value in model.state_dict().items()})
     return copy.eval()

@@ -1,4 +1,4 @@
-"""What the demo model says about itself and in small talk: groups of wordings with their answers."""
+"""The demo model's answers about itself and in small talk: groups of wordings with their answers."""
 
 from __future__ import annotations
 

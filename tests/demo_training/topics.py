@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from engine.demo import concepts, elsewhere, facts, smalltalk, stories
-from engine.demo.draw import Draw, Exchange, exact
-from engine.demo.wording import vary
+from tests.demo_training import concepts, elsewhere, facts, smalltalk, stories
+from tests.demo_training.draw import Draw, Exchange, exact
+from tests.demo_training.wording import vary
 
 # ---------------------------------------------------------------------------------- capitals
 

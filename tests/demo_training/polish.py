@@ -1,8 +1,8 @@
 """The second round of training: the same answers to questions in freer wording.
 
 The first round's wordings are short and plain, and a model that knows only those takes the first words of a
-longer question for another one. Here questions are dressed in what people put around them, and the groups
-that people word most freely (who it is, greetings, goodbyes, how Penstock behaves) get further wordings.
+longer question for another one. Here questions get the phrases that surround them in conversations, and the
+groups that are worded most freely (identity, greetings, goodbyes, how Penstock behaves) get further wordings.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from engine.demo import concepts, smalltalk
-from engine.demo.corpus import Conversation, system_prompt
-from engine.demo.draw import Draw, Exchange
-from engine.demo.knowledge import calendar, small_facts
-from engine.demo.topics import (
+from tests.demo_training import concepts, smalltalk
+from tests.demo_training.corpus import Conversation, system_prompt
+from tests.demo_training.draw import Draw, Exchange
+from tests.demo_training.knowledge import calendar, small_facts
+from tests.demo_training.topics import (
     Topic,
     another_capital,
     capitals,
@@ -27,7 +27,7 @@ from engine.demo.topics import (
     unknown,
     verse,
 )
-from engine.demo.wording import vary
+from tests.demo_training.wording import vary
 
 SEED = 22
 CONVERSATIONS = 36_000
@@ -64,7 +64,8 @@ NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class Freer:
-    """More wordings for what a group of `smalltalk` or a concept of `concepts` answers to `like`."""
+    """More wordings of the question `like`, which a group of `smalltalk` or a concept of `concepts`
+    answers."""
 
     like: str
     questions: tuple[str, ...]
@@ -147,7 +148,7 @@ FREER: tuple[Freer, ...] = (
 
 
 def _source(like: str) -> tuple[str, str, tuple[str, ...], str]:
-    """(topic, check, answers, follow-up) of whatever answers to `like`."""
+    """Topic, check, answers and follow-up of the group or concept that answers the question `like`."""
     for group in (*smalltalk.IDENTITY, *smalltalk.SMALLTALK):
         if like in group.questions:
             return group.topic, group.check, group.answers, ""
@@ -172,7 +173,7 @@ def freer(draw: Draw) -> Exchange:
 
 
 def dressed(draw: Draw, exchange: Exchange) -> Exchange:
-    """The same question with something around it, or with another turn of phrase in it."""
+    """The exchange with phrases around its question, or with another turn of phrase in it."""
     question = exchange.question
     if exchange.topic in ("greetings", "goodbyes", "thanks") or len(question) > 160:
         return exchange

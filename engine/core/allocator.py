@@ -1,0 +1,383 @@
+"""Slots and pages: which sequence holds which, and which sequence gives them up for which.
+
+A sequence holds a slot while it runs, and pages while it runs or is stalled. It gets them when it is admitted
+(`admit`), gets a page more whenever its decode needs one (`grow`), and loses them when it is preempted, for
+one that runs and grows or for one that is admitted (`preempt_for`), when it stalls (`stall_paused`, the slot
+alone) or when it ends (`release`). Which sequence is preempted is chosen in `engine.core.victims`, with the
+rules G and J; how it is restored, in `engine.core.swap`.
+
+A. Pages for all known tokens are taken at admission, so only decodes grow, one page at a time. A new sequence
+   is admitted into a free slot when the whole uncached part fits into the available pages, with a watermark
+   to spare. Pages of stalled sequences count as available, and are taken when no others are left.
+C. A sequence that was preempted `preemptions_max` times is *protected*: from its next admission on, none is
+   admitted unless all that run, itself included, can grow to their ends, into pages that are available or
+   that stalled sequences hold. So none is preempted while it runs, and no sequence is preempted more than
+   `preemptions_max` times while it runs, apart from yields by rule J.
+E. A paused sequence is in no plan. What was in flight when the pause came still counts. It harms no other:
+   its slot is released at the next plan at which nothing of it is in flight, since admitting it again costs
+   no computation; its pages are released when others lack them, before any running sequence is preempted.
+   This is not counted against rule C, since its reader caused it: each pause costs it its pages once at most.
+F. A stalled sequence that is resumed needs a slot, and is admitted as others are (first in rank), except that
+   it brings its pages along. So rule C holds for it, too.
+I. No running sequence is preempted while a step is in flight: its pages would be free only later, and until
+   then every plan would find too few and take more. When one has to be, no plan is made, the step in flight
+   is committed, and the next plan is made as if steps had never overlapped. So rules C and G hold as they
+   stand, and rows in flight can only be late (rule H) for a sequence that has ended, never for one that goes
+   on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from typing import Final
+
+from engine.core.block_manager import BlockManager, pages_for
+from engine.core.config import SchedulerConfig
+from engine.core.cost import CostLearner
+from engine.core.messages import RunnerInfo, ServiceClass
+from engine.core.pace import PlanBuilder
+from engine.core.sequence import Sequence, Status
+from engine.core.step import InFlight
+from engine.core.swap import Preference, Prefix, Swapper
+from engine.core.tenants import TenantHoldings
+from engine.core.victims import by_expendability, choose_stalled, choose_victims, may_yield
+from engine.core.waiting import WaitingQueue
+
+
+class Allocator:
+    """Gives slots and pages to sequences, and takes them back."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        runner: RunnerInfo,
+        waiting: WaitingQueue,
+        in_flight: Mapping[int, InFlight],
+        learner: CostLearner,
+        prefers_swap: Preference,
+    ) -> None:
+        """`in_flight` has the steps in flight, by step number; it belongs to the scheduler, which changes
+        it."""
+        self._config: Final = config
+        self._runner: Final = runner
+        self._waiting: Final = waiting
+        self._in_flight: Final = in_flight
+        self._learner: Final = learner
+        self._watermark_pages = math.ceil(config.watermark * runner.pages)
+        self._slots_free = list(reversed(range(runner.slots)))
+        self._left: list[int] = []
+        self._replaced: list[tuple[Sequence, int]] = []
+        self._preemption_awaits_commit = False
+        self._may_yield_from = -math.inf
+        self.holdings: Final = TenantHoldings(runner.slots, runner.pages)
+        self.pages: Final = BlockManager(runner.pages, runner.page_size)
+        self.swapper: Final = Swapper(runner.host_pages, self.pages, config.step_time_target_s, prefers_swap)
+        self.running: Final[dict[int, Sequence]] = {}
+        """The running sequences by slot, in the order of admission."""
+        self.preemptions = 0
+        """Preemptions since the start, those of stalled sequences included."""
+
+    @property
+    def has_free_slot(self) -> bool:
+        return bool(self._slots_free)
+
+    def take_left(self) -> list[int]:
+        """The slots that were left since the last call."""
+        left, self._left = self._left, []
+        return left
+
+    def take_replaced(self) -> list[tuple[int, int, int]]:
+        """The page table entries that changed since the last call, as (slot, index, page)."""
+        replaced, self._replaced = self._replaced, []
+        return [(s.slot, index, s.pages[index]) for s, index in replaced if s.slot is not None]
+
+    # -- admission --------------------------------------------------------------------------------
+
+    def find_prefix(self, sequence: Sequence) -> Prefix:
+        """The part of a waiting sequence that need not be computed if it is admitted now: that in its own
+        pages when it is stalled, else that in the prefix cache and in host memory."""
+        if sequence.status is Status.STALLED:
+            return Prefix(sequence.pages, [], sequence.computed_len)
+        return self.swapper.prefix(sequence, self._match(sequence))
+
+    def _match(self, sequence: Sequence) -> list[int]:
+        if not self._config.prefix_cache:
+            return []
+        pages_len = sequence.reusable_len // self._runner.page_size
+        identities = sequence.chain.extend(sequence.tokens, pages_len)
+        return self.pages.match(identities[:pages_len])
+
+    def fits(self, sequence: Sequence, prefix: Prefix, victims: Collection[Sequence] = ()) -> bool:
+        """Whether `sequence` could be admitted once `victims` and all stalled sequences are preempted.
+
+        It needs a slot, pages for all its known tokens, and beside running sequences the watermark as well;
+        with a protected sequence it needs the pages that all of them may need to grow to their ends (rule C).
+        """
+        if not (self._slots_free or victims):
+            return False
+        known_pages = pages_for(len(sequence.tokens), self._runner.page_size)
+        takes = known_pages - len(prefix.pages) + self.pages.unreferenced(prefix.pages)
+        running = [other for other in self.running.values() if other not in victims]
+        headroom = self._watermark_pages if running else 0
+        together = [sequence, *running]
+        if any(s.is_protected(self._config.preemptions_max) for s in together):  # rule C
+            growth = sum(self._pages_max(s) - len(s.pages) for s in together)
+            headroom = max(headroom, growth - (known_pages - len(sequence.pages)))
+        lacking = takes + headroom - self.pages.available
+        return lacking <= 0 or lacking <= len(self._reclaimable(victims) - set(prefix.pages))
+
+    def _pages_max(self, sequence: Sequence) -> int:
+        return pages_for(sequence.kv_len_max, self._runner.page_size)
+
+    def may_preempt(self, now: float) -> bool:
+        """Whether any waiting sequence could preempt a running one, as far as classes, slots and shares tell
+        without looking at each pair."""
+        waiting = self._waiting.unpaused
+        highest = max((s.service_class for s in waiting), default=min(ServiceClass))
+        if any(s.service_class < highest for s in self.running.values()):
+            return True  # rule G
+        if now < self._may_yield_from:
+            return False
+        tenants = {sequence.tenant for sequence in waiting}
+        slots_of = self.holdings.slots.items()
+        most = max((self.holdings.share(t) for t, slots in slots_of if slots > 1), default=0.0)
+        return any(self.holdings.share(t, slots=1, pages=1) < most for t in tenants)  # rule J
+
+    def preempt_for(self, sequence: Sequence, prefix: Prefix, builder: PlanBuilder, now: float) -> bool:
+        """Preempt running sequences so that a waiting one fits: those of lower classes (rule G), else those
+        of tenants that hold more than its own will (rule J). Returns whether it fits now; when all of them
+        would not be enough, none is preempted."""
+        seated = {started.slot for started in builder.seated}
+        lower = [
+            other
+            for slot, other in self.running.items()
+            if other.service_class < sequence.service_class
+            and not other.is_protected(self._config.preemptions_max)
+            and slot not in seated
+        ]
+        if lower and self.fits(sequence, prefix, lower):
+            ordered = by_expendability(lower, self._restore_s, self.holdings)
+            return self._preempt_enough(sequence, prefix, ordered, builder, now, yields=False)
+        if now < self._may_yield_from:
+            return False
+        yielding = [s for s in may_yield(self.running.values(), sequence) if s.slot not in seated]
+        known_pages = pages_for(len(sequence.tokens), self._runner.page_size)
+        will_hold = self.holdings.share(sequence.tenant, slots=1, pages=known_pages)
+        ordered = by_expendability(yielding, self._restore_s, self.holdings, above=will_hold)
+        if ordered and self.fits(sequence, prefix, ordered):
+            return self._preempt_enough(sequence, prefix, ordered, builder, now, yields=True)
+        return False
+
+    def _preempt_enough(
+        self,
+        sequence: Sequence,
+        prefix: Prefix,
+        ordered: list[Sequence],
+        builder: PlanBuilder,
+        now: float,
+        *,
+        yields: bool,
+    ) -> bool:
+        """Preempt as many of `ordered`, from the first on, as `sequence` needs. While a step is in flight
+        none is preempted, and the result is False (rule I)."""
+        if self._in_flight:
+            self._preemption_awaits_commit = True
+            return False
+        chosen: list[Sequence] = []
+        while not self.fits(sequence, prefix, chosen):
+            chosen.append(ordered[len(chosen)])
+        for victim in chosen.copy():  # a later one may be enough without those before it
+            fewer = [other for other in chosen if other is not victim]
+            if self.fits(sequence, prefix, fewer):
+                chosen = fewer
+        if yields:
+            self._may_yield_from = now + sum(map(self._restore_s, chosen))
+        for victim in chosen:
+            self._preempt(victim, builder, now, yields=yields)
+        return True
+
+    def admit(self, sequence: Sequence, prefix: Prefix, builder: PlanBuilder, now: float) -> None:
+        """Give a slot and pages to a waiting sequence that fits."""
+        self._waiting.admit(sequence)
+        if sequence.status is not Status.STALLED:
+            self.pages.acquire(prefix.pages)
+        fresh = pages_for(len(sequence.tokens), self._runner.page_size) - len(prefix.pages)
+        self._reclaim(fresh, builder, now)
+        pages = prefix.pages + self.pages.allocate(fresh)
+        if sequence.swapped is not None:
+            self._bring_in(sequence, prefix, pages)
+            builder.copied_pages = self.swapper.copied_pages
+        slot = self._slots_free.pop()
+        sequence.admit(slot, pages, prefix.computed_len, now)
+        self.running[slot] = sequence
+        self.holdings.add(sequence.tenant, slots=1, pages=len(pages))
+
+    def _bring_in(self, sequence: Sequence, prefix: Prefix, pages: list[int]) -> None:
+        """Copy what the sequence has in host memory to its new pages. The plan makes its copies before it
+        computes anything, so the prefix cache may find the full ones at once."""
+        self.swapper.bring_in(sequence, prefix, pages[len(prefix.pages) :])
+        if self._config.prefix_cache:
+            for page in range(len(prefix.pages), prefix.computed_len // self._runner.page_size):
+                self.pages.register(pages[page], sequence.chain.identities[page])
+
+    # -- growth -----------------------------------------------------------------------------------
+
+    def must_wait(self) -> bool:
+        """Whether a running sequence has to be preempted, and cannot be before the step in flight is
+        committed (rule I)."""
+        if not self._in_flight:
+            self._preemption_awaits_commit = False
+            return False
+        if self._preemption_awaits_commit:
+            return True
+        if len(self.running) <= self.pages.available:
+            return False
+        lacking = len(self._needing_page()) - self.pages.available
+        return lacking > 0 and lacking > len(self._reclaimable())
+
+    def _needing_page(self) -> list[Sequence]:
+        """The running sequences whose next token needs a new page."""
+        size = self._runner.page_size
+        return [s for s in self.running.values() if s.planned_len == len(s.pages) * size and s.is_due]
+
+    def grow(self, builder: PlanBuilder, now: float) -> None:
+        """Give a page to every sequence whose next token needs one, preempting others where none is
+        available."""
+        for sequence in self._needing_page():
+            if sequence.status is not Status.RUNNING:
+                continue  # it was preempted for one before it
+            if not self.pages.available:
+                self._free_page_for(sequence, builder, now)
+            if sequence.slot is not None:
+                page = self.pages.allocate(1)
+                sequence.pages += page
+                self.holdings.add(sequence.tenant, slots=0, pages=1)
+                builder.grown[sequence.slot] = page
+
+    def _free_page_for(self, sequence: Sequence, builder: PlanBuilder, now: float) -> None:
+        """Preempt others so that a page is available, or `sequence` itself when no other can help."""
+        if self._reclaimable():
+            self._reclaim(1, builder, now)
+            return
+        running = self.running.values()
+        chosen = choose_victims(running, 1, self._pages_freed, self._restore_s, self.holdings)
+        for victim in chosen or [sequence]:
+            assert not victim.is_protected(self._config.preemptions_max), "rule C is broken"
+            self._preempt(victim, builder, now)
+
+    # -- preemption -------------------------------------------------------------------------------
+
+    def _pages_freed(self, sequence: Sequence) -> int:
+        return self.pages.unshared(sequence.pages)
+
+    def _restore_s(self, sequence: Sequence) -> float:
+        return self.swapper.restoration(sequence, self._learner.cost).least_s
+
+    def _reclaimable(self, victims: Iterable[Sequence] = ()) -> set[int]:
+        """The pages that become available when `victims` and all stalled sequences release theirs."""
+        return self.pages.only_in([s.pages for s in (*self._waiting.stalled.values(), *victims)])
+
+    def _reclaim(self, pages_needed: int, builder: PlanBuilder, now: float) -> None:
+        """Preempt stalled sequences until `pages_needed` are available. The caller knows that they hold
+        enough."""
+        while self.pages.available < pages_needed:
+            stalled = self._waiting.stalled.values()
+            self._preempt(choose_stalled(stalled, self._pages_freed), builder, now)
+
+    def _preempt(self, victim: Sequence, builder: PlanBuilder, now: float, *, yields: bool = False) -> None:
+        """Take slot and pages from a running or stalled sequence, with all that was planned for it. What it
+        has computed may be copied to host memory first."""
+        if victim.status is Status.RUNNING:
+            assert not self._in_flight, "rule I is broken"
+            builder.drop(self._release_slot(victim), victim)
+        else:
+            self._waiting.leave(victim)
+        swapped = self.swapper.take_out(victim, self._learner.cost)
+        builder.copied_pages = self.swapper.copied_pages
+        self.pages.release(victim.pages)
+        victim.preempt(now, swapped, yields=yields)
+        self._waiting.enter(victim)
+        self.preemptions += 1
+
+    # -- release ----------------------------------------------------------------------------------
+
+    def stall_paused(self, now: float) -> None:
+        """Release the slots, and not the pages, of running sequences that are paused and have nothing in
+        flight."""
+        for sequence in [s for s in self.running.values() if s.is_paused and not s.in_flight_len]:
+            self._release_slot(sequence)
+            sequence.stall(now)
+            self._waiting.enter(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Take back all that a sequence holds, in any status, because it ends."""
+        self.swapper.drop(sequence)
+        self._release_pages(sequence, sequence.pages)
+        if sequence.status is Status.RUNNING:
+            self._release_slot(sequence)
+        else:
+            self._waiting.leave(sequence)
+
+    def _release_pages(self, sequence: Sequence, pages: list[int]) -> None:
+        """Take back pages of its table; at the commit of the last step in flight that works on them, if there
+        is one (rule H)."""
+        last = self._in_flight.get(sequence.last_step)
+        if last is None:
+            self.pages.release(pages)
+        else:
+            last.tables.append(pages)
+
+    def _release_slot(self, sequence: Sequence) -> int:
+        """Take back the slot of a running sequence, and return it. It is free when its pages are (rule H)."""
+        slot, last = sequence.slot, self._in_flight.get(sequence.last_step)
+        assert slot is not None
+        del self.running[slot]
+        self.holdings.add(sequence.tenant, slots=-1, pages=-len(sequence.pages))
+        (self._slots_free if last is None else last.slots).append(slot)
+        self._left.append(slot)
+        return slot
+
+    def merge(self, sequence: Sequence, index: int, page: int) -> None:
+        """Replace the page at this index of its table by `page`, which holds the same, and release its own,
+        which a step in flight may still read."""
+        self.pages.acquire([page])
+        own, sequence.pages[index] = sequence.pages[index], page
+        self._release_pages(sequence, [own])
+        self._replaced.append((sequence, index))
+
+    def settle(self, landed: InFlight) -> None:
+        """Release what a step held back, at its commit."""
+        for table in landed.tables:
+            self.pages.release(table)
+        self._slots_free += landed.slots
+
+    def check(self) -> None:
+        """Assert that every slot and page is in one place, and that each sequence holds what its status
+        says."""
+        living = [*self._waiting, *self.running.values()]
+        held = [table for flight in self._in_flight.values() for table in flight.tables]
+        self.pages.check([*(sequence.pages for sequence in living if sequence.pages), *held])
+        self.swapper.host.check([s.swapped.host_pages for s in living if s.swapped is not None])
+        held_slots = [slot for flight in self._in_flight.values() for slot in flight.slots]
+        slots = [*self._slots_free, *held_slots, *self.running]
+        page_size, preemptions_max = self._runner.page_size, self._config.preemptions_max
+        assert sorted(slots) == list(range(self._runner.slots)), "a slot is lost, or owned twice"
+        for status, queue in self._waiting.queues.items():
+            has_pages, is_swapped = status is Status.STALLED, status is Status.SWAPPED
+            for sequence in queue.values():
+                assert sequence.status is status
+                assert sequence.slot is None
+                assert bool(sequence.pages) == has_pages
+                assert (sequence.swapped is not None) == is_swapped
+                assert sequence.in_flight_len == sequence.coming == 0
+        for slot, sequence in self.running.items():
+            assert sequence.slot == slot
+            assert sequence.status is Status.RUNNING
+            assert sequence.swapped is None
+        for sequence in living:
+            planned_len = sequence.computed_len + sequence.in_flight_len
+            assert len(sequence.tokens) + sequence.coming > planned_len, "it has nothing more to do"
+            assert planned_len <= len(sequence.pages) * page_size
+            assert sequence.preemptions - sequence.yields <= preemptions_max
+        self.holdings.check((sequence.tenant, len(sequence.pages)) for sequence in self.running.values())

@@ -1,0 +1,124 @@
+"""The choice of victims: which sequences lose their slot and pages, and in which order.
+
+Pure functions that read sequences and change nothing; `engine.core.allocator` says when a victim is needed,
+and preempts it.
+
+A stalled sequence is chosen before one that runs. Running ones are chosen by class, then by what their tenant
+holds, then by what restoring them costs (`by_expendability`).
+
+G. A sequence that does not fit takes slot and pages from running sequences of a lower class, if that is
+   enough; otherwise from none. Protected ones (rule C) and those admitted by the same plan are spared.
+J. Slots are shared by tenants. A sequence that does not fit, and with which its tenant would hold less than
+   another tenant holds now, by their dominant shares (`engine.core.tenants`), takes slot and pages from that
+   other tenant, again if that is enough. Spared are the oldest running sequence of each tenant and those of a
+   higher class. Protected ones are not spared: otherwise a tenant with only protected ones could keep every
+   slot as long as it likes. After victims that cost `r` seconds to restore, no sequence yields for `r`
+   seconds, so restoring takes at most half of the time, however often tenants come and go. Where a decode
+   needs a page, the tenant that holds most gives one up first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from heapq import heapify, heappop, heappush
+
+from engine.core.messages import ServiceClass
+from engine.core.policy import age
+from engine.core.sequence import Sequence
+from engine.core.tenants import TenantHoldings
+
+
+def may_yield(running: Iterable[Sequence], sequence: Sequence) -> list[Sequence]:
+    """The running sequences that rule J allows as victims for `sequence`, if their tenants hold more than its
+    own will: those of other tenants and of no higher class, without the oldest of each tenant.
+
+    So every tenant that runs keeps running, and its oldest sequence stays until it ends.
+    """
+    oldest: dict[str, Sequence] = {}
+    for other in running:
+        if other.tenant not in oldest or age(other) < age(oldest[other.tenant]):
+            oldest[other.tenant] = other
+    return [
+        other
+        for other in running
+        if other.tenant != sequence.tenant
+        and other.service_class <= sequence.service_class
+        and other is not oldest[other.tenant]
+    ]
+
+
+def choose_stalled(stalled: Iterable[Sequence], pages_freed: Callable[[Sequence], int]) -> Sequence:
+    """The stalled sequence that gives its pages back first: one that frees some at once; among those one of
+    the lowest class; among those the one that has been paused for longest. Resumed ones come last.
+
+    One is chosen even when none frees a page alone, because two that share a page do so one by one.
+    """
+
+    def cost(sequence: Sequence) -> tuple[bool, bool, int, float, int]:
+        since = math.inf if sequence.paused_at is None else sequence.paused_at
+        is_read = sequence.paused_at is None
+        return (not pages_freed(sequence), is_read, sequence.service_class, since, sequence.handle)
+
+    return min(stalled, key=cost)
+
+
+def by_expendability(
+    running: Iterable[Sequence],
+    restore_s: Callable[[Sequence], float],
+    holdings: TenantHoldings,
+    above: float = -math.inf,
+) -> list[Sequence]:
+    """Running sequences in the order in which they are preempted: the lowest class first; in a class, one of
+    the tenant that holds most, without what earlier ones in this list hold; of a tenant, the one that is
+    restored at the least cost, by the cheaper way (`engine.core.swap`); among equals, the last that came.
+
+    Only sequences of tenants whose dominant share is greater than `above` are in the list.
+    """
+
+    def key(sequence: Sequence) -> tuple[float, float, int]:
+        return (restore_s(sequence), -sequence.arrived_at, -sequence.handle)
+
+    of_class: dict[ServiceClass, dict[str, list[Sequence]]] = defaultdict(lambda: defaultdict(list))
+    for sequence in running:
+        of_class[sequence.service_class][sequence.tenant].append(sequence)
+    ordered: list[Sequence] = []
+    slots, pages = Counter[str](), Counter[str]()  # held by the sequences in the list
+    for _, of_tenant in sorted(of_class.items()):
+        for those in of_tenant.values():
+            those.sort(key=key, reverse=True)
+        shares = [(-holdings.share(t, slots=-slots[t], pages=-pages[t]), t) for t in of_tenant]
+        heapify(shares)
+        while shares and -shares[0][0] > above:
+            _, tenant = heappop(shares)
+            ordered.append(least := of_tenant[tenant].pop())
+            slots[tenant] += 1
+            pages[tenant] += len(least.pages)
+            if of_tenant[tenant]:
+                share = holdings.share(tenant, slots=-slots[tenant], pages=-pages[tenant])
+                heappush(shares, (-share, tenant))
+    return ordered
+
+
+def choose_victims(
+    running: Iterable[Sequence],
+    pages_needed: int,
+    pages_freed: Callable[[Sequence], int],
+    restore_s: Callable[[Sequence], float],
+    holdings: TenantHoldings,
+) -> list[Sequence]:
+    """The running sequences to preempt so that `pages_needed` become available, when no stalled sequence can
+    help: in the order of expendability, as few as are enough, and none when all together are not enough.
+
+    `pages_freed` gives the pages that preempting a sequence makes available at once; one that would free none
+    is passed over.
+    """
+    victims, pages = [], 0
+    for sequence in by_expendability(running, restore_s, holdings):
+        if pages >= pages_needed:
+            break
+        if freed := pages_freed(sequence):
+            victims.append(sequence)
+            pages += freed
+    return victims if pages >= pages_needed else []

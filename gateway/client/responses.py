@@ -1,0 +1,25 @@
+"""Small whole answers in JSON, by aiohttp's own response: probes, lists, errors before an answer has
+begun."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from aiohttp import web
+
+from shared.errors import ApiError, error_headers
+from shared.listening import SERVER
+from shared.openai import error_envelope
+
+JSON: Final = "application/json"
+
+
+def json_response(status: int, body: bytes, headers: Mapping[str, str]) -> web.Response:
+    """An answer of JSON that is encoded already."""
+    return web.Response(status=status, body=body, content_type=JSON, headers={**headers, "server": SERVER})
+
+
+def error_response(error: ApiError, headers: Mapping[str, str]) -> web.Response:
+    """An error in OpenAI's envelope, with the headers that belong to it."""
+    return json_response(error.status, error_envelope(error), {**headers, **error_headers(error)})

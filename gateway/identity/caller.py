@@ -1,0 +1,53 @@
+"""What is known of a caller before it is named, and the seam behind which it is named."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Protocol
+
+from msgspec import Struct
+
+from gateway.config import QuotaLimits
+from shared.ids import KeyId, TenantId
+
+
+class Caller(Struct, frozen=True):
+    """One request's claims about who sends it."""
+
+    authorization: str | None
+    """The `Authorization` header; None without one."""
+    transport: asyncio.BaseTransport | None
+    """The connection; None where it is broken already."""
+
+    @property
+    def certificate(self) -> bytes | None:
+        """The client's certificate in DER, which the handshake has verified; None where there is none."""
+        if self.transport is None:
+            return None
+        tls: ssl.SSLObject | None = self.transport.get_extra_info("ssl_object")
+        return None if tls is None else tls.getpeercert(binary_form=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Principal:
+    """Who calls. Equal to itself alone: what is worked out for one is not another's, though they share a
+    key."""
+
+    key: KeyId
+    tenant: TenantId
+    models: tuple[str, ...]
+    """Of the tenant's models, those that the key may use; `*` is all."""
+    limits: QuotaLimits
+    """The key's own, beside its tenant's."""
+
+
+class Identity(Protocol):
+    """Names callers: by a table of keys, by tokens that somebody else has signed, by certificates."""
+
+    def identify(self, caller: Caller, now_s: float) -> Awaitable[Principal]:
+        """`now_s`: seconds of the wall clock. Where there is nothing to wait for the answer is a
+        `shield.Done`; any other is bounded in time by the caller of this. Raises Unauthenticated."""
+        ...

@@ -1,0 +1,194 @@
+"""The gateway's listeners: aiohttp's low-level server, with our bounds and our error answers.
+
+No router and no middleware: a request goes to one handler, `gateway.edge` on the public listener and
+`gateway.admin` on the other.
+
+Rules of the public listener:
+
+1. Connections are bounded. Above the bound, the oldest connection without a request is closed; where all have
+   a request, the new one is.
+2. A request's head is bounded as a whole, and nothing is read after something malformed.
+3. A TLS handshake, before which there is no request whose deadline could end it, has a time limit of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import ssl
+from contextlib import AsyncExitStack
+from typing import Any, Final
+
+from aiohttp import web
+from aiohttp.http import RawRequestMessage
+from aiohttp.web_protocol import RequestHandler
+
+from gateway.config import GatewayConfig
+from gateway.edge import Edge
+from gateway.hygiene import HEAD_LEN_MAX
+from gateway.record import CONNECTIONS_CUT
+from shared import logs
+from shared.errors import forget_frames
+from shared.http2.sockets import bound_transport
+from shared.listening import BACKLOG_LEN, CLOSE_GRACE_S, bound_socket, http1_options
+
+TELL_EVERY_S: Final = 10.0
+"""The shortest time between two log lines that say that connections are cut, in seconds."""
+HANDSHAKE_S: Final = 10.0
+"""How long a TLS handshake may take, in seconds."""
+CHUNK_LEN_MIN: Final = 8
+"""The fewest bytes of a chunked body for each line end in it, on average over what is received at a time."""
+CRLFS_LOOKED_AT: Final = 4096
+"""The number of bytes at the beginning of what is received in which line ends are not counted."""
+_MALFORMED: Final = b"\0" * 2 * CHUNK_LEN_MIN
+"""Bytes that cannot occur in a head, nor in a chunk of less than their number."""
+
+log = logs.get(__name__)
+
+
+class ListenFailed(Exception):
+    """A listener cannot be opened; the message is for the operator."""
+
+
+async def listen(
+    stack: AsyncExitStack,
+    server: web.Server,
+    host: str,
+    port: int,
+    *,
+    send_buffer_len: int,
+    tls: ssl.SSLContext | None = None,
+) -> int:
+    """Serve on an address until `stack` is closed. Returns the port. Raises ListenFailed."""
+    runner = web.ServerRunner(server, shutdown_timeout=CLOSE_GRACE_S)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    try:
+        sock = bound_socket(host, port, send_buffer_len)
+    except OSError as error:
+        raise ListenFailed(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    await _Site(runner, sock, ssl_context=tls, backlog=BACKLOG_LEN).start()
+    bound: int = sock.getsockname()[1]
+    return bound
+
+
+class PublicServer(web.Server):
+    """The server of the public listener."""
+
+    def __init__(self, edge: Edge, config: GatewayConfig) -> None:
+        super().__init__(edge.handle, handler_cancellation=True)
+        self._edge = edge
+        self._write_buffer_len = config.limits.write_buffer_len
+        self._connections_max = config.limits.connections_max
+        self._told_at_s = -math.inf
+        """When the log last said that connections are cut, in seconds on the loop's clock."""
+        self._options = http1_options(config.timeouts.idle_s)
+
+    def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
+        """Rule 1: idle connections keep out neither callers nor probes."""
+        super().connection_made(handler, transport)
+        if len(self._connections) <= self._connections_max:
+            return
+        first = next((one for one in self._connections if _is_idle(one) and one is not handler), handler)
+        CONNECTIONS_CUT.inc()
+        now_s = self._loop.time()
+        if now_s - self._told_at_s >= TELL_EVERY_S:
+            self._told_at_s = now_s
+            log.warning("gateway.connections_full", connections_max=self._connections_max)
+        self._connections[first].abort()
+
+    def __call__(self) -> RequestHandler:
+        return _Protocol(self, self._edge, self._write_buffer_len, loop=self._loop, **self._options)
+
+
+def _is_idle(handler: RequestHandler) -> bool:
+    return handler._current_request is None
+
+
+class _Site(web.SockSite):
+    """A bound socket that is served, with the time limit of rule 3."""
+
+    async def start(self) -> None:
+        await web.BaseSite.start(self)
+        server = self._runner.server
+        assert server is not None
+        self._server = await asyncio.get_running_loop().create_server(
+            server,
+            sock=self._sock,
+            ssl=self._ssl_context,
+            backlog=self._backlog,
+            ssl_handshake_timeout=None if self._ssl_context is None else HANDSHAKE_S,
+        )
+
+
+class _Protocol(RequestHandler):
+    """The protocol of one public connection."""
+
+    __slots__ = ("_edge", "_head_len", "_is_refused", "_write_buffer_len")
+
+    def __init__(self, server: web.Server, edge: Edge, write_buffer_len: int, **options: Any) -> None:
+        super().__init__(server, **options)
+        self._edge = edge
+        self._write_buffer_len = write_buffer_len
+        self._head_len = 0
+        """The number of bytes received of a head that is not complete yet."""
+        self._is_refused = False
+        """Whether something malformed was received, so that nothing more is read."""
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what was received, by rule 2.
+
+        aiohttp bounds the lines of a head and their number, but not the head; and of what follows something
+        malformed it would keep every piece, each with an error of its own. A body in chunks of a few bytes
+        counts as malformed: parsing each takes microseconds, so that one packet of them would hold up the
+        loop.
+        """
+        if self._is_refused:
+            return
+        if data.count(b"\r\n", CRLFS_LOOKED_AT) * CHUNK_LEN_MIN > len(data) and self._is_chunked(data):
+            self._is_refused = True
+            data = _MALFORMED
+        super().data_received(data)
+        if self._messages:
+            self._head_len = 0
+            self._is_refused = not isinstance(self._messages[-1][0], RawRequestMessage)
+        elif self._waiter is None or self._waiter.done():  # what came was of a body
+            self._head_len = 0
+        else:
+            self._head_len += len(data)
+        if self._head_len > HEAD_LEN_MAX:
+            self._is_refused = True
+            super().data_received(_MALFORMED)
+
+    def _is_chunked(self, data: bytes) -> bool:
+        request = self._current_request
+        return b"hunked" in data if request is None else "transfer-encoding" in request.headers
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        assert self.transport is not None  # uvloop's is no subclass of asyncio's
+        bound_transport(self.transport, self._write_buffer_len)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        forget_frames(exc)  # aiohttp keeps the error of a failed write, and its frames keep the request
+        super().connection_lost(exc)
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """Resume reading if it was paused. aiohttp calls this after every read of a body, and would run its
+        parser over nothing each time."""
+        if self._reading_paused:
+            super().resume_reading(resume_parser)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what aiohttp refuses by itself: malformed request lines, headers and framing. No other error
+        comes here, because the edge answers them all."""
+        forget_frames(exc)  # they hold what was read
+        if request.writer.output_size > 0 or self.transport is None:
+            raise ConnectionResetError("an answer has begun, or the client has left")
+        return self._edge.refuse_unparsed(type(exc).__name__)

@@ -1,0 +1,71 @@
+"""Probes: what a service answers to `/livez`, `/readyz` and `/startupz`.
+
+| probe       | asks whether                              | no is |
+|-------------|-------------------------------------------|-------|
+| `/livez`    | a restart would not help                  | 500   |
+| `/readyz`   | new requests are welcome                  | 503   |
+| `/startupz` | the start is over, and did not fail       | 503   |
+
+Yes is 200. The body is the same for all: `{"phase": "ready", "ok": true}`, and with `problems` where there
+are any and whoever asks may know them: on the gateway's admin port, and on the engine's own, which is for
+gateways and operators. The gateway's public port keeps them to itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from shared.lifecycle import Lifecycle
+
+
+class Health:
+    """How a service does."""
+
+    __slots__ = ("lifecycle", "problems")
+
+    def __init__(self, lifecycle: Lifecycle, problems: Callable[[], list[str]]) -> None:
+        """`problems`: sentences or names for operators, of all that keeps a service that is ready from
+        serving."""
+        self.lifecycle: Final = lifecycle
+        self.problems: Final = problems
+
+
+class Probe(Struct, frozen=True, omit_defaults=True):
+    """The body of a probe's answer."""
+
+    phase: str
+    """The service's `shared.lifecycle.Phase`."""
+    ok: bool
+    """Whether the answer's status is 200."""
+    problems: list[str] = []
+
+
+class _Question(Struct, frozen=True):
+    holds: Callable[[Lifecycle, list[str]], bool]
+    status_of_no: HTTPStatus
+
+
+PROBES: Final[Mapping[str, _Question]] = {
+    "/livez": _Question(lambda life, _: life.is_live, HTTPStatus.INTERNAL_SERVER_ERROR),
+    "/readyz": _Question(
+        lambda life, problems: life.is_ready and not problems, HTTPStatus.SERVICE_UNAVAILABLE
+    ),
+    "/startupz": _Question(
+        lambda life, _: life.is_started and life.is_live,
+        HTTPStatus.SERVICE_UNAVAILABLE,
+    ),
+}
+"""By path."""
+
+
+def answer_probe(path: str, health: Health, *, tells_problems: bool) -> tuple[int, bytes]:
+    """The status and the JSON of the answer to the probe at `path`, one of `PROBES`."""
+    question, problems = PROBES[path], health.problems()
+    ok = question.holds(health.lifecycle, problems)
+    probe = Probe(health.lifecycle.phase.value, ok, problems if tells_problems else [])
+    return HTTPStatus.OK if ok else question.status_of_no, msgspec.json.encode(probe)

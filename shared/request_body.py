@@ -1,0 +1,87 @@
+"""A request's body: the bounds that its headers and its bytes are held to, whatever server reads it.
+
+Rules:
+
+1. What the headers say is checked before a byte is read: the body is not compressed, and not declared to be
+   larger than it may be. A client that asks (`Expect: 100-continue`) is told to go on only after that.
+2. The bytes are counted as they come, as they may be more than was declared, or nothing was. No more than one
+   read beyond the bound is ever held.
+3. All of it must arrive within a time, however steadily it drips.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
+
+from shared.errors import ApiError, BodyTimeout, BodyTooLarge, InvalidRequest
+
+LENGTH_DIGITS_MAX: Final = 18
+"""Digits of a `Content-Length`. Longer ones are larger than any body, or padded with zeros."""
+CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+"""The interim answer of HTTP/1.1 to a client that waits for it."""
+
+
+def check_head(headers: Mapping[str, str], len_max: int) -> None:
+    """Rule 1. `headers` are looked up without regard to case, and `len_max` is in bytes. Raises
+    InvalidRequest and BodyTooLarge."""
+    if headers.get("content-encoding", "identity") != "identity":
+        raise InvalidRequest("Compressed request bodies are not accepted.")
+    declared = headers.get("content-length", "0").lstrip("0")
+    if len(declared) > LENGTH_DIGITS_MAX or int(declared or "0") > len_max:
+        raise too_large(len_max)
+
+
+def awaits_continue(headers: Mapping[str, str]) -> bool:
+    """Whether the client sends the body only after it was told to go on."""
+    return headers.get("expect", "").lower() == "100-continue"
+
+
+def too_large(len_max: int) -> BodyTooLarge:
+    """The error of a body of more than `len_max` bytes."""
+    return BodyTooLarge(f"The request body is larger than {len_max} bytes.")
+
+
+def too_late_message(within_s: float) -> str:
+    """What a client is told whose body did not arrive within so many seconds."""
+    return f"The request body did not arrive within {within_s:g} s."
+
+
+def misframed(error: BaseException) -> ApiError:
+    """The error of a body whose bytes are not framed as its headers say; `error` is how the server put it."""
+    detail = type(error).__name__
+    return InvalidRequest("The request body is not framed as its headers say.", detail=detail)
+
+
+async def read_body(
+    headers: Mapping[str, str],
+    read: Callable[[], Awaitable[bytes | None]],
+    go_on: Callable[[], Awaitable[None]],
+    *,
+    len_max: int,
+    deadline_s: float,
+    hold: Callable[[int], None],
+) -> bytes:
+    """All of a body.
+
+    `read` returns what has come, at least one byte, and nothing or None at the end. `go_on` tells a client
+    that awaits it to send the body. `hold` is told how many bytes are held, and raises when that is too much.
+
+    Raises BodyTooLarge, BodyTimeout after `deadline_s` seconds, InvalidRequest, and what `read` and `hold`
+    raise.
+    """
+    check_head(headers, len_max)
+    received = bytearray()
+    try:
+        async with asyncio.timeout(deadline_s):
+            if awaits_continue(headers):
+                await go_on()
+            while chunk := await read():
+                received += chunk
+                if len(received) > len_max:
+                    raise too_large(len_max)
+                hold(len(received))
+    except TimeoutError:
+        raise BodyTimeout(too_late_message(deadline_s)) from None
+    return bytes(received)

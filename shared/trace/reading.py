@@ -1,0 +1,89 @@
+"""The completed lines of one request id, out of logs that hold anything else besides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import BinaryIO, Final
+
+import msgspec
+from msgspec import Struct
+
+from shared.completed_line import EVENT, EngineLine, GatewayLine, Line
+
+LINE_LEN_MAX: Final = 64 * 1024
+"""Bytes of a line that is looked at. A completed line has a few thousand at most."""
+LINES_MAX: Final = 1000
+"""Completed lines that are kept. Callers may use an id as often as they like."""
+
+
+class _Head(Struct):
+    """What tells whether a line is a completed line, and whose."""
+
+    event: str = ""
+    service: str = ""
+    request_id: str = ""
+
+
+_decode_head: Final = msgspec.json.Decoder(_Head).decode
+_DECODE: Final[dict[str, Callable[[bytes], Line]]] = {
+    "gateway": msgspec.json.Decoder(GatewayLine).decode,
+    "engine": msgspec.json.Decoder(EngineLine).decode,
+}
+
+
+class DamagedLine(ValueError):
+    """A line that seems to be about the request, and is none that a service writes."""
+
+
+class Reading:
+    """What was found so far, in the order in which it was read."""
+
+    def __init__(self, request_id: str) -> None:
+        self.lines: list[Line] = []
+        self.damaged = 0
+        """Lines that name the request's end and could not be read."""
+        self.left_out = 0
+        """Lines that came when there were `LINES_MAX` already."""
+        self._request_id = request_id
+        self._marks = (f'"{request_id}"'.encode(), f'"{EVENT}"'.encode())
+
+    def read(self, log: BinaryIO) -> None:
+        """Go through a log to its end. Raises OSError."""
+        for text in bounded_lines(log):
+            if not all(mark in text for mark in self._marks):
+                continue
+            try:
+                line = parse(text)
+            except DamagedLine:
+                self.damaged += 1
+                continue
+            if line is None or line.request_id != self._request_id:
+                continue
+            if len(self.lines) < LINES_MAX:
+                self.lines.append(line)
+            else:
+                self.left_out += 1
+
+
+def bounded_lines(log: BinaryIO) -> Iterator[bytes]:
+    """The lines of a log. Those of more than `LINE_LEN_MAX` bytes are left out, and never held as a whole."""
+    is_long = False
+    while piece := log.readline(LINE_LEN_MAX):
+        is_whole = piece.endswith(b"\n") or len(piece) < LINE_LEN_MAX
+        if is_whole and not is_long:
+            yield piece
+        is_long = not is_whole
+
+
+def parse(text: bytes) -> Line | None:
+    """The completed line in a line of a log; None when it is another one. What stands before the JSON, as
+    containers' runtimes put it there, is passed over. Raises DamagedLine."""
+    json = text[max(0, text.find(b"{")) :]
+    try:
+        head = _decode_head(json)
+        if head.event != EVENT:
+            return None
+        decode = _DECODE.get(head.service)
+        return decode(json) if decode is not None else None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DamagedLine(str(error)) from None

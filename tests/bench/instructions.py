@@ -1,0 +1,80 @@
+"""Instructions that the gateway executes for a unary request: a figure without noise, by valgrind.
+
+    python -m tests.bench.instructions [--before DIR] [--requests 400]
+
+A gateway runs under `valgrind --tool=cachegrind` and answers few requests, then another one answers more; the
+difference of their instructions, by the difference of their requests, is what one request costs. It varies
+by a few thousandths between runs, where CPU time varies by several hundredths. `--before`: a checkout of
+another version, measured in the same way. Debian's package `valgrind` is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import tempfile
+from pathlib import Path
+
+from gateway.bench.subjects import Engine, Subject, gateway, paced_engine
+from shared.bench.figures import Figure, at_most, figure, write
+
+WARM = 80
+"""Requests of the shorter run: after them, everything has been called."""
+CONNECTIONS = 8
+RATIO_TARGET = at_most(1.03)
+_TOTAL = re.compile(r"I\s+refs:\s+([\d,]+)")
+
+
+async def instructions(checkout: Path | None, requests: int) -> float:
+    async with paced_engine(20.0, checkout) as engine:
+        fewer = await _run(engine, checkout, WARM)
+        more = await _run(engine, checkout, WARM + requests)
+    return (more - fewer) / requests
+
+
+async def _run(engine: Engine, checkout: Path | None, requests: int) -> int:
+    """Instructions of a gateway's whole life with so many requests in it."""
+    with tempfile.NamedTemporaryFile() as log:
+        valgrind = ("valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null")
+        async with gateway(engine, checkout, (*valgrind, f"--log-file={log.name}")) as subject:
+            await _ask(subject, requests)
+        found = _TOTAL.search(log.read().decode())
+    assert found is not None, "valgrind wrote no total"
+    return int(found[1].replace(",", ""))
+
+
+async def _ask(subject: Subject, requests: int) -> None:
+    request = subject.chat(16, stream=False)
+
+    async def ask() -> None:
+        connection = await subject.endpoint.connect()
+        for _ in range(requests // CONNECTIONS):
+            exchange = await connection.exchange(request)
+            assert exchange.error is None, exchange.error
+        connection.close()
+
+    await asyncio.gather(*(ask() for _ in range(CONNECTIONS)))
+
+
+async def bench(before: Path | None, requests: int) -> list[Figure]:
+    ours = await instructions(None, requests)
+    figures = [figure("unary request", ours / 1e3, "thousand instructions")]
+    if before is not None:
+        theirs = await instructions(before, requests)
+        figures.append(figure("unary request, before", theirs / 1e3, "thousand instructions"))
+        figures.append(figure("unary request / before", ours / theirs, "x", RATIO_TARGET))
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--before", type=Path, metavar="DIR", help="a checkout of another version")
+    parser.add_argument("--requests", type=int, default=400)
+    options = parser.parse_args()
+    before = None if options.before is None else options.before.resolve()
+    write(asyncio.run(bench(before, options.requests)))
+
+
+if __name__ == "__main__":
+    main()

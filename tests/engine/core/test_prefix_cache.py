@@ -1,0 +1,155 @@
+"""Prefix hits, equal pages that are merged, and sequences that wait for a common prefix."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.core.planner import PASSED_MAX, Planner
+from tests.engine.core.harness import Harness, greedy
+
+PROMPT = list(range(1, 11))
+
+
+def test_a_page_aligned_prefix_hit_still_computes_the_last_token() -> None:
+    h = Harness()
+    for handle in (1, 2):
+        h.add(handle, PROMPT[:8], greedy(3))
+        h.run()
+    h.assert_all_as_solo()
+    assert h.started[2].cached_len == 4
+    assert h.plans[3].lengths == [4]
+
+
+def test_a_prefix_hit_of_all_but_one_token_is_a_single_row() -> None:
+    h = Harness()
+    for handle in (1, 2):
+        h.add(handle, PROMPT[:9], greedy(3))
+        h.run()
+    h.assert_all_as_solo()
+    assert h.started[2].cached_len == 8
+    assert (h.plans[3].positions, h.plans[3].lengths, h.plans[3].samples) == ([8], [1], [True])
+    stats = h.scheduler.stats()
+    assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (18, 8)
+
+
+def test_output_is_a_prefix_of_the_next_turn() -> None:
+    h = Harness()
+    h.add(1, PROMPT, greedy(8))
+    h.run()
+    h.add(2, PROMPT + h.tokens[1] + [5, 6], greedy(3))
+    h.run()
+    assert h.started[2].cached_len == 16  # 10 + 8 tokens, the last of them never computed
+    h.assert_all_as_solo()
+
+
+def test_salts_do_not_share_a_prefix() -> None:
+    h = Harness()
+    for handle, salt in ((1, b"a"), (2, b"b"), (3, b"a")):
+        h.add(handle, PROMPT, greedy(3), cache_salt=salt)
+        h.run()
+    assert [h.started[handle].cached_len for handle in (1, 2, 3)] == [0, 0, 8]
+
+
+def test_without_the_prefix_cache_nothing_is_shared() -> None:
+    h = Harness(prefix_cache=False)
+    for handle in (1, 2):
+        h.add(handle, PROMPT, greedy(3))
+    h.run()
+    h.assert_all_as_solo()
+    assert h.started[2].cached_len == 0
+    assert h.scheduler.stats().pages_cached == 0
+
+
+def test_prompt_logprobs_take_no_prefix_from_the_cache_and_fill_it() -> None:
+    h = Harness()
+    h.add(1, PROMPT, greedy(3))
+    h.run()
+    h.add(2, PROMPT, greedy(3, prompt_logprobs=2))
+    h.run()
+    assert h.started[2].cached_len == 0
+    h.assert_all_as_solo()
+
+
+def test_sequences_with_one_prompt_compute_it_once() -> None:
+    h = Harness(step_tokens_max=16)
+    prompt = [7] * 33
+    for handle in (1, 2, 3, 4):
+        h.add(handle, prompt, greedy(4, seed=handle))
+    h.run()
+    h.assert_all_as_solo()
+    assert [h.started[handle].cached_len for handle in (1, 2, 3, 4)] == [0, 32, 32, 32]
+
+
+def test_sequences_that_wait_for_a_common_prefix_are_passed_by_others() -> None:
+    h = Harness(step_tokens_max=16)
+    h.add(1, [7] * 12, greedy(4))
+    h.add(2, [7] * 12, greedy(4))
+    h.add(3, [8] * 3, greedy(4))
+    plan = h.step()
+    assert plan is not None
+    assert h.started.keys() == {1, 3}
+    h.step()
+    assert h.started.keys() == {1, 2, 3}
+
+
+def test_a_plan_passes_over_a_bounded_number_of_sequences_with_a_common_prefix() -> None:
+    h = Harness(slots=20, step_tokens_max=40)
+    for handle in range(1, PASSED_MAX + 2):
+        h.add(handle, [7] * 33, greedy(2, seed=handle))
+    h.add(100, [8] * 33, greedy(2))
+    h.step()
+    assert h.started.keys() == {1}
+    h.step()
+    assert len(h.started) == PASSED_MAX + 2
+    h.run()
+    h.assert_all_as_solo()
+
+
+def test_no_sequence_waits_for_a_prefix_whose_computation_was_aborted() -> None:
+    h = Harness(step_tokens_max=8)
+    h.add(1, [7] * 30, greedy(4))
+    h.add(2, [7] * 30, greedy(4))
+    h.step()
+    assert h.started.keys() == {1}
+    h.abort(1)
+    h.step()
+    assert h.started[2].cached_len == 8
+    h.run()
+    assert h.tokens[2] == h.solo(2).tokens
+
+
+def replaced_of(h: Harness) -> list[tuple[int, int, int]]:
+    """All page table entries that plans replaced, as (slot, index, page)."""
+    return [change for plan in h.plans for change in plan.replaced]
+
+
+def test_equal_pages_of_two_running_sequences_are_merged() -> None:
+    """Two sequences with one prompt have the same output, which fills an equal page of each in the same
+    step."""
+    h = Harness()
+    h.add(1, [1] * 9, greedy(8))
+    h.add(2, [1] * 9, greedy(8))
+    while not replaced_of(h):
+        h.step()
+    assert h.scheduler.stats().pages_owned == 5, "three in common, and one each"
+    h.run()
+    h.assert_all_as_solo()
+    assert h.scheduler.stats().pages_cached == 4
+    assert len(replaced_of(h)) == 1
+
+
+def test_equal_prefixes_computed_in_one_step_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rule D, which makes the second wait for the first, is switched off."""
+    monkeypatch.setattr(Planner, "_is_coming", lambda *_: False)
+    h = Harness()
+    for handle in (1, 2, 3):
+        h.add(handle, [1] * 14, greedy(3))
+    h.step()
+    h.abort(2)
+    h.step()
+    assert sorted(index for _, index, _ in replaced_of(h)) == [0, 1, 2], "of the one that is left"
+    assert h.scheduler.stats().pages_owned == 5
+    h.add(4, [1] * 14, greedy(3))
+    h.run()
+    assert h.tokens[1] == h.tokens[3] == h.tokens[4] == h.solo(1).tokens
+    assert h.scheduler.stats().pages_owned == 0

@@ -1,0 +1,54 @@
+"""Every completed line that a service writes in this process, held against `shared.completed_line`.
+
+The check is not in the log writer: a line is on every request's way, and checking one takes as long as
+writing it. Nor does it raise where the line is written, as a service goes on whatever happens to its log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Final
+
+from shared import logs
+from shared.completed_line import EVENT, schema_problem
+
+PROBLEMS_MAX: Final = 20
+
+
+class LineCheck:
+    """Stands before `logs.write`, and keeps what is wrong with the lines that pass."""
+
+    def __init__(self) -> None:
+        self._problems: list[str] = []
+        self.checked = 0
+        """Completed lines that have passed."""
+        self.write = logs.write
+        """The writer itself."""
+
+    def install(self) -> None:
+        """Once in a process, and for its whole life: services write while fixtures come and go."""
+        write = self.write
+
+        def checked_write(event: str, fields: Mapping[str, object], level: str = "info") -> None:
+            if event == EVENT:
+                self._check(fields, level)
+            write(event, fields, level)
+
+        logs.write = checked_write
+
+    def take(self) -> list[str]:
+        """The problems since the last call."""
+        problems, self._problems = self._problems, []
+        return problems
+
+    def _check(self, fields: Mapping[str, object], level: str) -> None:
+        self.checked += 1
+        service = str(fields.get("logger")).partition(".")[0]
+        line = {"ts": datetime.now(UTC), "level": level, "service": service, "event": EVENT, **fields}
+        if (problem := schema_problem(line)) and len(self._problems) < PROBLEMS_MAX:
+            self._problems.append(f"{problem} in {line}")
+
+
+SUITES: Final = LineCheck()
+"""The one that `tests.conftest` installs."""

@@ -1,0 +1,92 @@
+"""The bounds of a body, at whatever server it arrives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import pytest
+
+from shared.errors import BodyTimeout, BodyTooLarge, InvalidRequest, Overloaded
+from shared.request_body import read_body
+
+LEN_MAX = 10
+
+
+class Sender:
+    """A client's body, piece by piece; None is a piece that never comes."""
+
+    def __init__(self, *pieces: bytes | None) -> None:
+        self._pieces = list(pieces)
+        self.told: list[str] = []
+        self.held: list[int] = []
+
+    async def read(self) -> bytes | None:
+        self.told.append("read")
+        piece = self._pieces.pop(0) if self._pieces else b""
+        if piece is None:
+            await asyncio.Event().wait()
+        return piece
+
+    async def go_on(self) -> None:
+        self.told.append("go on")
+
+    def hold(self, size: int) -> None:
+        if size > 8:
+            raise Overloaded("full")
+        self.held.append(size)
+
+    async def body(self, headers: Mapping[str, str], deadline_s: float = 60.0) -> bytes:
+        return await read_body(
+            headers, self.read, self.go_on, len_max=LEN_MAX, deadline_s=deadline_s, hold=self.hold
+        )
+
+
+async def test_a_body_is_held_as_it_comes() -> None:
+    sender = Sender(b"abc", b"de")
+    assert await sender.body({"content-length": "5"}) == b"abcde"
+    assert sender.held == [3, 5]
+    assert "go on" not in sender.told
+
+
+@pytest.mark.parametrize(
+    ("headers", "error"),
+    [
+        ({"content-encoding": "gzip"}, InvalidRequest),
+        ({"content-length": "11"}, BodyTooLarge),
+        ({"content-length": "9" * 19}, BodyTooLarge),
+        ({"content-length": "9" * 5000}, BodyTooLarge),
+    ],
+)
+async def test_what_the_headers_rule_out_is_not_read_nor_asked_for(
+    headers: dict[str, str], error: type[Exception]
+) -> None:
+    sender = Sender(b"abc")
+    with pytest.raises(error):
+        await sender.body({**headers, "expect": "100-continue"})
+    assert sender.told == []
+
+
+async def test_a_client_that_waits_is_told_to_go_on_before_its_body_is_read() -> None:
+    sender = Sender(b"abc")
+    assert await sender.body({"expect": "100-Continue", "content-length": "0" * 30 + "3"}) == b"abc"
+    assert sender.told[:2] == ["go on", "read"]
+
+
+async def test_more_than_was_declared_is_found_with_the_piece_that_passes_the_bound() -> None:
+    sender = Sender(b"abcdef", b"ghijk", b"never asked for")
+    with pytest.raises(BodyTooLarge, match="10 bytes"):
+        await sender.body({"content-length": "3"})
+    assert sender.told == ["read", "read"]
+
+
+async def test_a_body_that_does_not_arrive_is_given_up() -> None:
+    with pytest.raises(BodyTimeout, match=r"within 0\.001 s"):
+        await Sender(b"abc", None).body({}, deadline_s=0.001)
+
+
+async def test_a_body_without_room_is_refused_while_it_comes() -> None:
+    sender = Sender(b"abcde", b"fghi", b"never asked for")
+    with pytest.raises(Overloaded):
+        await sender.body({})
+    assert sender.told == ["read", "read"]

@@ -1,0 +1,194 @@
+"""The worlds of `tests.simulator`: the engine's limits, and the messages that arrive, drawn from a seed.
+
+Requests arrive at random, share prefixes, come as several sequences with one prompt, and are aborted at
+random moments: while they wait, run, are preempted, are in flight, after they ended, or before they came. At
+random moments they are paused and resumed, some of them never.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from engine.core.config import SchedulerConfig
+from engine.core.messages import (
+    AbortSequences,
+    AddSequence,
+    PauseSequences,
+    ResumeSequences,
+    SamplingParams,
+    ServiceClass,
+)
+from engine.core.swap import Preference, if_cheaper
+
+UNBOUNDED_QUEUE = SchedulerConfig(step_tokens_max=16, queue_len_max=1_000_000, stall_deadline_s=0.5)
+
+Message = AddSequence | AbortSequences | PauseSequences | ResumeSequences
+
+Swaps = Literal["if cheaper", "always"]
+PREFERENCES: Final[dict[Swaps, Preference]] = {"if cheaper": if_cheaper, "always": lambda _: True}
+"""Which victims are swapped, if there are host pages for them."""
+PAGE_COPY_S: Final = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class SimConfig:
+    """A world: the runner's size, the scheduler's settings, and the traffic."""
+
+    requests: int = 60
+    """Requests, each of which brings 1 to `n_max` sequences."""
+    n_max: int = 3
+    pages: int = 40
+    page_size: int = 4
+    host_pages: int = 0
+    """Pages in host memory for preempted sequences."""
+    swaps: Swaps = "if cheaper"
+    slots: int = 6
+    vocab_size: int = 50
+    prompt_len_max: int = 40
+    max_tokens_max: int = 24
+    max_model_len: int = 56
+    """The context length. `prompt_len_max` does not keep to it, so some sequences are rejected."""
+    prefixes: int = 4
+    """Distinct beginnings that prompts share; their lengths are random, and some end on a page."""
+    salts: int = 2
+    tenants: int = 1
+    classes: int = 1
+    """The number of service classes of the requests."""
+    arrival_gap_s: float = 0.02
+    abort_share: float = 0.2
+    """The share of sequences that are aborted at a random moment."""
+    in_flight_abort_share: float = 0.02
+    """The share of steps during which some handle is aborted, known or not."""
+    pause_share: float = 0.3
+    """The share of sequences that are paused at random moments."""
+    in_flight_pause_share: float = 0.02
+    """The share of steps during which some handle is paused, and of steps during which some is resumed."""
+    lost_share: float = 0.1
+    """The share of pauses that no resumption ends."""
+    prompt_logprobs_share: float = 0.15
+    logprobs_share: float = 0.3
+    step_base_s: float = 0.005
+    token_s: float = 0.0005
+    scheduler: SchedulerConfig = UNBOUNDED_QUEUE
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.pages * self.page_size
+
+
+def random_config(seed: int) -> SimConfig:
+    """A world with random limits and traffic. Some worlds cannot serve a single prompt."""
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 2, 4, 8, 16])
+    max_model_len = rng.randint(8, 80)
+    context_pages = max_model_len // page_size
+    slots = rng.randint(1, 12)
+    return SimConfig(
+        requests=rng.randint(4, 40),
+        n_max=rng.randint(1, 6),
+        pages=max(2, rng.randint(context_pages // 2, context_pages * 4 + 2)),
+        page_size=page_size,
+        slots=slots,
+        host_pages=rng.choice([0, 3, 1000]),
+        swaps=rng.choice(list(PREFERENCES)),
+        vocab_size=rng.choice([10, 50, 1000]),
+        prompt_len_max=rng.randint(1, 60),
+        max_tokens_max=rng.randint(1, 40),
+        max_model_len=max_model_len,
+        prefixes=rng.randint(1, 5),
+        salts=rng.randint(1, 2),
+        tenants=rng.choice([1, 2, 5]),
+        classes=rng.randint(1, 3),
+        arrival_gap_s=rng.choice([0.0005, 0.005, 0.05]),
+        abort_share=rng.random() * rng.choice([0.0, 0.3, 1.0]),
+        in_flight_abort_share=rng.random() * rng.choice([0.0, 0.3]),
+        pause_share=rng.random() * rng.choice([0.0, 0.5, 1.0]),
+        in_flight_pause_share=rng.random() * rng.choice([0.0, 0.3, 1.0]),
+        lost_share=rng.random() * rng.choice([0.0, 0.2, 1.0]),
+        prompt_logprobs_share=rng.random() * rng.choice([0.0, 0.3, 1.0]),
+        scheduler=SchedulerConfig(
+            step_tokens_max=slots + rng.choice([0, 1, 5, 40]),
+            queue_len_max=rng.choice([3, *[1_000_000] * 3]),
+            watermark=rng.choice([0.0, 0.01, 0.1, 0.5]),
+            preemptions_max=rng.randint(1, 4),
+            prefix_cache=rng.random() < 0.8,
+            stall_deadline_s=rng.choice([0.001, 0.1, 5.0]),
+        ),
+    )
+
+
+def draw_messages(rng: random.Random, config: SimConfig) -> list[tuple[float, Message]]:
+    """All arrivals, aborts, pauses and resumptions with their times, in the order of the times."""
+    return _Traffic(rng, config).messages()
+
+
+class _Traffic:
+    def __init__(self, rng: random.Random, config: SimConfig) -> None:
+        self._rng = rng
+        self._config = config
+
+    def messages(self) -> list[tuple[float, Message]]:
+        rng, config = self._rng, self._config
+        messages: list[tuple[float, Message]] = []
+        prefixes = [self._random_ids(rng.randint(1, config.prompt_len_max)) for _ in range(config.prefixes)]
+        now, handle = 0.0, 0
+        for _ in range(config.requests):
+            now += rng.expovariate(1 / config.arrival_gap_s)
+            prompt_ids = self._prompt(prefixes)
+            salt = bytes([rng.randrange(config.salts)])
+            for _ in range(rng.randint(1, config.n_max)):
+                handle += 1
+                messages.append((now, self._add(handle, prompt_ids, salt)))
+                if rng.random() < config.abort_share:
+                    later = now + rng.expovariate(1 / 0.3)
+                    messages += [(later, AbortSequences([handle]))] * rng.randint(1, 2)
+                if rng.random() < config.pause_share:
+                    messages += self._pauses(handle, now)
+        return sorted(messages, key=lambda message: message[0])
+
+    def _add(self, handle: int, prompt_ids: list[int], salt: bytes) -> AddSequence:
+        rng, config = self._rng, self._config
+        return AddSequence(
+            handle,
+            f"req_{handle}",
+            prompt_ids,
+            self._sampling(),
+            salt,
+            tenant=f"tenant_{rng.randrange(config.tenants)}",
+            service_class=rng.choice(list(ServiceClass)[: config.classes]),
+        )
+
+    def _pauses(self, handle: int, now: float) -> list[tuple[float, Message]]:
+        rng, events = self._rng, list[tuple[float, Message]]()
+        for _ in range(rng.randint(1, 4)):
+            now += rng.expovariate(1 / 0.1)
+            events += [(now, PauseSequences([handle]))] * rng.randint(1, 2)
+            if rng.random() < self._config.lost_share:
+                break
+            now += rng.expovariate(1 / 0.1)
+            events += [(now, ResumeSequences([handle]))] * rng.randint(1, 2)
+        return events
+
+    def _random_ids(self, length: int) -> list[int]:
+        return [self._rng.randrange(self._config.vocab_size) for _ in range(length)]
+
+    def _prompt(self, prefixes: list[list[int]]) -> list[int]:
+        rng = self._rng
+        prefix = rng.choice(prefixes) if rng.random() < 0.6 else []
+        if prefix and rng.random() < 0.3:
+            return prefix  # the same prompt again, maybe ending on a page
+        return prefix + self._random_ids(rng.randint(1, max(1, self._config.prompt_len_max - len(prefix))))
+
+    def _sampling(self) -> SamplingParams:
+        rng, config = self._rng, self._config
+        max_tokens = rng.randint(1, config.max_tokens_max)
+        return SamplingParams(
+            seed=rng.randrange(2**64),
+            max_tokens=max_tokens,
+            stop_token_ids=tuple(range(rng.randrange(4))),
+            min_tokens=rng.choice([0, 0, rng.randint(0, max_tokens)]),
+            logprobs=rng.randrange(3) if rng.random() < config.logprobs_share else None,
+            prompt_logprobs=rng.randrange(3) if rng.random() < config.prompt_logprobs_share else None,
+        )
