@@ -30,14 +30,16 @@ from shared import logs
 from shared.loops import loop_factory
 
 if TYPE_CHECKING:
-    from engine.core.messages import Runner
+    from engine.core.config import SchedulerConfig
+    from engine.core.messages import Runner, RunnerInfo
+    from engine.core.transport import CoreTransport
     from engine.runtime.config import RunnerConfig
 
 NICENESS: Final = 5
-"""Added to that of threads which compute on cores that all others need too: whoever has a message for a
-client, or news of one who left, runs at once, and not when a computing thread's turn of 4 ms is over. No
-setting, as nothing is given away: with nobody else on the core it makes no difference, and it binds only
-inside the container or session that both processes share."""
+"""Added to that of threads which compute on cores that all others need too: a thread with a message for a
+client, or with news of one that left, runs at once, and not when a computing thread's turn of 4 ms is over.
+No setting, as nothing is given away: alone on the core it makes no difference, and it binds only inside the
+container or session that both processes share."""
 
 USAGE = "usage: python -m engine serve [--help] --model DIR|ID [options]\n"
 
@@ -72,15 +74,12 @@ def serve(config: EngineConfig) -> int:
 
 
 def core(start: CoreStart) -> int:
-    """The core process, until it is told to stop or its parent is gone."""
-    from engine.core.config import SchedulerConfig
-    from engine.core.loop import CoreLoop, last_words
-    from engine.core.messages import CoreFailed, CoreProgress
+    """The core process, until it is told to stop or its parent is gone. Returns its exit status."""
+    from engine.core.loop import CoreLoop
+    from engine.core.messages import CoreFailed
     from engine.core.policy import DISCIPLINES
     from engine.core.transport import CoreTransport, say_once
-    from engine.runtime.errors import ModelError
     from shared.lifecycle import die_with_parent
-    from shared.openai import PROMPTS_MAX
 
     def lost(reason: str) -> None:
         """The main thread may wait for a rank that is gone, for ever: this one says why and ends both."""
@@ -92,46 +91,58 @@ def core(start: CoreStart) -> int:
     logs.configure("engine-core", level=config.log_level)
     with CoreTransport(start.inbox, start.outbox) as transport:
         carriers = _threads() - {os.getpid()}  # the log's and ZeroMQ's
-        try:
-            settings = _runner_config(config)
-
-            def progress(stage: str) -> None:
-                transport.outbox.send(CoreProgress(stage))
-
-            runner = _load(settings, progress, lost)
-        except Exception as error:
-            message = str(error) if isinstance(error, ModelError) else last_words(error)
-            transport.outbox.send(CoreFailed(message))
-            if not isinstance(error, ModelError):
-                raise
+        runner = _runner(config.runner, transport, lost)
+        if runner is None:
             return 1
         if not runner.info.is_async:
             _step_back(_threads() - carriers)
         gc.collect()
         gc.freeze()  # torch's modules live for ever: looking through them would hold up a step for 60 ms
-        scheduling = SchedulerConfig(
-            step_tokens_max=config.max_step_tokens,
-            # the API process keeps the bound; here it may be passed by one request and by those preempted
-            queue_len_max=config.max_queue_len + config.max_num_seqs + PROMPTS_MAX,
-            queue_tokens_max=config.max_queue_tokens + PROMPTS_MAX * runner.info.max_model_len,
-            prefix_cache=config.prefix_cache,
-            stall_deadline_s=config.stall_deadline_s,
-            step_time_target_s=config.step_time_target_ms / 1e3,
-        )
         CoreLoop(
             runner,
             transport.inbox,
             transport.outbox,
-            scheduling,
+            _scheduling(config, runner.info),
             discipline=DISCIPLINES[config.discipline],
             overlap=runner.info.is_async if config.overlap is None else config.overlap,
         ).run()
     return 0
 
 
+def _runner(config: RunnerConfig, transport: CoreTransport, lost: Callable[[str], None]) -> Runner | None:
+    """The loaded runner; None, once the API process has been told why, when the model cannot be served."""
+    from engine.core.loop import last_words
+    from engine.core.messages import CoreFailed, CoreProgress
+    from engine.runtime.errors import ModelError
+
+    try:
+        return _load(config, lambda stage: transport.outbox.send(CoreProgress(stage)), lost)
+    except ModelError as error:
+        transport.outbox.send(CoreFailed(str(error)))
+        return None
+    except Exception as error:
+        transport.outbox.send(CoreFailed(last_words(error)))
+        raise
+
+
+def _scheduling(config: EngineConfig, runner: RunnerInfo) -> SchedulerConfig:
+    from engine.core.config import SchedulerConfig
+    from shared.openai import PROMPTS_MAX
+
+    return SchedulerConfig(
+        step_tokens_max=config.max_step_tokens,
+        # the API process keeps the bound; here it may be passed by one request and by those preempted
+        queue_len_max=config.max_queue_len + config.max_num_seqs + PROMPTS_MAX,
+        queue_tokens_max=config.max_queue_tokens + PROMPTS_MAX * runner.max_model_len,
+        prefix_cache=config.prefix_cache,
+        stall_deadline_s=config.stall_deadline_s,
+        step_time_target_s=config.step_time_target_ms / 1e3,
+    )
+
+
 def _load(settings: RunnerConfig, progress: Callable[[str], None], lost: Callable[[str], None]) -> Runner:
-    """With ranks, torch is not imported before they have started, and do the same."""
-    if settings.tensor_parallel > 1:
+    """Load the model. With ranks, torch is not imported before they have started, and do the same."""
+    if settings.tensor_parallel_size > 1:
         from engine.runtime.parallel.leader import lead
 
         return lead(settings, progress, lost)
@@ -149,31 +160,6 @@ def _step_back(threads: set[int]) -> None:
         with contextlib.suppress(ProcessLookupError):  # one that helped to load, and has ended
             own = os.getpriority(os.PRIO_PROCESS, thread)
             os.setpriority(os.PRIO_PROCESS, thread, own + NICENESS)
-
-
-def _runner_config(config: EngineConfig) -> RunnerConfig:
-    from engine.runtime.config import RunnerConfig
-
-    return RunnerConfig(
-        model_dir=config.model,
-        device=config.device,
-        dtype=config.dtype,
-        weights=config.weights,
-        kernels=config.kernels,
-        attention_backend=config.attention_backend,
-        enforce_eager=config.enforce_eager,
-        max_model_len=config.max_model_len,
-        page_size=config.page_size,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        kv_cache_dtype=config.kv_cache_dtype,
-        kv_cache_bytes=config.kv_cache_memory,
-        swap_bytes=config.swap_memory,
-        max_num_seqs=config.max_num_seqs,
-        step_tokens_max=config.max_step_tokens,
-        threads=config.threads,
-        tensor_parallel=config.tensor_parallel_size,
-        rank_timeout_s=config.rank_timeout_s,
-    )
 
 
 if __name__ == "__main__":

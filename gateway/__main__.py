@@ -1,4 +1,4 @@
-"""`python -m gateway --config FILE.toml`"""
+"""`python -m gateway --config FILE`"""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ import sys
 from pathlib import Path
 
 from gateway.app import serve
-from gateway.config import load
+from gateway.config import HEADINGS, GatewayConfig, load
 from gateway.listener import ListenFailed
 from shared import logs
-from shared.arguments import Parser
+from shared.arguments import Parser, add_settings
 from shared.config import ConfigError
 from shared.lifecycle import die_with_parent
 from shared.loops import loop_factory
 from shared.tls import UnusableTls
 
 
-def main(argv: list[str] | None = None) -> int:
+def build_parser() -> Parser:
+    """The command line. Every setting that is not on it is in the file or a variable."""
     parser = Parser(prog="penstock gateway", description="Run a gateway in the foreground.")
     parser.add_argument(
         "--config",
@@ -32,24 +33,25 @@ def main(argv: list[str] | None = None) -> int:
         metavar="FILE.toml",
         help="the configuration; gateway/README.md shows one",
     )
-    parser.add_argument(
-        "--log-level", choices=logs.LEVELS, default="info", help="lowest level that is logged"
-    )
     parser.add_argument("--parent-pid", type=int, help="stop when this process, the parent, is gone")
-    args = parser.parse_args(argv)
-    if args.parent_pid is not None:
-        die_with_parent(args.parent_pid)
+    add_settings(parser, GatewayConfig, HEADINGS)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until a stop signal; the process's exit status."""
+    given = vars(build_parser().parse_args(argv))
+    file: Path = given.pop("config")
+    parent_pid: int | None = given.pop("parent_pid")
+    if parent_pid is not None:
+        die_with_parent(parent_pid)
     try:
-        config = load(args.config, os.environ)
-    except ConfigError as error:
-        sys.stderr.write(f"{args.config} is not a usable configuration:\n{error}\n")
-        return 2
-    logs.configure("gateway", level=args.log_level)
-    try:
+        config = load(file, os.environ, given)
+        logs.configure("gateway", level=config.log_level)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(serve(config, args.config))
+            runner.run(serve(config, file))
     except ConfigError as error:
-        sys.stderr.write(f"{args.config} is not a usable configuration:\n{error}\n")
+        sys.stderr.write(f"{file} is not a usable configuration:\n{error}\n")
         return 2
     except (ListenFailed, UnusableTls) as error:
         sys.stderr.write(f"{error}\n")

@@ -1,22 +1,12 @@
-"""The gateway's configuration: TOML (and environment) to frozen values, read by `shared.config`.
+"""The gateway's configuration: a TOML file and variables, of which the variables win, to frozen values.
 
-    [listen]            host, port; [listen.tls] cert, key
-    [admin]             host, port: metrics, for the operator's network only
-    [hop]               ca, cert, key: TLS towards the engines
-    [limits]            sizes and counts
-    [timeouts]          seconds
-    [admission]         unknown_fields, completion_estimate
-    [[models]]          name, aliases, replicas, protocol, upstream_model, api_key_env, api_key_file,
-                        timeouts, queue_timeout_s, request_timeout_s
-    [tiers.flex]        timeouts, queue_timeout_s, request_timeout_s: of a class of tenants, those with this
-                        `service_tier`; [tiers.default] and [tiers.priority] the same
-    [[tenants]]         id, models, limits, service_tier, timeouts, queue_timeout_s, request_timeout_s
-    [[keys]]            id, hash, tenant, models, limits, expires, disabled
+Each field below declares a setting (`shared.settings`): `live_max` in `[limits]` is also the variable
+`PENSTOCK_GATEWAY_LIMITS__LIVE_MAX`. `penstock settings gateway` prints them all, and an example of the file.
 
-Of what bounds a request in time, the most specific setting wins, each by itself: the tenant's, its class's,
-the model's, the one in `[timeouts]`.
+Of the settings that bound a request in time, the most specific one wins, each by itself: the tenant's, its
+service tier's, the model's, the one in `[timeouts]`.
 
-Keys, tenants and their classes are read again when the file changes; everything else takes a restart.
+Keys, tenants and tiers are read again when the file changes; everything else takes a restart.
 """
 
 from __future__ import annotations
@@ -39,21 +29,26 @@ from shared.fair_share import FairShare
 from shared.holding import memory_max
 from shared.ids import KeyId, TenantId
 from shared.openai import BODY_LEN_MAX, TOKENS_MAX
+from shared.settings import LogLevel, Port, Text, Unit
 
 ENV_PREFIX: Final = "PENSTOCK_GATEWAY_"
+HEADINGS: Final[Mapping[str, str]] = {}
+"""None within the top level: the file has sections."""
 QUOTA_MAX: Final = 10**9
 ENTRIES_MAX: Final = 10_000
-"""Keys, tenants: they are held in memory, each with its usage."""
+"""The most keys, and the most tenants: they are held in memory, each with its usage."""
 REPLICAS_MAX: Final = 256
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
 _S_MAX: Final = 86_400.0
 _BASE_URL: Final = re.compile(r"https?://[^/?#@\s]+(/[^?#\s]*)?")
 
-Port = Annotated[int, Meta(ge=0, le=65_535)]
+Bytes = Annotated[int, Unit("bytes")]
 Seconds = Annotated[float, Meta(gt=0.0, le=_S_MAX)]
 Quota = Annotated[int, Meta(ge=0, le=QUOTA_MAX)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
-"""Ends up in logs, metrics and a header of the hop."""
+"""An id, which logs, metrics and a header of the hop show."""
 
 KeyHash = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
 
@@ -64,68 +59,100 @@ ALL_MODELS: Final = (ANY,)
 
 @dataclass(frozen=True, slots=True)
 class TlsConfig:
-    cert: str
-    """Path of the certificate chain, PEM."""
-    key: str
-    """Path of its private key, PEM."""
+    """A server's certificate."""
+
+    cert: Text
+    """File with the certificate chain, PEM."""
+    key: Text
+    """File with its private key, PEM."""
 
 
 @dataclass(frozen=True, slots=True)
 class HopConfig:
-    """TLS towards replicas whose URLs are `https`."""
+    """TLS towards engines."""
 
-    ca: str | None = None
-    """Path of the authorities that are trusted, PEM; without it, those of the system."""
-    cert: str | None = None
-    """Path of the gateway's own certificate chain, PEM, for engines that ask for one (mTLS)."""
-    key: str | None = None
-    """Path of its private key, PEM."""
+    ca: Text | None = None
+    """File with the authorities that are trusted when a replica's URL is https, PEM. Unset: the system's."""
+    cert: Text | None = None
+    """File with the gateway's own certificate chain, PEM, for engines that ask for one (mTLS)."""
+    key: Text | None = None
+    """File with its private key, PEM."""
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            raise ConfigError(["cert and key belong together"])
 
 
 @dataclass(frozen=True, slots=True)
 class ListenConfig:
-    host: str = "127.0.0.1"
+    """The public listener."""
+
+    host: Text = "127.0.0.1"
+    """Address to listen on."""
     port: Port = 8000
-    """0: any free port, named in the `gateway.listening` log line."""
+    """Port to listen on; 0 takes any free one, which the log line gateway.listening names."""
     tls: TlsConfig | None = None
+    """Serve https. Unset: plain text."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdminConfig:
-    """A second listener without authentication, for `/metrics` and the probes. Off without a port.
+    """A second listener without authentication, for `/metrics` and the probes.
 
     It is not on the public port because label values name tenants and models.
     """
 
-    host: str = "127.0.0.1"
+    host: Text = "127.0.0.1"
+    """Address that /metrics and the probes are served on, without authentication: for the operator's network
+    only."""
     port: Port | None = None
+    """Port for them. Unset: there is no such listener."""
 
 
 @dataclass(frozen=True, slots=True)
 class LimitsConfig:
-    body_len_max: Annotated[int, Meta(ge=1024, le=BODY_LEN_MAX)] = BODY_LEN_MAX
-    request_memory: Annotated[int, Meta(ge=1024 * 1024, le=1024**4)] = 512 * 1024 * 1024
-    """Bytes that the bodies of requests and what is made of them may take until they are answered, all
-    together; a tenant has three quarters of it at most. Above it a 503, at once."""
-    live_max: Annotated[int, Meta(ge=1, le=100_000)] = 4096
-    """Requests in progress; above it a 503, at once. A tenant has three quarters of it at most."""
-    connections_max: Annotated[int, Meta(ge=1, le=1_000_000)] = 16_384
-    """Client connections, idle ones too; above it new ones are closed unanswered."""
-    send_buffer_len: Annotated[int, Meta(ge=4096, le=16 * 1024 * 1024)] = 64 * 1024
+    """Sizes and counts that bound what the gateway holds."""
+
+    body_len_max: Annotated[Bytes, Meta(ge=KIB, le=BODY_LEN_MAX)] = BODY_LEN_MAX
+    """Length of a request body; a longer one is refused with 413."""
+    request_memory: Annotated[int, Meta(ge=MIB, le=1024**4)] = 512 * MIB
+    """Memory that the bodies of requests and what is made of them may take until they are answered, all
+    together. A tenant has three quarters of it at most; beyond it requests get 503 at once."""
+    live_max: Annotated[int, Meta(ge=1, le=100_000), Unit("requests")] = 4096
+    """Requests in progress; beyond it requests get 503 at once. A tenant has three quarters of it at most."""
+    connections_max: Annotated[int, Meta(ge=1, le=1_000_000), Unit("connections")] = 16_384
+    """Client connections, idle ones too; beyond it the oldest idle one is closed, or the newest where none is
+    idle."""
+    send_buffer_len: Annotated[Bytes, Meta(ge=4 * KIB, le=16 * MIB)] = 64 * KIB
     """The kernel's send buffer of a client connection (SO_SNDBUF)."""
-    write_buffer_len: Annotated[int, Meta(ge=1024, le=16 * 1024 * 1024)] = 16 * 1024
-    """Our own: with more than this unsent, the relay stops reading from the engine."""
+    write_buffer_len: Annotated[Bytes, Meta(ge=KIB, le=16 * MIB)] = 16 * KIB
+    """The gateway's own buffer of a client connection: with more than this unsent, the relay stops reading
+    from the engine."""
     tokenizer_threads: Annotated[int, Meta(ge=1, le=64)] = 2
+    """Threads that tokenize long texts and parse large bodies."""
+
+    def __post_init__(self) -> None:
+        needed = memory_max(self.body_len_max)
+        if FairShare(self.request_memory).most < needed:
+            raise ConfigError(
+                [
+                    f"request_memory must be at least {-(-needed * 4 // 3)} bytes, so that a body of "
+                    f"body_len_max ({self.body_len_max}) bytes fits into one tenant's part of it"
+                ]
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class TimeoutsConfig:
+    """Time limits of every request."""
+
     body_s: Seconds = 30.0
-    """The request body, from its headers to its last byte."""
+    """From the headers of a request to the last byte of its body."""
     connect_s: Seconds = 5.0
+    """Connecting to an engine."""
     first_token_s: Seconds = 120.0
-    """A stream: from dispatch to the first event. A unary answer has no first token on the wire, so
-    only `total_s` bounds its wait."""
+    """From dispatch to the first event of a stream. A unary answer has no first token on the wire: only
+    total_s bounds its wait."""
     inter_token_s: Seconds = 60.0
     """Between any two reads from the engine after the first byte."""
     total_s: Seconds = 1800.0
@@ -133,9 +160,10 @@ class TimeoutsConfig:
     slow_client_s: Seconds = 30.0
     """How long a client may leave its connection's buffers full."""
     idle_s: Seconds = 75.0
-    """A connection on which no request is in progress, one that is still sending headers too."""
+    """How long a connection may have no request in progress; one that is still sending headers counts as
+    such."""
     drain_s: Seconds = 60.0
-    """After SIGTERM: how long open requests may take to end."""
+    """How long open requests may take to end after SIGTERM."""
 
 
 General = TypeVar("General", TimeoutsConfig, "TimeoutOverrides")
@@ -143,89 +171,112 @@ General = TypeVar("General", TimeoutsConfig, "TimeoutOverrides")
 
 @dataclass(frozen=True, slots=True)
 class TimeoutOverrides:
-    """Of `TimeoutsConfig`, those that belong to one request, for one model, one class of tenants or one
-    tenant. None leaves the more general setting as it is."""
+    """The time limits of one model, one service tier or one tenant. None leaves the more general setting as
+    it is."""
 
     connect_s: Seconds | None = None
+    """Wins over the more general connect_s, be it shorter or longer, as each of these does."""
     first_token_s: Seconds | None = None
+    """Wins over the more general first_token_s."""
     inter_token_s: Seconds | None = None
+    """Wins over the more general inter_token_s."""
     total_s: Seconds | None = None
+    """Wins over the more general total_s."""
     slow_client_s: Seconds | None = None
+    """Wins over the more general slow_client_s."""
 
     def over(self, general: General) -> General:
+        """The more general settings, with those that are set here in their place."""
         return replace(general, **{name: s for name, s in asdict(self).items() if s is not None})
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionConfig:
+    """The settings of admission."""
+
     unknown_fields: Literal["ignore", "refuse"] = "ignore"
-    completion_estimate: Annotated[int, Meta(ge=1, le=TOKENS_MAX)] = 1024
-    """Completion tokens that are reserved at least for each choice of a request that states no maximum."""
+    """The answer to fields of a request that OpenAI's API does not have. ignore: name them in the answer.
+    refuse: answer 400."""
+    completion_estimate: Annotated[int, Meta(ge=1, le=TOKENS_MAX), Unit("tokens")] = 1024
+    """Tokens that are reserved at least for each choice of a request that states no maximum."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuotaLimits:
-    """None is no limit; 0 lets nothing through."""
+    """The quotas of a tenant or a key. None is no limit; 0 lets nothing through."""
 
-    requests_per_min: Quota | None = None
-    tokens_per_min: Quota | None = None
-    concurrent: Quota | None = None
-    token_budget: Quota | None = None
-    """Tokens in total. Time does not refill it."""
+    requests_per_min: Annotated[Quota, Unit("requests")] | None = None
+    """Requests in a minute. Unset: no limit. 0 lets nothing through, as in each of these."""
+    tokens_per_min: Annotated[Quota, Unit("tokens")] | None = None
+    """Tokens of prompts and answers in a minute. Unset: no limit."""
+    concurrent: Annotated[Quota, Unit("requests")] | None = None
+    """Requests in progress. Unset: no limit."""
+    token_budget: Annotated[Quota, Unit("tokens")] | None = None
+    """Tokens in total, which time does not refill. Unset: no limit."""
 
 
-Protocol = Literal["http2", "http1"]
+HopProtocol = Literal["http2", "http1"]
 Tier = Literal["flex", "default", "priority"]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
+    """A model, and the engines that serve it."""
+
     name: Name
+    """The name that clients use."""
     replicas: Annotated[tuple[str, ...], Meta(min_length=1, max_length=REPLICAS_MAX)]
-    """Base URLs, as `http://engine-0:8000`."""
-    protocol: Protocol = "http2"
-    """What the replicas speak: HTTP/2 by prior knowledge, as our engine does, or HTTP/1.1."""
+    """Base URLs of its engines, such as http://engine-0:8001."""
+    protocol: HopProtocol = "http2"
+    """The protocol of its engines: HTTP/2 by prior knowledge, as ours speaks, or HTTP/1.1."""
     aliases: tuple[Name, ...] = ()
-    """Further names it answers to; `*` is any name that no other model has."""
+    """Further names that it answers to; * is any name that no other model has."""
     upstream_model: Name | None = None
-    """What the engine calls it, when that is not `name`."""
+    """Its name at the engines. Unset: the same name."""
     timeouts: TimeoutOverrides | None = None
-    """Each wins over the one in `[timeouts]`."""
+    """Time limits of its requests, each of which wins over the one in [timeouts]."""
     queue_timeout_s: Seconds | None = None
-    """In the engine's queue: what a caller gets who names no bound, and the most that one may name."""
+    """Time in the engine's queue, for a request that names no limit, and the most that one may name. Unset:
+    no limit."""
     request_timeout_s: Seconds | None = None
     """The same for the whole answer, as the engine counts it."""
     api_key_env: Name | None = None
-    """The environment variable with the key that the replicas ask for."""
+    """Variable with the key that the engines ask for."""
     api_key_file: Name | None = None
-    """Or the path of a file with it."""
+    """File with that key."""
 
     @property
     def names(self) -> tuple[Name, ...]:
+        """Its name and its aliases."""
         return (self.name, *self.aliases)
 
 
 @dataclass(frozen=True, slots=True)
 class TierConfig:
-    """What a class of tenants has in common: those with this `service_tier`, whatever class a single
-    request of theirs asks for."""
+    """The common settings of the tenants of one service tier, whatever tier a single request of theirs asks
+    for."""
 
     timeouts: TimeoutOverrides | None = None
-    """Each wins over the model's and the one in `[timeouts]`, be it shorter or longer."""
+    """Time limits of their requests, each of which wins over the model's and the one in [timeouts]."""
     queue_timeout_s: Seconds | None = None
-    """Wins over the model's, as the next."""
+    """Wins over the model's queue_timeout_s."""
     request_timeout_s: Seconds | None = None
+    """Wins over the model's request_timeout_s."""
 
 
 @dataclass(frozen=True, slots=True)
 class TiersConfig:
-    """One for each `Tier`."""
+    """The settings of each `Tier`."""
 
     flex: TierConfig = TierConfig()
+    """Tenants whose service_tier is flex."""
     default: TierConfig = TierConfig()
+    """Tenants whose service_tier is default."""
     priority: TierConfig = TierConfig()
+    """Tenants whose service_tier is priority."""
 
     def of(self, tier: Tier) -> TierConfig:
+        """The settings of one tier."""
         match tier:
             case "flex":
                 return self.flex
@@ -237,20 +288,26 @@ class TiersConfig:
 
 @dataclass(frozen=True, slots=True)
 class TenantConfig:
+    """A tenant: what it may use, and how much."""
+
     id: Id
+    """Its name in logs, metrics and a header of the hop."""
     models: tuple[Name, ...] = ALL_MODELS
-    """Names of models (not aliases) that it may use; `*` is all."""
+    """Names (not aliases) of the models that it may use; * is all."""
     limits: QuotaLimits = QuotaLimits()
+    """Quotas of all its keys together."""
     service_tier: Tier = "priority"
-    """Its class: the highest that its requests may have."""
+    """The highest tier that its requests may have."""
     timeouts: TimeoutOverrides | None = None
-    """Each wins over the one of its class, the model's and the one in `[timeouts]`."""
+    """Time limits of its requests, each of which wins over its tier's, the model's and the one in
+    [timeouts]."""
     queue_timeout_s: Seconds | None = None
-    """Wins over the one of its class and the model's, as the next."""
+    """Wins over its tier's and the model's queue_timeout_s."""
     request_timeout_s: Seconds | None = None
+    """Wins over its tier's and the model's request_timeout_s."""
 
     def as_one_of(self, tier: TierConfig) -> TenantConfig:
-        """With the settings of its class where it has none of its own."""
+        """The tenant's settings, with unset ones taken from its tier."""
         own, common = self.timeouts, tier.timeouts
         return replace(
             self,
@@ -262,16 +319,22 @@ class TenantConfig:
 
 @dataclass(frozen=True, slots=True)
 class KeyConfig:
+    """An API key of a tenant."""
+
     id: Id
-    """The `keyid` of a minted key; any name for a development key."""
+    """The keyid of a minted key; any name for a development key."""
     hash: KeyHash = field(repr=False)
-    """`sha256:<hex>` of the whole key."""
+    """sha256: and the hex digest of the whole key."""
     tenant: Id
+    """Id of the tenant that it belongs to."""
     models: tuple[Name, ...] = ALL_MODELS
-    """Of the tenant's models, those that this key may use."""
+    """Those of the tenant's models that this key may use; * is all."""
     limits: QuotaLimits = QuotaLimits()
+    """Quotas of this key alone, beside its tenant's."""
     expires: datetime | None = None
+    """When it stops working, with the offset from UTC. Unset: never."""
     disabled: bool = False
+    """Whether the key is revoked."""
 
     @property
     def key_id(self) -> KeyId:
@@ -284,35 +347,53 @@ class KeyConfig:
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
+    """The whole configuration. Raises ConfigError where its parts contradict each other."""
+
     models: Annotated[tuple[ModelConfig, ...], Meta(min_length=1, max_length=ENTRIES_MAX)]
+    """The models that are served."""
     tenants: Annotated[tuple[TenantConfig, ...], Meta(max_length=ENTRIES_MAX)] = ()
+    """The clients that may use them, each with its quotas."""
     keys: Annotated[tuple[KeyConfig, ...], Meta(max_length=ENTRIES_MAX)] = ()
+    """The keys of the tenants."""
     listen: ListenConfig = ListenConfig()
+    """The public listener."""
     admin: AdminConfig = AdminConfig()
+    """A listener for metrics and probes."""
     hop: HopConfig = HopConfig()
+    """TLS towards engines."""
     limits: LimitsConfig = LimitsConfig()
+    """Sizes and counts."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
+    """Time limits of every request."""
     tiers: TiersConfig = TiersConfig()
+    """Common settings of the tenants of a service tier."""
     admission: AdmissionConfig = AdmissionConfig()
+    """How requests are checked and counted before they are let in."""
+    log_level: LogLevel = "info"
+    """Lowest level that is logged."""
+
+    def __post_init__(self) -> None:
+        if problems := list(_contradictions(self)):
+            raise ConfigError(problems)
 
 
 OVERRIDES_KEPT: Final = 1024
 """Combinations that are kept: working one out takes longer than a request's other checks together."""
 
 
-def load(source: Path | Mapping[str, Any], env: Mapping[str, str]) -> GatewayConfig:
-    """From a TOML file, or what one would hold. Raises ConfigError, which lists all that is wrong."""
-    loaded = config.load(GatewayConfig, source, env, ENV_PREFIX)
-    if problems := list(_contradictions(loaded)):
-        raise ConfigError(problems)
-    return loaded
+def load(
+    source: Path | Mapping[str, Any], env: Mapping[str, str], options: Mapping[str, object] | None = None
+) -> GatewayConfig:
+    """The configuration that a TOML file, or what one would hold, the variables and the options of a command
+    line make. Raises ConfigError, which lists all that is wrong."""
+    return config.load(GatewayConfig, source, env, ENV_PREFIX, options)
 
 
 def timeouts_of(
     config: TimeoutsConfig, model: ModelConfig, tenant: TenantConfig | None = None
 ) -> TimeoutsConfig:
     """The most specific setting wins, each by itself, as a route's over its cluster's in Envoy: only so
-    can a tenant's be longer than everybody's, too. `tenant`: with its class's settings (`as_one_of`)."""
+    can a tenant's be longer than everybody's, too. `tenant` has its tier's settings (`as_one_of`)."""
     overrides = (model.timeouts, tenant.timeouts if tenant else None)
     return config if overrides == (None, None) else _overridden(config, *overrides)
 
@@ -326,22 +407,14 @@ def _overridden(config: TimeoutsConfig, *overrides: TimeoutOverrides | None) -> 
 
 
 def _contradictions(config: GatewayConfig) -> Iterator[str]:
-    """What no single value shows."""
-    needed = memory_max(config.limits.body_len_max)
-    if FairShare(config.limits.request_memory).most < needed:
-        yield (
-            f"limits: request_memory must be at least {-(-needed * 4 // 3)} bytes, so that a body of "
-            f"body_len_max ({config.limits.body_len_max}) bytes fits into one tenant's part of it"
-        )
-    if (config.hop.cert is None) != (config.hop.key is None):
-        yield "hop: cert and key belong together"
+    """The problems that no single setting shows."""
     model_names = {model.name for model in config.models}
     tenant_ids = {tenant.id for tenant in config.tenants}
     yield from _repeated("models", (name for model in config.models for name in model.names))
     yield from _repeated("tenants", (tenant.id for tenant in config.tenants))
     yield from _repeated("keys", (key.id for key in config.keys))
     yield from _repeated("keys", (key.hash for key in config.keys))
-    protocols: dict[str, Protocol] = {}
+    protocols: dict[str, HopProtocol] = {}
     for model in config.models:
         if model.api_key_env is not None and model.api_key_file is not None:
             yield f"models.{model.name}: api_key_env and api_key_file exclude each other"

@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from typing import Final
 
 from msgspec import Struct
-from prometheus_client import Gauge
 
 from gateway.admission.quota import Decision, Settlement
 from gateway.relay.stream import Progress
@@ -19,7 +18,7 @@ from shared.completed_line import EVENT, GatewayLine
 from shared.end_reason import EndReason, end_reason_of
 from shared.errors import STATUS_CLIENT_GONE, ApiError
 from shared.ids import KeyId, ReplicaId, RequestId, TenantId
-from shared.metrics import REGISTRY, Counter, Histogram
+from shared.metrics import Counter, Gauge, Histogram
 from shared.sse import Closing
 from shared.telemetry import Stages
 
@@ -94,15 +93,11 @@ class RequestRecord(Struct, eq=False):
 
 _LABELS: Final = ("endpoint", "model", "tenant", "status", "end_reason")
 REQUESTS: Final = Counter("penstock_gateway_requests", "Requests ended.", _LABELS)
-IN_FLIGHT: Final = Gauge("penstock_gateway_requests_in_flight", "Requests in progress.", registry=REGISTRY)
-HELD_BYTES: Final = Gauge(
-    "penstock_gateway_held_bytes", "Of request_memory, what requests hold.", registry=REGISTRY
-)
-HTTP2_STREAMS: Final = Gauge(
-    "penstock_gateway_http2_streams", "Streams to engines that are open.", registry=REGISTRY
-)
+IN_FLIGHT: Final = Gauge("penstock_gateway_requests_in_flight", "Requests in progress.")
+HELD_BYTES: Final = Gauge("penstock_gateway_held_bytes", "Of request_memory, what requests hold.")
+HTTP2_STREAMS: Final = Gauge("penstock_gateway_http2_streams", "Streams to engines that are open.")
 CONNECTIONS_CUT: Final = Counter(
-    "penstock_gateway_connections_cut", "Client connections closed because there were too many.", ()
+    "penstock_gateway_connections_cut", "Client connections closed because there were too many."
 )
 TOKENS: Final = Counter(
     "penstock_gateway_tokens", "Tokens as the engine counted.", ("model", "tenant", "kind")

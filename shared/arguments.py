@@ -1,25 +1,19 @@
-"""argparse, with mistakes answered by what would be right."""
+"""argparse, with mistakes answered by what would be right, and with options for declared settings."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import errno
-import math
-import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
-COUNT_MAX: Final = 1 << 30
-BYTES_MAX: Final = 1 << 50
-NAME_LEN_MAX: Final = 256
-_BYTES: Final = re.compile(r"(\d{1,16}(?:\.\d{1,16})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
-_POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+from shared.settings import Kind, Setting, option_of, settings_of
 
 
 class Parser(argparse.ArgumentParser):
-    """Options are never abbreviated; a misspelt one is answered with those that are like it."""
+    """A parser whose options are never abbreviated. A misspelt one is answered with one that is like it."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **settings})
@@ -27,12 +21,8 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def option_names(self) -> list[str]:
+        """The long options."""
         return [name for name in self._option_string_actions if name.startswith("--")]
-
-    @property
-    def options(self) -> list[argparse.Action]:
-        """Everything that can be set, so not `--help` and `--version`, which only print."""
-        return [action for action in self._actions if action.default is not argparse.SUPPRESS]
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -53,12 +43,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is most like this one; None when none is."""
     matches = difflib.get_close_matches(name, known, n=1)
     return matches[0] if matches else None
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> str:
-    """What to say when the address cannot be bound, with the option to change."""
+    """The message about an address that cannot be bound, with the option to change."""
     option = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return f"cannot listen on {address}: {error.strerror or error}; choose another with {option}"
@@ -68,7 +59,8 @@ def cannot_listen(host: str, port: int, error: OSError) -> str:
 
 
 def checked(check: Callable[[str], str | None], *, is_secret: bool = False) -> Callable[[str], str]:
-    """The text itself, unless `check` says what it must be. A secret is not repeated in the message."""
+    """An argparse type: a text of which `check` says what it must be, or None when it is that. A secret is
+    not repeated in the message."""
 
     def convert(text: str) -> str:
         if problem := check(text):
@@ -78,64 +70,55 @@ def checked(check: Callable[[str], str | None], *, is_secret: bool = False) -> C
     return convert
 
 
-nonempty: Final = checked(lambda text: None if text.strip() else "must not be empty")
-model_name: Final = checked(
-    lambda text: (
-        None
-        if text.strip() and text.isprintable() and len(text) <= NAME_LEN_MAX
-        else f"must be a name of 1 to {NAME_LEN_MAX} characters"
-    )
-)
+def spelt(type_: Any) -> Callable[[str], Any]:
+    """An argparse type: a value of a type as settings have (`shared.settings`), as it is spelt on a command
+    line."""
+    kind = Kind.of(type_)
 
-
-def port(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) <= 5 and int(text) <= 65_535):
-        raise argparse.ArgumentTypeError(f"must be a port from 0 to 65535, got {text!r}")
-    return int(text)
-
-
-def count(least: int, most: int = COUNT_MAX) -> Callable[[str], int]:
-    """A whole number from `least` to `most`."""
-
-    def convert(text: str) -> int:
+    def convert(text: str) -> Any:
         try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, got {text!r}")
-        return value
+            return kind.convert(kind.parse(text))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
 
     return convert
 
 
-def number(what: str, holds: Callable[[float], bool]) -> Callable[[str], float]:
-    """A float for which `holds` is true, as it never is for NaN. `what` continues "must be a number"."""
-
-    def convert(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not holds(value):
-            raise argparse.ArgumentTypeError(f"must be a number {what}, got {text!r}")
-        return value
-
-    return convert
+# -- settings as options --------------------------------------------------------------------------
 
 
-def byte_count(text: str) -> int:
-    """`512MiB`, `2GB`, `1.5g`: with an `i`, or without a `b`, units are powers of 1024, else of 1000."""
-    match = _BYTES.fullmatch(text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"must be a size such as 512MiB, 2GiB or 4GB, got {text!r}")
-    digits, unit, binary = match.groups()
-    decimal = unit and not binary and text.strip().lower().endswith("b")
-    size = int(float(digits) * (1000 if decimal else 1024) ** _POWERS[unit.lower()])
-    if not 1 << 20 <= size <= BYTES_MAX:
-        raise argparse.ArgumentTypeError(f"must be 1MiB to {BYTES_MAX >> 40}TiB, got {text!r}")
-    return size
+def add_settings(parser: argparse.ArgumentParser, type_: type, headings: Mapping[str, str]) -> None:
+    """An option for each setting at the top level of `type_` that is no section and no list.
+
+    What is parsed holds the options that are given, by the settings' names, for `shared.config.load`: texts,
+    and for switches truths. `headings` are those of the help, by the setting that is the first below each.
+    """
+    group: argparse._ActionsContainer = parser
+    for setting in settings_of(type_):
+        if setting.name in headings:
+            group = parser.add_argument_group(headings[setting.name])
+        if not setting.is_option:
+            continue
+        common: dict[str, Any] = {
+            "dest": setting.name,
+            "default": argparse.SUPPRESS,
+            "help": _help(setting),
+        }
+        if not setting.kind.is_switch:
+            group.add_argument(option_of(setting.name), metavar=_metavar(setting), **common)
+        else:
+            action = argparse.BooleanOptionalAction if setting.can_be_denied else "store_true"
+            group.add_argument(option_of(setting.name), action=action, **common)
 
 
-def byte_count_or_0(text: str) -> int:
-    return 0 if text.strip() == "0" else byte_count(text)
+def _help(setting: Setting) -> str:
+    is_said = setting.is_required or setting.default is None or setting.kind.is_switch
+    default = "" if is_said else f" Default: {setting.shown_default}."
+    return (setting.help + default).replace("%", "%%")
+
+
+def _metavar(setting: Setting) -> str:
+    if setting.kind.choices:
+        return "{" + ",".join(map(str, setting.kind.choices)) + "}"
+    unit = setting.kind.unit if setting.kind.base in (int, float) else None
+    return (unit or setting.name.rpartition("_")[2]).upper().replace(" ", "-")

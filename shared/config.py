@@ -1,66 +1,99 @@
-"""TOML and environment to frozen dataclasses, with every bad value reported at once.
+"""Values for declared settings (`shared.settings`): read from a command line, variables and a TOML file, and
+written as TOML.
 
-The dataclasses say everything: names, types, bounds (`Annotated[int, msgspec.Meta(ge=1)]`),
-defaults. The variable `PREFIX_SECTION__NAME` sets `section.name` and wins over the file; what is no
-plain text is written as in TOML (`PREFIX_MODELS='[{name = "m"}]'`). A setting that does not exist is
-a mistake like any other, in the file and in the environment (`shared.environment` says which variables
-are meant).
+The command line wins over variables, these over the file, and the file over defaults, for each setting by
+itself. Every bad value is reported at once, by the name under which it was given. A setting that does not
+exist is a mistake like any other, in the file and in the environment (`shared.environment` says which
+variables are meant).
+
+What no single value shows, a dataclass checks in its `__post_init__`, which raises ConfigError.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import tomllib
-import types
 import typing
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, is_dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar
-
-import msgspec
+from typing import Any, Final, TypeVar
 
 from shared.environment import no_such_setting, settings_in
+from shared.settings import Kind, Setting, option_of, settings_of, walk
 
 T = TypeVar("T")
 
 FILE_LEN_MAX: Final = 16 * 1024 * 1024
+SHOWN_LEN_MAX: Final = 64
+"""Characters of a wrong value that a message repeats."""
 
 
 class ConfigError(Exception):
-    """What is wrong with a configuration: one `path: problem` per bad value."""
+    """A configuration with mistakes: one `name: problem` for each bad value."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
 
 
-def load(type_: type[T], source: Path | Mapping[str, Any], env: Mapping[str, str], prefix: str) -> T:
-    """A value of the dataclass `type_`. `prefix` ends with an underscore. Raises ConfigError."""
-    assert dataclasses.is_dataclass(type_)
+def load(
+    type_: type[T],
+    source: Path | Mapping[str, Any],
+    env: Mapping[str, str],
+    prefix: str,
+    options: Mapping[str, object] | None = None,
+) -> T:
+    """A value of the dataclass `type_`. Raises ConfigError.
+
+    `source` is a TOML file, or what one holds. `prefix` is that of the variables, and ends with an
+    underscore. `options` are those of a command line (`shared.arguments.add_settings`), by the settings'
+    names; None for a service that has none.
+    """
     assert prefix.endswith("_")
+    texts, problems = _variables(type_, settings_in(env, prefix), prefix)
+    for name, given in (options or {}).items():
+        texts[name] = _Text(option_of(name), str(given))
+    builder = _Builder(texts, has_options=options is not None)
     document = _read(source) if isinstance(source, Path) else source
-    variables = {name.lower().replace("__", "."): text for name, text in settings_in(env, prefix).items()}
-    builder = _Builder(variables)
     value = builder.section(type_, document, "")
-    problems = builder.problems
-    if variables:  # what is left of them set nothing
-        known = [_variable(prefix, path) for path in _paths(type_)]
-        problems += [no_such_setting(_variable(prefix, path), known) for path in variables]
-    if problems:
+    if problems := builder.problems + problems:
         raise ConfigError(problems)
     return typing.cast(T, value)
 
 
-def _variable(prefix: str, path: str) -> str:
-    return prefix + path.replace(".", "__").upper()
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A value as it was given in an option or a variable, and the name of that."""
+
+    name: str
+    text: str
 
 
-def _paths(type_: type, path: str = "") -> Iterator[str]:
-    """The dotted path of every setting that a variable can set."""
-    for name, hint in typing.get_type_hints(type_, include_extras=True).items():
-        yield (here := _join(path, name))
-        if (section := _section_of(hint)) is not None:
-            yield from _paths(section, here)
+def _variables(type_: type, given: Mapping[str, str], prefix: str) -> tuple[dict[str, _Text], list[str]]:
+    """The variables' texts by the paths of the settings, and what is wrong with the variables' names. `given`
+    has the names without the prefix."""
+    known: dict[str, tuple[Setting, bool]] = {}
+    for setting in walk(type_):
+        if (variable := setting.variable(prefix)) is not None:
+            known[variable] = (setting, False)
+            if setting.can_be_denied:
+                known[setting.denial(prefix)] = (setting, True)
+    texts: dict[str, _Text] = {}
+    problems = []
+    for name, text in given.items():
+        variable = prefix + name
+        if variable not in known:
+            problems.append(no_such_setting(variable, known))
+            continue
+        setting, is_denial = known[variable]
+        if setting.path in texts:
+            problems.append(f"{texts[setting.path].name} and {variable} set the same option")
+        value = setting.kind.parse(text)
+        is_denied = is_denial and isinstance(value, bool)
+        texts[setting.path] = _Text(variable, str(not value) if is_denied else text)
+    return texts, problems
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -75,90 +108,99 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class _Builder:
-    """Walks types and values side by side. What cannot be built is None, and adds to `problems`."""
+    """Walks declarations and values side by side. A value that cannot be built is None, and adds to
+    `problems`."""
 
-    def __init__(self, variables: dict[str, str]) -> None:
-        self.variables = variables
-        """By dotted path; those that were used are taken out."""
+    def __init__(self, texts: Mapping[str, _Text], *, has_options: bool) -> None:
         self.problems: list[str] = []
+        self._texts = texts
+        """The options and variables that are given, by the settings' paths."""
+        self._has_options = has_options
 
     def section(self, type_: type, values: Mapping[str, Any], path: str) -> Any:
-        hints = typing.get_type_hints(type_, include_extras=True)
-        known = len(self.problems)
+        """A value of the dataclass, from those of a table in TOML and the texts."""
+        settings, known = settings_of(type_, path), len(self.problems)
+        names, paths = {setting.name for setting in settings}, [setting.path for setting in settings]
         built: dict[str, Any] = {}
         for name in values:
-            if name not in hints:
-                self.problems.append(f"{_join(path, name)}: there is no such setting")
-        for field in dataclasses.fields(type_):
-            here = _join(path, field.name)
-            text = self.variables.pop(here, None)
+            if name not in names:
+                self.problems.append(no_such_setting(f"{path}.{name}".lstrip("."), paths))
+        for setting in settings:
+            here, text = setting.path, self._texts.get(setting.path)
             if text is not None:
-                built[field.name] = self.value(hints[field.name], _from_text(hints[field.name], text), here)
-            elif field.name in values:
-                built[field.name] = self.value(hints[field.name], values[field.name], here)
-            elif any(variable.startswith(here + ".") for variable in self.variables):
-                built[field.name] = self.value(hints[field.name], {}, here)
-            elif field.default is field.default_factory is dataclasses.MISSING:
-                self.problems.append(f"{here}: is required")
-        return type_(**built) if len(self.problems) == known else None
-
-    def value(self, type_: Any, value: Any, path: str) -> Any:
-        section, item, metas = _section_of(type_), _item_of(type_), _metas_of(type_)
-        if section is not None and isinstance(value, Mapping):
-            return self.section(section, value, path)
-        if item is not None and _section_of(item) is not None and isinstance(value, list):
-            self._check_length(len(value), metas, path)
-            return tuple(self.value(item, each, f"{path}[{i}]") for i, each in enumerate(value))
+                built[setting.name] = self._value(setting.kind, setting.kind.parse(text.text), here, text)
+            elif setting.name in values:
+                built[setting.name] = self._value(setting.kind, values[setting.name], here)
+            elif any(other.startswith(here + ".") for other in self._texts):
+                built[setting.name] = self._value(setting.kind, {}, here)
+            elif setting.is_required:
+                is_option = self._has_options and setting.is_option
+                self.problems.append(f"{option_of(here) if is_option else here}: is required")
+        if len(self.problems) > known:
+            return None
         try:
-            return msgspec.convert(value, type_)
-        except msgspec.ValidationError as error:
-            problem, _, inside = str(error).partition(" - at `$")
-            self.problems.append(f"{path}{inside.rstrip('`')}: {problem.replace('`', '')}")
+            return type_(**built)
+        except ConfigError as error:
+            self.problems += [f"{path}: {problem}" if path else problem for problem in error.problems]
             return None
 
-    def _check_length(self, length: int, metas: list[msgspec.Meta], path: str) -> None:
-        for meta in metas:
-            if meta.min_length is not None and length < meta.min_length:
-                self.problems.append(f"{path}: must have at least {meta.min_length} entries")
-            if meta.max_length is not None and length > meta.max_length:
-                self.problems.append(f"{path}: must have at most {meta.max_length} entries")
+    def _value(self, kind: Kind, value: Any, path: str, text: _Text | None = None) -> Any:
+        name = path if text is None else text.name
+        if kind.section is not None and isinstance(value, Mapping):
+            return self.section(kind.section, value, path)
+        if kind.item is not None and isinstance(value, list):
+            items = [self._value(kind.item, item, f"{path}[{at}]") for at, item in enumerate(value)]
+            least, most = kind.meta.min_length or 0, kind.meta.max_length
+            if len(items) < least or (most is not None and len(items) > most):
+                self.problems.append(f"{name}: must {kind.requirement}")
+            return tuple(items)
+        try:
+            return kind.convert(value)
+        except ValueError as error:
+            is_secret = text is None or not (kind.choices or kind.base in (bool, int, float))
+            shown = "" if text is None or is_secret else f", got {text.text[:SHOWN_LEN_MAX]!r}"
+            self.problems.append(f"{name}: {error}{shown}")
+            return None
 
 
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+# -- writing --------------------------------------------------------------------------------------
 
 
-def _from_text(type_: Any, text: str) -> Any:
-    """Text as it is where text is wanted, else as TOML spells the value."""
-    try:
-        return msgspec.convert(text, type_)
-    except msgspec.ValidationError:
-        pass  # not a text
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
+def to_toml(value: Any) -> str:
+    """A file that `load` makes the value of a dataclass from. Settings that have their defaults are left
+    out."""
+    return "\n".join(_lines(value, "")) + "\n"
 
 
-def _options(type_: Any) -> list[Any]:
-    """The members of a union, without their annotations."""
-    while typing.get_origin(type_) is Annotated:
-        type_ = type_.__origin__
-    if typing.get_origin(type_) in (typing.Union, types.UnionType):
-        return [inner for option in typing.get_args(type_) for inner in _options(option)]
-    return [type_]
+def _lines(value: Any, path: str) -> Iterator[str]:
+    """A table's own values, then the tables in it: a value after one of those would belong to it."""
+    tables: list[tuple[str, str, Any]] = []
+    type_: type = type(value)
+    for setting in settings_of(type_, path):
+        inside = getattr(value, setting.name)
+        if inside is None or inside == setting.default:
+            continue
+        if is_dataclass(inside):
+            tables.append((f"[{setting.path}]", setting.path, inside))
+        elif setting.section is not None:
+            tables += [(f"[[{setting.path}]]", setting.path, item) for item in inside]
+        else:
+            yield f"{setting.name} = {toml_value(inside)}"
+    for head, inner_path, inside in tables:
+        yield f"\n{head}"
+        yield from _lines(inside, inner_path)
 
 
-def _section_of(type_: Any) -> type | None:
-    classes = (option for option in _options(type_) if isinstance(option, type))
-    return next((option for option in classes if dataclasses.is_dataclass(option)), None)
-
-
-def _item_of(type_: Any) -> Any:
-    """The type of the items, when it is a `tuple[item, ...]`."""
-    tuples = (option for option in _options(type_) if typing.get_origin(option) is tuple)
-    return next((typing.get_args(option)[0] for option in tuples), None)
-
-
-def _metas_of(type_: Any) -> list[msgspec.Meta]:
-    return [meta for meta in getattr(type_, "__metadata__", ()) if isinstance(meta, msgspec.Meta)]
+def toml_value(value: object) -> str:
+    """A text, number, truth, date or list of them as TOML spells it."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():  # JSON's spelling, but for one control character that TOML escapes too
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case datetime():
+            return value.isoformat()
+        case tuple() | list():
+            return f"[{', '.join(map(toml_value, value))}]"
+        case _:
+            return repr(value)

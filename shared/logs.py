@@ -27,12 +27,14 @@ from enum import Enum
 from functools import lru_cache
 from pathlib import PurePath
 from types import TracebackType
-from typing import Any, Final, TextIO
+from typing import Any, Final, TextIO, get_args
 
 import msgspec
 import structlog
 from structlog.tracebacks import ExceptionDictTransformer
 from structlog.types import Processor
+
+from shared.settings import LogLevel
 
 LINES_MAX: Final = 4096
 """Lines that wait for the writer; a few more when several threads log at the same moment."""
@@ -53,7 +55,7 @@ DENIED: Final = frozenset(
     {"prompt", "messages", "content", "text", "input", "output", "completion", "choices", "delta", "body"}
     | {"token_ids", "prompt_ids", "authorization", "cookie", "api_key", "key", "secret", "password", "token"}
 )
-LEVELS: Final = ("debug", "info", "warning", "error")
+LEVELS: Final = get_args(LogLevel)
 
 _exception_to_dicts: Final = ExceptionDictTransformer(
     show_locals=False, max_frames=FRAMES_MAX, use_rich=False

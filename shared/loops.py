@@ -15,9 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from prometheus_client import Gauge
-
-from shared.metrics import REGISTRY
+from shared.metrics import Gauge
 
 TICK_S: Final = 0.02
 IDLE_TICK_S: Final = 0.64
@@ -80,5 +78,4 @@ def watch_lag() -> None:
 LOOP_LAG: Final = Gauge(
     "penstock_loop_lag_max_seconds",
     "The longest that the event loop was held up since the last scrape.",
-    registry=REGISTRY,
 )

@@ -1,4 +1,4 @@
-"""Counters and histograms in plain numbers, turned into Prometheus' families when somebody scrapes.
+"""Counters, histograms and gauges in plain numbers, turned into Prometheus' families when they are scraped.
 
 A request counts and observes some thirty times. prometheus_client takes a lock for each, walks through
 a histogram's buckets, and looks children up by their labels in between: a fifteenth of what a request
@@ -14,14 +14,14 @@ Rules:
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from itertools import accumulate
 from operator import add
 from typing import Final
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -34,15 +34,34 @@ PlatformCollector(registry=REGISTRY)
 GCCollector(registry=REGISTRY)
 
 
+def registry_of_service() -> CollectorRegistry:
+    """A registry for the metrics of one service, which also has those of the process. In tests a process has
+    several services, one after the other."""
+    registry = CollectorRegistry()
+    registry.register(REGISTRY)
+    return registry
+
+
 class Counter(Collector):
-    def __init__(self, name: str, documentation: str, labels: Sequence[str]) -> None:
+    """A number that only grows, for each combination of label values. Without labels it is there from the
+    start, as 0."""
+
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        labels: Sequence[str] = (),
+        *,
+        registry: CollectorRegistry = REGISTRY,
+    ) -> None:
         self._name = name
         self._documentation = documentation
         self._labels = tuple(labels)
-        self._values: dict[tuple[object, ...], float] = {}
-        REGISTRY.register(self)
+        self._values: dict[tuple[object, ...], float] = {} if labels else {(): 0}
+        registry.register(self)
 
     def inc(self, *labels: object, by: float = 1) -> None:
+        """Add to the number of these label values, in the order of the labels."""
         value = self._values.get(labels)
         if value is None:
             assert len(labels) == len(self._labels)
@@ -56,14 +75,38 @@ class Counter(Collector):
         yield family
 
 
+class Gauge(Collector):
+    """A number that a function gives at each scrape; 0 until the function is set."""
+
+    def __init__(self, name: str, documentation: str, *, registry: CollectorRegistry = REGISTRY) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._read: Callable[[], float] = float
+        registry.register(self)
+
+    def set_function(self, read: Callable[[], float]) -> None:
+        """Ask `read` for the number from now on."""
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(self._name, self._documentation, value=self._read())
+
+
 class Histogram(Collector):
     """Observations are kept as they come and sorted into buckets a batch at a time: sorting is done in C, and
     finding a bucket for each by itself took a twentieth of a request."""
 
     def __init__(
-        self, name: str, documentation: str, labels: Sequence[str], buckets: Sequence[float]
+        self,
+        name: str,
+        documentation: str,
+        labels: Sequence[str],
+        buckets: Sequence[float],
+        *,
+        registry: CollectorRegistry = REGISTRY,
     ) -> None:
-        """`buckets`: their upper bounds, ascending; the last, without a bound, is added."""
+        """`buckets`: their upper bounds, ascending; the last, without a bound, is added. A histogram without
+        labels is there from the start, empty."""
         assert list(buckets) == sorted(set(buckets))
         self._name = name
         self._documentation = documentation
@@ -75,7 +118,9 @@ class Histogram(Collector):
         self._rows: dict[tuple[tuple[str, ...], tuple[object, ...]], list[Sequence[float]]] = {}
         """Values of several names that are in no bucket yet: by these names and the labels before, a sequence
         for each call."""
-        REGISTRY.register(self)
+        if not labels:
+            self._sort_in((), [])
+        registry.register(self)
 
     def observe(self, value: float, *labels: object) -> None:
         values = self._pending.get(labels)

@@ -18,6 +18,7 @@ from typing import Final
 from msgspec import Struct
 from opentelemetry import trace
 from opentelemetry.context import Context
+from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from shared.clock import SYSTEM_CLOCK, Clock
@@ -56,9 +57,9 @@ _STAGE_SECONDS: Final = Histogram(
 )
 
 
-def metrics_text() -> bytes:
+def metrics_text(registry: CollectorRegistry = REGISTRY) -> bytes:
     """What a scrape answers, of the type `METRICS_CONTENT_TYPE`."""
-    return generate_latest(REGISTRY)
+    return generate_latest(registry)
 
 
 # -- trace context --------------------------------------------------------------------------------

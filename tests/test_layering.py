@@ -12,12 +12,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
-from shared import errors
+from shared import cli, errors
+from shared.cli import bench, service
 
 ROOT = Path(__file__).parent.parent
 FLOORS = (
@@ -100,7 +102,7 @@ def test_imports_keep_to_their_floor(path: Path) -> None:
 GATEWAY_LEVELS = (
     {"config", "hygiene", "endpoints", "background", "shield", "client"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
-    {"accounts", "engines", "record", "admin"},
+    {"accounts", "engines", "record", "admin", "development"},
     {"exchange"},
     {"outbound"},
     {"pipeline"},  # the only one that knows the order of the stages
@@ -207,3 +209,102 @@ def test_every_error_of_the_api_is_in_the_one_tree() -> None:
         and any(ast.unparse(base).rpartition(".")[2] in API_ERRORS for base in node.bases)
     ]
     assert outside == []
+
+
+# -- modules that are reached by a name in a string -----------------------------------------------
+
+REACHED_BY_NAME = {
+    "engine/api/core_process.py": {"'engine'": "the API process starts the core's"},
+    "engine/bench/gpu/supervise.py": {"*self.part.argv": "each part of the bench is a process of its own"},
+    "engine/bench/live.py": {"'engine'": "the bench measures an engine that serves"},
+    "engine/bench/plot.py": {"'matplotlib'": "a package that may be missing"},
+    "engine/bench/served.py": {"'engine'": "the bench measures an engine that serves"},
+    "engine/runtime/backends.py": {"name": "attention libraries that may be missing: FUNCTIONS names them"},
+    "engine/runtime/parallel/ranks.py": {"MODULE": "a rank is a process of its own"},
+    "gateway/bench/attackers.py": {"'gateway.bench.attackers'": "attackers are a process of their own"},
+    "gateway/bench/hop.py": {"'gateway.bench.bare'": "the ends of a hop are processes of their own"},
+    "gateway/bench/neighbours.py": {
+        "'engine'": "the bench attacks both services",
+        "'gateway'": "the bench attacks both services",
+    },
+    "gateway/bench/subjects.py": {
+        "'gateway'": "the bench measures a gateway that serves",
+        "'gateway.bench.bare'": "the least that aiohttp needs to relay",
+        "'gateway.bench.paced_engine'": "an engine that answers at a given pace",
+        "module": "the paced engine, wherever a version has it",
+    },
+    "shared/bench/services.py": {"'engine.demo'": "the demo model's directory"},
+    "shared/cli/__init__.py": {"f'shared.cli.{name}'": "a command is imported when it is asked for"},
+    "shared/cli/bench.py": {"BENCHES[name][0]": "a bench is its service's own"},
+    "shared/cli/service.py": {
+        "*MODULES[service]": "a command starts a service",
+        "module": "`reach`, through which the launcher looks into a service",
+        "package": "packages of a service's extra that may be missing",
+    },
+    "shared/cli/settings.py": {"CONFIGS[service].module": "a service declares its settings"},
+    "shared/cli/up.py": {
+        "'engine.config'": "`up` takes the engine's options, and asks for its drain",
+        "'engine.demo'": "the model that `up` serves unless it is told",
+        "'gateway.config'": "`up` asks for the gateway's drain",
+        "'gateway.development'": "`up` asks the gateway for its configuration",
+        "'gateway.identity.keys'": "the gateway says what a key must be",
+    },
+}
+"""By file: each module that is imported, looked for or started by a string or an expression, and why."""
+REACHES = {"import_module", "__import__", "reach", "find_spec", "files", "run_module", "walk_packages"}
+
+
+def reached_by_name(tree: ast.AST) -> Iterator[str]:
+    """The arguments that name modules, as source: of `importlib`'s functions, and what follows `-m`."""
+    for node in ast.walk(tree):
+        words: list[ast.expr] = []
+        if isinstance(node, ast.Call):
+            words = node.args
+            if ast.unparse(node.func).rpartition(".")[2] in REACHES and words:
+                yield ast.unparse(words[0])
+        elif isinstance(node, ast.List | ast.Tuple):
+            words = node.elts
+        for word, module in pairwise(words):
+            if isinstance(word, ast.Constant) and word.value == "-m":
+                text = ast.unparse(module)
+                if not text.startswith("'--"):  # an option of a command line
+                    yield text
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("importlib.import_module('engine.config')", "'engine.config'"),
+        ("from importlib.util import find_spec\nfind_spec(NAME)", "NAME"),
+        ("run([sys.executable, '-m', 'tests.bench.hop', '--port'])", "'tests.bench.hop'"),
+        ("exec(sys.executable, '-m', *argv)", "*argv"),
+        ("reach(f'gateway.{name}')", "f'gateway.{name}'"),
+        ("add_argument('-m', '--message')", None),
+    ],
+)
+def test_a_module_that_is_reached_by_name_is_found(source: str, found: str | None) -> None:
+    assert list(reached_by_name(ast.parse(source))) == ([] if found is None else [found])
+
+
+def test_modules_are_reached_by_name_only_where_it_says_why() -> None:
+    for path in SOURCES:
+        file = str(path.relative_to(ROOT))
+        for module in reached_by_name(ast.parse(path.read_text())):
+            assert module in REACHED_BY_NAME.get(file, {}), f"{file} reaches {module}: say why in the table"
+
+
+def test_what_the_launcher_reaches_is_there_and_nothing_of_the_tests() -> None:
+    launched = [config.module for config in service.CONFIGS.values()]
+    launched += [module for module, _ in bench.BENCHES.values()]
+    launched += [module for module, *_ in service.MODULES.values()]
+    launched += [f"shared.cli.{command}" for command in cli.COMMANDS]
+    names = {module_name(path) for path in SOURCES}
+    assert set(launched) <= names
+    constants = {
+        f"{path.relative_to(ROOT)}: {node.value}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if re.fullmatch(r"tests(\.\w+)*", node.value)
+    }
+    assert constants == set()

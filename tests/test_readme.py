@@ -7,7 +7,6 @@ changes in the code must change in its document.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.util
 import io
 import re
@@ -20,10 +19,11 @@ from typing import Final
 import pytest
 
 from engine.api import admission, generate
+from engine.config import EngineConfig
 from engine.config import build_parser as engine_parser
 from gateway import __main__ as gateway_main
 from gateway import config, hygiene
-from gateway.config import LimitsConfig, QuotaLimits, TimeoutsConfig
+from gateway.config import LimitsConfig, TimeoutsConfig
 from gateway.identity.keys import KeyTable, hash_key
 from gateway.routing import replicas
 from shared import (
@@ -198,60 +198,6 @@ def test_ci_runs_the_test_command_word_for_word() -> None:
 
 # -- the gateway's configuration ------------------------------------------------------------------
 
-SECTIONS: Final = {
-    "`[listen]`": config.ListenConfig,
-    "`[admin]`": config.AdminConfig,
-    "`[hop]`": config.HopConfig,
-    "`[limits]`": config.LimitsConfig,
-    "`[timeouts]`": config.TimeoutsConfig,
-    "`[admission]`": config.AdmissionConfig,
-    "`[[models]]`": config.ModelConfig,
-    "`[tiers.flex]`, `[tiers.default]`, `[tiers.priority]`": config.TierConfig,
-    "`[[tenants]]`": config.TenantConfig,
-    "`[[keys]]`": config.KeyConfig,
-}
-
-
-def settings(document: Path, name: str) -> str:
-    """The generated part of a document, between its markers."""
-    [text] = re.findall(
-        rf"<!-- settings: {name} -->\n(.*?)<!-- /settings -->", document.read_text(), re.DOTALL
-    )
-    return str(text)
-
-
-def states(cell: str, default: object) -> bool:
-    """Whether a cell of a table of settings says that this is the default."""
-    match default:
-        case dataclasses._MISSING_TYPE():
-            return cell == "required"
-        case None | () | QuotaLimits():
-            return cell == "none"
-        case bool():
-            return cell == str(default).lower()
-        case int():
-            return numbers(cell) == [default]
-        case float():
-            return float(cell.replace(",", "")) == default
-        case (only,):
-            return cell == f'"{only}"'
-        case _:
-            return cell.strip('"') == default
-
-
-@pytest.mark.parametrize("section", SECTIONS)
-def test_every_setting_of_the_gateway_is_listed_with_its_default(section: str) -> None:
-    table = rows(settings(GATEWAY, "gateway"), f"| {section} | default")
-    stated = {name.strip("`"): default for name, default, _ in table}
-    defaults = {field.name: field.default for field in dataclasses.fields(SECTIONS[section])}
-    assert stated.keys() == defaults.keys()
-    assert [name for name in stated if not states(stated[name], defaults[name])] == []
-
-
-def test_no_section_of_the_gateways_file_goes_unlisted() -> None:
-    names = {name for section in SECTIONS for name in re.findall(r"\[(\w+)", section)}
-    assert names == {field.name for field in dataclasses.fields(config.GatewayConfig)}
-
 
 def test_the_gateways_file_is_a_configuration() -> None:
     [text] = blocks(GATEWAY.read_text(), "toml")
@@ -268,20 +214,6 @@ def test_the_recipe_for_a_key_makes_one_that_the_gateway_knows() -> None:
     [key] = tomllib.loads(entry)["keys"]
     principal = KeyTable([config.KeyConfig(**key)]).authenticate(f"Bearer {text}", now_s=0.0)
     assert principal.tenant == "acme"
-
-
-# -- the engine's options -------------------------------------------------------------------------
-
-
-def test_every_option_of_the_engine_is_listed_with_its_default() -> None:
-    stated = dict(re.findall(r"^\| `(--[a-z-]+)` \| (.*?) \|", settings(ENGINE, "engine"), re.MULTILINE))
-    defaults: dict[str, object] = {}
-    for action in engine_parser().options:
-        is_switch = action.nargs == 0 and action.const is not None
-        default = False if is_switch else dataclasses.MISSING if action.required else action.default
-        defaults[action.option_strings[0]] = default
-    assert stated.keys() == defaults.keys()
-    assert [name for name in stated if not states(stated[name], defaults[name])] == []
 
 
 # -- limits and memory ----------------------------------------------------------------------------
@@ -343,7 +275,7 @@ def test_what_a_request_may_cost_is_what_the_code_says() -> None:
 
 
 def test_the_formulas_of_memory_are_those_of_the_code() -> None:
-    header, options = "| process | bytes |", engine_parser().parse_args(["--model", "any"])
+    header, options = "| process | bytes |", EngineConfig("any")
     gateway, engine = statements(GATEWAY.read_text(), header), statements(ENGINE.read_text(), header)
     assert gateway["gateway"].startswith(f"{memory.FRAGMENTATION} x `request_memory`")
     assert engine["the engine's API"].startswith(f"{memory.FRAGMENTATION} x `--request-memory`")

@@ -239,7 +239,7 @@ class Generation:
                 exchange.stages.record(stage, seconds)
         if not self._handles:
             return
-        metrics.prompt_tokens.inc(tally.prompt_tokens)
+        metrics.prompt_tokens.inc(by=tally.prompt_tokens)
         first_token_at = [
             output.first_token_at for output in self._outputs if output.first_token_at is not None
         ]

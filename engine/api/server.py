@@ -99,7 +99,7 @@ class Engine:
             state.model = await asyncio.to_thread(
                 load_model,
                 directory,
-                name=config.served_model_name,
+                name=config.name,
                 created=int(self._clock.wall()),
             )
         except (UnusableTokenizer, UnusableModel) as error:
@@ -116,7 +116,7 @@ class Engine:
         if state.core.failure is not None:
             raise StartFailed(state.core.failure)
         state.lifecycle.to(Phase.READY)
-        log.info("engine.ready", port=self.port, model=config.served_model_name, loop=loop_name())
+        log.info("engine.ready", port=self.port, model=config.name, loop=loop_name())
 
     async def drain(self, hurry: asyncio.Event | None = None) -> None:
         """Let the open answers finish, for `drain_timeout_s` and until `hurry` is set, and end the

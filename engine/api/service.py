@@ -36,7 +36,7 @@ class Service:
         finally:
             total_s = exchange.complete()
             if exchange.is_generation:
-                state.metrics.requests.labels(exchange.end_reason).inc()
+                state.metrics.requests.inc(exchange.end_reason)
                 state.metrics.e2e_s.observe(total_s)
 
     async def _answer(self, exchange: Exchange) -> None:

@@ -91,14 +91,14 @@ class EngineState:
         return self.model
 
     def check_name(self, name: str) -> None:
-        if name != self.config.served_model_name:
+        if name != self.config.name:
             raise ModelNotFound(f"The model '{name[:128]}' does not exist here.", param="model")
 
     def card(self) -> Model:
         info = self.core.info
         created = 0 if self.model is None else self.model.created
         return Model(
-            id=self.config.served_model_name,
+            id=self.config.name,
             created=created,
             max_model_len=None if info is None else Limits.of(info).context_len,
         )

@@ -1,112 +1,105 @@
-"""How a runner is set up: plain values, so that they travel as JSON. No torch here."""
+"""How a runner is set up: plain values, so that they travel as JSON. No torch here.
+
+The settings are the engine's own, with the names of its options: `engine.config.EngineConfig` has them all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final, Literal
+
+from msgspec import Meta
 
 from engine.runtime.backends import misnamed
-from engine.runtime.errors import BadRunnerConfig
+from shared.config import ConfigError
+from shared.settings import Rule, Text, Unit, problems_of
 
-DTYPES: Final = ("auto", "float32", "bfloat16")
-KERNELS: Final = ("auto", "native", "torch")
-WEIGHTS: Final = ("plain", "int8", "fp8")
-KV_CACHE_DTYPES: Final = ("auto", "fp8")
-DEVICES: Final = ("auto", "cpu", "cuda")
-_CHOICES: Final = {
-    "dtype": DTYPES,
-    "kernels": KERNELS,
-    "weights": WEIGHTS,
-    "kv_cache_dtype": KV_CACHE_DTYPES,
-    "device": DEVICES,
-}
 PAGE_SIZE_MAX: Final = 1024
+CONTEXT_LEN_MAX: Final = 1 << 30
 SLOTS_MAX: Final = 4096
 STEP_TOKENS_MAX: Final = 1 << 20
 THREADS_MAX: Final = 1024
 RANKS_MAX: Final = 64
-_MOST: Final = {
-    "max_num_seqs": SLOTS_MAX,
-    "max_model_len": 1 << 30,
-    "kv_cache_bytes": 1 << 50,
-    "threads": THREADS_MAX,
-    "tensor_parallel": RANKS_MAX,
-}
-"""Settings that are at least 1, and what each is at most."""
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+Kernels = Literal["auto", "native", "torch"]
+Weights = Literal["plain", "int8", "fp8"]
+KVCacheDtype = Literal["auto", "fp8"]
+Device = Literal["auto", "cpu", "cuda"]
+PageSize = Annotated[
+    int,
+    Unit("tokens"),
+    Rule(f"be a power of two up to {PAGE_SIZE_MAX}", lambda n: 1 <= n <= PAGE_SIZE_MAX and n & (n - 1) == 0),
+]
+Memory = Annotated[int, Meta(ge=0, le=1 << 50)]
+Seconds = Annotated[float, Meta(gt=0.0, le=1e6)]
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    """Raises BadRunnerConfig, naming every setting that is out of range."""
+    """A runner's settings; its `model` is a directory. Raises ConfigError, which names every setting that
+    is out of range."""
 
-    model_dir: str
-    """A Hugging Face model directory: config.json and safetensors."""
-    device: str = "auto"
-    """`auto` is `cuda` where torch sees a GPU, else `cpu`."""
-    dtype: str = "auto"
-    """`auto` is bfloat16 on a GPU and where the processor multiplies it natively, else float32."""
-    weights: str = "plain"
-    """`int8` (native kernels on a CPU) and `fp8` (on a GPU) store matrices with a scale per output, half of
-    bfloat16's bytes."""
-    kernels: str = "auto"
-    """On a CPU. `auto` is native where they are built and take the model, else torch."""
-    attention_backend: str = "auto"
-    """On a GPU: as at the head of `engine.runtime.backends`."""
-    kv_cache_dtype: str = "auto"
-    """On a GPU: `fp8` stores keys and values as e4m3, with the checkpoint's scales where it has them. `auto`
-    is the type that is computed in."""
+    model: Text
+    """Model directory in Hugging Face layout (config.json and safetensors), or a hub id to download."""
+    device: Device = "auto"
+    """The device that computes: an NVIDIA GPU, or the CPU. auto: cuda where torch finds a GPU."""
+    dtype: Dtype = "auto"
+    """Type of the weights. auto: bfloat16 on a GPU and where the CPU multiplies it natively, else float32."""
+    weights: Weights = "plain"
+    """int8 (on a CPU, by the native kernels) and fp8 (on a GPU) keep matrices in 8 bits with a scale per
+    output: half the memory of bfloat16, and up to twice its tokens per second for a few streams, at some
+    accuracy."""
+    kernels: Kernels = "auto"
+    """The kernels that compute on a CPU. auto: native where a compiler was there at installation and they
+    implement the model, else torch."""
+    attention_backend: Text = "auto"
+    """The library for attention on a GPU: triton, cudnn, flash-attn, flashinfer, flashinfer-trtllm or torch,
+    or one for each phase, as prefill=cudnn,decode=triton. auto: a library that is installed, else ours."""
     enforce_eager: bool = False
-    """On a GPU: launch decode steps kernel by kernel instead of as CUDA graphs."""
-    max_model_len: int | None = None
-    """Prompt and output together. None: what the model was made for."""
-    page_size: int = 64
-    """Tokens per KV page."""
-    kv_cache_bytes: int | None = None
-    """None: on a CPU `memory_fraction` of what is free once the weights are loaded; on a GPU what
-    `gpu_memory_utilization` leaves. Capped by what the slots could ever use."""
-    memory_fraction: float = 0.5
-    gpu_memory_utilization: float = 0.9
-    """Share of a GPU's whole memory for everything: weights, a step, graphs, KV."""
-    swap_bytes: int | None = None
-    """Host memory for the pages of preempted sequences; 0: they are recomputed, always. None: up to 4 GiB,
-    and a quarter of what is free. It is taken from the system as it is first used."""
-    max_num_seqs: int = 64
-    """Slots: sequences that hold KV at the same time."""
-    step_tokens_max: int = 2048
-    """The largest plan, in tokens."""
-    threads: int | None = None
-    """None: one per physical core that this process may use. Ranks share them."""
-    tensor_parallel: int = 1
-    """Ranks: processes that hold a part of the model each. Memory settings are each rank's own."""
-    rank_timeout_s: float = 60.0
-    """A rank that has not done its part of a step by then is lost, and the engine with it."""
+    """On a GPU, launch decode steps kernel by kernel instead of as CUDA graphs: it starts sooner, takes less
+    memory, and is slower."""
+    tensor_parallel_size: Annotated[int, Meta(ge=1, le=RANKS_MAX)] = 1
+    """Processes (ranks) that the model is split between, on a GPU each where there are any. Memory settings
+    are for each of them."""
+    rank_timeout_s: Seconds = 60.0
+    """The time after which a process that has not done its part of a step fails the engine, with tensor
+    parallelism."""
+    threads: Annotated[int, Meta(ge=1, le=THREADS_MAX)] | None = None
+    """Compute threads on a CPU, which ranks share. Unset: one per physical core that affinity and control
+    groups allow."""
+    max_model_len: Annotated[int, Meta(ge=1, le=CONTEXT_LEN_MAX), Unit("tokens")] | None = None
+    """Longest prompt plus answer. Unset: what the model was made for."""
+    page_size: PageSize = 64
+    """Tokens in a page of the KV cache."""
+    gpu_memory_utilization: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.9
+    """Share of a GPU's memory for everything: weights, the largest step, graphs, and the rest for the KV
+    cache."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """On a GPU, fp8 keeps keys and values as e4m3, with the checkpoint's scales where it has them: twice the
+    tokens. auto: the type that is computed in."""
+    kv_cache_memory: Memory | None = None
+    """Memory for the KV cache, as 512MiB or 2GiB. Unset: half of what is free on a CPU once the weights are
+    loaded, what gpu_memory_utilization leaves on a GPU, and never more than the sequences can use."""
+    swap_memory: Memory | None = None
+    """Host memory that pages of preempted sequences are copied to where that is cheaper than computing them
+    again, which it nearly always is, on a CPU too. 0: never. Unset: up to 4GiB, and a quarter of what is
+    free. On a GPU it is pinned and taken at the start, on a CPU as it is first used."""
+    max_num_seqs: Annotated[int, Meta(ge=1, le=SLOTS_MAX)] = 64
+    """Sequences that run at once. CUDA graphs go up to 512."""
+    max_step_tokens: Annotated[int, Meta(ge=1, le=STEP_TOKENS_MAX)] = 2048
+    """Token budget of one step; at least max_num_seqs."""
 
     def __post_init__(self) -> None:
-        problems = list(self._problems())
-        if problems:
-            raise BadRunnerConfig("; ".join(problems))
+        if problems := problems_of(self) or list(self.contradictions()):
+            raise ConfigError(problems)
 
-    def _problems(self) -> Iterator[str]:
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                yield f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}"
+    def contradictions(self) -> Iterator[str]:
+        """The problems that no single setting shows."""
         yield from misnamed(self.attention_backend)
-        if not 1 <= self.page_size <= PAGE_SIZE_MAX or self.page_size & (self.page_size - 1):
-            yield f"page_size must be a power of two up to {PAGE_SIZE_MAX}, not {self.page_size}"
-        for name in ("memory_fraction", "gpu_memory_utilization"):
-            if not 0.0 < getattr(self, name) <= 1.0:
-                yield f"{name} must be above 0 and at most 1, not {getattr(self, name)}"
-        if not self.max_num_seqs <= self.step_tokens_max <= STEP_TOKENS_MAX:
+        if self.max_step_tokens < self.max_num_seqs:
             yield (
-                f"step_tokens_max must be at least max_num_seqs ({self.max_num_seqs}), so that all running "
-                f"sequences can decode in a step, and at most {STEP_TOKENS_MAX}; it is {self.step_tokens_max}"
+                f"--max-step-tokens ({self.max_step_tokens}) must be at least --max-num-seqs "
+                f"({self.max_num_seqs}): each running sequence takes one token of every step"
             )
-        if self.swap_bytes is not None and self.swap_bytes < 0:
-            yield f"swap_bytes must be at least 0, not {self.swap_bytes}"
-        if not self.rank_timeout_s > 0.0:
-            yield f"rank_timeout_s must be above 0, not {self.rank_timeout_s}"
-        for name, most in _MOST.items():
-            value = getattr(self, name)
-            if value is not None and not 1 <= value <= most:
-                yield f"{name} must be 1 to {most}, not {value}"

@@ -24,7 +24,7 @@ class DoesNotFit(ModelError):
 
 
 class BadRunnerConfig(ModelError):
-    """A setting is out of its range, or contradicts the model."""
+    """A setting contradicts the model, the machine or another setting."""
 
 
 class RankLost(ModelError):

@@ -39,6 +39,8 @@ CACHE_MARGIN: Final = 0.25
 """Pages beyond what the slots can own, as a share of that: they keep prefixes of finished sequences."""
 PAGES_MIN: Final = 2
 SWAP_BYTES_DEFAULT: Final = 4 << 30
+KV_SHARE_DEFAULT: Final = 0.5
+"""Of the host memory that is free once the weights are loaded, what the KV cache takes unless it is told."""
 SWAP_SHARE_DEFAULT: Final = 0.25
 """Of what is available before the cache is allocated: the default is the lesser of the two."""
 MEASURED_PAGES: Final = 8
@@ -155,10 +157,10 @@ def page_count(
     cache: a tiny model on a large machine takes little.
     """
     useful = useful_pages(config, max_model_len)
-    if config.kv_cache_bytes is not None:
-        budget = config.kv_cache_bytes
+    if config.kv_cache_memory is not None:
+        budget = config.kv_cache_memory
     else:
-        budget = int(max(0, available_bytes - step_bytes(config, model)) * config.memory_fraction)
+        budget = int(max(0, available_bytes - step_bytes(config, model)) * KV_SHARE_DEFAULT)
     pages = min(budget // geometry.page_bytes, useful)
     if pages < PAGES_MIN:
         raise DoesNotFit(
@@ -172,7 +174,7 @@ def host_page_count(
     config: RunnerConfig, geometry: KVGeometry, max_model_len: int, available_bytes: int
 ) -> int:
     """How many pages of host memory to set aside: never more than the slots could own."""
-    budget = config.swap_bytes
+    budget = config.swap_memory
     if budget is None:
         budget = min(SWAP_BYTES_DEFAULT, int(available_bytes * SWAP_SHARE_DEFAULT))
     useful = config.max_num_seqs * _pages_per_sequence(config, max_model_len)
@@ -195,4 +197,4 @@ def step_bytes(config: RunnerConfig, model: ModelConfig) -> int:
     """
     token = 4 * (4 * model.hidden_size + 3 * model.intermediate_size + 4 * model.heads * model.head_dim)
     row = 4 * 4 * model.vocab_size
-    return config.step_tokens_max * token + config.max_num_seqs * row
+    return config.max_step_tokens * token + config.max_num_seqs * row

@@ -179,7 +179,7 @@ def host_network(
 
 def read_model(config: RunnerConfig, progress: Progress) -> ModelConfig:
     """The directory's config.json. `progress` hears which of its keys are ignored. Raises ModelError."""
-    model = read_model_config(Path(config.model_dir))
+    model = read_model_config(Path(config.model))
     if model.unread:
         progress(f"ignoring keys of config.json that mean nothing here: {', '.join(model.unread)}")
     return model
@@ -197,7 +197,7 @@ def checked_checkpoint(
     Checked against the files' headers first: nothing is read of a checkpoint that does not match. A head of
     its own beside `tie_word_embeddings` is used unless it equals the embedding, as in transformers 5.
     """
-    files = checkpoint_files(Path(config.model_dir))
+    files = checkpoint_files(Path(config.model))
     has_head = model.tied_embeddings and LM_HEAD in files
     untied = replace(model, tied_embeddings=False) if has_head else model
     inspection = Inspection(files, dtype, model.fp8)

@@ -3,12 +3,22 @@ for each of `Who`."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from gateway.bench.attack import MIB, MODEL, POOR_TOKEN_BUDGET, POOR_TOKENS_PER_MIN, Who
+from gateway.config import (
+    AdminConfig,
+    GatewayConfig,
+    KeyConfig,
+    LimitsConfig,
+    ListenConfig,
+    ModelConfig,
+    QuotaLimits,
+    TenantConfig,
+)
+from gateway.identity.keys import hash_key
 from shared.memory import core_memory_max, engine_memory_max, gateway_memory_max
 
 REQUEST_MEMORY: Final = 192 * MIB
@@ -38,41 +48,27 @@ GATEWAY_MEMORY_MAX: Final = gateway_memory_max(REQUEST_MEMORY, LIVE_MAX, TOKENIZ
 ENGINE_MEMORY_MAX: Final = engine_memory_max(REQUEST_MEMORY, LIVE_MAX, TOKENIZER_THREADS)
 CORE_MEMORY_MAX: Final = core_memory_max(KV_CACHE, 0, SEQUENCES, QUEUE_TOKENS)
 
-_LIMITS: Final[Mapping[Who, str]] = {
-    Who.ZERO: "requests_per_min = 0",
-    Who.SEATLESS: "concurrent = 0",
-    Who.BROKE: "token_budget = 0",
-    Who.POOR: f"tokens_per_min = {POOR_TOKENS_PER_MIN}, token_budget = {POOR_TOKEN_BUDGET}",
+_LIMITS: Final[Mapping[Who, QuotaLimits]] = {
+    Who.ZERO: QuotaLimits(requests_per_min=0),
+    Who.SEATLESS: QuotaLimits(concurrent=0),
+    Who.BROKE: QuotaLimits(token_budget=0),
+    Who.POOR: QuotaLimits(tokens_per_min=POOR_TOKENS_PER_MIN, token_budget=POOR_TOKEN_BUDGET),
 }
 
 
-def gateway_toml(engine_urls: Sequence[str], port: int = 0, admin_port: int = 0) -> str:
-    """The gateway's file. Each tenant's key is its own name."""
-    return f"""\
-[listen]
-port = {port}
-[admin]
-port = {admin_port}
-[limits]
-request_memory = {REQUEST_MEMORY}
-live_max = {LIVE_MAX}
-tokenizer_threads = {TOKENIZER_THREADS}
-[[models]]
-name = "{MODEL}"
-replicas = [{", ".join(f'"{url}"' for url in engine_urls)}]
-{"".join(_tenant(who) for who in Who if who is not Who.STRANGER)}"""
-
-
-def _tenant(who: Who) -> str:
-    return f"""
-[[tenants]]
-id = "{who}"
-limits = {{ {_LIMITS.get(who, "")} }}
-[[keys]]
-id = "{who}"
-hash = "sha256:{hashlib.sha256(who.encode()).hexdigest()}"
-tenant = "{who}"
-"""
+def gateway_config(engine_urls: Sequence[str], port: int = 0, admin_port: int = 0) -> GatewayConfig:
+    """The gateway's configuration. Each tenant's key is its own name."""
+    tenants = [who for who in Who if who is not Who.STRANGER]
+    return GatewayConfig(
+        listen=ListenConfig(port=port),
+        admin=AdminConfig(port=admin_port),
+        limits=LimitsConfig(
+            request_memory=REQUEST_MEMORY, live_max=LIVE_MAX, tokenizer_threads=TOKENIZER_THREADS
+        ),
+        models=(ModelConfig(MODEL, tuple(engine_urls)),),
+        tenants=tuple(TenantConfig(who, limits=_LIMITS.get(who, QuotaLimits())) for who in tenants),
+        keys=tuple(KeyConfig(who, hash_key(who), who) for who in tenants),
+    )
 
 
 def peak_bytes(pid: int) -> int:

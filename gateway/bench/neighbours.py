@@ -38,7 +38,7 @@ from gateway.bench.neighbourhood import (
     GATEWAY_MEMORY_MAX,
     STEP_TOKENS,
     forget_peak,
-    gateway_toml,
+    gateway_config,
     peak_bytes,
     rest_bytes,
 )
@@ -47,6 +47,7 @@ from shared.bench.cpu import descendants
 from shared.bench.figures import Figure, at_least, at_most, figure, quantile
 from shared.bench.services import demo_model, free_port, get, service
 from shared.bench.streams import BenchFailed
+from shared.config import to_toml
 
 __all__ = ["BenchFailed", "add_arguments", "run"]
 
@@ -235,7 +236,7 @@ async def _house() -> AsyncIterator[_House]:
     argv = [sys.executable, "-m", "engine", "serve", "--model", demo_model(), "--port", str(engine_port)]
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "gateway.toml"
-        file.write_text(gateway_toml([engine_url], port, admin_port))
+        file.write_text(to_toml(gateway_config([engine_url], port, admin_port)))
         async with service([*argv, *ENGINE_OPTIONS], f"{engine_url}/readyz") as engine:
             argv = [sys.executable, "-m", "gateway", "--config", str(file)]
             async with service(argv, f"{url}/readyz") as gateway:

@@ -17,16 +17,16 @@ from typing import Final
 import msgspec
 
 from gateway.bench.paced_engine import MODEL, STATS, Stats
+from gateway.config import QuotaLimits
+from gateway.development import development_config, development_key
 from shared.bench.client import Endpoint
 from shared.bench.cpu import cpu_s, resident_bytes
 from shared.bench.services import demo_model, free_port, get, service
-from shared.cli.settings import development_key, gateway_toml
+from shared.config import to_toml
 
 EVENTS_MAX: Final = 100_000
 """Of a stream that is measured while it runs: it lasts for minutes at any pace."""
-_LIMITS: Final = (
-    "limits = { requests_per_min = 10_000_000, tokens_per_min = 1_000_000_000, concurrent = 100_000 }\n"
-)
+_LIMITS: Final = QuotaLimits(10_000_000, 1_000_000_000, 100_000)
 """Never reached: what they cost is measured, not what they refuse."""
 _NGINX: Final = """
 daemon off;
@@ -119,10 +119,10 @@ async def gateway(
     """Ours, with everything on: key, schema, exact count, quotas, metrics, log line. `checkout`: another
     version's source; None for this one. `under`: a command that runs it, such as valgrind."""
     port, key = free_port(), development_key()
-    config = gateway_toml(port=port, key=key, model=MODEL, aliases=(), engine_url=engine.url) + _LIMITS
+    config = development_config(port=port, key=key, model=MODEL, engine_url=engine.url, limits=_LIMITS)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "gateway.toml"
-        path.write_text(config)
+        path.write_text(to_toml(config))
         argv = [*under, sys.executable, "-m", "gateway", "--config", str(path)]
         async with service(argv, f"http://127.0.0.1:{port}/readyz", checkout) as process:
             yield Subject(Endpoint(f"http://127.0.0.1:{port}/v1", key), pid=process.pid)

@@ -70,6 +70,13 @@ def hash_key(text: str) -> str:
     return HASH_PREFIX + _digest(text).hex()
 
 
+def key_problem(text: str) -> str | None:
+    """What a key must be to fit into an Authorization header; None when it is that."""
+    if _PRINTABLE.fullmatch(text) and text == text.strip():
+        return None
+    return f"must be 1 to {KEY_LEN_MAX} printable ASCII characters, no space at its ends"
+
+
 @dataclass(frozen=True, slots=True)
 class _Record:
     principal: Principal

@@ -33,7 +33,7 @@ class TenantPolicy:
         }
 
     def tenant(self, principal: Principal) -> TenantConfig:
-        """With what it has from its class."""
+        """The tenant's settings, with unset ones taken from its service tier."""
         return self._tenants[principal.tenant]
 
     def resolve(self, principal: Principal, name: str | None) -> ModelConfig:

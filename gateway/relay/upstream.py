@@ -21,7 +21,7 @@ from typing import Final
 import httpx
 import msgspec
 
-from gateway.config import HopConfig, ModelConfig, Protocol
+from gateway.config import HopConfig, HopProtocol, ModelConfig
 from gateway.relay.http1 import Http1Transport
 from gateway.shield import shielded
 from shared import errors
@@ -159,7 +159,7 @@ class Upstream:
     def __init__(self, hop: HopConfig, models: Iterable[ModelConfig]) -> None:
         secure = {model.protocol for model in models for url in model.replicas if url.startswith("https:")}
 
-        def context(protocol: Protocol) -> ssl.SSLContext | None:
+        def context(protocol: HopProtocol) -> ssl.SSLContext | None:
             """One for each: they differ in what ALPN offers. Making one reads the system's authorities, so
             none is made in vain, except to check the files that are named."""
             if protocol not in secure and hop == HopConfig():
@@ -167,7 +167,7 @@ class Upstream:
             return client_context(ca=hop.ca, cert=hop.cert, key=hop.key)
 
         self._http2: Final = Http2Transport(ssl_context=context("http2"))
-        self._transports: Final[dict[Protocol, Transport]] = {
+        self._transports: Final[dict[HopProtocol, Transport]] = {
             "http1": Http1Transport(context("http1")),
             "http2": self._http2,
         }
@@ -179,7 +179,7 @@ class Upstream:
 
     async def send(
         self,
-        protocol: Protocol,
+        protocol: HopProtocol,
         base_url: str,
         outbound: Outbound,
         connect_s: float,
@@ -214,7 +214,7 @@ class Upstream:
 
     async def fetch(
         self,
-        protocol: Protocol,
+        protocol: HopProtocol,
         base_url: str,
         path: str,
         connect_s: float,

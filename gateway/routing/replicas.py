@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Final
 from urllib.parse import urlsplit
 
-from gateway.config import ModelConfig, Protocol
+from gateway.config import HopProtocol, ModelConfig
 from gateway.routing.policy import least_loaded
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.ids import ReplicaId
@@ -38,7 +38,7 @@ class Replica:
     id: ReplicaId
     """A name for logs and metrics: host and port of its URL, with the path where it has one."""
     url: str
-    protocol: Protocol
+    protocol: HopProtocol
     tokens: int = 0
     """In flight, reserved."""
     requests: int = 0
@@ -99,7 +99,7 @@ class Replicas:
         replica.failures += 1
         replica.cools_until_s = now_s + cooling_s
 
-    def _entry(self, url: str, protocol: Protocol) -> Replica:
+    def _entry(self, url: str, protocol: HopProtocol) -> Replica:
         url = url.rstrip("/")
         parts = urlsplit(url)
         return self._by_url.setdefault(url, Replica(ReplicaId(parts.netloc + parts.path), url, protocol))

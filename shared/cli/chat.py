@@ -19,7 +19,7 @@ import msgspec
 from shared import sse, tls
 from shared.arguments import Parser, checked
 from shared.cli import terminal
-from shared.cli.settings import KEY_VARIABLE, read_running
+from shared.cli.running import KEY_VARIABLE, read_running
 from shared.cli.terminal import UnusableInput, harmless
 from shared.openai import ErrorEnvelope, ModelList
 

@@ -5,10 +5,13 @@ The process becomes the service, which has an argument parser of its own; nothin
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Final
 
 from shared import interrupts
@@ -18,8 +21,22 @@ SERVICES: Final = {
     "gateway": "run a gateway in the foreground",
 }
 MODULES: Final = {"engine": ("engine", "serve"), "gateway": ("gateway",)}
-"""What follows `python -m`."""
+"""The words after `python -m` that run a service."""
 _NEEDS: Final = {"engine": ("aiohttp", "safetensors", "torch", "zmq"), "gateway": ("aiohttp",)}
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigClass:
+    """Where a service declares its settings."""
+
+    module: str
+    name: str
+
+
+CONFIGS: Final = {
+    "gateway": ConfigClass("gateway.config", "GatewayConfig"),
+    "engine": ConfigClass("engine.config", "EngineConfig"),
+}
 
 
 def command(service: str, options: Sequence[str]) -> list[str]:
@@ -27,8 +44,14 @@ def command(service: str, options: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", *MODULES[service], *options]
 
 
+def reach(module: str) -> ModuleType:
+    """A module of a service. Only a launcher looks into one, by name and when it must: the service may not be
+    installed, and nothing else pays for its import."""
+    return importlib.import_module(module)
+
+
 def missing_extra(service: str) -> str | None:
-    """What to say when the packages of the service's extra are not installed."""
+    """The message about packages of the service's extra that are not installed; None when all are."""
     missing = [package for package in _NEEDS[service] if importlib.util.find_spec(package) is None]
     if not missing:
         return None

@@ -1,138 +1,206 @@
-"""What the commands agree on: the development key, the gateway's file, and where `up` says it runs."""
+"""`penstock settings SERVICE`: what a service can be told: tables, a JSON schema or an example of its file.
+
+All three follow from the service's declarations (`shared.settings`). README holds the tables.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Final
+import argparse
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING
+from typing import Any, Final
 
 import msgspec
 
-KEY_VARIABLE: Final = "PENSTOCK_API_KEY"
-KEY_LEN_MAX: Final = 256
-DRAIN_S: Final = 20.0
-"""A development server does not keep its owner waiting longer."""
+from shared import sizes
+from shared.arguments import Parser
+from shared.cli.service import CONFIGS, reach
+from shared.config import toml_value
+from shared.settings import Kind, Setting, settings_of
+
+WIDTH: Final = 100
+"""Columns of the comments in the example."""
+DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
+FORMATS: Final = ("table", "json-schema", "toml")
+COLUMNS: Final = ("type", "default", "bounds", "variable", "meaning")
+"""The columns of a table after the first one, whose head names the section."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tls:
-    """Paths of a server's certificate chain and of its private key, both PEM."""
-
-    cert: str
-    key: str
-
-
-def development_key() -> str:
-    return f"sk-penstock-{secrets.token_urlsafe(18)}"
-
-
-def key_problem(key: str) -> str | None:
-    """What a key must be to fit into an Authorization header, when it is not that."""
-    fits = 0 < len(key) <= KEY_LEN_MAX and all(" " <= char <= "~" for char in key) and key == key.strip()
-    return None if fits else f"must be 1 to {KEY_LEN_MAX} printable ASCII characters, no space at its ends"
-
-
-def gateway_toml(
-    *,
-    port: int,
-    key: str,
-    model: str,
-    aliases: Sequence[str],
-    engine_url: str,
-    host: str = "127.0.0.1",
-    tls: Tls | None = None,
-) -> str:
-    """A gateway's configuration: one model on one engine, one tenant without limits, one key."""
-    key_hash = f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
-    own = f"tls = {{ cert = {_quote(tls.cert)}, key = {_quote(tls.key)} }}\n" if tls is not None else ""
-    names = [name for name in dict.fromkeys(aliases) if name != model]
-    return f"""\
-# Written by `penstock up`.
-[listen]
-host = {_quote(host)}
-port = {port}
-{own}
-[timeouts]
-drain_s = {DRAIN_S}
-
-[[models]]
-name = {_quote(model)}
-aliases = [{", ".join(map(_quote, names))}]
-replicas = [{_quote(engine_url)}]
-
-[[tenants]]
-id = "development"
-
-[[keys]]
-id = "development"
-hash = "{key_hash}"
-tenant = "development"
-"""
+def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add `settings` to the command line."""
+    parser = commands.add_parser(
+        "settings",
+        help="print what a service can be told",
+        description="Print the settings of a service: names, types, defaults, bounds, variables, meanings.",
+    )
+    parser.add_argument("service", choices=CONFIGS, help="whose settings")
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="table",
+        help="tables in Markdown, a JSON schema of the file, or an example of it (default: table)",
+    )
+    parser.set_defaults(run=run)
 
 
-def _quote(text: str) -> str:
-    """A TOML basic string: JSON's, but for one control character that TOML escapes too."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+def run(options: argparse.Namespace) -> int:
+    """Print what was asked for; the process's exit code."""
+    sys.stdout.write(text_of(options.service, options.format))
+    return 0
 
 
-# -- files ----------------------------------------------------------------------------------------
+def text_of(service: str, form: str) -> str:
+    """The settings of a service in one of the formats."""
+    module = reach(CONFIGS[service].module)
+    type_ = getattr(module, CONFIGS[service].name)
+    match form:
+        case "table":
+            text = tables(type_, module.ENV_PREFIX, module.HEADINGS)
+        case "json-schema":
+            text = json_schema(type_)
+        case _:
+            text = example(type_)
+    return text.rstrip() + "\n"
 
 
-class Running(msgspec.Struct, frozen=True):
-    """What `penstock chat` needs to find the `penstock up` beside it."""
-
-    url: str
-    """OpenAI base URL, with `/v1`."""
-    key: str
-    model: str
-    pid: int
-    cert: str | None = None
-    """Path of the certificate that it shows, PEM; None for plain HTTP."""
+# -- the tables -----------------------------------------------------------------------------------
 
 
-def cache_dir() -> Path:
-    """The user's own directory for run directories and for `running_file`; made when it is missing.
-
-    Raises OSError or RuntimeError where there is no home that can be written.
-    """
-    base = os.environ.get("XDG_CACHE_HOME")
-    directory = (Path(base) if base else Path.home() / ".cache") / "penstock"
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return directory
+def tables(type_: type, prefix: str, headings: Mapping[str, str]) -> str:
+    """Tables in Markdown: one for each section, and for each heading within the top level."""
+    heads: dict[type, str] = {}
+    found = list(_sections(type_, "", "top level", headings, heads))
+    return "\n\n".join(_table(head, settings, prefix, heads) for head, settings in found)
 
 
-def running_file() -> Path:
-    return cache_dir() / "up.json"
+def _sections(
+    type_: type, path: str, head: str, headings: Mapping[str, str], heads: dict[type, str]
+) -> Iterator[tuple[str, list[Setting]]]:
+    """The head and the settings of each table. `headings` are by the setting that is the first below each.
+    `heads` are those of the sections found so far, by their types: each type has one table."""
+    group: list[Setting] = []
+    inner: list[tuple[type, Setting]] = []
+    for setting in settings_of(type_, path):
+        if setting.name in headings:
+            if group:
+                yield head, group
+            head, group = headings[setting.name], []
+        group.append(setting)
+        if setting.section is not None and setting.section not in heads:
+            heads[setting.section] = _head(setting)
+            inner.append((setting.section, setting))
+    yield head, group
+    for section, setting in inner:
+        yield from _sections(section, setting.inner_path, heads[section], {}, heads)
 
 
-def write_private(path: Path, data: bytes) -> None:
-    """A file that its owner alone can read, there in full or not at all."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.unlink(missing_ok=True)
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)
-    draft.replace(path)
+def _table(head: str, settings: list[Setting], prefix: str, heads: Mapping[type, str]) -> str:
+    lines = [_line(head, *COLUMNS), "|---" * (1 + len(COLUMNS)) + "|"]
+    for setting in settings:
+        kind, shown = _type(setting.kind), heads.get(setting.section) if setting.section else None
+        if shown not in (None, _head(setting)):
+            kind += f", as {shown}"
+        default = "required" if setting.is_required else _code(setting.shown_default)
+        variable = _code(setting.variable(prefix) or "")
+        lines.append(_line(_code(setting.name), kind, default, _bounds(setting.kind), variable, setting.help))
+    return "\n".join(lines)
 
 
-def read_running() -> Running | None:
-    """The `penstock up` that was started last, if it says that it runs."""
-    try:
-        return msgspec.json.decode(running_file().read_bytes(), type=Running)
-    except (OSError, RuntimeError, msgspec.DecodeError):
-        return None
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def write_running(running: Running) -> None:
-    write_private(running_file(), msgspec.json.encode(running))
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
 
 
-def clear_running(pid: int) -> None:
-    """Take back what the `up` of this pid wrote, unless another has written since."""
-    running = read_running()
-    if running is not None and running.pid == pid:
-        running_file().unlink(missing_ok=True)
+def _head(setting: Setting) -> str:
+    """A section as it is headed in the file."""
+    path = setting.path.replace("[]", "")
+    return f"`[[{path}]]`" if setting.kind.item is not None else f"`[{path}]`"
+
+
+def _type(kind: Kind) -> str:
+    if kind.item is not None:
+        return f"list of {_type(kind.item)}s"
+    unit = kind.unit if not kind.is_size and kind.base in (int, float) else None
+    return f"{kind.noun}, {unit}" if unit is not None else kind.noun
+
+
+def _bounds(kind: Kind) -> str:
+    if kind.rule is not None:
+        return kind.rule.says.replace("be ", "", 1)
+    if kind.meta.pattern is not None:
+        return f"`{kind.meta.pattern}`"
+    return kind.bounds.removeprefix("from ").removeprefix("of ")
+
+
+# -- the JSON schema ------------------------------------------------------------------------------
+
+
+def json_schema(type_: type) -> str:
+    """A JSON schema of the file, as one value."""
+    schema = {"$schema": DIALECT, **_schema_of(type_)}
+    return msgspec.json.format(msgspec.json.encode(schema), indent=2).decode()
+
+
+def _schema_of(type_: type) -> dict[str, Any]:
+    settings = settings_of(type_)
+    properties = {}
+    for setting in settings:
+        properties[setting.name] = {**_schema(setting.kind), "description": setting.help}
+        if setting.kind.section is None and setting.default not in (MISSING, None):
+            properties[setting.name]["default"] = setting.default
+    required = [setting.name for setting in settings if setting.is_required]
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    return {**schema, "required": required} if required else schema
+
+
+def _schema(kind: Kind) -> dict[str, Any]:
+    if kind.section is not None:
+        section = _schema_of(kind.section)
+        return {"anyOf": [section, {"type": "null"}]} if kind.is_optional else section
+    if kind.item is not None:
+        least, most = kind.meta.min_length, kind.meta.max_length
+        bounds = {"minItems": least, "maxItems": most}
+        known = {name: bound for name, bound in bounds.items() if bound is not None}
+        return {"type": "array", "items": _schema(kind.item), **known}
+    schema = msgspec.json.schema(kind.type)
+    size = {"type": "string", "pattern": f"^{sizes.PATTERN}$"}
+    return {"anyOf": [*schema.get("anyOf", [schema]), size]} if kind.is_size else schema
+
+
+# -- the example ----------------------------------------------------------------------------------
+
+
+def example(type_: type) -> str:
+    """A TOML file in which every setting has its default, as a comment; those without one are left open."""
+    return "\n".join(_example(type_, ""))
+
+
+def _example(type_: type, path: str) -> Iterator[str]:
+    inner: list[tuple[type, Setting]] = []
+    for setting in settings_of(type_, path):
+        if setting.section is not None:
+            inner.append((setting.section, setting))
+        else:
+            yield from _comment(setting)
+            yield f"# {setting.name} = {_value(setting)}\n"
+    for section, setting in inner:
+        yield from _comment(setting)
+        yield f"# {_head(setting).strip('`')}\n"
+        yield from _example(section, setting.inner_path)
+
+
+def _comment(setting: Setting) -> Iterator[str]:
+    note = " Required." if setting.is_required else ""
+    bounds = _bounds(setting.kind)
+    kind = _type(setting.kind) + (f": {bounds}" if bounds else "")
+    text = f"{setting.help} ({kind}){note}"
+    yield from textwrap.wrap(text, WIDTH, initial_indent="## ", subsequent_indent="## ")
+
+
+def _value(setting: Setting) -> str:
+    return "..." if setting.is_required or setting.default is None else toml_value(setting.default)

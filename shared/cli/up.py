@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib
 import json
 import os
 import shlex
@@ -17,19 +16,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from shared.arguments import Parser, cannot_listen, checked, closest, model_name, nonempty, port
-from shared.cli import settings
-from shared.cli.service import command, missing_extra
+from shared.arguments import Parser, cannot_listen, checked, closest, spelt
+from shared.cli import running
+from shared.cli.running import Running
+from shared.cli.service import command, missing_extra, reach
 from shared.cli.supervisor import Service, ServiceDied, ServiceSpec, parse_line, stop_all, unless
 from shared.clock import SYSTEM_CLOCK, Clock
-from shared.environment import apply_environment, settings_in
+from shared.config import ConfigError, to_toml
+from shared.environment import settings_in
 from shared.lifecycle import on_stop_signals
+from shared.settings import ModelName, Port, Text
 from shared.tls import UnusableTls, names_of
 
 DEMO_NAME: Final = "penstock-demo"
-GRACE_S: Final = settings.DRAIN_S + 10.0
-"""How long a child may take to stop: its drain, and the rest of its ending."""
-assert GRACE_S > settings.DRAIN_S
+DRAIN_S: Final = 20.0
+"""How long open requests may take to end, unless an option or a variable says otherwise: a development server
+does not keep its owner waiting longer."""
+ENDING_S: Final = 10.0
+"""How long a child may take to stop beyond its drain; then it is killed."""
 ENGINE_START_S: Final = 24 * 3600.0
 """A download may take long. Once it is done the engine's own limit counts (--startup-timeout-s)."""
 GATEWAY_START_S: Final = 60.0
@@ -37,6 +41,7 @@ GATEWAY_START_S: Final = 60.0
 _OURS: Final = frozenset(
     {
         "--help",
+        "--config",
         "--model",
         "--served-model-name",
         "--host",
@@ -51,7 +56,7 @@ _NOT_FROM_ENVIRONMENT: Final = {
     "PENSTOCK_ENGINE_": ("HOST", "PORT", "TLS_CERT", "TLS_KEY", "TLS_CLIENT_CA"),
     "PENSTOCK_GATEWAY_": ("LISTEN", "MODELS", "TENANTS", "KEYS"),
 }
-"""By a service's prefix: variables, and beginnings of variables, that would undo what `up` arranges."""
+"""Variables, and beginnings of variables, that would undo what `up` arranges, by the service's prefix."""
 
 
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -63,7 +68,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.add_argument(
         "--model",
-        type=nonempty,
+        type=spelt(Text),
         default=os.environ.get("PENSTOCK_ENGINE_MODEL") or None,
         metavar="DIR|ID",
         help="model directory, or hub id to download (default: the built-in demo model)",
@@ -71,29 +76,32 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--served-model-name",
         metavar="NAME",
-        type=model_name,
+        type=spelt(ModelName),
         default=os.environ.get("PENSTOCK_ENGINE_SERVED_MODEL_NAME") or None,
         help="what clients call the model (default: the last part of --model)",
     )
     parser.add_argument(
-        "--alias", metavar="NAME", nargs="+", action="extend", default=[], type=model_name,
+        "--alias", metavar="NAME", nargs="+", action="extend", default=[], type=spelt(ModelName),
         help="further names that the model answers to; * is any name",
     )  # fmt: skip
     parser.add_argument(
-        "--api-key", metavar="KEY", type=checked(settings.key_problem, is_secret=True),
-        default=os.environ.get(settings.KEY_VARIABLE) or None,
-        help=f"development key, any string (default: ${settings.KEY_VARIABLE}, or a new one each time)",
+        "--api-key", metavar="KEY", type=checked(_key_problem, is_secret=True),
+        default=os.environ.get(running.KEY_VARIABLE) or None,
+        help=f"development key, any string (default: ${running.KEY_VARIABLE}, or a new one each time)",
     )  # fmt: skip
     parser.add_argument(
-        "--host", type=nonempty, default="127.0.0.1", help="address to listen on (default: 127.0.0.1)"
+        "--host", type=spelt(Text), default="127.0.0.1", help="address to listen on (default: 127.0.0.1)"
     )
     parser.add_argument(
-        "--port", type=port, default=8000, help="port to listen on; 0 for any free one (default: 8000)"
+        "--port", type=spelt(Port), default=8000, help="port to listen on; 0 for any free one (default: 8000)"
     )
     parser.add_argument(
-        "--tls-cert", metavar="FILE", type=nonempty, help="certificate chain, PEM: serve https on this port"
+        "--tls-cert",
+        metavar="FILE",
+        type=spelt(Text),
+        help="certificate chain, PEM: serve https on this port",
     )
-    parser.add_argument("--tls-key", metavar="FILE", type=nonempty, help="its private key, PEM")
+    parser.add_argument("--tls-key", metavar="FILE", type=spelt(Text), help="its private key, PEM")
     parser.add_argument(
         "--log-dir",
         type=Path,
@@ -101,6 +109,11 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         help="where the services' logs go (default: a directory that is named at the start)",
     )
     parser.set_defaults(run=run, takes_more=True, parser=parser)
+
+
+def _key_problem(key: str) -> str | None:
+    problem: str | None = reach("gateway.identity.keys").key_problem(key)
+    return problem
 
 
 def run(options: argparse.Namespace) -> int:
@@ -113,6 +126,8 @@ def run(options: argparse.Namespace) -> int:
     check_engine_options(options.parser, options.more, os.environ)
     try:
         plan = make_plan(options)
+    except ConfigError as error:  # of variables: all else is right
+        options.parser.error(str(error))
     except (OSError, UnusableTls) as error:
         return _fail(str(error))
     return asyncio.run(supervise(plan, sys.stdout))
@@ -130,20 +145,31 @@ def check_environment(parser: Parser, env: Mapping[str, str]) -> None:
 
 
 def check_engine_options(parser: Parser, more: Sequence[str], env: Mapping[str, str]) -> None:
-    """What `up` does not know goes to the engine, whose own parser checks it now rather than later."""
-    config = importlib.import_module("engine.config")  # a launcher may look inside
-    engine = config.build_parser("penstock up")
-    apply_environment(engine, env, config.ENV_PREFIX)
+    """Options that `up` does not know are the engine's: its own parser checks them before anything starts."""
+    engine = reach("engine.config").build_parser("penstock up")
     names = {name for name in engine._option_string_actions if name.startswith("--")} - _OURS
     for word in more:
         name = word.partition("=")[0]
         if name.startswith("-") and name not in names:
             hint = closest(name, [*parser.option_names, *sorted(names)])
             parser.error(f"there is no option {name}" + (f"; did you mean {hint}?" if hint else ""))
-    given, strays = engine.parse_known_args(["--model", "any", *more])
-    if strays:
+    if strays := engine.parse_known_args(more)[1]:
         parser.error(f"{' '.join(strays)} belongs to no option")
-    config.from_namespace(engine, given)
+    _engine_drain_s(more, env)
+
+
+def _drain_options(env: Mapping[str, str]) -> list[str]:
+    """The engine's drain by an option, unless a variable sets it, which the option would win over."""
+    is_set = "DRAIN_TIMEOUT_S" in settings_in(env, reach("engine.config").ENV_PREFIX)
+    return [] if is_set else ["--drain-timeout-s", str(DRAIN_S)]
+
+
+def _engine_drain_s(more: Sequence[str], env: Mapping[str, str]) -> float:
+    """How long the engine drains with these options. What is wrong with them ends the process."""
+    config = reach("engine.config")
+    argv = ["--model", "any", *_drain_options(env), *more]
+    drain_s: float = config.from_args(argv, env, config.build_parser("penstock up")).drain_timeout_s
+    return drain_s
 
 
 def _fail(problem: str) -> int:
@@ -160,25 +186,28 @@ class Plan:
 
     services: tuple[ServiceSpec, ...]
     """In the order of starting: each is ready before the next is started."""
-    running: settings.Running
+    running: Running
     run_dir: Path
+    grace_s: float = DRAIN_S + ENDING_S
+    """How long a service may take to stop: its drain, and the rest of its ending."""
     aliases: tuple[str, ...] = ()
     certificate_names: tuple[str, ...] = ()
-    """Whom the certificate is for, where there is one."""
+    """The names that the certificate is for; empty without a certificate."""
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
-    """Choose ports and directories, write the gateway's file. Raises OSError and UnusableTls."""
+    """Choose ports and directories, write the gateway's file. Raises OSError, UnusableTls and ConfigError."""
     model, name = _model_and_name(options.model, options.served_model_name)
     tls = _tls(options.tls_cert, options.tls_key)
-    certificate_names = names_of(tls.cert, tls.key) if tls is not None else ()
+    certificate_names = names_of(*tls) if tls is not None else ()
     gateway_port = _check_port(options.host, options.port)
     engine_port = _check_port("127.0.0.1", 0)
-    key = options.api_key or settings.development_key()
+    development = reach("gateway.development")
+    key = options.api_key or development.development_key()
     run_dir = _make_run_dir(options.log_dir, gateway_port)
     config = run_dir / "gateway.toml"
     engine_url = f"http://127.0.0.1:{engine_port}"
-    toml = settings.gateway_toml(
+    gateway_config = development.development_config(
         host=options.host,
         port=gateway_port,
         key=key,
@@ -186,11 +215,13 @@ def make_plan(options: argparse.Namespace) -> Plan:
         aliases=options.alias,
         engine_url=engine_url,
         tls=tls,
+        drain_s=DRAIN_S,
     )
-    settings.write_private(config, toml.encode())
+    running.write_private(config, f"# Written by `penstock up`.\n{to_toml(gateway_config)}".encode())
     engine_options = ["--model", model, "--served-model-name", name, "--host", "127.0.0.1"]
-    engine_options += ["--port", str(engine_port), "--drain-timeout-s", str(settings.DRAIN_S), *options.more]
-    scheme, cert = ("http", None) if tls is None else ("https", tls.cert)
+    engine_options += ["--port", str(engine_port), *_drain_options(os.environ), *options.more]
+    gateway_drain_s = reach("gateway.config").load(config, os.environ).timeouts.drain_s
+    scheme, cert = ("http", None) if tls is None else ("https", tls[0])
     base_url = f"{scheme}://{_reachable(options.host, certificate_names)}:{gateway_port}"
     engine_argv = tuple(command("engine", engine_options))
     gateway_argv = tuple(command("gateway", ["--config", str(config)]))
@@ -199,8 +230,9 @@ def make_plan(options: argparse.Namespace) -> Plan:
             ServiceSpec("engine", engine_argv, run_dir / "engine.log", engine_url, ENGINE_START_S),
             ServiceSpec("gateway", gateway_argv, run_dir / "gateway.log", base_url, GATEWAY_START_S, cert),
         ),
-        running=settings.Running(url=f"{base_url}/v1", key=key, model=name, pid=os.getpid(), cert=cert),
+        running=Running(url=f"{base_url}/v1", key=key, model=name, pid=os.getpid(), cert=cert),
         run_dir=run_dir,
+        grace_s=max(gateway_drain_s, _engine_drain_s(options.more, os.environ)) + ENDING_S,
         certificate_names=certificate_names,
         aliases=tuple(options.alias),
     )
@@ -208,8 +240,8 @@ def make_plan(options: argparse.Namespace) -> Plan:
 
 def _model_and_name(model: str | None, name: str | None) -> tuple[str, str]:
     if model is None:
-        return str(importlib.import_module("engine.demo").MODEL_DIR), name or DEMO_NAME
-    return model, name or importlib.import_module("engine.config").served_name(model)
+        return str(reach("engine.demo").MODEL_DIR), name or DEMO_NAME
+    return model, name or reach("engine.config").served_name(model)
 
 
 def _check_port(host: str, wanted: int) -> int:
@@ -225,13 +257,14 @@ def _check_port(host: str, wanted: int) -> int:
         return bound
 
 
-def _tls(cert: str | None, key: str | None) -> settings.Tls | None:
-    """By absolute paths, as `penstock chat` reads the certificate too, from wherever it is started."""
-    return settings.Tls(os.path.abspath(cert), os.path.abspath(key)) if cert and key else None
+def _tls(cert: str | None, key: str | None) -> tuple[str, str] | None:
+    """The paths of a certificate chain and its key: absolute ones, as `penstock chat` reads the certificate
+    too, from wherever it is started."""
+    return (os.path.abspath(cert), os.path.abspath(key)) if cert and key else None
 
 
 def _reachable(host: str, certificate_names: Sequence[str] = ()) -> str:
-    """What to call this machine in a URL for a client on it; `localhost` when only that is certified."""
+    """This machine's name in a URL for a client on it; `localhost` when only that is certified."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     if host not in certificate_names and "localhost" in certificate_names and host in ("127.0.0.1", "::1"):
         return "localhost"
@@ -243,7 +276,7 @@ def _make_run_dir(wanted: Path | None, gateway_port: int) -> Path:
         wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
         return wanted
     try:
-        run_dir = settings.cache_dir() / f"up-{gateway_port}"
+        run_dir = running.cache_dir() / f"up-{gateway_port}"
         run_dir.mkdir(mode=0o700, exist_ok=True)
     except (OSError, RuntimeError):  # no home, or none that can be written
         return Path(tempfile.mkdtemp(prefix="penstock-up-"))
@@ -276,8 +309,8 @@ async def supervise(plan: Plan, out: TextIO, clock: Clock = SYSTEM_CLOCK) -> int
         progress.say(f"penstock up: {error}\nThe logs are in {plan.run_dir}")
         return 1
     finally:
-        settings.clear_running(plan.running.pid)
-        await stop_all(services, GRACE_S, hurry)
+        running.clear_running(plan.running.pid)
+        await stop_all(services, plan.grace_s, hurry)
     return 0
 
 
@@ -294,13 +327,13 @@ async def _raise_first_death(services: Sequence[Service]) -> None:
 
 def _tell_chat(plan: Plan) -> None:
     try:
-        settings.write_running(plan.running)
+        running.write_running(plan.running)
     except (OSError, RuntimeError):
         return  # `penstock chat` then needs its options; nothing else depends on the file
 
 
 class Progress:
-    """What is being waited for, and how long it took: `engine   warming up ... 1.2 s`."""
+    """The stage that is waited for, and how long it took: `engine   warming up ... 1.2 s`."""
 
     def __init__(self, out: TextIO, clock: Clock) -> None:
         self._out = out
@@ -337,7 +370,7 @@ class Progress:
 
 
 def stage_of(fields: dict[str, Any] | None) -> str | None:
-    """What a service begins to do with this log line, if anything."""
+    """The stage of its start that a service begins with this log line; None for any other line."""
     match fields:
         case {"event": "engine.listening"}:
             return "finding the model"
@@ -392,7 +425,7 @@ certificate: --cacert FILE for curl, SSL_CERT_FILE=FILE for the OpenAI SDK.
 
 
 def _penstock() -> str:
-    """What starts this program in a terminal like ours, where the environment may not be active."""
+    """The command that starts this program in such a terminal, where the environment may not be active."""
     if shutil.which("penstock"):
         return "penstock"
     return shlex.quote(str(Path(sys.executable).with_name("penstock")))

@@ -136,7 +136,7 @@ def _matrix_elements(shape: ModelConfig) -> int:
 
 
 def _load(model: Path, kind: str) -> ModelRunner:
-    config = RunnerConfig(str(model), max_model_len=512, kv_cache_bytes=1 << 30, device="cpu", **KINDS[kind])
+    config = RunnerConfig(str(model), max_model_len=512, kv_cache_memory=1 << 30, device="cpu", **KINDS[kind])
     runner = load_runner(config, lambda stage: None)
     assert isinstance(runner, ModelRunner)
     return runner

@@ -159,7 +159,7 @@ def answers(
 
 
 def _load(model: Path, settings: Mapping[str, Any]) -> ModelRunner:
-    config = RunnerConfig(str(model), max_num_seqs=64, kv_cache_bytes=1 << 30, device="cpu", **settings)
+    config = RunnerConfig(str(model), max_num_seqs=64, kv_cache_memory=1 << 30, device="cpu", **settings)
     runner = load_runner(config, lambda stage: None)
     assert isinstance(runner, ModelRunner)
     return runner

@@ -197,7 +197,7 @@ def _with_weights(source: Path, directory: Path, rounding: Rounding) -> Path:
 
 def _load(model: Path) -> ModelRunner:
     config = RunnerConfig(
-        str(model), device="cpu", dtype="float32", kernels="torch", max_num_seqs=64, kv_cache_bytes=1 << 28
+        str(model), device="cpu", dtype="float32", kernels="torch", max_num_seqs=64, kv_cache_memory=1 << 28
     )
     runner = load_runner(config, lambda stage: None)
     assert isinstance(runner, ModelRunner)

@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 
 from engine.config import CoreStart, EngineConfig, build_parser, from_args
+from engine.runtime.config import RunnerConfig
 from tests.shared.test_environment import SERVICE_LINKS
 
 MINIMAL = ["--model", "some/dir"]
 
 
-def test_defaults_of_the_parser_and_of_the_value_agree() -> None:
-    assert from_args(MINIMAL, {}) == EngineConfig(model="some/dir", served_model_name="dir")
+def test_a_model_is_all_that_must_be_given() -> None:
+    assert from_args(MINIMAL, {}) == EngineConfig(model="some/dir")
+    assert EngineConfig(model="some/dir").name == "dir"
 
 
 def test_every_option_has_help() -> None:
@@ -80,10 +82,10 @@ def test_sizes(text: str, size: int) -> None:
         ([*MINIMAL, "--device", "tpu"], "cuda"),
         ([*MINIMAL, "--gpu-memory-utilization", "1.5"], "above 0 and at most 1"),
         ([*MINIMAL, "--gpu-memory-utilization", "most"], "above 0 and at most 1"),
-        ([*MINIMAL, "--kv-cache-memory", "1k"], "must be 1MiB to"),
+        ([*MINIMAL, "--kv-cache-memory", "1k"], "must be a size from 1MiB to"),
         ([*MINIMAL, "--drain-timeout-s", "-1"], "seconds above 0"),
         ([*MINIMAL, "--kv-cache-memory", "9" * 400], "such as 512MiB"),
-        ([*MINIMAL, "--kv-cache-memory", "9" * 16], "must be 1MiB to 1024TiB"),
+        ([*MINIMAL, "--kv-cache-memory", "9" * 16], "must be a size from 1MiB to 1024TiB"),
         ([*MINIMAL, "--max-queue-len", "9" * 20], "--max-queue-len: must be a whole number from 1 to"),
         ([*MINIMAL, "--max-step-tokens", "99999999"], "--max-step-tokens: must be a whole number from 1 to"),
         ([*MINIMAL, "--max-num-seqs", "5000"], "--max-num-seqs: must be a whole number from 1 to 4096"),
@@ -98,6 +100,15 @@ def test_sizes(text: str, size: int) -> None:
         ([*MINIMAL, "--tls-cert", "", "--tls-key", ""], "--tls-cert: must not be empty"),
         ([*MINIMAL, "--served-model-name", ""], "--served-model-name: must be a name of 1 to 256 characters"),
         ([*MINIMAL, "--max-num-seqs", "512", "--max-step-tokens", "256"], "at least --max-num-seqs (512)"),
+        (
+            [*MINIMAL, "--swap-memory", "4"],
+            "--swap-memory: must be 0, or a size from 1MiB to 1024TiB, got '4'",
+        ),
+        ([*MINIMAL, "--request-memory", "2"], "--request-memory: must be a size from 182MiB to 1024TiB"),
+        ([*MINIMAL, "--attention-backend", "fast"], "attention_backend must be one of auto, "),
+        ([*MINIMAL, "--stall-deadline-s", "nan"], "--stall-deadline-s: must be a number of seconds above 0"),
+        ([*MINIMAL, "--tls-cert", "c.pem"], "--tls-cert and --tls-key belong together"),
+        (["--modle", "some/dir"], "unrecognized arguments: --modle some/dir; did you mean --model?"),
     ],
 )
 def test_a_wrong_option_says_what_is_right(
@@ -143,6 +154,41 @@ def test_a_wrong_environment_says_what_is_right(
     assert says in capsys.readouterr().err
 
 
+def test_the_command_line_wins_over_variables_and_these_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "engine.toml"
+    file.write_text(
+        'model = "file/model"\nport = 1\nmax_queue_len = 1\nmax_num_seqs = 8\nrequest_memory = "512MiB"\n'
+    )
+    env = {"PENSTOCK_ENGINE_MAX_QUEUE_LEN": "2", "PENSTOCK_ENGINE_PORT": "2"}
+    config = from_args(["--config", str(file), "--port", "3"], env)
+    assert (config.port, config.max_queue_len, config.max_num_seqs) == (3, 2, 8)
+    assert (config.model, config.request_memory) == ("file/model", 512 * 2**20)
+
+
+def test_all_that_is_wrong_is_said_at_once_by_the_names_under_which_it_was_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "engine.toml"
+    file.write_text("threads = 0\nmax_model_length = 5\n")
+    argv = ["--config", str(file), "--dtype", "int3"]
+    with pytest.raises(SystemExit):
+        from_args(argv, {"PENSTOCK_ENGINE_PORT": "x", "PENSTOCK_ENGINE_PROT": "1"})
+    assert capsys.readouterr().err.splitlines()[1:-1] == [
+        "  max_model_length: there is no such setting; did you mean max_model_len?",
+        "  --model: is required",
+        "  --dtype: must be one of auto, float32, bfloat16, got 'int3'",
+        "  threads: must be a whole number from 1 to 1024",
+        "  PENSTOCK_ENGINE_PORT: must be a port from 0 to 65535, got 'x'",
+        "  PENSTOCK_ENGINE_PROT: there is no such setting; did you mean PENSTOCK_ENGINE_PORT?",
+    ]
+
+
+def test_a_runner_is_told_its_part_of_the_settings() -> None:
+    runner = from_args([*MINIMAL, "--max-step-tokens", "99", "--tensor-parallel-size", "2"], {}).runner
+    assert type(runner) is RunnerConfig
+    assert runner == RunnerConfig("some/dir", max_step_tokens=99, tensor_parallel_size=2)
+
+
 def test_a_switch_can_be_set_by_the_name_of_its_option() -> None:
     assert from_args(MINIMAL, {"PENSTOCK_ENGINE_NO_PREFIX_CACHE": "1"}).prefix_cache is False
 
@@ -177,9 +223,9 @@ def test_a_model_is_called_after_its_directory_however_that_is_written(
     directory = tmp_path / "models" / "qwen"
     directory.mkdir(parents=True)
     monkeypatch.chdir(directory)
-    assert from_args(["--model", model], {}).served_model_name == name
+    assert from_args(["--model", model], {}).name == name
 
 
 def test_a_link_to_a_directory_keeps_its_own_name(tmp_path: Path) -> None:
     (tmp_path / "current").symlink_to(tmp_path)
-    assert from_args(["--model", str(tmp_path / "current")], {}).served_model_name == "current"
+    assert from_args(["--model", str(tmp_path / "current")], {}).name == "current"

@@ -68,7 +68,7 @@ class Engine:
             dtype="float32",
             page_size=PAGE_SIZE,
             max_num_seqs=SLOTS,
-            step_tokens_max=STEP_TOKENS_MAX,
+            max_step_tokens=STEP_TOKENS_MAX,
             threads=1,
         )
         runner = load_runner(settings, lambda stage: None)

@@ -48,7 +48,7 @@ def on_gpu(path: Path, **settings: Any) -> DeviceRunner:
         dtype="float32",
         page_size=16,
         max_num_seqs=SLOTS,
-        step_tokens_max=STEP_TOKENS_MAX,
+        max_step_tokens=STEP_TOKENS_MAX,
         gpu_memory_utilization=0.5,  # others share the card
         **settings,
     )

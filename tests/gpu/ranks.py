@@ -54,7 +54,7 @@ def two_ranks(path: Path) -> dict[str, Any]:
     tokens, *_ = said(load_runner(RunnerConfig(str(path), **small(path, 1)), lambda stage: None))
     reasons: list[str] = []
     together = lead(
-        RunnerConfig(str(path), tensor_parallel=2, **small(path, 2)), lambda stage: None, reasons.append
+        RunnerConfig(str(path), tensor_parallel_size=2, **small(path, 2)), lambda stage: None, reasons.append
     )
     try:
         found, *_ = said(together)

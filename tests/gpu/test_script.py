@@ -119,9 +119,9 @@ def toy_runner(path: Path, slots: int, longest: int) -> DeviceRunner:
     settings: dict[str, Any] = {
         "max_num_seqs": slots,
         "max_model_len": longest,
-        "step_tokens_max": max(8, slots),
+        "max_step_tokens": max(8, slots),
     }
-    return load_fake(path, kv_cache_bytes=1 << 20, **settings)
+    return load_fake(path, kv_cache_memory=1 << 20, **settings)
 
 
 @interpreted
@@ -169,8 +169,8 @@ def test_the_checks_of_the_whole_engine_at_toy_size(tmp_path: Path) -> None:
     path = make_tiny_model("qwen3", tmp_path / "tiny", **SMALL)
 
     def load(path: Path, **settings: Any) -> DeviceRunner:
-        sizes: dict[str, Any] = {"max_num_seqs": 2, "step_tokens_max": engine.STEP_TOKENS_MAX}
-        return load_fake(path, kv_cache_bytes=1 << 20, **sizes, **settings)
+        sizes: dict[str, Any] = {"max_num_seqs": 2, "max_step_tokens": engine.STEP_TOKENS_MAX}
+        return load_fake(path, kv_cache_memory=1 << 20, **sizes, **settings)
 
     assert engine.through_the_core(path, load, count=2, outputs=2)["tokens"] == 8
     assert engine.graphs(path, load, count=2, outputs=3)["steps"] > 2

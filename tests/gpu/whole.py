@@ -62,7 +62,7 @@ LoadRunner = Callable[[Path, int, int], DeviceRunner]
 
 def on_gpu(path: Path, slots: int, longest: int) -> DeviceRunner:
     config = RunnerConfig(
-        str(path), "cuda", max_num_seqs=slots, max_model_len=longest, step_tokens_max=STEP_TOKENS_MAX
+        str(path), "cuda", max_num_seqs=slots, max_model_len=longest, max_step_tokens=STEP_TOKENS_MAX
     )
     runner = load_runner(config, lambda stage: None)
     assert isinstance(runner, DeviceRunner)

@@ -22,11 +22,12 @@ from gateway.bench.neighbourhood import (
     ENGINE_OPTIONS,
     GATEWAY_MEMORY_MAX,
     forget_peak,
-    gateway_toml,
+    gateway_config,
     peak_bytes,
     rest_bytes,
 )
 from gateway.bench.victim import Victim
+from shared.config import to_toml
 from tests.services import (
     Line,
     Service,
@@ -150,7 +151,7 @@ def engines(count: int, *options: str) -> Iterator[list[Service]]:
 def gateway(engines: Sequence[Service]) -> Iterator[Service]:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "gateway.toml"
-        file.write_text(gateway_toml([engine_url(one) for one in engines]))
+        file.write_text(to_toml(gateway_config([engine_url(one) for one in engines])))
         with service(["gateway", "--config", str(file)]) as started:
             yield started
 

@@ -25,12 +25,14 @@ import trustme
 from engine.config import ENV_PREFIX as ENGINE_PREFIX
 from gateway.config import ENV_PREFIX as GATEWAY_PREFIX
 from gateway.config import load as load_gateway_config
-from gateway.identity.keys import KeyTable
+from gateway.development import development_config, development_key
+from gateway.identity.keys import KeyTable, key_problem
 from shared import cli
 from shared.arguments import closest
-from shared.cli import service, settings, supervisor, up
-from shared.cli.settings import Running
+from shared.cli import running, service, supervisor, up
+from shared.cli.running import Running
 from shared.cli.supervisor import ServiceSpec
+from shared.config import to_toml
 
 CHILD = Path(__file__).with_name("cli_child.py")
 PATIENCE_S = 60
@@ -39,7 +41,7 @@ PATIENCE_S = 60
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv(settings.KEY_VARIABLE, raising=False)
+    monkeypatch.delenv(running.KEY_VARIABLE, raising=False)
     return tmp_path
 
 
@@ -68,7 +70,8 @@ def exits(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str
         (("up", "--api-key", " key"), "printable ASCII characters, no space at its ends"),
         (("up", "--api-key", ""), "printable ASCII characters, no space at its ends"),
         (("up", "--alias", ""), "must be a name of 1 to 256 characters"),
-        (("up", "--dtype", "float8"), "invalid choice: 'float8' (choose from"),
+        (("up", "--dtype", "float8"), "--dtype: must be one of auto, float32, bfloat16, got 'float8'"),
+        (("up", "--config", "engine.toml"), "there is no option --config"),
         (("up", "--max-num-seqs", "0"), "got '0'"),
         (("chat", "--modle", "x"), "did you mean --model?"),
         (("chat", "--url", "localhost:8000"), "must be a URL like http://host:8000/v1"),
@@ -100,6 +103,8 @@ def test_a_wrong_option_says_what_is_right(
         ("PENSTOCK_ENGINE_TLS_CERT", "c.pem", "is for a service that stands alone"),
         ("PENSTOCK_ENGINE_PORT", "8001", "is for a service that stands alone"),
         ("PENSTOCK_GATEWAY_LISTEN__PORT", "80", "is for a service that stands alone"),
+        ("PENSTOCK_GATEWAY_LIMITS__LIVE_MAXI", "8", "did you mean PENSTOCK_GATEWAY_LIMITS__LIVE_MAX?"),
+        ("PENSTOCK_GATEWAY_TIMEOUTS__DRAIN_S", "x", "must be a number of seconds above 0 and at most 86400"),
         ("PENSTOCK_API_KEY", " key", "no space at its ends\n"),
     ],
 )
@@ -187,17 +192,19 @@ def test_likeness() -> None:
 
 @pytest.mark.parametrize(
     "key",
-    ["secret", "\"\\'$`;{}~!", settings.development_key(), "sk_dev_abcdefghijkl_" + "A" * 32],
+    ["secret", "\"\\'$`;{}~!", development_key(), "sk_dev_abcdefghijkl_" + "A" * 32],
     ids=["short", "odd", "minted", "long"],  # the same in every process that collects the tests
 )
 def test_the_gateway_takes_the_file_and_any_key(key: str) -> None:
-    text = settings.gateway_toml(
-        host="::1",
-        port=81,
-        key=key,
-        model='m"\\\x7f水',
-        aliases=["*", "gpt-4o", "*", 'm"\\\x7f水'],
-        engine_url="http://127.0.0.1:9",
+    text = to_toml(
+        development_config(
+            host="::1",
+            port=81,
+            key=key,
+            model='m"\\\x7f水',
+            aliases=["*", "gpt-4o", "*", 'm"\\\x7f水'],
+            engine_url="http://127.0.0.1:9",
+        )
     )
     assert key not in text or key == "secret"
     config = load_gateway_config(tomllib.loads(text), {})
@@ -212,23 +219,23 @@ def test_the_gateway_takes_the_file_and_any_key(key: str) -> None:
 
 
 def test_a_minted_key_fits_its_header() -> None:
-    keys = {settings.development_key() for _ in range(100)}
+    keys = {development_key() for _ in range(100)}
     assert len(keys) == 100
-    assert all(settings.key_problem(key) is None for key in keys)
+    assert all(key_problem(key) is None for key in keys)
 
 
 def test_the_running_file_is_private_and_taken_back_by_its_owner() -> None:
     ours = Running(url="http://127.0.0.1:1/v1", key="k", model="m", pid=1)
-    assert settings.read_running() is None
-    settings.write_running(ours)
-    assert settings.read_running() == ours
-    assert stat.S_IMODE(settings.running_file().stat().st_mode) == 0o600
-    settings.clear_running(2)
-    assert settings.read_running() == ours
-    settings.clear_running(1)
-    assert settings.read_running() is None
-    settings.running_file().write_text("{")
-    assert settings.read_running() is None
+    assert running.read_running() is None
+    running.write_running(ours)
+    assert running.read_running() == ours
+    assert stat.S_IMODE(running.running_file().stat().st_mode) == 0o600
+    running.clear_running(2)
+    assert running.read_running() == ours
+    running.clear_running(1)
+    assert running.read_running() is None
+    running.running_file().write_text("{")
+    assert running.read_running() is None
 
 
 def plan_of(*argv: str) -> up.Plan:
@@ -272,6 +279,19 @@ def test_up_takes_the_model_from_the_environment(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PENSTOCK_ENGINE_MODEL", "")
     monkeypatch.setenv("PENSTOCK_ENGINE_SERVED_MODEL_NAME", "")
     assert plan_of("--port", "0").running.model == up.DEMO_NAME
+
+
+def test_a_drain_that_is_asked_for_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = plan_of("--port", "0")
+    assert plain.services[0].argv[-2:] == ("--drain-timeout-s", str(up.DRAIN_S))
+    assert plain.grace_s == up.DRAIN_S + up.ENDING_S
+    assert plan_of("--port", "0", "--drain-timeout-s", "50").grace_s == 50 + up.ENDING_S
+    monkeypatch.setenv("PENSTOCK_ENGINE_DRAIN_TIMEOUT_S", "60")
+    told = plan_of("--port", "0")
+    assert "--drain-timeout-s" not in told.services[0].argv, "it would win over the variable"
+    assert told.grace_s == 60 + up.ENDING_S
+    monkeypatch.setenv("PENSTOCK_GATEWAY_TIMEOUTS__DRAIN_S", "70")
+    assert plan_of("--port", "0").grace_s == 70 + up.ENDING_S
 
 
 # -- TLS ------------------------------------------------------------------------------------------
@@ -364,8 +384,8 @@ def test_a_host_that_is_not_this_machine_is_named(capsys: pytest.CaptureFixture[
 
 def test_the_announcement_can_be_pasted() -> None:
     key = "it's$HOME"
-    running = Running(url="http://127.0.0.1:1/v1", key=key, model="m'水", pid=1)
-    text = up.announcement(up.Plan((), running, Path(), ("a", "*")), 1.25)
+    ours = Running(url="http://127.0.0.1:1/v1", key=key, model="m'水", pid=1)
+    text = up.announcement(up.Plan((), ours, Path(), aliases=("a", "*")), 1.25)
     curl = text[text.index("curl") : text.index("With the OpenAI")].replace("curl -N", "printf '%s\\n'", 1)
     words = subprocess.run(["sh", "-c", curl], capture_output=True, text=True, check=True).stdout.splitlines()
     assert words[0] == "http://127.0.0.1:1/v1/chat/completions"
@@ -383,8 +403,8 @@ def test_the_announcement_names_a_command_that_a_shell_finds(
 ) -> None:
     own = Path(sys.executable).parent
     monkeypatch.setenv("PATH", f"{own}:/usr/bin:/bin" if is_active else "/usr/bin:/bin")
-    running = Running(url="http://127.0.0.1:1/v1", key="key", model="m", pid=1)
-    text = up.announcement(up.Plan((), running, Path(), ()), 1.25)
+    ours = Running(url="http://127.0.0.1:1/v1", key="key", model="m", pid=1)
+    text = up.announcement(up.Plan((), ours, Path()), 1.25)
     [line] = [line for line in text.splitlines() if line.startswith("In another terminal: ")]
     chat = line.removeprefix("In another terminal: ").partition(". ")[0]
     assert chat == ("penstock chat" if is_active else f"{own / 'penstock'} chat")
@@ -419,6 +439,7 @@ class Stage:
     directory: Path
     habits: dict[str, tuple[str, ...]]
     start_deadline_s: float = PATIENCE_S
+    grace_s: float = PATIENCE_S
     screen: Screen = field(default_factory=Screen)
     plan: up.Plan = field(init=False)
     task: asyncio.Task[int] = field(init=False)
@@ -430,8 +451,8 @@ class Stage:
             argv = (sys.executable, str(CHILD), name, str(port), str(self.diary), *self.habits.get(name, ()))
             log, url = self.directory / f"{name}.log", f"http://127.0.0.1:{port}"
             specs.append(ServiceSpec(name, argv, log, url, self.start_deadline_s))
-        running = Running(url=f"{specs[1].url}/v1", key="k", model="m", pid=os.getpid())
-        self.plan = up.Plan(tuple(specs), running, self.directory)
+        ours = Running(url=f"{specs[1].url}/v1", key="k", model="m", pid=os.getpid())
+        self.plan = up.Plan(tuple(specs), ours, self.directory, self.grace_s)
         self.task = asyncio.create_task(up.supervise(self.plan, self.screen))
 
     @property
@@ -464,8 +485,10 @@ Staging = Callable[..., Stage]
 async def staging(tmp_path: Path) -> AsyncIterator[Staging]:
     stages: list[Stage] = []
 
-    def start(start_deadline_s: float = PATIENCE_S, **habits: tuple[str, ...]) -> Stage:
-        stages.append(Stage(tmp_path, habits, start_deadline_s))
+    def start(
+        start_deadline_s: float = PATIENCE_S, grace_s: float = PATIENCE_S, **habits: tuple[str, ...]
+    ) -> Stage:
+        stages.append(Stage(tmp_path, habits, start_deadline_s, grace_s))
         return stages[-1]
 
     yield start
@@ -488,11 +511,11 @@ async def test_up_starts_in_order_and_stops_in_the_opposite(staging: Staging, nu
     stage = staging()
     await stage.screen.shows("Ctrl-C here stops both")
     assert stage.events() == ["engine started", "gateway started"]
-    assert settings.read_running() == stage.plan.running
+    assert running.read_running() == stage.plan.running
     os.kill(os.getpid(), number)
     assert await stage.ends() == 0
     assert stage.events()[2:] == ["gateway stopped", "engine stopped"]
-    assert settings.read_running() is None
+    assert running.read_running() is None
     shown = stage.screen.getvalue()
     assert f"Logs are in {stage.directory}" in shown
     assert "engine   warming up ... " in shown
@@ -511,11 +534,8 @@ async def test_a_second_signal_kills(staging: Staging) -> None:
     assert not is_alive(stage.pid("engine"))
 
 
-async def test_a_child_that_will_not_stop_is_killed_in_time(
-    staging: Staging, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(up, "GRACE_S", 0.1)
-    stage = staging(gateway=("stubborn",), engine=("stubborn",))
+async def test_a_child_that_will_not_stop_is_killed_in_time(staging: Staging) -> None:
+    stage = staging(grace_s=0.1, gateway=("stubborn",), engine=("stubborn",))
     await stage.screen.shows("Ready after")
     os.kill(os.getpid(), signal.SIGTERM)
     assert await stage.ends() == 0
@@ -549,7 +569,7 @@ async def test_a_child_that_dies_takes_the_other_with_it(staging: Staging) -> No
     assert "the engine exited with status 7\n" in stage.screen.getvalue()
     assert "error it.hurts reason=asked to" in stage.screen.getvalue()
     assert stage.events()[2:] == ["gateway stopped"]
-    assert settings.read_running() is None
+    assert running.read_running() is None
 
 
 async def test_a_child_that_is_killed_is_said_to_be(staging: Staging) -> None:

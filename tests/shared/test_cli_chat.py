@@ -18,9 +18,9 @@ import pytest
 import trustme
 
 from shared import cli, sse
-from shared.cli import chat, settings, terminal
+from shared.cli import chat, running, terminal
 from shared.cli.chat import ChatFailed, Conversation
-from shared.cli.settings import Running
+from shared.cli.running import Running
 from shared.errors import EngineFailed, Unauthenticated
 from shared.openai import error_envelope
 
@@ -174,7 +174,7 @@ asked: list[tuple[str | None, str, str]] = []
 @pytest.fixture
 def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(settings.KEY_VARIABLE, raising=False)
+    monkeypatch.delenv(running.KEY_VARIABLE, raising=False)
     asked.clear()
     with serving() as port:
         yield f"http://127.0.0.1:{port}/v1"
@@ -200,22 +200,22 @@ def test_one_message_to_any_server(url: str, capsys: pytest.CaptureFixture[str])
 
 
 def test_the_up_beside_it_is_found(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings.write_running(Running(url=url, key="dev", model="demo", pid=os.getpid()))
+    running.write_running(Running(url=url, key="dev", model="demo", pid=os.getpid()))
     assert cli.main(["chat", "-m", "Hi"]) == 0
-    monkeypatch.setenv(settings.KEY_VARIABLE, "env")
+    monkeypatch.setenv(running.KEY_VARIABLE, "env")
     assert cli.main(["chat", "-m", "Hi", "--model", "other"]) == 0
     assert asked == [("Bearer dev", "demo", "Hi"), ("Bearer env", "other", "Hi")]
 
 
 def test_another_server_is_not_given_the_key_of_up(url: str) -> None:
-    settings.write_running(Running(url="http://127.0.0.1:1/v1", key="dev", model="demo", pid=os.getpid()))
+    running.write_running(Running(url="http://127.0.0.1:1/v1", key="dev", model="demo", pid=os.getpid()))
     assert cli.main(["chat", "-m", "Hi", "--url", url]) == 0
     assert asked == [(None, "first", "Hi")]
 
 
 @pytest.mark.parametrize("ending", ["/", ""])
 def test_the_up_beside_it_is_known_by_its_url_however_that_is_written(url: str, ending: str) -> None:
-    settings.write_running(Running(url=url, key="dev", model="demo", pid=os.getpid()))
+    running.write_running(Running(url=url, key="dev", model="demo", pid=os.getpid()))
     assert cli.main(["chat", "--url", url.removesuffix("/v1") + ending, "-m", "Hi"]) == 0
     assert cli.main(["chat", "--url", url + ending, "-m", "Hi"]) == 0
     assert asked == [("Bearer dev", "demo", "Hi")] * 2
@@ -352,7 +352,7 @@ def https(url: str, tmp_path: Path) -> Iterator[tuple[str, Path]]:
 def test_the_up_beside_it_is_trusted_by_its_own_certificate(https: tuple[str, Path]) -> None:
     url, files = https
     cert = str(files / "own.pem")
-    settings.write_running(Running(url=url, key="dev", model="demo", pid=os.getpid(), cert=cert))
+    running.write_running(Running(url=url, key="dev", model="demo", pid=os.getpid(), cert=cert))
     assert cli.main(["chat", "-m", "Hi"]) == 0
     assert cli.main(["chat", "-m", "Hi", "--url", url]) == 0
     assert asked == [("Bearer dev", "demo", "Hi")] * 2
@@ -364,7 +364,7 @@ def test_another_certificate_than_that_of_up_is_not_trusted(
     url, files = https
     trustme.CA().issue_cert("penstock.test").cert_chain_pems[0].write_to_path(files / "other.pem")
     cert = str(files / "other.pem")
-    settings.write_running(Running(url=url, key="dev", model="demo", pid=os.getpid(), cert=cert))
+    running.write_running(Running(url=url, key="dev", model="demo", pid=os.getpid(), cert=cert))
     assert cli.main(["chat", "-m", "Hi"]) == 1
     assert "is not trusted" in capsys.readouterr().err
     (files / "other.pem").unlink()

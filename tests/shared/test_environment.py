@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import pytest
+from msgspec import Meta
 
-from shared.arguments import Parser, count
-from shared.environment import apply_environment, settings_in
+from shared.arguments import Parser, add_settings
+from shared.config import ConfigError, load
+from shared.environment import settings_in
+from shared.settings import Text
 
 PREFIX = "PENSTOCK_ENGINE_"
 SERVICE_LINKS = {
@@ -26,21 +30,21 @@ SERVICE_LINKS = {
 """What Kubernetes gives every container of a namespace with Services of such names."""
 
 
-def parser() -> Parser:
-    made = Parser(prog="prog")
-    made.add_argument("--port", type=count(0), default=1)
-    made.add_argument("--name", required=True)
-    made.add_argument("--size", type=int, choices=(16, 32), default=16)
-    made.add_argument("--no-cache", dest="cache", action="store_false")
-    made.add_argument("--eager", action="store_true")
-    made.add_argument("--overlap", action=argparse.BooleanOptionalAction)
-    return made
+@dataclass(frozen=True, slots=True)
+class Config:
+    name: Text
+    port: Annotated[int, Meta(ge=0, le=1 << 30)] = 1
+    size: Literal[16, 32] = 16
+    cache: bool = True
+    eager: bool = False
+    overlap: bool | None = None
 
 
-def parsed(argv: list[str], **env: str) -> argparse.Namespace:
-    made = parser()
-    apply_environment(made, {PREFIX + name: value for name, value in env.items()}, PREFIX)
-    return made.parse_args(argv)
+def parsed(argv: list[str], **env: str) -> Config:
+    parser = Parser(prog="prog")
+    add_settings(parser, Config, {})
+    variables = {PREFIX + name: value for name, value in env.items()}
+    return load(Config, {}, variables, PREFIX, vars(parser.parse_args(argv)))
 
 
 @pytest.mark.parametrize("variable", SERVICE_LINKS)
@@ -105,18 +109,19 @@ def test_either_name_of_a_switch_that_can_be_turned_off() -> None:
         ),
     ],
 )
-def test_a_mistake_is_named_as_a_wrong_option_is(
-    env: dict[str, str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
+def test_a_mistake_is_named_as_a_wrong_option_is(env: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         parsed(["--name", "n"], **env)
-    assert stopped.value.code == 2
-    assert says in capsys.readouterr().err
+    assert any(problem.startswith(says) for problem in caught.value.problems)
 
 
-def test_all_variables_that_set_nothing_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parsed(["--name", "n"], PROT="1", NAEM="2")
-    told = capsys.readouterr().err
-    assert "PENSTOCK_ENGINE_PORT?" in told
-    assert "PENSTOCK_ENGINE_NAME?" in told
+def test_all_mistakes_are_named_together_each_by_what_it_was_given_in() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed(["--size", "x"], PROT="1", NAEM="2", PORT="x")
+    assert caught.value.problems == [
+        "--name: is required",
+        f"{PREFIX}PORT: must be a whole number from 0 to 1073741824, got 'x'",
+        "--size: must be one of 16, 32, got 'x'",
+        f"{PREFIX}PROT: there is no such setting; did you mean {PREFIX}PORT?",
+        f"{PREFIX}NAEM: there is no such setting; did you mean {PREFIX}NAME?",
+    ]

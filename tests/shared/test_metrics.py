@@ -10,7 +10,8 @@ from prometheus_client import Counter as TheirCounter
 from prometheus_client import Histogram as TheirHistogram
 from prometheus_client.registry import Collector
 
-from shared.metrics import REGISTRY, Counter, Histogram
+from shared.metrics import REGISTRY, Counter, Gauge, Histogram, registry_of_service
+from shared.telemetry import metrics_text
 
 BOUNDS = (0.1, 0.5, 1, 10)
 
@@ -50,6 +51,30 @@ def test_a_histogram_reads_as_the_librarys(values: list[float]) -> None:
         assert text_of(ours) == text_of(theirs)
     finally:
         REGISTRY.unregister(ours)
+
+
+def test_what_has_no_labels_is_there_before_anything_happened() -> None:
+    registry = CollectorRegistry()
+    Counter("test_things", "Things.", registry=registry)
+    Histogram("test_seconds", "Seconds.", (), BOUNDS, registry=registry)
+    gauge = Gauge("test_level", "Level.", registry=registry)
+    assert registry.get_sample_value("test_things_total") == 0
+    assert registry.get_sample_value("test_seconds_count") == 0
+    assert registry.get_sample_value("test_seconds_bucket", {"le": "+Inf"}) == 0
+    assert registry.get_sample_value("test_level") == 0
+    gauge.set_function(lambda: 2.5)
+    assert registry.get_sample_value("test_level") == 2.5
+
+
+def test_a_services_registry_has_the_processs_metrics_too(counter: Counter) -> None:
+    mine, other = registry_of_service(), registry_of_service()
+    Counter("test_own", "Of one service.", registry=mine).inc(by=3)
+    counter.inc("a", True)
+    text = metrics_text(mine).decode()
+    assert "test_own_total 3.0" in text
+    assert text.count('test_things_total{kind="a",ok="True"} 1.0') == 1
+    assert "process_cpu_seconds_total" in text
+    assert "test_own" not in metrics_text(other).decode() + metrics_text().decode()
 
 
 def test_labels_are_as_many_as_were_declared(counter: Counter) -> None:

@@ -154,7 +154,7 @@ class DeviceNetwork:
     def page_count(self) -> int:
         """How many pages to allocate. Raises DoesNotFit."""
         config, geometry = self.design.config, self.geometry
-        if config.kv_cache_bytes is not None:
+        if config.kv_cache_memory is not None:
             return page_count(config, self.model, geometry, self.max_model_len, available_bytes=0)
         useful = useful_pages(config, self.max_model_len)
         return kv_page_count(self._profile(), config.gpu_memory_utilization, geometry.page_bytes, useful)
@@ -168,7 +168,7 @@ class DeviceNetwork:
                 graphs.capture(self.card.graphs(), partial(_tell, progress))
                 runner.decode = graphs.replay
             progress("planning attention of long prompts")
-            tokens_max = min(self.design.config.step_tokens_max, self.max_model_len)
+            tokens_max = min(self.design.config.max_step_tokens, self.max_model_len)
             runner.model.prefill.warm_up(tokens_max, self.decoder.dtype)
         return runner
 
@@ -212,7 +212,7 @@ class DeviceNetwork:
             runner, step = self._assemble(self.info(pages=1))
             idle = card.memory()
             card.start_peak()
-            for plan in largest_plans(runner.info, self.design.config.step_tokens_max):
+            for plan in largest_plans(runner.info, self.design.config.max_step_tokens):
                 runner.run(plan)
             stepped = card.memory()
             graphs = 0 if self.design.config.enforce_eager else self._graph_bytes(step, runner)
@@ -244,7 +244,7 @@ class DeviceNetwork:
         self.tune()
         runner, step = self._assemble(self.info(pages=1))
         runner.cache.clear_tails = clear_tails
-        for plan in largest_plans(runner.info, self.design.config.step_tokens_max):
+        for plan in largest_plans(runner.info, self.design.config.max_step_tokens):
             runner.compute(plan)
         for rows in batch_buckets(runner.decode_rows_max):
             step(DecodeInputs.empty(rows, self.card.device))

@@ -67,12 +67,12 @@ class LeadingRunner:
 def lead(
     config: RunnerConfig, progress: Progress, on_lost: OnLost, clock: Clock = SYSTEM_CLOCK
 ) -> LeadingRunner:
-    """As `load.load_runner`, with `config.tensor_parallel` ranks, of which this process is the first.
+    """As `load.load_runner`, with `config.tensor_parallel_size` ranks, of which this process is the first.
 
     `on_lost` is called in another thread when a rank is lost, whatever this one is waiting for then.
     """
     _refuse(config)
-    progress(f"starting {config.tensor_parallel} ranks")
+    progress(f"starting {config.tensor_parallel_size} ranks")
     ranks = Ranks(config, on_lost, clock)
     try:
         runner = _load(config, ranks, progress)
@@ -85,10 +85,10 @@ def lead(
 
 def _refuse(config: RunnerConfig) -> None:
     """What cannot be split, before any process is started. Raises BadRunnerConfig."""
-    size = config.tensor_parallel
+    size = config.tensor_parallel_size
     if sys.platform != "linux":
         raise BadRunnerConfig(f"--tensor-parallel-size {size} needs Linux")
-    Shard(0, size).of(read_model_config(Path(config.model_dir)))
+    Shard(0, size).of(read_model_config(Path(config.model)))
     if config.kernels == "native" or config.weights == "int8":
         what = "weights=int8" if config.weights == "int8" else "kernels=native"
         raise BadRunnerConfig(

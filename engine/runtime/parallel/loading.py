@@ -92,7 +92,7 @@ class HostShard:
         return KVGeometry(model.layers, model.kv_heads, self.config.page_size, model.head_dim, self.dtype)
 
     def page_count(self) -> int:
-        config, available_bytes = self.config, available_memory_bytes() // self.config.tensor_parallel
+        config, available_bytes = self.config, available_memory_bytes() // self.config.tensor_parallel_size
         return page_count(config, self.model, self.geometry, self.max_model_len, available_bytes)
 
     def info(self, pages: int) -> RunnerInfo:
@@ -114,22 +114,22 @@ def connect(config: RunnerConfig, rank: int, store_file: str) -> Group:
     device = choose_device(config)
     own = torch.device("cuda", rank) if device.type == "cuda" else device
     if own.type == "cuda":
-        if torch.cuda.device_count() < config.tensor_parallel:
+        if torch.cuda.device_count() < config.tensor_parallel_size:
             raise BadRunnerConfig(
-                f"--tensor-parallel-size {config.tensor_parallel} needs a GPU for each rank, and there are "
-                f"{torch.cuda.device_count()}"
+                f"--tensor-parallel-size {config.tensor_parallel_size} needs a GPU for each rank, and there "
+                f"are {torch.cuda.device_count()}"
             )
         torch.cuda.set_device(own)
-    return Group(Shard(rank, config.tensor_parallel), store_file, own)
+    return Group(Shard(rank, config.tensor_parallel_size), store_file, own)
 
 
 def agreed(config: RunnerConfig, shard: LoadedShard, pages: int) -> RunnerInfo:
     """For every rank alike. `pages`: the fewest that any has room for."""
-    host_bytes = available_memory_bytes() // config.tensor_parallel
+    host_bytes = available_memory_bytes() // config.tensor_parallel_size
     info = shard.info(pages)
     return msgspec.structs.replace(
         info,
-        page_bytes=info.page_bytes * config.tensor_parallel,
+        page_bytes=info.page_bytes * config.tensor_parallel_size,
         host_pages=host_page_count(config, shard.geometry, shard.max_model_len, host_bytes),
     )
 

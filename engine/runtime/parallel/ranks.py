@@ -88,7 +88,7 @@ class _Rank:
 class Ranks:
     def __init__(self, config: RunnerConfig, on_lost: OnLost, clock: Clock = SYSTEM_CLOCK) -> None:
         """Starts them. In the thread that lives longest: ranks are killed when it ends."""
-        assert config.tensor_parallel > 1
+        assert config.tensor_parallel_size > 1
         self._deadline_s = config.rank_timeout_s
         self._on_lost = on_lost
         self._clock = clock
@@ -102,7 +102,7 @@ class Ranks:
         # Stays open as long as this process: torch writes to it once more when it drops its store.
         self._store = os.memfd_create("ranks")
         self.store_file: Final = f"/proc/self/fd/{self._store}"
-        self._ranks = [self._start(config, number) for number in range(1, config.tensor_parallel)]
+        self._ranks = [self._start(config, number) for number in range(1, config.tensor_parallel_size)]
         self._watch = threading.Thread(target=self._watch_all, name="ranks", daemon=True)
         self._watch.start()
 

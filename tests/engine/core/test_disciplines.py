@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from engine import config
+from engine.config import EngineConfig
 from engine.core import policy
 from engine.core.messages import ServiceClass
 from engine.core.policy import Circumstances
+from shared.settings import settings_of
 from tests.engine.core.sequences import COST, handles, sequence, stalled
 
 
 def test_the_discipline_option_names_all_disciplines() -> None:
-    assert tuple(policy.DISCIPLINES) == config.DISCIPLINES
-    assert config.EngineConfig("dir", "name").discipline == "response-ratio"
+    discipline = next(setting for setting in settings_of(EngineConfig) if setting.name == "discipline")
+    assert discipline.kind.choices == tuple(policy.DISCIPLINES)
+    assert discipline.default == "response-ratio"
 
 
 def test_fifo_serves_in_the_order_of_arrival_for_every_class_tenant_and_length() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from engine.core.messages import Plan, SamplingParams, SlotStart
 from engine.runtime import load as loading
 from engine.runtime.batch import assemble
-from engine.runtime.config import RunnerConfig
+from engine.runtime.config import Kernels, RunnerConfig
 from engine.runtime.errors import ModelError
 from engine.runtime.kv_cache import KVCache, KVGeometry
 from engine.runtime.slots import Slots
@@ -32,7 +32,7 @@ PAGE_SIZE = 16
 PROMPT_LEN, DECODED = 44, 4
 TOKENS = PROMPT_LEN + DECODED
 """More than any window of the matrix."""
-KERNELS = ("native", "torch")
+KERNELS: tuple[Kernels, ...] = ("native", "torch")
 
 
 class Outcome(Enum):
@@ -215,7 +215,7 @@ def tokens(vocab_size: int) -> list[int]:
 
 
 @torch.inference_mode()
-def our_logprobs(path: Path, kernels: str, heard: list[str]) -> Tensor:
+def our_logprobs(path: Path, kernels: Kernels, heard: list[str]) -> Tensor:
     """[TOKENS, vocab], by the engine's way of loading: a prompt, then one token after the other."""
     settings = RunnerConfig(str(path), device="cpu", dtype="float32", kernels=kernels, page_size=PAGE_SIZE)
     config = loading.read_model(settings, heard.append)

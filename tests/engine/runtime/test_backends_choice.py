@@ -13,6 +13,7 @@ from engine.runtime import backends
 from engine.runtime.backends import Backend, Find, Library, Need, Phase, choose, parse
 from engine.runtime.config import RunnerConfig
 from engine.runtime.errors import BadRunnerConfig
+from shared.config import ConfigError
 
 HOPPER = Need(32, 8, 128, 64, "bfloat16", "bfloat16", (9, 0))
 EVERY_LIBRARY = tuple(backends.FUNCTIONS)
@@ -129,7 +130,7 @@ def test_what_cannot_be_had_is_refused_with_the_reason(
 def test_unknown_names_are_refused(asked: str) -> None:
     with pytest.raises(BadRunnerConfig):
         parse(asked)
-    with pytest.raises(BadRunnerConfig):
+    with pytest.raises(ConfigError):
         RunnerConfig("somewhere", attention_backend=asked)
     assert parse("decode=torch") == {Phase.PREFILL: "auto", Phase.DECODE: "torch"}
 

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from engine.runtime.config import RunnerConfig
-from engine.runtime.errors import BadRunnerConfig, DoesNotFit
+from engine.runtime.errors import DoesNotFit
 from engine.runtime.kv_cache import HostPages, KVCache, KVGeometry, host_page_count, page_count, step_bytes
 from engine.runtime.models.config import parse_model_config
+from shared.config import ConfigError
 from tests.engine.runtime.test_model_config import BASE
 
 MODEL = parse_model_config(json.dumps({"model_type": "llama"} | BASE).encode())
 GEOMETRY = KVGeometry(MODEL.layers, MODEL.kv_heads, 16, MODEL.head_dim, torch.float32)
-CONFIG = RunnerConfig("m", page_size=16, max_num_seqs=4, step_tokens_max=64)
+CONFIG = RunnerConfig("m", page_size=16, max_num_seqs=4, max_step_tokens=64)
 
 
 def pages(available: int, config: RunnerConfig = CONFIG) -> int:
@@ -40,16 +41,16 @@ def test_a_share_of_what_a_step_leaves() -> None:
 
 def test_explicit_bytes_need_no_measuring() -> None:
     config = RunnerConfig(
-        "m", page_size=16, max_num_seqs=4, step_tokens_max=64, kv_cache_bytes=5 * GEOMETRY.page_bytes
+        "m", page_size=16, max_num_seqs=4, max_step_tokens=64, kv_cache_memory=5 * GEOMETRY.page_bytes
     )
     assert pages(0, config) == 5
     with pytest.raises(DoesNotFit):
-        pages(0, RunnerConfig("m", page_size=16, max_num_seqs=4, step_tokens_max=64, kv_cache_bytes=1))
+        pages(0, RunnerConfig("m", page_size=16, max_num_seqs=4, max_step_tokens=64, kv_cache_memory=1))
 
 
 def test_host_pages_as_told_and_never_more_than_the_slots_can_own() -> None:
-    def host_pages(swap_bytes: int | None, available: int = 1 << 40) -> int:
-        config = RunnerConfig("m", page_size=16, max_num_seqs=4, step_tokens_max=64, swap_bytes=swap_bytes)
+    def host_pages(swap_memory: int | None, available: int = 1 << 40) -> int:
+        config = RunnerConfig("m", page_size=16, max_num_seqs=4, max_step_tokens=64, swap_memory=swap_memory)
         return host_page_count(config, GEOMETRY, 100, available)
 
     assert host_pages(0) == 0
@@ -102,16 +103,22 @@ def test_measuring_copies_leaves_the_cache_as_it_was() -> None:
 
 
 def test_settings_out_of_range_are_named_together() -> None:
-    with pytest.raises(BadRunnerConfig) as caught:
+    with pytest.raises(ConfigError) as caught:
         RunnerConfig(
             "m",
-            dtype="int3",
+            dtype="int3",  # type: ignore[arg-type]
             page_size=48,
-            max_num_seqs=100,
-            step_tokens_max=64,
-            memory_fraction=0,
+            max_num_seqs=5000,
+            gpu_memory_utilization=0,
             threads=0,
-            swap_bytes=-1,
+            swap_memory=-1,
         )
-    for name in ("dtype", "page_size", "step_tokens_max", "memory_fraction", "threads", "swap_bytes"):
-        assert name in str(caught.value)
+    wrong = ["dtype", "threads", "page_size", "gpu_memory_utilization", "swap_memory", "max_num_seqs"]
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == wrong
+
+
+def test_a_step_has_a_token_for_each_sequence() -> None:
+    with pytest.raises(
+        ConfigError, match=r"--max-step-tokens \(64\) must be at least --max-num-seqs \(100\)"
+    ):
+        RunnerConfig("m", max_num_seqs=100, max_step_tokens=64)

@@ -120,7 +120,7 @@ def test_the_context_is_the_models_and_cannot_be_stretched(
 @pytest.mark.parametrize(("context", "pages"), [(1, 2), (3, 2), (512, 2)])
 def test_warm_up_fits_into_the_smallest_pool(tiny_model: MakeModel, context: int, pages: int) -> None:
     page_bytes = 2 * 2 * 1 * 16 * 16 * 4
-    load(tiny_model("qwen2"), max_model_len=context, max_num_seqs=2, kv_cache_bytes=pages * page_bytes)
+    load(tiny_model("qwen2"), max_model_len=context, max_num_seqs=2, kv_cache_memory=pages * page_bytes)
 
 
 def test_warm_up_leaves_nothing_behind(runner: ModelRunner, twin: ModelRunner) -> None:

@@ -52,7 +52,7 @@ def serve(scheduler: Scheduler, runner: Runner, added: list[AddSequence]) -> lis
 def test_many_together_twice_under_pressure(tiny_model: MakeModel, family: str) -> None:
     path = tiny_model(family)
     geometry = load(path).cache.geometry
-    runner = load(path, max_num_seqs=6, step_tokens_max=48, kv_cache_bytes=PAGES * geometry.page_bytes)
+    runner = load(path, max_num_seqs=6, max_step_tokens=48, kv_cache_memory=PAGES * geometry.page_bytes)
     rng = random.Random(4)
     prompts = [rng.choices(range(VOCAB_SIZE), k=length) for length in (5, 30, 200, 1, 64, 17, 90, 40)]
     prompts.append(prompts[2] + [7, 8, 9])
@@ -136,7 +136,7 @@ def test_overlapped_equals_plain_token_by_token(tiny_model: MakeModel, family: s
     geometry = load(path).cache.geometry
     said = []
     for drive in (serve, serve_overlapped):
-        runner = load(path, max_num_seqs=5, step_tokens_max=24, kv_cache_bytes=9 * geometry.page_bytes)
+        runner = load(path, max_num_seqs=5, max_step_tokens=24, kv_cache_memory=9 * geometry.page_bytes)
         scheduler = Scheduler(SchedulerConfig(step_tokens_max=24, queue_len_max=64), runner.info)
         steps = drive(scheduler, runner, added)
         said.append(all_said(steps))

@@ -9,9 +9,10 @@ import pytest
 from gateway.bench.attack import Attack, Law
 from gateway.bench.attackers import named
 from gateway.bench.attacks import ATTACKS, against
-from gateway.bench.neighbourhood import LIVE_MAX, REQUEST_MEMORY, gateway_toml
+from gateway.bench.neighbourhood import LIVE_MAX, REQUEST_MEMORY, gateway_config
 from gateway.bench.neighbours import _charged, _Cost, _is_wanted, _parsed
 from gateway.config import load
+from shared.config import to_toml
 from shared.memory import core_memory_max, engine_memory_max, gateway_memory_max
 
 
@@ -35,7 +36,8 @@ def test_attacks_are_chosen_by_words_in_their_names_or_laws() -> None:
 
 
 def test_the_gateways_file_is_a_configuration() -> None:
-    config = load(tomllib.loads(gateway_toml(["http://127.0.0.1:1"])), {})
+    config = load(tomllib.loads(to_toml(gateway_config(["http://127.0.0.1:1"]))), {})
+    assert config == gateway_config(["http://127.0.0.1:1"])
     assert (config.limits.request_memory, config.limits.live_max) == (REQUEST_MEMORY, LIVE_MAX)
 
 

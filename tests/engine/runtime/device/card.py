@@ -131,7 +131,7 @@ def fake_config(path: Path, **overrides: Any) -> RunnerConfig:
         "page_size": 16,
         "max_num_seqs": 4,
         "max_model_len": 128,
-        "step_tokens_max": 32,
+        "max_step_tokens": 32,
         "threads": 1,
         "attention_backend": "triton",
     } | overrides
@@ -139,5 +139,5 @@ def fake_config(path: Path, **overrides: Any) -> RunnerConfig:
 
 
 def load_fake(path: Path, card: FakeCard | None = None, **overrides: Any) -> DeviceRunner:
-    """By `fake_config`, profile run and capture included unless `kv_cache_bytes` is told."""
+    """By `fake_config`, profile run and capture included unless `kv_cache_memory` is told."""
     return load_on_card(fake_config(path, **overrides), card or FakeCard(), lambda stage: None)

@@ -78,7 +78,7 @@ def test_what_the_largest_step_and_the_graphs_take_is_set_aside(
     driver = Driver(runner)
     lives = [driver.seat(slot, [slot + 9, 5, 3], GREEDY) for slot in range(4)]
     driver.finish(range(4), 2)
-    expected = reference_greedy(Path(config.model_dir), [[slot + 9, 5, 3] for slot in range(4)], 2)
+    expected = reference_greedy(Path(config.model), [[slot + 9, 5, 3] for slot in range(4)], 2)
     assert [life.output for life in lives] == expected
 
 
@@ -157,17 +157,17 @@ def test_the_largest_step_has_the_most_rows_and_then_the_longest(
 def test_the_smallest_of_everything_loads(config: RunnerConfig) -> None:
     """A context of two tokens: warm-up has no room, and a request fills everything."""
     tiny = RunnerConfig(
-        config.model_dir,
+        config.model,
         dtype="float32",
         page_size=16,
         max_num_seqs=2,
         max_model_len=2,
-        step_tokens_max=2,
+        max_step_tokens=2,
         threads=1,
         attention_backend="triton",
-        kv_cache_bytes=2 * PAGE_BYTES,
+        kv_cache_memory=2 * PAGE_BYTES,
     )
     driver = Driver(load_on_card(tiny, FakeCard(), lambda stage: None))
     life = driver.seat(0, [7], GREEDY)
     driver.finish([0], 1)
-    assert life.output == reference_greedy(Path(config.model_dir), [[7]], 1)[0]
+    assert life.output == reference_greedy(Path(config.model), [[7]], 1)[0]

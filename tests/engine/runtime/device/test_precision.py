@@ -41,7 +41,7 @@ KV_SCALES = {
 
 def load_eager(path: Path, **settings: Any) -> DeviceRunner:
     """Without what takes the interpreter long, and is tested elsewhere."""
-    return load_fake(path, kv_cache_bytes=1 << 20, enforce_eager=True, max_num_seqs=1, **settings)
+    return load_fake(path, kv_cache_memory=1 << 20, enforce_eager=True, max_num_seqs=1, **settings)
 
 
 class AsOnAGpu(TorchDispatchMode):

@@ -95,7 +95,7 @@ def test_nor_does_anything_that_can_be_asked_for(tiny_model: MakeModel) -> None:
 def test_nor_does_a_rank(tiny_model: MakeModel) -> None:
     shape = SMALL | {"num_attention_heads": 4, "num_key_value_heads": 2}
     model = tiny_model("llama", **shape)
-    config = fake_config(model, dtype="bfloat16", max_num_seqs=2, max_model_len=48, tensor_parallel=2)
+    config = fake_config(model, dtype="bfloat16", max_num_seqs=2, max_model_len=48, tensor_parallel_size=2)
     card = Seen()
     stages: list[str] = []
     with card.watched(), torch.inference_mode():

@@ -75,10 +75,10 @@ def test_all_that_can_be_asked_for_is_as_on_a_cpu_by_graphs_and_eager(path: Path
     expected = lead(load(path, max_num_seqs=slots, max_model_len=128, kernels="torch"), 5)
     assert expected[0].output == reference_greedy(path, [company()[0][0]], 5)[0]
     card = FakeCard()
-    replayed = lead(load_fake(path, card, max_num_seqs=slots, kv_cache_bytes=1 << 20), 5)
+    replayed = lead(load_fake(path, card, max_num_seqs=slots, kv_cache_memory=1 << 20), 5)
     assert_same(replayed, expected)
     assert card.captured.replays > 3
-    eager = lead(load_fake(path, max_num_seqs=slots, kv_cache_bytes=1 << 20, enforce_eager=True), 5)
+    eager = lead(load_fake(path, max_num_seqs=slots, kv_cache_memory=1 << 20, enforce_eager=True), 5)
     assert [(life.output, life.logprobs) for life in eager] == [
         (life.output, life.logprobs) for life in replayed
     ]
@@ -87,7 +87,7 @@ def test_all_that_can_be_asked_for_is_as_on_a_cpu_by_graphs_and_eager(path: Path
 def test_launching_waits_for_nothing(path: Path) -> None:
     """Seats, prompts, log-probabilities, replays, swaps: all are queued. Results are collected late, when
     later plans have taken their place on the device."""
-    runner = load_fake(path, max_num_seqs=len(COMPANY), kv_cache_bytes=1 << 20)
+    runner = load_fake(path, max_num_seqs=len(COMPANY), kv_cache_memory=1 << 20)
     asked = company()
     seated = [SlotStart(slot, ids, len(ids), params) for slot, (ids, params) in enumerate(asked)]
     grown = [(slot, [3 * slot, 3 * slot + 1, 3 * slot + 2]) for slot in range(len(asked))]
@@ -122,7 +122,7 @@ def test_a_wait_would_be_noticed() -> None:
 
 
 def test_swapped_sequences_go_on_where_they_were(path: Path) -> None:
-    runner = load_fake(path, max_num_seqs=2, kv_cache_bytes=1 << 20)
+    runner = load_fake(path, max_num_seqs=2, kv_cache_memory=1 << 20)
     driver = Driver(runner)
     prompts = [list(range(5, 43)), list(range(60, 90))]
     first, second = (driver.seat(slot, prompt, GREEDY) for slot, prompt in enumerate(prompts))
@@ -139,7 +139,7 @@ def test_swapped_sequences_go_on_where_they_were(path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, where a row is not finite
 def test_a_numeric_failure_ends_its_row_alone(path: Path) -> None:
-    driver = Driver(load_fake(path, max_num_seqs=2, kv_cache_bytes=1 << 20), poison=False)
+    driver = Driver(load_fake(path, max_num_seqs=2, kv_cache_memory=1 << 20), poison=False)
     sick, sound = driver.seat(0, [4, 5, 6], GREEDY), driver.seat(1, [4, 5, 6], GREEDY)
     driver.finish([0, 1], 2)
     with torch.inference_mode():
@@ -157,7 +157,7 @@ def test_more_rows_than_graphs_are_for_go_kernel_by_kernel(
 ) -> None:
     monkeypatch.setattr("engine.runtime.device.load.GRAPH_ROWS_MAX", 1)
     card = FakeCard()
-    driver = Driver(load_fake(path, card, max_num_seqs=2, kv_cache_bytes=1 << 20))
+    driver = Driver(load_fake(path, card, max_num_seqs=2, kv_cache_memory=1 << 20))
     lives = [driver.seat(slot, [slot + 2, 5], GREEDY) for slot in range(2)]
     replays = card.captured.replays
     driver.finish([0, 1], 3)

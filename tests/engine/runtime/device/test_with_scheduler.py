@@ -23,7 +23,7 @@ from tests.engine.runtime.test_oracle import TOLERANCE
 from tests.engine.runtime.test_with_scheduler import all_said, serve, serve_overlapped
 
 CONFIG = SchedulerConfig(step_tokens_max=40, queue_len_max=64)
-SETTINGS: dict[str, Any] = {"max_num_seqs": 3, "step_tokens_max": 40, "max_model_len": 64}
+SETTINGS: dict[str, Any] = {"max_num_seqs": 3, "max_step_tokens": 40, "max_model_len": 64}
 PAGES = 7
 COMPANY = (
     {"temperature": 0.0, "logprobs": 1},
@@ -73,7 +73,7 @@ def test_one_step_ahead_on_a_device_is_a_cpu_step_by_step(tiny_model: MakeModel,
     scheduler = Scheduler(CONFIG, seen(host.info), prefers_swap=lambda _: swaps)
     tokens, logprobs = all_said(serve(scheduler, host, requests()))
 
-    device = load_fake(path, kv_cache_bytes=1 << 20, **SETTINGS)
+    device = load_fake(path, kv_cache_memory=1 << 20, **SETTINGS)
     scheduler = Scheduler(CONFIG, seen(device.info), prefers_swap=lambda _: swaps)
     steps = serve_overlapped(scheduler, Unwaiting(device), requests())
     tokens_ahead, logprobs_ahead = all_said(steps)

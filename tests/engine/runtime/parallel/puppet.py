@@ -1,4 +1,4 @@
-"""A rank without tensors, which does as the test says: by its configuration's `model_dir`."""
+"""A rank without tensors, which does as the test says: by its configuration's `model`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def main() -> None:
         except Closed:
             return
         if isinstance(message, Execute):
-            act(start.config.model_dir, wire)
+            act(start.config.model, wire)
         wire.send(Done())
 
 

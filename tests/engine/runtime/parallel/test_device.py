@@ -24,7 +24,7 @@ SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "page_size": 16,
     "max_num_seqs": 3,
-    "step_tokens_max": 40,
+    "max_step_tokens": 40,
     "max_model_len": 64,
 }
 TOLERANCE = 1e-4
@@ -42,7 +42,7 @@ def test_two_ranks_with_graphs(tiny_model: MakeModel, monkeypatch: pytest.Monkey
     monkeypatch.setattr(loading, "load_shard", device_rank.load_shard)
     alone = load(path, kernels="torch", **SETTINGS)
     tokens, logprobs = all_said(serve(scheduler_of(alone), alone, requests()[:2]))
-    config = RunnerConfig(str(path), tensor_parallel=2, threads=1, **SETTINGS)
+    config = RunnerConfig(str(path), tensor_parallel_size=2, threads=1, **SETTINGS)
     reasons: list[str] = []
     runner = leader.lead(config, lambda stage: None, reasons.append)
     try:

@@ -27,6 +27,7 @@ from engine.runtime.models.config import read_model_config
 from engine.runtime.parallel.leader import LeadingRunner, lead
 from engine.runtime.parallel.shard import Shard
 from engine.runtime.parallel.wire import Done, Landed
+from shared.config import ConfigError
 from tests.engine.models import VOCAB_SIZE
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.test_with_scheduler import all_said, serve, serve_overlapped
@@ -71,7 +72,7 @@ def wrong_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def two_ranks(path: Path, reasons: list[str] | None = None, **settings: Any) -> Iterator[LeadingRunner]:
     heard: list[str] = [] if reasons is None else reasons
-    config = RunnerConfig(str(path), tensor_parallel=2, **small(path, 2), **settings)
+    config = RunnerConfig(str(path), tensor_parallel_size=2, **small(path, 2), **settings)
     runner = lead(config, lambda stage: None, heard.append)
     try:
         yield runner
@@ -87,9 +88,9 @@ def small(path: Path, size: int) -> dict[str, Any]:
         "dtype": "float32",
         "page_size": PAGE_SIZE,
         "max_num_seqs": 5,
-        "step_tokens_max": 24,
+        "max_step_tokens": 24,
         "threads": 1,
-        "kv_cache_bytes": PAGES * page_bytes,
+        "kv_cache_memory": PAGES * page_bytes,
     }
 
 
@@ -156,9 +157,9 @@ def test_a_step_without_the_other_rank(tiny_model: MakeModel) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"tensor_parallel": 3}, "--tensor-parallel-size 3 does not divide num_attention_heads"),
-        ({"tensor_parallel": 2, "kernels": "native"}, "kernels=native needs the native kernels"),
-        ({"tensor_parallel": 2, "weights": "int8"}, "weights=int8 needs the native kernels"),
+        ({"tensor_parallel_size": 3}, "--tensor-parallel-size 3 does not divide num_attention_heads"),
+        ({"tensor_parallel_size": 2, "kernels": "native"}, "kernels=native needs the native kernels"),
+        ({"tensor_parallel_size": 2, "weights": "int8"}, "weights=int8 needs the native kernels"),
     ],
 )
 def test_what_cannot_be_split_is_refused(tiny_model: MakeModel, settings: dict[str, Any], words: str) -> None:
@@ -169,10 +170,10 @@ def test_what_cannot_be_split_is_refused(tiny_model: MakeModel, settings: dict[s
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"tensor_parallel": 0}, "tensor_parallel must be"),
-        ({"rank_timeout_s": 0.0}, "rank_timeout_s must be"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size: must be"),
+        ({"rank_timeout_s": 0.0}, "rank_timeout_s: must be"),
     ],
 )
 def test_settings_out_of_range_are_named(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(BadRunnerConfig, match=words):
+    with pytest.raises(ConfigError, match=words):
         RunnerConfig("model", **settings)

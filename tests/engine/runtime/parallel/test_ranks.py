@@ -41,7 +41,7 @@ class Stage:
     """Puppets, all of which play the same part, and a clock that the test moves."""
 
     def __init__(self, part: str, size: int = 2, timeout_s: float = 60.0) -> None:
-        config = RunnerConfig(part, tensor_parallel=size, rank_timeout_s=timeout_s)
+        config = RunnerConfig(part, tensor_parallel_size=size, rank_timeout_s=timeout_s)
         self.clock = VirtualClock()
         self.reasons: list[str] = []
         self._told = threading.Event()

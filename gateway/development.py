@@ -1,0 +1,54 @@
+"""The configuration of a gateway for development: one engine, one tenant without limits, one key.
+
+`penstock up` and the benches write it to a file and start a gateway with that.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from typing import Final
+
+from gateway.config import (
+    GatewayConfig,
+    KeyConfig,
+    ListenConfig,
+    ModelConfig,
+    QuotaLimits,
+    TenantConfig,
+    TimeoutsConfig,
+    TlsConfig,
+)
+from gateway.identity.keys import hash_key
+
+ID: Final = "development"
+"""The id of the tenant, and of its key."""
+UNLIMITED: Final = QuotaLimits()
+
+
+def development_key() -> str:
+    """A new key, for one run."""
+    return f"sk-penstock-{secrets.token_urlsafe(18)}"
+
+
+def development_config(
+    *,
+    port: int,
+    key: str,
+    model: str,
+    engine_url: str,
+    aliases: Iterable[str] = (),
+    host: str = "127.0.0.1",
+    tls: tuple[str, str] | None = None,
+    limits: QuotaLimits = UNLIMITED,
+    drain_s: float = TimeoutsConfig().drain_s,
+) -> GatewayConfig:
+    """`tls` are the paths of a certificate chain and of its private key, both PEM. Raises ConfigError."""
+    names = tuple(name for name in dict.fromkeys(aliases) if name != model)
+    return GatewayConfig(
+        listen=ListenConfig(host, port, TlsConfig(*tls) if tls is not None else None),
+        timeouts=TimeoutsConfig(drain_s=drain_s),
+        models=(ModelConfig(model, (engine_url,), aliases=names),),
+        tenants=(TenantConfig(ID, limits=limits),),
+        keys=(KeyConfig(ID, hash_key(key), ID),),
+    )

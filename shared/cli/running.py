@@ -1,0 +1,69 @@
+"""Where `penstock up` says that it runs, so that `penstock chat` finds it; and the user's own files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+KEY_VARIABLE: Final = "PENSTOCK_API_KEY"
+"""The variable with the API key that the commands use."""
+
+
+class Running(msgspec.Struct, frozen=True):
+    """A `penstock up` that runs, as `penstock chat` needs to know it."""
+
+    url: str
+    """OpenAI base URL, with `/v1`."""
+    key: str
+    model: str
+    pid: int
+    cert: str | None = None
+    """Path of the certificate that it shows, PEM; None for plain HTTP."""
+
+
+def cache_dir() -> Path:
+    """The user's own directory for run directories and for `running_file`; made when it is missing.
+
+    Raises OSError or RuntimeError where there is no home that can be written.
+    """
+    base = os.environ.get("XDG_CACHE_HOME")
+    directory = (Path(base) if base else Path.home() / ".cache") / "penstock"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return directory
+
+
+def running_file() -> Path:
+    """The file that says where `penstock up` runs."""
+    return cache_dir() / "up.json"
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file that its owner alone can read. It is there in full or not at all."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.unlink(missing_ok=True)
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
+    draft.replace(path)
+
+
+def read_running() -> Running | None:
+    """The `penstock up` that was started last, if it says that it runs."""
+    try:
+        return msgspec.json.decode(running_file().read_bytes(), type=Running)
+    except (OSError, RuntimeError, msgspec.DecodeError):
+        return None
+
+
+def write_running(running: Running) -> None:
+    """Say where `penstock up` runs."""
+    write_private(running_file(), msgspec.json.encode(running))
+
+
+def clear_running(pid: int) -> None:
+    """Remove the file, unless it is that of another `up` than the one of this pid."""
+    running = read_running()
+    if running is not None and running.pid == pid:
+        running_file().unlink(missing_ok=True)
