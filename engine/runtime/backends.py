@@ -106,7 +106,7 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class Library:
+class FoundLibrary:
     """An optional library as it was found: a module, or why there is none."""
 
     module: ModuleType | None
@@ -114,7 +114,7 @@ class Library:
     """Its version, or the reason."""
 
 
-Find = Callable[[Backend], Library]
+Find = Callable[[Backend], FoundLibrary]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,20 +172,20 @@ def _known(name: str) -> str:
     return name
 
 
-def find(backend: Backend) -> Library:
+def find(backend: Backend) -> FoundLibrary:
     """Imports the library, if it is there."""
     name, functions = FUNCTIONS[backend]
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError:
-        return Library(None, "not installed")
+        return FoundLibrary(None, "not installed")
     except (ImportError, OSError, RuntimeError) as error:
         # A wheel for another torch or CUDA: present, and of no use.
-        return Library(None, f"installed, but cannot be imported: {str(error).splitlines()[0]}")
+        return FoundLibrary(None, f"installed, but cannot be imported: {str(error).splitlines()[0]}")
     absent = [function for function in functions if not hasattr(module, function)]
     if absent:
-        return Library(None, f"installed, but has no {', '.join(absent)}")
-    return Library(module, _version(name.partition(".")[0]))
+        return FoundLibrary(None, f"installed, but has no {', '.join(absent)}")
+    return FoundLibrary(module, _version(name.partition(".")[0]))
 
 
 def _version(package: str) -> str:
@@ -207,7 +207,7 @@ def _choose(phase: Phase, name: str, need: Need, find: Find, passed: list[str]) 
     refused: list[str] = []
     for backend in candidates:
         problem = next(_misfits(backend, phase, need), None)
-        library = find(backend) if problem is None and backend in FUNCTIONS else Library(None, "")
+        library = find(backend) if problem is None and backend in FUNCTIONS else FoundLibrary(None, "")
         if problem is None and backend in FUNCTIONS and library.module is None:
             problem = library.said
         if problem is None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.core.messages import Plan
 from engine.runtime.kv_cache import TokenPlaces
-from engine.runtime.slots import Seats
+from engine.runtime.seats import Seats
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
@@ -37,7 +37,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(frozen=True)
-class Batch:
+class PackedBatch:
     """T tokens in R rows. To be read before the slots change."""
 
     plan: Plan
@@ -107,9 +107,9 @@ class Batch:
         return self.slots.page_table[torch.tensor(owners), torch.tensor(places)].long()
 
 
-def assemble(plan: Plan, slots: Seats) -> Batch:
+def assemble(plan: Plan, slots: Seats) -> PackedBatch:
     """Asserts that the plan's rows follow from what the slots hold."""
-    return Batch(plan, slots, *rows_of(plan, slots))
+    return PackedBatch(plan, slots, *rows_of(plan, slots))
 
 
 def rows_of(plan: Plan, seats: Seats) -> tuple[tuple[Row, ...], tuple[Row, ...]]:

@@ -16,10 +16,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from engine.bench.gpu.measuring import check, graph_ms
 from engine.bench.gpu.results import floors
 from engine.runtime.attention import AttentionSpec, Chunk
-from engine.runtime.attention.device import Bounds, build_backends
+from engine.runtime.attention.build import Bounds, build_backends
+from engine.runtime.attention.triton_paged import TritonPrefill
 from engine.runtime.backends import NAMES, Choice, Need, choose
 from engine.runtime.errors import BadRunnerConfig
-from engine.runtime.kernels.attention import TritonPrefill
 from engine.runtime.kv_cache import KVCache, KVGeometry
 
 CUDA: Final = torch.device("cuda")

@@ -12,11 +12,11 @@ from engine.bench.gpu.measuring import check
 from engine.bench.gpu.results import floors
 from engine.bench.gpu.shapes import LLAMA_8B, QWEN3_06B
 from engine.bench.gpu.tuning import tuned
+from engine.runtime.device.timing import DeviceTimer
 from engine.runtime.fp8 import quantise
-from engine.runtime.kernels.autotune import Linear
+from engine.runtime.kernels.autotune import DeviceLinear
 from engine.runtime.kernels.fused import Norm
 from engine.runtime.kernels.matmul import Weight
-from engine.runtime.kernels.timing import DeviceTimer
 from engine.runtime.models.config import ModelConfig
 
 CUDA: Final = torch.device("cuda")
@@ -46,7 +46,7 @@ def measure(
         assert isinstance(weight, torch.Tensor)
         weight = quantise(weight)
     norm = Norm(torch.ones(width, device=CUDA), 1e-6) if normed else None
-    table = tuned([Linear(weight, None, norm, gated)], timer, CUDA)
+    table = tuned([DeviceLinear(weight, None, norm, gated)], timer, CUDA)
     floor_us = height * width * (1 if fp8 else 2) / floors()[0] * 1e6
     found = {}
     for shape, measured in table.measured.items():

@@ -26,13 +26,12 @@ from engine.bench.gpu.shapes import (
 from engine.bench.gpu.tuning import tuned
 from engine.core.messages import SamplingParams
 from engine.runtime.attention import AttentionSpec, Chunk
-from engine.runtime.graphs import CudaGraphDevice, DecodeGraphs
-from engine.runtime.kernels.attention import LibraryPrefill, TritonDecode, TritonPrefill
+from engine.runtime.attention.triton_paged import LibraryPrefill, TritonDecode, TritonPrefill
+from engine.runtime.device.graphs import CudaGraphDevice, DecodeGraphs
+from engine.runtime.device.network import DecodeStep, DeviceDecoder, StepTokens
+from engine.runtime.device.sampling import DeviceSampling, SamplingScratch
+from engine.runtime.device.timing import DeviceTimer
 from engine.runtime.kernels.decode_attention import PROGRAMS_PER_SM
-from engine.runtime.kernels.decoder import DecodeStep, DeviceDecoder, StepTokens
-from engine.runtime.kernels.sampling import SamplingScratch
-from engine.runtime.kernels.sampling_columns import DeviceSampling
-from engine.runtime.kernels.timing import DeviceTimer
 from engine.runtime.kv_cache import KVCache, KVGeometry
 from engine.runtime.models.config import ModelConfig
 
@@ -73,7 +72,7 @@ class Bench:
         """The same with kernels that start while those before them end: equal to the bit, and how fast."""
         step = self._step(batch, context, torch.bfloat16)
         plain_ms, plain = self._replayed(step, batch, context)
-        ms, found = self._replayed(replace(step, overlaps=True), batch, context)
+        ms, found = self._replayed(replace(step, launches_dependently=True), batch, context)
         for overlapped, expected in zip(found, plain, strict=True):
             assert torch.equal(overlapped, expected), "differs from the step whose kernels do not overlap"
         return self._shares(ms, batch, context, torch.bfloat16) | {"plain_ms": plain_ms}

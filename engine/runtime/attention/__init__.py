@@ -21,8 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.runtime.batch import Batch
-from engine.runtime.kv_cache import KVCache
+from engine.runtime.batch import PackedBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +39,10 @@ class AttentionSpec:
         return float(self.head_dim**-0.5)
 
 
-class DecodeStep(Protocol):
+class DecodeRows(Protocol):
     def __call__(self, layer: int, q: Tensor) -> Tensor:
         """q [decode_rows, H, D] -> the same shape. The rows' keys and values are in the cache already."""
         ...
-
-
-class PrefillStep(Protocol):
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The other rows' tokens, packed: q [T', H, D]; k, v [T', Hkv, D], also in the cache -> q's shape."""
-        ...
-
-
-class DecodeBackend(Protocol):
-    def prepare(self, batch: Batch) -> DecodeStep: ...
-
-
-class PrefillBackend(Protocol):
-    def prepare(self, batch: Batch) -> PrefillStep: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +58,7 @@ class Chunk:
         return self.start + self.length
 
 
-def chunks_of(batch: Batch) -> list[Chunk]:
+def chunks_of(batch: PackedBatch) -> list[Chunk]:
     """The rows after the decode rows, packed from 0."""
     rows = batch.rows[batch.decode_rows :]
     return [Chunk(row.start, row.length, row.offset - rows[0].offset) for row in rows]
@@ -106,7 +91,7 @@ class PrefillPages(Protocol):
         """tables [R, P], a row per chunk, on the device."""
         ...
 
-    def prepare(self, batch: Batch, tables: Tensor | None = None) -> PrefillRows:
+    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> PrefillRows:
         """`tables`: the page tables of the rows after the decode rows, if they are on the device already."""
         ...
 
@@ -114,7 +99,7 @@ class PrefillPages(Protocol):
 class DecodePages(Protocol):
     """A decode back end that reads the cache alone, and can be captured."""
 
-    def prepare(self, batch: Batch, tables: Tensor | None = None) -> DecodeStep:
+    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> DecodeRows:
         """For a step that is launched kernel by kernel. `tables`: the decode rows', if on the device."""
         ...
 
@@ -123,30 +108,6 @@ class DecodePages(Protocol):
         replay. Keys per row, padding included."""
         ...
 
-    def on_device(self, tables: Tensor, lengths: Tensor) -> DecodeStep:
+    def on_device(self, tables: Tensor, lengths: Tensor) -> DecodeRows:
         """tables [R, P], lengths [R] int32, both on the device: launches only, nothing is read back."""
         ...
-
-
-class BatchAttention:
-    """A model's `StepAttention`: stores the step's keys and values, then each back end takes its rows."""
-
-    def __init__(self, cache: KVCache, batch: Batch, decode: DecodeBackend, prefill: PrefillBackend) -> None:
-        self._cache = cache
-        self._batch = batch
-        self._decode = decode.prepare(batch) if batch.decode_rows else None
-        self._prefill = prefill.prepare(batch) if batch.decode_rows < len(batch.rows) else None
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, H, D]; k, v [T, Hkv, D] -> [T, H, D]."""
-        self._cache.write(layer, k, v, self._batch.places)
-        if self._prefill is None:
-            assert self._decode is not None
-            return self._decode(layer, q)
-        n = self._batch.decode_rows
-        if self._decode is None:
-            return self._prefill(layer, q, k, v)
-        out = q.new_empty(q.shape)
-        out[:n] = self._decode(layer, q[:n])
-        out[n:] = self._prefill(layer, q[n:], k[n:], v[n:])
-        return out

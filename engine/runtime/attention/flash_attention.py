@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.runtime.attention import AttentionSpec, Chunk, chunks_of, to_device
-from engine.runtime.batch import Batch
+from engine.runtime.batch import PackedBatch
 from engine.runtime.kv_cache import KVCache
 
 
@@ -153,7 +153,7 @@ class FlashDecode:
         self._layers = _Layers(cache, spec)
         self._version = version
 
-    def prepare(self, batch: Batch, tables: Tensor | None = None) -> FlashDecodeStep:
+    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> FlashDecodeStep:
         rows = batch.decode_rows
         device = self._layers.cache.keys[0].device
         lengths = to_device([row.end for row in batch.rows[:rows]], device)
@@ -189,7 +189,7 @@ class FlashPrefill:
     def warm_up(self, tokens_max: int, dtype: torch.dtype) -> None:
         """Nothing: one kernel for all lengths."""
 
-    def prepare(self, batch: Batch, tables: Tensor | None = None) -> FlashPrefillStep:
+    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> FlashPrefillStep:
         if tables is None:
             tables = batch.page_tables[batch.decode_rows :].to(self._layers.cache.keys[0].device)
         return self.of_chunks(chunks_of(batch), tables)

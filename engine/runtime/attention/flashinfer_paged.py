@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from engine.runtime.attention import AttentionSpec, Chunk, chunks_of, to_device
-from engine.runtime.batch import Batch
+from engine.runtime.batch import PackedBatch
 from engine.runtime.kv_cache import KVCache
 
 WORKSPACE_BYTES: Final = 128 << 20
@@ -149,7 +149,7 @@ class FlashInferPrefill:
     def warm_up(self, tokens_max: int, dtype: torch.dtype) -> None:
         """Nothing: kernels are the same for all lengths, and compiled when the largest step is measured."""
 
-    def prepare(self, batch: Batch, tables: Tensor | None = None) -> PlannedStep:
+    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> PlannedStep:
         if tables is None:
             tables = batch.page_tables[batch.decode_rows :].to(self._setting.workspace.device)
         return self.of_chunks(chunks_of(batch), tables)
@@ -211,7 +211,7 @@ class FlashInferDecode:
         self._unread = buffer(pages)
         """Given to a plan in place of the numbers, which are not there yet."""
 
-    def prepare(self, batch: Batch, tables: Tensor | None = None) -> PlannedStep:
+    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> PlannedStep:
         rows, setting = batch.decode_rows, self._setting
         if tables is None:
             tables = batch.page_tables[:rows].to(setting.workspace.device)
@@ -275,7 +275,7 @@ class TrtllmDecode:
         self._workspace = workspace
         self._length_max = length_max
 
-    def prepare(self, batch: Batch, tables: Tensor | None = None) -> TrtllmStep:
+    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> TrtllmStep:
         rows, device = batch.decode_rows, self._workspace.device
         lengths = to_device([row.end for row in batch.rows[:rows]], device)
         return self.on_device(batch.page_tables[:rows].to(device) if tables is None else tables, lengths)

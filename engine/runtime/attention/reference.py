@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.runtime.attention import AttentionSpec, Chunk, chunks_of, to_device
-from engine.runtime.batch import Batch
+from engine.runtime.batch import PackedBatch
 from engine.runtime.fp8 import taken
 from engine.runtime.kv_cache import KVCache
 
@@ -25,7 +25,7 @@ class ReferenceDecode:
     cache: KVCache
     spec: AttentionSpec
 
-    def prepare(self, batch: Batch, tables: Tensor | None = None) -> ReferenceDecodeStep:
+    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> ReferenceDecodeStep:
         rows, device = batch.decode_rows, self.cache.keys[0].device
         lengths = to_device([row.end for row in batch.rows[:rows]], device)
         return self.on_device(batch.page_tables[:rows].to(device) if tables is None else tables, lengths)
@@ -59,7 +59,7 @@ class ReferencePrefill:
     def warm_up(self, tokens_max: int, dtype: torch.dtype) -> None:
         """Nothing: torch plans nothing."""
 
-    def prepare(self, batch: Batch, tables: Tensor | None = None) -> ReferencePrefillStep:
+    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> ReferencePrefillStep:
         if tables is None:
             tables = batch.page_tables[batch.decode_rows :].to(self.cache.keys[0].device)
         return self.of_chunks(chunks_of(batch), tables)

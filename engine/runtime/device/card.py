@@ -9,10 +9,10 @@ from typing import Protocol
 
 import torch
 
-from engine.runtime.graphs import CudaGraphDevice, GraphDevice
+from engine.runtime.device.graphs import CudaGraphDevice, GraphDevice
+from engine.runtime.device.timing import DeviceTimer
 from engine.runtime.kernels.autotune import Timer
 from engine.runtime.kernels.launching import compiling_in
-from engine.runtime.kernels.timing import DeviceTimer
 
 
 @dataclass(frozen=True, slots=True)

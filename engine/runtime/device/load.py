@@ -15,7 +15,6 @@ allocate while its memory was being measured.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,30 +28,31 @@ from torch import Tensor
 
 from engine.core.messages import Plan, RunnerInfo, SamplingParams, SlotStart
 from engine.runtime.attention import AttentionSpec
-from engine.runtime.attention.device import Bounds, build_backends
+from engine.runtime.attention.build import Bounds, build_backends
 from engine.runtime.backends import Backend, Choice, Chosen, Need, choose
 from engine.runtime.config import RunnerConfig
 from engine.runtime.device.card import Card, MemoryReading, OwnCard
+from engine.runtime.device.graphs import DecodeGraphs, DecodeInputs, batch_buckets
+from engine.runtime.device.memory import MemoryProfile, kv_page_count
+from engine.runtime.device.network import DecodeStep, DeviceDecoder, DeviceModel, DeviceSampler
 from engine.runtime.device.precision import Precision
 from engine.runtime.device.rehearsal import Blueprint, Shapes, Unjoined, rehearsed
 from engine.runtime.device.runner import DeviceRunner
+from engine.runtime.device.sampling import SamplingScratch
 from engine.runtime.device.slots import DeviceSlots
 from engine.runtime.errors import DoesNotFit
-from engine.runtime.graphs import DecodeGraphs, DecodeInputs, batch_buckets
-from engine.runtime.hardware import available_memory_bytes, usable_cores
 from engine.runtime.kernels.autotune import MatmulTable
-from engine.runtime.kernels.decoder import DecodeStep, DeviceDecoder, DeviceModel, DeviceSampler
-from engine.runtime.kernels.memory import MemoryProfile, kv_page_count
-from engine.runtime.kernels.sampling import SamplingScratch
 from engine.runtime.kv_cache import (
     HostPages,
     KVCache,
     KVGeometry,
-    host_page_count,
     page_count,
     useful_pages,
 )
-from engine.runtime.load import (
+from engine.runtime.models.config import ModelConfig
+from engine.runtime.parallel.collective import ALONE, Collective
+from engine.runtime.parallel.shard import WHOLE, Shard
+from engine.runtime.starting import (
     Progress,
     checked_checkpoint,
     choose_dtype,
@@ -60,17 +60,14 @@ from engine.runtime.load import (
     dtype_name,
     read_model,
     set_threads,
+    start_alone,
     untimed_info,
-    warm_up,
 )
-from engine.runtime.models.config import ModelConfig
-from engine.runtime.parallel.collective import ALONE, Collective
-from engine.runtime.parallel.shard import WHOLE, Shard
 from engine.runtime.weights import WeightSource
 
 GRAPH_ROWS_MAX: Final = 512
 """Beyond, a step takes longer than launching it kernel by kernel, which is what happens then."""
-OVERLAPS: Final = False
+LAUNCHES_DEPENDENTLY: Final = False
 """Whether kernels of a decode step start while those before them end: not before a card has shown that it is
 right and faster, which `tests/gpu/run.sh tokens steps` does."""
 OUT_OF_MEMORY: Final = ("out of memory", "ALLOC_FAILED")
@@ -102,7 +99,7 @@ class Design:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceNetwork:
+class DeviceShard:
     """Weights on a device, before there is a cache."""
 
     design: Design
@@ -117,7 +114,7 @@ class DeviceNetwork:
     @staticmethod
     def load(
         design: Design, source: WeightSource, card: Card, ranks: Collective, at_start: MemoryReading
-    ) -> DeviceNetwork:
+    ) -> DeviceShard:
         """Of a model's weights, this rank's part. Raises ModelError."""
         precision = design.precision
         kv_scales = precision.kv_scales(design.model, source)
@@ -125,7 +122,7 @@ class DeviceNetwork:
             fp8 = precision.weights_fp8
             decoder = DeviceDecoder(design.model, source, card.device, fp8=fp8, ranks=ranks)
         share = ranks.shard.of(design.model)
-        return DeviceNetwork(design, share, card, decoder, kv_scales, at_start)
+        return DeviceShard(design, share, card, decoder, kv_scales, at_start)
 
     @property
     def max_model_len(self) -> int:
@@ -186,7 +183,7 @@ class DeviceNetwork:
         bounds = Bounds(info.slots, info.max_model_len, self.card.multiprocessors)
         decode, prefill = build_backends(self.design.attention, cache, spec, decoder.dtype, bounds)
         tables = slots.tokens, slots.page_table, slots.sampling
-        step = DecodeStep(decoder, cache, decode, *tables, scratch, overlaps=OVERLAPS)
+        step = DecodeStep(decoder, cache, decode, *tables, scratch, launches_dependently=LAUNCHES_DEPENDENTLY)
         rows_max = min(info.slots, GRAPH_ROWS_MAX)
         runner = DeviceRunner(
             info=info,
@@ -309,10 +306,12 @@ def _tell(progress: Progress, done: int, of: int) -> None:
     progress(f"capturing decode steps, {done} of {of}")
 
 
-def load_network(
+def load_shard(
     config: RunnerConfig, card: OwnCard, progress: Progress, ranks: Collective = ALONE
-) -> DeviceNetwork:
-    """A rank's, with each matrix's kernel measured. Raises ModelError."""
+) -> DeviceShard:
+    """One rank's part of the model, or the whole of it, with each matrix's kernel measured. Raises
+    ModelError."""
+    threads = set_threads(config, ranks.shard)
     model = read_model(config, progress)
     design = Design.of(config, model, card, ranks.shard)
     shards = "" if ranks.shard == WHOLE else f", in {ranks.shard.size} shards,"
@@ -320,15 +319,16 @@ def load_network(
     model, source = checked_checkpoint(config, model, design.dtype, progress, card.device)
     design = replace(design, model=model)
     progress(str(design.attention))
-    at_start, threads = card.memory(), max(1, (config.threads or usable_cores()) // ranks.shard.size)
+    at_start = card.memory()
     with rehearsed(card, partial(_rehearse, design, Blueprint.of(card), ranks.shard), threads) as compiled:
-        network = DeviceNetwork.load(design, source, card, ranks, at_start)
-        if said := design.precision.describe(model, network.kv_scales):
+        shard = DeviceShard.load(design, source, card, ranks, at_start)
+        if said := design.precision.describe(model, shard.kv_scales):
             progress(said)
         progress(compiled())
     progress("measuring which kernels multiply fastest")
-    network.tune()
-    return network
+    shard.tune()
+    progress("measuring the largest step")
+    return shard
 
 
 def _rehearse(design: Design, blueprint: Blueprint, shard: Shard) -> None:
@@ -337,31 +337,16 @@ def _rehearse(design: Design, blueprint: Blueprint, shard: Shard) -> None:
     windows = (design.model.windows[0], *dict.fromkeys(design.model.windows))
     model = replace(design.model, windows=windows)
     ours = Choice(Chosen(Backend.TRITON), Chosen(Backend.TRITON))
-    network = DeviceNetwork.load(
+    rehearsal = DeviceShard.load(
         replace(design, model=model, attention=ours),
         Shapes(design.dtype, model.fp8),
         blueprint,
         Unjoined(shard),
         blueprint.memory(),
     )
-    network.rehearse(clear_tails=design.attention.reads_whole_pages)
+    rehearsal.rehearse(clear_tails=design.attention.reads_whole_pages)
 
 
-@torch.inference_mode()
 def load_on_card(config: RunnerConfig, card: OwnCard, progress: Progress) -> DeviceRunner:
-    """As `engine.runtime.load.load_runner`."""
-    started_s = time.monotonic()
-    set_threads(config.threads or usable_cores())
-    network = load_network(config, card, progress)
-    progress("measuring the largest step")
-    pages = network.page_count()
-    loaded_s = time.monotonic()
-    host_pages = host_page_count(config, network.geometry, network.max_model_len, available_memory_bytes())
-    info = msgspec.structs.replace(network.info(pages), host_pages=host_pages, load_s=loaded_s - started_s)
-    progress(f"allocating {pages} KV pages of {config.page_size} tokens")
-    runner = network.build(info, progress)
-    progress("warming up")
-    warm_up(runner)
-    page_copy_s, warmup_s = runner.host.measure(), time.monotonic() - loaded_s
-    runner.info = msgspec.structs.replace(info, warmup_s=warmup_s, page_copy_s=page_copy_s)
-    return runner
+    """A warm runner on one GPU. Raises ModelError."""
+    return start_alone(config, lambda: load_shard(config, card, progress), progress)

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from engine.runtime.device.card import Card, Compiler, MemoryReading
+from engine.runtime.device.graphs import GraphDevice
 from engine.runtime.fp8 import Fp8Weight
-from engine.runtime.graphs import GraphDevice
 from engine.runtime.kernels.autotune import Timer, once
 from engine.runtime.models.quantization import Fp8Scheme
 from engine.runtime.parallel.shard import Shard

@@ -7,8 +7,8 @@
     results               copied to host memory, behind an event
 
 `launch` queues all of that and never waits: it reads nothing of what the device computes, sends only from
-memory that is left alone until it was read (`engine.runtime.transfer`), and copies results out before it
-returns, in stream order, so that the next plan may overwrite them where they were. `collect` waits for the
+memory that is left alone until it was read (`engine.runtime.device.transfer`), and copies results out before
+it returns, in stream order, so that the next plan may overwrite them where they were. `collect` waits for the
 event, and so for this plan's work and nothing behind it.
 
 Whatever sampling a row asks for, the kernels do it where the row is computed, in a graph or not: penalties,
@@ -26,19 +26,19 @@ import torch
 from torch import Tensor
 
 from engine.core.messages import Plan, RunnerInfo, RunResult
+from engine.runtime.device.network import DeviceModel, DeviceSampler
 from engine.runtime.device.slots import DeviceBatch, DeviceSlots
-from engine.runtime.kernels.decoder import DeviceModel, DeviceSampler
+from engine.runtime.device.transfer import Arrival, download, upload
 from engine.runtime.kv_cache import HostPages, KVCache
 from engine.runtime.logprobs import LogprobColumns, distinct_topk
-from engine.runtime.model_runner import Computed, asked_prompt_logprobs
-from engine.runtime.transfer import Arrival, download, upload
+from engine.runtime.results import Computed, asked_prompt_logprobs
 
 Decode = Callable[[Sequence[int], Sequence[int]], tuple[Tensor, Tensor]]
 """Slots, and how many tokens each has -> tokens and log-probabilities: a row for each, then padding."""
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class DevicePending:
     """Implements the `Pending` protocol: results on their way to host memory."""
 
     coming: Computed
@@ -68,9 +68,9 @@ class DeviceRunner:
         return self.launch(plan).collect()
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> Flight:
+    def launch(self, plan: Plan) -> DevicePending:
         """Take on a plan. Asserts that it follows from the plans before."""
-        return Flight(self.compute(plan).moved(download), Arrival.on(self.slots.device))
+        return DevicePending(self.compute(plan).moved(download), Arrival.on(self.slots.device))
 
     def compute(self, plan: Plan) -> Computed:
         """As `launch`; results stay on the device."""
@@ -83,7 +83,7 @@ class DeviceRunner:
             tokens, logprobs = self.decode(batch.plan.slots, [row.end for row in batch.rows])
             return self._sampled(batch, tokens[: len(batch.rows)], logprobs)
         hidden = self.model.forward(batch)
-        prompts = asked_prompt_logprobs(self.model, batch, hidden, distinct_topk)
+        prompts = asked_prompt_logprobs(self.model.logits, batch, hidden, distinct_topk)
         if not batch.sampled:
             return Computed(prompt_logprobs=prompts)
         own = hidden[batch.sampled_at]

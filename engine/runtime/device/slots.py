@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from engine.core.messages import Plan, SlotStart
-from engine.runtime.batch import Batch, rows_of
-from engine.runtime.kernels.sampling_columns import DeviceSampling
+from engine.runtime.batch import PackedBatch, rows_of
+from engine.runtime.device.sampling import DeviceSampling
+from engine.runtime.device.transfer import upload
 from engine.runtime.kv_cache import TokenPlaces
-from engine.runtime.slots import Seat, Seats
-from engine.runtime.transfer import upload
+from engine.runtime.seats import Seat, Seats
 
 
 class DeviceSlots(Seats):
@@ -87,7 +87,7 @@ class DeviceSlots(Seats):
                 self.sampling.count(start.slot, own[: start.prompt_len], own[start.prompt_len : length])
 
 
-class DeviceBatch(Batch):
+class DeviceBatch(PackedBatch):
     """A plan's rows, gathered on the device from what one copy tells it of them."""
 
     slots: DeviceSlots

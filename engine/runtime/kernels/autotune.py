@@ -57,7 +57,7 @@ def once(run: Callable[[], object]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class DeviceLinear:
     """A product as a model has it."""
 
     weight: Weight
@@ -117,7 +117,7 @@ class MatmulTable:
         self.fused: Final = fused
 
     @staticmethod
-    def fill(linears: Iterable[Linear], activations: torch.dtype, timer: Timer) -> MatmulTable:
+    def fill(linears: Iterable[DeviceLinear], activations: torch.dtype, timer: Timer) -> MatmulTable:
         """Measure every distinct shape among `linears` at every row count."""
         measured: dict[MatmulShape, Measured] = {}
         fused: dict[FusedShape, FusedMeasured] = {}
@@ -145,7 +145,7 @@ class MatmulTable:
         return _by_library(x, weight, bias, out)
 
     def of_stream(
-        self, stream: Stream, linear: Linear, *, out: Tensor | None = None
+        self, stream: Stream, linear: DeviceLinear, *, out: Tensor | None = None
     ) -> tuple[Tensor, Stream]:
         """The stream's norm, multiplied, and gated where it is a gate -> [M, N], or half as many columns; and
         the stream with its change added. The given one is not to be used again."""
@@ -158,7 +158,7 @@ class MatmulTable:
 
 
 def _apart(
-    table: MatmulTable, stream: Stream, linear: Linear, out: Tensor | None = None
+    table: MatmulTable, stream: Stream, linear: DeviceLinear, out: Tensor | None = None
 ) -> tuple[Tensor, Stream]:
     """Norm, product, SiLU: each a kernel."""
     assert linear.norm is not None
@@ -167,7 +167,9 @@ def _apart(
     return silu_mul(product) if linear.gated else product, stream
 
 
-def _fused(stream: Stream, linear: Linear, tile: Tile, out: Tensor | None = None) -> tuple[Tensor, Stream]:
+def _fused(
+    stream: Stream, linear: DeviceLinear, tile: Tile, out: Tensor | None = None
+) -> tuple[Tensor, Stream]:
     assert linear.norm is not None
     return normed_matmul(
         stream, linear.norm, linear.weight, tile, bias=linear.bias, gated=linear.gated, out=out
@@ -190,13 +192,13 @@ def _measure(weight: Weight, rows: int, activations: torch.dtype, timer: Timer) 
     return Measured(None, library_us, library_us)
 
 
-def _may_fuse(linear: Linear, rows: int, activations: torch.dtype) -> bool:
+def _may_fuse(linear: DeviceLinear, rows: int, activations: torch.dtype) -> bool:
     """What is before a norm's end may overflow in float16 (`matmul.py`)."""
     return linear.norm is not None and rows <= FUSED_ROWS_MAX and activations == torch.bfloat16
 
 
 def _measure_fused(
-    table: MatmulTable, linear: Linear, rows: int, activations: torch.dtype, timer: Timer
+    table: MatmulTable, linear: DeviceLinear, rows: int, activations: torch.dtype, timer: Timer
 ) -> FusedMeasured:
     """`table` knows the product alone."""
     shape = shape_of(linear.weight, rows)

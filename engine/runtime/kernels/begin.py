@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.runtime.kernels.dependent_launch import plain, wait_for_earlier
 from engine.runtime.kernels.launching import launch
-from engine.runtime.kernels.overlap import plain, wait_for_earlier
 
 COPY_BLOCK: Final = 1024
 """Entries of an embedding or a page table that are copied at once."""

@@ -37,8 +37,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.runtime.kernels.dependent_launch import dependent, wait_for_earlier
 from engine.runtime.kernels.launching import launch
-from engine.runtime.kernels.overlap import dependent, wait_for_earlier
 from engine.runtime.kernels.widening import beside, widened
 
 SPLIT_TOKENS: Final = 256

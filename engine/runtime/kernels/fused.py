@@ -25,8 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.runtime.fp8 import FP8_MAX
+from engine.runtime.kernels.dependent_launch import dependent, wait_for_earlier
 from engine.runtime.kernels.launching import launch
-from engine.runtime.kernels.overlap import dependent, wait_for_earlier
 
 NORM_WARPS: Final = 8
 """A row of 4,096 is then 16 elements per thread: two wide loads."""

@@ -35,8 +35,8 @@ neither is nearer to the truth. s itself is rounded first, as the next layer see
 and up are not rounded before they meet, which is nearer. A product s * g needs the range of bfloat16: in
 float16 it may overflow where its norm does not, so there the head stays a kernel of its own.
 
-Launched beside the kernel before it (`overlap.py`), a program fetches the first tiles of its weight into the
-second-level cache before it waits.
+Launched beside the kernel before it (`dependent_launch.py`), a program fetches the first tiles of its weight
+into the second-level cache before it waits.
 
 Which tile, or the library, is best for a shape is measured on the device at warm-up (`autotune.py`).
 """
@@ -53,9 +53,9 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.runtime.fp8 import Fp8Weight
+from engine.runtime.kernels.dependent_launch import dependent, prefetch, wait_for_earlier
 from engine.runtime.kernels.fused import Norm, Stream
 from engine.runtime.kernels.launching import launch
-from engine.runtime.kernels.overlap import dependent, prefetch, wait_for_earlier
 from engine.runtime.kernels.widening import widened
 
 Weight = Tensor | Fp8Weight

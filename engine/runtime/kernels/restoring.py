@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.runtime.fp8 import Fp8Weight
+from engine.runtime.kernels.dependent_launch import dependent, wait_for_earlier
 from engine.runtime.kernels.launching import launch
-from engine.runtime.kernels.overlap import dependent, wait_for_earlier
 from engine.runtime.kernels.widening import widened
 from engine.runtime.models.quantization import GROUP_MULTIPLE
 

@@ -1,4 +1,4 @@
-"""From logits to tokens on the device: the distribution of `engine.runtime.sampler`, to the token.
+"""From logits to tokens on the device: the distribution of `engine.runtime.host.sampler`, to the token.
 
 **One number per token.** Gumbel-max would hash a random number for every entry of the vocabulary; the CPU's
 rule needs one: the token at u in the cumulative distribution, u being philox(seed, position). The kernels
@@ -31,18 +31,13 @@ float32, which the first kernel makes and edits. All others need none.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from engine.core.messages import NUMERIC_FAILURE
-from engine.runtime.kernels.launching import launch
-from engine.runtime.kernels.overlap import dependent, wait_for_earlier
-from engine.runtime.kernels.sampling_columns import EDITS_MAX, STOPS_MAX, DeviceSampling
+from engine.runtime.kernels.dependent_launch import wait_for_earlier
 
 CHUNK: Final = 4096
 """Of the vocabulary, per program: a row of 152k then has 38 programs, enough to fill a GPU at batch 4."""
@@ -62,127 +57,6 @@ _RUNG = tl.constexpr(NEAR / RUNGS)
 _FAILURE = tl.constexpr(NUMERIC_FAILURE)
 _FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 _NOBODY = tl.constexpr(0x7F800000 << 32)  # infinitely far: no mass
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingScratch:
-    """Memory between the launches, for at most so many rows."""
-
-    edited: Tensor
-    """[rows, vocab] float32: what tokens are drawn from, in rows that ask for edits"""
-    are_edited: Tensor
-    """[rows] int32"""
-    logits: Tensor
-    """[rows, vocab] in the model's type: a place for what `sample` is given, the same in every step"""
-    candidates: Tensor
-    """[rows, vocab] int64: distance's bits above, id below"""
-    measures: Tensor
-    """[3, rows, chunks] float32: best edited logit, best logit, sum of exp(logit - best)"""
-    places: Tensor
-    """[rows, chunks] int32: the best edited logit's id; NUMERIC_FAILURE where a logit is not finite"""
-    masses: Tensor
-    """[rows, chunks] int64"""
-    near_masses: Tensor
-    """[rows, chunks, RUNGS] int64: what lies within each distance"""
-    near_counts: Tensor
-    """[rows, chunks, RUNGS] int32"""
-
-    @staticmethod
-    def empty(rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> SamplingScratch:
-        chunks = triton.cdiv(vocab_size, CHUNK)
-        return SamplingScratch(
-            edited=torch.empty(rows, vocab_size, device=device),
-            are_edited=torch.empty(rows, dtype=torch.int32, device=device),
-            logits=torch.empty(rows, vocab_size, dtype=dtype, device=device),
-            candidates=torch.empty(rows, vocab_size, dtype=torch.int64, device=device),
-            measures=torch.empty(3, rows, chunks, device=device),
-            places=torch.empty(rows, chunks, dtype=torch.int32, device=device),
-            masses=torch.empty(rows, chunks, dtype=torch.int64, device=device),
-            near_masses=torch.empty(rows, chunks, RUNGS, dtype=torch.int64, device=device),
-            near_counts=torch.empty(rows, chunks, RUNGS, dtype=torch.int32, device=device),
-        )
-
-
-def sample(
-    logits: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    columns: DeviceSampling,
-    scratch: SamplingScratch,
-    known: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """logits [S, vocab], left as they are; slots, positions [S] int32 -> tokens [S] int64, logprobs [S].
-
-    `positions`: where the tokens will stand in `known` [slots, any] int32, which they are written to. A token
-    is NUMERIC_FAILURE where its row is not finite; 0 is written then. The log-probability is that of the
-    model's own distribution, before anything edits it. Tokens are counted.
-    """
-    rows, vocab_size = logits.shape
-    assert logits.is_contiguous()
-    assert known.is_contiguous()
-    assert vocab_size == columns.counts.shape[2]
-    assert vocab_size < 1 << 63 - MASS_BITS
-    chunks = triton.cdiv(vocab_size, CHUNK)
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    best, raw_best, raw_sum = scratch.measures
-    size = {"CHUNK": CHUNK, "CHUNKS_BLOCK": triton.next_power_of_2(chunks), "num_warps": WARPS, **dependent()}
-    launch(
-        measure_kernel,
-        (rows, chunks),
-        logits,
-        scratch.edited,
-        scratch.are_edited,
-        slots,
-        positions,
-        columns.penalties,
-        columns.counts,
-        columns.bias_ids,
-        columns.bias_values,
-        columns.biases,
-        columns.stop_ids,
-        columns.stops,
-        columns.held_until,
-        best,
-        raw_best,
-        raw_sum,
-        scratch.places,
-        vocab_size,
-        EDITS_MAX=EDITS_MAX,
-        STOPS_MAX=STOPS_MAX,
-        CHUNK=CHUNK,
-        num_warps=WARPS,
-        **dependent(),
-    )
-    limits = (columns.temperature, columns.top_k, columns.top_p, columns.min_p)
-    source = (logits, scratch.edited, scratch.are_edited)
-    weighed = (scratch.masses, scratch.near_masses, scratch.near_counts)
-    launch(weigh_kernel, (rows, chunks), *source, slots, *limits, best, *weighed, vocab_size, **size)
-    launch(
-        choose_kernel,
-        (rows,),
-        *source,
-        slots,
-        positions,
-        *limits,
-        columns.penalties,
-        columns.seed,
-        columns.counts,
-        best,
-        raw_best,
-        raw_sum,
-        scratch.places,
-        *weighed,
-        scratch.candidates,
-        tokens,
-        logprobs,
-        known,
-        known.shape[1],
-        vocab_size,
-        CANDIDATE_BLOCK=CANDIDATE_BLOCK,
-        **size,
-    )
-    return tokens, logprobs
 
 
 @triton.jit
@@ -420,7 +294,7 @@ def choose_kernel(
 
 @triton.jit
 def _uniform(seed, position):
-    """philox(seed, position) in [0, 1), with all 53 bits: `engine.runtime.philox.uniforms`."""
+    """philox(seed, position) in [0, 1), with all 53 bits: `engine.runtime.host.philox.uniforms`."""
     zero = position.to(tl.uint32) * 0
     high, low, _, _ = tl.philox(seed, position.to(tl.uint32), zero, zero, zero)
     bits = (high >> 5).to(tl.int64) * (1 << 26) + (low >> 6).to(tl.int64)

@@ -62,7 +62,7 @@ class ModelConfig:
     """Per layer: how many of the latest tokens, itself included, a token sees. None: all."""
     tied_embeddings: bool
     """Whether the embedding is the head, too. A checkpoint with a head of its own overrides config.json
-    (`engine.runtime.load.checked_checkpoint`)."""
+    (`engine.runtime.starting.checked_checkpoint`)."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False

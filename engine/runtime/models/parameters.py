@@ -136,3 +136,18 @@ def read_lm_head(config: ModelConfig, source: WeightSource, shard: Shard, embedd
         head = source.stack([LM_HEAD], [vocab], config.hidden_size, part=Part(rows=((start, stop),)))
     missing = shard.padded_len(vocab) - len(head)
     return F.pad(head, (0, 0, 0, missing)) if missing else head
+
+
+def read_all(config: ModelConfig, source: WeightSource) -> None:
+    """Ask `source` for every parameter of the model, once and whole."""
+    embedding = source.stack([EMBEDDING], [config.vocab_size], config.hidden_size)
+    for layer in range(config.layers):
+        own = LayerParameters(config, layer)
+        for linear in (own.qkv, own.output, own.gate_up, own.down):
+            linear.read(source)
+        own.input_norm(source)
+        own.mlp_norm(source)
+        if config.qk_norm:
+            own.qk_norm(source)
+    source.stack([FINAL_NORM], [config.hidden_size])
+    read_lm_head(config, source, WHOLE, embedding)

@@ -11,13 +11,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.runtime.batch import Batch
+from engine.runtime.batch import PackedBatch
+from engine.runtime.host.slots import SamplingColumns
 from engine.runtime.kv_cache import KVCache
-from engine.runtime.layers import Rotary
 from engine.runtime.models.config import ModelConfig
 from engine.runtime.models.parameters import EMBEDDING, FINAL_NORM, LM_HEAD, LayerParameters
 from engine.runtime.native.library import Draw, Shape, Step, library
-from engine.runtime.slots import SamplingColumns
+from engine.runtime.rotary import Rotary
 from engine.runtime.weights import WeightSource
 
 _QKV, _OUTPUT, _GATE_UP, _DOWN, _LM_HEAD = range(5)
@@ -107,7 +107,7 @@ class NativeDecoder:
         self._pages = (*cache.keys, *cache.values)
         return self
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: PackedBatch) -> Tensor:
         """Stores the tokens' keys and values -> final hidden states [T, hidden], normed."""
         plan, slots = batch.plan, batch.slots
         column = c_int64 * len(plan.slots)
@@ -139,7 +139,7 @@ class NativeDecoder:
     def draw_plain(
         self, logits: Tensor, slots: Sequence[int], positions: Sequence[int], columns: SamplingColumns
     ) -> Tensor:
-        """Implements `engine.runtime.sampler.DrawPlain`."""
+        """Implements `engine.runtime.host.sampler.DrawPlain`."""
         assert logits.is_contiguous()
         column = c_int64 * len(slots)
         wanted = Draw(

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from engine.runtime.device.memory import MemoryProfile, kv_page_count
 from engine.runtime.errors import DoesNotFit
-from engine.runtime.kernels.memory import MemoryProfile, kv_page_count
 
 GIB = 1 << 30
 H200 = MemoryProfile(

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.runtime.transfer import ALIGNMENT, Arrival, download, upload
+from engine.runtime.device.transfer import ALIGNMENT, Arrival, download, upload
 
 CPU = torch.device("cpu")
 

@@ -19,11 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.runtime.layers import Linear, Rotary, rms_norm, rotate
+from engine.runtime.host.layers import PackedLinear, rms_norm, rotate
 from engine.runtime.models.config import ModelConfig
 from engine.runtime.models.parameters import EMBEDDING, FINAL_NORM, LayerParameters, read_lm_head
 from engine.runtime.parallel.collective import ALONE, Collective
 from engine.runtime.parallel.shard import Shard
+from engine.runtime.rotary import Rotary
 from engine.runtime.weights import WeightSource
 
 
@@ -38,16 +39,16 @@ class StepAttention(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Layer:
     input_norm: Tensor
-    qkv: Linear
+    qkv: PackedLinear
     qk_norm: Tensor | None
     """[H + Hkv, D]: the query heads' weight, then the key heads', so that one multiplication does both."""
-    output: Linear
+    output: PackedLinear
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: PackedLinear
+    down: PackedLinear
 
 
-class Decoder:
+class TorchDecoder:
     """Weights and forward pass. Stateless between calls. Shapes are of the rank's own heads."""
 
     def __init__(self, config: ModelConfig, source: WeightSource, ranks: Collective = ALONE) -> None:
@@ -60,7 +61,7 @@ class Decoder:
         self._layers = [_load_layer(config, source, layer, ranks.shard) for layer in range(config.layers)]
         self._norm = source.stack([FINAL_NORM], [hidden])
         # Tied weights are kept twice on CPU, once to look rows up and once laid out for the multiplication.
-        self._lm_head = Linear(read_lm_head(config, source, ranks.shard, self._embedding))
+        self._lm_head = PackedLinear(read_lm_head(config, source, ranks.shard, self._embedding))
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
         """token_ids [T], positions [T] -> final hidden states [T, hidden], normed."""
@@ -100,10 +101,10 @@ def _load_layer(config: ModelConfig, source: WeightSource, layer: int, shard: Sh
 
     return _Layer(
         input_norm=own.input_norm(source),
-        qkv=Linear(*own.qkv.read(source)),
+        qkv=PackedLinear(*own.qkv.read(source)),
         qk_norm=qk_norm() if config.qk_norm else None,
-        output=Linear(*own.output.read(source)),
+        output=PackedLinear(*own.output.read(source)),
         mlp_norm=own.mlp_norm(source),
-        gate_up=Linear(*own.gate_up.read(source)),
-        down=Linear(*own.down.read(source)),
+        gate_up=PackedLinear(*own.gate_up.read(source)),
+        down=PackedLinear(*own.down.read(source)),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.runtime.philox import philox4x32, uniforms
+from engine.runtime.host.philox import philox4x32, uniforms
 
 VECTORS = [
     # counter, key, result

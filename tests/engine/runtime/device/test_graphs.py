@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.runtime.graphs import DecodeGraphs, DecodeInputs, batch_buckets
+from engine.runtime.device.graphs import DecodeGraphs, DecodeInputs, batch_buckets
 
 CPU = torch.device("cpu")
 PADDING = 9

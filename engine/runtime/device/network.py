@@ -1,13 +1,13 @@
-"""The dense decoder on a GPU: the network of `engine.runtime.models.decoder`, in fewer and larger kernels.
+"""The dense decoder on a GPU: the network of `engine.runtime.host.network`, in fewer and larger kernels.
 
 Per layer, in decode: norm, QKV, norm-rotate-store, attention, output, norm, gate-up, SiLU, down; for few rows
 the norms and SiLU are parts of the products beside them, and six kernels are left of the nine. Every matrix
 multiplication goes through a `MatmulTable`; weights may be fp8, but for the embedding and the head.
 
 `DecodeStep` is the whole of a decode step as a function of tensors on the device: gather the tokens, run the
-network, sample, put the tokens where the next step finds them. It is what `engine.runtime.graphs` captures.
-Before the first layer and behind the last one it is as few kernels as within: one that begins (`begin.py`),
-one per width of window that lists attention's work, the head, three that sample.
+network, sample, put the tokens where the next step finds them. It is what `engine.runtime.device.graphs`
+captures. Before the first layer and behind the last one it is as few kernels as within: one that begins
+(`begin.py`), one per width of window that lists attention's work, the head, three that sample.
 """
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.runtime.attention import DecodePages, PrefillPages
-from engine.runtime.batch import Batch
-from engine.runtime.graphs import DecodeInputs
-from engine.runtime.kernels.autotune import Linear, MatmulTable
+from engine.runtime.batch import PackedBatch
+from engine.runtime.device.graphs import DecodeInputs
+from engine.runtime.device.sampling import DeviceSampling, SamplingScratch, sample
+from engine.runtime.kernels.autotune import DeviceLinear, MatmulTable
 from engine.runtime.kernels.begin import StepRows, begin_step
+from engine.runtime.kernels.dependent_launch import dependent_launches
 from engine.runtime.kernels.fused import Norm, QKNorm, Stream, norm_rotate_store, norm_stream
 from engine.runtime.kernels.matmul import Weight
-from engine.runtime.kernels.overlap import overlapping
-from engine.runtime.kernels.sampling import SamplingScratch, sample
-from engine.runtime.kernels.sampling_columns import DeviceSampling
 from engine.runtime.kv_cache import KVCache
-from engine.runtime.layers import Rotary
 from engine.runtime.models.config import ModelConfig
 from engine.runtime.models.parameters import (
     EMBEDDING,
@@ -42,6 +40,7 @@ from engine.runtime.models.parameters import (
 )
 from engine.runtime.parallel.collective import ALONE, Collective
 from engine.runtime.parallel.shard import WHOLE, Shard
+from engine.runtime.rotary import Rotary
 from engine.runtime.weights import WeightSource
 
 Attend = Callable[[int, Tensor], Tensor]
@@ -62,14 +61,14 @@ class StepTokens:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    qkv: Linear
+    qkv: DeviceLinear
     qk_norm: QKNorm | None
-    output: Linear
-    gate_up: Linear
-    down: Linear
+    output: DeviceLinear
+    gate_up: DeviceLinear
+    down: DeviceLinear
 
     @property
-    def linears(self) -> tuple[Linear, ...]:
+    def linears(self) -> tuple[DeviceLinear, ...]:
         return self.qkv, self.output, self.gate_up, self.down
 
 
@@ -99,10 +98,10 @@ class DeviceDecoder:
         self._layers = [load.layer(layer) for layer in range(config.layers)]
         norm = load.norm(source.stack([FINAL_NORM], [hidden]))
         lm_head = read_lm_head(config, source, ranks.shard, self._embedding).to(device)
-        self._lm_head = Linear(lm_head, norm=norm)
+        self._lm_head = DeviceLinear(lm_head, norm=norm)
 
     @property
-    def linears(self) -> list[Linear]:
+    def linears(self) -> list[DeviceLinear]:
         """All that is multiplied with: four per layer, and the head."""
         return [linear for layer in self._layers for linear in layer.linears] + [self._lm_head]
 
@@ -199,14 +198,14 @@ class _Loader:
 
     def _linear(
         self, parameters: LinearParameters, norm: Tensor | None = None, *, gated: bool = False
-    ) -> Linear:
+    ) -> DeviceLinear:
         """`norm`: its weight [hidden], where there is one before the product."""
         weight: Weight
         if self.fp8:
             weight, bias = parameters.read_fp8(self.source, self.device)
         else:
             weight, bias = parameters.read(self.source)
-        return Linear(
+        return DeviceLinear(
             weight.to(self.device),
             None if bias is None else bias.to(self.device),
             None if norm is None else self.norm(norm),
@@ -216,14 +215,15 @@ class _Loader:
 
 @dataclass(frozen=True, slots=True)
 class DeviceModel:
-    """`engine.runtime.model.Model`: whole batches, prefill and decode rows, launched kernel by kernel."""
+    """`engine.runtime.host.model.PagedModel`: whole batches, prefill and decode rows, launched kernel by
+    kernel."""
 
     decoder: DeviceDecoder
     cache: KVCache
     decode: DecodePages
     prefill: PrefillPages
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: PackedBatch) -> Tensor:
         """[T, hidden], on the device. What the batch has on the host is copied without waiting."""
         n = batch.decode_rows
         tables = batch.page_tables.to(self.decoder.device, non_blocking=True)
@@ -282,12 +282,12 @@ class DecodeStep:
     """[slots, pages per sequence] int32"""
     sampling: DeviceSampling
     scratch: SamplingScratch
-    overlaps: bool = False
-    """Each kernel starts while the one before it ends (`overlap.py`)."""
+    launches_dependently: bool = False
+    """Whether each kernel may start while the one before it ends (`kernels/dependent_launch.py`)."""
 
     def __call__(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
         """As `DeviceSampler`: [rows] each."""
-        with overlapping(self.overlaps):
+        with dependent_launches(self.launches_dependently):
             return self._run(inputs)
 
     def _run(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:

@@ -9,12 +9,11 @@ import torch
 
 from engine.core.messages import SamplingParams
 from engine.runtime.attention import AttentionSpec
-from engine.runtime.graphs import DecodeGraphs, batch_buckets
-from engine.runtime.kernels.attention import TritonDecode, TritonPrefill
-from engine.runtime.kernels.decoder import DecodeStep, DeviceDecoder, DeviceModel
-from engine.runtime.kernels.sampling import SamplingScratch
-from engine.runtime.kernels.sampling_columns import DeviceSampling
-from engine.runtime.model_runner import ModelRunner
+from engine.runtime.attention.triton_paged import TritonDecode, TritonPrefill
+from engine.runtime.device.graphs import DecodeGraphs, batch_buckets
+from engine.runtime.device.network import DecodeStep, DeviceDecoder, DeviceModel
+from engine.runtime.device.sampling import DeviceSampling, SamplingScratch
+from engine.runtime.host.runner import HostRunner
 from engine.runtime.models.config import read_model_config
 from engine.runtime.weights import Checkpoint, checkpoint_files
 from tests.engine.runtime.conftest import MakeModel, load
@@ -24,7 +23,7 @@ from tests.engine.runtime.kernels.tables import all_by_tiles
 CPU = torch.device("cpu")
 
 
-def device_model(path: Path, runner: ModelRunner, *, fp8: bool = False) -> DeviceModel:
+def device_model(path: Path, runner: HostRunner, *, fp8: bool = False) -> DeviceModel:
     """Over the runner's own cache."""
     config = read_model_config(path)
     source = Checkpoint(checkpoint_files(path), torch.float32)
@@ -37,7 +36,7 @@ def device_model(path: Path, runner: ModelRunner, *, fp8: bool = False) -> Devic
     return DeviceModel(decoder, runner.cache, decode, TritonPrefill(runner.cache, spec))
 
 
-def runner_for(path: Path) -> ModelRunner:
+def runner_for(path: Path) -> HostRunner:
     return load(path, max_num_seqs=4, max_model_len=96, kernels="torch")
 
 

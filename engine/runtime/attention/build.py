@@ -62,7 +62,7 @@ def _decode(
     if chosen.backend is Backend.TORCH:
         return ReferenceDecode(cache, spec)
     if chosen.backend is Backend.TRITON:
-        from engine.runtime.kernels.attention import TritonDecode
+        from engine.runtime.attention.triton_paged import TritonDecode
         from engine.runtime.kernels.decode_attention import PROGRAMS_PER_SM
 
         return TritonDecode(
@@ -94,7 +94,7 @@ def _prefill(chosen: Chosen, cache: KVCache, spec: AttentionSpec, dtype: torch.d
     if chosen.backend is Backend.TORCH:
         return ReferencePrefill(cache, spec)
     if chosen.backend in (Backend.TRITON, Backend.CUDNN):
-        from engine.runtime.kernels.attention import LibraryPrefill, TritonPrefill
+        from engine.runtime.attention.triton_paged import LibraryPrefill, TritonPrefill
 
         ours = LibraryPrefill if chosen.backend is Backend.CUDNN else TritonPrefill
         return ours(cache, spec)

@@ -7,16 +7,16 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.runtime.attention import BatchAttention, DecodeBackend, PrefillBackend
-from engine.runtime.batch import Batch
+from engine.runtime.batch import PackedBatch
+from engine.runtime.host.attention import BatchAttention, DecodeBackend, PrefillBackend
+from engine.runtime.host.network import TorchDecoder
 from engine.runtime.kv_cache import KVCache
-from engine.runtime.models.decoder import Decoder
 
 
-class Model(Protocol):
+class PagedModel(Protocol):
     """The forward pass. Implemented in torch below, and in C++ by engine/runtime/native."""
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: PackedBatch) -> Tensor:
         """Stores the tokens' keys and values -> final hidden states [T, hidden], normed."""
         ...
 
@@ -29,12 +29,12 @@ class Model(Protocol):
 class TorchModel:
     """Operation by operation: runs wherever torch does, and says what the other one must compute."""
 
-    decoder: Decoder
+    decoder: TorchDecoder
     cache: KVCache
     decode: DecodeBackend
     prefill: PrefillBackend
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: PackedBatch) -> Tensor:
         attention = BatchAttention(self.cache, batch, self.decode, self.prefill)
         return self.decoder.forward(batch.token_ids, batch.positions, attention)
 

@@ -35,9 +35,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.core.messages import NUMERIC_FAILURE, SamplingParams
+from engine.runtime.host.philox import uniforms
+from engine.runtime.host.slots import SamplingColumns
 from engine.runtime.logprobs import stable_topk
-from engine.runtime.philox import uniforms
-from engine.runtime.slots import SamplingColumns, Seat, repetition_penalty_of
+from engine.runtime.seats import Seat, repetition_penalty_of
 
 CANDIDATES: Final = 256
 """How many of the likeliest tokens are put in order at first, and by what factor more when top-p needs them:

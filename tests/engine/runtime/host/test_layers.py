@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.runtime import layers
-from engine.runtime.layers import Linear, Rotary, rotate
+from engine.runtime.host import layers
+from engine.runtime.host.layers import PackedLinear, rotate
 from engine.runtime.models.rope import Llama3Scaling, RopeConfig
+from engine.runtime.rotary import Rotary
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -23,7 +24,7 @@ def test_linear_packed_or_not(
     weight, x = torch.randn(24, 40, dtype=dtype), torch.randn(rows, 40, dtype=dtype)
     b = torch.randn(24, dtype=dtype) if bias else None
     expected = torch.nn.functional.linear(x.double(), weight.double(), None if b is None else b.double())
-    found = Linear(weight, b)(x)
+    found = PackedLinear(weight, b)(x)
     assert found.dtype == dtype
     torch.testing.assert_close(
         found.double(), expected, atol=1e-4 if dtype == torch.float32 else 0.1, rtol=1e-2

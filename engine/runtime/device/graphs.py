@@ -84,7 +84,7 @@ def _aligned(rows: int) -> int:
     return -(-rows // ALIGNED_ROWS) * ALIGNED_ROWS
 
 
-DecodeStep = Callable[[DecodeInputs], Output]
+LaunchStep = Callable[[DecodeInputs], Output]
 """Launches a step's kernels; reads nothing back, allocates only on the device's own stream."""
 
 
@@ -112,7 +112,7 @@ class DecodeGraphs(Generic[Output]):
 
     def __init__(
         self,
-        step: DecodeStep[Output],
+        step: LaunchStep[Output],
         buckets: Sequence[int],
         padding_slot: int,
         device: torch.device,

@@ -2,7 +2,7 @@
 
 What a step needs (lengths, page tables, lists of work) is prepared once and serves every layer. Decode takes
 it from tensors on the device alone (`on_device`), so that a CUDA graph can hold the preparation too; from a
-`Batch`, whose rows the host knows, it copies lengths there first, without waiting.
+`PackedBatch`, whose rows the host knows, it copies lengths there first, without waiting.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.runtime.attention import AttentionSpec, Chunk, PrefillRows, chunks_of, to_device
-from engine.runtime.batch import Batch
+from engine.runtime.batch import PackedBatch
 from engine.runtime.fp8 import taken
 from engine.runtime.kernels.decode_attention import (
     DecodeScratch,
@@ -64,7 +64,7 @@ class TritonDecode:
         heads = spec.heads, spec.kv_heads, spec.head_dim
         self._scratch = DecodeScratch.empty(rows_max, *heads, splits, device)
 
-    def prepare(self, batch: Batch, tables: Tensor | None = None) -> TritonDecodeStep:
+    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> TritonDecodeStep:
         """`tables`: the decode rows' page tables, if they are on the device already."""
         rows = batch.decode_rows
         lengths = to_device([row.end for row in batch.rows[:rows]], self._cache.keys[0].device)
@@ -128,7 +128,7 @@ class TritonPrefill:
     def warm_up(self, tokens_max: int, dtype: torch.dtype) -> None:
         """Nothing: one kernel for all lengths."""
 
-    def prepare(self, batch: Batch, tables: Tensor | None = None) -> TritonPrefillStep:
+    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> TritonPrefillStep:
         """`tables`: the page tables of the rows after the decode rows, if they are on the device already."""
         tables = batch.page_tables[batch.decode_rows :] if tables is None else tables
         return self.of_chunks(chunks_of(batch), tables)
@@ -216,7 +216,7 @@ class LibraryPrefill:
             k, v = torch.zeros(2, spec.kv_heads, length, spec.head_dim, dtype=dtype, device=device)
             self._library(q.transpose(0, 1), k, v)
 
-    def prepare(self, batch: Batch, tables: Tensor | None = None) -> PrefillRows:
+    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> PrefillRows:
         """`tables`: the page tables of the rows after the decode rows, if they are on the device already."""
         tables = batch.page_tables[batch.decode_rows :] if tables is None else tables
         return self.of_chunks(chunks_of(batch), tables)

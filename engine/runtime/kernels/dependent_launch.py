@@ -28,34 +28,31 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Final
 
 import triton
 import triton.language as tl
 
-CAPABILITY_MIN: Final = (9, 0)
-
-_OVERLAPS: ContextVar[bool] = ContextVar("overlaps", default=False)
+_IS_ON: ContextVar[bool] = ContextVar("dependent_launch", default=False)
 
 
 @contextmanager
-def overlapping(overlaps: bool) -> Iterator[None]:
+def dependent_launches(is_on: bool) -> Iterator[None]:
     """Kernels that are launched meanwhile overlap, or do not."""
-    token = _OVERLAPS.set(overlaps)
+    token = _IS_ON.set(is_on)
     try:
         yield
     finally:
-        _OVERLAPS.reset(token)
+        _IS_ON.reset(token)
 
 
 def dependent() -> dict[str, bool]:
     """What a launch has to say besides its arguments; its kernel begins with `wait_for_earlier`."""
-    return {"PDL": True, "launch_pdl": True} if _OVERLAPS.get() else {"PDL": False}
+    return {"PDL": True, "launch_pdl": True} if _IS_ON.get() else {"PDL": False}
 
 
 def plain() -> dict[str, bool]:
     """The same for a step's first kernel, which lets the next one start early."""
-    return {"PDL": _OVERLAPS.get()}
+    return {"PDL": _IS_ON.get()}
 
 
 @triton.jit

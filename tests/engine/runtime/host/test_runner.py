@@ -14,8 +14,8 @@ from torch import Tensor
 from engine.core.messages import NUMERIC_FAILURE, Plan, SamplingParams, SlotStart
 from engine.runtime.config import RunnerConfig
 from engine.runtime.errors import BadRunnerConfig, ModelUnavailable
+from engine.runtime.host.runner import HostRunner
 from engine.runtime.load import choose_device, load_runner
-from engine.runtime.model_runner import ModelRunner
 from tests.engine.models import CONTEXT_LEN, VOCAB_SIZE
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.driver import Driver
@@ -24,12 +24,12 @@ GREEDY = SamplingParams(seed=0, max_tokens=8, temperature=0.0)
 
 
 @pytest.fixture
-def runner(tiny_model: MakeModel) -> ModelRunner:
+def runner(tiny_model: MakeModel) -> HostRunner:
     return load(tiny_model("qwen2"))
 
 
 @pytest.fixture
-def twin(tiny_model: MakeModel) -> ModelRunner:
+def twin(tiny_model: MakeModel) -> HostRunner:
     """The same weights over a cache of its own."""
     return load(tiny_model("qwen2"))
 
@@ -105,13 +105,11 @@ def test_loading_imports_no_compiler(tiny_model: MakeModel, kernels: str) -> Non
 def test_auto_is_what_the_processor_multiplies(
     tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch, native: bool, dtype: str
 ) -> None:
-    monkeypatch.setattr("engine.runtime.load.multiplies_bf16", lambda: native)
+    monkeypatch.setattr("engine.runtime.starting.multiplies_bf16", lambda: native)
     assert load(tiny_model("qwen2"), dtype="auto").info.dtype == dtype
 
 
-def test_the_context_is_the_models_and_cannot_be_stretched(
-    tiny_model: MakeModel, runner: ModelRunner
-) -> None:
+def test_the_context_is_the_models_and_cannot_be_stretched(tiny_model: MakeModel, runner: HostRunner) -> None:
     assert runner.info.max_model_len == CONTEXT_LEN
     with pytest.raises(BadRunnerConfig, match=f"{CONTEXT_LEN} positions"):
         load(tiny_model("qwen2"), max_model_len=CONTEXT_LEN + 1)
@@ -123,7 +121,7 @@ def test_warm_up_fits_into_the_smallest_pool(tiny_model: MakeModel, context: int
     load(tiny_model("qwen2"), max_model_len=context, max_num_seqs=2, kv_cache_bytes=pages * page_bytes)
 
 
-def test_warm_up_leaves_nothing_behind(runner: ModelRunner, twin: ModelRunner) -> None:
+def test_warm_up_leaves_nothing_behind(runner: HostRunner, twin: HostRunner) -> None:
     """Every slot can be seated, and nothing that warm-up left in a page is seen."""
     driver = Driver(runner, poison=False)
     clean = Driver(twin, poison=True)
@@ -134,13 +132,13 @@ def test_warm_up_leaves_nothing_behind(runner: ModelRunner, twin: ModelRunner) -
         assert first.output == second.output
 
 
-def test_a_plan_without_rows_still_moves_people(runner: ModelRunner) -> None:
+def test_a_plan_without_rows_still_moves_people(runner: HostRunner) -> None:
     seat = Plan(0, [], [SlotStart(2, [1, 2], 2, GREEDY)], [], [], [], [], [])
     assert runner.run(seat).tokens == []
     assert runner.run(Plan(1, [2], seat.seated, [(2, [0])], [2], [0], [2], [True])).tokens[0] >= 0
 
 
-def test_the_head_is_for_last_tokens_alone(runner: ModelRunner) -> None:
+def test_the_head_is_for_last_tokens_alone(runner: HostRunner) -> None:
     """Of a prompt's other tokens nobody wants the followers."""
     model, rows = runner.model, []
 
@@ -173,13 +171,13 @@ def test_the_head_is_for_last_tokens_alone(runner: ModelRunner) -> None:
         (Plan(1, [], [], [], [0], [4], [0], [False]), "knows"),
     ],
 )
-def test_a_plan_that_does_not_follow_is_a_bug_and_says_so(runner: ModelRunner, plan: Plan, law: str) -> None:
+def test_a_plan_that_does_not_follow_is_a_bug_and_says_so(runner: HostRunner, plan: Plan, law: str) -> None:
     runner.run(Plan(0, [], [SlotStart(0, list(range(20)), 20, GREEDY)], [(0, [4])], [], [], [], []))
     with pytest.raises(AssertionError, match=law):
         runner.run(plan)
 
 
-def test_pages_change_places_within_one_step(runner: ModelRunner, twin: ModelRunner) -> None:
+def test_pages_change_places_within_one_step(runner: HostRunner, twin: HostRunner) -> None:
     """One goes out, another comes back into the pages that it left, and a third is computed into the rest:
     each goes on as if nothing had happened, in mid-prompt, too."""
     driver, quiet = Driver(runner), Driver(twin, poison=False)
@@ -200,7 +198,7 @@ def test_pages_change_places_within_one_step(runner: ModelRunner, twin: ModelRun
     assert [life.output for life in (first, second, third)] == [life.output for life in undisturbed]
 
 
-def test_logprobs_only_for_those_who_ask(runner: ModelRunner) -> None:
+def test_logprobs_only_for_those_who_ask(runner: HostRunner) -> None:
     driver = Driver(runner)
     asking = SamplingParams(seed=0, max_tokens=2, temperature=0.0, logprobs=2)
     bare = SamplingParams(seed=0, max_tokens=2, temperature=0.0, logprobs=0)
@@ -218,7 +216,7 @@ def test_logprobs_only_for_those_who_ask(runner: ModelRunner) -> None:
     assert (len(two.top_ids), zero.top_ids) == (2, [])
 
 
-def test_logprobs_are_of_the_raw_distribution(runner: ModelRunner) -> None:
+def test_logprobs_are_of_the_raw_distribution(runner: HostRunner) -> None:
     driver = Driver(runner)
     raw = SamplingParams(seed=0, max_tokens=1, logprobs=VOCAB_SIZE, temperature=0.0)
     edited = SamplingParams(
@@ -230,7 +228,7 @@ def test_logprobs_are_of_the_raw_distribution(runner: ModelRunner) -> None:
     assert lives[0].logprobs[0].top_logprobs == pytest.approx(lives[1].logprobs[0].top_logprobs, abs=1e-5)
 
 
-def test_numeric_failure_ends_its_row_alone(runner: ModelRunner) -> None:
+def test_numeric_failure_ends_its_row_alone(runner: HostRunner) -> None:
     """One cache is spoiled: that row says so, its neighbour and its heir in the slot do not notice."""
     driver = Driver(runner, poison=False)
     sick, sound = driver.seat(0, [4, 5, 6], GREEDY), driver.seat(1, [4, 5, 6], GREEDY)
@@ -246,7 +244,7 @@ def test_numeric_failure_ends_its_row_alone(runner: ModelRunner) -> None:
     assert heir.output == sound.output
 
 
-def test_penalties_follow_the_output_through_preemption(runner: ModelRunner) -> None:
+def test_penalties_follow_the_output_through_preemption(runner: HostRunner) -> None:
     """What counts as output is told by prompt_len, not by when it was computed."""
     params = SamplingParams(seed=5, max_tokens=30, frequency_penalty=1.5, temperature=0.0)
     driver = Driver(runner)
@@ -262,7 +260,7 @@ def test_penalties_follow_the_output_through_preemption(runner: ModelRunner) -> 
     assert plain.output != straight.output
 
 
-def test_random_tokens_are_the_same_alone_and_in_company(runner: ModelRunner) -> None:
+def test_random_tokens_are_the_same_alone_and_in_company(runner: HostRunner) -> None:
     def params(seed: int) -> SamplingParams:
         return SamplingParams(seed=seed, max_tokens=20, temperature=0.8, top_p=0.9)
 

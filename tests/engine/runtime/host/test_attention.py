@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from engine.core.messages import Plan, SamplingParams, SlotStart
-from engine.runtime.attention import AttentionSpec, BatchAttention, torch_paged
-from engine.runtime.attention.torch_paged import TorchDecode, TorchPrefill
+from engine.runtime.attention import AttentionSpec
 from engine.runtime.batch import assemble
+from engine.runtime.host import torch_paged
+from engine.runtime.host.attention import BatchAttention
+from engine.runtime.host.slots import HostSlots
+from engine.runtime.host.torch_paged import TorchDecode, TorchPrefill
 from engine.runtime.kv_cache import KVCache, KVGeometry
-from engine.runtime.slots import Slots
 
 KV_HEADS, HEAD_DIM, PAGE_SIZE, MAX_LEN = 2, 8, 4, 80
 Rows = Sequence[tuple[int, int]]
@@ -55,7 +57,7 @@ class Stage:
         self.cache.keys[0].fill_(torch.nan)
         self.cache.values[0].fill_(torch.nan)
         free = random.Random(seed).sample(range(pages), pages)
-        self.slots = Slots(len(rows), MAX_LEN, PAGE_SIZE, vocab_size=2)
+        self.slots = HostSlots(len(rows), MAX_LEN, PAGE_SIZE, vocab_size=2)
         self.spec = AttentionSpec(KV_HEADS * group, KV_HEADS, HEAD_DIM, [window])
         self.owned: list[list[int]] = []
         self.past = []

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.runtime.attention import AttentionSpec
-from engine.runtime.batch import Batch, Row
+from engine.runtime.batch import PackedBatch, Row
 from engine.runtime.kv_cache import KVCache
 
 WORKSPACE_BYTES_MAX: Final = 16 << 20
@@ -50,7 +50,7 @@ class TorchDecode:
         self._spec = spec
         self._workspace = _Workspace(cache.geometry.dtype)
 
-    def prepare(self, batch: Batch) -> _DecodeStep:
+    def prepare(self, batch: PackedBatch) -> _DecodeStep:
         rows = batch.rows[: batch.decode_rows]
         tables = batch.page_tables
         buckets = {window: self._buckets(rows, tables, window) for window in set(self._spec.windows)}
@@ -145,7 +145,7 @@ class TorchPrefill:
         self._spec = spec
         self._workspace = _Workspace(cache.geometry.dtype)
 
-    def prepare(self, batch: Batch) -> _PrefillStep:
+    def prepare(self, batch: PackedBatch) -> _PrefillStep:
         size, heads = self._cache.geometry.page_size, self._spec.kv_heads
         rows, tables = batch.rows[batch.decode_rows :], batch.page_tables[batch.decode_rows :, None]
         gathers = [

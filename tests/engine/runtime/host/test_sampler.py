@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.core.messages import NUMERIC_FAILURE, Plan, SamplingParams, SlotStart
-from engine.runtime import sampler
-from engine.runtime.philox import uniforms
-from engine.runtime.sampler import inverse_cdf
-from engine.runtime.slots import Slots
+from engine.runtime.host import sampler
+from engine.runtime.host.philox import uniforms
+from engine.runtime.host.sampler import inverse_cdf
+from engine.runtime.host.slots import HostSlots
 
 VOCAB = 40
 SEED = 0x9E3779B97F4A7C15
@@ -28,7 +28,7 @@ class Seats:
     """Slots without a model: what the sampler needs to know about each row."""
 
     def __init__(self, vocab: int = VOCAB, slots: int = 64) -> None:
-        self.slots = Slots(slots, 64, 16, vocab)
+        self.slots = HostSlots(slots, 64, 16, vocab)
         self.taken: list[int] = []
 
     def add(self, sampling: SamplingParams, prompt: Sequence[int] = (1,), output: Sequence[int] = ()) -> None:

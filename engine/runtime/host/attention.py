@@ -1,0 +1,51 @@
+"""Attention on a CPU, in torch: the protocols of its back ends, and what binds them to a step."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.runtime.attention import DecodeRows
+from engine.runtime.batch import PackedBatch
+from engine.runtime.kv_cache import KVCache
+
+
+class HostPrefillRows(Protocol):
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The other rows' tokens, packed: q [T', H, D]; k, v [T', Hkv, D], also in the cache -> q's shape."""
+        ...
+
+
+class DecodeBackend(Protocol):
+    def prepare(self, batch: PackedBatch) -> DecodeRows: ...
+
+
+class PrefillBackend(Protocol):
+    def prepare(self, batch: PackedBatch) -> HostPrefillRows: ...
+
+
+class BatchAttention:
+    """A model's `StepAttention`: stores the step's keys and values, then each back end takes its rows."""
+
+    def __init__(
+        self, cache: KVCache, batch: PackedBatch, decode: DecodeBackend, prefill: PrefillBackend
+    ) -> None:
+        self._cache = cache
+        self._batch = batch
+        self._decode = decode.prepare(batch) if batch.decode_rows else None
+        self._prefill = prefill.prepare(batch) if batch.decode_rows < len(batch.rows) else None
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [T, H, D]; k, v [T, Hkv, D] -> [T, H, D]."""
+        self._cache.write(layer, k, v, self._batch.places)
+        if self._prefill is None:
+            assert self._decode is not None
+            return self._decode(layer, q)
+        n = self._batch.decode_rows
+        if self._decode is None:
+            return self._prefill(layer, q, k, v)
+        out = q.new_empty(q.shape)
+        out[:n] = self._decode(layer, q[:n])
+        out[n:] = self._prefill(layer, q[n:], k[n:], v[n:])
+        return out

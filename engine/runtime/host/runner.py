@@ -1,0 +1,81 @@
+"""Executes plans: the tensors' side of `engine.core.messages.Runner`.
+
+    leave, seat, grow     slots.apply
+    swap out, swap in     host.copy
+    compute               assemble the rows, forward, logits for the tokens that sample
+    sample                sampler, log-probabilities, the new tokens into the slots
+
+All of that is `launch`, and none of it needs a value that the device computes: a sampled token goes into
+its slot on the device, where the next step finds it, and counts of a sequence's history go with it. So
+the next plan can be launched before this one's values are here. `collect` reads them.
+
+A step's host work is lists as long as its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.core.messages import Plan, RunnerInfo, RunResult
+from engine.runtime.batch import PackedBatch, assemble
+from engine.runtime.host.model import PagedModel
+from engine.runtime.host.sampler import DrawPlain, sample
+from engine.runtime.host.slots import HostSlots
+from engine.runtime.kv_cache import HostPages, KVCache
+from engine.runtime.logprobs import LogprobColumns, stable_topk
+from engine.runtime.results import Computed, asked_prompt_logprobs
+
+
+@dataclass(slots=True)
+class HostRunner:
+    """Implements the `Runner` protocol."""
+
+    info: RunnerInfo
+    model: PagedModel
+    cache: KVCache
+    host: HostPages
+    slots: HostSlots
+    draw_plain: DrawPlain | None = None
+
+    def run(self, plan: Plan) -> RunResult:
+        """Launch and collect."""
+        return self.launch(plan).collect()
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Computed:
+        """Execute a plan. Asserts that it follows from the plans before."""
+        self.slots.apply(plan)
+        self.host.copy(plan.swapped_out, plan.swapped_in)
+        if not plan.slots:
+            return Computed()
+        batch = assemble(plan, self.slots)
+        hidden = self.model.forward(batch)
+        prompt_logprobs = asked_prompt_logprobs(self.model.logits, batch, hidden)
+        if not batch.sampled:
+            return Computed(prompt_logprobs=prompt_logprobs)
+        tops = [self.slots.seat(row.slot).sampling.logprobs for row in batch.sampled]
+        tokens, logits = self._sample(batch, hidden)
+        return Computed(tokens, tops, _asked_logprobs(logits, tokens, tops), prompt_logprobs)
+
+    def _sample(self, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden [T, hidden] -> a token per sampling row, [S], and what it was chosen by, [S, vocab]."""
+        slots = [row.slot for row in batch.sampled]
+        seats = [self.slots.seat(slot) for slot in slots]
+        logits = self.model.logits(hidden if len(slots) == batch.tokens else hidden[batch.sampled_at])
+        tokens = sample(logits, slots, seats, self.slots.columns, self.draw_plain)
+        self.slots.append(slots, tokens)
+        return tokens, logits
+
+
+def _asked_logprobs(logits: Tensor, tokens: Tensor, tops: Sequence[int | None]) -> LogprobColumns | None:
+    """Of the rows that ask; None when none does."""
+    asking = [(row, top) for row, top in enumerate(tops) if top is not None]
+    if not asking:
+        return None
+    rows = [row for row, _ in asking]
+    # A failed row has no token; what is computed for it is never read.
+    return LogprobColumns.of(logits[rows], tokens[rows].clamp_min(0), [top for _, top in asking], stable_topk)
