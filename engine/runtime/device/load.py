@@ -40,7 +40,7 @@ from engine.runtime.device.rehearsal import Blueprint, Shapes, Unjoined, rehears
 from engine.runtime.device.runner import DeviceRunner
 from engine.runtime.device.sampling import SamplingScratch
 from engine.runtime.device.slots import DeviceSlots
-from engine.runtime.errors import DoesNotFit
+from engine.runtime.errors import DoesNotFit, UnsupportedModel
 from engine.runtime.kernels.autotune import MatmulTable
 from engine.runtime.kv_cache import (
     HostPages,
@@ -90,7 +90,10 @@ class Design:
 
     @staticmethod
     def of(config: RunnerConfig, model: ModelConfig, card: Card, shard: Shard) -> Design:
-        """Raises BadRunnerConfig where the card cannot do what is asked for."""
+        """Raises UnsupportedModel where the kernels do not implement the model, BadRunnerConfig where the
+        card cannot do what is asked for."""
+        if (reason := DeviceDecoder.implements(model)) is not None:
+            raise UnsupportedModel(f"the kernels for GPUs do not compute this model: {reason}")
         dtype = torch.bfloat16 if config.dtype == "auto" else choose_dtype(config.dtype)
         precision = Precision.of(config, model, dtype, card.capability)
         need = _need(config, shard.of(model), dtype, precision, card)

@@ -31,6 +31,7 @@ from engine.runtime.kernels.fused import Norm, QKNorm, Stream, norm_rotate_store
 from engine.runtime.kernels.matmul import Weight
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.models.config import ModelConfig
+from engine.runtime.models.features import lacking
 from engine.runtime.models.parameters import (
     EMBEDDING,
     FINAL_NORM,
@@ -42,6 +43,13 @@ from engine.runtime.parallel.collective import ALONE, Collective
 from engine.runtime.parallel.shard import WHOLE, Shard
 from engine.runtime.rotary import Rotary
 from engine.runtime.weights import WeightSource
+
+IMPLEMENTED: Final = frozenset(
+    {f"architecture {name}ForCausalLM" for name in ("Llama", "Ministral", "Mistral", "Qwen2", "Qwen3")}
+    | {"activation silu", "norm rms", "rope.llama3", "windows", "tied_embeddings", "fp8"}
+    | {"qkv_bias", "output_bias", "mlp_bias", "qk_norm"}
+)
+"""The features of models (`engine.runtime.models.features`) that the kernels implement, called as below."""
 
 Attend = Callable[[int, Tensor], Tensor]
 """(layer, queries [T, H, D]) -> the same shape; keys and values are in the cache."""
@@ -85,6 +93,7 @@ class DeviceDecoder:
         ranks: Collective = ALONE,
     ) -> None:
         """`config` describes the whole model, of which the rank's part is read."""
+        assert self.implements(config) is None
         self.config: Final = ranks.shard.of(config)
         self._ranks: Final = ranks
         self.device: Final = device
@@ -99,6 +108,13 @@ class DeviceDecoder:
         norm = load.norm(source.stack([FINAL_NORM], [hidden]))
         lm_head = read_lm_head(config, source, ranks.shard, self._embedding).to(device)
         self._lm_head = DeviceLinear(lm_head, norm=norm)
+
+    @staticmethod
+    def implements(config: ModelConfig) -> str | None:
+        """Why this network does not compute the model; None where it does."""
+        if config.head_dim & (config.head_dim - 1):
+            return f"head_dim {config.head_dim} is not a power of two"
+        return lacking(config, IMPLEMENTED)
 
     @property
     def linears(self) -> list[DeviceLinear]:

@@ -14,7 +14,7 @@ import torch
 from engine.core.messages import RunnerInfo
 from engine.runtime.attention import AttentionSpec
 from engine.runtime.config import RunnerConfig
-from engine.runtime.errors import BadRunnerConfig
+from engine.runtime.errors import BadRunnerConfig, UnsupportedModel
 from engine.runtime.hardware import available_memory_bytes
 from engine.runtime.host.model import PagedModel, TorchModel
 from engine.runtime.host.network import TorchDecoder
@@ -151,9 +151,12 @@ def host_network(
     threads: int,
     ranks: Collective = ALONE,
 ) -> HostNetwork:
-    """The native network where it computes this model, else torch's. Raises BadRunnerConfig."""
+    """The native network where it computes this model, else torch's. Raises BadRunnerConfig, and
+    UnsupportedModel where neither computes it."""
     hindrance = _hindrance(config, model, ranks.shard)
     if hindrance is not None:
+        if (reason := TorchDecoder.implements(model)) is not None:
+            raise UnsupportedModel(f"no network computes this model on a CPU: {reason}")
         return TorchNetwork(TorchDecoder(model, source, ranks), ranks.shard.of(model), hindrance)
     return NativeDecoder(
         built_isas()[0],

@@ -13,7 +13,7 @@ bring is added up over the ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +21,19 @@ from torch import Tensor
 
 from engine.runtime.host.layers import PackedLinear, rms_norm, rotate
 from engine.runtime.models.config import ModelConfig
+from engine.runtime.models.features import lacking
 from engine.runtime.models.parameters import EMBEDDING, FINAL_NORM, LayerParameters, read_lm_head
 from engine.runtime.parallel.collective import ALONE, Collective
 from engine.runtime.parallel.shard import Shard
 from engine.runtime.rotary import Rotary
 from engine.runtime.weights import WeightSource
+
+IMPLEMENTED: Final = frozenset(
+    {f"architecture {name}ForCausalLM" for name in ("Llama", "Ministral", "Mistral", "Qwen2", "Qwen3")}
+    | {"activation silu", "norm rms", "rope.llama3", "windows", "tied_embeddings", "fp8"}
+    | {"qkv_bias", "output_bias", "mlp_bias", "qk_norm"}
+)
+"""The features of models (`engine.runtime.models.features`) that the code below follows."""
 
 
 class StepAttention(Protocol):
@@ -53,6 +61,7 @@ class TorchDecoder:
 
     def __init__(self, config: ModelConfig, source: WeightSource, ranks: Collective = ALONE) -> None:
         """`config` describes the whole model, of which the rank's part is read."""
+        assert self.implements(config) is None
         self._ranks = ranks
         self._config = ranks.shard.of(config)
         self._rotary = Rotary(config.rope, config.head_dim)
@@ -62,6 +71,11 @@ class TorchDecoder:
         self._norm = source.stack([FINAL_NORM], [hidden])
         # Tied weights are kept twice on CPU, once to look rows up and once laid out for the multiplication.
         self._lm_head = PackedLinear(read_lm_head(config, source, ranks.shard, self._embedding))
+
+    @staticmethod
+    def implements(config: ModelConfig) -> str | None:
+        """Why this network does not compute the model, whatever its sizes; None where it does."""
+        return lacking(config, IMPLEMENTED)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
         """token_ids [T], positions [T] -> final hidden states [T, hidden], normed."""

@@ -61,12 +61,17 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     """Per layer: how many of the latest tokens, itself included, a token sees. None: all."""
     tied_embeddings: bool
-    """Whether the embedding is the head, too. A checkpoint with a head of its own overrides config.json
+    """Whether the embedding is also the head. A checkpoint with a head of its own overrides config.json
     (`engine.runtime.starting.checked_checkpoint`)."""
+    activation: str = "silu"
+    """The function of the MLP's gate, by config.json's name."""
+    norm: str = "rms"
+    """`rms`: x / sqrt(mean(x^2) + norm_eps), times a weight that is used as it is stored."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    """Whether the heads of queries and keys are normed before they are rotated."""
     fp8: Fp8Scheme | None = None
     """How matrices are stored in the checkpoint. None: in a plain type, all of them."""
     unread: tuple[str, ...] = ()
@@ -75,11 +80,6 @@ class ModelConfig:
     @property
     def layers(self) -> int:
         return len(self.windows)
-
-    @property
-    def group_size(self) -> int:
-        """Query heads that share a key-value head."""
-        return self.heads // self.kv_heads
 
 
 class Windows(Enum):
@@ -234,6 +234,7 @@ def _model_config(family: Family, fields: Mapping[str, Any], hf: _HfConfig) -> M
         rope=rope,
         windows=_windows(family, hf),
         tied_embeddings=hf.tie_word_embeddings,
+        activation=hf.hidden_act,
         qkv_bias=hf.attention_bias if declared else bool(family.qkv_bias),
         output_bias=hf.attention_bias and declared,
         mlp_bias=hf.mlp_bias if family.mlp_bias is None else family.mlp_bias,

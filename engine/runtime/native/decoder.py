@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from ctypes import byref, c_int64
-from dataclasses import fields
 from typing import Final
 
 import torch
@@ -15,6 +14,7 @@ from engine.runtime.batch import PackedBatch
 from engine.runtime.host.slots import SamplingColumns
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.models.config import ModelConfig
+from engine.runtime.models.features import lacking
 from engine.runtime.models.parameters import EMBEDDING, FINAL_NORM, LM_HEAD, LayerParameters
 from engine.runtime.native.library import Draw, Shape, Step, library
 from engine.runtime.rotary import Rotary
@@ -25,23 +25,20 @@ _INPUT_NORM, _MLP_NORM, _FINAL_NORM, _QK_NORM = range(4)
 LANES_MAX: Final = 16
 """What is cut into vectors must divide by their length."""
 IMPLEMENTED: Final = frozenset(
-    {"architecture", "vocab_size", "hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim"}
-    | {"norm_eps", "context_len", "rope", "windows", "tied_embeddings", "qkv_bias", "output_bias", "mlp_bias"}
-    | {"qk_norm", "fp8", "unread"}
+    {f"architecture {name}ForCausalLM" for name in ("Llama", "Ministral", "Mistral", "Qwen2", "Qwen3")}
+    | {"activation silu", "norm rms", "rope.llama3", "windows", "tied_embeddings", "fp8"}
+    | {"qkv_bias", "output_bias", "mlp_bias", "qk_norm"}
 )
-"""Fields of a ModelConfig that these kernels, and what hands them weights, follow. A model that sets any
-other is not for them."""
+"""The features of models (`engine.runtime.models.features`) that decoder.cpp, and what hands it weights,
+follow."""
 
 
 def misfit(config: ModelConfig, page_size: int) -> str | None:
-    """Why this model cannot be computed here, if it cannot."""
-    foreign = [
-        own.name
-        for own in fields(config)
-        if own.name not in IMPLEMENTED and getattr(config, own.name) != own.default
-    ]
-    if foreign:
-        return f"{', '.join(foreign)}: not implemented"
+    """Why the native kernels do not compute this model; None where they do."""
+    return NativeDecoder.implements(config) or _odd_sizes(config, page_size)
+
+
+def _odd_sizes(config: ModelConfig, page_size: int) -> str | None:
     sizes = {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -93,6 +90,11 @@ class NativeDecoder:
         self._borrowed = self._set_top(source, max_model_len, keep_embedding=int8)
         for layer in range(config.layers):
             self._set_layer(layer, source)
+
+    @staticmethod
+    def implements(config: ModelConfig) -> str | None:
+        """Why this network does not compute the model, whatever its sizes; None where it does."""
+        return lacking(config, IMPLEMENTED)
 
     def attach(self, cache: KVCache) -> NativeDecoder:
         """Itself: keys and values go to this cache from now on.

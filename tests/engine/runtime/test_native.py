@@ -30,7 +30,6 @@ from engine.runtime.load import load_runner
 from engine.runtime.models.config import ModelConfig
 from engine.runtime.models.rope import RopeConfig
 from engine.runtime.native import build
-from engine.runtime.native import decoder as native_decoder
 from engine.runtime.native.decoder import NativeDecoder, misfit
 from engine.runtime.native.library import built_isas
 from engine.runtime.weights import ALL, Part
@@ -209,16 +208,6 @@ def test_a_step_may_have_any_number_of_tokens(isa: str, dtype: torch.dtype) -> N
     for tokens in (*range(95, 391, 31), *range(96, 391, 32), 97, 161, 192, 257, 390):
         rows = [(slot, 0, min(tokens - 130 * slot, 130)) for slot in range(-(-tokens // 130))]
         assert torch.equal(torch.cat(stage.step(rows)), expected[:tokens]), tokens
-
-
-def test_a_model_that_sets_what_the_kernels_do_not_implement_is_not_for_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Sizes that can be divided are no proof."""
-    assert misfit(PLAIN, 16) is None
-    monkeypatch.setattr(native_decoder, "IMPLEMENTED", native_decoder.IMPLEMENTED - {"qk_norm", "mlp_bias"})
-    assert misfit(PLAIN, 16) is None
-    assert misfit(replace(PLAIN, qk_norm=True), 16) == "qk_norm: not implemented"
 
 
 @pytest.mark.parametrize("page_size", [16, 64, 256])
