@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from engine.core.messages import RunResult
@@ -49,6 +50,32 @@ class Computed:
                 for slot, pieces in self.prompt_logprobs
             ],
         )
+
+
+def asked_logprobs(
+    logits: Tensor,
+    tokens: Tensor,
+    tops: Sequence[int | None],
+    topk: TopK,
+    index_of: Callable[[Sequence[int]], Tensor] = torch.tensor,
+    *,
+    chosen: Tensor | None = None,
+) -> LogprobColumns | None:
+    """The log-probabilities of the rows that ask for them; None when no row does.
+
+    logits [at least S, vocab], tokens [S] int64; `tops` [S], None in rows that do not ask. `index_of` puts
+    row numbers where the logits are. `chosen` [S]: the sampled tokens' log-probabilities, where they are
+    known.
+    """
+    asking = [(row, top) for row, top in enumerate(tops) if top is not None]
+    if not asking:
+        return None
+    rows, asked = zip(*asking, strict=True)
+    at = index_of(rows)
+    if chosen is not None and not any(asked):
+        return LogprobColumns.of_chosen(chosen[at])
+    # A failed row has no token; what is computed for it is never read.
+    return LogprobColumns.of(logits[at].float(), tokens[at].clamp_min(0), asked, topk)
 
 
 def asked_prompt_logprobs(

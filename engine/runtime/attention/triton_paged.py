@@ -154,16 +154,8 @@ class TritonPrefillStep:
     tokens: int
     """That the chunks reach among the packed ones."""
 
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor | None = None,
-        v: Tensor | None = None,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """q [T', H, D] -> the same shape. Keys and values are read from the cache, wherever else they are."""
+    def __call__(self, layer: int, q: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """q [T', H, D] -> the same shape, in `out` where that is given."""
         assert self.tokens <= len(q)
         window = self.spec.windows[layer]
         return paged_prefill(
@@ -247,8 +239,8 @@ class LibraryPrefillStep:
     whole: TritonPrefillStep
     """All rows, for layers with a window."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
-        """q [T', H, D] -> the same shape. Keys and values are read from the cache, wherever else they are."""
+    def __call__(self, layer: int, q: Tensor) -> Tensor:
+        """q [T', H, D] -> the same shape."""
         if self.spec.windows[layer] is not None:
             return self.whole(layer, q)
         out = q.new_empty(q.shape)

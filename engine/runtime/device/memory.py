@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 from engine.runtime.errors import DoesNotFit
-
-PAGES_MIN: Final = 2
+from engine.runtime.kv_cache import PAGES_MIN
 
 
 @dataclass(frozen=True, slots=True)

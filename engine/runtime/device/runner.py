@@ -31,7 +31,7 @@ from engine.runtime.device.slots import DeviceBatch, DeviceSlots
 from engine.runtime.device.transfer import Arrival, download, upload
 from engine.runtime.kv_cache import HostPages, KVCache
 from engine.runtime.logprobs import LogprobColumns, distinct_topk
-from engine.runtime.results import Computed, asked_prompt_logprobs
+from engine.runtime.results import Computed, asked_logprobs, asked_prompt_logprobs
 
 Decode = Callable[[Sequence[int], Sequence[int]], tuple[Tensor, Tensor]]
 """Slots, and how many tokens each has -> tokens and log-probabilities: a row for each, then padding."""
@@ -100,19 +100,10 @@ class DeviceRunner:
         slots = [row.slot for row in batch.sampled]
         self.slots.append(slots)
         tops = [self.slots.seat(slot).sampling.logprobs for slot in slots]
-        return Computed(tokens, tops, self._asked_logprobs(tokens, logprobs, tops), prompts)
+        logits = self.sampler.scratch.logits
+        asked = asked_logprobs(logits, tokens, tops, distinct_topk, self._uploaded, chosen=logprobs)
+        return Computed(tokens, tops, asked, prompts)
 
-    def _asked_logprobs(
-        self, tokens: Tensor, logprobs: Tensor, tops: Sequence[int | None]
-    ) -> LogprobColumns | None:
-        """Of the rows that ask; None when none does."""
-        asking = [(row, top) for row, top in enumerate(tops) if top is not None]
-        if not asking:
-            return None
-        rows, asked = zip(*asking, strict=True)
+    def _uploaded(self, rows: Sequence[int]) -> Tensor:
         (at,) = upload([np.array(rows, np.int64)], self.slots.device)
-        if not any(asked):
-            return LogprobColumns.of_chosen(logprobs[at])
-        # A failed row has no token; what is computed for it is never read.
-        logits = self.sampler.scratch.logits[at].float()
-        return LogprobColumns.of(logits, tokens[at].clamp_min(0), asked, distinct_topk)
+        return at

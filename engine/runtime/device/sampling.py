@@ -65,6 +65,11 @@ class DeviceSampling:
     held_until: Tensor
     """[slots] int32: stop tokens cannot be had before this position."""
 
+    @property
+    def limits(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The columns that decide which tokens may be drawn."""
+        return self.temperature, self.top_k, self.top_p, self.min_p
+
     @staticmethod
     def empty(slots: int, vocab_size: int, device: torch.device) -> DeviceSampling:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -181,9 +186,19 @@ class SamplingScratch:
     near_counts: Tensor
     """[rows, chunks, RUNGS] int32"""
 
+    @property
+    def edits(self) -> tuple[Tensor, Tensor]:
+        """The logits that tokens are drawn from in rows that ask for edits, and which rows those are."""
+        return self.edited, self.are_edited
+
+    @property
+    def weighed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The masses that the second launch finds."""
+        return self.masses, self.near_masses, self.near_counts
+
     @staticmethod
     def empty(rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> SamplingScratch:
-        chunks = -(-vocab_size // CHUNK)
+        chunks = _chunks(vocab_size)
         return SamplingScratch(
             edited=torch.empty(rows, vocab_size, device=device),
             are_edited=torch.empty(rows, dtype=torch.int32, device=device),
@@ -216,14 +231,22 @@ def sample(
     assert known.is_contiguous()
     assert vocab_size == columns.counts.shape[2]
     assert vocab_size < 1 << 63 - MASS_BITS
-    chunks = -(-vocab_size // CHUNK)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    best, raw_best, raw_sum = scratch.measures
-    size = {"CHUNK": CHUNK, "CHUNKS_BLOCK": 1 << (chunks - 1).bit_length(), "num_warps": WARPS, **dependent()}
+    _measure(logits, slots, positions, columns, scratch)
+    _weigh(logits, slots, columns, scratch)
+    _choose(logits, slots, positions, columns, scratch, (tokens, logprobs, known))
+    return tokens, logprobs
+
+
+def _measure(
+    logits: Tensor, slots: Tensor, positions: Tensor, columns: DeviceSampling, scratch: SamplingScratch
+) -> None:
+    """Launch the edits, and each chunk's maximum, soundness and log-sum-exp."""
+    rows, vocab_size = logits.shape
     launch(
         measure_kernel,
-        (rows, chunks),
+        (rows, _chunks(vocab_size)),
         logits,
         scratch.edited,
         scratch.are_edited,
@@ -237,9 +260,7 @@ def sample(
         columns.stop_ids,
         columns.stops,
         columns.held_until,
-        best,
-        raw_best,
-        raw_sum,
+        *scratch.measures,
         scratch.places,
         vocab_size,
         EDITS_MAX=EDITS_MAX,
@@ -248,32 +269,68 @@ def sample(
         num_warps=WARPS,
         **dependent(),
     )
-    limits = (columns.temperature, columns.top_k, columns.top_p, columns.min_p)
-    source = (logits, scratch.edited, scratch.are_edited)
-    weighed = (scratch.masses, scratch.near_masses, scratch.near_counts)
-    launch(weigh_kernel, (rows, chunks), *source, slots, *limits, best, *weighed, vocab_size, **size)
+
+
+def _weigh(logits: Tensor, slots: Tensor, columns: DeviceSampling, scratch: SamplingScratch) -> None:
+    """Launch each chunk's mass, and what is near the best where top-k or top-p cut."""
+    rows, vocab_size = logits.shape
+    launch(
+        weigh_kernel,
+        (rows, _chunks(vocab_size)),
+        logits,
+        *scratch.edits,
+        slots,
+        *columns.limits,
+        scratch.measures[0],
+        *scratch.weighed,
+        vocab_size,
+        **_sizes(vocab_size),
+        **dependent(),
+    )
+
+
+def _choose(
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    columns: DeviceSampling,
+    scratch: SamplingScratch,
+    results: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Launch the choice of each row's token. `results`: tokens, log-probabilities, and the tokens that are
+    known by slot, as `sample` has them."""
+    rows, vocab_size = logits.shape
     launch(
         choose_kernel,
         (rows,),
-        *source,
+        logits,
+        *scratch.edits,
         slots,
         positions,
-        *limits,
+        *columns.limits,
         columns.penalties,
         columns.seed,
         columns.counts,
-        best,
-        raw_best,
-        raw_sum,
+        *scratch.measures,
         scratch.places,
-        *weighed,
+        *scratch.weighed,
         scratch.candidates,
-        tokens,
-        logprobs,
-        known,
-        known.shape[1],
+        *results,
+        results[2].shape[1],
         vocab_size,
         CANDIDATE_BLOCK=CANDIDATE_BLOCK,
-        **size,
+        **_sizes(vocab_size),
+        **dependent(),
     )
-    return tokens, logprobs
+
+
+def _chunks(vocab_size: int) -> int:
+    return -(-vocab_size // CHUNK)
+
+
+def _sizes(vocab_size: int) -> dict[str, int]:
+    return {
+        "CHUNK": CHUNK,
+        "CHUNKS_BLOCK": 1 << (_chunks(vocab_size) - 1).bit_length(),
+        "num_warps": WARPS,
+    }

@@ -14,7 +14,6 @@ A step's host work is lists as long as its rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +25,8 @@ from engine.runtime.host.model import PagedModel
 from engine.runtime.host.sampler import DrawPlain, sample
 from engine.runtime.host.slots import HostSlots
 from engine.runtime.kv_cache import HostPages, KVCache
-from engine.runtime.logprobs import LogprobColumns, stable_topk
-from engine.runtime.results import Computed, asked_prompt_logprobs
+from engine.runtime.logprobs import stable_topk
+from engine.runtime.results import Computed, asked_logprobs, asked_prompt_logprobs
 
 
 @dataclass(slots=True)
@@ -59,7 +58,7 @@ class HostRunner:
             return Computed(prompt_logprobs=prompt_logprobs)
         tops = [self.slots.seat(row.slot).sampling.logprobs for row in batch.sampled]
         tokens, logits = self._sample(batch, hidden)
-        return Computed(tokens, tops, _asked_logprobs(logits, tokens, tops), prompt_logprobs)
+        return Computed(tokens, tops, asked_logprobs(logits, tokens, tops, stable_topk), prompt_logprobs)
 
     def _sample(self, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [T, hidden] -> a token per sampling row, [S], and what it was chosen by, [S, vocab]."""
@@ -69,13 +68,3 @@ class HostRunner:
         tokens = sample(logits, slots, seats, self.slots.columns, self.draw_plain)
         self.slots.append(slots, tokens)
         return tokens, logits
-
-
-def _asked_logprobs(logits: Tensor, tokens: Tensor, tops: Sequence[int | None]) -> LogprobColumns | None:
-    """Of the rows that ask; None when none does."""
-    asking = [(row, top) for row, top in enumerate(tops) if top is not None]
-    if not asking:
-        return None
-    rows = [row for row, _ in asking]
-    # A failed row has no token; what is computed for it is never read.
-    return LogprobColumns.of(logits[rows], tokens[rows].clamp_min(0), [top for _, top in asking], stable_topk)

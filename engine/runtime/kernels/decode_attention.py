@@ -178,14 +178,12 @@ def paged_decode(
     `kv_scales` are what stored keys and values have to be multiplied by (fp8). `programs`: PROGRAMS_PER_SM
     times the device's multiprocessors.
     """
-    _, heads, head_dim = q.shape
-    _, kv_heads, page_size, _ = keys.shape
-    group, tile = heads // kv_heads, tile or tile_tokens(page_size, head_dim, q.dtype)
+    head_dim = q.shape[2]
+    tile = tile or tile_tokens(keys.shape[2], head_dim, q.dtype)
     assert head_dim in HEAD_DIMS, f"head size {head_dim} is none of {HEAD_DIMS}"
     assert all(t.is_contiguous() for t in (q[0], keys, values))
     assert tables.stride(1) == 1
     out = q.new_empty(q.shape) if out is None else out
-    group_block = triton.next_power_of_2(group)
     launch(
         decode_kernel,
         (programs,),
@@ -197,8 +195,7 @@ def paged_decode(
         work.items,
         work.total,
         scratch.sums,
-        scratch.scales[0],
-        scratch.scales[1],
+        *scratch.scales,
         scratch.arrivals,
         out,
         q.stride(0),
@@ -206,22 +203,33 @@ def paged_decode(
         scale * LOG2_E * kv_scales[0],
         kv_scales[1],
         WINDOW=window or 0,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        GROUP_BLOCK=group_block,
-        DOT_ROWS=max(DOT_ROWS_MIN, group_block),
-        D=head_dim,
-        PAGE=tile,
-        PARTS=page_size // tile,
-        SPLIT_PAGES=max(1, SPLIT_TOKENS // tile),
-        SPLITS_MAX=SPLITS_MAX,
-        COMBINE=max(1, COMBINE_ELEMENTS // (group_block * head_dim)),
-        num_warps=WARPS,
-        num_stages=STAGES_FP8 if keys.dtype == torch.float8_e4m3fn else STAGES,
-        maxnreg=REGISTERS_MAX,
+        **_constants(q, keys, tile),
         **dependent(),
     )
     return out
+
+
+def _constants(q: Tensor, keys: Tensor, tile: int) -> dict[str, int]:
+    """What `decode_kernel` is compiled with for these shapes: its tiles, its warps and its registers."""
+    _, heads, head_dim = q.shape
+    _, kv_heads, page_size, _ = keys.shape
+    group = heads // kv_heads
+    group_block = triton.next_power_of_2(group)
+    return {
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "GROUP_BLOCK": group_block,
+        "DOT_ROWS": max(DOT_ROWS_MIN, group_block),
+        "D": head_dim,
+        "PAGE": tile,
+        "PARTS": page_size // tile,
+        "SPLIT_PAGES": max(1, SPLIT_TOKENS // tile),
+        "SPLITS_MAX": SPLITS_MAX,
+        "COMBINE": max(1, COMBINE_ELEMENTS // (group_block * head_dim)),
+        "num_warps": WARPS,
+        "num_stages": STAGES_FP8 if keys.dtype == torch.float8_e4m3fn else STAGES,
+        "maxnreg": REGISTERS_MAX,
+    }
 
 
 @triton.jit

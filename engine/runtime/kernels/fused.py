@@ -125,31 +125,26 @@ def norm_rotate_store(
     q = qkv.new_empty(tokens, heads, head_dim)
     q_blocks = triton.cdiv(heads, HEADS_BLOCK)
     grid = (tokens, q_blocks + triton.cdiv(kv_heads, HEADS_BLOCK))
+    weights = (None, None, 0.0) if norm is None else (norm.q_weight, norm.k_weight, norm.eps)
+    constants = {"HEADS": heads, "KV_HEADS": kv_heads, "Q_BLOCKS": q_blocks, "HEADS_BLOCK": HEADS_BLOCK}
     launch(
         norm_rotate_store_kernel,
         grid,
         qkv,
         q,
-        cos,
-        sin,
-        norm.q_weight if norm else None,
-        norm.k_weight if norm else None,
-        norm.eps if norm else 0.0,
+        *angles,
+        *weights,
         keys,
         values,
         pages,
         offsets,
-        1.0 / kv_scales[0],
-        1.0 / kv_scales[1],
+        *(1.0 / scale for scale in kv_scales),
         NORM=norm is not None,
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        Q_BLOCKS=q_blocks,
         HALF=head_dim // 2,
         PAGE=page_size,
         LIMIT=FP8_MAX if keys.dtype == torch.float8_e4m3fn else 0.0,
         CLEAR=clear_tails,
-        HEADS_BLOCK=HEADS_BLOCK,
+        **constants,
         num_warps=4,
         **dependent(),
     )
