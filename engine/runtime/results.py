@@ -16,21 +16,22 @@ from engine.runtime.logprobs import LogprobColumns, TopK, stable_topk
 LogitsOf = Callable[[Tensor], Tensor]
 """A model's head: hidden states [n, hidden] -> logits [n, vocab] float32."""
 PROMPT_LOGPROB_ROWS: Final = 128
-"""Positions whose logits over the whole vocabulary exist at once."""
+"""The number of prompt positions whose logits over the whole vocabulary exist at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Implements the `Pending` protocol: a step's results, where they were computed."""
+    """Implements the `Pending` protocol: a step's results, on the device where they were computed."""
 
     tokens: Tensor | None = None
-    """[S] int64: one per row that sampled."""
+    """The sampled tokens, [S] int64; None where no row sampled."""
     tops: Sequence[int | None] = ()
-    """By row that sampled, what its sequence asked for."""
+    """Per sampled row, the number of likeliest tokens that its request asks for; None: no
+    log-probabilities."""
     logprobs: LogprobColumns | None = None
-    """Of the rows that asked, if any did."""
+    """The log-probabilities of the rows that ask for them; None where no row asks."""
     prompt_logprobs: Sequence[tuple[int, Sequence[LogprobColumns]]] = ()
-    """By slot, in pieces."""
+    """Per slot, the log-probabilities of its prompt's tokens, in pieces."""
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Computed:
         return Computed(
@@ -81,7 +82,8 @@ def asked_logprobs(
 def asked_prompt_logprobs(
     logits_of: LogitsOf, batch: PackedBatch, hidden: Tensor, topk: TopK = stable_topk
 ) -> list[tuple[int, list[LogprobColumns]]]:
-    """By slot, of the rows that compute a prompt whose log-probabilities are asked for."""
+    """The slots that compute a prompt whose log-probabilities are asked for, with those of the step's
+    tokens."""
     found = []
     for row in batch.rows:
         seat = batch.slots.seat(row.slot)
@@ -99,7 +101,7 @@ def asked_prompt_logprobs(
 def _logprobs_of_targets(
     logits_of: LogitsOf, hidden: Tensor, targets: Tensor, top: int, topk: TopK
 ) -> list[LogprobColumns]:
-    """hidden [n, hidden] -> how likely each of the tokens [n] was that followed."""
+    """hidden [n, hidden] -> the log-probabilities of the tokens [n] that followed."""
     found = []
     for i in range(0, len(targets), PROMPT_LOGPROB_ROWS):
         wanted = targets[i : i + PROMPT_LOGPROB_ROWS]

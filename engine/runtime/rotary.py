@@ -18,13 +18,13 @@ class Rotary:
         self.inverse_frequencies: Final = _inverse_frequencies(config, head_dim)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin for positions [T]: each [T, 1, D/2]. Once per step, shared by all layers."""
+        """cos and sin for positions [T], [T, 1, D/2] each. A step computes them once for all layers."""
         angles = positions[:, None, None].float() * self.inverse_frequencies
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def _inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """[D/2], float32."""
+    """The rotary frequencies, [D/2] float32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / (config.theta**exponents)
     scaling = config.llama3

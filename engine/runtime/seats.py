@@ -18,45 +18,48 @@ from torch import Tensor
 from engine.core.messages import Plan, SamplingParams, SlotStart
 
 TEMPERATURE_MIN: Final = 2.0**-126
-"""The smallest normal number of float32. Logits cannot be divided by a lower temperature: the largest of them
-is taken, as with 0."""
+"""The lowest temperature that logits are divided by, float32's smallest normal number. At a lower one the
+largest logit is taken, as at 0."""
 TEMPERATURE_MAX: Final = 1e30
-"""The highest temperature that logits are divided by. All tokens are equally likely then, but for those whose
-logits edits have made as small as can be."""
+"""The highest temperature that logits are divided by. There all tokens are equally likely, except those
+to which edits have given float32's smallest logit."""
 PENALTY_BOUNDS: Final = (2.0**-126, 2.0**126)
-"""The least and the largest repetition penalty. It and its reciprocal are normal numbers of float32 then."""
+"""The least and the largest repetition penalty, so that it and its reciprocal are normal numbers of
+float32."""
 
 
 def temperature_of(params: SamplingParams) -> float:
-    """The divisor of the logits; 0 when the largest logit is to be taken."""
+    """The divisor of the logits; 0 when the largest logit is taken."""
     return min(params.temperature, TEMPERATURE_MAX) if params.temperature >= TEMPERATURE_MIN else 0.0
 
 
 def repetition_penalty_of(params: SamplingParams) -> float:
+    """The repetition penalty, clamped to `PENALTY_BOUNDS`."""
     low, high = PENALTY_BOUNDS
     return min(max(params.repetition_penalty, low), high)
 
 
 @dataclass(slots=True)
 class Seat:
-    """A slot's occupant, as the host sees it."""
+    """The sequence in a slot, as the host knows it."""
 
     sampling: SamplingParams
     prompt_len: int
     known_len: int
-    """Tokens in the buffer: the prompt, and what was sampled."""
+    """The number of tokens in the buffer: the prompt and the output."""
     pages: int = 0
+    """The number of pages in the slot's page table."""
     history: Tensor | None = None
-    """[2, vocab] int32, only for sequences whose sampling looks back, and only in host memory: how often each
-    token was put out, and how often it was in the prompt."""
+    """[2, vocab] int32: how often each token is in the output, and in the prompt. None for sequences without
+    penalties, and on a GPU, which counts for itself."""
     bias: tuple[Tensor, Tensor] | None = field(init=False)
-    """Tokens [n] int64 and what is added to their logits [n] float32, once for all steps; None without
-    `logit_bias`."""
+    """The tokens [n] int64 of `logit_bias` and the numbers added to their logits [n] float32; None without
+    it."""
     is_random: bool = field(init=False)
-    """Its tokens are drawn; else each is the one with the largest logit."""
+    """Whether tokens are drawn at random; else the largest logit is taken."""
     is_plain: bool = field(init=False)
-    """The logits are taken as they are, and the choice needs no order of them: a greedy token, or one drawn
-    from all that min-p leaves."""
+    """Whether logits are not edited and need not be sorted: for a greedy token, or one drawn from all tokens
+    that min-p leaves."""
 
     def __post_init__(self) -> None:
         params = self.sampling
@@ -76,17 +79,17 @@ class Seat:
 
 @dataclass(slots=True)
 class Seats(ABC):
-    """Who sits where, and how far. What a plan must follow from is asserted here; where the
-    tables lie is a subclass's business."""
+    """All slots: the sequence in each, and its numbers of tokens and pages. Asserts that a plan follows from
+    these. A subclass holds the tables."""
 
     slots: int
     max_model_len: int
     page_size: int
     vocab_size: int
     tokens: Tensor = field(init=False)
-    """[slots, max_model_len] int32, at least"""
+    """The known tokens by slot, at least [slots, max_model_len] int32."""
     page_table: Tensor = field(init=False)
-    """[slots, pages per sequence] int32, at least"""
+    """The pages by slot, at least [slots, pages per sequence] int32."""
     _seats: list[Seat | None] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,13 +100,14 @@ class Seats(ABC):
         return -(-self.max_model_len // self.page_size)
 
     def seat(self, slot: int) -> Seat:
-        """The occupant; an empty slot is the caller's mistake."""
+        """The sequence in a slot. Asserts that the slot is not empty."""
         seat = self._seats[slot]
         assert seat is not None, f"slot {slot} is empty"
         return seat
 
     def apply(self, plan: Plan) -> None:
-        """Leave, seat, grow, replace: the first four of a plan's acts."""
+        """Apply a plan's changes to the slots: sequences that leave, that are seated, that get pages or other
+        pages."""
         for slot in plan.left:
             assert self._seats[slot] is not None, f"slot {slot} left twice"
             self._seats[slot] = None
@@ -125,8 +129,8 @@ class Seats(ABC):
 
     @abstractmethod
     def _take(self, start: SlotStart, seat: Seat) -> None:
-        """Its tokens and its parameters."""
+        """Store the tokens and the parameters of a sequence that is seated."""
 
     @abstractmethod
     def _place(self, slot: int, index: int, pages: Sequence[int]) -> None:
-        """Entries of the slot's page table, from `index` on."""
+        """Store entries of the slot's page table, from `index` on."""

@@ -1,7 +1,7 @@
 """The one way a runner starts, whatever computes: load, size, build, warm up.
 
     load       the weights become a `LoadedShard`: `host.load` on a CPU, `device.load` on a GPU
-    size       the pages for which there is room, on every rank; what the runner says of itself (`RunnerInfo`)
+    size       the number of pages for which every rank has room, and the other sizes (`RunnerInfo`)
     build      the cache, the slots' tables, graphs
     warm up    one plan of each kind, run by the runner that is handed out
 
@@ -80,7 +80,7 @@ class LoadedShard(Protocol[Built]):
         ...
 
     def info(self, pages: int) -> RunnerInfo:
-        """What the runner will say of itself, times and host memory left at 0."""
+        """The runner's sizes and type, with times and host memory left at 0."""
         ...
 
     def build(self, info: RunnerInfo, progress: Progress) -> Built:
@@ -174,7 +174,7 @@ def untimed_info(
     max_model_len: int,
     pages: int,
 ) -> RunnerInfo:
-    """What a runner of these sizes says of itself, times and host memory left at 0."""
+    """A runner's sizes and type, with times and host memory left at 0."""
     return RunnerInfo(
         pages=pages,
         page_size=config.page_size,
@@ -219,7 +219,7 @@ def checked_checkpoint(
     progress: Progress,
     device: torch.device | None = None,
 ) -> tuple[ModelConfig, Checkpoint]:
-    """The model as its checkpoint has it, and the checkpoint, whose tensors go to `device`. Raises
+    """The model with its checkpoint's head, and the checkpoint, whose tensors go to `device`. Raises
     ModelError.
 
     The files' headers are checked first: no tensor is read from a checkpoint that does not match. A head of

@@ -1,5 +1,5 @@
-"""The library against our tiles for the weights of both models, alone and with the norm before and the gate
-behind: what the table of warm-up would choose."""
+"""The library against the engine's tiles for the weights of both models, alone and with the norm before and
+the gate behind: the choices that a start would make."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CUDA: Final = torch.device("cuda")
 NORMED: Final = ("qkv", "gate_up", "head")
 GATED: Final = ("gate_up",)
 ROW_LIMIT_S: Final = 120.0
-"""Some thirty kernels are compiled for a row, unless they were."""
+"""The longest time of a row: some thirty kernels are compiled for it, unless they were before."""
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -40,7 +40,7 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 def measure(
     height: int, width: int, timer: DeviceTimer, fp8: bool, normed: bool, gated: bool
 ) -> dict[str, Any]:
-    """`normed`, `gated`: as a decoder has it, with what is before and behind it."""
+    """Measure a product. `normed`, `gated`: with the norm before it and the gate behind it."""
     weight: Weight = torch.empty(height, width, dtype=torch.bfloat16, device=CUDA).normal_()
     if fp8:
         assert isinstance(weight, torch.Tensor)

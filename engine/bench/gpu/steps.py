@@ -39,7 +39,7 @@ CUDA = torch.device("cuda")
 PAGE = 64
 CONTEXT = 2048
 ROW_LIMIT_S = 150.0
-"""The first row of a model has its kernels compiled, unless they were."""
+"""The longest time of a row: the first one of a model compiles its kernels."""
 
 
 class Bench:
@@ -64,12 +64,13 @@ class Bench:
         return cache
 
     def decode(self, batch: int, context: int, kv_dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-        """A step of random tokens, each row at `context`, sampled at temperature 1, as a graph."""
+        """Measure a step of random tokens, each row at `context`, sampled at temperature 1, as a graph."""
         ms, _ = self._replayed(self._step(batch, context, kv_dtype), batch, context)
         return self._shares(ms, batch, context, kv_dtype)
 
     def decode_overlapped(self, batch: int, context: int) -> dict[str, Any]:
-        """The same with kernels that start while those before them end: equal to the bit, and how fast."""
+        """Check that dependent launches give the same bits as plain ones, and measure the same step with
+        them."""
         step = self._step(batch, context, torch.bfloat16)
         plain_ms, plain = self._replayed(step, batch, context)
         ms, found = self._replayed(replace(step, launches_dependently=True), batch, context)
@@ -92,7 +93,7 @@ class Bench:
         return DecodeStep(self.decoder, cache, attention, tokens, table, sampling, scratch)
 
     def _replayed(self, step: DecodeStep, batch: int, context: int) -> tuple[float, tuple[Tensor, ...]]:
-        """The time of a step, ms, and what it says."""
+        """The time of a step, ms, and its results."""
         graphs = DecodeGraphs(step, [batch], batch, CUDA)
         graphs.capture(CudaGraphDevice(), lambda *_: None)
         slots, lengths = list(range(batch)), [context] * batch
@@ -110,7 +111,7 @@ class Bench:
         return fields | {"share": floor_ms / ms, "tokens_per_s": batch / ms * 1e3}
 
     def prefill(self, length: int, backend: type[TritonPrefill] | type[LibraryPrefill]) -> dict[str, Any]:
-        """One prompt of random tokens, without a cached context, and the logits of its last token."""
+        """Measure one prompt of random tokens without a cached context, and the logits of its last token."""
         config, cache = self.config, self.cache(length)
         positions = torch.arange(length, device=CUDA)
         tables = torch.randperm(cache.pages - 1, device=CUDA).int()[None]
@@ -131,7 +132,8 @@ class Bench:
 
 
 def fitting_context(config: ModelConfig, batch: int, context: int) -> int:
-    """The longest, from `context` in halves, at which weights and cache leave a tenth of the card free."""
+    """The longest context, of `context` and its halves, at which weights and cache leave a tenth of the card
+    free."""
     weights = 2 * (layer_parameters(config) + head_parameters(config))
     room = 0.9 * torch.cuda.get_device_properties(0).total_memory - weights
     while batch * context * kv_bytes(config) > room:
@@ -140,7 +142,7 @@ def fitting_context(config: ModelConfig, batch: int, context: int) -> int:
 
 
 MakeBench = Callable[[], Bench]
-"""Weights are made and tuned when the first row wants them: a process that goes on behind may want none."""
+"""Makes and tunes the weights when a row first needs them: a process that resumes behind it may need none."""
 
 
 def _decode(
@@ -175,7 +177,7 @@ def run_model(name: str, config: ModelConfig, batches: tuple[int, ...], prompts:
 
 
 def main() -> int:
-    """The large model first: most targets are its."""
+    """Measure the large model first: most targets are its."""
     ok = run_model("Llama-3.1-8B", LLAMA_8B, (1, 32, 256), (2048, 8192))
     torch.cuda.empty_cache()
     ok &= run_model("Qwen3-0.6B", QWEN3_06B, (1, 256, 32), (2048,))

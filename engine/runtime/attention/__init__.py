@@ -6,10 +6,9 @@ apart. A back end prepares a step once, and is then called for every layer.
 
 A query at position p sees the keys at positions (p - window, p].
 
-There are two forms. `DecodeBackend` and `PrefillBackend` are the host's, beside `BatchAttention`.
-`DecodePages` and `PrefillPages` are a device's: keys and values are stored by another kernel before, page
-tables lie on the device, and decode can be part of a CUDA graph. Which of them computes is decided in
-`engine.runtime.backends`.
+The back ends of a device are here: `DecodePages` and `PrefillPages`. Another kernel has stored the step's
+keys and values before they run, page tables lie on the device, and decode can be part of a CUDA graph.
+`engine.runtime.backends` chooses among them. Those of a CPU are in `engine.runtime.host.attention`.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from engine.runtime.batch import PackedBatch
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What a model's attention looks like."""
+    """The shape of a model's attention."""
 
     heads: int
     kv_heads: int
     head_dim: int
     windows: Sequence[int | None]
-    """Per layer."""
+    """Per layer, the latest tokens that a query sees, itself included; None: all."""
 
     @property
     def scale(self) -> float:
@@ -40,6 +39,8 @@ class AttentionSpec:
 
 
 class DecodeRows(Protocol):
+    """A step's rows of one token, bound to their lengths and page tables."""
+
     def __call__(self, layer: int, q: Tensor) -> Tensor:
         """q [decode_rows, H, D] -> the same shape. The rows' keys and values are in the cache already."""
         ...
@@ -47,7 +48,8 @@ class DecodeRows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A row's part of the step: `length` tokens from position `start`, at `offset` of the packed tokens."""
+    """The tokens that a step computes of one row: `length` from position `start`, at `offset` of the packed
+    ones."""
 
     start: int
     length: int
@@ -59,7 +61,7 @@ class Chunk:
 
 
 def chunks_of(batch: PackedBatch) -> list[Chunk]:
-    """The rows after the decode rows, packed from 0."""
+    """The rows behind the decode rows, with offsets from the first of them."""
     rows = batch.rows[batch.decode_rows :]
     return [Chunk(row.start, row.length, row.offset - rows[0].offset) for row in rows]
 
@@ -67,7 +69,7 @@ def chunks_of(batch: PackedBatch) -> list[Chunk]:
 def to_device(
     numbers: Sequence[int] | Sequence[tuple[int, ...]], device: torch.device, dtype: torch.dtype = torch.int32
 ) -> Tensor:
-    """From pinned memory where there is a device to copy to: the host does not wait."""
+    """The numbers as a tensor on `device`, copied from pinned memory, so that the host does not wait."""
     host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 
@@ -84,7 +86,8 @@ class PrefillPages(Protocol):
     """A prefill back end that reads the cache alone."""
 
     def warm_up(self, tokens_max: int, dtype: torch.dtype) -> None:
-        """What prompts of up to so many tokens, computed in `dtype`, would wait for one after another."""
+        """Prepare what depends on a prompt's length, for lengths up to `tokens_max` and queries in
+        `dtype`."""
         ...
 
     def of_chunks(self, chunks: Sequence[Chunk], tables: Tensor) -> PrefillRows:
@@ -100,14 +103,16 @@ class DecodePages(Protocol):
     """A decode back end that reads the cache alone, and can be captured."""
 
     def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> DecodeRows:
-        """For a step that is launched kernel by kernel. `tables`: the decode rows', if on the device."""
+        """Bind a step that is launched kernel by kernel. `tables`: the decode rows' page tables, where they
+        are on the device already."""
         ...
 
     def plan(self, lengths: Sequence[int]) -> None:
-        """The host's part of a step of so many rows by `on_device`: before it is captured, and before each
-        replay. Keys per row, padding included."""
+        """The host's part of a step by `on_device`, to be called before it is captured and before each
+        replay. `lengths`: keys per row, padding rows included."""
         ...
 
     def on_device(self, tables: Tensor, lengths: Tensor) -> DecodeRows:
-        """tables [R, P], lengths [R] int32, both on the device: launches only, nothing is read back."""
+        """Bind a step that launches only and reads nothing back. tables [R, P], lengths [R] int32, on the
+        device."""
         ...

@@ -1,4 +1,4 @@
-"""From a choice to the back ends of a device."""
+"""Builds the attention back ends that were chosen for a device."""
 
 from __future__ import annotations
 
@@ -35,19 +35,22 @@ VERSIONS: Final[Mapping[Backend, Callable[[ModuleType], Version]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of a decode step."""
+    """The limits of a decode step."""
 
     rows_max: int
-    """Padding included."""
+    """Rows, padding included."""
     length_max: int
-    """Keys of a row."""
+    """Keys that one row sees."""
     multiprocessors: int
 
 
 def build_backends(
     choice: Choice, cache: KVCache, spec: AttentionSpec, dtype: torch.dtype, bounds: Bounds
 ) -> tuple[DecodePages, PrefillPages]:
-    """`dtype`: of queries. The cache learns how clean it has to be kept."""
+    """The decode and the prefill back end over `cache`, for queries in `dtype`.
+
+    Sets `cache.clear_tails`: whether unused ends of pages have to be zero.
+    """
     cache.clear_tails = choice.reads_whole_pages
     return (
         _decode(choice.decode, cache, spec, dtype, bounds),

@@ -1,8 +1,8 @@
 """FlashAttention as a back end, version 2 or 3 (Dao 2023; Shah et al. 2024), where it is installed.
 
 Both read the cache where it lies: they want pages as [page, page_size, Hkv, D] with any strides but the
-last, and ours, [page, Hkv, page_size, D], are that with two axes exchanged. Version 2 wants pages of a
-multiple of 256 tokens, version 3 takes any. Their causal mask is aligned to the last key, as ours is, and a
+last, and the cache's, [page, Hkv, page_size, D], are that with two axes exchanged. Version 2 wants pages of a
+multiple of 256 tokens, version 3 takes any. Their causal mask is aligned to the last key, as here, and a
 window counts the keys to the left of a query, itself not included.
 
 Decode needs nothing from the host, so a CUDA graph holds it as it is; how many splits a row is cut into
@@ -54,7 +54,8 @@ class Ragged:
 
 
 class Version(Protocol):
-    """What differs between the versions. keys, values [pages, page_size, Hkv, D]; tables [R, P] int32."""
+    """The calls that differ between the versions. keys, values [pages, page_size, Hkv, D]; tables [R, P]
+    int32."""
 
     def decode(
         self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, **how: Any
@@ -160,7 +161,7 @@ class FlashDecode:
         return self.on_device(batch.page_tables[:rows].to(device) if tables is None else tables, lengths)
 
     def plan(self, lengths: Sequence[int]) -> None:
-        """Nothing: the kernel reads lengths and tables."""
+        """Do nothing: the kernel reads lengths and tables on the device."""
 
     def on_device(self, tables: Tensor, lengths: Tensor) -> FlashDecodeStep:
         return FlashDecodeStep(self._layers, self._version, tables.int(), lengths)
@@ -187,7 +188,7 @@ class FlashPrefill:
         self._version = version
 
     def warm_up(self, tokens_max: int, dtype: torch.dtype) -> None:
-        """Nothing: one kernel for all lengths."""
+        """Do nothing: one kernel serves all lengths."""
 
     def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> FlashPrefillStep:
         if tables is None:

@@ -1,6 +1,6 @@
 """FlashInfer as a back end (Ye et al. 2025), and its TensorRT-LLM decode kernels, where it is installed.
 
-Its layout "HND" is ours. Two ways of working:
+The cache has its layout "HND". Two ways of working:
 
 **Planned** (`FlashInferPrefill`, `FlashInferDecode`). A wrapper's `plan` lays out a step's work on the host,
 from lengths that the host knows, and copies it to the device; `run` is then called for every layer. A window
@@ -32,7 +32,7 @@ from engine.runtime.batch import PackedBatch
 from engine.runtime.kv_cache import KVCache
 
 WORKSPACE_BYTES: Final = 128 << 20
-"""What its documentation asks for."""
+"""The size of a workspace that FlashInfer's documentation asks for."""
 GROUP_ON_CUDA_CORES_MAX: Final = 3
 """Larger groups of query heads are worth the tensor cores; and for some (5, 7) there is nothing else."""
 LAYOUT: Final = "HND"
@@ -86,13 +86,13 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """What all plans of a model have in common."""
+    """The settings that all plans of a model share."""
 
     library: ModuleType
     cache: KVCache
     spec: AttentionSpec
     dtype: torch.dtype
-    """Of queries."""
+    """The type of queries."""
     workspace: Tensor
 
     @property
@@ -123,7 +123,7 @@ class PlannedStep:
     cache: KVCache
     spec: AttentionSpec
     wrappers: Mapping[int | None, Wrapper]
-    """By window."""
+    """The planned wrapper for each width of window."""
 
     def __call__(self, layer: int, q: Tensor) -> Tensor:
         """q [rows or tokens, H, D] -> the same shape."""
@@ -147,7 +147,8 @@ class FlashInferPrefill:
         self._turn = _Turn(workspace.device)
 
     def warm_up(self, tokens_max: int, dtype: torch.dtype) -> None:
-        """Nothing: kernels are the same for all lengths, and compiled when the largest step is measured."""
+        """Do nothing: the kernels are the same for all lengths, and compiled when the largest step is
+        measured."""
 
     def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> PlannedStep:
         if tables is None:
@@ -155,7 +156,8 @@ class FlashInferPrefill:
         return self.of_chunks(chunks_of(batch), tables)
 
     def of_chunks(self, chunks: Sequence[Chunk], tables: Tensor) -> PlannedStep:
-        """To be launched in full before the next is prepared: a wrapper knows one plan."""
+        """Bind a step, which has to be launched in full before the next is prepared: a wrapper holds one
+        plan."""
         starts = list(accumulate((chunk.length for chunk in chunks), initial=0))
         assert [chunk.offset for chunk in chunks] == starts[:-1]
         setting = self._setting
@@ -202,7 +204,7 @@ class FlashInferDecode:
         def buffer(size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=workspace.device)
 
-        # One more than pages: where the entries of the tables go that are nobody's.
+        # One more than pages: entries of the tables behind a row's own are written there.
         self._numbers, self._starts, self._last_lens = (
             buffer(pages + 1),
             buffer(rows_max + 1),
@@ -281,7 +283,7 @@ class TrtllmDecode:
         return self.on_device(batch.page_tables[:rows].to(device) if tables is None else tables, lengths)
 
     def plan(self, lengths: Sequence[int]) -> None:
-        """Nothing: the kernel reads lengths and tables."""
+        """Do nothing: the kernel reads lengths and tables on the device."""
 
     def on_device(self, tables: Tensor, lengths: Tensor) -> TrtllmStep:
         return TrtllmStep(

@@ -31,7 +31,7 @@ class ReferenceDecode:
         return self.on_device(batch.page_tables[:rows].to(device) if tables is None else tables, lengths)
 
     def plan(self, lengths: Sequence[int]) -> None:
-        """Nothing."""
+        """Do nothing: torch needs no plan."""
 
     def on_device(self, tables: Tensor, lengths: Tensor) -> ReferenceDecodeStep:
         return ReferenceDecodeStep(self.cache, self.spec, tables.long(), lengths.long())
@@ -57,7 +57,7 @@ class ReferencePrefill:
     spec: AttentionSpec
 
     def warm_up(self, tokens_max: int, dtype: torch.dtype) -> None:
-        """Nothing: torch plans nothing."""
+        """Do nothing: torch needs no plan."""
 
     def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> ReferencePrefillStep:
         if tables is None:

@@ -1,8 +1,8 @@
 """The Triton kernels as attention back ends (`engine.runtime.attention`).
 
-What a step needs (lengths, page tables, lists of work) is prepared once and serves every layer. Decode takes
-it from tensors on the device alone (`on_device`), so that a CUDA graph can hold the preparation too; from a
-`PackedBatch`, whose rows the host knows, it copies lengths there first, without waiting.
+Lengths, page tables and lists of work are prepared once per step and serve every layer. Decode takes them
+from tensors on the device alone (`on_device`), so that a CUDA graph can hold the preparation too; for a
+`PackedBatch` the host knows the lengths, and copies them to the device first, without waiting.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from engine.runtime.kernels.prefill_attention import paged_prefill, tile_list
 from engine.runtime.kv_cache import KVCache
 
 FRESH_TOKENS_MIN: Final = 1024
-"""Shorter prompts are several to a step, and the library's is one launch each."""
+"""The fewest tokens of a prompt that goes to the library: a step has several shorter ones, and the library
+takes a launch for each."""
 FRESH_TOKENS_MULTIPLE: Final = 512
-"""cuDNN plans for every length anew, and the host waits; so lengths are rounded up, and planned
-for before the first request."""
+"""The multiple of tokens to which prompts are rounded up for the library. cuDNN plans each length anew while
+the host waits; so all multiples are planned before the first request."""
 assert FRESH_TOKENS_MIN % FRESH_TOKENS_MULTIPLE == 0
 
 
@@ -71,7 +72,7 @@ class TritonDecode:
         return self.on_device(batch.page_tables[:rows] if tables is None else tables, lengths)
 
     def plan(self, lengths: Sequence[int]) -> None:
-        """Nothing: the list of work is made on the device."""
+        """Do nothing: the list of work is made on the device."""
 
     def on_device(self, tables: Tensor, lengths: Tensor) -> TritonDecodeStep:
         for window, work in self._work.items():
@@ -126,7 +127,7 @@ class TritonPrefill:
         self._spec = spec
 
     def warm_up(self, tokens_max: int, dtype: torch.dtype) -> None:
-        """Nothing: one kernel for all lengths."""
+        """Do nothing: one kernel serves all lengths."""
 
     def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> TritonPrefillStep:
         """`tables`: the page tables of the rows after the decode rows, if they are on the device already."""
@@ -152,7 +153,7 @@ class TritonPrefillStep:
     chunks: Tensor
     tiles: Mapping[int | None, Tensor]
     tokens: int
-    """That the chunks reach among the packed ones."""
+    """The packed tokens up to the end of the last chunk."""
 
     def __call__(self, layer: int, q: Tensor, *, out: Tensor | None = None) -> Tensor:
         """q [T', H, D] -> the same shape, in `out` where that is given."""
@@ -184,12 +185,12 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class LibraryPrefill:
-    """Long prompts without a cached past through the library, the other rows through our kernel.
+    """Prefill with a library for long prompts that have no cached past, and the Triton kernel for other rows.
 
     The library wants keys and values side by side: they are copied out of their pages, which takes a
-    hundredth of the time that a prompt of `FRESH_TOKENS_MIN` spends in attention. What a prompt is rounded up
-    by is zeros behind its last token, which no other token sees. Layers with a window shorter than the prompt
-    stay with our kernel, which skips what the window hides.
+    hundredth of the time that a prompt of `FRESH_TOKENS_MIN` spends in attention. A prompt is rounded up
+    with zeros behind its last token, which no other token sees. Layers with a window shorter than the prompt
+    stay with the Triton kernel, which skips what the window hides.
     """
 
     def __init__(self, cache: KVCache, spec: AttentionSpec, library: Library = cudnn_attention) -> None:
@@ -199,7 +200,7 @@ class LibraryPrefill:
         self._triton = TritonPrefill(cache, spec)
 
     def warm_up(self, tokens_max: int, dtype: torch.dtype) -> None:
-        """A plan for every length that a prompt in `dtype` can be rounded up to: no request waits for one."""
+        """Have the library plan every length that a prompt in `dtype` can be rounded up to."""
         spec, device = self._spec, self._cache.keys[0].device
         if None not in spec.windows:
             return
@@ -234,10 +235,10 @@ class LibraryPrefillStep:
     spec: AttentionSpec
     library: Library
     fresh: Sequence[tuple[Chunk, Tensor]]
-    """With their page tables [P]."""
+    """The chunks that the library computes, each with its page table [P]."""
     rest: TritonPrefillStep | None
     whole: TritonPrefillStep
-    """All rows, for layers with a window."""
+    """All rows by the Triton kernel, for layers with a window."""
 
     def __call__(self, layer: int, q: Tensor) -> Tensor:
         """q [T', H, D] -> the same shape."""
@@ -259,7 +260,7 @@ class LibraryPrefillStep:
         return out
 
     def _copied(self, pages: Tensor, table: Tensor, length: int, scale: float, dtype: torch.dtype) -> Tensor:
-        """Out of [pages, Hkv, page_size, D]: [Hkv, length, D]."""
+        """A row's keys or values, [Hkv, length, D], copied from `pages` [pages, Hkv, page_size, D]."""
         count = -(-length // pages.shape[2])
         found = taken(pages, table[:count]).transpose(0, 1)
         found = found.reshape(pages.shape[1], -1, pages.shape[3])[:, :length]

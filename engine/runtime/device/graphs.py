@@ -3,19 +3,19 @@
 A captured step is a fixed list of kernels over fixed addresses. Rules that follow:
 
   1. A graph per batch size would be many; there is one per bucket, and a batch is padded to the next.
-     Padding rows sit in a slot of their own whose only page belongs to nobody else, with one token: they
-     read and write there and nowhere else.
-  2. What differs between steps is in `DecodeInputs`: which slot a row is, and how many tokens it has. All
+     Padding rows have a slot of their own, with one token on a page that no sequence has: they read and
+     write there and nowhere else.
+  2. `DecodeInputs` holds all that differs between steps: each row's slot, and its number of tokens. All
      else (tokens, page tables, parameters) lies on the device by slot, and the step gathers it.
   3. Graphs share one memory pool. The largest is captured first, so that the smaller ones fit into what it
      freed instead of adding to it.
-  4. Results lie where the graph put them: the next replay of any graph overwrites them. Whoever needs them
-     longer copies them, in stream order.
+  4. Results lie where the graph put them: the next replay of any graph overwrites them. The caller copies
+     what it needs longer, in stream order.
   5. A step runs once before it is captured: kernels are compiled and workspaces allocated then, which a
      capture does not allow.
 
-`eager` is the same step without a graph, padding included: what tests compare with, and what runs where there
-is no graph to be had.
+`eager` is the same step without a graph, padding included: tests compare graphs with it, and it runs where
+graphs are switched off.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ import torch
 from torch import Tensor
 
 SMALL_BUCKETS: Final = (1, 2, 4)
-"""Where a padding row is a large share of the step."""
+"""Buckets of few rows, where a padding row is a large share of the step."""
 BUCKET_STEP: Final = 8
-"""Up to `FINE_ROWS_MAX`; beyond, twice that. A padding row costs its share of attention and nothing else, as
-the weights are read anyway."""
+"""The distance of buckets up to `FINE_ROWS_MAX`, in rows; beyond, it is twice that. A padding row costs
+its share of attention and nothing else, as the weights are read anyway."""
 FINE_ROWS_MAX: Final = 64
 ALIGNED_ROWS: Final = 4
-"""16 bytes: where inputs begin elsewhere, kernels are compiled anew in the first step without a graph."""
+"""Row counts are rounded up to a multiple of this, so that every input begins at a multiple of 16 bytes: at
+other addresses the first step without a graph would compile its kernels anew."""
 STAGES: Final = 3
-"""Host copies of the inputs. A step's copy may still be read while the next is planned, not two steps later:
-the host has collected its results by then."""
+"""The number of host buffers for the inputs. The device may still read a step's buffer while the next step is
+planned, but not two steps later: the host has collected its results by then."""
 
 Output = TypeVar("Output", covariant=True)
 
 
 def batch_buckets(rows_max: int) -> tuple[int, ...]:
-    """Ascending; the last is `rows_max` itself."""
+    """The padded batch sizes, ascending; the last is `rows_max` itself."""
     assert rows_max >= 1
     fine = range(BUCKET_STEP, FINE_ROWS_MAX + 1, BUCKET_STEP)
     coarse = range(FINE_ROWS_MAX + 2 * BUCKET_STEP, rows_max, 2 * BUCKET_STEP)
@@ -55,19 +56,20 @@ def batch_buckets(rows_max: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """What a decode step is told, at fixed addresses on the device: [rows] int32 each.
+    """The inputs of a decode step, at fixed addresses on the device: [rows] int32 each.
 
-    Both lie in one piece of memory, the lengths behind the slots of so many rows: they come in one copy. So
-    each count of rows has addresses of its own, in memory that all share.
+    Both lie in one piece of memory, the lengths behind the slots, and are sent in one copy. Each batch size
+    has addresses of its own in memory that all sizes share.
     """
 
     slots: Tensor
     lengths: Tensor
-    """Tokens whose keys a row sees, its own included; the new token will stand at this position."""
+    """The number of tokens whose keys a row sees, its own included: the position of the new token."""
 
     @staticmethod
     def within(memory: Tensor, rows: int) -> DecodeInputs:
-        """`memory` [at least input_len(rows)] int32, on the device or on its way there."""
+        """The inputs of a batch size within `memory`, [at least input_len(rows)] int32 on the device or the
+        host."""
         return DecodeInputs(memory[:rows], memory[_aligned(rows) :][:rows])
 
     @staticmethod
@@ -76,7 +78,7 @@ class DecodeInputs:
 
 
 def input_len(rows: int) -> int:
-    """Numbers that `DecodeInputs` of so many rows take."""
+    """The number of elements that `DecodeInputs` of so many rows take."""
     return 2 * _aligned(rows)
 
 
@@ -98,10 +100,10 @@ class Captured(Protocol[Output]):
 
 
 class GraphDevice(Protocol):
-    """Captures. CUDA below; tests have one that only keeps count."""
+    """Captures graphs. CUDA's is below; tests have one that only counts."""
 
     def warm_up(self, run: Callable[[], object]) -> None:
-        """Run once, outside any capture, and wait for it."""
+        """Run a step once, outside any capture, and wait for it."""
         ...
 
     def capture(self, run: Callable[[], Output]) -> Captured[Output]: ...
@@ -118,8 +120,8 @@ class DecodeGraphs(Generic[Output]):
         device: torch.device,
         plan: Callable[[Sequence[int]], object] = len,
     ) -> None:
-        """`buckets`: ascending row counts, as of `batch_buckets`. `plan`: the host's part of a step, if it
-        has one; told the rows' lengths, padding included."""
+        """`buckets`: ascending row counts, as `batch_buckets` gives them. `plan`: the host's part of a step,
+        called with the rows' lengths, padding included; without one it does nothing."""
         self._step = step
         self._plan = plan
         self._padding_slot = padding_slot
@@ -131,7 +133,8 @@ class DecodeGraphs(Generic[Output]):
         self._graphs: dict[int, Captured[Output]] = {}
 
     def capture(self, device: GraphDevice, progress: Callable[[int, int], None]) -> None:
-        """All buckets, the largest first. `progress` hears how many are done, of how many."""
+        """Capture all buckets, the largest first. `progress` is called with the numbers of graphs done and of
+        all."""
         assert not self._graphs, "captured twice"
         for done, rows in enumerate(reversed(self.buckets)):
             progress(done, len(self.buckets))
@@ -147,7 +150,8 @@ class DecodeGraphs(Generic[Output]):
         return self.buckets[bisect_left(self.buckets, rows)]
 
     def replay(self, slots: Sequence[int], lengths: Sequence[int]) -> Output:
-        """Rows in order; the output has a row for each, then padding. Valid until the next replay."""
+        """Run a step by its graph. The output has a row for each slot, then padding; valid until the next
+        replay."""
         bucket = self.bucket(len(slots))
         self._fill(slots, lengths, bucket)
         graph = self._graphs[bucket]
@@ -155,7 +159,7 @@ class DecodeGraphs(Generic[Output]):
         return graph.output
 
     def eager(self, slots: Sequence[int], lengths: Sequence[int]) -> Output:
-        """As `replay`, kernel by kernel."""
+        """Run the same step kernel by kernel."""
         bucket = self.bucket(len(slots))
         self._fill(slots, lengths, bucket)
         return self._step(DecodeInputs.within(self._inputs, bucket))
@@ -183,10 +187,10 @@ class CudaCaptured(Generic[Output]):
 
 
 class CudaGraphDevice:
-    """Captures on the current device, all graphs in one pool."""
+    """Captures on the current device, with one memory pool for all graphs."""
 
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
-        """`stream`: to capture on; None: one of its own."""
+        """`stream`: the stream that graphs are captured on. None: a new one."""
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream() if stream is None else stream
 

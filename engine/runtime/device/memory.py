@@ -10,25 +10,26 @@ from engine.runtime.kv_cache import PAGES_MIN
 
 @dataclass(frozen=True, slots=True)
 class MemoryProfile:
-    """Bytes. Measured with the weights loaded, by running the largest step once without a cache."""
+    """A device's memory in bytes, measured with the weights loaded by running the largest step once."""
 
     total: int
     free_at_start: int
-    """Before this process took any: the rest belongs to others."""
+    """Free memory before this process took any: the rest belongs to other processes."""
     weights: int
     step_peak: int
-    """The most that the step held beyond the weights."""
+    """The most memory that the step held beyond the weights."""
     outside_torch: int
-    """Context, libraries, workspaces: taken, but not by torch's allocator."""
+    """Memory of the context, libraries and workspaces, which torch's allocator does not see."""
     graphs: int
-    """What capturing adds: measured on the largest bucket, since the smaller ones share its pool."""
+    """Memory that all graphs take."""
 
 
 def kv_page_count(profile: MemoryProfile, utilization: float, page_bytes: int, useful: int) -> int:
-    """Pages of `page_bytes` (all layers, keys and values), at most `useful`. Raises DoesNotFit.
+    """The number of pages, each of `page_bytes` (all layers, keys and values), at most `useful`. Raises
+    DoesNotFit.
 
-    `utilization` is of the whole card, so that it means the same on every start; what others hold counts
-    against the card, not against us, until the two together do not fit.
+    `utilization` is a share of the whole card, so that it means the same on every start: memory of other
+    processes lowers nothing until the two together do not fit.
     """
     assert 0.0 < utilization <= 1.0
     allowed = int(profile.total * utilization)

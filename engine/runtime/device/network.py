@@ -6,8 +6,8 @@ multiplication goes through a `MatmulTable`; weights may be fp8, but for the emb
 
 `DecodeStep` is the whole of a decode step as a function of tensors on the device: gather the tokens, run the
 network, sample, put the tokens where the next step finds them. It is what `engine.runtime.device.graphs`
-captures. Before the first layer and behind the last one it is as few kernels as within: one that begins
-(`begin.py`), one per width of window that lists attention's work, the head, three that sample.
+captures. Before the first layer and behind the last one few kernels are left, too: one that begins the step
+(`kernels/begin.py`), one per width of window that lists attention's work, the head, three that sample.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ Attend = Callable[[int, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """[T] each, on the device: a step's tokens, packed."""
+    """A step's tokens, packed: [T] int64 each, on the device."""
 
     token_ids: Tensor
     positions: Tensor
     pages: Tensor
-    """Where keys and values go: the page,"""
+    """The page that a token's keys and values go to."""
     offsets: Tensor
-    """and the place in it. int64, as all of them."""
+    """The token's place in that page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class _Layer:
 
 
 class DeviceDecoder:
-    """Weights on a device, and the forward pass."""
+    """The weights on a device, and the forward pass."""
 
     def __init__(
         self,
@@ -92,13 +92,14 @@ class DeviceDecoder:
         fp8: bool = False,
         ranks: Collective = ALONE,
     ) -> None:
-        """`config` describes the whole model, of which the rank's part is read."""
+        """`config` describes the whole model; the rank's part of it is read. `fp8`: whether matrices are held
+        in fp8."""
         assert self.implements(config) is None
         self.config: Final = ranks.shard.of(config)
         self._ranks: Final = ranks
         self.device: Final = device
         self.table = MatmulTable({})
-        """Replaced once the device's own was measured."""
+        """The table of kernels; replaced by one that was measured on the device."""
         with device:
             self._rotary = Rotary(config.rope, config.head_dim)
         load = _Loader(config, source, device, fp8, ranks.shard)
@@ -118,7 +119,7 @@ class DeviceDecoder:
 
     @property
     def linears(self) -> list[DeviceLinear]:
-        """All that is multiplied with: four per layer, and the head."""
+        """All products with weights: four per layer, and the head."""
         return [linear for layer in self._layers for linear in layer.linears] + [self._lm_head]
 
     @property
@@ -126,21 +127,21 @@ class DeviceDecoder:
         return self._embedding.dtype
 
     def rows(self, step: StepTokens) -> StepRows:
-        """As `begin` for tokens of any kind, in torch."""
+        """The rows of a step with tokens of any kind, gathered by torch."""
         angles = self._rotary.angles(step.positions, torch.float32)
         return StepRows(F.embedding(step.token_ids, self._embedding), angles, step.pages, step.offsets)
 
     def begin(
         self, inputs: DecodeInputs, tokens: Tensor, page_table: Tensor, page_size: int
     ) -> tuple[StepRows, Tensor]:
-        """A decode step's rows and their page tables, from what lies on the device by slot."""
+        """A decode step's rows and their page tables, gathered from the device's tables by slot."""
         frequencies = self._rotary.inverse_frequencies
         return begin_step(
             inputs.slots, inputs.lengths, tokens, page_table, self._embedding, frequencies, page_size
         )
 
     def forward(self, step: StepRows, cache: KVCache, attend: Attend) -> Stream:
-        """-> the final hidden states' stream, [T, hidden]. Keys and values are stored."""
+        """Store keys and values -> the stream behind the last layer, [T, hidden]."""
         table, ranks = self.table, self._ranks
         stream = Stream(step.residual)
         for index, layer in enumerate(self._layers):
@@ -166,13 +167,13 @@ class DeviceDecoder:
         return stream
 
     def normed(self, stream: Stream) -> Tensor:
-        """Final hidden states [T, hidden], as the head multiplies them. The stream is used up."""
+        """The final hidden states [T, hidden], as the head multiplies them. Overwrites the stream."""
         assert self._lm_head.norm is not None
         return norm_stream(stream, self._lm_head.norm)[0]
 
     def logits(self, hidden: Tensor | Stream, out: Tensor | None = None) -> Tensor:
-        """[S, hidden], normed, or the stream that is to be normed -> [S, vocab], in the weights' type; in
-        `out`, if there is a place for them."""
+        """Normed hidden states [S, hidden], or the stream that is still to be normed -> logits [S, vocab] in
+        the weights' type, in `out` where that is given."""
         alone = self._ranks.shard == WHOLE
         own = self._own_logits(hidden, out if alone else None)
         if alone:
@@ -181,7 +182,7 @@ class DeviceDecoder:
         return logits if out is None else out.copy_(logits)
 
     def _own_logits(self, hidden: Tensor | Stream, out: Tensor | None) -> Tensor:
-        """This rank's part of the vocabulary."""
+        """The logits of this rank's part of the vocabulary."""
         if isinstance(hidden, Stream):
             return self.table.of_stream(hidden, self._lm_head, out=out)[0]
         return self.table.linear(hidden, self._lm_head.weight, out=out)
@@ -215,7 +216,7 @@ class _Loader:
     def _linear(
         self, parameters: LinearParameters, norm: Tensor | None = None, *, gated: bool = False
     ) -> DeviceLinear:
-        """`norm`: its weight [hidden], where there is one before the product."""
+        """`norm`: the weight [hidden] of the norm before the product; None where there is no norm."""
         weight: Weight
         if self.fp8:
             weight, bias = parameters.read_fp8(self.source, self.device)
@@ -231,8 +232,8 @@ class _Loader:
 
 @dataclass(frozen=True, slots=True)
 class DeviceModel:
-    """`engine.runtime.host.model.PagedModel`: whole batches, prefill and decode rows, launched kernel by
-    kernel."""
+    """Implements `engine.runtime.host.model.PagedModel`: whole batches, prefill and decode rows, launched
+    kernel by kernel."""
 
     decoder: DeviceDecoder
     cache: KVCache
@@ -240,7 +241,8 @@ class DeviceModel:
     prefill: PrefillPages
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        """[T, hidden], on the device. What the batch has on the host is copied without waiting."""
+        """The final hidden states [T, hidden], on the device. Host tensors of the batch are copied without
+        waiting."""
         n = batch.decode_rows
         tables = batch.page_tables.to(self.decoder.device, non_blocking=True)
         decode = self.decode.prepare(batch, tables[:n]) if n else None
@@ -269,40 +271,40 @@ class DeviceModel:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSampler:
-    """From hidden states to tokens where the next step finds them."""
+    """Samples tokens from hidden states, and stores them where the next step finds them."""
 
     decoder: DeviceDecoder
     tokens: Tensor
-    """[slots, more than max_model_len] int32: written at length"""
+    """The known tokens by slot, [slots, more than max_model_len] int32: new ones are written here."""
     columns: DeviceSampling
     scratch: SamplingScratch
 
     def __call__(self, hidden: Tensor | Stream, slots: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden as `DeviceDecoder.logits` has it, S rows; slots, lengths [S] int32 -> tokens [S] int64,
-        NUMERIC_FAILURE where logits were not finite, and log-probabilities [S]. The logits stay in `scratch`
-        until the next call."""
+        """hidden with S rows, as `DeviceDecoder.logits` takes it; slots, lengths [S] int32 -> tokens [S]
+        int64, NUMERIC_FAILURE where logits were not finite, and their log-probabilities [S]. The logits stay
+        in `scratch` until the next call."""
         logits = self.decoder.logits(hidden, self.scratch.logits[: len(slots)])
         return sample(logits, slots, lengths, self.columns, self.scratch, self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """One token for each of some slots, from what lies on the device by slot."""
+    """A whole decode step: one token for each of some slots, from the device's tables by slot."""
 
     decoder: DeviceDecoder
     cache: KVCache
     attention: DecodePages
     tokens: Tensor
-    """[slots, more than max_model_len] int32"""
+    """The known tokens by slot, [slots, more than max_model_len] int32."""
     page_table: Tensor
-    """[slots, pages per sequence] int32"""
+    """The page tables, [slots, pages per sequence] int32."""
     sampling: DeviceSampling
     scratch: SamplingScratch
     launches_dependently: bool = False
     """Whether each kernel may start while the one before it ends (`kernels/dependent_launch.py`)."""
 
     def __call__(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
-        """As `DeviceSampler`: [rows] each."""
+        """The rows' tokens and log-probabilities, [rows] each, as `DeviceSampler` gives them."""
         with dependent_launches(self.launches_dependently):
             return self._run(inputs)
 

@@ -1,18 +1,18 @@
 """Executes plans on a GPU, beside the host.
 
-    leave, seat, grow     DeviceSlots.apply: the plan's news, in a copy or two
+    leave, seat, grow     DeviceSlots.apply: the plan's changes, sent in a copy or two
     swap out, swap in     HostPages.copy
     compute, sample       a plan of decode rows alone is one launch: a graph, replayed
                           any other goes kernel by kernel
     results               copied to host memory, behind an event
 
-`launch` queues all of that and never waits: it reads nothing of what the device computes, sends only from
-memory that is left alone until it was read (`engine.runtime.device.transfer`), and copies results out before
-it returns, in stream order, so that the next plan may overwrite them where they were. `collect` waits for the
-event, and so for this plan's work and nothing behind it.
+`launch` queues all of that and never waits: it reads no result of the device, sends only from memory that is
+left alone until it was read (`engine.runtime.device.transfer`), and copies results out before it returns, in
+stream order, so that the next plan may overwrite them where they were. `collect` waits for the event, and so
+for this plan's work and nothing behind it.
 
-Whatever sampling a row asks for, the kernels do it where the row is computed, in a graph or not: penalties,
-biases, held stop tokens, truncation, the chosen token's log-probability. The likeliest tokens are taken
+The kernels do all kinds of sampling, in a graph or not: penalties, biases, held stop tokens, truncation, the
+chosen token's log-probability. The likeliest tokens are taken
 afterwards from the logits, which stay where they are until the next plan.
 """
 
@@ -34,12 +34,13 @@ from engine.runtime.logprobs import LogprobColumns, distinct_topk
 from engine.runtime.results import Computed, asked_logprobs, asked_prompt_logprobs
 
 Decode = Callable[[Sequence[int], Sequence[int]], tuple[Tensor, Tensor]]
-"""Slots, and how many tokens each has -> tokens and log-probabilities: a row for each, then padding."""
+"""Slots, and the number of tokens that each has -> tokens and log-probabilities: a row per slot, then
+padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePending:
-    """Implements the `Pending` protocol: results on their way to host memory."""
+    """Implements the `Pending` protocol: results that are being copied to host memory."""
 
     coming: Computed
     arrival: Arrival
@@ -60,7 +61,7 @@ class DeviceRunner:
     slots: DeviceSlots
     sampler: DeviceSampler
     decode: Decode
-    """A padded step, as a graph or as its eager twin."""
+    """Runs a padded decode step, by a graph or kernel by kernel."""
     decode_rows_max: int
 
     def run(self, plan: Plan) -> RunResult:
@@ -69,11 +70,11 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> DevicePending:
-        """Take on a plan. Asserts that it follows from the plans before."""
+        """Queue a plan's work and the copy of its results. Asserts that it follows from the plans before."""
         return DevicePending(self.compute(plan).moved(download), Arrival.on(self.slots.device))
 
     def compute(self, plan: Plan) -> Computed:
-        """As `launch`; results stay on the device."""
+        """Queue a plan's work, and leave its results on the device."""
         self.slots.apply(plan)
         self.host.copy(plan.swapped_out, plan.swapped_in)
         return self._compute(DeviceBatch.of(plan, self.slots)) if plan.slots else Computed()

@@ -1,7 +1,8 @@
-"""What every slot's sequence asks of sampling, on the device, and how often it has seen each token.
+"""Sampling on the device: every slot's parameters and token counts, and the launches of the sampling kernels
+(`engine.runtime.kernels.sampling`).
 
-A plan may seat many sequences: their parameters go in one copy, and each column is written once. Biases and
-held stop tokens, which few ask for, go apart. No kernels here.
+A plan may seat many sequences: their parameters are sent in one copy, and each column is written once. Biases
+and held stop tokens, which few requests have, are sent separately.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from engine.runtime.seats import repetition_penalty_of, temperature_of
 from shared.openai import LOGIT_BIAS_MAX, STOP_TOKEN_IDS_MAX
 
 EDITS_MAX: Final = 1024
-"""Entries of `logit_bias` per sequence."""
+"""The most entries of `logit_bias` per sequence."""
 STOPS_MAX: Final = 128
-"""Stop tokens per sequence that `min_tokens` holds back: a request's own, and the model's."""
+"""The most stop tokens per sequence that `min_tokens` holds back: a request's own, and the model's."""
 assert EDITS_MAX >= LOGIT_BIAS_MAX
 assert STOPS_MAX > STOP_TOKEN_IDS_MAX
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSampling:
-    """Every slot's parameters, on the device: `seat_all` writes them, a step reads them by slot."""
+    """Every slot's sampling parameters, on the device: `seat_all` writes them, a step reads them by slot."""
 
     temperature: Tensor
     top_k: Tensor
@@ -55,15 +56,15 @@ class DeviceSampling:
     """[slots, 2, vocab] int32: how often each token was put out, and how often it was in the prompt. Read and
     written for slots with penalties only."""
     bias_ids: Tensor
-    """[slots, EDITS_MAX]"""
+    """The tokens of `logit_bias`, [slots, EDITS_MAX]."""
     bias_values: Tensor
     biases: Tensor
-    """[slots]: how many"""
+    """The number of entries of `logit_bias`, [slots]."""
     stop_ids: Tensor
-    """[slots, STOPS_MAX]"""
+    """The stop tokens that are held back, [slots, STOPS_MAX]."""
     stops: Tensor
     held_until: Tensor
-    """[slots] int32: stop tokens cannot be had before this position."""
+    """The position before which stop tokens are not sampled, [slots] int32."""
 
     @property
     def limits(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -92,7 +93,8 @@ class DeviceSampling:
         )
 
     def seat(self, slot: int, params: SamplingParams, prompt: Tensor, output: Tensor) -> None:
-        """A sequence takes a slot; prompt and output [n] int, on the device: its tokens so far."""
+        """Write one slot's parameters, and count its sequence's tokens; prompt and output [n] int, on the
+        device."""
         self.seat_all([slot], [params], [len(prompt)])
         if params.needs_history:
             self.count(slot, prompt, output)
@@ -100,9 +102,10 @@ class DeviceSampling:
     def seat_all(
         self, slots: Sequence[int], asked: Sequence[SamplingParams], prompt_lens: Sequence[int]
     ) -> None:
-        """Sequences take slots. Those that look back are to be counted, too."""
+        """Write the parameters of the sequences that take `slots`. For sequences with penalties, call
+        `count`, too."""
         vocab_size = self.counts.shape[2]
-        # stop tokens matter to those only who hold them back
+        # stop tokens matter only where min_tokens holds them back
         stops = [[t for t in p.stop_token_ids if t < vocab_size] if p.min_tokens else [] for p in asked]
         assert all(len(own) <= STOPS_MAX for own in stops)
         assert all(len(p.logit_bias) <= EDITS_MAX for p in asked)
@@ -142,7 +145,7 @@ class DeviceSampling:
         self._list(slots, self.stop_ids, stops, np.int32)
 
     def count(self, slot: int, prompt: Tensor, output: Tensor) -> None:
-        """What a sequence that looks back sees; prompt and output [n] int, on the device."""
+        """Count the tokens of a sequence that has penalties; prompt and output [n] int, on the device."""
         own = self.counts[slot].zero_()
         for row, tokens in enumerate((output, prompt)):
             own[row].index_add_(0, tokens, torch.ones_like(tokens, dtype=torch.int32))
@@ -154,7 +157,7 @@ class DeviceSampling:
         rows: Sequence[Sequence[float]],
         kind: type[np.int32 | np.float32],
     ) -> None:
-        """The first entries of some rows of a table; nothing is sent when there are none."""
+        """Write the first entries of some rows of a table; nothing is sent when all are empty."""
         width = table.shape[1]
         places = [slot * width + i for slot, row in zip(slots, rows, strict=True) for i in range(len(row))]
         if places:
@@ -165,26 +168,27 @@ class DeviceSampling:
 
 @dataclass(frozen=True, slots=True)
 class SamplingScratch:
-    """Memory between the launches, for at most so many rows."""
+    """Memory that passes results between the three launches, for a limited number of rows."""
 
     edited: Tensor
-    """[rows, vocab] float32: what tokens are drawn from, in rows that ask for edits"""
+    """The logits that tokens are drawn from in rows that ask for edits, [rows, vocab] float32."""
     are_edited: Tensor
-    """[rows] int32"""
+    """Whether a row is drawn from `edited`, [rows] int32."""
     logits: Tensor
-    """[rows, vocab] in the model's type: a place for what `sample` is given, the same in every step"""
+    """A place for the logits that `sample` is given, the same in every step: [rows, vocab] in the model's
+    type."""
     candidates: Tensor
-    """[rows, vocab] int64: distance's bits above, id below"""
+    """[rows, vocab] int64: the bits of a token's distance above, its id below."""
     measures: Tensor
-    """[3, rows, chunks] float32: best edited logit, best logit, sum of exp(logit - best)"""
+    """[3, rows, chunks] float32: best edited logit, best logit, sum of exp(logit - best)."""
     places: Tensor
-    """[rows, chunks] int32: the best edited logit's id; NUMERIC_FAILURE where a logit is not finite"""
+    """[rows, chunks] int32: the best edited logit's id; NUMERIC_FAILURE where a logit is not finite."""
     masses: Tensor
-    """[rows, chunks] int64"""
+    """The mass of each chunk, [rows, chunks] int64."""
     near_masses: Tensor
-    """[rows, chunks, RUNGS] int64: what lies within each distance"""
+    """The mass within each distance from the best, [rows, chunks, RUNGS] int64."""
     near_counts: Tensor
-    """[rows, chunks, RUNGS] int32"""
+    """The number of tokens within each distance, [rows, chunks, RUNGS] int32."""
 
     @property
     def edits(self) -> tuple[Tensor, Tensor]:

@@ -15,12 +15,13 @@ from typing import Final
 import torch
 
 WARM_UPS: Final = 2
-"""The first compiles."""
+"""Untimed runs before the timed ones; the first compiles."""
 REPETITIONS: Final = 8
 CACHE_BYTES: Final = 512 << 20
-"""Several times the largest last-level cache of a GPU."""
+"""Bytes read before each timed run: several times the largest last-level cache of a GPU."""
 READS: Final = 2
-"""Together longer than it takes to launch what is measured, three kernels at most."""
+"""Reads of that memory before each run: together longer than the launch of the timed kernels, three at
+most."""
 
 
 class DeviceTimer:
@@ -30,7 +31,7 @@ class DeviceTimer:
         self._others = torch.zeros(CACHE_BYTES // 4, device="cuda")
 
     def __call__(self, run: Callable[[], object]) -> float:
-        """The best of several, in us."""
+        """The shortest of several runs, in us."""
         for _ in range(WARM_UPS):
             run()
         spans = []

@@ -1,16 +1,16 @@
-"""Between host memory and a device's, without waiting for either.
+"""Copies between host memory and a device's, without waiting for either.
 
 A copy is queued on the device's stream like any kernel, and the host goes on. Two rules make that safe:
 
   1. The host's side is pinned memory, fresh for every copy. torch's allocator of pinned memory knows which
-     copies read a block, and gives the block to nobody else before they are done: so what a step sends is
-     left alone, however many steps are in flight.
-  2. Nobody reads what comes back before its event says that it is there.
+     copies read a block, and does not hand the block out again before they are done: so the memory that a
+     step sends from is left alone, however many steps are in flight.
+  2. A result is not read before its event says that it has arrived.
 
-A copy costs its launch, whatever its size up to a few kilobytes: what goes to the device goes in one.
+A copy costs its launch, at any size up to a few kilobytes: all arrays of a step are sent in one copy.
 
-On a CPU host and device are the same: nothing is copied on the way there, and what comes back is copied at
-once, since the next step may overwrite it.
+On a CPU host and device are the same: nothing is copied on the way there, and results are copied at once,
+since the next step may overwrite them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 ALIGNMENT: Final = 16
-"""Bytes: what kernels assume of a pointer."""
+"""The alignment, in bytes, that kernels assume of a pointer."""
 
 
 def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """All in one copy -> the same on the device, shapes and types kept."""
+    """The arrays on the device, sent in one copy, with their shapes and types."""
     starts, end = [], 0
     for array in arrays:
         starts.append(end)
@@ -56,7 +56,7 @@ _TYPES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """When everything that was sent to the host before it is there."""
+    """The moment at which all copies to the host that were queued before it are done."""
 
     event: torch.cuda.Event | None
 
@@ -74,6 +74,6 @@ class Arrival:
 
 
 def download(tensor: Tensor) -> Tensor:
-    """A copy in host memory, not to be read before an `Arrival` that was made after it."""
+    """A copy in host memory, not to be read before an `Arrival` that was created after it."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
     return host.copy_(tensor, non_blocking=True)

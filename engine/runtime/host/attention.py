@@ -12,21 +12,29 @@ from engine.runtime.kv_cache import KVCache
 
 
 class HostPrefillRows(Protocol):
+    """A step's rows of several tokens, bound to their lengths and page tables."""
+
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The other rows' tokens, packed: q [T', H, D]; k, v [T', Hkv, D], also in the cache -> q's shape."""
+        """q [T', H, D], the rows' tokens packed; k, v [T', Hkv, D], which are in the cache, too -> q's
+        shape."""
         ...
 
 
 class DecodeBackend(Protocol):
+    """Attention for the rows of one token."""
+
     def prepare(self, batch: PackedBatch) -> DecodeRows: ...
 
 
 class PrefillBackend(Protocol):
+    """Attention for the rows of several tokens."""
+
     def prepare(self, batch: PackedBatch) -> HostPrefillRows: ...
 
 
 class BatchAttention:
-    """A model's `StepAttention`: stores the step's keys and values, then each back end takes its rows."""
+    """Implements `StepAttention`: stores the step's keys and values, then has each back end compute its
+    rows."""
 
     def __init__(
         self, cache: KVCache, batch: PackedBatch, decode: DecodeBackend, prefill: PrefillBackend

@@ -1,4 +1,4 @@
-"""The pieces that every decoder is made of. Inference only: plain tensors, no modules, no autograd.
+"""The operations of the decoder in torch. Inference only: plain tensors, no modules, no autograd.
 
 Shapes: T tokens, H query heads, Hkv key-value heads, D head size.
 """
@@ -21,7 +21,7 @@ class PackedLinear:
     __slots__ = ("_bias", "_packed", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """`weight` is [out, in]. The caller's copy can be dropped."""
+        """weight [out, in], bias [out]. The caller's weight is not needed any more."""
         self._bias = bias
         self._packed = _can_pack(weight)
         # The hint is the row count to optimise for; the layout is the same for all that decode sees.
@@ -43,7 +43,7 @@ def _can_pack(weight: Tensor) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Over the last dimension. Zhang and Sennrich 2019; computed in float32."""
+    """The RMS norm over the last dimension (Zhang and Sennrich 2019), computed in float32."""
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 

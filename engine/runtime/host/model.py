@@ -1,4 +1,4 @@
-"""A model with its KV cache, as the runner calls it: a step's batch in, hidden states out."""
+"""A model with its KV cache, as the runner calls it: from a step's batch to hidden states."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from engine.runtime.kv_cache import KVCache
 
 
 class PagedModel(Protocol):
-    """The forward pass. Implemented in torch below, and in C++ by engine/runtime/native."""
+    """The forward pass: in torch below, in C++ in `engine.runtime.native`, on a GPU in
+    `engine.runtime.device`."""
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        """Stores the tokens' keys and values -> final hidden states [T, hidden], normed."""
+        """Store the tokens' keys and values -> final hidden states [T, hidden], normed."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden] -> [S, vocab], float32; to be used before the next call."""
+        """Hidden states [S, hidden] -> logits [S, vocab] float32, valid until the next call."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TorchModel:
-    """Operation by operation: runs wherever torch does, and says what the other one must compute."""
+    """The forward pass in torch's operations, which runs wherever torch does: the reference for the
+    others."""
 
     decoder: TorchDecoder
     cache: KVCache

@@ -1,13 +1,14 @@
-"""The dense decoder: Llama, Mistral, Qwen2 and Qwen3 are this page with different declarations.
+"""The dense decoder in torch: Llama, Mistral, Qwen2 and Qwen3 differ only in the settings of their
+ModelConfig.
 
     x += output(attention(rotate(norm(q)), rotate(norm(k)), v))     q, k, v = qkv(rms_norm(x))
     x += down(silu(gate) * up)                                      gate, up = gate_up(rms_norm(x))
 
-Tokens come packed: T is the sum over all rows of the step. What is particular to a step (which
-token may see which, where keys and values lie) is the attention's business.
+Tokens are packed: T is the sum over all rows of the step. The attention knows the step: which keys a token
+sees, and where keys and values lie.
 
-A tensor-parallel rank computes the same with its own heads and its part of the MLP; what `output` and `down`
-bring is added up over the ranks.
+A tensor-parallel rank computes the same with its own heads and its part of the MLP; the results of `output`
+and `down` are added up over the ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class StepAttention(Protocol):
     """Attention, bound to one step's rows and to the KV cache."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, H, D]; k, v [T, Hkv, D], which are stored -> [T, H, D]."""
+        """Store k and v [T, Hkv, D] -> the attention of q [T, H, D], in q's shape."""
         ...
 
 
@@ -57,10 +58,10 @@ class _Layer:
 
 
 class TorchDecoder:
-    """Weights and forward pass. Stateless between calls. Shapes are of the rank's own heads."""
+    """The weights and the forward pass, without state between calls. H and Hkv count the rank's own heads."""
 
     def __init__(self, config: ModelConfig, source: WeightSource, ranks: Collective = ALONE) -> None:
-        """`config` describes the whole model, of which the rank's part is read."""
+        """`config` describes the whole model; the rank's part of it is read."""
         assert self.implements(config) is None
         self._ranks = ranks
         self._config = ranks.shard.of(config)
@@ -78,7 +79,7 @@ class TorchDecoder:
         return lacking(config, IMPLEMENTED)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
-        """token_ids [T], positions [T] -> final hidden states [T, hidden], normed."""
+        """token_ids and positions [T] -> final hidden states [T, hidden], normed."""
         eps = self._config.norm_eps
         x = F.embedding(token_ids, self._embedding)
         angles = self._rotary.angles(positions, x.dtype)

@@ -1,7 +1,7 @@
 """Random numbers that depend on (seed, position) and on nothing else.
 
 Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011):
-a keyed bijection of a counter, so that any position's number is had without those before it, and a
+a keyed bijection of a counter, so that any position's number is computed without those before it, and a
 kernel on another device computes the same one. Key: the 64-bit seed, low word first. Counter: the
 token's position in its sequence, low word first; the upper two words are zero.
 """

@@ -1,15 +1,12 @@
-"""Executes plans: the tensors' side of `engine.core.messages.Runner`.
+"""Executes plans on a CPU: the implementation of `engine.core.messages.Runner`.
 
     leave, seat, grow     slots.apply
     swap out, swap in     host.copy
     compute               assemble the rows, forward, logits for the tokens that sample
     sample                sampler, log-probabilities, the new tokens into the slots
 
-All of that is `launch`, and none of it needs a value that the device computes: a sampled token goes into
-its slot on the device, where the next step finds it, and counts of a sequence's history go with it. So
-the next plan can be launched before this one's values are here. `collect` reads them.
-
-A step's host work is lists as long as its rows.
+`launch` does all of that; `collect` reads the results. Sampled tokens and the counts of a sequence's history
+go into the slots, where the next step finds them. The host's work per step is proportional to its rows.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ class HostRunner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Computed:
-        """Execute a plan. Asserts that it follows from the plans before."""
+        """Execute a plan. Asserts that it follows from the plans before it."""
         self.slots.apply(plan)
         self.host.copy(plan.swapped_out, plan.swapped_in)
         if not plan.slots:
@@ -61,7 +58,8 @@ class HostRunner:
         return Computed(tokens, tops, asked_logprobs(logits, tokens, tops, stable_topk), prompt_logprobs)
 
     def _sample(self, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden [T, hidden] -> a token per sampling row, [S], and what it was chosen by, [S, vocab]."""
+        """hidden [T, hidden] -> a token per sampling row, [S], and the logits that it was drawn from, [S,
+        vocab]."""
         slots = [row.slot for row in batch.sampled]
         seats = [self.slots.seat(slot) for slot in slots]
         logits = self.model.logits(hidden if len(slots) == batch.tokens else hidden[batch.sampled_at])

@@ -1,28 +1,28 @@
-"""From logits to tokens.
+"""Samples tokens from logits.
 
 The reference distribution, in this order:
 
   1. repetition penalty over prompt and output (positive logits divided, negative multiplied), then
      frequency and presence penalties over the output
   2. `logit_bias` added
-  3. until `min_tokens` are out, stop tokens cannot be had: they get float32's smallest number, and whatever
-     edits have brought beyond float32 gets its smallest or its largest
+  3. until `min_tokens` are out, stop tokens are excluded: their logits become float32's smallest number, and
+     logits that edits have moved beyond float32 are clamped to its range
   4. temperature 0, or one too small for float32: the largest logit, lowest id among equals, and done; else
      logits / temperature
   5. top-k: the k likeliest stay, lower ids first among equals
   6. top-p: of those, renormalised, the fewest that reach p together; the best one always
-  7. min-p: of those, whoever has at least min_p of the best one's probability
+  7. min-p: of those, the tokens with at least min_p of the best one's probability
   8. renormalised, the token at u in the cumulative distribution, u being philox(seed, position)
 
 Finite logits never become NaN on the way: differences of what step 3 leaves may be infinite, and are divided
 by a temperature that is neither 0 nor infinite.
 
-Every row is worked out from that row alone, with sums in float64 and a fixed order, so that a token
-never depends on who shares the batch. Rows that need no edit are not copied, rows that truncate
+Every row is computed from that row alone, with sums in float64 and a fixed order, so that a token
+never depends on the rest of the batch. Rows that need no edit are not copied, rows that truncate
 nothing are not sorted, and a batch that is all greedy is one argmax.
 
-Rows that neither edit nor truncate, which most are, may be left to whoever draws them faster
-(`DrawPlain`). That is decided row by row, too.
+Most rows neither edit nor truncate. A network may draw these faster (`DrawPlain`); that is decided row by
+row, too.
 """
 
 from __future__ import annotations
@@ -41,20 +41,22 @@ from engine.runtime.logprobs import stable_topk
 from engine.runtime.seats import Seat, repetition_penalty_of
 
 CANDIDATES: Final = 256
-"""How many of the likeliest tokens are put in order at first, and by what factor more when top-p needs them:
-sorting a vocabulary of 152k takes 15 times as long."""
+"""The number of likeliest tokens that are put in order at first: sorting a vocabulary of 152k takes 15 times
+as long."""
 WIDENING: Final = 16
+"""The factor by which more tokens are put in order when top-p reaches beyond the first ones."""
 FLOAT_MAX: Final = torch.finfo(torch.float32).max
 CDF_BLOCK: Final = 128
-"""Divides the vocabulary of most models, so that nothing is padded."""
+"""Tokens per block of a cumulative sum. It divides the vocabulary of most models, so that these need no
+padding."""
 
 
 class DrawPlain(Protocol):
     def __call__(
         self, logits: Tensor, slots: Sequence[int], positions: Sequence[int], columns: SamplingColumns
     ) -> Tensor:
-        """As `sample`, of rows whose seats are plain; what it answers for others is meaningless. The tokens
-        are `sample`'s, unless u is as near to a border between two as float32 weights are exact."""
+        """Tokens [S] for rows whose seats are plain; results for other rows are undefined. The tokens are
+        those of `sample`, unless u is nearer to the border between two than float32 weights are exact."""
         ...
 
 
@@ -65,7 +67,7 @@ def sample(
     columns: SamplingColumns,
     draw_plain: DrawPlain | None = None,
 ) -> Tensor:
-    """logits [S, vocab] float32, left as they are -> tokens [S] int64, NUMERIC_FAILURE where not finite."""
+    """logits [S, vocab] float32, left unchanged -> tokens [S] int64, NUMERIC_FAILURE where not finite."""
     if draw_plain is None:
         return _sample(logits, slots, seats, columns)
     tokens = draw_plain(logits, slots, [seat.known_len for seat in seats], columns)
@@ -89,7 +91,7 @@ def _sample(logits: Tensor, slots: Sequence[int], seats: Sequence[Seat], columns
 
 
 def _truncates(seat: Seat) -> bool:
-    """Whether the choice needs the tokens in order. min-p alone does not."""
+    """Whether sampling needs the tokens in order. min-p alone does not."""
     return seat.sampling.top_k > 0 or seat.sampling.top_p < 1.0
 
 
@@ -101,7 +103,7 @@ def _draw_rows(
     columns: SamplingColumns,
     truncated: bool,
 ) -> Tensor:
-    """Tokens [r] for the random rows `rows`, which all truncate or all do not."""
+    """Tokens [r] for the random rows `rows`, all of which truncate, or none."""
     own = logits if len(rows) == len(logits) else logits[rows]
     own_slots = torch.tensor([slots[i] for i in rows])
     scaled = (own - own.amax(dim=-1, keepdim=True)).div_(columns.temperature[own_slots, None])
@@ -121,7 +123,7 @@ def _likeliest(
     scaled: Tensor, params: Sequence[SamplingParams], top_k: Tensor, top_p: Tensor
 ) -> tuple[Tensor, Tensor]:
     """scaled [r, vocab], best 0; top_k, top_p [r] -> (weights, ids) [r, n], best first, zero where cut."""
-    # What top-p is a share of: the whole vocabulary's mass, unless top-k leaves less.
+    # top-p is a share of the whole vocabulary's mass, unless top-k leaves less.
     mass = torch.zeros(len(params), dtype=torch.float64)
     if any(p.top_k == 0 for p in params):
         mass = _blocks(scaled.exp())[1][:, -1].where(top_k == scaled.shape[1], 0.0)
@@ -131,10 +133,10 @@ def _likeliest(
 def _truncate(
     scaled: Tensor, mass: Tensor, top_k: Tensor, top_p: Tensor, candidates: int
 ) -> tuple[Tensor, Tensor]:
-    """As `_likeliest`, given the mass [r] of rows without top-k.
+    """The result of `_likeliest`, given the mass [r] of rows without top-k.
 
-    Only the likeliest few are put in order; rows whose top-p reaches beyond them try again with more.
-    What is kept does not depend on how many were tried, since it is a prefix of one order.
+    Only the likeliest few tokens are put in order; rows whose top-p reaches beyond them try again with more.
+    The result does not depend on the number tried, since it is a prefix of one order.
     """
     candidates = min(candidates, scaled.shape[1])
     values, ids = stable_topk(scaled, candidates)
@@ -148,7 +150,7 @@ def _truncate(
 
 
 def _keep(weights: Tensor, mass: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """weights [r, n] best first, zero where top-k or top-p cut. `mass` [r], 0: what top-k leaves."""
+    """weights [r, n] best first, zero where top-k or top-p cut. `mass` [r]; 0: the mass that top-k leaves."""
     column = torch.arange(weights.shape[1])
     weights = weights.masked_fill(column >= top_k[:, None], 0.0)
     sums = weights.cumsum(dim=-1, dtype=torch.float64)
@@ -161,8 +163,8 @@ def _keep(weights: Tensor, mass: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor
 def inverse_cdf(weights: Tensor, u: Tensor) -> Tensor:
     """weights [r, n], at least one above zero per row; u [r] float64 in [0, 1) -> indices [r] int64.
 
-    The first index whose cumulative weight exceeds u times the total. In two levels, so that float64
-    is spent on the sums of blocks and on one block: first the block, then the place within it.
+    The first index whose cumulative weight exceeds u times the total. First the block is found, then the
+    place within it, so that only the sums of blocks and one block are in float64.
     """
     blocks, ends = _blocks(weights)
     target = u * ends[:, -1]
@@ -173,14 +175,14 @@ def inverse_cdf(weights: Tensor, u: Tensor) -> Tensor:
 
 
 def _blocks(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """[r, n] -> the same in blocks [r, n', CDF_BLOCK], and the cumulative weights at their ends [r, n']."""
+    """weights [r, n] in blocks [r, n', CDF_BLOCK], and the cumulative weights at the blocks' ends [r, n']."""
     missing = -weights.shape[1] % CDF_BLOCK
     blocks = (F.pad(weights, (0, missing)) if missing else weights).view(len(weights), -1, CDF_BLOCK)
     return blocks, blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
 
 
 def _first_above(cdf: Tensor, target: Tensor) -> Tensor:
-    """cdf [r, n] ascending, target [r] -> where it first exceeds the target, [r].
+    """cdf [r, n] ascending, target [r] -> the first index at which it exceeds the target, [r].
 
     Rounding may not lift the target to the total: there is always such a place, and weight there. In
     a failed row there is none, and any place will do.
@@ -190,7 +192,7 @@ def _first_above(cdf: Tensor, target: Tensor) -> Tensor:
 
 
 def _edited(logits: Tensor, seats: Sequence[Seat]) -> Tensor:
-    """Steps 1 to 3: the logits themselves when nobody edits, else a copy."""
+    """Steps 1 to 3: an edited copy of the logits, or the logits themselves when no row edits."""
     editors = [i for i, seat in enumerate(seats) if _edits(seat)]
     if not editors:
         return logits
@@ -206,7 +208,7 @@ def _edits(seat: Seat) -> bool:
 
 
 def _edit(row: Tensor, seat: Seat) -> None:
-    """row [vocab], in place."""
+    """Edit the logits of one row [vocab], in place."""
     params = seat.sampling
     if seat.history is not None:
         _penalise(row, seat.history, params)
@@ -219,7 +221,7 @@ def _edit(row: Tensor, seat: Seat) -> None:
 
 
 def _penalise(row: Tensor, history: Tensor, params: SamplingParams) -> None:
-    """row [vocab], in place; history [2, vocab] counts of output and prompt."""
+    """Penalise the logits of one row [vocab], in place. history [2, vocab]: counts of output and prompt."""
     output, prompt = history
     penalty = repetition_penalty_of(params)
     if penalty != 1.0:

@@ -15,15 +15,15 @@ from engine.runtime.seats import Seat, Seats, temperature_of
 
 @dataclass(frozen=True, slots=True)
 class SamplingColumns:
-    """[slots] each. Host code decides what a step needs; these feed the arithmetic."""
+    """The sampling parameters of all slots, [slots] each."""
 
     temperature: Tensor
     top_k: Tensor
-    """The vocabulary's size when off."""
+    """The number of tokens that top-k keeps; the vocabulary's size when it is off."""
     top_p: Tensor
     min_p: Tensor
     seed: Tensor
-    """Its 64 bits, as int64."""
+    """The seed's 64 bits, as int64."""
 
     @staticmethod
     def empty(slots: int) -> SamplingColumns:
@@ -45,7 +45,7 @@ class SamplingColumns:
 
 @dataclass(slots=True)
 class HostSlots(Seats):
-    """With the tables in host memory, where the network computes."""
+    """The slots' state, with its tables in host memory."""
 
     columns: SamplingColumns = field(init=False)
 
@@ -56,7 +56,8 @@ class HostSlots(Seats):
         self.columns = SamplingColumns.empty(self.slots)
 
     def append(self, slots: Sequence[int], tokens: Tensor) -> None:
-        """One sampled token each, int64 [S]. A failed row's -1 is stored as 0: its sequence ends anyway."""
+        """Store one sampled token per slot, int64 [S]. A failed row's -1 is stored as 0: its sequence ends
+        anyway."""
         seats = [self.seat(slot) for slot in slots]
         kept = tokens.clamp_min(0)
         # numpy's indexing takes a few elements in a tenth of torch's time.

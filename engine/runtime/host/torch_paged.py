@@ -2,8 +2,8 @@
 
 Decode gathers each row's pages into a contiguous block and multiplies. Rows of like length, within a
 factor of two, share a bucket, so that one long sequence does not make the short ones read its
-padding. Padding repeats the row's own last page: what is masked is then finite (see kv_cache.py), and
-no stranger's page is ever touched. The query heads of one group are packed as rows of the same
+padding. Padding repeats the row's own last page: masked values are then finite (see kv_cache.py), and
+no other sequence's page is read. The query heads of one group are packed as rows of the same
 matrix: SDPA's `enable_gqa` is several times slower here.
 
 Prefill runs row by row. Each chunk sees its cached context through one gather; long chunks are cut
@@ -26,7 +26,7 @@ from engine.runtime.batch import PackedBatch, Row
 from engine.runtime.kv_cache import KVCache
 
 WORKSPACE_BYTES_MAX: Final = 16 << 20
-"""Gathered keys (or values) of one bucket, unless a single row needs more."""
+"""Bytes of the gathered keys (or values) of one bucket, unless a single row needs more."""
 QUERY_BLOCK: Final = 256
 
 
@@ -43,7 +43,7 @@ class _Bucket:
 
 
 class TorchDecode:
-    """Back end for rows of one token."""
+    """The back end for rows of one token."""
 
     def __init__(self, cache: KVCache, spec: AttentionSpec) -> None:
         self._cache = cache
@@ -66,7 +66,8 @@ class TorchDecode:
         return [self._bucket(group, tables, window, alone=len(groups) == 1) for group in groups]
 
     def _groups(self, spans: Sequence[_Span]) -> Iterable[Sequence[_Span]]:
-        """Spans of like size together, as many as the workspace takes, in the order of their rows."""
+        """The spans in groups of like size, as many in each as the workspace takes, in the order of their
+        rows."""
         members: defaultdict[int, list[_Span]] = defaultdict(list)
         for span in spans:
             members[1 << (span.count - 1).bit_length()].append(span)
@@ -95,7 +96,8 @@ class TorchDecode:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Pages [first, first + count) of a row's table: all that holds keys it sees, the last one at end - 1."""
+    """Pages [first, first + count) of a row's table, which hold all keys that the row sees, the last at end -
+    1."""
 
     row: int
     first: int
@@ -138,7 +140,7 @@ class _DecodeStep:
 
 
 class TorchPrefill:
-    """Back end for rows of several tokens, new or continuing."""
+    """The back end for rows of several tokens, with a cached past or without."""
 
     def __init__(self, cache: KVCache, spec: AttentionSpec) -> None:
         self._cache = cache
@@ -183,7 +185,7 @@ class _PrefillStep:
         return out
 
     def _context(self, layer: int, row: Row, gather: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [Hkv, end, D] of all tokens up to the chunk's last."""
+        """The keys and values [Hkv, end, D] of all tokens up to the chunk's last."""
         shape = (self._spec.kv_heads, -1, self._spec.head_dim)
         keys = self._workspace.gather(0, self._cache.keys[layer], gather).view(shape)
         values = self._workspace.gather(1, self._cache.values[layer], gather).view(shape)
@@ -214,13 +216,15 @@ class _PrefillStep:
 
 
 class _Workspace:
-    """Memory for gathered keys and values, kept between calls: fresh allocations cost ten times the copy."""
+    """The memory for gathered keys and values, kept between calls: a fresh allocation costs ten times the
+    copy."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._buffers = [torch.empty(0, dtype=dtype), torch.empty(0, dtype=dtype)]
 
     def gather(self, which: int, cache: Tensor, index: Tensor) -> Tensor:
-        """Rows `index` [n] of a layer's cache, seen as [pages * Hkv, page_size * D] -> [n, page_size * D]."""
+        """Copy rows `index` [n] of a layer's cache, seen as [pages * Hkv, page_size * D] -> [n, page_size *
+        D]."""
         tiles = cache.view(-1, cache.shape[2] * cache.shape[3])
         needed = len(index) * tiles.shape[1]
         if self._buffers[which].numel() < needed:
@@ -231,7 +235,7 @@ class _Workspace:
 
 
 def _gather_index(pages: Tensor, kv_heads: int) -> Tensor:
-    """pages [b, P] -> [b * Hkv * P], so that a row's head finds its pages side by side."""
+    """pages [b, P] -> rows of the cache [b * Hkv * P], in an order that puts a head's pages side by side."""
     return (pages[:, None] * kv_heads + torch.arange(kv_heads)[:, None]).flatten()
 
 

@@ -1,26 +1,26 @@
-"""A kernel that starts while the one before it ends: programmatic dependent launch, from Hopper on.
+"""Programmatic dependent launch, from Hopper on: a kernel starts while the one before it ends.
 
 In a stream a kernel starts when the one before it has ended and its writes have reached memory; between two
-that depend on each other there is time in which the device does nothing. Launched dependently, a kernel
-may start as soon as every program of the one before has said so or ended, and has to wait by itself for what
-it needs. What it can do before is fetch what no kernel writes: weights.
+that depend on each other there is time in which the device does nothing. Launched dependently, a kernel may
+start as soon as every program of the one before has allowed it or ended, and waits by itself for the results
+that it needs. Before that it can fetch what no kernel writes: weights.
 
 Rules, which make this as safe as a plain launch:
 
-  1. Whoever is launched dependently waits (`gdc_wait`) before it reads what an earlier kernel writes, and
-     before it writes at all: what it would overwrite, an earlier one may still read.
+  1. A kernel that is launched dependently waits (`gdc_wait`) before it reads what an earlier kernel writes,
+     and before it writes at all: an earlier kernel may still read what it would overwrite.
   2. Every program of it waits, also one with nothing to do. The wait lasts until the kernel before has ended,
-     which had waited itself: so whatever comes earlier has ended as well.
+     which had waited itself: so all earlier kernels have ended as well.
   3. It lets the next one start (`gdc_launch_dependents`) when its own wait is over: one kernel is ahead,
      never a queue of them that takes up the multiprocessors.
-  4. Before the wait nothing is touched but weights, which nobody writes once they are loaded.
+  4. Before the wait nothing is touched but weights, which are not written once they are loaded.
 
-A kernel launched plainly, ours or a library's, needs none of this: it starts when all before it have ended,
-and whoever is launched dependently on it waits until it has. So kernels of both kinds mix. The first of a
-step is launched plainly, as it depends on a copy.
+A kernel that is launched plainly, Triton's or a library's, needs none of this: it starts when all before it
+have ended, and a kernel that is launched dependently on it waits until it has. So kernels of both kinds mix.
+The first of a step is launched plainly, as it depends on a copy.
 
-Whether launches overlap belongs to a step as a whole and not to any of its products or norms, so it is not
-handed through all of them: it is said once around the step, as one says which stream is current.
+Whether launches are dependent is a property of a whole step and not of its products or norms. So it is not a
+parameter of all of them, but set once around the step, like the current stream.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _IS_ON: ContextVar[bool] = ContextVar("dependent_launch", default=False)
 
 @contextmanager
 def dependent_launches(is_on: bool) -> Iterator[None]:
-    """Kernels that are launched meanwhile overlap, or do not."""
+    """Set whether kernels that are launched within are launched dependently."""
     token = _IS_ON.set(is_on)
     try:
         yield
@@ -46,12 +46,12 @@ def dependent_launches(is_on: bool) -> Iterator[None]:
 
 
 def dependent() -> dict[str, bool]:
-    """What a launch has to say besides its arguments; its kernel begins with `wait_for_earlier`."""
+    """The options of a launch that may be dependent; its kernel begins with `wait_for_earlier`."""
     return {"PDL": True, "launch_pdl": True} if _IS_ON.get() else {"PDL": False}
 
 
 def plain() -> dict[str, bool]:
-    """The same for a step's first kernel, which lets the next one start early."""
+    """The options of a step's first launch, which is plain and lets the next kernel start early."""
     return {"PDL": _IS_ON.get()}
 
 
@@ -64,7 +64,7 @@ def wait_for_earlier(PDL: tl.constexpr):
 
 @triton.jit
 def prefetch(at):
-    """Into the second-level cache: a line for each pointer."""
+    """Fetch a line for each pointer into the second-level cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
     )

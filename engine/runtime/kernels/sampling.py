@@ -1,4 +1,4 @@
-"""From logits to tokens on the device: the distribution of `engine.runtime.host.sampler`, to the token.
+"""Kernels that sample tokens from logits: the distribution of `engine.runtime.host.sampler`, token for token.
 
 **One number per token.** Gumbel-max would hash a random number for every entry of the vocabulary; the CPU's
 rule needs one: the token at u in the cumulative distribution, u being philox(seed, position). The kernels
@@ -13,17 +13,17 @@ the same to the bit, and "the first whose cumulative mass exceeds u times the to
 non-negative floats, whose bits ascend as they do. Eleven rounds of three bits, each one pass that sums the
 mass (or count) below seven pivots, find the value at which the sum passes a target; equals are told apart by
 id. Top-k is such a search by count, top-p one by mass, and the draw itself one by mass. They run over the
-candidates within a distance of the best, for which one of four is chosen: the second kernel counts and weighs
-what lies within each of them, chunk by chunk, and the third takes the least that top-k and top-p do not reach
-beyond. That leaves tens or hundreds of 152k, and most chunks need not be looked at. Rows that reach beyond
-`NEAR`, which no likely distribution does, take all.
+candidates within one of four distances from the best: the second kernel counts and weighs the tokens within
+each distance, chunk by chunk, and the third takes the least distance that top-k and top-p do not reach
+beyond. That leaves tens or hundreds of 152k tokens, and most chunks need not be read again. Rows that reach
+beyond `NEAR`, which no likely distribution does, take all tokens.
 
 Three launches, the first two spread over (row, chunk of the vocabulary):
 
     measure   edits the rows that ask for it; maximum, soundness, log-sum-exp of each chunk
     weigh     the mass of each chunk; where top-k or top-p cut, what is near
-    choose    one program per row: greedy, by chunks, or among candidates; log-probability; counts; the token
-              goes where the next step looks for it
+    choose    a program per row: greedy, by chunks, or among candidates; log-probability; counts; stores the
+              token where the next step finds it
 
 Logits come in the model's type and are left as they are: rows that ask for edits are sampled from a copy in
 float32, which the first kernel makes and edits. All others need none.
@@ -40,16 +40,19 @@ from engine.core.messages import NUMERIC_FAILURE
 from engine.runtime.kernels.dependent_launch import wait_for_earlier
 
 CHUNK: Final = 4096
-"""Of the vocabulary, per program: a row of 152k then has 38 programs, enough to fill a GPU at batch 4."""
+"""Tokens of the vocabulary per program: a row of 152k then has 38 programs, enough to fill a GPU at batch
+4."""
 WARPS: Final = 8
 CANDIDATE_BLOCK: Final = 512
-"""With eight pivots: 16 sums of 64 bits per thread. Twice that spills."""
+"""Candidates that are compared at once: with eight pivots 16 sums of 64 bits per thread. Twice that
+spills."""
 
 MASS_BITS: Final = 44
 NEAR: Final = 16.0
-"""In nats of the tempered distribution: what is left out weighs less than e^-16 of the best, each."""
+"""The largest distance, in nats of the tempered distribution: a token beyond weighs less than e^-16 of the
+best."""
 RUNGS: Final = 4
-"""Distances from the best, NEAR the largest, NEAR / RUNGS the least."""
+"""The number of distances from the best, the largest NEAR, the least NEAR / RUNGS."""
 
 _UNIT = tl.constexpr(float(1 << MASS_BITS))
 _RUNGS = tl.constexpr(RUNGS)
@@ -134,13 +137,14 @@ def measure_kernel(
 
 @triton.jit
 def _bounded(x):
-    """Within float32: the difference of two such numbers may be infinite, and is not NaN."""
+    """x clamped to float32's finite range: the difference of two such numbers may be infinite, but not
+    NaN."""
     return tl.minimum(tl.maximum(x, -_FLOAT_MAX), _FLOAT_MAX)
 
 
 @triton.jit
 def _penalised(x, ids, inside, penalties, counts, vocab):
-    """The CPU's order of operations: repetition, frequency, presence."""
+    """The penalised logits, in the CPU's order of operations: repetition, frequency, presence."""
     repetition = tl.load(penalties)
     output = tl.load(counts + ids, mask=inside, other=0)
     prompt = tl.load(counts + vocab + ids, mask=inside, other=0)
@@ -158,7 +162,7 @@ def _mass(distance):
 
 @triton.jit
 def _load_logits(logits, edited, is_edited, at, inside):
-    """What tokens are drawn from, float32; -inf where not inside."""
+    """The logits that tokens are drawn from, float32; -inf where not inside."""
     if is_edited:
         x = tl.load(edited + at, mask=inside, other=float("-inf"))
     else:
@@ -185,8 +189,8 @@ def weigh_kernel(
     CHUNKS_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Mass of each chunk: of all tokens where top-p wants a share of them, else of those that min-p keeps.
-    Where top-k or top-p cut, also how many tokens lie within each distance, and their mass."""
+    """The mass of each chunk: of all tokens where top-p wants a share of them, else of those that min-p
+    keeps. Where top-k or top-p cut, also how many tokens lie within each distance, and their mass."""
     wait_for_earlier(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
@@ -212,7 +216,7 @@ def weigh_kernel(
 
 @triton.jit
 def _limit(rung):
-    """Its distance from the best; the one beyond the last takes all."""
+    """The distance of a rung from the best token; the rung beyond the last takes all tokens."""
     return tl.where(rung < _RUNGS, (rung + 1).to(tl.float32) * _RUNG, float("inf"))
 
 
@@ -303,7 +307,7 @@ def _uniform(seed, position):
 
 @triton.jit
 def _share(u, total):
-    """u of a mass, less than all of it."""
+    """The share u of a mass, always less than the whole."""
     return tl.minimum((u * total.to(tl.float64)).to(tl.int64), total - 1)
 
 
@@ -322,7 +326,8 @@ def _draw_by_id(
     CHUNK: tl.constexpr,
     CHUNKS_BLOCK: tl.constexpr,
 ):
-    """First the chunk at u of the cumulative mass, then the token in it. The row begins at `begin`."""
+    """The token at u of the cumulative mass: first the chunk, then the token in it. The row begins at
+    `begin`."""
     ends = tl.cumsum(mass, 0)
     target = _share(u, tl.sum(mass))
     chunk = tl.sum((ends <= target).to(tl.int32))
@@ -337,13 +342,13 @@ def _draw_by_id(
 
 @triton.jit
 def _share_of(p, mass):
-    """The mass that top-p wants of so much."""
+    """The part of a mass that top-p keeps."""
     return tl.maximum(tl.ceil(p * mass.to(tl.float64)).to(tl.int64), 1)
 
 
 @triton.jit
 def _rung(near_masses, near_counts, first, chunks, k, p, total, vocab, CHUNKS_BLOCK: tl.constexpr):
-    """The least of the distances within which top-k and top-p find what they want; RUNGS: none of them."""
+    """The least rung within which top-k and top-p find all that they keep; RUNGS where no rung is enough."""
     every, rung = tl.arange(0, CHUNKS_BLOCK)[:, None], tl.arange(0, _RUNGS)[None, :]
     at, exists = (first + every) * _RUNGS + rung, (every < chunks) & (rung >= 0)
     counted = tl.sum(tl.load(near_counts + at, mask=exists, other=0), 0)
@@ -386,7 +391,8 @@ def _gather(
     vocab,
     CHUNK: tl.constexpr,
 ):
-    """Tokens within the rung's distance of the best, in order of their ids -> how many. For all threads."""
+    """Collect the tokens within the rung's distance of the best, in order of their ids -> their
+    number. All threads of the program see them."""
     n = tl.full([], 0, tl.int64)
     limit = _limit(rung)
     for chunk in range(chunks):
@@ -443,7 +449,7 @@ def _mass_before(candidates, n, key, BLOCK: tl.constexpr):
 
 @triton.jit
 def _mass_above(candidates, n, floor, BLOCK: tl.constexpr):
-    """Of the tokens with at least `floor` of the best one's weight."""
+    """The mass of the tokens with at least `floor` of the best one's weight."""
     total = n * 0
     for start in range(0, n, BLOCK):
         at = start + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""The C++ decoder as a `Model`: hands it weights, pages and steps."""
+"""The C++ decoder as a `PagedModel`: hands it weights, pages and steps."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ from engine.runtime.weights import WeightSource
 _QKV, _OUTPUT, _GATE_UP, _DOWN, _LM_HEAD = range(5)
 _INPUT_NORM, _MLP_NORM, _FINAL_NORM, _QK_NORM = range(4)
 LANES_MAX: Final = 16
-"""What is cut into vectors must divide by their length."""
+"""The most lanes of a vector: sizes that are cut into vectors must be multiples of it."""
 IMPLEMENTED: Final = frozenset(
     {f"architecture {name}ForCausalLM" for name in ("Llama", "Ministral", "Mistral", "Qwen2", "Qwen3")}
     | {"activation silu", "norm rms", "rope.llama3", "windows", "tied_embeddings", "fp8"}
     | {"qkv_bias", "output_bias", "mlp_bias", "qk_norm"}
 )
-"""The features of models (`engine.runtime.models.features`) that decoder.cpp, and what hands it weights,
-follow."""
+"""The features of models (`engine.runtime.models.features`) that decoder.cpp and this module implement."""
 
 
 def misfit(config: ModelConfig, page_size: int) -> str | None:
@@ -50,7 +49,7 @@ def _odd_sizes(config: ModelConfig, page_size: int) -> str | None:
 
 
 class NativeDecoder:
-    """Weights are copied once, into the kernels' order. `attach` a cache before the first step."""
+    """The weights in the kernels' order, and the forward pass. `attach` a cache before the first step."""
 
     def __init__(
         self,
@@ -97,10 +96,8 @@ class NativeDecoder:
         return lacking(config, IMPLEMENTED)
 
     def attach(self, cache: KVCache) -> NativeDecoder:
-        """Itself: keys and values go to this cache from now on.
-
-        Inside a page they lie in an order of our own (attention.h).
-        """
+        """This decoder, with `cache` for its keys and values, which have the native order within a page
+        (attention.h)."""
         for layer, window in enumerate(self._config.windows):
             keys, values = cache.keys[layer], cache.values[layer]
             self._library.penstock_set_cache(
@@ -110,7 +107,7 @@ class NativeDecoder:
         return self
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        """Stores the tokens' keys and values -> final hidden states [T, hidden], normed."""
+        """Store the tokens' keys and values -> final hidden states [T, hidden], normed."""
         plan, slots = batch.plan, batch.slots
         column = c_int64 * len(plan.slots)
         step = Step(
@@ -128,8 +125,11 @@ class NativeDecoder:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden] -> [S, vocab], float32, where the next call's will be: beyond 32 MiB, as 64 rows of a
-        large vocabulary are, the C library would fetch fresh pages from the system in every step."""
+        """Hidden states [S, hidden] -> logits [S, vocab] float32, in memory that the next call overwrites.
+
+        For more than 32 MiB, 64 rows of a large vocabulary, the C library would fetch fresh pages from the
+        system in every step.
+        """
         assert hidden.dtype == self._dtype
         assert hidden.is_contiguous()
         if len(hidden) > len(self._logits):
@@ -161,7 +161,8 @@ class NativeDecoder:
     def _set_top(
         self, source: WeightSource, max_model_len: int, *, keep_embedding: bool
     ) -> tuple[Tensor, ...]:
-        """What the library borrows: the table of embeddings, unless lm_head is the same, and of angles."""
+        """Set the head, the last norm and the tables. Returns the tensors that the library reads in place:
+        the angles, and the embedding, unless the head is the same."""
         config = self._config
         table = source.stack([EMBEDDING], [config.vocab_size], config.hidden_size)
         head = table

@@ -1,4 +1,4 @@
-"""Rank 0: its own runner, and the others told before it runs anything itself.
+"""Rank 0: its own runner, and the messages to the other ranks, sent before it runs anything itself.
 
 Importing this imports no torch: the other ranks start first.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LeadingPending:
-    """Implements the `Pending` protocol: what every rank computes, as rank 0 found it."""
+    """Implements the `Pending` protocol: a plan that every rank computes, with rank 0's results."""
 
     step: int
     pending: Pending
@@ -57,7 +57,7 @@ class LeadingRunner:
             return LeadingPending(plan.step, self.own.launch(plan), self.ranks)
 
     def close(self) -> None:
-        """Ends the other ranks."""
+        """End the other ranks."""
         self.ranks.close()
 
 
@@ -80,9 +80,9 @@ class OtherRanks:
 def lead(
     config: RunnerConfig, progress: Progress, on_lost: OnLost, clock: Clock = SYSTEM_CLOCK
 ) -> LeadingRunner:
-    """As `load.load_runner`, with `config.tensor_parallel` ranks, of which this process is the first.
+    """A warm runner of `config.tensor_parallel` ranks, of which this process is the first. Raises ModelError.
 
-    `on_lost` is called in another thread when a rank is lost, whatever this one is waiting for then.
+    `on_lost` is called in another thread when a rank is lost, even while this thread waits.
     """
     _refuse(config)
     progress(f"starting {config.tensor_parallel} ranks")
@@ -97,7 +97,7 @@ def lead(
 
 
 def _refuse(config: RunnerConfig) -> None:
-    """What cannot be split, before any process is started. Raises BadRunnerConfig."""
+    """Raise BadRunnerConfig for settings and models that cannot be split, before any process is started."""
     size = config.tensor_parallel
     if sys.platform != "linux":
         raise BadRunnerConfig(f"--tensor-parallel-size {size} needs Linux")
@@ -110,7 +110,7 @@ def _refuse(config: RunnerConfig) -> None:
 
 
 def _load(config: RunnerConfig, ranks: Ranks, progress: Progress) -> LeadingRunner:
-    """Every rank imports torch at the same time, this one too, and loads at the same time."""
+    """Start as the other ranks do: all import torch, and then load, at the same time."""
     from engine.runtime.parallel import loading
     from engine.runtime.starting import start
 
