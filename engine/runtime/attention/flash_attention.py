@@ -5,8 +5,8 @@ last, and the cache's, [page, Hkv, page_size, D], are that with two axes exchang
 multiple of 256 tokens, version 3 takes any. Their causal mask is aligned to the last key, as here, and a
 window counts the keys to the left of a query, itself not included.
 
-Decode needs nothing from the host, so a CUDA graph holds it as it is; how many splits a row is cut into
-follows from the shape of the page tables, which a graph does not change.
+Decode needs nothing from the host, so a CUDA graph holds it as it is; the number of splits of a row follows
+from the shape of the page tables, which a graph does not change.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from engine.runtime.kv_cache import KVCache
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Rows of several tokens, packed: int32 on the device."""
+    """The lengths of rows of several tokens, packed: int32, on the device."""
 
     q_starts: Tensor
-    """[R + 1]: where each row's queries begin, and the end."""
+    """The start of each row's queries, and the end of the last row's, [R + 1]."""
     k_starts: Tensor
-    """[R + 1]: the same of its keys, if they were packed."""
+    """The start of each row's keys if they were packed, and the end of the last row's, [R + 1]."""
     lengths: Tensor
-    """[R]: keys per row"""
+    """The number of keys of each row, [R]."""
     q_len_max: int
     k_len_max: int
 
     @staticmethod
     def of(chunks: Sequence[Chunk], tables: Tensor) -> Ragged:
-        """Chunks that follow each other without gaps."""
+        """The lengths of chunks that follow each other without gaps."""
         q_starts = list(accumulate((chunk.length for chunk in chunks), initial=0))
         assert [chunk.offset for chunk in chunks] == q_starts[:-1]
         ends = [chunk.end for chunk in chunks]
@@ -72,7 +72,7 @@ class Version(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Version2:
-    """The package `flash_attn`."""
+    """The calls of the package `flash_attn`."""
 
     library: ModuleType
 
@@ -103,7 +103,8 @@ class Version2:
 
 @dataclass(frozen=True, slots=True)
 class Version3:
-    """The module `flash_attn_interface`. Its `flash_attn_varlen_func` takes no pages; this one does both."""
+    """The calls of the module `flash_attn_interface`. Its `flash_attn_varlen_func` takes no pages, but
+    `flash_attn_with_kvcache` takes both kinds of rows."""
 
     library: ModuleType
 
@@ -148,7 +149,7 @@ class _Layers:
 
 
 class FlashDecode:
-    """Back end for rows of one token."""
+    """The back end for rows of one token."""
 
     def __init__(self, cache: KVCache, spec: AttentionSpec, version: Version) -> None:
         self._layers = _Layers(cache, spec)
@@ -181,7 +182,7 @@ class FlashDecodeStep:
 
 
 class FlashPrefill:
-    """Back end for rows of several tokens, new or continuing."""
+    """The back end for rows of several tokens, with a cached past or without."""
 
     def __init__(self, cache: KVCache, spec: AttentionSpec, version: Version) -> None:
         self._layers = _Layers(cache, spec)

@@ -1,7 +1,8 @@
-"""Attention over a device's pages in torch alone: what the other back ends must equal, and slow.
+"""Attention over a device's pages in torch alone: slow, and the reference for the other back ends.
 
 Every page of every row's table is gathered and multiplied in float32, whatever the lengths are, so that
-decode has fixed shapes and can be captured. What no row owns may be NaN: it is masked first, then multiplied.
+decode has fixed shapes and can be captured. Keys and values that no row owns may be NaN: they are masked
+before they are multiplied.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from engine.runtime.kv_cache import KVCache
 
 @dataclass(frozen=True, slots=True)
 class ReferenceDecode:
-    """Back end for rows of one token."""
+    """The back end for rows of one token."""
 
     cache: KVCache
     spec: AttentionSpec
@@ -51,7 +52,7 @@ class ReferenceDecodeStep:
 
 @dataclass(frozen=True, slots=True)
 class ReferencePrefill:
-    """Back end for rows of several tokens."""
+    """The back end for rows of several tokens."""
 
     cache: KVCache
     spec: AttentionSpec
@@ -90,7 +91,8 @@ class ReferencePrefillStep:
 def _attend(
     cache: KVCache, spec: AttentionSpec, layer: int, q: Tensor, tables: Tensor, starts: Tensor
 ) -> Tensor:
-    """q [R, t, H, D] at positions starts [R] and on; tables [R, P] -> q's shape. Below 0 nothing is seen."""
+    """q [R, t, H, D] at positions from starts [R] on; tables [R, P] -> q's shape. Positions below 0 see no
+    key."""
     rows, tokens, heads, dim = q.shape
     query = starts[:, None] + torch.arange(tokens, device=q.device)
     key = torch.arange(tables.shape[1] * cache.geometry.page_size, device=q.device)

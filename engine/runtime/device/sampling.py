@@ -46,15 +46,15 @@ class DeviceSampling:
 
     temperature: Tensor
     top_k: Tensor
-    """The vocabulary's size when off."""
+    """The number of tokens that top-k keeps; the vocabulary's size when it is off."""
     top_p: Tensor
     min_p: Tensor
     seed: Tensor
     penalties: Tensor
-    """[slots, 3] float32: repetition, frequency, presence"""
+    """The repetition, frequency and presence penalties, [slots, 3] float32."""
     counts: Tensor
-    """[slots, 2, vocab] int32: how often each token was put out, and how often it was in the prompt. Read and
-    written for slots with penalties only."""
+    """How often each token is in the output, and in the prompt: [slots, 2, vocab] int32. Read and written for
+    slots with penalties only."""
     bias_ids: Tensor
     """The tokens of `logit_bias`, [slots, EDITS_MAX]."""
     bias_values: Tensor
@@ -178,11 +178,13 @@ class SamplingScratch:
     """A place for the logits that `sample` is given, the same in every step: [rows, vocab] in the model's
     type."""
     candidates: Tensor
-    """[rows, vocab] int64: the bits of a token's distance above, its id below."""
+    """The tokens near the best, [rows, vocab] int64: the bits of the distance above, the id below."""
     measures: Tensor
-    """[3, rows, chunks] float32: best edited logit, best logit, sum of exp(logit - best)."""
+    """Per chunk the best edited logit, the best logit, and the sum of exp(logit - best): [3, rows, chunks]
+    float32."""
     places: Tensor
-    """[rows, chunks] int32: the best edited logit's id; NUMERIC_FAILURE where a logit is not finite."""
+    """The id of each chunk's best edited logit, [rows, chunks] int32; NUMERIC_FAILURE where one is not
+    finite."""
     masses: Tensor
     """The mass of each chunk, [rows, chunks] int64."""
     near_masses: Tensor
@@ -224,11 +226,12 @@ def sample(
     scratch: SamplingScratch,
     known: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """logits [S, vocab], left as they are; slots, positions [S] int32 -> tokens [S] int64, logprobs [S].
+    """logits [S, vocab], left unchanged; slots, positions [S] int32 -> tokens [S] int64, log-probabilities
+    [S].
 
-    `positions`: where the tokens will stand in `known` [slots, any] int32, which they are written to. A token
-    is NUMERIC_FAILURE where its row is not finite; 0 is written then. The log-probability is that of the
-    model's own distribution, before anything edits it. Tokens are counted.
+    The tokens are written to `known` [slots, any] int32 at `positions`, and counted for penalties. A token is
+    NUMERIC_FAILURE where its row is not finite; 0 is written then. The log-probabilities are those of the
+    model's own distribution, before any edits.
     """
     rows, vocab_size = logits.shape
     assert logits.is_contiguous()

@@ -39,7 +39,7 @@ class DeviceSlots(Seats):
         super().__init__(slots, max_model_len, page_size, vocab_size)
         self.padding_slot = slots
         self.device = device
-        # A column more than there are tokens: a padding row writes its second, however short the context.
+        # One column more than there are tokens: a padding row writes its second token in any context.
         self.tokens = torch.zeros(slots + 1, max_model_len + 1, dtype=torch.int32, device=device)
         self.page_table = torch.zeros(slots + 1, self.pages_per_sequence, dtype=torch.int32, device=device)
         self.page_table[self.padding_slot] = padding_page
@@ -105,27 +105,27 @@ class DeviceBatch(PackedBatch):
 
     @property
     def token_slots(self) -> Tensor:
-        """[T] int64"""
+        """The slot of each token, [T] int64."""
         return self._sent[0]
 
     @property
     def positions(self) -> Tensor:
-        """[T] int64"""
+        """The position of each token, [T] int64."""
         return self._sent[1]
 
     @property
     def sampled_at(self) -> Tensor:
-        """[S] int64"""
+        """The last token of each row that samples, [S] int64."""
         return self._sent[2]
 
     @property
     def sampled_slots(self) -> Tensor:
-        """[S] int32"""
+        """The slot of each row that samples, [S] int32."""
         return self._sent[3]
 
     @property
     def sampled_lengths(self) -> Tensor:
-        """[S] int32: the positions of the new tokens."""
+        """The positions of the new tokens, [S] int32."""
         return self._sent[4]
 
     @cached_property
@@ -134,7 +134,7 @@ class DeviceBatch(PackedBatch):
 
     @cached_property
     def page_tables(self) -> Tensor:
-        """[R, pages per sequence] int32"""
+        """The rows' page tables, [R, pages per sequence] int32."""
         return self.slots.page_table[self._sent[5]]
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Attention on a CPU, in torch: the protocols of its back ends, and what binds them to a step."""
+"""Attention on a CPU, in torch: the protocols of its back ends, and the class that binds them to a step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class BatchAttention:
         self._prefill = prefill.prepare(batch) if batch.decode_rows < len(batch.rows) else None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, H, D]; k, v [T, Hkv, D] -> [T, H, D]."""
+        """Store k and v [T, Hkv, D] -> the attention of q [T, H, D], in q's shape."""
         self._cache.write(layer, k, v, self._batch.places)
         if self._prefill is None:
             assert self._decode is not None

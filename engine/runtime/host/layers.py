@@ -24,7 +24,7 @@ class PackedLinear:
         """weight [out, in], bias [out]. The caller's weight is not needed any more."""
         self._bias = bias
         self._packed = _can_pack(weight)
-        # The hint is the row count to optimise for; the layout is the same for all that decode sees.
+        # The hint is the row count to optimise for; the layout is the same for all row counts of decode.
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, 1) if self._packed else weight
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ class PackedLinear:
 
 
 def _can_pack(weight: Tensor) -> bool:
-    """oneDNN takes bfloat16 only where the processor has at least AVX-512."""
+    """Whether oneDNN takes the weight: bfloat16 only where the processor has at least AVX-512."""
     if weight.device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     return weight.dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -48,7 +48,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """x [T, heads, D] turned by its positions' angles."""
+    """x [T, heads, D], rotated by its positions' angles."""
     cos, sin = angles
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

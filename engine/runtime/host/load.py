@@ -137,7 +137,7 @@ def load_shard(config: RunnerConfig, progress: Progress, ranks: Collective = ALO
     network = host_network(config, model, source, dtype, max_model_len, threads, ranks)
     progress(f"computing with {network.name}")
     if network.draw_plain is not None:
-        # What is left to torch is small, and its threads would fight the network's own for the cores.
+        # Little is left to torch, and its threads would compete with the network's own for the cores.
         torch.set_num_threads(1)
     return HostShard(config, shard.of(model), dtype, max_model_len, network)
 
@@ -151,7 +151,7 @@ def host_network(
     threads: int,
     ranks: Collective = ALONE,
 ) -> HostNetwork:
-    """The native network where it computes this model, else torch's. Raises BadRunnerConfig, and
+    """The native network where it computes this model, else torch's. Raises BadRunnerConfig; and
     UnsupportedModel where neither computes it."""
     hindrance = _hindrance(config, model, ranks.shard)
     if hindrance is not None:

@@ -109,10 +109,8 @@ def _load_layer(config: ModelConfig, source: WeightSource, layer: int, shard: Sh
     own, share = LayerParameters(config, layer, shard), shard.of(config)
 
     def qk_norm() -> Tensor:
-        # Not `cat`: of an Inspection's tensors, that imports torch's compiler, for a second and 150 MB.
-        both = own.qk_norm(source)
-        which = torch.tensor([0] * share.heads + [1] * share.kv_heads, device=both.device)
-        return both.index_select(0, which)
+        of_query, of_key = own.qk_norm(source)
+        return torch.cat((of_query.expand(share.heads, -1), of_key.expand(share.kv_heads, -1)))
 
     return _Layer(
         input_norm=own.input_norm(source),

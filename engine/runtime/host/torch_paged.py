@@ -35,11 +35,11 @@ class _Bucket:
     """Decode rows that are gathered together: b rows of P pages, L = P * page_size keys each."""
 
     rows: Tensor | None
-    """[b] rows of the batch; None: all of them, in order."""
+    """The rows of the batch, [b]; None: all of them, in order."""
     gather: Tensor
-    """[b * Hkv * P]: rows of the cache seen as [pages * Hkv, page_size * D]."""
+    """Rows of the cache seen as [pages * Hkv, page_size * D]: [b * Hkv * P]."""
     bias: Tensor
-    """[b, 1, 1, L]: 0 where the key is seen, -inf where it is not."""
+    """0 where a key is seen, -inf where it is not: [b, 1, 1, L]."""
 
 
 class TorchDecode:

@@ -3,12 +3,14 @@ network, or is refused by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from engine.runtime.config import RunnerConfig
 from engine.runtime.device import load as device_load
@@ -23,9 +25,12 @@ from engine.runtime.load import load_runner
 from engine.runtime.models import features
 from engine.runtime.models.config import FAMILIES, ModelConfig, read_model_config
 from engine.runtime.models.features import features_of
+from engine.runtime.models.parameters import read_all
 from engine.runtime.models.rope import Llama3Scaling, RopeConfig
 from engine.runtime.native import decoder as native_network
 from engine.runtime.native.decoder import NativeDecoder
+from engine.runtime.native.library import built_isas
+from engine.runtime.weights import ALL, Part
 from tests.engine.runtime.conftest import MakeModel
 from tests.engine.runtime.device.card import FakeCard, fake_config
 
@@ -122,6 +127,42 @@ def test_a_field_that_is_no_setting_is_named_as_a_number_or_as_nothing() -> None
     """A name in these tables that is no field any more would let the next field of that name through."""
     known = {own.name for own in fields(ModelConfig)} | {f"rope.{own.name}" for own in fields(RopeConfig)}
     assert known >= features.NUMBERS | features.NO_ARITHMETIC
+
+
+@dataclass(slots=True)
+class Asked:
+    """A WeightSource of zeros that notes what it is asked for."""
+
+    names: list[str] = field(default_factory=list)
+
+    def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int, part: Part = ALL) -> Tensor:
+        self.names += names
+        return torch.zeros(part.shape(rows, columns))
+
+
+def read_natively(config: ModelConfig, source: Asked) -> object:
+    settings = {"dtype": torch.float32, "page_size": 16, "max_model_len": 32, "threads": 1}
+    return NativeDecoder(built_isas()[0], config, source, **settings)  # type: ignore[arg-type]
+
+
+READERS: dict[str, Callable[[ModelConfig, Asked], object]] = {
+    "native": read_natively,
+    "torch": TorchDecoder,
+    "device": lambda config, source: DeviceDecoder(config, source, torch.device("cpu")),
+}
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_checkpoint_is_checked_for_what_every_network_reads(network: str, is_tied: bool) -> None:
+    config = replace(
+        PLAIN, tied_embeddings=is_tied, qk_norm=True, qkv_bias=True, output_bias=True, mlp_bias=True
+    )
+    checked, read = Asked(), Asked()
+    read_all(config, checked)
+    READERS[network](config, read)
+    assert sorted(read.names) == sorted(checked.names)
+    assert len(set(checked.names)) == len(checked.names)
 
 
 def foreign_reader(**settings: Any) -> Callable[..., ModelConfig]:
