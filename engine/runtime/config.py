@@ -58,7 +58,7 @@ class RunnerConfig:
     """The type of stored keys and values on a GPU. `fp8` is e4m3, with the checkpoint's scales where it has
     them; `auto` is the compute type."""
     enforce_eager: bool = False
-    """Whether decode steps on a GPU are launched kernel by kernel instead of as CUDA graphs."""
+    """True if decode steps on a GPU are launched kernel by kernel instead of as CUDA graphs."""
     max_model_len: int | None = None
     """Tokens of prompt and output together. None: the model's own context length."""
     page_size: int = 64

@@ -38,7 +38,7 @@ def available_memory_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 
 
 def multiplies_bf16(proc: Path = PROC) -> bool:
-    """Whether the processor has bfloat16 dot products, so that bfloat16 is faster and not just smaller."""
+    """True if the processor has bfloat16 dot products, so that bfloat16 is faster and not just smaller."""
     return not _NATIVE_BF16_FLAGS.isdisjoint(processor_flags(proc))
 
 

@@ -89,7 +89,7 @@ class KVCache:
         self.pages: Final = pages
         self.scales: Final = [(1.0, 1.0)] * geometry.layers if scales is None else list(scales)
         self.clear_tails = False
-        """Whether the kernel that stores on a device has to keep the second rule: Triton's attention kernels
+        """True if the kernel that stores on a device has to keep the second rule: Triton's attention kernels
         mask what they load, some libraries' do not."""
         shape = (pages, geometry.kv_heads, geometry.page_size, geometry.head_dim)
         # Uninitialised: the system hands out memory as pages are first written.

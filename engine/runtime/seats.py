@@ -56,9 +56,9 @@ class Seat:
     """The tokens [n] int64 of `logit_bias` and the numbers added to their logits [n] float32; None without
     it."""
     is_random: bool = field(init=False)
-    """Whether tokens are drawn at random; else the largest logit is taken."""
+    """True if tokens are drawn at random; else the largest logit is taken."""
     is_plain: bool = field(init=False)
-    """Whether logits are not edited and need not be sorted: for a greedy token, or one drawn from all tokens
+    """True if logits are not edited and need not be sorted: for a greedy token, or one drawn from all tokens
     that min-p leaves."""
 
     def __post_init__(self) -> None:

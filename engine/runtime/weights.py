@@ -220,7 +220,7 @@ class Checkpoint:
         return stacked
 
     def are_equal(self, left: str, right: str, rows: int, columns: int) -> bool:
-        """Whether two matrices [rows, columns] hold the same numbers in the compute type."""
+        """True if two matrices [rows, columns] hold the same numbers in the compute type."""
         for start in range(0, rows, COMPARED_ROWS):
             part = Part(rows=((start, min(start + COMPARED_ROWS, rows)),))
             ours, theirs = (self.stack([name], [rows], columns, part=part) for name in (left, right))

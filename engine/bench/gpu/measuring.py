@@ -57,7 +57,7 @@ def check(
 
 
 def _is_ours(row: str) -> bool:
-    """Whether this process runs the row: it is in this share and was not tried before. Notes it as tried."""
+    """True if this process runs the row: it is in this share and was not tried before. Notes it as tried."""
     number, shares = map(int, os.environ.get(SHARE_VARIABLE, "0/1").split("/"))
     is_ours = next(_rows) % shares == number
     file = os.environ.get(TRIED_VARIABLE)
@@ -91,7 +91,7 @@ def _deadline(part: str, row: str, limit_s: float) -> Iterator[None]:
 
 
 def _is_sound() -> bool:
-    """Whether the device still works. A lost device is reported to torch, too, when it waits."""
+    """True if the device still works. A lost device is reported to torch, too, when it waits."""
     try:
         if torch.cuda.is_available():
             torch.cuda.synchronize()

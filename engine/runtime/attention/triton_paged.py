@@ -173,7 +173,7 @@ class TritonPrefillStep:
         )
 
 
-Library = Callable[[Tensor, Tensor, Tensor], Tensor]
+PromptAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Causal attention of one prompt: q [H, L, D], k and v [Hkv, L, D] -> [H, L, D]."""
 
 
@@ -193,7 +193,9 @@ class LibraryPrefill:
     stay with the Triton kernel, which skips what the window hides.
     """
 
-    def __init__(self, cache: KVCache, spec: AttentionSpec, library: Library = cudnn_attention) -> None:
+    def __init__(
+        self, cache: KVCache, spec: AttentionSpec, library: PromptAttention = cudnn_attention
+    ) -> None:
         self._cache = cache
         self._spec = spec
         self._library = library
@@ -233,7 +235,7 @@ class LibraryPrefill:
 class LibraryPrefillStep:
     cache: KVCache
     spec: AttentionSpec
-    library: Library
+    library: PromptAttention
     fresh: Sequence[tuple[Chunk, Tensor]]
     """The chunks that the library computes, each with its page table [P]."""
     rest: TritonPrefillStep | None

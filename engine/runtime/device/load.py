@@ -68,7 +68,7 @@ GRAPH_ROWS_MAX: Final = 512
 """The most rows of a decode step that is captured. A step of more rows takes longer than launching its
 kernels one by one, and is launched that way."""
 LAUNCHES_DEPENDENTLY: Final = False
-"""Whether kernels of a decode step start while those before them end. Off until a card has shown that it is
+"""True if kernels of a decode step start while those before them end. Off until a card has shown that it is
 right and faster: `tests/gpu/run.sh tokens steps` checks and measures it."""
 OUT_OF_MEMORY: Final = ("out of memory", "ALLOC_FAILED")
 """The words for memory that ends in the errors of CUDA and Triton, and of cuBLAS and cuDNN."""

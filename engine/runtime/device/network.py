@@ -301,7 +301,7 @@ class DecodeStep:
     sampling: DeviceSampling
     scratch: SamplingScratch
     launches_dependently: bool = False
-    """Whether each kernel may start while the one before it ends (`kernels/dependent_launch.py`)."""
+    """True if each kernel may start while the one before it ends (`kernels/dependent_launch.py`)."""
 
     def __call__(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
         """The rows' tokens and log-probabilities, [rows] each, as `DeviceSampler` gives them."""

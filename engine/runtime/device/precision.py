@@ -22,7 +22,7 @@ class Precision:
     """The types of weights and of stored keys and values on a GPU."""
 
     weights_fp8: bool
-    """Whether matrices are in fp8, the embedding and the head excepted."""
+    """True if matrices are in fp8, the embedding and the head excepted."""
     kv_dtype: torch.dtype
 
     @staticmethod

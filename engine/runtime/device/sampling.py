@@ -173,7 +173,7 @@ class SamplingScratch:
     edited: Tensor
     """The logits that tokens are drawn from in rows that ask for edits, [rows, vocab] float32."""
     are_edited: Tensor
-    """Whether a row is drawn from `edited`, [rows] int32."""
+    """1 in rows that are drawn from `edited`, else 0: [rows] int32."""
     logits: Tensor
     """A place for the logits that `sample` is given, the same in every step: [rows, vocab] in the model's
     type."""

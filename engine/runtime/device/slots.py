@@ -100,7 +100,7 @@ class DeviceBatch(PackedBatch):
 
     @cached_property
     def is_decode(self) -> bool:
-        """Whether every row is one token and samples the next."""
+        """True if every row is one token and samples the next."""
         return self.tokens == len(self.rows) == len(self.sampled)
 
     @property

@@ -36,7 +36,7 @@ class PackedLinear:
 
 
 def _can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN takes the weight: bfloat16 only where the processor has at least AVX-512."""
+    """True if oneDNN takes the weight: bfloat16 only where the processor has at least AVX-512."""
     if weight.device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     return weight.dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -91,7 +91,7 @@ def _sample(logits: Tensor, slots: Sequence[int], seats: Sequence[Seat], columns
 
 
 def _truncates(seat: Seat) -> bool:
-    """Whether sampling needs the tokens in order. min-p alone does not."""
+    """True if sampling needs the tokens in order. min-p alone does not."""
     return seat.sampling.top_k > 0 or seat.sampling.top_p < 1.0
 
 

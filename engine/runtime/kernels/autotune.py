@@ -66,7 +66,7 @@ class DeviceLinear:
     norm: Norm | None = None
     """The norm before the product; None where it does not multiply the residual stream."""
     gated: bool = False
-    """Whether silu(first half) * second half is computed behind the product."""
+    """True if silu(first half) * second half is computed behind the product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ def _measure(weight: Weight, rows: int, activations: torch.dtype, timer: Timer) 
 
 
 def _may_fuse(linear: DeviceLinear, rows: int, activations: torch.dtype) -> bool:
-    """Whether a product may have its norm in its head. In float16 the unfinished norm may overflow
+    """True if a product may have its norm in its head. In float16 the unfinished norm may overflow
     (`matmul.py`)."""
     return linear.norm is not None and rows <= FUSED_ROWS_MAX and activations == torch.bfloat16
 

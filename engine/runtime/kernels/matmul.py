@@ -78,7 +78,7 @@ class Tile:
     warps: int
     stages: int
     alone: bool = False
-    """Whether the tile is for a single row, which is multiplied without the tensor cores: these want 16."""
+    """True if the tile is for a single row, which is multiplied without the tensor cores: these want 16."""
 
 
 TILES: Final = (

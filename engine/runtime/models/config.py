@@ -63,7 +63,7 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     """Per layer, the number of latest tokens that a token sees, itself included. None: all."""
     tied_embeddings: bool
-    """Whether the embedding is also the head. A checkpoint with a head of its own overrides config.json
+    """True if the embedding is also the head. A checkpoint with a head of its own overrides config.json
     (`engine.runtime.starting.checked_checkpoint`)."""
     activation: str = "silu"
     """The function of the MLP's gate, by config.json's name."""
@@ -73,7 +73,7 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """Whether the heads of queries and keys are normed before they are rotated."""
+    """True if the heads of queries and keys are normed before they are rotated."""
     fp8: Fp8Scheme | None = None
     """The checkpoint's scheme for matrices in fp8. None: all are stored in a plain type."""
     unread: tuple[str, ...] = ()

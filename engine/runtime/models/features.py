@@ -53,7 +53,7 @@ def _named(described: ModelConfig | RopeConfig, prefix: str) -> Iterator[str]:
 
 
 def _is_set(value: object) -> bool:
-    """Whether an option is used: at least once, where it is one per layer."""
+    """True if an option is used: at least once, where it is one per layer."""
     if isinstance(value, tuple):
         return any(_is_set(of_layer) for of_layer in value)
     return value is not None and value is not False

@@ -102,7 +102,7 @@ def built_isas(proc: Path = PROC) -> list[str]:
 
 @cache
 def may_use_tiles() -> bool:
-    """Whether the registers of the matrix unit may be used: Linux (5.16 or later) grants them to all threads
+    """True if the registers of the matrix unit may be used: Linux (5.16 or later) grants them to all threads
     of the process on request, as they are 8 KiB more to save."""
     if platform.machine() != "x86_64":
         return False

@@ -79,7 +79,7 @@ class _Rank:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the process is stopped by a signal or by a debugger."""
+        """True if the process is stopped by a signal or by a debugger."""
         with contextlib.suppress(OSError):
             state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
             return state in "Tt"
