@@ -37,7 +37,8 @@ def check(
     """Run one check, if it is this process's turn. An error is its result, and the next check still runs.
 
     `absent`: the error of a check that has nothing to check. A CUDA error ends the process, since no result
-    after it can be trusted, and so does a check that hangs: `supervise` starts another process."""
+    after it can be trusted, and so does a check that hangs: `supervise` starts another process.
+    """
     if not _is_ours(row):
         return True
     with _deadline(part, row, limit_s):

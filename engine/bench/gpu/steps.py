@@ -68,14 +68,14 @@ class Bench:
         ms, _ = self._replayed(self._step(batch, context, kv_dtype), batch, context)
         return self._shares(ms, batch, context, kv_dtype)
 
-    def decode_overlapped(self, batch: int, context: int) -> dict[str, Any]:
+    def decode_dependently(self, batch: int, context: int) -> dict[str, Any]:
         """Check that dependent launches give the same bits as plain ones, and measure the same step with
         them."""
         step = self._step(batch, context, torch.bfloat16)
         plain_ms, plain = self._replayed(step, batch, context)
         ms, found = self._replayed(replace(step, launches_dependently=True), batch, context)
-        for overlapped, expected in zip(found, plain, strict=True):
-            assert torch.equal(overlapped, expected), "differs from the step whose kernels do not overlap"
+        for dependent, expected in zip(found, plain, strict=True):
+            assert torch.equal(dependent, expected), "differs from the step whose launches are plain"
         return self._shares(ms, batch, context, torch.bfloat16) | {"plain_ms": plain_ms}
 
     def _step(self, batch: int, context: int, kv_dtype: torch.dtype) -> DecodeStep:
@@ -166,8 +166,8 @@ def run_model(name: str, config: ModelConfig, batches: tuple[int, ...], prompts:
         row = f"decode {name} batch {batch} context {context}"
         ok &= check("steps", row, partial(_decode, bench, batch, context=context), limit_s=ROW_LIMIT_S)
         torch.cuda.empty_cache()
-    row = f"decode {name} batch 1 context {CONTEXT} overlapped"
-    ok &= check("steps", row, lambda: bench().decode_overlapped(1, CONTEXT))
+    row = f"decode {name} batch 1 context {CONTEXT} launched dependently"
+    ok &= check("steps", row, lambda: bench().decode_dependently(1, CONTEXT))
     for length in prompts:
         for how, backend in (("", LibraryPrefill), (" by our attention alone", TritonPrefill)):
             run = partial(_prefill, bench, length, backend)
