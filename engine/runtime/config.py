@@ -1,4 +1,4 @@
-"""A runner's settings, as plain values that can be sent as JSON. No torch here."""
+"""How a runner is set up: plain values, so that they travel as JSON. No torch here."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _MOST: Final = {
     "threads": THREADS_MAX,
     "tensor_parallel": RANKS_MAX,
 }
-"""The largest value of each setting that is at least 1."""
+"""Settings that are at least 1, and what each is at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    """A runner's settings. Raises BadRunnerConfig, naming every setting that is out of range."""
+    """Raises BadRunnerConfig, naming every setting that is out of range."""
 
     model_dir: str
     """A Hugging Face model directory: config.json and safetensors."""
@@ -50,39 +50,37 @@ class RunnerConfig:
     """`int8` (native kernels on a CPU) and `fp8` (on a GPU) store matrices with a scale per output, half of
     bfloat16's bytes."""
     kernels: str = "auto"
-    """The kernels on a CPU. `auto` is the native ones where they are built and take the model, else
-    torch's."""
+    """On a CPU. `auto` is native where they are built and take the model, else torch."""
     attention_backend: str = "auto"
-    """The attention back ends on a GPU, in the form that `engine.runtime.backends` describes."""
+    """On a GPU: as at the head of `engine.runtime.backends`."""
     kv_cache_dtype: str = "auto"
-    """The type of stored keys and values on a GPU. `fp8` is e4m3, with the checkpoint's scales where it has
-    them; `auto` is the compute type."""
+    """On a GPU: `fp8` stores keys and values as e4m3, with the checkpoint's scales where it has them. `auto`
+    is the type that is computed in."""
     enforce_eager: bool = False
-    """True if decode steps on a GPU are launched kernel by kernel instead of as CUDA graphs."""
+    """On a GPU: launch decode steps kernel by kernel instead of as CUDA graphs."""
     max_model_len: int | None = None
-    """Tokens of prompt and output together. None: the model's own context length."""
+    """Prompt and output together. None: what the model was made for."""
     page_size: int = 64
     """Tokens per KV page."""
     kv_cache_bytes: int | None = None
-    """Memory for keys and values. None: on a CPU `memory_fraction` of the memory that is free once the
-    weights are loaded; on a GPU the rest of `gpu_memory_utilization`. Never more than the slots could use."""
+    """None: on a CPU `memory_fraction` of what is free once the weights are loaded; on a GPU what
+    `gpu_memory_utilization` leaves. Capped by what the slots could ever use."""
     memory_fraction: float = 0.5
-    """Share of a CPU's free memory that the cache takes, where `kv_cache_bytes` is None."""
     gpu_memory_utilization: float = 0.9
-    """Share of a GPU's whole memory for weights, a step, graphs and KV together."""
+    """Share of a GPU's whole memory for everything: weights, a step, graphs, KV."""
     swap_bytes: int | None = None
-    """Host memory for the pages of preempted sequences; 0: these are always recomputed. None: at most 4 GiB
-    and a quarter of the free memory. The system provides it page by page, as it is first used."""
+    """Host memory for the pages of preempted sequences; 0: they are recomputed, always. None: up to 4 GiB,
+    and a quarter of what is free. It is taken from the system as it is first used."""
     max_num_seqs: int = 64
-    """Slots: the number of sequences that can hold KV at the same time."""
+    """Slots: sequences that hold KV at the same time."""
     step_tokens_max: int = 2048
-    """Tokens of the largest plan."""
+    """The largest plan, in tokens."""
     threads: int | None = None
-    """Threads of all ranks together. None: one per physical core that this process may use."""
+    """None: one per physical core that this process may use. Ranks share them."""
     tensor_parallel: int = 1
-    """Ranks: processes that each hold a part of the model. Memory settings are per rank."""
+    """Ranks: processes that hold a part of the model each. Memory settings are each rank's own."""
     rank_timeout_s: float = 60.0
-    """Seconds after which a rank that has not done its part of a step counts as lost, and the engine ends."""
+    """A rank that has not done its part of a step by then is lost, and the engine with it."""
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
