@@ -6,8 +6,8 @@
 // Items are claimed one by one. A loop ends when its items are done, not when every thread has turned up:
 // where another process holds a core, the thread there takes no item, and no thread waits for it.
 //
-// `claims_` holds (loop number << 32 | items not yet claimed). Whoever claims an item of loop n knows that
-// loop n cannot end before the item does, so what it then reads of the loop is still that loop's.
+// `claims_` holds (loop number << 32 | items not yet claimed). Loop n cannot end before its items do, so a
+// thread that has claimed one of them still finds that loop in all that it reads of it.
 #pragma once
 
 #include <atomic>

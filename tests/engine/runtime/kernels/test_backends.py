@@ -1,4 +1,4 @@
-"""What the back ends prepare for a step. Whole models run on them in test_decoder.py."""
+"""What the back ends prepare for a step. Whole models run on them in ../device/test_network.py."""
 
 from __future__ import annotations
 
