@@ -1,14 +1,15 @@
-"""Which back end computes attention: prefill and decode chosen apart, before anything is loaded.
+"""The choice of attention back ends: one for prefill and one for decode, made before anything is loaded.
 
     auto                          the first of a phase's order that is installed and takes the model
     NAME                          that one, for both phases
     prefill=NAME,decode=NAME      each phase its own; one that is left out is `auto`
 
-What a library takes is written down here as rules, with where they were read, so that a back end that is
-asked for and cannot do the work is refused in words, not by a kernel's assertion an hour later. No torch.
+The models, caches and GPUs that a library takes are written down here as rules, with the source that each was
+read in. A back end that is asked for and cannot do the work is refused in words, not by a kernel's assertion
+an hour later. No torch here.
 
-A library is installed if it can be imported and has the functions that we call. It is imported only where
-there is a GPU, and only when it could be chosen.
+A library is installed if it can be imported and has the functions that are called here. It is imported only
+where there is a GPU, and only when it could be chosen.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ class Phase(Enum):
 
 
 class Backend(Enum):
-    """The value is what it is called in the log."""
+    """A back end, by its name in the log."""
 
     TRITON = "triton"
     CUDNN = "cudnn"
-    """Whole prompts without a cached past; our kernel takes the other rows."""
+    """cuDNN for whole prompts without a cached past, the Triton kernel for other rows."""
     FLASH_ATTN_2 = "flash-attn 2"
     FLASH_ATTN_3 = "flash-attn 3"
     FLASHINFER = "flashinfer"
     FLASHINFER_TRTLLM = "flashinfer's TensorRT-LLM kernels"
     TORCH = "torch"
-    """The reference: right everywhere, and slow."""
+    """The reference in torch: correct everywhere, and slow."""
 
 
 NAMES: Final[Mapping[str, tuple[Backend, ...]]] = {
@@ -53,10 +54,10 @@ NAMES: Final[Mapping[str, tuple[Backend, ...]]] = {
     "flashinfer-trtllm": (Backend.FLASHINFER_TRTLLM,),
     "torch": (Backend.TORCH,),
 }
-"""What an operator writes, and what that can mean: the first that fits."""
+"""The back ends that each name of the setting stands for: the first that fits is taken."""
 
 ORDER: Final[Mapping[Phase, tuple[Backend, ...]]] = {
-    # flash-attn 2 comes after cuDNN, which is about twice as fast on Hopper; it is there for who asks for it.
+    # flash-attn 2 comes after cuDNN, which is about twice as fast on Hopper: it is taken where it is named.
     Phase.PREFILL: (
         Backend.FLASH_ATTN_3,
         Backend.FLASHINFER,
@@ -86,42 +87,42 @@ FUNCTIONS: Final[Mapping[Backend, tuple[str, tuple[str, ...]]]] = {
     ),
     Backend.FLASHINFER_TRTLLM: ("flashinfer.decode", ("trtllm_batch_decode_with_kv_cache",)),
 }
-"""The module that a back end calls, and what it calls there."""
+"""The module of each library, and the functions that are called in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a model, its cache and the device ask of a back end."""
+    """The properties of a model, its cache and the device that a back end has to support."""
 
     heads: int
     kv_heads: int
     head_dim: int
     page_size: int
     dtype: str
-    """Of queries, by torch's name."""
+    """The type of queries, by torch's name."""
     kv_dtype: str
-    """As stored."""
+    """The type of stored keys and values, by torch's name."""
     capability: tuple[int, int] | None
-    """The GPU's. None: there is no GPU."""
+    """The GPU's compute capability; None without a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
-class Library:
-    """An optional library as it was found: a module, or why there is none."""
+class FoundLibrary:
+    """An optional library: its module, or the reason why it cannot be used."""
 
     module: ModuleType | None
     said: str
-    """Its version, or the reason."""
+    """The version of a module that was found, else the reason why there is none."""
 
 
-Find = Callable[[Backend], Library]
+Find = Callable[[Backend], FoundLibrary]
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
     backend: Backend
     module: ModuleType | None = None
-    """Of its library, if it is one's."""
+    """The library's module; None for a back end of the engine's own."""
     version: str = ""
 
     def __str__(self) -> str:
@@ -133,20 +134,21 @@ class Choice:
     prefill: Chosen
     decode: Chosen
     passed_over: tuple[str, ...] = ()
-    """What would have come first, and why it does not."""
+    """The back ends that come earlier in the order, each with the reason why it was not taken."""
 
     @property
     def reads_whole_pages(self) -> bool:
         return not READS_WHOLE_PAGES.isdisjoint({self.prefill.backend, self.decode.backend})
 
     def __str__(self) -> str:
-        """For the log."""
+        """Both back ends and those passed over, for the log."""
         text = f"attention: prefill by {self.prefill}, decode by {self.decode}"
         return text + (f" ({'; '.join(self.passed_over)})" if self.passed_over else "")
 
 
 def parse(asked: str) -> Mapping[Phase, str]:
-    """`asked` as at the head of this module -> a name per phase. Raises BadRunnerConfig."""
+    """The back end's name for each phase, from a setting in the form that the module describes. Raises
+    BadRunnerConfig."""
     if "=" not in asked:
         return dict.fromkeys(Phase, _known(asked))
     found = dict.fromkeys(Phase, AUTO)
@@ -159,7 +161,7 @@ def parse(asked: str) -> Mapping[Phase, str]:
 
 
 def misnamed(asked: str) -> Iterator[str]:
-    """What is wrong with it, if anything is."""
+    """The reason why a setting cannot be parsed, if it cannot."""
     try:
         parse(asked)
     except BadRunnerConfig as error:
@@ -172,20 +174,20 @@ def _known(name: str) -> str:
     return name
 
 
-def find(backend: Backend) -> Library:
-    """Imports the library, if it is there."""
+def find(backend: Backend) -> FoundLibrary:
+    """Import a back end's library, if it is installed."""
     name, functions = FUNCTIONS[backend]
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError:
-        return Library(None, "not installed")
+        return FoundLibrary(None, "not installed")
     except (ImportError, OSError, RuntimeError) as error:
-        # A wheel for another torch or CUDA: present, and of no use.
-        return Library(None, f"installed, but cannot be imported: {str(error).splitlines()[0]}")
+        # A wheel for another torch or CUDA is present, and cannot be used.
+        return FoundLibrary(None, f"installed, but cannot be imported: {str(error).splitlines()[0]}")
     absent = [function for function in functions if not hasattr(module, function)]
     if absent:
-        return Library(None, f"installed, but has no {', '.join(absent)}")
-    return Library(module, _version(name.partition(".")[0]))
+        return FoundLibrary(None, f"installed, but has no {', '.join(absent)}")
+    return FoundLibrary(module, _version(name.partition(".")[0]))
 
 
 def _version(package: str) -> str:
@@ -194,7 +196,8 @@ def _version(package: str) -> str:
 
 
 def choose(asked: str, need: Need, find: Find = find) -> Choice:
-    """Raises BadRunnerConfig where what was asked for by name is not there or does not fit, saying why."""
+    """The back ends for `asked`, a setting. Raises BadRunnerConfig, with the reason, where one that is asked
+    for by name is not installed or does not fit."""
     names = parse(asked)
     passed: list[str] = []
     chosen = {phase: _choose(phase, names[phase], need, find, passed) for phase in Phase}
@@ -202,12 +205,12 @@ def choose(asked: str, need: Need, find: Find = find) -> Choice:
 
 
 def _choose(phase: Phase, name: str, need: Need, find: Find, passed: list[str]) -> Chosen:
-    """The first that fits. What comes before it goes to `passed`."""
+    """The first back end that fits. The reasons against those before it are appended to `passed`."""
     candidates = ORDER[phase] if name == AUTO else NAMES[name]
     refused: list[str] = []
     for backend in candidates:
         problem = next(_misfits(backend, phase, need), None)
-        library = find(backend) if problem is None and backend in FUNCTIONS else Library(None, "")
+        library = find(backend) if problem is None and backend in FUNCTIONS else FoundLibrary(None, "")
         if problem is None and backend in FUNCTIONS and library.module is None:
             problem = library.said
         if problem is None:
@@ -219,7 +222,7 @@ def _choose(phase: Phase, name: str, need: Need, find: Find, passed: list[str]) 
 
 
 def _misfits(backend: Backend, phase: Phase, need: Need) -> Iterator[str]:
-    """What stands in the way, the plainest reason first."""
+    """The reasons why a back end cannot be used, the plainest first."""
     if backend is Backend.TORCH:
         return
     if need.capability is None:
@@ -245,21 +248,21 @@ def _triton(need: Need, capability: tuple[int, int]) -> Iterator[str]:
 
 
 def _cudnn(need: Need, capability: tuple[int, int]) -> Iterator[str]:
-    """Our kernel takes what cuDNN does not, so its rules hold as well."""
+    """cuDNN's rules, and Triton's, whose kernel takes the rows that cuDNN does not."""
     yield from _triton(need, capability)
     if need.head_dim > 128:
         yield f"takes head sizes up to 128, not {need.head_dim}"
 
 
 def _flash_attn_2(need: Need, capability: tuple[int, int]) -> Iterator[str]:
-    """flash-attn 2.8.4, csrc/flash_attn/flash_api.cpp."""
+    """The rules of flash-attn 2.8.4: csrc/flash_attn/flash_api.cpp."""
     yield from _flash_attn_3(need, capability)
     if need.page_size % 256:
         yield f"takes pages of a multiple of 256 tokens (page_size), not {need.page_size}"
 
 
 def _flash_attn_3(need: Need, capability: tuple[int, int]) -> Iterator[str]:
-    """flash-attn's hopper/flash_api.cpp: queries, keys and values are of one type."""
+    """The rules of flash-attn's hopper/flash_api.cpp: queries, keys and values are of one type."""
     yield from _at_least((8, 0), capability)
     if need.head_dim % 8 or need.head_dim > 256:
         yield f"takes head sizes that are multiples of 8 up to 256, not {need.head_dim}"
@@ -268,7 +271,7 @@ def _flash_attn_3(need: Need, capability: tuple[int, int]) -> Iterator[str]:
 
 
 def _flashinfer(need: Need, capability: tuple[int, int]) -> Iterator[str]:
-    """FlashInfer 0.6, include/flashinfer/utils.cuh and jit/attention."""
+    """The rules of FlashInfer 0.6: include/flashinfer/utils.cuh and jit/attention."""
     yield from _at_least((8, 0), capability)
     if need.head_dim not in (64, 128, 256):
         yield f"takes head sizes 64, 128 and 256, not {need.head_dim}"
@@ -276,7 +279,8 @@ def _flashinfer(need: Need, capability: tuple[int, int]) -> Iterator[str]:
 
 
 def _flashinfer_trtllm(need: Need, capability: tuple[int, int]) -> Iterator[str]:
-    """FlashInfer 0.6: decode.py, jit/xqa.py. `xqa` on Hopper and consumer Blackwell, `trtllm-gen` on 10.x."""
+    """The rules of FlashInfer 0.6's decode.py and jit/xqa.py: `xqa` on Hopper and consumer Blackwell,
+    `trtllm-gen` on 10.x."""
     if capability[0] not in (9, 10, 12):
         yield f"needs compute capability 9.x, 10.x or 12.x, this GPU has {_dotted(capability)}"
     pages = (16, 32, 64) if capability[0] == 10 else (16, 32, 64, 128)

@@ -1,4 +1,4 @@
-"""From a plan's rows to the tensors of one step.
+"""The tensors of one step, assembled from a plan's rows.
 
 Rows are packed: token t of the step belongs to the row whose `[offset, offset + length)` holds t.
 All of it follows from (slot, start, length) per row and from what the slots hold, so nothing here
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.core.messages import Plan
 from engine.runtime.kv_cache import TokenPlaces
-from engine.runtime.slots import Seats
+from engine.runtime.seats import Seats
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
@@ -37,8 +37,8 @@ class Row(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(frozen=True)
-class Batch:
-    """T tokens in R rows. To be read before the slots change."""
+class PackedBatch:
+    """T tokens in R rows, valid until the slots change."""
 
     plan: Plan
     slots: Seats
@@ -47,12 +47,12 @@ class Batch:
 
     @cached_property
     def tokens(self) -> int:
-        """T"""
+        """T, the number of tokens."""
         return sum(self.plan.lengths)
 
     @cached_property
     def decode_rows(self) -> int:
-        """How many of the first rows have one token each."""
+        """The number of rows at the start that have one token each."""
         return sum(1 for _ in takewhile(lambda length: length == 1, self.plan.lengths))
 
     @cached_property
@@ -68,7 +68,7 @@ class Batch:
 
     @cached_property
     def page_tables(self) -> Tensor:
-        """[R, P] int64, P pages for the longest row; entries behind a row's own are meaningless."""
+        """[R, P] int64, P pages for the longest row; entries behind a row's own pages are undefined."""
         pages_max = -(-max(row.end for row in self.rows) // self.slots.page_size)
         return self.slots.page_table[torch.tensor(self.plan.slots), :pages_max].long()
 
@@ -97,7 +97,7 @@ class Batch:
         return torch.tensor(self.plan.slots)[self._row_of]
 
     def _begun_pages(self) -> Tensor | None:
-        """Pages whose first token is among the step's and whose last is not."""
+        """The pages, int64, that the step begins and does not fill; None where there are none."""
         size = self.slots.page_size
         lasts = ((row, row.end // size) for row in self.rows if row.end % size)
         begun = [(row.slot, last) for row, last in lasts if last * size >= row.start]
@@ -107,13 +107,13 @@ class Batch:
         return self.slots.page_table[torch.tensor(owners), torch.tensor(places)].long()
 
 
-def assemble(plan: Plan, slots: Seats) -> Batch:
-    """Asserts that the plan's rows follow from what the slots hold."""
-    return Batch(plan, slots, *rows_of(plan, slots))
+def assemble(plan: Plan, slots: Seats) -> PackedBatch:
+    """The plan's batch. Asserts that its rows follow from the slots' state."""
+    return PackedBatch(plan, slots, *rows_of(plan, slots))
 
 
 def rows_of(plan: Plan, seats: Seats) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """The plan's rows, and those of them that sample. Asserts that they follow from what the seats hold."""
+    """The plan's rows, and those of them that sample. Asserts that they follow from the seats' state."""
     offsets = accumulate(plan.lengths, initial=0)
     rows = tuple(map(Row, plan.slots, plan.positions, plan.lengths, offsets))
     for row, samples in zip(rows, plan.samples, strict=True):

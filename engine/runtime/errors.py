@@ -1,22 +1,24 @@
-"""What can keep a model from being served. The operator reads these messages, so each says what to change."""
+"""The errors that keep a model from being served. The operator reads their messages: each says what to
+change."""
 
 from __future__ import annotations
 
 
 class ModelError(Exception):
-    """Base. The message is complete: the command line prints it without a traceback."""
+    """The base of these errors. Its message is complete: the command line prints it without a traceback."""
 
 
 class ModelUnavailable(ModelError):
-    """No such directory, no such model on the hub, or no way to reach it."""
+    """The directory or the hub's model does not exist, or cannot be reached."""
 
 
 class UnsupportedModel(ModelError):
-    """The architecture, or something that its config.json asks for, is not implemented."""
+    """The model's family, or a setting of its config.json, is not implemented."""
 
 
 class WeightsMismatch(ModelError):
-    """The checkpoint does not hold the tensors that the configuration calls for. Names them all."""
+    """The checkpoint does not hold the tensors that the configuration calls for. The message names them
+    all."""
 
 
 class DoesNotFit(ModelError):
@@ -24,12 +26,12 @@ class DoesNotFit(ModelError):
 
 
 class BadRunnerConfig(ModelError):
-    """A setting contradicts the model, the machine or another setting."""
+    """A setting is out of range, or contradicts the model."""
 
 
 class RankLost(ModelError):
-    """A tensor-parallel rank died, is late or disagrees: none of the others can go on."""
+    """A tensor-parallel rank died, is late or disagrees, so that no other rank can go on."""
 
 
 class CollectiveFailed(Exception):
-    """Another rank is gone, or cannot be reached. Which one, only rank 0 can say, by `RankLost`."""
+    """Another rank is gone, or cannot be reached. Only rank 0 knows which one, and names it in `RankLost`."""

@@ -17,11 +17,11 @@ from torch import Tensor
 from engine.runtime.models.quantization import GROUP_MULTIPLE
 
 FP8_MAX: Final = 448.0
-"""The largest e4m3."""
+"""The largest number of e4m3."""
 
 
 def taken(x: Tensor, rows: Tensor) -> Tensor:
-    """x[rows], of any type: on a GPU not every torch indexes what is in fp8."""
+    """x[rows], for any type: on a GPU not every version of torch indexes fp8."""
     if x.dtype != torch.float8_e4m3fn:
         return x[rows]
     return x.view(torch.uint8)[rows].view(x.dtype)
@@ -29,12 +29,14 @@ def taken(x: Tensor, rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
+    """A matrix in fp8 with its scales."""
+
     values: Tensor
-    """[N, K] float8_e4m3fn"""
+    """The stored numbers, [N, K] float8_e4m3fn."""
     scales: Tensor
-    """[N] float32: what values have to be multiplied by; with groups [ceil(K / group), N]"""
+    """The factors of `values`, float32: [N], or [ceil(K / group), N] with groups."""
     group: int = 0
-    """Columns that share a scale; 0: all of a row's."""
+    """The number of columns that share a scale; 0: all columns of a row."""
 
     def __post_init__(self) -> None:
         rows, columns = self.values.shape
@@ -47,7 +49,7 @@ class Fp8Weight:
         return Fp8Weight(self.values.to(device), self.scales.to(device), self.group)
 
     def restored(self, dtype: torch.dtype) -> Tensor:
-        """[N, K]: the numbers that are meant."""
+        """The weight [N, K] in `dtype`."""
         if not self.group:
             return (self.values.float() * self.scales[:, None]).to(dtype)
         by_column = self.scales.T.repeat_interleave(self.group, 1)[:, : self.values.shape[1]]
@@ -55,13 +57,13 @@ class Fp8Weight:
 
     @staticmethod
     def stacked(parts: Sequence[Fp8Weight]) -> Fp8Weight:
-        """One above the other."""
+        """The parts, one above the other."""
         values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
         return Fp8Weight(values, torch.cat([part.scales for part in parts], dim=-1), parts[0].group)
 
 
 def quantise(weight: Tensor) -> Fp8Weight:
-    """weight [N, K] in any float type. Rounds to nearest; a channel of zeros has scale 1."""
+    """weight [N, K], of any float type, rounded to fp8 with a scale per row; a row of zeros has scale 1."""
     largest = weight.abs().amax(dim=1).float()
     scales = torch.where(largest > 0, largest / FP8_MAX, 1.0)
     scaled = (weight.float() / scales[:, None]).clamp_(-FP8_MAX, FP8_MAX)

@@ -1,9 +1,9 @@
-"""What this machine, or the container around this process, lets us use. No torch here.
+"""The cores and the memory that this machine, or the container around this process, grants. No torch here.
 
 A limit may be set on the control group of this process or on any group around it, by version 2 of the
 interface or by version 1, whose groups have a tree for each resource. The tightest counts. In a container the
 groups around it cannot be seen, nor, with version 1, the name that the kernel gives for its own: it is the
-root of what is mounted, which is looked at in any case.
+root of the mounted tree, which is read in any case.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 PROC: Final = Path("/proc")
 CGROUP: Final = Path("/sys/fs/cgroup")
 _NATIVE_BF16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""x86's two, and arm64's."""
+"""The kernel's names for bfloat16 dot products: two on x86, one on arm64."""
 
 
 def usable_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
@@ -31,19 +31,19 @@ def usable_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 
 
 def available_memory_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """What can still be taken: of the machine's memory, or of a control group's limit if that is less. Cached
+    """The memory that can still be allocated: the machine's, or a control group's if that is less. Cached
     files count as free, as they do in the kernel's own figure for the machine."""
     available = _meminfo_bytes(_read(proc / "meminfo"), "MemAvailable")
     return max(0, min([available, *_memory_left(proc, cgroup)]))
 
 
 def multiplies_bf16(proc: Path = PROC) -> bool:
-    """Whether the processor has bfloat16 dot products, so that bfloat16 is faster and not just smaller."""
+    """True if the processor has bfloat16 dot products, so that bfloat16 is faster and not just smaller."""
     return not _NATIVE_BF16_FLAGS.isdisjoint(processor_flags(proc))
 
 
 def processor_flags(proc: Path = PROC) -> frozenset[str]:
-    """What the processor can do, by the kernel's names; none where it does not say."""
+    """The processor's features, by the kernel's names; empty where the kernel lists none."""
     for line in _read(proc / "cpuinfo").splitlines():
         name, _, value = line.partition(":")
         if name.strip() in ("flags", "Features"):
@@ -52,7 +52,8 @@ def processor_flags(proc: Path = PROC) -> frozenset[str]:
 
 
 def _physical_cores(cpuinfo: str, allowed: set[int]) -> int:
-    """Distinct (package, core) pairs among the allowed processors; all of those where no topology is told."""
+    """The number of distinct (package, core) pairs among the allowed processors; where the kernel tells no
+    topology, the number of allowed processors."""
     cores: set[tuple[str, str]] = set()
     for block in cpuinfo.split("\n\n"):
         fields = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in block.splitlines())}
@@ -63,7 +64,7 @@ def _physical_cores(cpuinfo: str, allowed: set[int]) -> int:
 
 
 def _cpu_quotas(proc: Path, cgroup: Path) -> Iterator[float]:
-    """In cores, of every group that has one."""
+    """The CPU quota, in cores, of every control group that has one."""
     for group in _groups(proc, cgroup, "cpu"):
         quota = _read(group / "cpu.max").split() or [
             *_read(group / "cpu.cfs_quota_us").split(),
@@ -74,7 +75,7 @@ def _cpu_quotas(proc: Path, cgroup: Path) -> Iterator[float]:
 
 
 def _memory_left(proc: Path, cgroup: Path) -> Iterator[int]:
-    """In bytes, of every group that has a limit."""
+    """The memory left, in bytes, in every control group that has a limit."""
     for group in _groups(proc, cgroup, "memory"):
         for limit_file, usage_file, prefix in (
             ("memory.max", "memory.current", ""),
@@ -88,7 +89,7 @@ def _memory_left(proc: Path, cgroup: Path) -> Iterator[int]:
 
 
 def _groups(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]:
-    """Directories of the groups that this process is in, from its own to the root, with either interface."""
+    """The directories of this process's control groups, from its own to the root, with either interface."""
     for line in _read(proc / "self" / "cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number != "0" and controller not in controllers.split(","):
@@ -96,7 +97,7 @@ def _groups(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]:
         tree = cgroup if number == "0" else cgroup / controller
         own = PurePosixPath(path.lstrip("/"))
         for group in (own, *own.parents):
-            if ".." not in group.parts:  # outside of what is mounted
+            if ".." not in group.parts:  # outside the mounted tree
                 yield tree / group
 
 
@@ -108,7 +109,7 @@ def _meminfo_bytes(meminfo: str, name: str) -> int:
 
 
 def _read(path: Path) -> str:
-    """The file's text, or nothing where this kernel does not have it."""
+    """The file's text; empty where this kernel does not have the file."""
     try:
         return path.read_text()
     except OSError:

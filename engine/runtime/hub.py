@@ -1,4 +1,7 @@
-"""From what the operator typed to a directory on disk. No torch here, and the hub client only when needed."""
+"""Resolves the model that the operator named to a directory on disk.
+
+No torch here; the hub's client is imported only when it is needed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ _HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 def resolve_model(model: str) -> Path:
-    """The directory itself, or a hub id's snapshot, downloaded on first use. Raises ModelUnavailable."""
+    """The directory that `model` names, or the snapshot of a hub id, downloaded on first use. Raises
+    ModelUnavailable."""
     path = Path(os.path.expanduser(model))
     if model and path.is_dir():
         return path

@@ -1,18 +1,17 @@
-"""Keys and values, in pages; and a second, larger place for pages, in host memory.
+"""Keys and values in pages, and a second, larger pool of pages in host memory.
 
 Layout, per layer: `[page, kv_head, page_size, head_dim]`, keys and values apart. A page of one head
 is contiguous, which is the tile that attention reads.
 
-A page that nobody owns may hold anything, NaN included: attention multiplies masked values by a
+A page that no sequence owns may hold anything, NaN included: attention multiplies masked values by a
 weight of zero, and zero times NaN is NaN. Two rules keep garbage out:
 
   1. Attention reads only pages that belong to the row.
-  2. A page that a step begins and does not fill is wiped before it is written, so what lies behind
-     a sequence's last token, in its last page, is zero and never a previous owner's.
+  2. A page that a step begins and does not fill is cleared before it is written, so the places behind a
+     sequence's last token, in its last page, are zero and never a previous owner's values.
 
 Host memory (`HostPages`) keeps a page's layers side by side. Whole pages are copied there when their owner
-has to give way, and back before it computes again, so what the second rule promises of a page holds for its
-copy.
+has to give way, and back before it computes again, so the second rule holds for copies, too.
 On a GPU the memory is pinned and the copies are queued like any other work of the step, in the order
 that the plan gives them; on a CPU both pools are RAM, and a copy is a `memcpy`: still far cheaper than
 computing a page again.
@@ -33,7 +32,7 @@ from engine.runtime.errors import DoesNotFit
 from engine.runtime.models.config import ModelConfig
 
 Move = tuple[int, int]
-"""From a page to a page."""
+"""A copy of a page: its source and its target."""
 
 CACHE_MARGIN: Final = 0.25
 """Pages beyond what the slots can own, as a share of that: they keep prefixes of finished sequences."""
@@ -42,14 +41,15 @@ SWAP_BYTES_DEFAULT: Final = 4 << 30
 KV_SHARE_DEFAULT: Final = 0.5
 """Of the host memory that is free once the weights are loaded, what the KV cache takes unless it is told."""
 SWAP_SHARE_DEFAULT: Final = 0.25
-"""Of what is available before the cache is allocated: the default is the lesser of the two."""
+"""Share of the memory that is free before the cache is allocated. The default is the lesser of this share and
+`SWAP_BYTES_DEFAULT`."""
 MEASURED_PAGES: Final = 8
 MEASURED_ROUNDS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """Shape of a pool of pages."""
+    """The shape of a pool of pages."""
 
     layers: int
     kv_heads: int
@@ -59,20 +59,20 @@ class KVGeometry:
 
     @property
     def page_bytes(self) -> int:
-        """One page in all layers, keys and values."""
+        """Bytes of one page in all layers, keys and values."""
         return 2 * self.layers * self.kv_heads * self.page_size * self.head_dim * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPlaces:
-    """Where a step's tokens go, the same in every layer."""
+    """The places of a step's tokens in the cache, the same in every layer."""
 
     pages: Tensor
-    """[T]"""
+    """Each token's page, [T]."""
     offsets: Tensor
-    """[T], within the page."""
+    """Each token's place in its page, [T]."""
     begun_pages: Tensor | None
-    """[n]: pages that this step begins and leaves partly empty."""
+    """The pages that this step begins and leaves partly empty, [n]; None: there are none."""
 
 
 class KVCache:
@@ -85,14 +85,14 @@ class KVCache:
         scales: Sequence[tuple[float, float]] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """`scales`: per layer, what stored keys and values have to be multiplied by. None: they are as is.
-        `device`: where; None is torch's default."""
+        """`scales`: per layer, the factors of stored keys and of stored values; None: 1. `device`: the pool's
+        device; None is torch's default."""
         self.geometry: Final = geometry
         self.pages: Final = pages
         self.scales: Final = [(1.0, 1.0)] * geometry.layers if scales is None else list(scales)
         self.clear_tails = False
-        """Whether the kernel that stores on a device has to keep the second rule: our attention kernels mask
-        what they load, some libraries' do not."""
+        """True if the kernel that stores on a device has to keep the second rule: Triton's attention kernels
+        mask what they load, some libraries' do not."""
         shape = (pages, geometry.kv_heads, geometry.page_size, geometry.head_dim)
         # Uninitialised: the system hands out memory as pages are first written.
         self.pool: Final = torch.empty(2, geometry.layers, *shape, dtype=geometry.dtype, device=device)
@@ -100,7 +100,7 @@ class KVCache:
         self.values: Final = list(self.pool[1])
 
     def write(self, layer: int, k: Tensor, v: Tensor, places: TokenPlaces) -> None:
-        """k, v: [T, Hkv, D]."""
+        """Store a step's keys and values, [T, Hkv, D] each."""
         keys, values = self.keys[layer], self.values[layer]
         if places.begun_pages is not None:
             keys.index_fill_(0, places.begun_pages, 0.0)
@@ -110,7 +110,7 @@ class KVCache:
 
 
 class HostPages:
-    """Pages in host memory, beside a cache's own."""
+    """A pool of pages in host memory, beside a cache's own."""
 
     def __init__(self, cache: KVCache, pages: int) -> None:
         self.pages: Final = pages
@@ -125,7 +125,7 @@ class HostPages:
         self.values: Final = list(self._pool[:, 1].unbind(1))
 
     def copy(self, out: Sequence[Move], back: Sequence[Move]) -> None:
-        """First (page, host page) pairs out, then (host page, page) pairs back."""
+        """Copy (page, host page) pairs out, then (host page, page) pairs back."""
         cache, host = self._cache.pool, self._pool
         for page, host_page in out:
             host[host_page].copy_(cache[:, :, page], non_blocking=True)
@@ -133,7 +133,8 @@ class HostPages:
             cache[:, :, page].copy_(host[host_page], non_blocking=True)
 
     def measure(self) -> float:
-        """Seconds to copy one page out or back, the least of a few: for a cache that nobody uses yet."""
+        """Seconds to copy one page out or back, the least of a few rounds; 0 without host pages. Overwrites
+        pages."""
         everything = [(page, page) for page in range(min(self.pages, self._cache.pages, MEASURED_PAGES))]
         if not everything:
             return 0.0
@@ -150,11 +151,11 @@ class HostPages:
 def page_count(
     config: RunnerConfig, model: ModelConfig, geometry: KVGeometry, max_model_len: int, available_bytes: int
 ) -> int:
-    """How many pages to allocate. Raises DoesNotFit.
+    """The number of pages to allocate. Raises DoesNotFit.
 
-    `available_bytes` is what is free once the weights are in place. What a step needs for itself is
-    set aside first. The result is never more than the slots could own, plus a margin for the prefix
-    cache: a tiny model on a large machine takes little.
+    `available_bytes` is the memory that is free once the weights are loaded. The memory of a step is set
+    aside first. The result is never more than the slots could own, plus a margin for the prefix cache: a tiny
+    model on a large machine takes little.
     """
     useful = useful_pages(config, max_model_len)
     if config.kv_cache_memory is not None:
@@ -173,7 +174,7 @@ def page_count(
 def host_page_count(
     config: RunnerConfig, geometry: KVGeometry, max_model_len: int, available_bytes: int
 ) -> int:
-    """How many pages of host memory to set aside: never more than the slots could own."""
+    """The number of pages of host memory to set aside: never more than the slots could own."""
     budget = config.swap_memory
     if budget is None:
         budget = min(SWAP_BYTES_DEFAULT, int(available_bytes * SWAP_SHARE_DEFAULT))
@@ -182,7 +183,7 @@ def host_page_count(
 
 
 def useful_pages(config: RunnerConfig, max_model_len: int) -> int:
-    """What the slots could own, and a margin for prefixes of finished sequences."""
+    """The number of pages that the slots could own, and a margin for prefixes of finished sequences."""
     return int(config.max_num_seqs * _pages_per_sequence(config, max_model_len) * (1 + CACHE_MARGIN))
 
 
@@ -191,7 +192,8 @@ def _pages_per_sequence(config: RunnerConfig, max_model_len: int) -> int:
 
 
 def step_bytes(config: RunnerConfig, model: ModelConfig) -> int:
-    """Activations of the largest step, from above: every live tensor of one layer, logits, sampling.
+    """An upper bound, in bytes, of the largest step's activations: the tensors of one layer, logits,
+    sampling.
 
     Counted rather than profiled: a full step of a large model takes seconds on a CPU.
     """

@@ -1,4 +1,4 @@
-"""Log-probabilities for those who ask: of the model's own distribution, before anything edits it."""
+"""The log-probabilities that requests ask for: those of the model's own distribution, before any edits."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from torch import Tensor
 from engine.core.messages import TokenLogprobs
 
 SORT_SHARE: Final = 8
-"""Above this share of the row, finding and mending costs more than sorting."""
+"""Where k is at least this fraction (1 / SORT_SHARE) of a row, sorting the row is faster than selecting."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobColumns:
-    """Of n tokens, where they were computed."""
+    """The log-probabilities of n tokens, on the device where they were computed."""
 
     chosen: Tensor
-    """[n]"""
+    """The log-probability of each token itself, [n]."""
     best_ids: Tensor
-    """[n, k], k the most that anybody asked for."""
+    """The ids of the likeliest tokens in its place, [n, k], k being the most that any row asks for."""
     best_values: Tensor
-    """[n, k]"""
+    """Their log-probabilities, [n, k]."""
     tops: Sequence[int]
+    """The number of likeliest tokens that each row asks for, [n]."""
 
     @staticmethod
     def of(logits: Tensor, tokens: Tensor, tops: Sequence[int], topk: TopK) -> LogprobColumns:
@@ -36,7 +37,7 @@ class LogprobColumns:
 
     @staticmethod
     def of_chosen(chosen: Tensor) -> LogprobColumns:
-        """[n]: nobody asks for more."""
+        """The columns for tokens whose log-probabilities, [n], are known, where no row asks for more."""
         nothing = chosen.new_empty(len(chosen), 0)
         return LogprobColumns(chosen, nothing, nothing, [0] * len(chosen))
 
@@ -44,7 +45,7 @@ class LogprobColumns:
         return LogprobColumns(move(self.chosen), move(self.best_ids), move(self.best_values), self.tops)
 
     def entries(self) -> list[TokenLogprobs]:
-        """One per row."""
+        """The log-probabilities as messages, one per row."""
         columns = (self.chosen.tolist(), self.best_ids.tolist(), self.best_values.tolist(), self.tops)
         return [
             TokenLogprobs(logprob, row_ids[:top], row_values[:top])
@@ -53,12 +54,13 @@ class LogprobColumns:
 
 
 TopK = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-"""`stable_topk`, or what answers the same."""
+"""`stable_topk`, or a function with the same results."""
 
 
 def distinct_topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As `stable_topk`, of float32, without asking whether there are equals, which would wait for a device:
-    each value is made a key of its own, its order above and its place below."""
+    """The results of `stable_topk` for float32, without waiting for a device to learn whether there are
+    equals: each value becomes a distinct key, the value's order in the upper bits and its place in the lower
+    ones."""
     bits = (values + 0.0).view(torch.int32)  # no negative zero
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     last = values.shape[1] - 1
@@ -70,8 +72,8 @@ def distinct_topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def stable_topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of each row, best first, the lower index first among equals: (values, ids), [n, k].
 
-    torch.topk leaves the order of equals open, and which of them make the cut. The order is mended
-    by sorting what it found; a row whose cut goes through equals is sorted whole.
+    torch.topk may return equals in any order, and any of those at the cut. Sorting its results restores the
+    order; a row whose cut goes through equals is sorted whole.
     """
     if k == 0:
         return values[:, :0], torch.empty(len(values), 0, dtype=torch.int64)

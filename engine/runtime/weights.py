@@ -1,13 +1,13 @@
-"""Weights, from safetensors on disk to tensors of ours.
+"""Reads weights from safetensors on disk into tensors.
 
-A decoder is built by asking a `WeightSource` for one parameter after another, by the checkpoint's
-names and with the shape it expects. It is built twice: first from an `Inspection`, which looks at
-file headers alone and collects everything that does not match, then from a `Checkpoint`, which
+A network is built by asking a `WeightSource` for one parameter after another, by the checkpoint's
+names and with the shape it expects. All parameters are asked for twice: first of an `Inspection`, which reads
+file headers alone and collects everything that does not match, then of a `Checkpoint`, which
 copies. So a wrong checkpoint is refused in milliseconds, with every name, before memory is taken.
 
-Each tensor is copied once, from the mapped file into memory of ours or a device's, converted on the way; what
-the model fuses (QKV, gate and up) is stacked by copying the parts into place. The mapping is
-dropped file by file, so the peak is the model and one parameter.
+Each tensor is copied once, from the mapped file into host or device memory, converted on the way; matrices
+that a network fuses (QKV, gate and up) are stacked by copying the parts into place. The mapping is dropped
+file by file, so the peak is the model and one parameter.
 
 A tensor-parallel rank asks for parts of tensors, and reads no more than these: the mapped pages that they
 lie on.
@@ -34,15 +34,15 @@ INDEX_FILE: Final = "model.safetensors.index.json"
 SINGLE_FILE: Final = "model.safetensors"
 NAMES_SHOWN_MAX: Final = 20
 COMPARED_ROWS: Final = 4096
-"""How many rows of two matrices that are compared are in memory at a time."""
+"""The number of rows of two compared matrices that are in memory at a time."""
 _FLOATS: Final = frozenset({"F32", "F16", "BF16"})
 _FP8: Final = "F8_E4M3"
 _IGNORED_SUFFIXES: Final = (".rotary_emb.inv_freq",)
-"""Tables that old checkpoints carry along and that follow from config.json."""
+"""The suffixes of tables in old checkpoints, which follow from config.json."""
 _SCALE_SUFFIXES: Final = ("_scale", "_scale_inv")
-"""Behind the matrix's own name."""
+"""The suffixes of a scale's name, behind its matrix's name."""
 _FP8_IGNORED_SUFFIXES: Final = (".input_scale", ".input_scale_ub", ".output_scale", ".q_scale", ".prob_scale")
-"""Scales of activations, which stay in the compute type here."""
+"""The suffixes of activations' scales, which are ignored: activations stay in the compute type."""
 _KV_SCALE_NAMES: Final = {
     "k": ("self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.k_proj.output_scale"),
     "v": ("self_attn.v_scale", "self_attn.v_proj.v_scale", "self_attn.v_proj.output_scale"),
@@ -51,18 +51,18 @@ _KV_SCALE_NAMES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is wanted of tensors that are stacked. None: all."""
+    """The part of stacked tensors that a rank reads."""
 
     rows: tuple[Span, ...] | None = None
-    """Of each tensor."""
+    """The span of rows of each tensor; None: all rows."""
     columns: Span | None = None
-    """Of all of them, which are matrices."""
+    """The span of columns of every matrix; None: all columns."""
 
     def row_spans(self, rows: Sequence[int]) -> Sequence[Span]:
         return self.rows or [(0, count) for count in rows]
 
     def shape(self, rows: Sequence[int], columns: Sequence[int]) -> tuple[int, ...]:
-        """Of the stack."""
+        """The shape of the stacked part, given the tensors' whole sizes."""
         if self.columns is not None:
             columns = [self.columns[1] - self.columns[0]]
         return sum(stop - start for start, stop in self.row_spans(rows)), *columns
@@ -72,10 +72,10 @@ ALL: Final = Part()
 
 
 class WeightSource(Protocol):
-    """Where a decoder gets its parameters from."""
+    """The source that a network reads its parameters from."""
 
     def stack(self, names: Sequence[str], rows: Sequence[int], *columns: int, part: Part = ALL) -> Tensor:
-        """The named tensors, [rows[i], *columns] each, one above the other; of each, what `part` says."""
+        """The parts `part` of the named tensors, [rows[i], *columns] each, one above the other."""
         ...
 
 
@@ -86,13 +86,16 @@ class Fp8Source(Protocol):
     def stack_fp8(
         self, names: Sequence[str], rows: Sequence[int], columns: int, part: Part = ALL
     ) -> Fp8Weight | None:
-        """As `stack`, without leaving fp8; None where one of these is not in fp8. Of blocks that no kernel
-        takes, or that a part cuts through, every row gets one scale, which rounds once more."""
+        """The stacked parts in fp8, as they are stored; None where one of the tensors is not in fp8.
+
+        Where no kernel takes the scales' blocks, or the part cuts through one, the weight is rounded again
+        with one scale per row.
+        """
         ...
 
     def kv_scales(self, layers: int) -> list[tuple[float, float]] | None:
-        """Per layer, what keys and values in fp8 have to be multiplied by, if the checkpoint says. Raises
-        WeightsMismatch where it says so of some layers only."""
+        """The factors of keys and of values in fp8, per layer; None where the checkpoint has none. Raises
+        WeightsMismatch where it has them for some layers only."""
         ...
 
 
@@ -101,9 +104,9 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 def checkpoint_files(model_dir: Path) -> Mapping[str, Path]:
-    """For each tensor the file that holds it. Raises ModelUnavailable, WeightsMismatch.
+    """The file that holds each tensor. Raises ModelUnavailable, WeightsMismatch.
 
-    A file with all weights wins over an index, which may be left from shards that are gone.
+    A file with all weights wins over an index, which may be left over from shards that were deleted.
     """
     single, index = model_dir / SINGLE_FILE, model_dir / INDEX_FILE
     try:
@@ -125,7 +128,7 @@ def checkpoint_files(model_dir: Path) -> Mapping[str, Path]:
 
 
 class Inspection:
-    """A WeightSource that reads headers only, hands out shapes, and remembers what is wrong."""
+    """A WeightSource that reads headers only, hands out shapes, and collects all mismatches."""
 
     def __init__(self, files: Mapping[str, Path], dtype: torch.dtype, fp8: Fp8Scheme | None = None) -> None:
         self._dtype = dtype
@@ -169,7 +172,7 @@ class Inspection:
             self._misfits.append(f"{scale} is {list(header.shape)}, for a matrix of {list(expected)}")
 
     def verify(self) -> None:
-        """Raises WeightsMismatch unless all that was asked for is there, and nothing else."""
+        """Raise WeightsMismatch unless the files hold exactly the tensors that were asked for."""
         ignored: tuple[str, ...] = _IGNORED_SUFFIXES
         if self._fp8 is not None:
             ignored += _FP8_IGNORED_SUFFIXES + _KV_SCALE_NAMES["k"] + _KV_SCALE_NAMES["v"]
@@ -188,7 +191,7 @@ class Inspection:
 
 
 class Checkpoint:
-    """A WeightSource that copies from the files. Use after an Inspection: it asserts what that reports."""
+    """A WeightSource that copies from the files. It asserts what an Inspection has to verify before."""
 
     def __init__(
         self,
@@ -197,7 +200,7 @@ class Checkpoint:
         fp8: Fp8Scheme | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """`device`: where `stack` puts what it copies; None is torch's default."""
+        """`device`: the device of the tensors that `stack` returns; None is torch's default."""
         self._files = files
         self._dtype = dtype
         self._device = device
@@ -217,7 +220,7 @@ class Checkpoint:
         return stacked
 
     def are_equal(self, left: str, right: str, rows: int, columns: int) -> bool:
-        """Whether two matrices [rows, columns] hold the same numbers in the compute type."""
+        """True if two matrices [rows, columns] hold the same numbers in the compute type."""
         for start in range(0, rows, COMPARED_ROWS):
             part = Part(rows=((start, min(start + COMPARED_ROWS, rows)),))
             ours, theirs = (self.stack([name], [rows], columns, part=part) for name in (left, right))
@@ -241,7 +244,7 @@ class Checkpoint:
         return Fp8Weight.stacked(found)
 
     def _held(self, values: Tensor, scale: Tensor, columns: Span | None) -> Fp8Weight:
-        """scale [rows, 1], or [rows, columns] where it differs by block."""
+        """A part in fp8 with its scale, [rows, 1], or [rows, columns] where it differs by block."""
         if scale.shape[1] == 1:
             return Fp8Weight(values, scale[:, 0].contiguous())
         assert self._fp8 is not None
@@ -272,19 +275,20 @@ class Checkpoint:
         rows: Span | None = None,
         columns: Span | None = None,
     ) -> Tensor:
-        """A tensor as it is stored, or a part of it. `shape`: of the whole, to be asserted."""
+        """A tensor as it is stored, or a part of it. `shape`: the whole tensor's shape, which is asserted."""
         source = self._handle(self._files[name]).get_slice(name)
         assert shape is None or tuple(source.get_shape()) == shape, name
         if not source.get_shape():
             scalar: Tensor = self._handle(self._files[name]).get_tensor(name)
             return scalar
-        # A slice is a view of the mapped file: only what is copied from it is read.
+        # A slice is a view of the mapped file: only the pages that are copied are read.
         down, across = (slice(None) if span is None else slice(*span) for span in (rows, columns))
         wanted: Tensor = source[down] if columns is None else source[down, across]
         return wanted
 
     def _scale(self, name: str, shape: tuple[int, ...], rows: Span, columns: Span | None) -> Tensor:
-        """Of these rows and columns of a matrix: [rows, 1], or [rows, columns] where it differs by block."""
+        """The scales of some rows and columns of a matrix: [rows, 1], or [rows, columns] where they differ by
+        block."""
         stored = next(name + suffix for suffix in _SCALE_SUFFIXES if name + suffix in self._files)
         scale = self._read(stored, None).float()
         if scale.numel() == 1:
@@ -298,7 +302,7 @@ class Checkpoint:
         return scale[row][:, column]
 
     def _handle(self, path: Path) -> Any:
-        """One file is open at a time; layers lie together, so files are seldom reopened."""
+        """The open file. Only one is open at a time; layers lie together, so files are seldom reopened."""
         if path != self._open_path:
             self._open_handle = _open(path)
             self._open_path = path
@@ -317,7 +321,7 @@ class _Header:
 
 
 def _headers(files: Mapping[str, Path]) -> dict[str, _Header]:
-    """Every tensor that the files really hold."""
+    """The header of every tensor that the files really hold."""
     found: dict[str, _Header] = {}
     for path in sorted(set(files.values())):
         try:

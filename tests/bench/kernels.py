@@ -29,8 +29,8 @@ import torch
 from engine.core.messages import Plan, SamplingParams, SlotStart
 from engine.runtime.config import RunnerConfig
 from engine.runtime.hardware import usable_cores
+from engine.runtime.host.runner import HostRunner
 from engine.runtime.load import load_runner
-from engine.runtime.model_runner import ModelRunner
 from engine.runtime.models.config import ModelConfig, read_model_config
 from engine.runtime.models.parameters import LayerParameters
 from shared.bench.figures import Figure, at_least, exit_code, figure, write
@@ -135,14 +135,14 @@ def _matrix_elements(shape: ModelConfig) -> int:
     return shape.layers * own + shape.vocab_size * shape.hidden_size
 
 
-def _load(model: Path, kind: str) -> ModelRunner:
+def _load(model: Path, kind: str) -> HostRunner:
     config = RunnerConfig(str(model), max_model_len=512, kv_cache_memory=1 << 30, device="cpu", **KINDS[kind])
     runner = load_runner(config, lambda stage: None)
-    assert isinstance(runner, ModelRunner)
+    assert isinstance(runner, HostRunner)
     return runner
 
 
-def _round(runner: ModelRunner, streams: int, steps: int) -> tuple[float, float]:
+def _round(runner: HostRunner, streams: int, steps: int) -> tuple[float, float]:
     """Seconds of a median step, and of the quickest prompt."""
     prompts_s = _seat(runner, streams, steps)
     steps_s = [_step(runner, streams, step) for step in range(steps)]
@@ -150,7 +150,7 @@ def _round(runner: ModelRunner, streams: int, steps: int) -> tuple[float, float]
     return statistics.median(steps_s), min(prompts_s)
 
 
-def _seat(runner: ModelRunner, streams: int, steps: int) -> list[float]:
+def _seat(runner: HostRunner, streams: int, steps: int) -> list[float]:
     """Seconds of each stream's prompt, computed alone. There is room for so many steps."""
     pages = -(-(PROMPT_LEN + steps + 1) // runner.info.page_size)
     sampling = SamplingParams(seed=1, max_tokens=steps + 1, temperature=0.0)
@@ -164,17 +164,17 @@ def _seat(runner: ModelRunner, streams: int, steps: int) -> list[float]:
     return taken_s
 
 
-def _step(runner: ModelRunner, streams: int, step: int) -> float:
+def _step(runner: HostRunner, streams: int, step: int) -> float:
     slots = list(range(streams))
     plan = Plan(step, [], [], [], slots, [PROMPT_LEN + step] * streams, [1] * streams, [True] * streams)
     return _timed(runner, plan)
 
 
-def _leave(runner: ModelRunner, streams: int) -> None:
+def _leave(runner: HostRunner, streams: int) -> None:
     runner.run(Plan(0, list(range(streams)), [], [], [], [], [], []))
 
 
-def _timed(runner: ModelRunner, plan: Plan) -> float:
+def _timed(runner: HostRunner, plan: Plan) -> float:
     started_s = time.perf_counter()
     runner.run(plan)
     return time.perf_counter() - started_s

@@ -28,8 +28,8 @@ from engine.core.messages import Plan, SamplingParams, SlotStart
 from engine.demo import MODEL_DIR
 from engine.runtime.batch import assemble
 from engine.runtime.config import RunnerConfig
+from engine.runtime.host.runner import HostRunner
 from engine.runtime.load import load_runner
-from engine.runtime.model_runner import ModelRunner
 from shared.bench.figures import Figure, figure, write
 from tests.demo_training.evaluate import Probe, held_out
 from tests.demo_training.text import ANSWER_TOKENS_MAX, END, render, token_id
@@ -109,7 +109,7 @@ class Distance:
         return self.same / self.positions
 
 
-def compare(runners: Sequence[ModelRunner], texts: Sequence[Tokens]) -> list[Distance]:
+def compare(runners: Sequence[HostRunner], texts: Sequence[Tokens]) -> list[Distance]:
     """Each runner's distance from the first one."""
     distances = [Distance() for _ in runners]
     for text in texts:
@@ -120,7 +120,7 @@ def compare(runners: Sequence[ModelRunner], texts: Sequence[Tokens]) -> list[Dis
 
 
 @torch.inference_mode()
-def _logits(runner: ModelRunner, text: Tokens) -> Tensor:
+def _logits(runner: HostRunner, text: Tokens) -> Tensor:
     """[len(text), vocab] float32"""
     pages = list(range(-(-len(text) // runner.info.page_size)))
     seat = SlotStart(0, text, len(text), GREEDY)
@@ -131,9 +131,7 @@ def _logits(runner: ModelRunner, text: Tokens) -> Tensor:
     return logits
 
 
-def answers(
-    runner: ModelRunner, tokenizer: Tokenizer, probes: Sequence[Probe]
-) -> list[tuple[Tokens, Tokens]]:
+def answers(runner: HostRunner, tokenizer: Tokenizer, probes: Sequence[Probe]) -> list[tuple[Tokens, Tokens]]:
     """Of each probe the prompt and a greedy answer, without the token that ended it."""
     prompts = [tokenizer.encode(render(probe.messages, ask=True)).ids for probe in probes]
     end, driver, found = token_id(tokenizer, END), Driver(runner, poison=False), []
@@ -158,10 +156,10 @@ def answers(
     return found
 
 
-def _load(model: Path, settings: Mapping[str, Any]) -> ModelRunner:
+def _load(model: Path, settings: Mapping[str, Any]) -> HostRunner:
     config = RunnerConfig(str(model), max_num_seqs=64, kv_cache_memory=1 << 30, device="cpu", **settings)
     runner = load_runner(config, lambda stage: None)
-    assert isinstance(runner, ModelRunner)
+    assert isinstance(runner, HostRunner)
     return runner
 
 

@@ -26,13 +26,13 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from engine.demo import MODEL_DIR
-from engine.runtime.attention import BatchAttention
-from engine.runtime.batch import Batch
+from engine.runtime.batch import PackedBatch
 from engine.runtime.config import RunnerConfig
 from engine.runtime.fp8 import FP8_MAX, quantise
+from engine.runtime.host.attention import BatchAttention
+from engine.runtime.host.model import TorchModel
+from engine.runtime.host.runner import HostRunner
 from engine.runtime.load import load_runner
-from engine.runtime.model import TorchModel
-from engine.runtime.model_runner import ModelRunner
 from shared.bench.figures import Figure, figure, write
 from tests.bench.precision import Tokens, answers, compare, made_up
 from tests.demo_training.evaluate import held_out
@@ -79,7 +79,7 @@ class RoundedCache:
     model: TorchModel
     scales: Scales
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: PackedBatch) -> Tensor:
         model = self.model
         attention = BatchAttention(model.cache, batch, model.decode, model.prefill)
 
@@ -100,7 +100,7 @@ class Watched:
     model: TorchModel
     largest: list[list[float]]
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: PackedBatch) -> Tensor:
         model = self.model
         attention = BatchAttention(model.cache, batch, model.decode, model.prefill)
 
@@ -156,13 +156,13 @@ def measure(model: Path, scratch: Path) -> Iterator[Figure]:
             yield figure(f"{name}: fp8 {kind}: right answers of {of}", right, "answers")
 
 
-def _demo_texts(runner: ModelRunner) -> list[Tokens]:
+def _demo_texts(runner: HostRunner) -> list[Tokens]:
     """Every eighth question with float32's answer."""
     tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
     return [[*prompt, *answer] for prompt, answer in answers(runner, tokenizer, held_out()[::8])]
 
 
-def _right_answers(runner: ModelRunner) -> tuple[int, int]:
+def _right_answers(runner: HostRunner) -> tuple[int, int]:
     tokenizer, probes = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json")), held_out()
     said = answers(runner, tokenizer, probes)
     return sum(
@@ -171,7 +171,7 @@ def _right_answers(runner: ModelRunner) -> tuple[int, int]:
     ), len(probes)
 
 
-def _calibrated(runner: ModelRunner, texts: Sequence[Tokens]) -> Scales:
+def _calibrated(runner: HostRunner, texts: Sequence[Tokens]) -> Scales:
     """So that the largest key and the largest value of these texts are the largest e4m3."""
     largest = [[0.0, 0.0] for _ in range(runner.cache.geometry.layers)]
     runner.model = Watched(_torch_model(runner), largest)
@@ -195,16 +195,16 @@ def _with_weights(source: Path, directory: Path, rounding: Rounding) -> Path:
     return directory
 
 
-def _load(model: Path) -> ModelRunner:
+def _load(model: Path) -> HostRunner:
     config = RunnerConfig(
         str(model), device="cpu", dtype="float32", kernels="torch", max_num_seqs=64, kv_cache_memory=1 << 28
     )
     runner = load_runner(config, lambda stage: None)
-    assert isinstance(runner, ModelRunner)
+    assert isinstance(runner, HostRunner)
     return runner
 
 
-def _torch_model(runner: ModelRunner) -> TorchModel:
+def _torch_model(runner: HostRunner) -> TorchModel:
     assert isinstance(runner.model, TorchModel)
     return runner.model
 

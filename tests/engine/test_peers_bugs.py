@@ -62,9 +62,9 @@ CAUGHT_BY = {
         "core/test_simulation.py::test_laws_hold_in_random_worlds",
     ),
     "a page that was not written is read (vllm#40047, #37442, #43810, #57156)": (
-        "runtime/test_attention.py::test_where_the_pages_lie_changes_nothing",
-        "runtime/test_runner.py::test_warm_up_leaves_nothing_behind",
-        "runtime/test_runner.py::test_numeric_failure_ends_its_row_alone",
+        "runtime/host/test_attention.py::test_where_the_pages_lie_changes_nothing",
+        "runtime/host/test_runner.py::test_warm_up_leaves_nothing_behind",
+        "runtime/host/test_runner.py::test_numeric_failure_ends_its_row_alone",
     ),
     "ranks that decide by their own clocks deadlock (sglang#27221, vllm#48720)": (),
     "a stop string across tokens (vllm#36830, #45636)": (
@@ -88,8 +88,8 @@ CAUGHT_BY = {
         "core/test_simulation.py::test_laws_hold_in_random_worlds",
     ),
     "a token depends on who shares the batch (vllm#5898)": (
-        "runtime/test_sampler.py::test_a_token_does_not_depend_on_who_shares_the_batch",
-        "runtime/test_runner.py::test_random_tokens_are_the_same_alone_and_in_company",
+        "runtime/host/test_sampler.py::test_a_token_does_not_depend_on_who_shares_the_batch",
+        "runtime/host/test_runner.py::test_random_tokens_are_the_same_alone_and_in_company",
         "test_whole_core.py::test_a_seeded_draw_does_not_depend_on_company",
     ),
 }

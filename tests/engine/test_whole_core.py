@@ -21,8 +21,8 @@ from engine.core.messages import AddSequence, FinishReason, SamplingParams, Step
 from engine.core.scheduler import Scheduler
 from engine.core.swap import Preference
 from engine.runtime.config import RunnerConfig
+from engine.runtime.host.runner import HostRunner
 from engine.runtime.load import load_runner
-from engine.runtime.model_runner import ModelRunner
 from tests.engine.models import FAMILIES, VOCAB_SIZE, make_tiny_model, reference_logprobs, reference_model
 
 OUTPUT_LEN = 64
@@ -61,7 +61,7 @@ class Engine:
         self.replaced = 0
 
     @staticmethod
-    def _load(path: Path, pages: int | None, host_pages: int) -> ModelRunner:
+    def _load(path: Path, pages: int | None, host_pages: int) -> HostRunner:
         settings = RunnerConfig(
             str(path),
             device="cpu",
@@ -75,7 +75,7 @@ class Engine:
         # the scheduler sees fewer pages than there are
         info = msgspec.structs.replace(runner.info, pages=pages or runner.info.pages, host_pages=host_pages)
         runner.info = info
-        assert isinstance(runner, ModelRunner)
+        assert isinstance(runner, HostRunner)
         return runner
 
     def run(self, prompts: dict[int, list[int]], sampling: SamplingParams) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.bench.gpu.measuring import check
 from engine.runtime.attention import AttentionSpec, Chunk
-from engine.runtime.attention.device import Bounds, build_backends
+from engine.runtime.attention.build import Bounds, build_backends
 from engine.runtime.backends import NAMES, Choice, Need, Phase, choose
 from engine.runtime.errors import BadRunnerConfig
 from engine.runtime.kv_cache import KVCache, KVGeometry

@@ -14,8 +14,9 @@ from torch.nn.functional import linear, silu
 from engine.bench.gpu.measuring import check
 from engine.core.messages import SamplingParams
 from engine.runtime.fp8 import Fp8Weight, quantise
+from engine.runtime.host.layers import rms_norm, rotate
 from engine.runtime.kernels import fused
-from engine.runtime.kernels.autotune import Linear, MatmulTable
+from engine.runtime.kernels.autotune import DeviceLinear, MatmulTable
 from engine.runtime.kernels.begin import begin_step
 from engine.runtime.kernels.fused import Norm, Stream
 from engine.runtime.kernels.matmul import (
@@ -29,8 +30,8 @@ from engine.runtime.kernels.matmul import (
     tiles_for,
 )
 from engine.runtime.kernels.restoring import restored
-from engine.runtime.layers import Rotary, rms_norm, rotate
 from engine.runtime.models.rope import RopeConfig
+from engine.runtime.rotary import Rotary
 from tests.engine.runtime.kernels import test_decode_attention as decode
 from tests.engine.runtime.kernels import test_prefill_attention as prefill
 from tests.engine.runtime.kernels import test_sampling as sampling
@@ -235,7 +236,7 @@ def whole_products(dtype: torch.dtype, tile: Tile, fp8: bool, gated: bool) -> di
         found, after = normed_matmul(stream, norm, own, tile, gated=gated)
         same(after.residual, residual + change, "the stream")
         worst = max(worst, near(found, expected, ERROR_MAX[dtype]))
-        apart, _ = MatmulTable({}).of_stream(stream, Linear(own, norm=norm, gated=gated))
+        apart, _ = MatmulTable({}).of_stream(stream, DeviceLinear(own, norm=norm, gated=gated))
         worst_apart = max(worst_apart, near(apart, expected, ERROR_MAX[dtype]))
     # in float32 both are as the order of their sums happens to be
     is_nearer = dtype == torch.float32 or worst <= 1.1 * worst_apart

@@ -18,7 +18,7 @@ import torch
 from engine.bench.gpu.measuring import check
 from engine.bench.gpu.results import write
 from engine.runtime.config import RunnerConfig
-from engine.runtime.graphs import CudaGraphDevice
+from engine.runtime.device.graphs import CudaGraphDevice
 from engine.runtime.load import load_runner
 from engine.runtime.parallel.group import Group
 from engine.runtime.parallel.leader import lead

@@ -15,23 +15,22 @@ from torch import Tensor
 from engine.bench.gpu.measuring import check
 from engine.core.messages import SamplingParams
 from engine.runtime.attention import AttentionSpec
-from engine.runtime.batch import Batch
+from engine.runtime.attention.triton_paged import TritonDecode, TritonPrefill
+from engine.runtime.batch import PackedBatch
 from engine.runtime.config import RunnerConfig
-from engine.runtime.graphs import CudaGraphDevice, DecodeGraphs, batch_buckets
-from engine.runtime.kernels.attention import TritonDecode, TritonPrefill
-from engine.runtime.kernels.decoder import DecodeStep, DeviceDecoder, DeviceModel
-from engine.runtime.kernels.overlap import CAPABILITY_MIN
-from engine.runtime.kernels.sampling import SamplingScratch
-from engine.runtime.kernels.sampling_columns import DeviceSampling
+from engine.runtime.device.graphs import CudaGraphDevice, DecodeGraphs, batch_buckets
+from engine.runtime.device.network import DecodeStep, DeviceDecoder, DeviceModel
+from engine.runtime.device.sampling import DeviceSampling, SamplingScratch
+from engine.runtime.host.runner import HostRunner
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.load import load_runner
-from engine.runtime.model_runner import ModelRunner
 from engine.runtime.models.config import read_model_config
 from engine.runtime.weights import Checkpoint, checkpoint_files
 from tests.engine.models import FAMILIES, make_tiny_model, reference_greedy
 from tests.engine.runtime.driver import Driver
 
 CUDA = torch.device("cuda")
+DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
 PROMPTS = [list(range(2, 2 + length)) for length in (90, 3, 40)]
 OUTPUTS = 24
 STEPS = 16
@@ -43,20 +42,20 @@ class HostLogits:
 
     model: DeviceModel
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: PackedBatch) -> Tensor:
         return self.model.forward(batch)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.logits(hidden).cpu()
 
 
-def on_gpu(path: Path) -> tuple[ModelRunner, DeviceModel]:
+def on_gpu(path: Path) -> tuple[HostRunner, DeviceModel]:
     """A runner whose network and cache are on the GPU; the cache begins as NaN."""
     host = RunnerConfig(
         str(path), "cpu", "float32", kernels="torch", page_size=16, max_num_seqs=4, max_model_len=256
     )
     runner = load_runner(host, lambda stage: None)
-    assert isinstance(runner, ModelRunner)
+    assert isinstance(runner, HostRunner)
     config, info = read_model_config(path), runner.info
     with CUDA:
         cache = KVCache(runner.cache.geometry, runner.cache.pages)
@@ -106,8 +105,10 @@ def graph(path: Path) -> dict[str, Any]:
     step = DecodeStep(model.decoder, model.cache, model.decode, tokens, table.to(CUDA), sampling, scratch)
     lengths = [len(life.tokens) for life in lives]
 
-    def run(by_graph: bool, overlaps: bool) -> list[tuple[list[int], list[float]]]:
-        graphs = DecodeGraphs(replace(step, overlaps=overlaps), batch_buckets(4), padding, CUDA)
+    def run(by_graph: bool, dependently: bool) -> list[tuple[list[int], list[float]]]:
+        graphs = DecodeGraphs(
+            replace(step, launches_dependently=dependently), batch_buckets(4), padding, CUDA
+        )
         if by_graph:
             graphs.capture(CudaGraphDevice(), lambda done, of: None)
         go = graphs.replay if by_graph else graphs.eager
@@ -117,13 +118,15 @@ def graph(path: Path) -> dict[str, Any]:
             found.append((now[:3].tolist(), logprobs[:3].tolist()))
         return found
 
-    expected = run(by_graph=False, overlaps=False)
+    expected = run(by_graph=False, dependently=False)
     ways = [(True, False)]
-    if torch.cuda.get_device_capability() >= CAPABILITY_MIN:
+    if torch.cuda.get_device_capability() >= DEPENDENT_LAUNCH_CAPABILITY:
         ways += [(False, True), (True, True)]
-    for by_graph, overlaps in ways:
-        for (eager, eager_logprobs), (now, logprobs) in zip(expected, run(by_graph, overlaps), strict=True):
-            how = f"by_graph={by_graph}, overlaps={overlaps}"
+    for by_graph, dependently in ways:
+        for (eager, eager_logprobs), (now, logprobs) in zip(
+            expected, run(by_graph, dependently), strict=True
+        ):
+            how = f"by_graph={by_graph}, dependently={dependently}"
             assert now == eager, f"tokens differ from the plain step's: {how}"
             assert logprobs == eager_logprobs, f"log-probabilities differ from the plain step's: {how}"
     return {"steps": STEPS, "ways": len(ways)}

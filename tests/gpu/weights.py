@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from engine.runtime.models.config import ModelConfig
-from engine.runtime.models.registry import DECODERS
+from engine.runtime.models.parameters import read_all
 from engine.runtime.weights import ALL, Part
 
 SHARD_BYTES = 4 << 30
@@ -33,7 +33,7 @@ class Shapes:
 def write_model(config: ModelConfig, path: Path, device: torch.device) -> Path:
     """bf16, in shards. Numbers are made on `device`."""
     shapes = Shapes()
-    DECODERS[config.architecture](config, shapes)
+    read_all(config, shapes)
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(hf_config(config)))
     write_tokenizer(config.vocab_size, path)

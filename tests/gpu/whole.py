@@ -38,8 +38,8 @@ from engine.bench.gpu.results import floors
 from engine.bench.gpu.shapes import LLAMA_8B, QWEN3_06B, decode_floor_s, prefill_floor_s
 from engine.core.messages import AddSequence, SamplingParams
 from engine.runtime.config import RunnerConfig
+from engine.runtime.device.graphs import Captured, DecodeGraphs
 from engine.runtime.device.runner import DeviceRunner
-from engine.runtime.graphs import Captured, DecodeGraphs
 from engine.runtime.load import load_runner
 from engine.runtime.models.config import ModelConfig
 from shared.bench.figures import quantile

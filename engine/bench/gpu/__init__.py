@@ -1,11 +1,12 @@
-"""A card against its own limits: decode steps, attention and prefill of true shapes, with random weights.
+"""Measures a card against its own limits: decode steps, attention and prefill of true shapes, with random
+weights.
 
-    floors     what this card does at best: read-only bandwidth over a buffer far larger than its cache, and
+    floors     the best rates of this card: read-only bandwidth over a buffer far larger than its cache, and
                the rate of a large bf16 product of random numbers. Every share is of these two, so a result
-               means the same on another card, and no datasheet is believed.
+               means the same on another card, without a datasheet.
     attention  attention alone: paged decode, bytes of keys and values over time, by every back end that is
-               installed; whole prompts by the library's kernels and ours.
-    matmul     the library against our tiles, per shape of the two models, weights not in the cache.
+               installed; whole prompts by the library's kernels and the engine's.
+    matmul     the library against the engine's tiles, per shape of the two models, weights not in the cache.
     steps      decode steps and prefills, as graphs where they decode; fp8 weights and KV against bf16.
 
 Theory of the floors. A decode step of batch B at context L must read its weights once and B contexts of keys
@@ -16,7 +17,7 @@ of the square being masked:
     L (2 P + 2 Hq D layers L) / rate
 
 Each part is a process of its own with a limit of its own, and is started again behind a row that ended it
-(`supervise`): one that fails or hangs costs itself and no other. What was not measured says so. No torch in
+(`supervise`): a row that fails or hangs costs no other. Rows that were not measured are named. No torch in
 this module: the parts import it.
 """
 
@@ -37,7 +38,7 @@ from shared.bench.streams import BenchFailed
 __all__ = ["BenchFailed", "add_arguments", "run"]
 
 LIMITS_S: Final = {"floors": 60, "attention": 90, "matmul": 150, "steps": 200}
-"""Parts, in this order, and how long each may take: an H200 needs half of it."""
+"""The parts in their order, and the longest time of each: an H200 needs half of it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +65,7 @@ async def run(options: argparse.Namespace) -> list[Figure]:
 async def _measure(results: Path, only: list[str] | None) -> list[Figure]:
     wanted = set(only or LIMITS_S)
     if not any(line["part"] == "floors" and line["row"] == "card" for line in read(results)):
-        wanted.add("floors")  # what the others are shares of
+        wanted.add("floors")  # the other parts' results are shares of these
     for part in LIMITS_S:
         if part in wanted:
             await _run_part(part, results)
@@ -75,7 +76,7 @@ async def _measure(results: Path, only: list[str] | None) -> list[Figure]:
 
 
 async def _run_part(part: str, results: Path) -> None:
-    """Its rows go to the file; on a terminal one sees them come."""
+    """Run one part. Its rows go to the results file, and to the terminal if there is one."""
     whole = Part(part, ["engine.bench.gpu", part], LIMITS_S[part])
     status = await run_part(whole, results, sys.stderr.fileno())
     if status == NO_GPU:

@@ -1,6 +1,6 @@
-"""Attention alone, at the shape of an 8B model's layer. Paged decode as a share of the read bandwidth: our
-kernel at several shapes, and every back end that is installed at one of them. Whole prompts as a share of the
-matrix rate, by our kernel and by those that torch has."""
+"""Attention alone, at the shape of an 8B model's layer. Paged decode as a share of the read bandwidth: the
+Triton kernel at several shapes, and every installed back end at one of them. Whole prompts as a share of the
+matrix rate, by the Triton kernel and by torch's kernels."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from torch.nn.functional import scaled_dot_product_attention
 from engine.bench.gpu.measuring import check, graph_ms
 from engine.bench.gpu.results import floors
 from engine.runtime.attention import AttentionSpec, Chunk
-from engine.runtime.attention.device import Bounds, build_backends
+from engine.runtime.attention.build import Bounds, build_backends
+from engine.runtime.attention.triton_paged import TritonPrefill
 from engine.runtime.backends import NAMES, Choice, Need, choose
 from engine.runtime.errors import BadRunnerConfig
-from engine.runtime.kernels.attention import TritonPrefill
 from engine.runtime.kv_cache import KVCache, KVGeometry
 
 CUDA: Final = torch.device("cuda")
 HEADS, KV_HEADS, DIM = 32, 8, 128
 LAYERS_MIN: Final = 4
 TURN_BYTES: Final = 512 << 20
-"""Layers take turns, so many that their keys and values together are several times the largest cache."""
+"""Bytes of the keys and values of the layers that take turns: several times the largest cache."""
 PAGES: Final = {"flash-attn": 256}
-"""Where 64 tokens will not do: flash-attn 2."""
+"""The page size of back ends that do not take 64 tokens: flash-attn 2."""
 FP8: Final = torch.float8_e4m3fn
 LIBRARIES: Final = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash-attn 2": SDPBackend.FLASH_ATTENTION}
-"""That are in torch."""
+"""The attention kernels that are part of torch."""
 
 
 def chosen(name: str, kv_dtype: torch.dtype) -> tuple[Choice, int]:
@@ -87,8 +87,8 @@ def decode(
 
 
 def prefill(length: int, name: str) -> dict[str, Any]:
-    """One prompt without a cached past, by one of torch's kernels or ours: cuDNN may decline groups of heads
-    unseen by the engine, as FlashAttention 2 then takes its place."""
+    """Measure one prompt without a cached past, by one of torch's kernels or by Triton's. cuDNN may decline
+    groups of heads; the engine would not notice, as FlashAttention 2 then takes its place."""
     q = torch.randn(length, HEADS, DIM, dtype=torch.bfloat16, device=CUDA)
     k, v = torch.randn(2, KV_HEADS, length, DIM, dtype=torch.bfloat16, device=CUDA)
     cache = KVCache(KVGeometry(1, KV_HEADS, 64, DIM, torch.bfloat16), -(-length // 64), device=CUDA)

@@ -1,4 +1,4 @@
-"""What the card does at best: read-only bandwidth, and the rate of a large bf16 product of random numbers."""
+"""The best rates of the card: read-only bandwidth, and that of a large bf16 product of random numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK = 16384
 
 @triton.jit
 def sum_kernel(source, out, blocks, BLOCK: tl.constexpr):
-    """Reads 32-bit words, keeps one sum per program."""
+    """Read 32-bit words, and keep one sum per program."""
     total = tl.zeros([BLOCK], tl.int32)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         total ^= tl.load(source + block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK))  # type: ignore[attr-defined]
@@ -24,7 +24,7 @@ def sum_kernel(source, out, blocks, BLOCK: tl.constexpr):
 
 
 def read_bytes_per_s() -> float:
-    """The best of two ways to read a buffer once: torch's own sum, and a kernel that only reads."""
+    """The rate of the faster of two ways to read a buffer once: torch's sum, and a kernel that only reads."""
     words = torch.randint(1 << 30, (READ_BYTES // 4,), dtype=torch.int32, device="cuda")
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     out = torch.empty(processors * 8, dtype=torch.int32, device="cuda")

@@ -1,5 +1,5 @@
-"""The library against our tiles for the weights of both models, alone and with the norm before and the gate
-behind: what the table of warm-up would choose."""
+"""The library against the engine's tiles for the weights of both models, alone and with the norm before and
+the gate behind: the choices that a start would make."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from engine.bench.gpu.measuring import check
 from engine.bench.gpu.results import floors
 from engine.bench.gpu.shapes import LLAMA_8B, QWEN3_06B
 from engine.bench.gpu.tuning import tuned
+from engine.runtime.device.timing import DeviceTimer
 from engine.runtime.fp8 import quantise
-from engine.runtime.kernels.autotune import Linear
+from engine.runtime.kernels.autotune import DeviceLinear
 from engine.runtime.kernels.fused import Norm
 from engine.runtime.kernels.matmul import Weight
-from engine.runtime.kernels.timing import DeviceTimer
 from engine.runtime.models.config import ModelConfig
 
 CUDA: Final = torch.device("cuda")
 NORMED: Final = ("qkv", "gate_up", "head")
 GATED: Final = ("gate_up",)
 ROW_LIMIT_S: Final = 120.0
-"""Some thirty kernels are compiled for a row, unless they were."""
+"""The longest time of a row: some thirty kernels are compiled for it, unless they were before."""
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -40,13 +40,13 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 def measure(
     height: int, width: int, timer: DeviceTimer, fp8: bool, normed: bool, gated: bool
 ) -> dict[str, Any]:
-    """`normed`, `gated`: as a decoder has it, with what is before and behind it."""
+    """Measure a product. `normed`, `gated`: with the norm before it and the gate behind it."""
     weight: Weight = torch.empty(height, width, dtype=torch.bfloat16, device=CUDA).normal_()
     if fp8:
         assert isinstance(weight, torch.Tensor)
         weight = quantise(weight)
     norm = Norm(torch.ones(width, device=CUDA), 1e-6) if normed else None
-    table = tuned([Linear(weight, None, norm, gated)], timer, CUDA)
+    table = tuned([DeviceLinear(weight, None, norm, gated)], timer, CUDA)
     floor_us = height * width * (1 if fp8 else 2) / floors()[0] * 1e6
     found = {}
     for shape, measured in table.measured.items():

@@ -1,4 +1,4 @@
-"""How a row is run and how it is measured, on the current CUDA device."""
+"""Runs and measures a row on the current CUDA device."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from engine.bench.gpu.results import write
 from engine.bench.gpu.supervise import HUNG, LOST, SHARE_VARIABLE, TRIED_VARIABLE
 
 ROW_LIMIT_S: Final = 60.0
-"""What takes longer hangs."""
+"""Seconds after which a row counts as hanging."""
 MESSAGE_LEN_MAX: Final = 1200
-"""Of which the end is kept too: a compiler's errors end with what is wrong."""
+"""The longest message. Its end is kept too: a compiler's errors end with the cause."""
 PLACES: Final = 4
 _ROOT: Final = Path(__file__).parents[3]
 _rows: Final = count()
@@ -34,9 +34,11 @@ def check(
     limit_s: float = ROW_LIMIT_S,
     absent: type[Exception] | tuple[()] = (),
 ) -> bool:
-    """Run one check, if it is this process's turn; what it raises is its result, and the next one still runs.
-    `absent`: what it raises where there is nothing to check. A CUDA error ends the process, since nothing
-    after it can be believed, and so does a check that hangs: `supervise` starts another."""
+    """Run one check, if it is this process's turn. An error is its result, and the next check still runs.
+
+    `absent`: the error of a check that has nothing to check. A CUDA error ends the process, since no result
+    after it can be trusted, and so does a check that hangs: `supervise` starts another process.
+    """
     if not _is_ours(row):
         return True
     with _deadline(part, row, limit_s):
@@ -45,7 +47,7 @@ def check(
         except absent as error:
             write(part, row, absent=str(error))
             return True
-        except Exception as error:  # a compiler's, a library's of another version: it is this row's
+        except Exception as error:  # a compiler's, or a library's: it is this row's result
             at = _places(traceback.extract_tb(error.__traceback__))
             write(part, row, ok=False, error=_message(error), at=at)
             if isinstance(error, torch.AcceleratorError) or not _is_sound():
@@ -56,7 +58,7 @@ def check(
 
 
 def _is_ours(row: str) -> bool:
-    """Neither another share's nor tried before. It is noted as tried."""
+    """True if this process runs the row: it is in this share and was not tried before. Notes it as tried."""
     number, shares = map(int, os.environ.get(SHARE_VARIABLE, "0/1").split("/"))
     is_ours = next(_rows) % shares == number
     file = os.environ.get(TRIED_VARIABLE)
@@ -71,7 +73,8 @@ def _is_ours(row: str) -> bool:
 
 @contextmanager
 def _deadline(part: str, row: str, limit_s: float) -> Iterator[None]:
-    """Who waits for a kernel that never ends cannot be interrupted: another thread ends the process."""
+    """End the process after a time, from another thread: a wait for a kernel that never ends cannot be
+    interrupted."""
     waiting = threading.get_ident()
 
     def give_up() -> None:
@@ -89,7 +92,7 @@ def _deadline(part: str, row: str, limit_s: float) -> Iterator[None]:
 
 
 def _is_sound() -> bool:
-    """Whoever was the first to be told that a device is lost, torch is told too when it waits."""
+    """True if the device still works. A lost device is reported to torch, too, when it waits."""
     try:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -99,7 +102,7 @@ def _is_sound() -> bool:
 
 
 def _leave(status: int) -> None:
-    """At once: what would be tidied up waits for the device."""
+    """End the process at once: a regular exit would wait for the device."""
     sys.stderr.flush()
     os._exit(status)
 
@@ -110,15 +113,15 @@ def _message(error: Exception) -> str:
 
 
 def _places(frames: Iterable[traceback.FrameSummary]) -> list[str]:
-    """In our own files, the innermost first."""
+    """The lines of an error's trace in this project's files, the innermost first."""
     ours = [f for f in frames if _ROOT in Path(f.filename).parents and f.filename != __file__]
     return [f"{Path(f.filename).name}:{f.lineno} {f.line}" for f in reversed(ours[-PLACES:])]
 
 
 def graph_ms(run: Callable[[], object], repetitions: int = 20) -> float:
-    """The mean time of one of many runs, captured and replayed, so that the host plays no part."""
+    """The mean time of a run, ms, of many that are captured and replayed, without the host's time."""
     stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())  # what `run` reads may still be on its way
+    stream.wait_stream(torch.cuda.current_stream())  # inputs of `run` may still be on their way
     with torch.cuda.stream(stream):
         run()
     stream.synchronize()
@@ -129,7 +132,7 @@ def graph_ms(run: Callable[[], object], repetitions: int = 20) -> float:
 
 
 def span_ms(run: Callable[[], object], repetitions: int = 20) -> float:
-    """The mean time of one of many runs behind each other."""
+    """The mean time of a run, ms, of many behind each other."""
     for _ in range(3):
         run()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The models of the table, by shape alone: random weights, made on the device."""
+"""The benched models, by shape alone: random weights, made on the device."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RandomWeights:
 
 
 def layer_parameters(config: ModelConfig) -> int:
-    """Of all layers: what a token is multiplied with before the head."""
+    """The number of parameters in all layers' matrices, without the head."""
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     attention = config.hidden_size * (q + 2 * kv) + q * config.hidden_size
     return config.layers * (attention + 3 * config.hidden_size * config.intermediate_size)
@@ -67,7 +67,7 @@ def head_parameters(config: ModelConfig) -> int:
 
 
 def kv_bytes(config: ModelConfig, itemsize: int = 2) -> int:
-    """Of one token, in all layers."""
+    """Bytes of one token's keys and values, in all layers."""
     return 2 * config.layers * config.kv_heads * config.head_dim * itemsize
 
 
@@ -79,7 +79,8 @@ def decode_floor_s(
     weight_bytes: float = 2.0,
     kv_itemsize: int = 2,
 ) -> float:
-    """The package has the formula. `weight_bytes` per parameter of the layers; the head is bf16."""
+    """The least time of a decode step, by the package's formula. `weight_bytes`: bytes per parameter of the
+    layers; the head is in bf16."""
     bandwidth, flops = floors
     layers, head = layer_parameters(config), head_parameters(config)
     reads = layers * weight_bytes + head * 2
@@ -88,6 +89,6 @@ def decode_floor_s(
 
 
 def prefill_floor_s(config: ModelConfig, tokens: int, flops: float) -> float:
-    """Causal, one prompt; the head's single row is left out."""
+    """The least time of one prompt with a causal mask; the head's single row is left out."""
     attention = 2 * config.heads * config.head_dim * config.layers * tokens
     return tokens * (2 * layer_parameters(config) + attention) / flops

@@ -26,13 +26,12 @@ from engine.bench.gpu.shapes import (
 from engine.bench.gpu.tuning import tuned
 from engine.core.messages import SamplingParams
 from engine.runtime.attention import AttentionSpec, Chunk
-from engine.runtime.graphs import CudaGraphDevice, DecodeGraphs
-from engine.runtime.kernels.attention import LibraryPrefill, TritonDecode, TritonPrefill
+from engine.runtime.attention.triton_paged import LibraryPrefill, TritonDecode, TritonPrefill
+from engine.runtime.device.graphs import CudaGraphDevice, DecodeGraphs
+from engine.runtime.device.network import DecodeStep, DeviceDecoder, StepTokens
+from engine.runtime.device.sampling import DeviceSampling, SamplingScratch
+from engine.runtime.device.timing import DeviceTimer
 from engine.runtime.kernels.decode_attention import PROGRAMS_PER_SM
-from engine.runtime.kernels.decoder import DecodeStep, DeviceDecoder, StepTokens
-from engine.runtime.kernels.sampling import SamplingScratch
-from engine.runtime.kernels.sampling_columns import DeviceSampling
-from engine.runtime.kernels.timing import DeviceTimer
 from engine.runtime.kv_cache import KVCache, KVGeometry
 from engine.runtime.models.config import ModelConfig
 
@@ -40,7 +39,7 @@ CUDA = torch.device("cuda")
 PAGE = 64
 CONTEXT = 2048
 ROW_LIMIT_S = 150.0
-"""The first row of a model has its kernels compiled, unless they were."""
+"""The longest time of a row: the first one of a model compiles its kernels."""
 
 
 class Bench:
@@ -65,17 +64,18 @@ class Bench:
         return cache
 
     def decode(self, batch: int, context: int, kv_dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-        """A step of random tokens, each row at `context`, sampled at temperature 1, as a graph."""
+        """Measure a step of random tokens, each row at `context`, sampled at temperature 1, as a graph."""
         ms, _ = self._replayed(self._step(batch, context, kv_dtype), batch, context)
         return self._shares(ms, batch, context, kv_dtype)
 
-    def decode_overlapped(self, batch: int, context: int) -> dict[str, Any]:
-        """The same with kernels that start while those before them end: equal to the bit, and how fast."""
+    def decode_dependently(self, batch: int, context: int) -> dict[str, Any]:
+        """Check that dependent launches give the same bits as plain ones, and measure the same step with
+        them."""
         step = self._step(batch, context, torch.bfloat16)
         plain_ms, plain = self._replayed(step, batch, context)
-        ms, found = self._replayed(replace(step, overlaps=True), batch, context)
-        for overlapped, expected in zip(found, plain, strict=True):
-            assert torch.equal(overlapped, expected), "differs from the step whose kernels do not overlap"
+        ms, found = self._replayed(replace(step, launches_dependently=True), batch, context)
+        for dependent, expected in zip(found, plain, strict=True):
+            assert torch.equal(dependent, expected), "differs from the step whose launches are plain"
         return self._shares(ms, batch, context, torch.bfloat16) | {"plain_ms": plain_ms}
 
     def _step(self, batch: int, context: int, kv_dtype: torch.dtype) -> DecodeStep:
@@ -93,7 +93,7 @@ class Bench:
         return DecodeStep(self.decoder, cache, attention, tokens, table, sampling, scratch)
 
     def _replayed(self, step: DecodeStep, batch: int, context: int) -> tuple[float, tuple[Tensor, ...]]:
-        """The time of a step, ms, and what it says."""
+        """The time of a step, ms, and its results."""
         graphs = DecodeGraphs(step, [batch], batch, CUDA)
         graphs.capture(CudaGraphDevice(), lambda *_: None)
         slots, lengths = list(range(batch)), [context] * batch
@@ -111,7 +111,7 @@ class Bench:
         return fields | {"share": floor_ms / ms, "tokens_per_s": batch / ms * 1e3}
 
     def prefill(self, length: int, backend: type[TritonPrefill] | type[LibraryPrefill]) -> dict[str, Any]:
-        """One prompt of random tokens, without a cached context, and the logits of its last token."""
+        """Measure one prompt of random tokens without a cached context, and the logits of its last token."""
         config, cache = self.config, self.cache(length)
         positions = torch.arange(length, device=CUDA)
         tables = torch.randperm(cache.pages - 1, device=CUDA).int()[None]
@@ -132,7 +132,8 @@ class Bench:
 
 
 def fitting_context(config: ModelConfig, batch: int, context: int) -> int:
-    """The longest, from `context` in halves, at which weights and cache leave a tenth of the card free."""
+    """The longest context, of `context` and its halves, at which weights and cache leave a tenth of the card
+    free."""
     weights = 2 * (layer_parameters(config) + head_parameters(config))
     room = 0.9 * torch.cuda.get_device_properties(0).total_memory - weights
     while batch * context * kv_bytes(config) > room:
@@ -141,7 +142,7 @@ def fitting_context(config: ModelConfig, batch: int, context: int) -> int:
 
 
 MakeBench = Callable[[], Bench]
-"""Weights are made and tuned when the first row wants them: a process that goes on behind may want none."""
+"""Makes and tunes the weights when a row first needs them: a process that resumes behind it may need none."""
 
 
 def _decode(
@@ -165,8 +166,8 @@ def run_model(name: str, config: ModelConfig, batches: tuple[int, ...], prompts:
         row = f"decode {name} batch {batch} context {context}"
         ok &= check("steps", row, partial(_decode, bench, batch, context=context), limit_s=ROW_LIMIT_S)
         torch.cuda.empty_cache()
-    row = f"decode {name} batch 1 context {CONTEXT} overlapped"
-    ok &= check("steps", row, lambda: bench().decode_overlapped(1, CONTEXT))
+    row = f"decode {name} batch 1 context {CONTEXT} launched dependently"
+    ok &= check("steps", row, lambda: bench().decode_dependently(1, CONTEXT))
     for length in prompts:
         for how, backend in (("", LibraryPrefill), (" by our attention alone", TritonPrefill)):
             run = partial(_prefill, bench, length, backend)
@@ -176,7 +177,7 @@ def run_model(name: str, config: ModelConfig, batches: tuple[int, ...], prompts:
 
 
 def main() -> int:
-    """The large model first: most targets are its."""
+    """Measure the large model first: most targets are its."""
     ok = run_model("Llama-3.1-8B", LLAMA_8B, (1, 32, 256), (2048, 8192))
     torch.cuda.empty_cache()
     ok &= run_model("Qwen3-0.6B", QWEN3_06B, (1, 256, 32), (2048,))

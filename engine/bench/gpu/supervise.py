@@ -1,12 +1,13 @@
-"""A part in processes of its own, so that what a row breaks is that row alone. No torch here.
+"""Runs a part in processes of its own, so that a row that breaks its process costs no other row. No torch
+here.
 
 A row can end its process: an illegal access to memory loses the device, a library aborts, a kernel never ends
 (`measuring.check` gives it up after a while). The part is then started again and goes on behind the rows that
-it has tried: each is noted in a file before it is run. Of a row that ended its process and could not say so,
-it is said here.
+it has tried: each is noted in a file before it is run. A row that ended its process without a result gets one
+here.
 
-Rows that only check may share the card: with several shares, each process runs every so-manieth row. Most of
-their time is compiling, which holds Python's lock, so that it takes processes to do it side by side.
+Rows that only check may share the card: with n shares, each process runs every n-th row. Most of their time
+is compiling, which holds Python's lock, so that only processes can do it side by side.
 """
 
 from __future__ import annotations
@@ -26,32 +27,32 @@ from typing import Final
 from engine.bench.gpu.results import RESULTS_VARIABLE, append, read
 
 TRIED_VARIABLE: Final = "PENSTOCK_GPU_TRIED"
-"""Names the file of rows that were begun."""
+"""The environment variable that names the file of rows that were begun."""
 SHARE_VARIABLE: Final = "PENSTOCK_GPU_SHARE"
-"""`1/4`: rows 1, 5, 9 and so on, counted from 0."""
+"""The environment variable with a process's share: `1/4` are rows 1, 5, 9 and so on, counted from 0."""
 NO_GPU: Final = 3
-"""Exit status of a part that finds none."""
+"""The exit status of a part that finds no GPU."""
 LOST: Final = 70
-"""Of one whose device cannot be believed any more."""
+"""The exit status of a part whose device cannot be trusted any more."""
 HUNG: Final = 71
-"""Of one that gave a row up."""
+"""The exit status of a part that gave up a row."""
 TIMED_OUT: Final = 124
 ENDED: Final = (0, 1, 2, NO_GPU)
-"""Status of a part that came to its end, whatever it found."""
+"""The exit statuses of a part that reached its end, with any results."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     name: str
     argv: Sequence[str]
-    """Behind `python -m`."""
+    """The arguments behind `python -m`."""
     limit_s: float
     shares: int = 1
 
 
 async def run_part(part: Part, results: Path, stdout: int | None = None) -> int:
-    """-> 0, or the status of a share that found something wrong. `stdout`: where rows are shown, if not on
-    ours."""
+    """Run a part -> 0, or the status of a share that failed. `stdout`: the file that rows are shown on; None
+    is this process's own."""
     ends_s = time.monotonic() + part.limit_s
     with tempfile.TemporaryDirectory() as directory:
         shares = (
@@ -91,7 +92,8 @@ class _Share:
         return self._tried.read_text().splitlines()
 
     def _say_so(self, row: str, status: int, known: int) -> None:
-        """Unless it was said: `known` lines were there before."""
+        """Write a result for the row that ended the process, unless it has one. `known`: lines there were
+        before."""
         if any(line["part"] == self.part.name and line["row"] == row for line in read(self.results)[known:]):
             return
         how = (
@@ -121,7 +123,7 @@ class _Share:
                 return await asyncio.wait_for(process.wait(), max(0.0, self.ends_s - time.monotonic()))
             except TimeoutError:
                 return TIMED_OUT
-            finally:  # what it started, too
+            finally:  # and the processes that it started
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()

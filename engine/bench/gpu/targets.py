@@ -1,4 +1,4 @@
-"""The table of targets, from the results file: what was measured, and what was not."""
+"""The table of targets, from the results file: measured figures, and rows that were not measured."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LLAMA, QWEN = "Llama-3.1-8B", "Qwen3-0.6B"
 class Target:
     what: str
     rows: tuple[str, ...]
-    """Of the results file."""
+    """The names of the rows in the results file that the figure is computed from."""
     bound: figures.Target
     unit: str
     value: Callable[[Sequence[Line]], float]
 
 
 def only(field: str) -> Callable[[Sequence[Line]], float]:
-    """What the only row says."""
+    """Reads a target's value from a field of its only row."""
     return lambda lines: float(lines[0][field])
 
 
@@ -82,7 +82,7 @@ TARGETS: Final = (
 
 
 def table(lines: Iterable[Line]) -> list[Figure]:
-    """Every target, and how far the results are from it."""
+    """Every target beside its results."""
     checked = {line["row"]: line for line in lines if "ok" in line}
     good = {row: line for row, line in checked.items() if line["ok"]}
     found = []
@@ -96,7 +96,7 @@ def table(lines: Iterable[Line]) -> list[Figure]:
 
 
 def failures(lines: Iterable[Line]) -> list[str]:
-    """Rows that failed when they were last tried, and why."""
+    """The rows that failed when they were last tried, each with its error."""
     checked = {line["row"]: line for line in lines if "ok" in line}
     return [
         " | ".join([f"{row}: {line['error']}", *line.get("at", [])])

@@ -6,10 +6,9 @@ apart. A back end prepares a step once, and is then called for every layer.
 
 A query at position p sees the keys at positions (p - window, p].
 
-There are two forms. `DecodeBackend` and `PrefillBackend` are the host's, beside `BatchAttention`.
-`DecodePages` and `PrefillPages` are a device's: keys and values are stored by another kernel before, page
-tables lie on the device, and decode can be part of a CUDA graph. Which of them computes is decided in
-`engine.runtime.backends`.
+The back ends of a device are here: `DecodePages` and `PrefillPages`. Another kernel has stored the step's
+keys and values before they run, page tables lie on the device, and decode can be part of a CUDA graph.
+`engine.runtime.backends` chooses among them. Those of a CPU are in `engine.runtime.host.attention`.
 """
 
 from __future__ import annotations
@@ -21,48 +20,36 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.runtime.batch import Batch
-from engine.runtime.kv_cache import KVCache
+from engine.runtime.batch import PackedBatch
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What a model's attention looks like."""
+    """The shape of a model's attention."""
 
     heads: int
     kv_heads: int
     head_dim: int
     windows: Sequence[int | None]
-    """Per layer."""
+    """Per layer, the latest tokens that a query sees, itself included; None: all."""
 
     @property
     def scale(self) -> float:
         return float(self.head_dim**-0.5)
 
 
-class DecodeStep(Protocol):
+class DecodeRows(Protocol):
+    """A step's rows of one token, bound to their lengths and page tables."""
+
     def __call__(self, layer: int, q: Tensor) -> Tensor:
         """q [decode_rows, H, D] -> the same shape. The rows' keys and values are in the cache already."""
         ...
 
 
-class PrefillStep(Protocol):
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The other rows' tokens, packed: q [T', H, D]; k, v [T', Hkv, D], also in the cache -> q's shape."""
-        ...
-
-
-class DecodeBackend(Protocol):
-    def prepare(self, batch: Batch) -> DecodeStep: ...
-
-
-class PrefillBackend(Protocol):
-    def prepare(self, batch: Batch) -> PrefillStep: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A row's part of the step: `length` tokens from position `start`, at `offset` of the packed tokens."""
+    """The tokens that a step computes of one row: `length` from position `start`, at `offset` of the packed
+    ones."""
 
     start: int
     length: int
@@ -73,8 +60,8 @@ class Chunk:
         return self.start + self.length
 
 
-def chunks_of(batch: Batch) -> list[Chunk]:
-    """The rows after the decode rows, packed from 0."""
+def chunks_of(batch: PackedBatch) -> list[Chunk]:
+    """The rows behind the decode rows, with offsets from the first of them."""
     rows = batch.rows[batch.decode_rows :]
     return [Chunk(row.start, row.length, row.offset - rows[0].offset) for row in rows]
 
@@ -82,7 +69,7 @@ def chunks_of(batch: Batch) -> list[Chunk]:
 def to_device(
     numbers: Sequence[int] | Sequence[tuple[int, ...]], device: torch.device, dtype: torch.dtype = torch.int32
 ) -> Tensor:
-    """From pinned memory where there is a device to copy to: the host does not wait."""
+    """The numbers as a tensor on `device`, copied from pinned memory, so that the host does not wait."""
     host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 
@@ -99,14 +86,15 @@ class PrefillPages(Protocol):
     """A prefill back end that reads the cache alone."""
 
     def warm_up(self, tokens_max: int, dtype: torch.dtype) -> None:
-        """What prompts of up to so many tokens, computed in `dtype`, would wait for one after another."""
+        """Prepare what depends on a prompt's length, for lengths up to `tokens_max` and queries in
+        `dtype`."""
         ...
 
     def of_chunks(self, chunks: Sequence[Chunk], tables: Tensor) -> PrefillRows:
         """tables [R, P], a row per chunk, on the device."""
         ...
 
-    def prepare(self, batch: Batch, tables: Tensor | None = None) -> PrefillRows:
+    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> PrefillRows:
         """`tables`: the page tables of the rows after the decode rows, if they are on the device already."""
         ...
 
@@ -114,39 +102,17 @@ class PrefillPages(Protocol):
 class DecodePages(Protocol):
     """A decode back end that reads the cache alone, and can be captured."""
 
-    def prepare(self, batch: Batch, tables: Tensor | None = None) -> DecodeStep:
-        """For a step that is launched kernel by kernel. `tables`: the decode rows', if on the device."""
+    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> DecodeRows:
+        """Bind a step that is launched kernel by kernel. `tables`: the decode rows' page tables, where they
+        are on the device already."""
         ...
 
     def plan(self, lengths: Sequence[int]) -> None:
-        """The host's part of a step of so many rows by `on_device`: before it is captured, and before each
-        replay. Keys per row, padding included."""
+        """The host's part of a step by `on_device`, to be called before it is captured and before each
+        replay. `lengths`: keys per row, padding rows included."""
         ...
 
-    def on_device(self, tables: Tensor, lengths: Tensor) -> DecodeStep:
-        """tables [R, P], lengths [R] int32, both on the device: launches only, nothing is read back."""
+    def on_device(self, tables: Tensor, lengths: Tensor) -> DecodeRows:
+        """Bind a step that launches only and reads nothing back. tables [R, P], lengths [R] int32, on the
+        device."""
         ...
-
-
-class BatchAttention:
-    """A model's `StepAttention`: stores the step's keys and values, then each back end takes its rows."""
-
-    def __init__(self, cache: KVCache, batch: Batch, decode: DecodeBackend, prefill: PrefillBackend) -> None:
-        self._cache = cache
-        self._batch = batch
-        self._decode = decode.prepare(batch) if batch.decode_rows else None
-        self._prefill = prefill.prepare(batch) if batch.decode_rows < len(batch.rows) else None
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, H, D]; k, v [T, Hkv, D] -> [T, H, D]."""
-        self._cache.write(layer, k, v, self._batch.places)
-        if self._prefill is None:
-            assert self._decode is not None
-            return self._decode(layer, q)
-        n = self._batch.decode_rows
-        if self._decode is None:
-            return self._prefill(layer, q, k, v)
-        out = q.new_empty(q.shape)
-        out[:n] = self._decode(layer, q[:n])
-        out[n:] = self._prefill(layer, q[n:], k[n:], v[n:])
-        return out

@@ -1,12 +1,12 @@
 """FlashAttention as a back end, version 2 or 3 (Dao 2023; Shah et al. 2024), where it is installed.
 
 Both read the cache where it lies: they want pages as [page, page_size, Hkv, D] with any strides but the
-last, and ours, [page, Hkv, page_size, D], are that with two axes exchanged. Version 2 wants pages of a
-multiple of 256 tokens, version 3 takes any. Their causal mask is aligned to the last key, as ours is, and a
+last, and the cache's, [page, Hkv, page_size, D], are that with two axes exchanged. Version 2 wants pages of a
+multiple of 256 tokens, version 3 takes any. Their causal mask is aligned to the last key, as here, and a
 window counts the keys to the left of a query, itself not included.
 
-Decode needs nothing from the host, so a CUDA graph holds it as it is; how many splits a row is cut into
-follows from the shape of the page tables, which a graph does not change.
+Decode needs nothing from the host, so a CUDA graph holds it as it is; the number of splits of a row follows
+from the shape of the page tables, which a graph does not change.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ import torch
 from torch import Tensor
 
 from engine.runtime.attention import AttentionSpec, Chunk, chunks_of, to_device
-from engine.runtime.batch import Batch
+from engine.runtime.batch import PackedBatch
 from engine.runtime.kv_cache import KVCache
 
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Rows of several tokens, packed: int32 on the device."""
+    """The lengths of rows of several tokens, packed: int32, on the device."""
 
     q_starts: Tensor
-    """[R + 1]: where each row's queries begin, and the end."""
+    """The start of each row's queries, and the end of the last row's, [R + 1]."""
     k_starts: Tensor
-    """[R + 1]: the same of its keys, if they were packed."""
+    """The start of each row's keys if they were packed, and the end of the last row's, [R + 1]."""
     lengths: Tensor
-    """[R]: keys per row"""
+    """The number of keys of each row, [R]."""
     q_len_max: int
     k_len_max: int
 
     @staticmethod
     def of(chunks: Sequence[Chunk], tables: Tensor) -> Ragged:
-        """Chunks that follow each other without gaps."""
+        """The lengths of chunks that follow each other without gaps."""
         q_starts = list(accumulate((chunk.length for chunk in chunks), initial=0))
         assert [chunk.offset for chunk in chunks] == q_starts[:-1]
         ends = [chunk.end for chunk in chunks]
@@ -54,7 +54,8 @@ class Ragged:
 
 
 class Version(Protocol):
-    """What differs between the versions. keys, values [pages, page_size, Hkv, D]; tables [R, P] int32."""
+    """The calls that differ between the versions. keys, values [pages, page_size, Hkv, D]; tables [R, P]
+    int32."""
 
     def decode(
         self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, **how: Any
@@ -71,7 +72,7 @@ class Version(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Version2:
-    """The package `flash_attn`."""
+    """The calls of the package `flash_attn`."""
 
     library: ModuleType
 
@@ -102,7 +103,8 @@ class Version2:
 
 @dataclass(frozen=True, slots=True)
 class Version3:
-    """The module `flash_attn_interface`. Its `flash_attn_varlen_func` takes no pages; this one does both."""
+    """The calls of the module `flash_attn_interface`. Its `flash_attn_varlen_func` takes no pages, but
+    `flash_attn_with_kvcache` takes both kinds of rows."""
 
     library: ModuleType
 
@@ -147,20 +149,20 @@ class _Layers:
 
 
 class FlashDecode:
-    """Back end for rows of one token."""
+    """The back end for rows of one token."""
 
     def __init__(self, cache: KVCache, spec: AttentionSpec, version: Version) -> None:
         self._layers = _Layers(cache, spec)
         self._version = version
 
-    def prepare(self, batch: Batch, tables: Tensor | None = None) -> FlashDecodeStep:
+    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> FlashDecodeStep:
         rows = batch.decode_rows
         device = self._layers.cache.keys[0].device
         lengths = to_device([row.end for row in batch.rows[:rows]], device)
         return self.on_device(batch.page_tables[:rows].to(device) if tables is None else tables, lengths)
 
     def plan(self, lengths: Sequence[int]) -> None:
-        """Nothing: the kernel reads lengths and tables."""
+        """Do nothing: the kernel reads lengths and tables on the device."""
 
     def on_device(self, tables: Tensor, lengths: Tensor) -> FlashDecodeStep:
         return FlashDecodeStep(self._layers, self._version, tables.int(), lengths)
@@ -180,16 +182,16 @@ class FlashDecodeStep:
 
 
 class FlashPrefill:
-    """Back end for rows of several tokens, new or continuing."""
+    """The back end for rows of several tokens, with a cached past or without."""
 
     def __init__(self, cache: KVCache, spec: AttentionSpec, version: Version) -> None:
         self._layers = _Layers(cache, spec)
         self._version = version
 
     def warm_up(self, tokens_max: int, dtype: torch.dtype) -> None:
-        """Nothing: one kernel for all lengths."""
+        """Do nothing: one kernel serves all lengths."""
 
-    def prepare(self, batch: Batch, tables: Tensor | None = None) -> FlashPrefillStep:
+    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> FlashPrefillStep:
         if tables is None:
             tables = batch.page_tables[batch.decode_rows :].to(self._layers.cache.keys[0].device)
         return self.of_chunks(chunks_of(batch), tables)

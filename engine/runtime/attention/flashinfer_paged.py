@@ -1,16 +1,17 @@
 """FlashInfer as a back end (Ye et al. 2025), and its TensorRT-LLM decode kernels, where it is installed.
 
-Its layout "HND" is ours. Two ways of working:
+The cache has its layout "HND". Two ways of working:
 
 **Planned** (`FlashInferPrefill`, `FlashInferDecode`). A wrapper's `plan` lays out a step's work on the host,
 from lengths that the host knows, and copies it to the device; `run` is then called for every layer. A window
 is part of the plan, so layers of different windows have a wrapper each; they share the workspace, since
 layers run one after the other. In a CUDA graph a wrapper belongs to one number of rows and reads fixed
-buffers. `plan` comes before each replay, and only with lengths: the pages' numbers are packed into the
-buffer on the device, within the graph, where page tables are.
+buffers. `plan` comes before each replay, and only with lengths: the graph packs the pages' numbers into the
+buffer on the device, where page tables are.
 
 `plan` writes into memory that a copy reads later, in stream order. A host that runs ahead would overwrite
-what has not been copied: the next plan waits for the copy of the one before, done when its step begins.
+memory that has not been copied: the next plan waits for the copy of the one before, done when its step
+begins.
 
 **Unplanned** (`TrtllmDecode`). Kernels of TensorRT-LLM (on Hopper: XQA) that read page tables and lengths on
 the device as they are, which a graph holds without any host work.
@@ -28,33 +29,35 @@ import torch
 from torch import Tensor
 
 from engine.runtime.attention import AttentionSpec, Chunk, chunks_of, to_device
-from engine.runtime.batch import Batch
+from engine.runtime.batch import PackedBatch
 from engine.runtime.kv_cache import KVCache
 
 WORKSPACE_BYTES: Final = 128 << 20
-"""What its documentation asks for."""
+"""The size of a workspace that FlashInfer's documentation asks for."""
 GROUP_ON_CUDA_CORES_MAX: Final = 3
-"""Larger groups of query heads are worth the tensor cores; and for some (5, 7) there is nothing else."""
+"""The largest group of query heads without tensor cores. Larger groups gain from them; some (5, 7) have no
+other kernel."""
 LAYOUT: Final = "HND"
 
 Wrapper = Any
-"""FlashInfer has no types of its own for them."""
+"""A planned wrapper of FlashInfer, which has no types for these."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Rows' pages, packed: what every plan is told. int32."""
+    """The rows' pages, packed, as every plan takes them: int32."""
 
     starts: Tensor
-    """[R + 1], on the host."""
+    """The start of each row's pages, and the end of the last row's, [R + 1] on the host."""
     numbers: Tensor
-    """[starts[-1]], on the device."""
+    """The pages' numbers, [starts[-1]] on the device."""
     last_lens: Tensor
-    """[R], on the host: tokens in each row's last page, 1 to page_size"""
+    """The number of tokens in each row's last page, 1 to page_size, [R] on the host."""
 
     @staticmethod
     def of(lengths: Sequence[int], tables: Tensor, page_size: int) -> Pages:
-        """tables [R, P], on the device: gathered there, by places that the host computes."""
+        """The pages of rows with these tables [R, P], gathered on the device by places that the host
+        computes."""
         counts = torch.tensor([-(-length // page_size) for length in lengths])
         row = torch.repeat_interleave(counts)
         begins = counts.cumsum(0) - counts
@@ -71,7 +74,7 @@ def _starts_and_last_lens(lengths: Sequence[int], page_size: int) -> tuple[Tenso
 
 
 class _Turn:
-    """One plan after the other: see the head of this module."""
+    """Makes a plan wait until the plan before it was copied, as the head of this module explains."""
 
     def __init__(self, device: torch.device) -> None:
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
@@ -86,13 +89,13 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """What all plans of a model have in common."""
+    """The settings that all plans of a model share."""
 
     library: ModuleType
     cache: KVCache
     spec: AttentionSpec
     dtype: torch.dtype
-    """Of queries."""
+    """The type of queries."""
     workspace: Tensor
 
     @property
@@ -114,7 +117,7 @@ class _Setting:
 
 
 def workspace(device: torch.device) -> Tensor:
-    """Zeros: some of the kernels keep counters there."""
+    """A workspace of zeros: some kernels keep counters in it."""
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
@@ -123,7 +126,7 @@ class PlannedStep:
     cache: KVCache
     spec: AttentionSpec
     wrappers: Mapping[int | None, Wrapper]
-    """By window."""
+    """The planned wrapper for each width of window."""
 
     def __call__(self, layer: int, q: Tensor) -> Tensor:
         """q [rows or tokens, H, D] -> the same shape."""
@@ -136,7 +139,7 @@ class PlannedStep:
 
 
 class FlashInferPrefill:
-    """Back end for rows of several tokens, new or continuing."""
+    """The back end for rows of several tokens, with a cached past or without."""
 
     def __init__(
         self, library: ModuleType, cache: KVCache, spec: AttentionSpec, dtype: torch.dtype, workspace: Tensor
@@ -147,15 +150,17 @@ class FlashInferPrefill:
         self._turn = _Turn(workspace.device)
 
     def warm_up(self, tokens_max: int, dtype: torch.dtype) -> None:
-        """Nothing: kernels are the same for all lengths, and compiled when the largest step is measured."""
+        """Do nothing: the kernels are the same for all lengths, and compiled when the largest step is
+        measured."""
 
-    def prepare(self, batch: Batch, tables: Tensor | None = None) -> PlannedStep:
+    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> PlannedStep:
         if tables is None:
             tables = batch.page_tables[batch.decode_rows :].to(self._setting.workspace.device)
         return self.of_chunks(chunks_of(batch), tables)
 
     def of_chunks(self, chunks: Sequence[Chunk], tables: Tensor) -> PlannedStep:
-        """To be launched in full before the next is prepared: a wrapper knows one plan."""
+        """Bind a step, which has to be launched in full before the next is prepared: a wrapper holds one
+        plan."""
         starts = list(accumulate((chunk.length for chunk in chunks), initial=0))
         assert [chunk.offset for chunk in chunks] == starts[:-1]
         setting = self._setting
@@ -179,7 +184,7 @@ class FlashInferPrefill:
 
 
 class FlashInferDecode:
-    """Back end for rows of one token."""
+    """The back end for rows of one token."""
 
     def __init__(
         self,
@@ -202,16 +207,16 @@ class FlashInferDecode:
         def buffer(size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=workspace.device)
 
-        # One more than pages: where the entries of the tables go that are nobody's.
+        # One more than pages: entries of the tables behind a row's own are written there.
         self._numbers, self._starts, self._last_lens = (
             buffer(pages + 1),
             buffer(rows_max + 1),
             buffer(rows_max),
         )
         self._unread = buffer(pages)
-        """Given to a plan in place of the numbers, which are not there yet."""
+        """Given to a plan in place of the pages' numbers, which are not known yet."""
 
-    def prepare(self, batch: Batch, tables: Tensor | None = None) -> PlannedStep:
+    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> PlannedStep:
         rows, setting = batch.decode_rows, self._setting
         if tables is None:
             tables = batch.page_tables[:rows].to(setting.workspace.device)
@@ -228,7 +233,7 @@ class FlashInferDecode:
         self._plan(self._captured[rows], pages)
 
     def on_device(self, tables: Tensor, lengths: Tensor) -> PlannedStep:
-        """After `plan` of as many rows. Packs the pages' numbers into the buffer that the wrappers read."""
+        """Pack the pages' numbers into the buffer that the wrappers read, after `plan` of as many rows."""
         size, nobodys = self._setting.cache.geometry.page_size, len(self._numbers) - 1
         counts = (lengths.long() + (size - 1)) // size
         column = torch.arange(tables.shape[1], device=tables.device)
@@ -238,7 +243,7 @@ class FlashInferDecode:
         return PlannedStep(self._setting.cache, self._setting.spec, self._captured[len(tables)])
 
     def _wrapper(self, rows: int | None = None) -> Wrapper:
-        """`rows`: of a graph."""
+        """The wrapper of a window and a graph's number of rows."""
         fixed = {}
         if rows is not None:
             fixed = {
@@ -264,7 +269,7 @@ class FlashInferDecode:
 
 
 class TrtllmDecode:
-    """Back end for rows of one token: TensorRT-LLM's kernels."""
+    """The back end for rows of one token, by TensorRT-LLM's kernels."""
 
     def __init__(
         self, library: ModuleType, cache: KVCache, spec: AttentionSpec, workspace: Tensor, *, length_max: int
@@ -275,13 +280,13 @@ class TrtllmDecode:
         self._workspace = workspace
         self._length_max = length_max
 
-    def prepare(self, batch: Batch, tables: Tensor | None = None) -> TrtllmStep:
+    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> TrtllmStep:
         rows, device = batch.decode_rows, self._workspace.device
         lengths = to_device([row.end for row in batch.rows[:rows]], device)
         return self.on_device(batch.page_tables[:rows].to(device) if tables is None else tables, lengths)
 
     def plan(self, lengths: Sequence[int]) -> None:
-        """Nothing: the kernel reads lengths and tables."""
+        """Do nothing: the kernel reads lengths and tables on the device."""
 
     def on_device(self, tables: Tensor, lengths: Tensor) -> TrtllmStep:
         return TrtllmStep(
@@ -323,5 +328,5 @@ class TrtllmStep:
 
 
 def _window_left(window: int | None) -> int:
-    """Keys to the left of a query, itself not counted."""
+    """The number of keys to the left of a query that it sees; -1: all."""
     return -1 if window is None else window - 1

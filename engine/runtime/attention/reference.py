@@ -1,7 +1,8 @@
-"""Attention over a device's pages in torch alone: what the other back ends must equal, and slow.
+"""Attention over a device's pages in torch alone: slow, and the reference for the other back ends.
 
 Every page of every row's table is gathered and multiplied in float32, whatever the lengths are, so that
-decode has fixed shapes and can be captured. What no row owns may be NaN: it is masked first, then multiplied.
+decode has fixed shapes and can be captured. Keys and values that no row owns may be NaN: they are masked
+before they are multiplied.
 """
 
 from __future__ import annotations
@@ -13,25 +14,25 @@ import torch
 from torch import Tensor
 
 from engine.runtime.attention import AttentionSpec, Chunk, chunks_of, to_device
-from engine.runtime.batch import Batch
+from engine.runtime.batch import PackedBatch
 from engine.runtime.fp8 import taken
 from engine.runtime.kv_cache import KVCache
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceDecode:
-    """Back end for rows of one token."""
+    """The back end for rows of one token."""
 
     cache: KVCache
     spec: AttentionSpec
 
-    def prepare(self, batch: Batch, tables: Tensor | None = None) -> ReferenceDecodeStep:
+    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> ReferenceDecodeStep:
         rows, device = batch.decode_rows, self.cache.keys[0].device
         lengths = to_device([row.end for row in batch.rows[:rows]], device)
         return self.on_device(batch.page_tables[:rows].to(device) if tables is None else tables, lengths)
 
     def plan(self, lengths: Sequence[int]) -> None:
-        """Nothing."""
+        """Do nothing: torch needs no plan."""
 
     def on_device(self, tables: Tensor, lengths: Tensor) -> ReferenceDecodeStep:
         return ReferenceDecodeStep(self.cache, self.spec, tables.long(), lengths.long())
@@ -51,15 +52,15 @@ class ReferenceDecodeStep:
 
 @dataclass(frozen=True, slots=True)
 class ReferencePrefill:
-    """Back end for rows of several tokens."""
+    """The back end for rows of several tokens."""
 
     cache: KVCache
     spec: AttentionSpec
 
     def warm_up(self, tokens_max: int, dtype: torch.dtype) -> None:
-        """Nothing: torch plans nothing."""
+        """Do nothing: torch needs no plan."""
 
-    def prepare(self, batch: Batch, tables: Tensor | None = None) -> ReferencePrefillStep:
+    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> ReferencePrefillStep:
         if tables is None:
             tables = batch.page_tables[batch.decode_rows :].to(self.cache.keys[0].device)
         return self.of_chunks(chunks_of(batch), tables)
@@ -90,7 +91,8 @@ class ReferencePrefillStep:
 def _attend(
     cache: KVCache, spec: AttentionSpec, layer: int, q: Tensor, tables: Tensor, starts: Tensor
 ) -> Tensor:
-    """q [R, t, H, D] at positions starts [R] and on; tables [R, P] -> q's shape. Below 0 nothing is seen."""
+    """q [R, t, H, D] at positions from starts [R] on; tables [R, P] -> q's shape. Positions below 0 see no
+    key."""
     rows, tokens, heads, dim = q.shape
     query = starts[:, None] + torch.arange(tokens, device=q.device)
     key = torch.arange(tables.shape[1] * cache.geometry.page_size, device=q.device)

@@ -1,4 +1,4 @@
-"""The device as the loader sees it: what it can, and how full it is. Tests have one on a CPU."""
+"""The device as the loader sees it: its abilities and its memory. Tests put a CPU in its place."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Protocol
 
 import torch
 
-from engine.runtime.graphs import CudaGraphDevice, GraphDevice
+from engine.runtime.device.graphs import CudaGraphDevice, GraphDevice
+from engine.runtime.device.timing import DeviceTimer
 from engine.runtime.kernels.autotune import Timer
 from engine.runtime.kernels.launching import compiling_in
-from engine.runtime.kernels.timing import DeviceTimer
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """Bytes."""
+    """A reading of a device's memory, in bytes."""
 
     total: int
     free: int
-    """Of the whole card, whoever took the rest."""
+    """Free memory of the whole card, all processes counted."""
     reserved: int
-    """By torch, for this process."""
+    """Memory that torch has reserved in this process."""
     reserved_peak: int
-    """The most since `Card.start_peak`."""
+    """The largest `reserved` since `Card.start_peak`."""
 
 
 class Card(Protocol):
@@ -34,7 +34,7 @@ class Card(Protocol):
 
     @property
     def name(self) -> str:
-        """For the log."""
+        """The card's name, for the log."""
         ...
 
     @property
@@ -44,7 +44,7 @@ class Card(Protocol):
     def multiprocessors(self) -> int: ...
 
     def memory(self) -> MemoryReading:
-        """Waits for the device. Memory that torch keeps and nobody uses counts as free."""
+        """Wait for the device, and read its memory. Memory that torch keeps unused counts as free."""
         ...
 
     def start_peak(self) -> None: ...
@@ -55,16 +55,16 @@ class Card(Protocol):
 
 
 class Compiler(Protocol):
-    """What compiles for a card."""
+    """Compiles kernels for a card."""
 
     def compiling(self, workers: Executor) -> AbstractContextManager[None]:
-        """Within, kernels that this thread launches are compiled by those workers instead; it ends when all
-        are."""
+        """Have `workers` compile the kernels that this thread launches within, instead of running them. Ends
+        when all are compiled."""
         ...
 
 
 class OwnCard(Card, Compiler, Protocol):
-    """The card that a runner is for."""
+    """The card that a runner computes on."""
 
 
 class CudaCard:
@@ -76,7 +76,7 @@ class CudaCard:
         self.name: str = properties.name
         self.capability: tuple[int, int] = (properties.major, properties.minor)
         self.multiprocessors: int = properties.multi_processor_count
-        # Libraries keep a workspace for every stream that they were ever called on: all graphs are of one.
+        # Libraries keep a workspace for each stream that they were called on: all graphs share one stream.
         self._stream = torch.cuda.Stream(self.device)
 
     def memory(self) -> MemoryReading:

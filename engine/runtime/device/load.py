@@ -1,21 +1,19 @@
-"""From a model directory to a warm runner on a GPU.
+"""A model's weights on a GPU, and the stages of a start that are a GPU's own.
 
-    load       weights, while kernels are compiled beside (`rehearsal.py`)
+    load       the weights, while kernels are compiled beside (`rehearsal.py`)
     tune       for each matrix the kernel that multiplies fastest, measured
-    size       what is left for the KV cache: the largest step is run once over a cache of one page, the
-               largest and the smallest graph are captured, and what that took is set aside
-    build      cache, slots' tables, graphs for all batch sizes
-    warm up    one of each family of steps
+    size       the memory left for the KV cache: the largest step is run once over a cache of one page, the
+               largest and the smallest graph are captured, and the memory that this took is set aside
+    build      the cache, the slots' tables, graphs for all batch sizes
 
-The stages are apart so that several ranks can agree on sizes between them.
+`engine.runtime.starting` calls these in order, so that several ranks can agree on sizes between them.
 
-What does not fit says so before the first request: nothing is allocated later that the largest step did not
-allocate while its memory was being measured.
+Memory that is too small is reported before the first request: later steps allocate nothing that the largest
+step did not allocate while its memory was being measured.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,30 +27,31 @@ from torch import Tensor
 
 from engine.core.messages import Plan, RunnerInfo, SamplingParams, SlotStart
 from engine.runtime.attention import AttentionSpec
-from engine.runtime.attention.device import Bounds, build_backends
+from engine.runtime.attention.build import Bounds, build_backends
 from engine.runtime.backends import Backend, Choice, Chosen, Need, choose
 from engine.runtime.config import RunnerConfig
 from engine.runtime.device.card import Card, MemoryReading, OwnCard
+from engine.runtime.device.graphs import DecodeGraphs, DecodeInputs, batch_buckets
+from engine.runtime.device.memory import MemoryProfile, kv_page_count
+from engine.runtime.device.network import DecodeStep, DeviceDecoder, DeviceModel, DeviceSampler
 from engine.runtime.device.precision import Precision
 from engine.runtime.device.rehearsal import Blueprint, Shapes, Unjoined, rehearsed
 from engine.runtime.device.runner import DeviceRunner
+from engine.runtime.device.sampling import SamplingScratch
 from engine.runtime.device.slots import DeviceSlots
-from engine.runtime.errors import DoesNotFit
-from engine.runtime.graphs import DecodeGraphs, DecodeInputs, batch_buckets
-from engine.runtime.hardware import available_memory_bytes, usable_cores
+from engine.runtime.errors import DoesNotFit, UnsupportedModel
 from engine.runtime.kernels.autotune import MatmulTable
-from engine.runtime.kernels.decoder import DecodeStep, DeviceDecoder, DeviceModel, DeviceSampler
-from engine.runtime.kernels.memory import MemoryProfile, kv_page_count
-from engine.runtime.kernels.sampling import SamplingScratch
 from engine.runtime.kv_cache import (
     HostPages,
     KVCache,
     KVGeometry,
-    host_page_count,
     page_count,
     useful_pages,
 )
-from engine.runtime.load import (
+from engine.runtime.models.config import ModelConfig
+from engine.runtime.parallel.collective import ALONE, Collective
+from engine.runtime.parallel.shard import WHOLE, Shard
+from engine.runtime.starting import (
     Progress,
     checked_checkpoint,
     choose_dtype,
@@ -60,32 +59,30 @@ from engine.runtime.load import (
     dtype_name,
     read_model,
     set_threads,
+    start_alone,
     untimed_info,
-    warm_up,
 )
-from engine.runtime.models.config import ModelConfig
-from engine.runtime.parallel.collective import ALONE, Collective
-from engine.runtime.parallel.shard import WHOLE, Shard
 from engine.runtime.weights import WeightSource
 
 GRAPH_ROWS_MAX: Final = 512
-"""Beyond, a step takes longer than launching it kernel by kernel, which is what happens then."""
-OVERLAPS: Final = False
-"""Whether kernels of a decode step start while those before them end: not before a card has shown that it is
-right and faster, which `tests/gpu/run.sh tokens steps` does."""
+"""The most rows of a decode step that is captured. A step of more rows takes longer than launching its
+kernels one by one, and is launched that way."""
+LAUNCHES_DEPENDENTLY: Final = False
+"""True if kernels of a decode step start while those before them end. Off until a card has shown that it is
+right and faster: `tests/gpu/run.sh tokens steps` checks and measures it."""
 OUT_OF_MEMORY: Final = ("out of memory", "ALLOC_FAILED")
-"""As CUDA and Triton say it, and as cuBLAS and cuDNN do."""
+"""The words for memory that ends in the errors of CUDA and Triton, and of cuBLAS and cuDNN."""
 LIKELIEST_MAX: Final = 20
-"""Log-probabilities that every row of the measured step asks for: the most that a client can."""
+"""Log-probabilities that every row of the measured step asks for: the most that a client can ask for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """What is decided before a weight is read."""
+    """The decisions that are made before a weight is read."""
 
     config: RunnerConfig
     model: ModelConfig
-    """The whole one."""
+    """The whole model."""
     dtype: torch.dtype
     max_model_len: int
     precision: Precision
@@ -93,7 +90,10 @@ class Design:
 
     @staticmethod
     def of(config: RunnerConfig, model: ModelConfig, card: Card, shard: Shard) -> Design:
-        """Raises BadRunnerConfig where the card cannot do what is asked for."""
+        """The design for this model on this card. Raises UnsupportedModel where the kernels do not implement
+        the model, BadRunnerConfig where the card cannot do what is asked for."""
+        if (reason := DeviceDecoder.implements(model)) is not None:
+            raise UnsupportedModel(f"the kernels for GPUs do not compute this model: {reason}")
         dtype = torch.bfloat16 if config.dtype == "auto" else choose_dtype(config.dtype)
         precision = Precision.of(config, model, dtype, card.capability)
         need = _need(config, shard.of(model), dtype, precision, card)
@@ -102,37 +102,37 @@ class Design:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceNetwork:
-    """Weights on a device, before there is a cache."""
+class DeviceShard:
+    """Implements `LoadedShard` on a GPU: a rank's weights, before there is a cache."""
 
     design: Design
     model: ModelConfig
-    """As this rank computes it."""
+    """The model as this rank computes it."""
     card: Card
     decoder: DeviceDecoder
     kv_scales: Sequence[tuple[float, float]] | None
     at_start: MemoryReading
-    """Before this process took any."""
+    """The card's memory before this process took any."""
 
     @staticmethod
     def load(
         design: Design, source: WeightSource, card: Card, ranks: Collective, at_start: MemoryReading
-    ) -> DeviceNetwork:
-        """Of a model's weights, this rank's part. Raises ModelError."""
+    ) -> DeviceShard:
+        """Read this rank's part of the weights. Raises ModelError."""
         precision = design.precision
         kv_scales = precision.kv_scales(design.model, source)
         with enough_memory("loading weights", "end what else uses this GPU, or use fp8 weights"):
             fp8 = precision.weights_fp8
             decoder = DeviceDecoder(design.model, source, card.device, fp8=fp8, ranks=ranks)
         share = ranks.shard.of(design.model)
-        return DeviceNetwork(design, share, card, decoder, kv_scales, at_start)
+        return DeviceShard(design, share, card, decoder, kv_scales, at_start)
 
     @property
     def max_model_len(self) -> int:
         return self.design.max_model_len
 
     def tune(self) -> None:
-        """Raises DoesNotFit."""
+        """Measure which kernel multiplies each matrix fastest. Raises DoesNotFit."""
         with enough_memory("measuring kernels", "end what else uses this GPU, or use fp8 weights"):
             decoder = self.decoder
             decoder.table = MatmulTable.fill(decoder.linears, decoder.dtype, self.card.timer())
@@ -145,14 +145,14 @@ class DeviceNetwork:
         )
 
     def info(self, pages: int) -> RunnerInfo:
-        """Before anything was timed."""
+        """The runner's sizes and type, with times and host memory left at 0."""
         info = untimed_info(
             self.design.config, self.model, self.geometry, self.decoder.dtype, self.max_model_len, pages
         )
         return msgspec.structs.replace(info, is_async=True)
 
     def page_count(self) -> int:
-        """How many pages to allocate. Raises DoesNotFit."""
+        """The number of pages that fit beside the largest step. Raises DoesNotFit."""
         config, geometry = self.design.config, self.geometry
         if config.kv_cache_memory is not None:
             return page_count(config, self.model, geometry, self.max_model_len, available_bytes=0)
@@ -160,7 +160,7 @@ class DeviceNetwork:
         return kv_page_count(self._profile(), config.gpu_memory_utilization, geometry.page_bytes, useful)
 
     def build(self, info: RunnerInfo, progress: Progress) -> DeviceRunner:
-        """Of these sizes. Raises DoesNotFit."""
+        """A runner of the sizes in `info`. Raises DoesNotFit."""
         with enough_memory("allocating the KV cache and capturing graphs", "lower --gpu-memory-utilization"):
             runner, step = self._assemble(info)
             if not self.design.config.enforce_eager:
@@ -175,9 +175,9 @@ class DeviceNetwork:
     def _assemble(self, info: RunnerInfo) -> tuple[DeviceRunner, DecodeStep]:
         """A runner that launches kernel by kernel, and its decode step."""
         device, decoder, model = self.card.device, self.decoder, self.model
-        pages = info.pages + 1  # the last is for rows that pad
+        pages = info.pages + 1  # the last is for padding rows
         cache = KVCache(self.geometry, pages, self.kv_scales, device)
-        cache.pool.zero_()  # fresh memory may be NaN: our kernels mask it, a library may multiply it by 0
+        cache.pool.zero_()  # fresh memory may be NaN: Triton kernels mask it, a library may multiply it
         slots = DeviceSlots(
             info.slots, info.max_model_len, info.page_size, info.vocab_size, info.pages, device
         )
@@ -186,7 +186,7 @@ class DeviceNetwork:
         bounds = Bounds(info.slots, info.max_model_len, self.card.multiprocessors)
         decode, prefill = build_backends(self.design.attention, cache, spec, decoder.dtype, bounds)
         tables = slots.tokens, slots.page_table, slots.sampling
-        step = DecodeStep(decoder, cache, decode, *tables, scratch, overlaps=OVERLAPS)
+        step = DecodeStep(decoder, cache, decode, *tables, scratch, launches_dependently=LAUNCHES_DEPENDENTLY)
         rows_max = min(info.slots, GRAPH_ROWS_MAX)
         runner = DeviceRunner(
             info=info,
@@ -206,7 +206,7 @@ class DeviceNetwork:
         return DecodeGraphs(step, buckets, slots.padding_slot, slots.device, step.attention.plan)
 
     def _profile(self) -> MemoryProfile:
-        """Runs the largest step. What it needs, and what is outside of torch's sight."""
+        """Run the largest step, and measure the memory that it takes from torch and past torch."""
         card, start = self.card, self.at_start
         with enough_memory("running the largest step", "lower --max-step-tokens or --max-num-seqs"):
             runner, step = self._assemble(self.info(pages=1))
@@ -226,8 +226,9 @@ class DeviceNetwork:
         )
 
     def _graph_bytes(self, step: DecodeStep, runner: DeviceRunner) -> int:
-        """The largest brings the pool that all share; each has kernels and arguments of its own besides, as
-        many in the smallest as in any."""
+        """The memory of all graphs, from captures of the largest and of the smallest: the largest allocates
+        the pool that all share, and every graph has as many kernels and arguments of its own as the
+        smallest."""
         rows_max = runner.decode_rows_max
         free: list[int] = []
 
@@ -239,8 +240,8 @@ class DeviceNetwork:
         return max(0, largest) + max(0, *smallest, 0) * (len(batch_buckets(rows_max)) - 1)
 
     def rehearse(self, *, clear_tails: bool) -> None:
-        """Launches of ours whatever a start does. Its choice of tiles may be another, which costs a start the
-        first layer's product anew: nothing else is compiled for the chosen one alone."""
+        """Launch every Triton kernel that a start launches, so that it is compiled. Only a product's kernel
+        can be missed, where the start's measurements choose another tile."""
         self.tune()
         runner, step = self._assemble(self.info(pages=1))
         runner.cache.clear_tails = clear_tails
@@ -251,8 +252,8 @@ class DeviceNetwork:
 
 
 def largest_plans(info: RunnerInfo, tokens: int) -> Iterator[Plan]:
-    """The most rows that sample, then the longest prompt, of so many tokens; all in one page, as nobody reads
-    what comes of it."""
+    """The two plans that take the most memory: the most rows that sample, and the longest prompt that
+    `tokens` allows. All rows share one page, since their results are not read."""
     asked = SamplingParams(
         seed=0, max_tokens=1, top_p=0.9, logprobs=LIKELIEST_MAX, prompt_logprobs=LIKELIEST_MAX
     )
@@ -271,8 +272,11 @@ def largest_plans(info: RunnerInfo, tokens: int) -> Iterator[Plan]:
 
 @contextmanager
 def enough_memory(doing: str, advice: str) -> Iterator[None]:
-    """Raises DoesNotFit where the device's memory ends, whoever says so: torch, a library, Triton, or what
-    follows from it, as a capture that was broken off."""
+    """Raise DoesNotFit where the device's memory ends within. `doing` and `advice` go into the message.
+
+    The error may come from torch, a library or Triton, or follow from one of these, as that of a capture
+    which was broken off.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -284,6 +288,8 @@ def enough_memory(doing: str, advice: str) -> Iterator[None]:
 
 
 def _out_of_memory(error: BaseException | None) -> BaseException | None:
+    """The error, among `error` and those that it followed from, that says that memory ended; None if none
+    does."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
             return error
@@ -309,10 +315,12 @@ def _tell(progress: Progress, done: int, of: int) -> None:
     progress(f"capturing decode steps, {done} of {of}")
 
 
-def load_network(
+def load_shard(
     config: RunnerConfig, card: OwnCard, progress: Progress, ranks: Collective = ALONE
-) -> DeviceNetwork:
-    """A rank's, with each matrix's kernel measured. Raises ModelError."""
+) -> DeviceShard:
+    """One rank's part of the model, or the whole of it, with each matrix's kernel measured. Raises
+    ModelError."""
+    threads = set_threads(config, ranks.shard)
     model = read_model(config, progress)
     design = Design.of(config, model, card, ranks.shard)
     shards = "" if ranks.shard == WHOLE else f", in {ranks.shard.size} shards,"
@@ -320,48 +328,37 @@ def load_network(
     model, source = checked_checkpoint(config, model, design.dtype, progress, card.device)
     design = replace(design, model=model)
     progress(str(design.attention))
-    at_start, threads = card.memory(), max(1, (config.threads or usable_cores()) // ranks.shard.size)
+    at_start = card.memory()
     with rehearsed(card, partial(_rehearse, design, Blueprint.of(card), ranks.shard), threads) as compiled:
-        network = DeviceNetwork.load(design, source, card, ranks, at_start)
-        if said := design.precision.describe(model, network.kv_scales):
+        shard = DeviceShard.load(design, source, card, ranks, at_start)
+        if said := design.precision.describe(model, shard.kv_scales):
             progress(said)
         progress(compiled())
     progress("measuring which kernels multiply fastest")
-    network.tune()
-    return network
+    shard.tune()
+    progress("measuring the largest step")
+    return shard
 
 
 def _rehearse(design: Design, blueprint: Blueprint, shard: Shard) -> None:
-    """Layers differ by their windows, and the first from all others. A library's attention is none of ours to
-    compile; in its place stands ours, which goes beside some."""
+    """Compile the kernels of a start, by a walk through a model with one layer per kind.
+
+    Layers differ by their windows, and the first from all others. Attention is rehearsed with the Triton
+    kernels, which some libraries need beside them; a library's own kernels are not compiled here.
+    """
     windows = (design.model.windows[0], *dict.fromkeys(design.model.windows))
     model = replace(design.model, windows=windows)
-    ours = Choice(Chosen(Backend.TRITON), Chosen(Backend.TRITON))
-    network = DeviceNetwork.load(
-        replace(design, model=model, attention=ours),
+    triton = Choice(Chosen(Backend.TRITON), Chosen(Backend.TRITON))
+    rehearsal = DeviceShard.load(
+        replace(design, model=model, attention=triton),
         Shapes(design.dtype, model.fp8),
         blueprint,
         Unjoined(shard),
         blueprint.memory(),
     )
-    network.rehearse(clear_tails=design.attention.reads_whole_pages)
+    rehearsal.rehearse(clear_tails=design.attention.reads_whole_pages)
 
 
-@torch.inference_mode()
 def load_on_card(config: RunnerConfig, card: OwnCard, progress: Progress) -> DeviceRunner:
-    """As `engine.runtime.load.load_runner`."""
-    started_s = time.monotonic()
-    set_threads(config.threads or usable_cores())
-    network = load_network(config, card, progress)
-    progress("measuring the largest step")
-    pages = network.page_count()
-    loaded_s = time.monotonic()
-    host_pages = host_page_count(config, network.geometry, network.max_model_len, available_memory_bytes())
-    info = msgspec.structs.replace(network.info(pages), host_pages=host_pages, load_s=loaded_s - started_s)
-    progress(f"allocating {pages} KV pages of {config.page_size} tokens")
-    runner = network.build(info, progress)
-    progress("warming up")
-    warm_up(runner)
-    page_copy_s, warmup_s = runner.host.measure(), time.monotonic() - loaded_s
-    runner.info = msgspec.structs.replace(info, warmup_s=warmup_s, page_copy_s=page_copy_s)
-    return runner
+    """A warm runner on one GPU. Raises ModelError."""
+    return start_alone(config, lambda: load_shard(config, card, progress), progress)

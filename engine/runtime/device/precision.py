@@ -1,4 +1,4 @@
-"""What a GPU holds in fp8: matrices, and the KV cache."""
+"""The parts of a model that a GPU holds in fp8: matrices, and the KV cache."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from engine.runtime.models.config import ModelConfig
 from engine.runtime.weights import Fp8Source, WeightSource
 
 FP8_CAPABILITY: Final = (8, 9)
-"""From here on a GPU converts e4m3 by itself."""
+"""The least compute capability whose hardware converts e4m3."""
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
+    """The types of weights and of stored keys and values on a GPU."""
+
     weights_fp8: bool
-    """But for the embedding and the head."""
+    """True if matrices are in fp8, the embedding and the head excepted."""
     kv_dtype: torch.dtype
 
     @staticmethod
     def of(
         config: RunnerConfig, model: ModelConfig, dtype: torch.dtype, capability: tuple[int, int]
     ) -> Precision:
-        """Raises BadRunnerConfig where what is asked for is beyond this GPU."""
+        """The precision that the settings and the checkpoint ask for. Raises BadRunnerConfig where this GPU
+        cannot."""
         able, kv_fp8 = capability >= FP8_CAPABILITY, config.kv_cache_dtype == "fp8"
         for setting, asked in (("weights", config.weights == "fp8"), ("kv_cache_dtype", kv_fp8)):
             if asked and not able:
@@ -37,13 +40,13 @@ class Precision:
         return Precision(weights_fp8, torch.float8_e4m3fn if kv_fp8 else dtype)
 
     def kv_scales(self, model: ModelConfig, source: WeightSource) -> list[tuple[float, float]] | None:
-        """Per layer; None: 1. Raises WeightsMismatch."""
+        """The scales of stored keys and values per layer; None where they are 1. Raises WeightsMismatch."""
         if self.kv_dtype != torch.float8_e4m3fn or not isinstance(source, Fp8Source):
             return None
         return source.kv_scales(model.layers)
 
     def describe(self, model: ModelConfig, scales: Sequence[tuple[float, float]] | None) -> str:
-        """For the log; empty where nothing is in fp8."""
+        """The use of fp8, for the log; empty where nothing is in fp8."""
         parts = []
         if self.weights_fp8:
             origin = "rounded here" if model.fp8 is None else f"as stored: {model.fp8}"

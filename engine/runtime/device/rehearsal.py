@@ -1,12 +1,12 @@
 """Kernels compiled while weights are being read.
 
-A start launches fifty kernels and more that no cache may hold yet, and each would be compiled when it is
-first launched, one after another. None needs a weight for that, only its shape. So the walk of a start is
-made once before, on torch's `meta` device, whose tensors have shapes and no memory; what it launches is
-compiled instead, in threads, while the disk is busy.
+A start launches fifty kernels and more that Triton's cache may not hold yet, and each would be compiled at
+its first launch, one after another. Compiling needs the shapes of weights, not their values. So a start is
+walked through once before, on torch's `meta` device, whose tensors have shapes and no memory; the kernels
+that the walk launches are compiled in threads instead, while the disk is busy.
 
-A rehearsal cannot make a start wrong: what it misses is compiled when it is launched, as ever, and if it ends
-in an error, all is. That it misses next to nothing is tested.
+A rehearsal cannot make a start wrong: a kernel that it misses is compiled at its first launch, and so are all
+kernels if the rehearsal ends in an error. Tests hold the number of missed kernels close to none.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from engine.runtime.device.card import Card, Compiler, MemoryReading
+from engine.runtime.device.graphs import GraphDevice
 from engine.runtime.fp8 import Fp8Weight
-from engine.runtime.graphs import GraphDevice
 from engine.runtime.kernels.autotune import Timer, once
 from engine.runtime.models.quantization import Fp8Scheme
 from engine.runtime.parallel.shard import Shard
@@ -33,13 +33,16 @@ from engine.runtime.weights import ALL, Part
 T = TypeVar("T")
 META: Final = torch.device("meta")
 THREADS_MAX: Final = 32
-"""However many cores there are: each compiler takes memory while it works."""
+"""The most threads that compile, on any number of cores: each compiler takes memory while it works."""
 
 
 @contextmanager
 def rehearsed(compiler: Compiler, walk: Callable[[], None], threads: int) -> Iterator[Callable[[], str]]:
-    """Begins, beside what is done within. What it yields waits for the end, and says what came of it; whoever
-    leaves without having asked does not wait for more than the kernels that are being compiled."""
+    """Run `walk` beside the body, with its kernels compiled in threads.
+
+    Yields a function that waits for the end and returns the outcome, for the log. A body that ends without
+    calling it waits for the kernels that are being compiled, and calls off the rest.
+    """
     with (
         ThreadPoolExecutor(1, "rehearse") as conductor,
         Workers(min(threads, THREADS_MAX)) as workers,
@@ -57,8 +60,8 @@ class Workers(ThreadPoolExecutor):
     def __init__(self, threads: int) -> None:
         super().__init__(threads, "compile")
         self.called_off: Final = Event()
-        """What has not begun ends in `CancelledError`. Of a future's own `cancel` those who wait for several
-        are not told."""
+        """Set: calls that have not begun end in `CancelledError`. (A future's own `cancel` does not wake a
+        thread that waits for several futures.)"""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **named: Any) -> Future[T]:
         return super().submit(self._run, fn, *args, **named)
@@ -81,7 +84,7 @@ def _rehearse(compiler: Compiler, walk: Callable[[], None], workers: Executor) -
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """A card of the same make, without memory."""
+    """A card of the same make without memory, which runs nothing."""
 
     name: str
     capability: tuple[int, int]
@@ -107,7 +110,7 @@ class Blueprint:
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """A WeightSource and an Fp8Source of a checkpoint whose matrices are all in fp8, if any is."""
+    """A WeightSource and Fp8Source of tensors without memory. All matrices are in fp8, or none is."""
 
     dtype: torch.dtype
     fp8: Fp8Scheme | None
@@ -131,7 +134,7 @@ class Shapes:
 
 @dataclass(frozen=True, slots=True)
 class Unjoined:
-    """A rank's `Collective` without the others."""
+    """A rank's `Collective` that does not talk to the other ranks."""
 
     shard: Shard
 

@@ -1,18 +1,18 @@
 """Executes plans on a GPU, beside the host.
 
-    leave, seat, grow     DeviceSlots.apply: the plan's news, in a copy or two
+    leave, seat, grow     DeviceSlots.apply: the plan's changes, sent in a copy or two
     swap out, swap in     HostPages.copy
     compute, sample       a plan of decode rows alone is one launch: a graph, replayed
                           any other goes kernel by kernel
     results               copied to host memory, behind an event
 
-`launch` queues all of that and never waits: it reads nothing of what the device computes, sends only from
-memory that is left alone until it was read (`engine.runtime.transfer`), and copies results out before it
-returns, in stream order, so that the next plan may overwrite them where they were. `collect` waits for the
-event, and so for this plan's work and nothing behind it.
+`launch` queues all of that and never waits: it reads no result of the device, sends only from memory that is
+left alone until it was read (`engine.runtime.device.transfer`), and copies results out before it returns, in
+stream order, so that the next plan may overwrite them where they were. `collect` waits for the event, and so
+for this plan's work and nothing behind it.
 
-Whatever sampling a row asks for, the kernels do it where the row is computed, in a graph or not: penalties,
-biases, held stop tokens, truncation, the chosen token's log-probability. The likeliest tokens are taken
+The kernels do all kinds of sampling, in a graph or not: penalties, biases, held stop tokens, truncation, the
+chosen token's log-probability. The likeliest tokens are taken
 afterwards from the logits, which stay where they are until the next plan.
 """
 
@@ -26,20 +26,21 @@ import torch
 from torch import Tensor
 
 from engine.core.messages import Plan, RunnerInfo, RunResult
+from engine.runtime.device.network import DeviceModel, DeviceSampler
 from engine.runtime.device.slots import DeviceBatch, DeviceSlots
-from engine.runtime.kernels.decoder import DeviceModel, DeviceSampler
+from engine.runtime.device.transfer import Arrival, download, upload
 from engine.runtime.kv_cache import HostPages, KVCache
 from engine.runtime.logprobs import LogprobColumns, distinct_topk
-from engine.runtime.model_runner import Computed, asked_prompt_logprobs
-from engine.runtime.transfer import Arrival, download, upload
+from engine.runtime.results import Computed, asked_logprobs, asked_prompt_logprobs
 
 Decode = Callable[[Sequence[int], Sequence[int]], tuple[Tensor, Tensor]]
-"""Slots, and how many tokens each has -> tokens and log-probabilities: a row for each, then padding."""
+"""Slots, and the number of tokens that each has -> tokens and log-probabilities: a row per slot, then
+padding."""
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
-    """Implements the `Pending` protocol: results on their way to host memory."""
+class DevicePending:
+    """Implements the `Pending` protocol: results that are being copied to host memory."""
 
     coming: Computed
     arrival: Arrival
@@ -60,7 +61,7 @@ class DeviceRunner:
     slots: DeviceSlots
     sampler: DeviceSampler
     decode: Decode
-    """A padded step, as a graph or as its eager twin."""
+    """Runs a padded decode step, by a graph or kernel by kernel."""
     decode_rows_max: int
 
     def run(self, plan: Plan) -> RunResult:
@@ -68,12 +69,12 @@ class DeviceRunner:
         return self.launch(plan).collect()
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> Flight:
-        """Take on a plan. Asserts that it follows from the plans before."""
-        return Flight(self.compute(plan).moved(download), Arrival.on(self.slots.device))
+    def launch(self, plan: Plan) -> DevicePending:
+        """Queue a plan's work and the copy of its results. Asserts that it follows from the plans before."""
+        return DevicePending(self.compute(plan).moved(download), Arrival.on(self.slots.device))
 
     def compute(self, plan: Plan) -> Computed:
-        """As `launch`; results stay on the device."""
+        """Queue a plan's work, and leave its results on the device."""
         self.slots.apply(plan)
         self.host.copy(plan.swapped_out, plan.swapped_in)
         return self._compute(DeviceBatch.of(plan, self.slots)) if plan.slots else Computed()
@@ -83,7 +84,7 @@ class DeviceRunner:
             tokens, logprobs = self.decode(batch.plan.slots, [row.end for row in batch.rows])
             return self._sampled(batch, tokens[: len(batch.rows)], logprobs)
         hidden = self.model.forward(batch)
-        prompts = asked_prompt_logprobs(self.model, batch, hidden, distinct_topk)
+        prompts = asked_prompt_logprobs(self.model.logits, batch, hidden, distinct_topk)
         if not batch.sampled:
             return Computed(prompt_logprobs=prompts)
         own = hidden[batch.sampled_at]
@@ -100,19 +101,10 @@ class DeviceRunner:
         slots = [row.slot for row in batch.sampled]
         self.slots.append(slots)
         tops = [self.slots.seat(slot).sampling.logprobs for slot in slots]
-        return Computed(tokens, tops, self._asked_logprobs(tokens, logprobs, tops), prompts)
+        logits = self.sampler.scratch.logits
+        asked = asked_logprobs(logits, tokens, tops, distinct_topk, self._uploaded, chosen=logprobs)
+        return Computed(tokens, tops, asked, prompts)
 
-    def _asked_logprobs(
-        self, tokens: Tensor, logprobs: Tensor, tops: Sequence[int | None]
-    ) -> LogprobColumns | None:
-        """Of the rows that ask; None when none does."""
-        asking = [(row, top) for row, top in enumerate(tops) if top is not None]
-        if not asking:
-            return None
-        rows, asked = zip(*asking, strict=True)
+    def _uploaded(self, rows: Sequence[int]) -> Tensor:
         (at,) = upload([np.array(rows, np.int64)], self.slots.device)
-        if not any(asked):
-            return LogprobColumns.of_chosen(logprobs[at])
-        # A failed row has no token; what is computed for it is never read.
-        logits = self.sampler.scratch.logits[at].float()
-        return LogprobColumns.of(logits, tokens[at].clamp_min(0), asked, distinct_topk)
+        return at

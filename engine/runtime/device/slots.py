@@ -1,11 +1,11 @@
 """The slots' tables on the device, and the batch that a step gathers from them.
 
-The host keeps what it can predict (`Seats`: who sits where, how many tokens and pages each has). Tokens,
-page tables, sampling parameters and counts lie on the device by slot. A plan's news of them are gathered
-first and sent together: two copies for a plan that seats somebody, one for a plan in which somebody grows,
-none for any other, however many rows it has.
+The host keeps what it can predict (`Seats`: each slot's sequence, its numbers of tokens and pages). Tokens,
+page tables, sampling parameters and counts lie on the device by slot. A plan's changes to them are gathered
+first and sent together: two copies for a plan that seats sequences, one for a plan in which sequences get
+pages, none for any other, whatever the number of its rows.
 
-There is one slot more than sequences can have: rows that pad a graph sit there, on a page of their own.
+There is one slot more than sequences can have: rows that pad a graph use it, on a page of their own.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from engine.core.messages import Plan, SlotStart
-from engine.runtime.batch import Batch, rows_of
-from engine.runtime.kernels.sampling_columns import DeviceSampling
+from engine.runtime.batch import PackedBatch, rows_of
+from engine.runtime.device.sampling import DeviceSampling
+from engine.runtime.device.transfer import upload
 from engine.runtime.kv_cache import TokenPlaces
-from engine.runtime.slots import Seat, Seats
-from engine.runtime.transfer import upload
+from engine.runtime.seats import Seat, Seats
 
 
 class DeviceSlots(Seats):
@@ -35,18 +35,19 @@ class DeviceSlots(Seats):
         padding_page: int,
         device: torch.device,
     ) -> None:
-        """`padding_page` belongs to nobody else."""
+        """`padding_page`: the page of padding rows, which no sequence has."""
         super().__init__(slots, max_model_len, page_size, vocab_size)
         self.padding_slot = slots
         self.device = device
-        # A column more than there are tokens: a padding row writes its second, however short the context.
+        # One column more than there are tokens: a padding row writes its second token in any context.
         self.tokens = torch.zeros(slots + 1, max_model_len + 1, dtype=torch.int32, device=device)
         self.page_table = torch.zeros(slots + 1, self.pages_per_sequence, dtype=torch.int32, device=device)
         self.page_table[self.padding_slot] = padding_page
         self.sampling = DeviceSampling.empty(slots + 1, vocab_size, device)
         self._seated: list[SlotStart] = []
         self._placed: dict[int, int] = {}
-        """By place in the page table, the page: the last word on each."""
+        """The pages to be sent, by place in the flattened page table; a later entry replaces an earlier
+        one."""
 
     def apply(self, plan: Plan) -> None:
         super().apply(plan)
@@ -59,7 +60,7 @@ class DeviceSlots(Seats):
             self._placed = {}
 
     def append(self, slots: Sequence[int]) -> None:
-        """Each has one token more, which the device has put where it belongs."""
+        """Note that the device has stored one more token for each slot."""
         for slot in slots:
             self.seat(slot).known_len += 1
 
@@ -87,44 +88,44 @@ class DeviceSlots(Seats):
                 self.sampling.count(start.slot, own[: start.prompt_len], own[start.prompt_len : length])
 
 
-class DeviceBatch(Batch):
-    """A plan's rows, gathered on the device from what one copy tells it of them."""
+class DeviceBatch(PackedBatch):
+    """A plan's rows, gathered on the device from slots, positions and lengths that are sent in one copy."""
 
     slots: DeviceSlots
 
     @staticmethod
     def of(plan: Plan, slots: DeviceSlots) -> DeviceBatch:
-        """Asserts that the plan follows from what the slots hold."""
+        """The plan's batch. Asserts that it follows from the slots' state."""
         return DeviceBatch(plan, slots, *rows_of(plan, slots))
 
     @cached_property
     def is_decode(self) -> bool:
-        """Every row is a token whose follower is wanted."""
+        """True if every row is one token and samples the next."""
         return self.tokens == len(self.rows) == len(self.sampled)
 
     @property
     def token_slots(self) -> Tensor:
-        """[T] int64"""
+        """The slot of each token, [T] int64."""
         return self._sent[0]
 
     @property
     def positions(self) -> Tensor:
-        """[T] int64"""
+        """The position of each token, [T] int64."""
         return self._sent[1]
 
     @property
     def sampled_at(self) -> Tensor:
-        """[S] int64"""
+        """The last token of each row that samples, [S] int64."""
         return self._sent[2]
 
     @property
     def sampled_slots(self) -> Tensor:
-        """[S] int32"""
+        """The slot of each row that samples, [S] int32."""
         return self._sent[3]
 
     @property
     def sampled_lengths(self) -> Tensor:
-        """[S] int32: where the new tokens will stand."""
+        """The positions of the new tokens, [S] int32."""
         return self._sent[4]
 
     @cached_property
@@ -133,12 +134,13 @@ class DeviceBatch(Batch):
 
     @cached_property
     def page_tables(self) -> Tensor:
-        """[R, pages per sequence] int32"""
+        """The rows' page tables, [R, pages per sequence] int32."""
         return self.slots.page_table[self._sent[5]]
 
     @cached_property
     def places(self) -> TokenPlaces:
-        """No page is wiped: these kernels look behind nobody's last token."""
+        """The places of the step's tokens. No page is cleared: these kernels mask what is behind a row's last
+        token."""
         size = self.slots.page_size
         pages = self.slots.page_table[self.token_slots, self.positions // size].long()
         return TokenPlaces(pages, self.positions % size, None)

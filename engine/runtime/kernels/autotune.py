@@ -1,16 +1,16 @@
-"""Which kernel multiplies a weight with so many rows: measured once, at warm-up, on the device at hand.
+"""The fastest kernel for each product of a weight and a number of rows, measured once on the device at a
+start.
 
-The library stays unless one of our tiles beats it by `MARGIN`: a difference below that is noise, and the
-library's kernel is the better-known one. An fp8 weight has no rival in the library for up to `ROWS_MAX` rows,
-so there the best tile wins; for more, the rival is the library's product and what restores the weight before
-it. Rows beyond `matmul.rows_max` always go to the library, and so does float32, for which the tensor cores
-that our tiles are made for do nothing.
+The library's kernel stays unless a tile of `matmul.py` beats it by `MARGIN`: a smaller difference is noise.
+The library has no kernel for an fp8 weight, so for up to `ROWS_MAX` rows the best tile wins; for more rows
+the tile competes with the library's product and the kernel that restores the weight before it. Rows beyond
+`matmul.rows_max` always go to the library, and so does float32, for which the tiles' tensor cores do nothing.
 
-What a product has before it (a norm) and behind it (SiLU and a multiplication) are kernels of their own, or
-its head and tail (`matmul.py`). Which is faster is measured too, for up to `FUSED_ROWS_MAX` rows: each
-program norms all rows for itself, which many rows are not worth. The best whole competes with the best
-product and the kernels beside it, all of them measured together; against the library's product it has to win
-by the margin.
+The norm before a product, and SiLU and the multiplication behind it, are kernels of their own, or the
+product's head and tail (`matmul.py`). Which is faster is measured too, for up to `FUSED_ROWS_MAX` rows: each
+program norms all rows for itself, which costs too much for many rows. The best fused product competes with
+the best plain product and the kernels beside it, measured together; where the plain product is the library's,
+the fused one has to win by the margin.
 """
 
 from __future__ import annotations
@@ -43,47 +43,48 @@ from engine.runtime.kernels.matmul import (
 from engine.runtime.kernels.restoring import restored
 
 MEASURED_ROWS: Final = (1, *ROWS_FP8)
-"""One row alone is a matrix times a vector, for which the library has kernels of its own."""
+"""The numbers of rows that are measured. One row is a matrix times a vector, for which the library has
+kernels of its own."""
 FUSED_ROWS_MAX: Final = 16
 MARGIN: Final = 1.05
 Timer = Callable[[Callable[[], object]], float]
-"""Runs it several times, weights not in the cache, and returns the best time in us."""
+"""Runs a function several times, weights not in the cache, and returns the shortest time in us."""
 
 
 def once(run: Callable[[], object]) -> float:
-    """A Timer of what is to be compiled and not measured."""
+    """A Timer that runs a function once, to have its kernels compiled, and measures nothing."""
     run()
     return 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
-    """A product as a model has it."""
+class DeviceLinear:
+    """A product with a weight, and what a model computes before and behind it."""
 
     weight: Weight
     bias: Tensor | None = None
     norm: Norm | None = None
-    """Before it, where it multiplies the residual stream."""
+    """The norm before the product; None where it does not multiply the residual stream."""
     gated: bool = False
-    """Behind it: silu(its first half) times its second half."""
+    """True if silu(first half) * second half is computed behind the product."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatmulShape:
     height: int
-    """N: rows of the weight."""
+    """N, the rows of the weight."""
     width: int
-    """K"""
+    """K, the columns of the weight."""
     rows: int
-    """One of `MEASURED_ROWS`, at most the weight's `rows_max`."""
+    """Rows of activations: one of `MEASURED_ROWS`, at most the weight's `rows_max`."""
     fp8: bool
     group: int = 0
-    """Of an fp8 weight."""
+    """Columns of an fp8 weight that share a scale; 0: all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A shape's winner; `tile` None is the library."""
+    """The fastest kernel for a shape: a tile, or the library where `tile` is None."""
 
     tile: Tile | None
     best_us: float
@@ -98,7 +99,8 @@ class FusedShape:
 
 @dataclass(frozen=True, slots=True)
 class FusedMeasured:
-    """The tile that has a head and perhaps a tail; None where kernels beside the product are faster."""
+    """The fastest tile with a head and, for a gate, a tail; None where kernels beside the product are
+    faster."""
 
     tile: Tile | None
     best_us: float
@@ -106,7 +108,8 @@ class FusedMeasured:
 
 
 class MatmulTable:
-    """Multiplies by the fastest way known. Shapes that were never measured go the way that always works."""
+    """Multiplies by the fastest kernel that was measured, and a shape that was not measured by a safe
+    default."""
 
     def __init__(
         self,
@@ -117,7 +120,7 @@ class MatmulTable:
         self.fused: Final = fused
 
     @staticmethod
-    def fill(linears: Iterable[Linear], activations: torch.dtype, timer: Timer) -> MatmulTable:
+    def fill(linears: Iterable[DeviceLinear], activations: torch.dtype, timer: Timer) -> MatmulTable:
         """Measure every distinct shape among `linears` at every row count."""
         measured: dict[MatmulShape, Measured] = {}
         fused: dict[FusedShape, FusedMeasured] = {}
@@ -135,7 +138,7 @@ class MatmulTable:
     def linear(
         self, x: Tensor, weight: Weight, bias: Tensor | None = None, *, out: Tensor | None = None
     ) -> Tensor:
-        """x [M, K] -> [M, N]; in `out`, if there is a place for it."""
+        """x [M, K] -> [M, N], in `out` where that is given."""
         if len(x) <= rows_max(weight):
             found = self.measured.get(shape_of(weight, _measured_rows(len(x))))
             if found is not None and found.tile is not None:
@@ -145,10 +148,10 @@ class MatmulTable:
         return _by_library(x, weight, bias, out)
 
     def of_stream(
-        self, stream: Stream, linear: Linear, *, out: Tensor | None = None
+        self, stream: Stream, linear: DeviceLinear, *, out: Tensor | None = None
     ) -> tuple[Tensor, Stream]:
-        """The stream's norm, multiplied, and gated where it is a gate -> [M, N], or half as many columns; and
-        the stream with its change added. The given one is not to be used again."""
+        """The product of the stream's norm, [M, N], or [M, N / 2] where it is gated; and the stream with its
+        change added. The given stream must not be used again."""
         rows = len(stream.residual)
         if rows <= FUSED_ROWS_MAX:
             found = self.fused.get(FusedShape(shape_of(linear.weight, _measured_rows(rows)), linear.gated))
@@ -158,16 +161,18 @@ class MatmulTable:
 
 
 def _apart(
-    table: MatmulTable, stream: Stream, linear: Linear, out: Tensor | None = None
+    table: MatmulTable, stream: Stream, linear: DeviceLinear, out: Tensor | None = None
 ) -> tuple[Tensor, Stream]:
-    """Norm, product, SiLU: each a kernel."""
+    """The norm, the product and SiLU, each by a kernel of its own."""
     assert linear.norm is not None
     x, stream = norm_stream(stream, linear.norm)
     product = table.linear(x, linear.weight, linear.bias, out=None if linear.gated else out)
     return silu_mul(product) if linear.gated else product, stream
 
 
-def _fused(stream: Stream, linear: Linear, tile: Tile, out: Tensor | None = None) -> tuple[Tensor, Stream]:
+def _fused(
+    stream: Stream, linear: DeviceLinear, tile: Tile, out: Tensor | None = None
+) -> tuple[Tensor, Stream]:
     assert linear.norm is not None
     return normed_matmul(
         stream, linear.norm, linear.weight, tile, bias=linear.bias, gated=linear.gated, out=out
@@ -190,15 +195,16 @@ def _measure(weight: Weight, rows: int, activations: torch.dtype, timer: Timer) 
     return Measured(None, library_us, library_us)
 
 
-def _may_fuse(linear: Linear, rows: int, activations: torch.dtype) -> bool:
-    """What is before a norm's end may overflow in float16 (`matmul.py`)."""
+def _may_fuse(linear: DeviceLinear, rows: int, activations: torch.dtype) -> bool:
+    """True if a product may have its norm in its head. In float16 the unfinished norm may overflow
+    (`matmul.py`)."""
     return linear.norm is not None and rows <= FUSED_ROWS_MAX and activations == torch.bfloat16
 
 
 def _measure_fused(
-    table: MatmulTable, linear: Linear, rows: int, activations: torch.dtype, timer: Timer
+    table: MatmulTable, linear: DeviceLinear, rows: int, activations: torch.dtype, timer: Timer
 ) -> FusedMeasured:
-    """`table` knows the product alone."""
+    """The fastest tile with head and tail, beside the product of `table` and the kernels around it."""
     shape = shape_of(linear.weight, rows)
     residual, change = torch.zeros(
         2, rows, shape.width, dtype=activations, device=_values(linear.weight).device
@@ -212,7 +218,7 @@ def _measure_fused(
 
 
 def _best(tiles: Sequence[Tile], run: Callable[[Tile], object], timer: Timer) -> tuple[Tile | None, float]:
-    """And its time: infinite where a multiprocessor has too little shared memory for any."""
+    """The fastest tile and its time in us; None and infinity where no tile fits into shared memory."""
     best, best_us = None, math.inf
     for tile in tiles:
         try:
@@ -225,7 +231,7 @@ def _best(tiles: Sequence[Tile], run: Callable[[Tile], object], timer: Timer) ->
 
 
 def _tiles(weight: Weight, activations: torch.dtype, rows: int = ROWS_MAX) -> Sequence[Tile]:
-    """Those that lie within a group of columns, where groups have scales of their own."""
+    """The tiles to try for a weight: where groups of columns have scales, those that lie within one group."""
     tiles = tiles_for(_values(weight).shape[0], rows)
     if not isinstance(weight, Fp8Weight):
         return () if activations == torch.float32 else tiles
@@ -245,7 +251,7 @@ def _values(weight: Weight) -> Tensor:
 
 
 def shape_of(weight: Weight, rows: int) -> MatmulShape:
-    """`rows`: one of `MEASURED_ROWS`."""
+    """The measured shape of a product. `rows`: one of `MEASURED_ROWS`."""
     values = _values(weight)
     group = weight.group if isinstance(weight, Fp8Weight) else 0
     return MatmulShape(values.shape[0], values.shape[1], rows, isinstance(weight, Fp8Weight), group)

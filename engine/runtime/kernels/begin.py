@@ -1,7 +1,7 @@
-"""What a decode step starts from, in one kernel.
+"""The inputs of a decode step's first layer, gathered in one kernel.
 
-The host says of a row only which slot it sits in and how many tokens it has. The last of these is the step's
-token; everything else follows from it and from what lies on the device by slot:
+The host gives each row's slot and its number of tokens. The last of these tokens is the step's; all else
+follows from it and from the device's tables by slot:
 
     position    length - 1
     residual    the token's row of the embedding
@@ -9,8 +9,8 @@ token; everything else follows from it and from what lies on the device by slot:
     page, offset    where its keys and values go
     table       the slot's page table, for attention
 
-One program does all of that for its row. With torch it is a score of kernels, none of which moves enough to
-be worth its launch.
+One program gathers all of that for its row. torch would launch some twenty kernels, each of which moves too
+little to be worth its launch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.runtime.kernels.dependent_launch import plain, wait_for_earlier
 from engine.runtime.kernels.launching import launch
-from engine.runtime.kernels.overlap import plain, wait_for_earlier
 
 COPY_BLOCK: Final = 1024
 """Entries of an embedding or a page table that are copied at once."""
@@ -32,16 +32,16 @@ COPY_BLOCK: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """What layers are told of a step's T tokens, packed, on the device."""
+    """The inputs of a step's layers: T tokens, packed, on the device."""
 
     residual: Tensor
-    """[T, hidden]: the tokens' embeddings"""
+    """The tokens' embeddings, [T, hidden]."""
     angles: tuple[Tensor, Tensor]
-    """cos and sin, [T, D/2] float32 each"""
+    """cos and sin of the tokens' positions, [T, D/2] float32 each."""
     pages: Tensor
-    """[T] int64. Where keys and values go: the page,"""
+    """The page that a token's keys and values go to, [T] int64."""
     offsets: Tensor
-    """[T] int64, and the place in it."""
+    """The token's place in that page, [T] int64."""
 
 
 def begin_step(

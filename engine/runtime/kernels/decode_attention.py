@@ -4,13 +4,13 @@ Decode attention reads each key and value once and does little with it, so the o
 to the memory's rate it reads. Four decisions follow.
 
 **The group is the tile.** Query heads that share a key-value head are the rows of one matrix: the group's
-keys are read once, and `tl.dot` wants 16 rows anyway. What is left over is padding, and costs nothing that
-was not waiting for memory.
+keys are read once, and `tl.dot` wants 16 rows anyway. The other rows are padding: they cost only arithmetic
+that would wait for memory otherwise.
 
 **Splits of fixed size** (flash-decoding, Dao et al. 2023, with the size fixed). A row's keys are cut into
 splits of `SPLIT_TOKENS`, wider ones only where a row would have more than `SPLITS_MAX`. The cut follows from
 the row's length alone, which makes the result the same in every batch, bit by bit; cutting by batch size,
-as others do, makes it depend on the neighbours and loses half the speed at the seams.
+as other engines do, makes it depend on the other rows and loses half the speed where the cut changes.
 
 **Work is listed on the device.** `list_work` turns lengths into a list of (row, split), once a step for all
 layers that share a window. A fixed number of programs then walks the list, item i going to program i modulo
@@ -37,47 +37,49 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.runtime.kernels.dependent_launch import dependent, wait_for_earlier
 from engine.runtime.kernels.launching import launch
-from engine.runtime.kernels.overlap import dependent, wait_for_earlier
 from engine.runtime.kernels.widening import beside, widened
 
 SPLIT_TOKENS: Final = 256
-"""At group 4 and head size 128, partial sums are then 3 % of the bytes read; a batch of 1 at 2k still makes
-64 items of 8 kv heads."""
+"""Keys of a split. At group 4 and head size 128 partial sums are then 3 % of the bytes read, and a batch of 1
+at 2k tokens still makes 64 items of 8 kv heads."""
 SPLITS_MAX: Final = 128
-"""Per row. Bounds the partial sums, and what the last program has to add up."""
+"""The most splits of a row. Bounds the partial sums, and the work of the program that adds them up."""
 PROGRAMS_PER_SM: Final = 3
 """Programs of a multiprocessor hide each other's arithmetic, and the time in which one has nothing in flight:
 at the end of an item and the start of the next. Registers allow three."""
 DOT_ROWS_MIN: Final = 16
 WARPS: Final = 4
 STAGES: Final = 5
-"""Of the software pipeline, the page's lookup and the arithmetic included: between them there is room for two
-tiles of keys and of values (64 KiB at head size 128), one in flight while the other is multiplied. With three
-programs that is 213 of a multiprocessor's 227 KiB, and 96 KiB in flight where latency times bandwidth asks
-for 26 (4.8 TB/s x 0.7 us / 132 SMs) of a memory that is idle, and for twice that of a busy one."""
+"""Stages of the software pipeline, the page's lookup and the arithmetic included: between these there is room
+for two tiles of keys and of values (64 KiB at head size 128), one in flight while the other is multiplied.
+With three programs that is 213 of a multiprocessor's 227 KiB, and 96 KiB in flight where latency times
+bandwidth asks for 26 KiB (4.8 TB/s x 0.7 us / 132 SMs) of an idle memory, and for twice that of a busy
+one."""
 STAGES_FP8: Final = 7
-"""A tile in flight more, as it is half as large."""
+"""Stages for keys and values in fp8: one more tile in flight, as a tile is half as large."""
 REGISTERS_MAX: Final = 168
-"""Per thread: room for three programs. What does not fit is set aside before the first page, and taken up
-behind the last one."""
+"""Registers per thread, which leave room for three programs. Values that do not fit are spilled before the
+first page and loaded again behind the last."""
 COMBINE_ELEMENTS: Final = 4096
-"""Of partial sums, added at once: 32 registers per thread."""
+"""Elements of partial sums that are added at once: 32 registers per thread."""
 HEAD_DIMS: Final = (16, 32, 64, 128, 256)
 TILE_BYTES_MAX: Final = 16 << 10
-"""Of keys that are multiplied at once, in the type of the queries: 64 at head size 128. More leave room for
-fewer programs."""
+"""Bytes of the keys that are multiplied at once, in the queries' type: 64 keys at head size 128. More bytes
+leave room for fewer programs."""
 
 LOG2_E: Final = 1.4426950408889634
 
 
 def tile_tokens(page_size: int, head_dim: int, dtype: torch.dtype, bytes_max: int = TILE_BYTES_MAX) -> int:
-    """Keys that are multiplied at once: a page's, or those of a part of it. `dtype`: of queries."""
+    """The number of keys that are multiplied at once: a page's, or a part of them. `dtype`: the queries'
+    type."""
     return min(page_size, bytes_max // (head_dim * dtype.itemsize))
 
 
 def split_count(length: int, window: int | None, page_size: int) -> int:
-    """How many splits a row of so many keys has. The kernels' rule, for the host."""
+    """The number of splits of a row with `length` keys: the kernels' rule, for the host."""
     first = 0 if window is None else max(0, length - window) // page_size
     pages = -(-length // page_size) - first
     pages_per_split = max(SPLIT_TOKENS // page_size, -(-pages // SPLITS_MAX))
@@ -85,7 +87,7 @@ def split_count(length: int, window: int | None, page_size: int) -> int:
 
 
 def most_splits(length_max: int, window: int | None, page_size: int) -> int:
-    """The most that `split_count` says of any length up to this one. The longest need not have them: wider
+    """The largest `split_count` of any length up to this one. The longest row may have fewer splits: wider
     splits are fewer, and a window that begins within a page touches one page more."""
     pages = -(-length_max // page_size)
     if window is not None:
@@ -95,12 +97,13 @@ def most_splits(length_max: int, window: int | None, page_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DecodeWork:
-    """What `list_work` fills, for at most so many rows: reused by every layer and every step."""
+    """The list of work that `list_work` fills, for a limited number of rows: reused by every layer and
+    step."""
 
     items: Tensor
-    """[rows * SPLITS_MAX] int32, row * SPLITS_MAX + split"""
+    """[rows * SPLITS_MAX] int32: row * SPLITS_MAX + split."""
     total: Tensor
-    """[1] int32"""
+    """The number of items, [1] int32."""
 
     @staticmethod
     def empty(rows: int, device: torch.device) -> DecodeWork:
@@ -110,14 +113,14 @@ class DecodeWork:
 
 @dataclass(frozen=True, slots=True)
 class DecodeScratch:
-    """Where splits meet. One per device: layers run one after the other."""
+    """The memory in which splits leave their sums. One per device, as layers run one after the other."""
 
     sums: Tensor
-    """[items, Hkv, group, D] float32"""
+    """The unnormalised sums, [items, Hkv, group, D] float32."""
     scales: Tensor
-    """[2, items, Hkv, group] float32: each split's maximum (base 2) and weight"""
+    """Each split's maximum (base 2) and weight, [2, items, Hkv, group] float32."""
     arrivals: Tensor
-    """[rows, Hkv] int32, zero between launches"""
+    """The numbers of splits that are done, [rows, Hkv] int32: zero between launches."""
 
     @staticmethod
     def empty(
@@ -172,20 +175,16 @@ def paged_decode(
 ) -> Tensor:
     """q [R, H, D]; keys, values [pages, Hkv, page_size, D]; tables [R, P], lengths [R] int32 -> [R, H, D].
 
-    A token's heads lie side by side; tokens may lie apart.
-
-    `work` is `list_work` of the same lengths, window and `tile`: keys at once, None being `tile_tokens`.
-    `kv_scales` are what stored keys and values have to be multiplied by (fp8). `programs`: PROGRAMS_PER_SM
-    times the device's multiprocessors.
+    A token's heads lie side by side. `work` is `list_work` of the same lengths, window and `tile`, the keys
+    that are multiplied at once (None: `tile_tokens`). `kv_scales`: the factors of stored keys and values
+    (fp8). `programs`: PROGRAMS_PER_SM times the device's multiprocessors.
     """
-    _, heads, head_dim = q.shape
-    _, kv_heads, page_size, _ = keys.shape
-    group, tile = heads // kv_heads, tile or tile_tokens(page_size, head_dim, q.dtype)
+    head_dim = q.shape[2]
+    tile = tile or tile_tokens(keys.shape[2], head_dim, q.dtype)
     assert head_dim in HEAD_DIMS, f"head size {head_dim} is none of {HEAD_DIMS}"
     assert all(t.is_contiguous() for t in (q[0], keys, values))
     assert tables.stride(1) == 1
     out = q.new_empty(q.shape) if out is None else out
-    group_block = triton.next_power_of_2(group)
     launch(
         decode_kernel,
         (programs,),
@@ -197,8 +196,7 @@ def paged_decode(
         work.items,
         work.total,
         scratch.sums,
-        scratch.scales[0],
-        scratch.scales[1],
+        *scratch.scales,
         scratch.arrivals,
         out,
         q.stride(0),
@@ -206,22 +204,33 @@ def paged_decode(
         scale * LOG2_E * kv_scales[0],
         kv_scales[1],
         WINDOW=window or 0,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        GROUP_BLOCK=group_block,
-        DOT_ROWS=max(DOT_ROWS_MIN, group_block),
-        D=head_dim,
-        PAGE=tile,
-        PARTS=page_size // tile,
-        SPLIT_PAGES=max(1, SPLIT_TOKENS // tile),
-        SPLITS_MAX=SPLITS_MAX,
-        COMBINE=max(1, COMBINE_ELEMENTS // (group_block * head_dim)),
-        num_warps=WARPS,
-        num_stages=STAGES_FP8 if keys.dtype == torch.float8_e4m3fn else STAGES,
-        maxnreg=REGISTERS_MAX,
+        **_constants(q, keys, tile),
         **dependent(),
     )
     return out
+
+
+def _constants(q: Tensor, keys: Tensor, tile: int) -> dict[str, int]:
+    """The constants that `decode_kernel` is compiled with for these shapes: tiles, warps and registers."""
+    _, heads, head_dim = q.shape
+    _, kv_heads, page_size, _ = keys.shape
+    group = heads // kv_heads
+    group_block = triton.next_power_of_2(group)
+    return {
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "GROUP_BLOCK": group_block,
+        "DOT_ROWS": max(DOT_ROWS_MIN, group_block),
+        "D": head_dim,
+        "PAGE": tile,
+        "PARTS": page_size // tile,
+        "SPLIT_PAGES": max(1, SPLIT_TOKENS // tile),
+        "SPLITS_MAX": SPLITS_MAX,
+        "COMBINE": max(1, COMBINE_ELEMENTS // (group_block * head_dim)),
+        "num_warps": WARPS,
+        "num_stages": STAGES_FP8 if keys.dtype == torch.float8_e4m3fn else STAGES,
+        "maxnreg": REGISTERS_MAX,
+    }
 
 
 @triton.jit
@@ -263,7 +272,8 @@ def list_work_kernel(
     ROWS_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per row: counts the splits of the rows before it, and lists its own after them."""
+    """A program per row counts the splits of the rows before its own, and lists its own splits behind
+    them."""
     wait_for_earlier(PDL)
     row = tl.program_id(0)
     every = tl.arange(0, ROWS_BLOCK)
@@ -308,7 +318,8 @@ def decode_kernel(
     COMBINE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Items i, i + programs, ...: kv heads of one split follow each other, as they lie in memory."""
+    """Program i computes items i, i + programs, ...: kv heads of a split follow each other, as they do in
+    memory."""
     wait_for_earlier(PDL)
     for i in range(tl.program_id(0), tl.load(total) * KV_HEADS, tl.num_programs(0)):
         place, head = i // KV_HEADS, i % KV_HEADS
@@ -413,7 +424,7 @@ def _combine(
     SPLITS_MAX: tl.constexpr,
     COMBINE: tl.constexpr,
 ):
-    """Splits [first, first + splits) of the list, in ascending blocks of COMBINE, into the row's output."""
+    """Add splits [first, first + splits) of the list, in ascending blocks of COMBINE, to the row's output."""
     member = tl.arange(0, GROUP_BLOCK)
     dim = tl.arange(0, D)
     slot, here = _slots(first, 0, splits, head, KV_HEADS, GROUP, GROUP_BLOCK, SPLITS_MAX)
@@ -448,7 +459,8 @@ def _slots(
     GROUP_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Where splits [begin, begin + BLOCK) left their sums, and whether they exist: [BLOCK, GROUP_BLOCK]."""
+    """The places of the sums of splits [begin, begin + BLOCK), and whether they exist: [BLOCK,
+    GROUP_BLOCK]."""
     split = begin + tl.arange(0, BLOCK)[:, None]
     member = tl.arange(0, GROUP_BLOCK)[None, :]
     at = ((first + split) * KV_HEADS + head) * GROUP + member.to(tl.int64)

@@ -1,4 +1,4 @@
-"""What lies between a layer's matrix multiplications, in three kernels instead of a dozen.
+"""The operations between a layer's matrix multiplications, in three kernels instead of a dozen.
 
 At batch 1 a layer's small operations cost no memory traffic worth naming; each costs a kernel's start and
 end, 1.5 to 2.5 us in a CUDA graph. At batch 256 each costs a pass over the activations. Fusing saves both:
@@ -7,7 +7,8 @@ end, 1.5 to 2.5 us in a CUDA graph. At batch 256 each costs a pass over the acti
     norm_rotate_store    queries and keys normed (where the model does) and rotated; keys and values stored
     silu_mul             silu(gate) * up
 
-For few rows the first and the last are no kernels at all, but a product's head and tail (`matmul.py`).
+With few rows the first and the last are not kernels of their own, but a product's head and tail
+(`matmul.py`).
 
 Everything is computed in float32 and rounded once, when it is stored; the sum with the residual is rounded
 before it is normed, because the rounded one is what the next layer sees. One row is one program, so a row's
@@ -25,20 +26,20 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.runtime.fp8 import FP8_MAX
+from engine.runtime.kernels.dependent_launch import dependent, wait_for_earlier
 from engine.runtime.kernels.launching import launch
-from engine.runtime.kernels.overlap import dependent, wait_for_earlier
 
 NORM_WARPS: Final = 8
-"""A row of 4,096 is then 16 elements per thread: two wide loads."""
+"""Warps per row of a norm: a row of 4,096 is then 16 elements per thread, two wide loads."""
 HEADS_BLOCK: Final = 8
-"""Heads per program: 8 x 128 elements are 8 per thread, and a batch of 1 still makes 5 programs of 8B's
-48 heads."""
+"""Heads per program: 8 x 128 elements are 8 per thread, and a batch of 1 still makes 5 programs for the 40
+heads of an 8B model's queries and keys."""
 SILU_BLOCK: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Zhang and Sennrich 2019."""
+    """An RMS norm (Zhang and Sennrich 2019)."""
 
     weight: Tensor
     """[hidden] float32, so that a block of it can be fetched ahead of its use however small it is."""
@@ -47,8 +48,8 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """What runs through a decoder from layer to layer, [T, hidden]: the residual, and what the last block
-    would add to it, left to whoever reads it next."""
+    """The hidden states between two blocks, [T, hidden]: the residual, and the last block's output, which the
+    next kernel adds to it (None: nothing is left to add)."""
 
     residual: Tensor
     change: Tensor | None = None
@@ -59,7 +60,8 @@ class Stream:
 
 
 def norm_stream(stream: Stream, norm: Norm) -> tuple[Tensor, Stream]:
-    """Its norm, and the stream with its change added, in place: the given one is gone."""
+    """The stream's norm, and the stream with its change added in place. The given stream must not be used
+    again."""
     if stream.change is None:
         return rms_norm(stream.residual, norm.weight, norm.eps), stream
     return rms_norm(stream.change, norm.weight, norm.eps, stream.residual), Stream(stream.residual)
@@ -89,7 +91,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
 @dataclass(frozen=True, slots=True)
 class QKNorm:
-    """Norms of single heads, as Qwen3 has them."""
+    """The norms of each query's and each key's head, as Qwen3 has them."""
 
     q_weight: Tensor
     """[D]"""
@@ -112,9 +114,9 @@ def norm_rotate_store(
 ) -> Tensor:
     """qkv [T, (H + 2 Hkv) D] -> queries [T, H, D]; keys and values go to (page, offset) [T] of the cache.
 
-    angles: cos and sin, [T, D/2] each. keys, values [pages, Hkv, page_size, D]. What is stored is divided by
-    `kv_scales` and, in fp8, held to what the type can hold. With `clear_tails` the rest of a page that these
-    tokens begin becomes zero: tokens of a row follow each other.
+    angles: cos and sin, [T, D/2] each. keys, values [pages, Hkv, page_size, D]. They are divided by
+    `kv_scales` before they are stored and, in fp8, clamped to the type's range. With `clear_tails` the rest
+    of a page that these tokens begin becomes zero; tokens of a row must follow each other.
     """
     tokens = len(qkv)
     _, kv_heads, page_size, head_dim = keys.shape
@@ -125,31 +127,26 @@ def norm_rotate_store(
     q = qkv.new_empty(tokens, heads, head_dim)
     q_blocks = triton.cdiv(heads, HEADS_BLOCK)
     grid = (tokens, q_blocks + triton.cdiv(kv_heads, HEADS_BLOCK))
+    weights = (None, None, 0.0) if norm is None else (norm.q_weight, norm.k_weight, norm.eps)
+    constants = {"HEADS": heads, "KV_HEADS": kv_heads, "Q_BLOCKS": q_blocks, "HEADS_BLOCK": HEADS_BLOCK}
     launch(
         norm_rotate_store_kernel,
         grid,
         qkv,
         q,
-        cos,
-        sin,
-        norm.q_weight if norm else None,
-        norm.k_weight if norm else None,
-        norm.eps if norm else 0.0,
+        *angles,
+        *weights,
         keys,
         values,
         pages,
         offsets,
-        1.0 / kv_scales[0],
-        1.0 / kv_scales[1],
+        *(1.0 / scale for scale in kv_scales),
         NORM=norm is not None,
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        Q_BLOCKS=q_blocks,
         HALF=head_dim // 2,
         PAGE=page_size,
         LIMIT=FP8_MAX if keys.dtype == torch.float8_e4m3fn else 0.0,
         CLEAR=clear_tails,
-        HEADS_BLOCK=HEADS_BLOCK,
+        **constants,
         num_warps=4,
         **dependent(),
     )
@@ -209,7 +206,7 @@ def norm_rotate_store_kernel(
     HEADS_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per token and block of heads: first the blocks of queries, then those of keys."""
+    """A program per token and block of heads: first the blocks of queries, then those of keys."""
     wait_for_earlier(PDL)
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dim = tl.arange(0, HALF)
@@ -246,8 +243,8 @@ def norm_rotate_store_kernel(
 
 @triton.jit
 def _tail(pages, page, offset, token, PAGE: tl.constexpr):
-    """How far a token is from its page's end, if this step begins the page and the token is its last there;
-    else 0. Whoever comes earlier in the page must not clear what a neighbour writes meanwhile."""
+    """The number of tokens from a token to its page's end, if this step begins the page and the token is the
+    row's last in it; else 0. An earlier token must not clear what a later one's program writes meanwhile."""
     after, first = token + 1, tl.maximum(token - offset, 0)
     is_last = tl.load(pages + after, mask=after < tl.num_programs(0), other=-1) != page
     is_begun = (token >= offset) & (tl.load(pages + first) == page)
@@ -256,7 +253,7 @@ def _tail(pages, page, offset, token, PAGE: tl.constexpr):
 
 @triton.jit
 def _turned(at, inside, weight, eps, cosine, sine, NORM: tl.constexpr, HALF: tl.constexpr):
-    """Both halves of heads, normed if need be and rotated, [HEADS_BLOCK, D/2] float32 each."""
+    """Both halves of heads, normed where NORM is set and rotated, [HEADS_BLOCK, D/2] float32 each."""
     first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
     if NORM:

@@ -1,8 +1,8 @@
-"""Launches kernels, or compiles them ahead: one call either way, so that both go by the same arguments.
+"""Launches kernels, or compiles them ahead by the same call and so with the same arguments.
 
-A kernel is compiled for the types of its arguments and for what is fixed about them, not for their values:
-tensors without memory do. Whoever wants a function's kernels compiled calls it as if to compute something,
-within `compiling`. What is said around a call belongs to the thread that says it.
+A kernel is compiled for the types of its arguments and for their constants, not for their values: tensors
+without memory are enough. A function's kernels are compiled by calling it within `compiling`. That setting
+belongs to the calling thread.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import triton
 from triton import OutOfResources
 
 Compile = Callable[[Any, Sequence[int], Sequence[Any], Mapping[str, Any]], object]
-"""(kernel, grid, arguments, and those by name): in place of a launch."""
+"""Takes a launch's kernel, grid, arguments and named arguments, in place of launching."""
 
 _COMPILE: ContextVar[Compile | None] = ContextVar("compile", default=None)
 FUSED_ARITHMETIC: Final = {"enable_fp_fusion": True}
-"""a * b + c is rounded once. Said, as Triton's default will be another from 3.10 on."""
+"""An option of every launch: a * b + c is rounded once. Triton's default changes with 3.10."""
 
 
 @contextmanager
 def compiling(compile_: Compile) -> Iterator[None]:
-    """What is launched meanwhile is handed over instead. Tensors that it would have filled hold anything."""
+    """Have `compile_` take the launches within. The tensors that these would have filled stay undefined."""
     token = _COMPILE.set(compile_)
     try:
         yield
@@ -37,7 +37,7 @@ def compiling(compile_: Compile) -> Iterator[None]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
-    """kernel[grid](*args, **named), with what all of ours are compiled by."""
+    """Launch `kernel[grid](*args, **named)` with the options that every kernel here is compiled with."""
     compile_ = _COMPILE.get()
     if compile_ is None:
         kernel[grid](*args, **named, **FUSED_ARITHMETIC)
@@ -46,14 +46,16 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None
 
 
 def compile_ahead(kernel: Any, grid: Sequence[int], args: Sequence[Any], named: Mapping[str, Any]) -> None:
-    """A `Compile`: for the current device; within Triton's `AsyncCompileMode`, in its threads."""
+    """A `Compile` for the current device. Within Triton's `AsyncCompileMode` its threads compile."""
     kernel.warmup(*args, grid=grid, **named)
 
 
 @contextmanager
 def compiling_in(workers: Executor, device: torch.device) -> Iterator[None]:
-    """Within, what this thread launches is compiled and loaded by those workers instead; it ends when all
-    is. What cannot be says why when it is launched."""
+    """Have `workers` compile and load the kernels that this thread launches within, instead of running them.
+
+    Ends when all are compiled. A kernel that cannot be compiled raises its error when it is launched.
+    """
     _choose(device)
     with triton.AsyncCompileMode(_Loading(workers, device), ignore_errors=True), compiling(compile_ahead):
         yield
@@ -61,7 +63,8 @@ def compiling_in(workers: Executor, device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Loading(Executor):
-    """Has each kernel loaded by who compiled it: what launches it is C that Triton has compiled as well."""
+    """Loads each kernel in the thread that compiled it: Triton compiles its launcher, which is C, on
+    loading."""
 
     workers: Executor
     device: torch.device
@@ -73,12 +76,12 @@ class _Loading(Executor):
 def _loaded(device: torch.device, compile_: Callable[[], Any]) -> Any:
     kernel = compile_()
     _choose(device)
-    with suppress(OutOfResources):  # the kernel keeps it for who launches it
+    with suppress(OutOfResources):  # the kernel raises it again when it is launched
         _ = kernel.run
     return kernel
 
 
 def _choose(device: torch.device) -> None:
-    """For this thread, which has a current one of its own."""
+    """Make `device` current in this thread."""
     if device.index is not None:
         torch.cuda.set_device(device)

@@ -2,13 +2,13 @@
 
 Below about 180 rows an H200 multiplies faster than it reads, and below 64 the library's kernels, made for
 squares, do not always read at the memory's rate. This kernel does nothing but read: each program streams
-`Tile.n` rows of the weight through shared memory, several `Tile.k` columns ahead, and multiplies what has
-arrived.
+`Tile.n` rows of the weight through shared memory, several `Tile.k` columns ahead, and multiplies the tiles
+that have arrived.
 
 No split of K: a product's sum runs over ascending k in one program, so that it does not depend on how many
 programs there are. Narrow tiles (16 or 32 rows of the weight) keep all multiprocessors busy instead.
 
-**A row that is alone** is a sixteenth of what the tensor cores multiply at least, and all sixteen would have
+**A single row** is a sixteenth of the least that the tensor cores multiply, and all sixteen rows would have
 to be fetched, normed and laid out. Tiles for it (`TILES_ALONE`) use ordinary arithmetic: a program keeps a
 sum for every eight neighbours of its tile, in float32, and adds those up at the end. Per byte of the weight
 that is as many instructions as with the tensor cores, but half of them where the row is normed on the way;
@@ -19,7 +19,7 @@ half the bytes, and in decode nearly half the time. Where groups of columns have
 tile's product is multiplied before it is added. The library multiplies such a weight only when it is restored
 (`restoring.py`), so it may have more rows of activations here than others, up to 256.
 
-**A norm in the head.** What comes before a product in a decoder is often the norm of the residual stream:
+**A norm in the head.** Before a product in a decoder there often is the norm of the residual stream:
 s = residual + change, and y = W (s * g / rms(s)). 1 / rms is one number per row, so it commutes with the
 product: a program multiplies the weight by s * g as it goes, adds up the squares of s on the way, and
 multiplies by 1 / rms at its end. Each program sums all squares for itself, in the same order, and reads s
@@ -35,8 +35,8 @@ neither is nearer to the truth. s itself is rounded first, as the next layer see
 and up are not rounded before they meet, which is nearer. A product s * g needs the range of bfloat16: in
 float16 it may overflow where its norm does not, so there the head stays a kernel of its own.
 
-Launched beside the kernel before it (`overlap.py`), a program fetches the first tiles of its weight into the
-second-level cache before it waits.
+Launched beside the kernel before it (`dependent_launch.py`), a program fetches the first tiles of its weight
+into the second-level cache before it waits.
 
 Which tile, or the library, is best for a shape is measured on the device at warm-up (`autotune.py`).
 """
@@ -53,9 +53,9 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.runtime.fp8 import Fp8Weight
+from engine.runtime.kernels.dependent_launch import dependent, prefetch, wait_for_earlier
 from engine.runtime.kernels.fused import Norm, Stream
 from engine.runtime.kernels.launching import launch
-from engine.runtime.kernels.overlap import dependent, prefetch, wait_for_earlier
 from engine.runtime.kernels.widening import widened
 
 Weight = Tensor | Fp8Weight
@@ -64,20 +64,21 @@ ROWS: Final = (16, 32, 64)
 """Rows of activations that a kernel is compiled for; `tl.dot` wants at least 16."""
 ROWS_MAX: Final = ROWS[-1]
 ROWS_FP8: Final = (*ROWS, 128, 256)
-"""Of an fp8 weight, which the library wants restored first: that takes longer than so many rows do."""
+"""Rows of activations for an fp8 weight. The library needs the weight restored first, which takes longer than
+these products."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a weight is cut and how far ahead it is read."""
+    """The tile that a program multiplies at once, and how far ahead it reads."""
 
     n: int
-    """Rows of the weight; with a gate, half of them are the gate's."""
+    """Rows of the weight in a tile; with a gate, half of them are the gate's."""
     k: int
     warps: int
     stages: int
     alone: bool = False
-    """For one row, which is multiplied without the tensor cores: they want 16."""
+    """True if the tile is for a single row, which is multiplied without the tensor cores: these want 16."""
 
 
 TILES: Final = (
@@ -89,8 +90,8 @@ TILES: Final = (
     Tile(128, 64, 8, 5),  # 64 KiB
 )
 NARROW: Final = Tile(8, 512, 4, 5)
-"""32 KiB; 128 programs for a weight of 1,024 rows, of which wider tiles make so few that half of a large
-GPU's multiprocessors have nothing to read."""
+"""A tile for weights of few rows, with 32 KiB in flight: 128 programs for 1,024 rows. Wider tiles would leave
+half of a large GPU's multiprocessors nothing to read."""
 NARROW_HEIGHT_MAX: Final = 2048
 
 
@@ -113,12 +114,12 @@ TILES_MANY: Final = (
 
 
 def rows_max(weight: Weight) -> int:
-    """Of activations, that a kernel here may multiply with."""
+    """The most rows of activations that a kernel here multiplies with this weight."""
     return ROWS_FP8[-1] if isinstance(weight, Fp8Weight) else ROWS_MAX
 
 
 def tiles_for(height: int, rows: int) -> Sequence[Tile]:
-    """Worth trying for a weight of so many rows, times so many rows of activations."""
+    """The tiles worth trying for a weight of `height` rows and so many rows of activations."""
     if rows > ROWS_MAX:
         return TILES_MANY
     is_narrow = height <= NARROW_HEIGHT_MAX and rows <= ROWS[0]
@@ -127,7 +128,7 @@ def tiles_for(height: int, rows: int) -> Sequence[Tile]:
 
 
 def row_bucket(rows: int) -> int:
-    """The kernel's row count for so many rows of activations, at most `rows_max`."""
+    """The number of rows that a kernel is compiled for, for up to `rows_max` rows of activations."""
     return next(bucket for bucket in ROWS_FP8 if rows <= bucket)
 
 
@@ -142,8 +143,8 @@ def skinny_matmul(
 ) -> Tensor:
     """x [M, K], M <= `rows_max`; weight [N, K] in x's type or fp8; bias [N] -> [M, N].
 
-    y = (x @ weight^T) * scales + bias, in float32, rounded once. With groups of columns, they are a multiple
-    of the tile's. `gated`: silu(y's first half) * y's second half, [M, N / 2].
+    y = (x @ weight^T) * scales + bias, in float32, rounded once. Groups of columns are a multiple of
+    the tile's. `gated`: silu(y's first half) * y's second half, [M, N / 2].
     """
     return _launch(x, None, None, None, weight, tile, bias, gated, out)
 
@@ -158,8 +159,8 @@ def normed_matmul(
     gated: bool = False,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Stream]:
-    """As `skinny_matmul` of the stream's norm; and the stream with its change added, the given one being left
-    as it is."""
+    """`skinny_matmul` of the stream's norm, and the stream with its change added. The given stream is left as
+    it is."""
     residual, change = stream.residual, stream.change
     total = residual if change is None else torch.empty_like(residual)
     found = _launch(residual, change, norm, None if change is None else total, weight, tile, bias, gated, out)
@@ -241,8 +242,8 @@ def skinny_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`height` is the output's; with a gate, the weight has twice as many rows. A BLOCK_M of 1 is a row that
-    is alone: its products are added up by eights, and all of those at the end."""
+    """`height` is the output's; with a gate, the weight has twice as many rows. A BLOCK_M of 1 is a single
+    row: its products are added up by eights, and these sums at the end."""
     ALONE: tl.constexpr = BLOCK_M == 1
     TILE: tl.constexpr = BLOCK_N * (1 + GATED)
     row = tl.arange(0, BLOCK_M)
@@ -300,7 +301,7 @@ def _gated(y):
 
 @triton.jit
 def _prefetch(weight, n, inside, width, COLUMNS: tl.constexpr):
-    """The first columns of rows n, as many as the loop has in flight: they are not written by anybody."""
+    """Prefetch the first columns of rows n, as many as the loop has in flight: no kernel writes them."""
     LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
     column = tl.arange(0, triton.next_power_of_2(COLUMNS // LINE)) * LINE
     row = tl.where(inside, n, 0).to(tl.int64)
@@ -316,8 +317,8 @@ def _load(at, inside, EVEN: tl.constexpr):
 def _add_product(
     acc, part, tile_at, scales, scale_at, inside_n, inside_k, EVEN: tl.constexpr, GROUP: tl.constexpr
 ):
-    """acc + part @ tile^T, times the tile's scales where groups have their own. A row alone is left in parts:
-    acc [N, K / 8] + part * tile, neighbours added."""
+    """acc + part @ tile^T, the product times the tile's scales where groups have their own. For a single row:
+    acc [N, K / 8] + part * tile, with eight neighbours added."""
     tile = _load(tile_at, inside_n[:, None] & inside_k[None, :], EVEN)
     if part.shape[0] == 1:
         product = _add_neighbours(part.to(tl.float32) * widened(tile, tl.float32))
@@ -334,13 +335,13 @@ def _add_product(
 
 @triton.jit
 def _add_neighbours(x):
-    """[M, K] -> [M, K / 8]. They are one thread's, and their sum takes an eighth of the registers."""
+    """[M, K] -> [M, K / 8], the sums of eight neighbours: one thread has all eight, and saves registers."""
     return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // _NEIGHBOURS, _NEIGHBOURS]), 2)
 
 
 @triton.jit
 def _finish(acc, scales, bias, n, inside, GROUP: tl.constexpr):
-    """Times the scales of whole rows of the weight, plus the bias."""
+    """The product times the scales of the weight's rows, plus the bias."""
     if GROUP == 0 and scales is not None:
         acc *= tl.load(scales + n, mask=inside, other=0.0)[None, :]
     if bias is not None:

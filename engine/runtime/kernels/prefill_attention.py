@@ -15,9 +15,9 @@ most, and those on an edge: the diagonal and, with a window, its far end. They a
 has no mask and no bounds.
 
 **Longest tile first.** Tiles of a causal prompt differ by a factor of its length. The host lists them with
-the longest context first, kv heads side by side, so that what runs last is short.
+the longest context first, kv heads side by side, so that the tiles that run last are short.
 
-Keys and values come from the cache alone: what the step itself adds is written before. A chunk over a cached
+Keys and values come from the cache alone: those of the step itself are written before. A chunk over a cached
 prefix is then nothing special, and its tokens come out the same to the bit however the prompt was cut, since
 a token's sum runs over the same pages in the same order.
 """
@@ -37,18 +37,18 @@ from engine.runtime.kernels.launching import launch
 from engine.runtime.kernels.widening import beside, widened
 
 BLOCK_M: Final = 128
-"""Two groups of four warps, each with the 64 rows of one `wgmma`."""
+"""Query rows of a tile: two groups of four warps, each with the 64 rows of one `wgmma`."""
 WARPS: Final = 8
 TILE_BYTES_MAX: Final = 32 << 10
-"""Of keys, in the type of the queries: four tiles lie in shared memory, the queries beside them, and a
+"""Bytes of a tile of keys, in the queries' type: four tiles lie in shared memory beside the queries, and a
 multiprocessor has 227 KiB."""
 STAGES: Final = 4
-"""With the page's lookup among them: two tiles of keys and of values are in shared memory, 64 KiB at head
-size 128, beside the 32 KiB of queries."""
+"""Stages of the software pipeline, the page's lookup included: two tiles of keys and of values are in shared
+memory, 64 KiB at head size 128, beside the 32 KiB of queries."""
 
 
 def tile_list(chunks: Sequence[Chunk], group: int, window: int | None = None) -> list[tuple[int, int]]:
-    """(row, first token of the tile within its chunk), the tile with the most keys first."""
+    """The tiles as (row, first token within its chunk), the tile with the most keys first."""
     tokens = BLOCK_M // group
     tiles = [(row, first) for row, chunk in enumerate(chunks) for first in range(0, chunk.length, tokens)]
 
@@ -76,7 +76,7 @@ def paged_prefill(
     """q [T, H, D]; keys, values [pages, Hkv, page_size, D]; tables [R, P] int32 -> [T, H, D].
 
     chunks [R, 3] int32: start, length and offset of each row. tiles [N, 2] int32: `tile_list` of the same.
-    `kv_scales` are what stored keys and values have to be multiplied by (fp8).
+    `kv_scales`: the factors of stored keys and values (fp8).
     """
     _, heads, head_dim = q.shape
     _, kv_heads, page_size, _ = keys.shape
@@ -113,7 +113,9 @@ def paged_prefill(
     return out
 
 
-@triton.jit(do_not_specialize_on_alignment=["tables"])  # a mixed step's begin wherever its decode rows end
+@triton.jit(
+    do_not_specialize_on_alignment=["tables"]
+)  # a mixed step's tables begin behind its decode rows, at any address
 def prefill_kernel(
     q,
     keys,
@@ -134,7 +136,7 @@ def prefill_kernel(
     PAGE: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """One program per (tile, kv head), kv heads fastest."""
+    """A program per (tile, kv head), kv heads fastest."""
     tile, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     row, first = tl.load(tiles + tile * 2), tl.load(tiles + tile * 2 + 1)
     start, length = tl.load(chunks + row * 3), tl.load(chunks + row * 3 + 1)
@@ -200,7 +202,7 @@ def _attend_pages(
     PAGE: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Pages [begin, end) of the table into the running sum, maximum and weight of each query row."""
+    """Add pages [begin, end) of the table to the running sum, maximum and weight of each query row."""
     in_page = tl.arange(0, PAGE)
     tile = in_page[:, None] * D + tl.arange(0, D)[None, :]
     for page in range(begin, end):
@@ -221,7 +223,7 @@ def _attend_pages(
                 seen = seen & (key_at[None, :] > position[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1) * scale)
-        # A row that has seen nothing yet has no maximum; any finite one will do.
+        # A row that has seen no key yet has no maximum; any finite one will do.
         finite = higher
         if EDGE:
             finite = tl.where(higher == float("-inf"), 0.0, higher)

@@ -1,4 +1,4 @@
-"""An fp8 weight as the numbers that are meant, for products of many rows, which the library multiplies.
+"""Converts an fp8 weight to the compute type, for products of many rows, which the library multiplies.
 
 Three bytes are moved per number, one read and two written: by the time that a few hundred rows are
 multiplied, that is the smaller part. Scales are multiplied in here, where each is needed once, and not behind
@@ -16,18 +16,18 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.runtime.fp8 import Fp8Weight
+from engine.runtime.kernels.dependent_launch import dependent, wait_for_earlier
 from engine.runtime.kernels.launching import launch
-from engine.runtime.kernels.overlap import dependent, wait_for_earlier
 from engine.runtime.kernels.widening import widened
 from engine.runtime.models.quantization import GROUP_MULTIPLE
 
 ROWS_BLOCK: Final = 16
 COLUMNS_BLOCK: Final = 256
-"""With 16 rows, 32 numbers per thread: two loads of 16 bytes."""
+"""Columns of a tile: with 16 rows, 32 numbers per thread, two loads of 16 bytes."""
 
 
 def restored(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
-    """[N, K], rounded once."""
+    """The weight [N, K] in `dtype`, rounded once."""
     rows, columns = weight.values.shape
     assert weight.values.is_contiguous()
     assert weight.scales.is_contiguous()
@@ -65,7 +65,7 @@ def restore_kernel(
     COLUMNS_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program's columns lie in one group."""
+    """A program per tile, whose columns lie in one group."""
     wait_for_earlier(PDL)
     row = tl.program_id(0) * ROWS_BLOCK + tl.arange(0, ROWS_BLOCK)
     column = tl.program_id(1) * COLUMNS_BLOCK + tl.arange(0, COLUMNS_BLOCK)

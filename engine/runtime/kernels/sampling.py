@@ -1,4 +1,4 @@
-"""From logits to tokens on the device: the distribution of `engine.runtime.sampler`, to the token.
+"""Kernels that sample tokens from logits: the distribution of `engine.runtime.host.sampler`, token for token.
 
 **One number per token.** Gumbel-max would hash a random number for every entry of the vocabulary; the CPU's
 rule needs one: the token at u in the cumulative distribution, u being philox(seed, position). The kernels
@@ -13,17 +13,17 @@ the same to the bit, and "the first whose cumulative mass exceeds u times the to
 non-negative floats, whose bits ascend as they do. Eleven rounds of three bits, each one pass that sums the
 mass (or count) below seven pivots, find the value at which the sum passes a target; equals are told apart by
 id. Top-k is such a search by count, top-p one by mass, and the draw itself one by mass. They run over the
-candidates within a distance of the best, for which one of four is chosen: the second kernel counts and weighs
-what lies within each of them, chunk by chunk, and the third takes the least that top-k and top-p do not reach
-beyond. That leaves tens or hundreds of 152k, and most chunks need not be looked at. Rows that reach beyond
-`NEAR`, which no likely distribution does, take all.
+candidates within one of four distances from the best: the second kernel counts and weighs the tokens within
+each distance, chunk by chunk, and the third takes the least distance that top-k and top-p do not reach
+beyond. That leaves tens or hundreds of 152k tokens, and most chunks need not be read again. Rows that reach
+beyond `NEAR`, which no likely distribution does, take all tokens.
 
 Three launches, the first two spread over (row, chunk of the vocabulary):
 
     measure   edits the rows that ask for it; maximum, soundness, log-sum-exp of each chunk
     weigh     the mass of each chunk; where top-k or top-p cut, what is near
-    choose    one program per row: greedy, by chunks, or among candidates; log-probability; counts; the token
-              goes where the next step looks for it
+    choose    a program per row: greedy, by chunks, or among candidates; log-probability; counts; stores the
+              token where the next step finds it
 
 Logits come in the model's type and are left as they are: rows that ask for edits are sampled from a copy in
 float32, which the first kernel makes and edits. All others need none.
@@ -31,30 +31,28 @@ float32, which the first kernel makes and edits. All others need none.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from engine.core.messages import NUMERIC_FAILURE
-from engine.runtime.kernels.launching import launch
-from engine.runtime.kernels.overlap import dependent, wait_for_earlier
-from engine.runtime.kernels.sampling_columns import EDITS_MAX, STOPS_MAX, DeviceSampling
+from engine.runtime.kernels.dependent_launch import wait_for_earlier
 
 CHUNK: Final = 4096
-"""Of the vocabulary, per program: a row of 152k then has 38 programs, enough to fill a GPU at batch 4."""
+"""Tokens of the vocabulary per program: a row of 152k then has 38 programs, enough to fill a GPU at batch
+4."""
 WARPS: Final = 8
 CANDIDATE_BLOCK: Final = 512
-"""With eight pivots: 16 sums of 64 bits per thread. Twice that spills."""
+"""Candidates that are compared at once: with eight pivots 16 sums of 64 bits per thread. Twice that
+spills."""
 
 MASS_BITS: Final = 44
 NEAR: Final = 16.0
-"""In nats of the tempered distribution: what is left out weighs less than e^-16 of the best, each."""
+"""The largest distance, in nats of the tempered distribution: a token beyond weighs less than e^-16 of the
+best."""
 RUNGS: Final = 4
-"""Distances from the best, NEAR the largest, NEAR / RUNGS the least."""
+"""The number of distances from the best, the largest NEAR, the least NEAR / RUNGS."""
 
 _UNIT = tl.constexpr(float(1 << MASS_BITS))
 _RUNGS = tl.constexpr(RUNGS)
@@ -62,127 +60,6 @@ _RUNG = tl.constexpr(NEAR / RUNGS)
 _FAILURE = tl.constexpr(NUMERIC_FAILURE)
 _FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 _NOBODY = tl.constexpr(0x7F800000 << 32)  # infinitely far: no mass
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingScratch:
-    """Memory between the launches, for at most so many rows."""
-
-    edited: Tensor
-    """[rows, vocab] float32: what tokens are drawn from, in rows that ask for edits"""
-    are_edited: Tensor
-    """[rows] int32"""
-    logits: Tensor
-    """[rows, vocab] in the model's type: a place for what `sample` is given, the same in every step"""
-    candidates: Tensor
-    """[rows, vocab] int64: distance's bits above, id below"""
-    measures: Tensor
-    """[3, rows, chunks] float32: best edited logit, best logit, sum of exp(logit - best)"""
-    places: Tensor
-    """[rows, chunks] int32: the best edited logit's id; NUMERIC_FAILURE where a logit is not finite"""
-    masses: Tensor
-    """[rows, chunks] int64"""
-    near_masses: Tensor
-    """[rows, chunks, RUNGS] int64: what lies within each distance"""
-    near_counts: Tensor
-    """[rows, chunks, RUNGS] int32"""
-
-    @staticmethod
-    def empty(rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> SamplingScratch:
-        chunks = triton.cdiv(vocab_size, CHUNK)
-        return SamplingScratch(
-            edited=torch.empty(rows, vocab_size, device=device),
-            are_edited=torch.empty(rows, dtype=torch.int32, device=device),
-            logits=torch.empty(rows, vocab_size, dtype=dtype, device=device),
-            candidates=torch.empty(rows, vocab_size, dtype=torch.int64, device=device),
-            measures=torch.empty(3, rows, chunks, device=device),
-            places=torch.empty(rows, chunks, dtype=torch.int32, device=device),
-            masses=torch.empty(rows, chunks, dtype=torch.int64, device=device),
-            near_masses=torch.empty(rows, chunks, RUNGS, dtype=torch.int64, device=device),
-            near_counts=torch.empty(rows, chunks, RUNGS, dtype=torch.int32, device=device),
-        )
-
-
-def sample(
-    logits: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    columns: DeviceSampling,
-    scratch: SamplingScratch,
-    known: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """logits [S, vocab], left as they are; slots, positions [S] int32 -> tokens [S] int64, logprobs [S].
-
-    `positions`: where the tokens will stand in `known` [slots, any] int32, which they are written to. A token
-    is NUMERIC_FAILURE where its row is not finite; 0 is written then. The log-probability is that of the
-    model's own distribution, before anything edits it. Tokens are counted.
-    """
-    rows, vocab_size = logits.shape
-    assert logits.is_contiguous()
-    assert known.is_contiguous()
-    assert vocab_size == columns.counts.shape[2]
-    assert vocab_size < 1 << 63 - MASS_BITS
-    chunks = triton.cdiv(vocab_size, CHUNK)
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    best, raw_best, raw_sum = scratch.measures
-    size = {"CHUNK": CHUNK, "CHUNKS_BLOCK": triton.next_power_of_2(chunks), "num_warps": WARPS, **dependent()}
-    launch(
-        measure_kernel,
-        (rows, chunks),
-        logits,
-        scratch.edited,
-        scratch.are_edited,
-        slots,
-        positions,
-        columns.penalties,
-        columns.counts,
-        columns.bias_ids,
-        columns.bias_values,
-        columns.biases,
-        columns.stop_ids,
-        columns.stops,
-        columns.held_until,
-        best,
-        raw_best,
-        raw_sum,
-        scratch.places,
-        vocab_size,
-        EDITS_MAX=EDITS_MAX,
-        STOPS_MAX=STOPS_MAX,
-        CHUNK=CHUNK,
-        num_warps=WARPS,
-        **dependent(),
-    )
-    limits = (columns.temperature, columns.top_k, columns.top_p, columns.min_p)
-    source = (logits, scratch.edited, scratch.are_edited)
-    weighed = (scratch.masses, scratch.near_masses, scratch.near_counts)
-    launch(weigh_kernel, (rows, chunks), *source, slots, *limits, best, *weighed, vocab_size, **size)
-    launch(
-        choose_kernel,
-        (rows,),
-        *source,
-        slots,
-        positions,
-        *limits,
-        columns.penalties,
-        columns.seed,
-        columns.counts,
-        best,
-        raw_best,
-        raw_sum,
-        scratch.places,
-        *weighed,
-        scratch.candidates,
-        tokens,
-        logprobs,
-        known,
-        known.shape[1],
-        vocab_size,
-        CANDIDATE_BLOCK=CANDIDATE_BLOCK,
-        **size,
-    )
-    return tokens, logprobs
 
 
 @triton.jit
@@ -260,13 +137,14 @@ def measure_kernel(
 
 @triton.jit
 def _bounded(x):
-    """Within float32: the difference of two such numbers may be infinite, and is not NaN."""
+    """x clamped to float32's finite range: the difference of two such numbers may be infinite, but not
+    NaN."""
     return tl.minimum(tl.maximum(x, -_FLOAT_MAX), _FLOAT_MAX)
 
 
 @triton.jit
 def _penalised(x, ids, inside, penalties, counts, vocab):
-    """The CPU's order of operations: repetition, frequency, presence."""
+    """The penalised logits, in the CPU's order of operations: repetition, frequency, presence."""
     repetition = tl.load(penalties)
     output = tl.load(counts + ids, mask=inside, other=0)
     prompt = tl.load(counts + vocab + ids, mask=inside, other=0)
@@ -284,7 +162,7 @@ def _mass(distance):
 
 @triton.jit
 def _load_logits(logits, edited, is_edited, at, inside):
-    """What tokens are drawn from, float32; -inf where not inside."""
+    """The logits that tokens are drawn from, float32; -inf where not inside."""
     if is_edited:
         x = tl.load(edited + at, mask=inside, other=float("-inf"))
     else:
@@ -311,8 +189,8 @@ def weigh_kernel(
     CHUNKS_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Mass of each chunk: of all tokens where top-p wants a share of them, else of those that min-p keeps.
-    Where top-k or top-p cut, also how many tokens lie within each distance, and their mass."""
+    """The mass of each chunk: of all tokens where top-p wants a share of them, else of those that min-p
+    keeps. Where top-k or top-p cut, also how many tokens lie within each distance, and their mass."""
     wait_for_earlier(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
@@ -338,7 +216,7 @@ def weigh_kernel(
 
 @triton.jit
 def _limit(rung):
-    """Its distance from the best; the one beyond the last takes all."""
+    """The distance of a rung from the best token; the rung beyond the last takes all tokens."""
     return tl.where(rung < _RUNGS, (rung + 1).to(tl.float32) * _RUNG, float("inf"))
 
 
@@ -420,7 +298,7 @@ def choose_kernel(
 
 @triton.jit
 def _uniform(seed, position):
-    """philox(seed, position) in [0, 1), with all 53 bits: `engine.runtime.philox.uniforms`."""
+    """philox(seed, position) in [0, 1), with all 53 bits: `engine.runtime.host.philox.uniforms`."""
     zero = position.to(tl.uint32) * 0
     high, low, _, _ = tl.philox(seed, position.to(tl.uint32), zero, zero, zero)
     bits = (high >> 5).to(tl.int64) * (1 << 26) + (low >> 6).to(tl.int64)
@@ -429,7 +307,7 @@ def _uniform(seed, position):
 
 @triton.jit
 def _share(u, total):
-    """u of a mass, less than all of it."""
+    """The share u of a mass, always less than the whole."""
     return tl.minimum((u * total.to(tl.float64)).to(tl.int64), total - 1)
 
 
@@ -448,7 +326,8 @@ def _draw_by_id(
     CHUNK: tl.constexpr,
     CHUNKS_BLOCK: tl.constexpr,
 ):
-    """First the chunk at u of the cumulative mass, then the token in it. The row begins at `begin`."""
+    """The token at u of the cumulative mass: first the chunk, then the token in it. The row begins at
+    `begin`."""
     ends = tl.cumsum(mass, 0)
     target = _share(u, tl.sum(mass))
     chunk = tl.sum((ends <= target).to(tl.int32))
@@ -463,13 +342,13 @@ def _draw_by_id(
 
 @triton.jit
 def _share_of(p, mass):
-    """The mass that top-p wants of so much."""
+    """The part of a mass that top-p keeps."""
     return tl.maximum(tl.ceil(p * mass.to(tl.float64)).to(tl.int64), 1)
 
 
 @triton.jit
 def _rung(near_masses, near_counts, first, chunks, k, p, total, vocab, CHUNKS_BLOCK: tl.constexpr):
-    """The least of the distances within which top-k and top-p find what they want; RUNGS: none of them."""
+    """The least rung within which top-k and top-p find all that they keep; RUNGS where no rung is enough."""
     every, rung = tl.arange(0, CHUNKS_BLOCK)[:, None], tl.arange(0, _RUNGS)[None, :]
     at, exists = (first + every) * _RUNGS + rung, (every < chunks) & (rung >= 0)
     counted = tl.sum(tl.load(near_counts + at, mask=exists, other=0), 0)
@@ -512,7 +391,8 @@ def _gather(
     vocab,
     CHUNK: tl.constexpr,
 ):
-    """Tokens within the rung's distance of the best, in order of their ids -> how many. For all threads."""
+    """Collect the tokens within the rung's distance of the best, in order of their ids -> their
+    number. All threads of the program see them."""
     n = tl.full([], 0, tl.int64)
     limit = _limit(rung)
     for chunk in range(chunks):
@@ -569,7 +449,7 @@ def _mass_before(candidates, n, key, BLOCK: tl.constexpr):
 
 @triton.jit
 def _mass_above(candidates, n, floor, BLOCK: tl.constexpr):
-    """Of the tokens with at least `floor` of the best one's weight."""
+    """The mass of the tokens with at least `floor` of the best one's weight."""
     total = n * 0
     for start in range(0, n, BLOCK):
         at = start + tl.arange(0, BLOCK)

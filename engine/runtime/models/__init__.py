@@ -1,1 +1,1 @@
-"""Architectures: how config.json is read, and the decoders that it names."""
+"""Models as data: config.json, the features and the parameters that follow from it, quantization."""

@@ -1,11 +1,12 @@
-"""config.json of a Hugging Face directory, read into what a decoder needs to know.
+"""Reads config.json of a Hugging Face directory into a `ModelConfig`, the description that networks compute
+by.
 
 Rules:
 
-1. What transformers would compute is what is computed (5.23, loaded by its Auto classes); what is not
-   implemented is refused by name. A checkpoint that loads and answers slightly wrong is the worst outcome.
+1. The model is computed as transformers computes it (5.23, loaded by its Auto classes); settings that are not
+   implemented are refused by name. A checkpoint that loads and answers slightly wrong is the worst outcome.
 2. Every key has a meaning in `keys.py`, or is named in the log.
-3. The family is `model_type`'s, as in transformers. `architectures`, which other servers go by, must agree.
+3. `model_type` decides the family, as in transformers. `architectures`, which other servers read, must agree.
 
 tests/engine/runtime/test_config_matrix.py compares the outcomes, key by key and in odd combinations.
 """
@@ -31,7 +32,8 @@ from shared.model_files import BadModelFile, parse_object, refusals, shown, unex
 SIZE_MAX: Final = 2**31 - 1
 LAYERS_MAX: Final = 4096
 WINDOW_MIN: Final = 2
-"""With a window of one token, transformers generates something else than its own forward pass computes."""
+"""The least window, in tokens: with a window of one, transformers' generation differs from its forward
+pass."""
 _SIZES: Final = (
     "vocab_size",
     "hidden_size",
@@ -59,58 +61,59 @@ class ModelConfig:
     context_len: int
     rope: RopeConfig
     windows: tuple[int | None, ...]
-    """Per layer: how many of the latest tokens, itself included, a token sees. None: all."""
+    """Per layer, the number of latest tokens that a token sees, itself included. None: all."""
     tied_embeddings: bool
-    """Whether the embedding is the head, too. A checkpoint with a head of its own overrides config.json
-    (`engine.runtime.load.checked_checkpoint`)."""
+    """True if the embedding is also the head. A checkpoint with a head of its own overrides config.json
+    (`engine.runtime.starting.checked_checkpoint`)."""
+    activation: str = "silu"
+    """The function of the MLP's gate, by config.json's name."""
+    norm: str = "rms"
+    """`rms`: x / sqrt(mean(x^2) + norm_eps), times a weight that is used as it is stored."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    """True if the heads of queries and keys are normed before they are rotated."""
     fp8: Fp8Scheme | None = None
-    """How matrices are stored in the checkpoint. None: in a plain type, all of them."""
+    """The checkpoint's scheme for matrices in fp8. None: all are stored in a plain type."""
     unread: tuple[str, ...] = ()
-    """Keys of config.json that are ignored though nothing says that they have no effect, for the log."""
+    """Keys of config.json that are ignored, and are not known to have no effect, for the log."""
 
     @property
     def layers(self) -> int:
         return len(self.windows)
 
-    @property
-    def group_size(self) -> int:
-        """Query heads that share a key-value head."""
-        return self.heads // self.kv_heads
-
 
 class Windows(Enum):
-    """Which layers see a sliding window."""
+    """A family's rule for the layers that have a sliding window."""
 
     NONE = "none"
     ALL = "all"
-    """Every layer, when `sliding_window` is set."""
+    """Every layer, where `sliding_window` is set."""
     TYPED = "typed"
-    """Those that `layer_types` names; without it every one, when `sliding_window` is set."""
+    """The layers that `layer_types` names; without it every layer, where `sliding_window` is set."""
     SWITCHED = "switched"
-    """Like TYPED, but only with `use_sliding_window`; without `layer_types`, from `max_window_layers` on."""
+    """TYPED, but only with `use_sliding_window`; without `layer_types`, the layers from `max_window_layers`
+    on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The ways in which one `model_type` differs from the plain dense decoder."""
+    """The settings of one `model_type`: its differences from the plain dense decoder."""
 
     architecture: str
     also_named: tuple[str, ...] = ()
-    """Names that `architectures` may have instead."""
+    """Other names that `architectures` may have."""
     qkv_bias: bool | None = False
-    """None: as `attention_bias` says, which then holds for the output projection too."""
+    """None: `attention_bias` of config.json decides, for the output projection, too."""
     mlp_bias: bool | None = False
-    """None: as `mlp_bias` says."""
+    """None: `mlp_bias` of config.json decides."""
     qk_norm: bool = False
     head_dim: int | None = None
-    """The head size where config.json is silent. None: hidden_size / heads."""
+    """The head size where config.json has none. None: hidden_size / heads."""
     kv_heads: int | None = None
-    """The number of key-value heads where config.json is silent. None: as many as query heads, which is what
-    null means in every family."""
+    """The number of key-value heads where config.json has none. None: the number of query heads, which is
+    also the meaning of null in every family."""
     windows: Windows = Windows.NONE
 
     @property
@@ -141,7 +144,7 @@ class _Named(msgspec.Struct, frozen=True):
 
 
 class _HfConfig(msgspec.Struct, frozen=True):
-    """The used keys, but for those of rotary embeddings."""
+    """The keys that are used, except those of rotary embeddings."""
 
     vocab_size: int
     hidden_size: int
@@ -168,7 +171,8 @@ _DEFAULT_WINDOW: Final = 4096
 
 
 def read_model_config(model_dir: Path) -> ModelConfig:
-    """Raises ModelUnavailable when there is no config.json, UnsupportedModel when we cannot serve it."""
+    """The directory's model. Raises ModelUnavailable without a config.json, UnsupportedModel where it is
+    refused."""
     try:
         data = (model_dir / "config.json").read_bytes()
     except OSError as error:
@@ -177,7 +181,8 @@ def read_model_config(model_dir: Path) -> ModelConfig:
 
 
 def parse_model_config(data: bytes) -> ModelConfig:
-    """`data` is config.json. Raises UnsupportedModel, naming everything that stands in the way."""
+    """The model that `data`, a config.json, describes. Raises UnsupportedModel, naming all that is
+    unsupported."""
     try:
         fields = parse_object(data)
         family = _family(fields)
@@ -190,7 +195,8 @@ def parse_model_config(data: bytes) -> ModelConfig:
 
 
 def _family(fields: Mapping[str, Any]) -> Family:
-    """Raises UnsupportedModel, and ValidationError where a name is no string."""
+    """The family that config.json names. Raises UnsupportedModel, and ValidationError where a name is no
+    string."""
     named = msgspec.convert(fields, _Named)
     architectures = ", ".join(map(shown, named.architectures or ["none named"]))
     family = FAMILIES.get(named.model_type or "")
@@ -234,6 +240,7 @@ def _model_config(family: Family, fields: Mapping[str, Any], hf: _HfConfig) -> M
         rope=rope,
         windows=_windows(family, hf),
         tied_embeddings=hf.tie_word_embeddings,
+        activation=hf.hidden_act,
         qkv_bias=hf.attention_bias if declared else bool(family.qkv_bias),
         output_bias=hf.attention_bias and declared,
         mlp_bias=hf.mlp_bias if family.mlp_bias is None else family.mlp_bias,
@@ -250,7 +257,7 @@ def _fp8_scheme(hf: _HfConfig) -> Fp8Scheme | None:
 
 
 def _unsupported(family: Family, hf: _HfConfig) -> Iterator[str]:
-    """One sentence for each thing that the configuration asks for and that is not implemented."""
+    """A sentence for each setting of the configuration that is not implemented."""
     if hf.quantization_config is not None:
         scheme = read_fp8_scheme(hf.quantization_config)
         if isinstance(scheme, str):

@@ -1,11 +1,11 @@
 """The meaning of each key of config.json, as a table in the form that `shared.model_files` describes.
 
-Which values of the used keys are served, `config.py`, `rope.py` and `quantization.py` say. A key that is used
-in one family and has no effect in another (`attention_bias` in Mistral) counts as used.
+`config.py`, `rope.py` and `quantization.py` decide which values of the used keys are served. A key that is
+used in one family and has no effect in another (`attention_bias` in Mistral) counts as used.
 
 Keys of `Only` are read by code that all architectures of transformers share, so that they change what any
 model computes. Settings of generation are for the API process, which reads them here where the model has no
-generation_config.json. `auto_map`, whose code is never run, is in no table: the log names it.
+generation_config.json. `auto_map` names code that is never run: it is in no table, so the log names it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _OF_THE_LIBRARY: Final = (
     "_name_or_path",
     "attn_implementation",
     "chunk_size_feed_forward",
-    "dtype",  # ours is chosen by --dtype
+    "dtype",  # --dtype chooses it here
     "experts_implementation",
     "name_or_path",
     "output_attentions",

@@ -1,9 +1,9 @@
-"""A dense decoder's parameters, as data: what each is called in a checkpoint, its shape, and of it what a
-tensor-parallel rank holds.
+"""A dense decoder's parameters, as data: the name of each in a checkpoint, its shape, and the part of it that
+a tensor-parallel rank holds.
 
 A rank has its heads' rows of q, k and v and its part of the rows of gate and up; of the output and down
 matrices it has the columns that these feed, so that the ranks' outputs add up to the whole. Biases of
-those two are rank 0's.
+these two belong to rank 0.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ class LinearParameters:
     part: Part
 
     def read(self, source: WeightSource) -> tuple[Tensor, Tensor | None]:
-        """[sum of rows, columns], and [sum of rows] where there are biases; of both, the part."""
+        """The rank's part of the weight [sum of rows, columns], and of the bias [sum of rows], None without
+        one."""
         weight = source.stack(self._weights, self.rows, self.columns, part=self.part)
         return weight, self._bias(source)
 
     def read_fp8(self, source: WeightSource, device: torch.device) -> tuple[Fp8Weight, Tensor | None]:
-        """The same, in fp8 and on the device, where it is rounded unless the checkpoint has it so."""
+        """The same part, on the device and in fp8: as the checkpoint stores it, or else rounded on the
+        device."""
         held = None
         if isinstance(source, Fp8Source):
             held = source.stack_fp8(self._weights, self.rows, self.columns, part=self.part)
@@ -62,7 +64,7 @@ class LinearParameters:
 
 
 class LayerParameters:
-    """One layer's, by its number. `config` describes the whole model."""
+    """The parameters of one layer, by its number. `config` describes the whole model."""
 
     def __init__(self, config: ModelConfig, layer: int, shard: Shard = WHOLE) -> None:
         self._config = config
@@ -111,7 +113,7 @@ class LayerParameters:
         return source.stack([f"{self._at}.post_attention_layernorm.weight"], [self._config.hidden_size])
 
     def qk_norm(self, source: WeightSource) -> Tensor:
-        """[2, D]: what a query's head is multiplied with, and what a key's."""
+        """The weights of the norms of a query's head and of a key's, [2, D]."""
         names = [f"{self._at}.self_attn.{which}_norm.weight" for which in "qk"]
         dim = self._config.head_dim
         return source.stack(names, [dim, dim]).view(2, dim)
@@ -124,7 +126,7 @@ class LayerParameters:
 
 
 def read_lm_head(config: ModelConfig, source: WeightSource, shard: Shard, embedding: Tensor) -> Tensor:
-    """[padded_len(vocab), hidden]: the rank's rows of the head; zeros behind those of the last rank.
+    """The rank's rows of the head, [padded_len(vocab), hidden], with zeros behind those of the last rank.
 
     `embedding` [vocab, hidden]: tied weights are a part of it, and share its memory.
     """
@@ -136,3 +138,18 @@ def read_lm_head(config: ModelConfig, source: WeightSource, shard: Shard, embedd
         head = source.stack([LM_HEAD], [vocab], config.hidden_size, part=Part(rows=((start, stop),)))
     missing = shard.padded_len(vocab) - len(head)
     return F.pad(head, (0, 0, 0, missing)) if missing else head
+
+
+def read_all(config: ModelConfig, source: WeightSource) -> None:
+    """Ask `source` for every parameter of the model, once and whole."""
+    embedding = source.stack([EMBEDDING], [config.vocab_size], config.hidden_size)
+    for layer in range(config.layers):
+        own = LayerParameters(config, layer)
+        for linear in (own.qkv, own.output, own.gate_up, own.down):
+            linear.read(source)
+        own.input_norm(source)
+        own.mlp_norm(source)
+        if config.qk_norm:
+            own.qk_norm(source)
+    source.stack([FINAL_NORM], [config.hidden_size])
+    read_lm_head(config, source, WHOLE, embedding)

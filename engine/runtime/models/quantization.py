@@ -1,8 +1,8 @@
-"""`quantization_config` of a config.json: which checkpoints with fp8 weights are read, and how.
+"""`quantization_config` of a config.json: the checkpoints with fp8 weights that can be read.
 
-Four writers are known, and all of them mean the same: a matrix in e4m3 beside what it has to be multiplied
-by, of one of three grains. Scales for activations are left alone: activations stay in the compute type here,
-which is more exact than what the checkpoint was made for. Everything else is refused by name.
+Four writers are known. All store a matrix in e4m3 beside its scales, one per matrix, row or block. Scales of
+activations are ignored: activations stay in the compute type here, which is more exact than the checkpoint
+expects. Everything else is refused by name.
 
     fp8                  `weight_scale` per matrix (AutoFP8), or `weight_scale_inv` per block (DeepSeek, Qwen)
     fbgemm_fp8           `weight_scale` per row
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 GROUP_MULTIPLE: Final = 64
-"""Groups of columns are multiples of this, so that a kernel's tile lies in one of them."""
+"""The number that widths of groups are multiples of, so that a kernel's tile lies within one group."""
 _BLOCK: Final = re.compile(r"(\d+)x(\d+)")
 _COMPRESSED_FORMATS: Final = ("float-quantized", "naive-quantized")
 _STRATEGIES: Final = ("tensor", "channel", "block")
@@ -26,32 +26,33 @@ _STRATEGIES: Final = ("tensor", "channel", "block")
 
 @dataclass(frozen=True, slots=True)
 class Fp8Scheme:
-    """Which matrices are in fp8, and whether scales are per matrix or per row, the files say themselves."""
+    """A writer's way to store fp8. The tensors show which matrices are in fp8, with scales per matrix or per
+    row."""
 
     method: str
     block: tuple[int, int] | None = None
-    """Rows and columns that share a scale, where scales are per block."""
+    """The rows and columns that share a scale; None where scales are not per block."""
 
     def __str__(self) -> str:
         grain = "" if self.block is None else " in blocks of {}x{}".format(*self.block)
         return f"fp8 ({self.method}{grain})"
 
     def scale_shapes(self, rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
-        """What a matrix's scale may look like."""
+        """The shapes that the scale of a matrix may have."""
         plain: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1), (rows,), (rows, 1))
         if self.block is None:
             return plain
         return (*plain, (-(-rows // self.block[0]), -(-columns // self.block[1])))
 
     def group(self, first_column: int = 0) -> int:
-        """How many columns of a matrix, or of its part from that column on, share a scale; 0 where scales are
-        not per block, or no kernel takes such blocks, or the part cuts through one."""
+        """The number of columns that share a scale, in a matrix or its part from `first_column` on; 0 where
+        scales are not per block, no kernel takes such blocks, or the part cuts through one."""
         width = 0 if self.block is None else self.block[1]
         return 0 if width % GROUP_MULTIPLE or (width and first_column % width) else width
 
 
 def read_fp8_scheme(config: Mapping[str, Any]) -> Fp8Scheme | str:
-    """The scheme, or what is not supported about it."""
+    """The scheme, or the reason why it is not supported."""
     method = str(config.get("quant_method", "unnamed"))
     readers = {
         "fp8": _plain_problems,
@@ -109,14 +110,14 @@ def _block(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _groups(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """What compressed-tensors says of weights, by group."""
+    """The settings of weights in each group of compressed-tensors, with the group's name."""
     for name, group in (config.get("config_groups") or {}).items():
         if isinstance(group, dict) and isinstance(group.get("weights"), dict):
             yield name, group["weights"]
 
 
 def _structure(weights: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Written as a list, by older versions as `128x128`."""
+    """The rows and columns of a block, written as a list, or as `128x128` by older versions."""
     found = weights.get("block_structure")
     match = _BLOCK.fullmatch(found) if isinstance(found, str) else None
     return (int(match[1]), int(match[2])) if match else _pair(found)

@@ -1,8 +1,8 @@
-"""Rotary embeddings, as config.json asks for them.
+"""Reads the rotary embeddings of a config.json.
 
 Three spellings are in use: `rope_theta` beside `rope_scaling` (transformers 4), both inside `rope_parameters`
-(transformers 5), and a mixture of the two, where people follow an old model card with a new file. What wins
-is what wins in transformers 5 (`RotaryEmbeddingConfigMixin`):
+(transformers 5), and a mixture of the two, where an old model card is followed with a new file. The
+precedence is that of transformers 5 (`RotaryEmbeddingConfigMixin`):
 
 1. `rope_scaling`, unless it is null or empty; else `rope_parameters`. The other one is ignored as a whole.
 2. `rope_theta` inside of it; else the one at the top level; else 10,000.
@@ -33,12 +33,12 @@ _KEYS: Final[Mapping[str, KeyTable]] = {
     kind: dict.fromkeys(("rope_type", "type", "rope_theta", "partial_rotary_factor", *own), USED)
     for kind, own in (("default", ()), ("llama3", _LLAMA3))
 }
-"""The keys that a type of rotary embeddings reads."""
+"""The keys that each type of rotary embeddings reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1's stretch of the low frequencies (transformers `_compute_llama3_parameters`)."""
+    """Llama 3.1's scaling of low frequencies (transformers `_compute_llama3_parameters`)."""
 
     factor: float
     low_freq_factor: float
@@ -64,7 +64,7 @@ class _Llama3(msgspec.Struct, frozen=True):
 
 
 def read_rope(fields: Mapping[str, Any]) -> RopeConfig:
-    """From the whole config.json. Raises UnsupportedRope."""
+    """The rotary embeddings of a config.json, given as a whole. Raises UnsupportedRope."""
     name, scaling = _chosen(fields)
     if any(kind in scaling for kind in _BY_LAYER_TYPE):
         raise UnsupportedRope(f"{name} by layer type are not supported")
@@ -91,7 +91,7 @@ def unread_rope_keys(fields: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _chosen(fields: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The key that decides, and its object; empty where neither says anything."""
+    """The key that decides, and its object; an empty one where neither key is set."""
     for name in ("rope_scaling", "rope_parameters"):
         scaling = fields.get(name)
         if scaling:

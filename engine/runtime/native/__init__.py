@@ -1,5 +1,5 @@
-"""The forward pass in C++, where a compiler was there when the package was built; see decoder.cpp.
+"""The forward pass in C++ (decoder.cpp), compiled where the package's build found a compiler.
 
-Chosen when the runner is loaded, with the best instruction set that the processor has. Without it, or for
-a model it does not take, the same pass runs in torch (engine/runtime/model.py).
+A start chooses the library for the best instruction set of the processor. Without one, or for a model that it
+does not implement, the same pass runs in torch (engine/runtime/host/network.py).
 """

@@ -2,8 +2,8 @@
 
     python engine/runtime/native/build.py
 
-An installation does that too (hatch_hook.py), editable ones included. Each library's name carries the
-digest of what it was made from, so that one older than its sources is never loaded.
+An installation does that too (hatch_hook.py), editable ones included. Each library's name contains the digest
+of its sources and flags, so that a library older than its sources is never loaded.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ ISAS: Final[Mapping[str, tuple[str, ...]]] = {
     "avx2": ("-march=x86-64-v3",),
     "portable": (),
 }
-"""Best first."""
+"""The instruction sets and their compiler flags, best first."""
 COMPILE_TIMEOUT_S: Final = 300.0
 
 
 class BuildFailed(Exception):
-    """There is no compiler, or not for this machine, or it refused."""
+    """There is no compiler for this machine, or it failed."""
 
 
 def library_path(isa: str) -> Path:
-    """Where the library for an instruction set is, once the sources as they are now have been built."""
+    """The path of an instruction set's library, built from the present sources."""
     return LIBRARIES / f"penstock-{isa}-{_digest(isa)}.so"
 
 
 def build() -> None:
-    """Compile what is missing, all at once, and remove what is stale. Raises BuildFailed."""
+    """Compile missing libraries, all at the same time, and remove stale ones. Raises BuildFailed."""
     missing = {isa: library_path(isa) for isa in ISAS if not library_path(isa).exists()}
     if not missing:
         return
     found = compiler()
     LIBRARIES.mkdir(exist_ok=True)
-    # Made under a name of this process: whoever looks meanwhile sees a whole library, or none.
+    # Made under a name of this process: another process sees a whole library, or none.
     made = {path: path.with_suffix(f".{os.getpid()}") for path in missing.values()}
     jobs = [(path, _compile(found, isa, made[path])) for isa, path in missing.items()]
     complaints = [_finish(path, made[path], job) for path, job in jobs]
@@ -66,7 +66,7 @@ def build() -> None:
 
 
 def compiler() -> str:
-    """Its path. Raises BuildFailed."""
+    """The path of the C++ compiler. Raises BuildFailed."""
     if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
         raise BuildFailed(f"there are no kernels for {platform.machine()} on {sys.platform}")
     found = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++", "c++", "clang++"))), None)
@@ -81,7 +81,7 @@ def _compile(compiler: str, isa: str, made: Path) -> subprocess.Popen[str]:
 
 
 def _finish(path: Path, made: Path, job: subprocess.Popen[str]) -> str | None:
-    """What the compiler had to say, if it failed. Else the library appears in one move."""
+    """The compiler's messages, if it failed; else the library is moved into place."""
     try:
         said, _ = job.communicate(timeout=COMPILE_TIMEOUT_S)
     except subprocess.TimeoutExpired:

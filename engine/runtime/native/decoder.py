@@ -1,47 +1,43 @@
-"""The C++ decoder as a `Model`: hands it weights, pages and steps."""
+"""The C++ decoder as a `PagedModel`: hands it weights, pages and steps."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
 from ctypes import byref, c_int64
-from dataclasses import fields
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from engine.runtime.batch import Batch
+from engine.runtime.batch import PackedBatch
+from engine.runtime.host.slots import SamplingColumns
 from engine.runtime.kv_cache import KVCache
-from engine.runtime.layers import Rotary
 from engine.runtime.models.config import ModelConfig
+from engine.runtime.models.features import lacking
 from engine.runtime.models.parameters import EMBEDDING, FINAL_NORM, LM_HEAD, LayerParameters
 from engine.runtime.native.library import Draw, Shape, Step, library
-from engine.runtime.slots import SamplingColumns
+from engine.runtime.rotary import Rotary
 from engine.runtime.weights import WeightSource
 
 _QKV, _OUTPUT, _GATE_UP, _DOWN, _LM_HEAD = range(5)
 _INPUT_NORM, _MLP_NORM, _FINAL_NORM, _QK_NORM = range(4)
 LANES_MAX: Final = 16
-"""What is cut into vectors must divide by their length."""
+"""The most lanes of a vector: sizes that are cut into vectors must be multiples of it."""
 IMPLEMENTED: Final = frozenset(
-    {"architecture", "vocab_size", "hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim"}
-    | {"norm_eps", "context_len", "rope", "windows", "tied_embeddings", "qkv_bias", "output_bias", "mlp_bias"}
-    | {"qk_norm", "fp8", "unread"}
+    {f"architecture {name}ForCausalLM" for name in ("Llama", "Ministral", "Mistral", "Qwen2", "Qwen3")}
+    | {"activation silu", "norm rms", "rope.llama3", "windows", "tied_embeddings", "fp8"}
+    | {"qkv_bias", "output_bias", "mlp_bias", "qk_norm"}
 )
-"""Fields of a ModelConfig that these kernels, and what hands them weights, follow. A model that sets any
-other is not for them."""
+"""The features of models (`engine.runtime.models.features`) that decoder.cpp and this module implement."""
 
 
 def misfit(config: ModelConfig, page_size: int) -> str | None:
-    """Why this model cannot be computed here, if it cannot."""
-    foreign = [
-        own.name
-        for own in fields(config)
-        if own.name not in IMPLEMENTED and getattr(config, own.name) != own.default
-    ]
-    if foreign:
-        return f"{', '.join(foreign)}: not implemented"
+    """Why the native kernels do not compute this model; None where they do."""
+    return NativeDecoder.implements(config) or _odd_sizes(config, page_size)
+
+
+def _odd_sizes(config: ModelConfig, page_size: int) -> str | None:
     sizes = {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -53,7 +49,7 @@ def misfit(config: ModelConfig, page_size: int) -> str | None:
 
 
 class NativeDecoder:
-    """Weights are copied once, into the kernels' order. `attach` a cache before the first step."""
+    """The weights in the kernels' order, and the forward pass. `attach` a cache before the first step."""
 
     def __init__(
         self,
@@ -94,11 +90,14 @@ class NativeDecoder:
         for layer in range(config.layers):
             self._set_layer(layer, source)
 
-    def attach(self, cache: KVCache) -> NativeDecoder:
-        """Itself: keys and values go to this cache from now on.
+    @staticmethod
+    def implements(config: ModelConfig) -> str | None:
+        """Why this network does not compute the model, whatever its sizes; None where it does."""
+        return lacking(config, IMPLEMENTED)
 
-        Inside a page they lie in an order of our own (attention.h).
-        """
+    def attach(self, cache: KVCache) -> NativeDecoder:
+        """This decoder, with `cache` for its keys and values, which have the native order within a page
+        (attention.h)."""
         for layer, window in enumerate(self._config.windows):
             keys, values = cache.keys[layer], cache.values[layer]
             self._library.penstock_set_cache(
@@ -107,8 +106,8 @@ class NativeDecoder:
         self._pages = (*cache.keys, *cache.values)
         return self
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Stores the tokens' keys and values -> final hidden states [T, hidden], normed."""
+    def forward(self, batch: PackedBatch) -> Tensor:
+        """Store the tokens' keys and values -> final hidden states [T, hidden], normed."""
         plan, slots = batch.plan, batch.slots
         column = c_int64 * len(plan.slots)
         step = Step(
@@ -126,8 +125,11 @@ class NativeDecoder:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden] -> [S, vocab], float32, where the next call's will be: beyond 32 MiB, as 64 rows of a
-        large vocabulary are, the C library would fetch fresh pages from the system in every step."""
+        """Hidden states [S, hidden] -> logits [S, vocab] float32, in memory that the next call overwrites.
+
+        For more than 32 MiB, 64 rows of a large vocabulary, the C library would fetch fresh pages from the
+        system in every step.
+        """
         assert hidden.dtype == self._dtype
         assert hidden.is_contiguous()
         if len(hidden) > len(self._logits):
@@ -139,7 +141,7 @@ class NativeDecoder:
     def draw_plain(
         self, logits: Tensor, slots: Sequence[int], positions: Sequence[int], columns: SamplingColumns
     ) -> Tensor:
-        """Implements `engine.runtime.sampler.DrawPlain`."""
+        """Implements `engine.runtime.host.sampler.DrawPlain`."""
         assert logits.is_contiguous()
         column = c_int64 * len(slots)
         wanted = Draw(
@@ -159,7 +161,8 @@ class NativeDecoder:
     def _set_top(
         self, source: WeightSource, max_model_len: int, *, keep_embedding: bool
     ) -> tuple[Tensor, ...]:
-        """What the library borrows: the table of embeddings, unless lm_head is the same, and of angles."""
+        """Set the head, the last norm and the tables. Returns the tensors that the library reads in place:
+        the angles, and the embedding, unless the head is the same."""
         config = self._config
         table = source.stack([EMBEDDING], [config.vocab_size], config.hidden_size)
         head = table

@@ -6,7 +6,7 @@
 // busy, and there is nothing in between to tune.
 //
 // Every output is summed over k in order in one lane, whatever the number of rows. So a row's result does
-// not depend, to the bit, on who shares its batch. Where there is a matrix unit for the element type, it does
+// not depend, to the bit, on the rest of its batch. Where there is a matrix unit for the element type, it does
 // all of this instead (tiles.h), whatever the number of rows.
 #pragma once
 

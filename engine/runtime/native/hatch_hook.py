@@ -1,6 +1,6 @@
-"""Hatch's side of build.py: a wheel, or an editable checkout, gets the libraries if a compiler is there.
+"""Has hatch run build.py: a wheel or an editable checkout gets the libraries where there is a compiler.
 
-Runs in the build's own environment, where nothing of ours can be imported.
+Runs in the build's own environment, where this project cannot be imported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 class NativeBuildHook(BuildHookInterface):  # type: ignore[misc]  # its base is not installed where mypy runs
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """An installation without a compiler succeeds; its engine computes in torch and says so."""
+        """Build the libraries. An installation without a compiler succeeds; its engine computes in torch and
+        logs it."""
         if self.target_name != "wheel":
             return
         native = runpy.run_path(str(Path(self.root, "engine", "runtime", "native", "build.py")))

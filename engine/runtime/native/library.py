@@ -91,8 +91,7 @@ _SIGNATURES: Final[Mapping[str, tuple[Any, tuple[Any, ...]]]] = {
 
 
 def built_isas(proc: Path = PROC) -> list[str]:
-    """Instruction sets that there is a library for and that this processor and its system let us use, best
-    first."""
+    """The instruction sets that have a library and that this processor and its system support, best first."""
     flags = processor_flags(proc)
     return [
         isa
@@ -103,8 +102,8 @@ def built_isas(proc: Path = PROC) -> list[str]:
 
 @cache
 def may_use_tiles() -> bool:
-    """Ask Linux (5.16 or later) for the registers of the matrix unit, which no thread has by itself: they are
-    8 KiB more to save. All of this process get them, also those that run already."""
+    """True if the registers of the matrix unit may be used: Linux (5.16 or later) grants them to all threads
+    of the process on request, as they are 8 KiB more to save."""
     if platform.machine() != "x86_64":
         return False
     libc = ctypes.CDLL(None, use_errno=True)

@@ -4,10 +4,10 @@
 // as long as a step's next loop may take to come, and only then in the kernel.
 //
 // Items are claimed one by one. A loop ends when its items are done, not when every thread has turned up:
-// where another process holds a core, the thread there takes no item, and nobody waits for it.
+// where another process holds a core, the thread there takes no item, and no thread waits for it.
 //
-// `claims_` holds (loop number << 32 | items not yet claimed). Whoever claims an item of loop n knows that
-// loop n cannot end before the item does, so what it then reads of the loop is still that loop's.
+// `claims_` holds (loop number << 32 | items not yet claimed). Loop n cannot end before its items do, so a
+// thread that has claimed one of them still finds that loop in all that it reads of it.
 #pragma once
 
 #include <atomic>
@@ -89,7 +89,7 @@ class Pool {
       __builtin_ia32_pause();
 #endif
     }
-    sleepers.fetch_add(1);  // before the last look at the word, as whoever changes it looks here after
+    sleepers.fetch_add(1);  // before the last look at the word, as a thread that changes it looks here after
     for (uint32_t now = word.load(); !done(now); now = word.load())
       syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, now, nullptr, nullptr, 0);
     sleepers.fetch_sub(1);

@@ -1,5 +1,5 @@
 // From logits to a token, for rows that edit nothing and truncate nothing but by min-p: steps 4, 7 and 8 of
-// engine/runtime/sampler.py, in its order and with its sums. The rest of that document stays in torch.
+// engine/runtime/host/sampler.py, in its order and with its sums. The rest of that document stays in torch.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace penstock {
 
 constexpr int64_t NUMERIC_FAILURE = -1;  // engine/core/messages.py
 
-// The number in [0, 1) of (seed, position): Philox4x32-10, as in engine/runtime/philox.py.
+// The number in [0, 1) of (seed, position): Philox4x32-10, as in engine/runtime/host/philox.py.
 inline double uniform(uint64_t seed, uint64_t position) {
   uint32_t c0 = uint32_t(position), c1 = uint32_t(position >> 32), c2 = 0, c3 = 0;
   uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);

@@ -4,7 +4,7 @@
 // with 16 words of 16 lanes to 16 rows of 16 sums, and panels already lie as it reads them. Two rows of
 // registers by two columns make four sums of what four loads bring: the unit's rate, where one by one has half.
 //
-// The same bits for everybody hold here too. A sum goes over blocks of 16 words in ascending order; in a block
+// Rows have the same bits in every batch here, too. A sum goes over blocks of 16 words in ascending order; in a block
 // the first halves of the words are summed and the second halves are, and both sums are added (Intel's manual,
 // TDPBF16PS). No row meets another, and words that are zero change nothing, so neither the number of rows nor
 // the place within a block where a sum ends makes a difference. Denormal numbers count as zero.

@@ -7,24 +7,24 @@ the same two calls itself:
     Execute(plan)           before it launches the plan
     Landed(step, digest)    after it has collected what the plan brought
 
-So every rank makes the same calls in the same order, plain or overlapped, and no rank looks at a clock, at
-its own memory or at what another one did to decide anything. Tokens are not sent: all ranks sample from the
-same gathered logits, by (seed, position). That they agree is checked in every step, by the digest of the
-tokens that rank 0 found.
+So every rank makes the same calls in the same order, plain or overlapped, and no rank decides anything by a
+clock, by its own memory or by the state of another rank. Tokens are not sent: all ranks sample from the same
+gathered logits, by (seed, position). That they agree is checked in every step, by the digest of the tokens
+that rank 0 found.
 
 Shards are Megatron's (Shoeybi et al. 2019): query, key and value heads and the inner size of the MLP are
 split between ranks, the matrices after them by columns, so that a layer needs two all-reduces and nothing
-else; `shard` says who holds what. The embedding is whole on every rank: splitting it would save memory once
-and cost every step an all-reduce, and a tied head is a part of it. The head is split by vocabulary, and its
-logits are gathered.
+else; `shard` says what each rank holds. The embedding is whole on every rank: splitting it would save memory
+once and cost every step an all-reduce, and a tied head is a part of it. The head is split by vocabulary, and
+its logits are gathered.
 
 Failure. Rank 0 has a thread (`ranks`) that sees a rank's end at once, by the end of its socket, and a rank
-that is late, by a deadline on rank 0's own clock. It says which and ends all of them; the core says so to
-the API process and ends. The other way, a rank ends when its socket does, or by the kernel's word when its
-parent is gone. Nobody waits for ever.
+that is late, by a deadline on rank 0's own clock. It names that rank and ends all of them; the core tells the
+API process and ends. The other way, a rank ends when its socket does, or by the kernel's signal when its
+parent is gone. So no process waits for ever.
 
-    shard        who holds what                            collective   sum, gather (`group`: by gloo or NCCL)
+    shard        the part that a rank holds                collective   sum, gather (`group`: by gloo or NCCL)
     wire         messages and frames                       ranks        the other processes, seen from rank 0
-    leader       rank 0's runner                           rank         what the other processes run
-    loading      a rank's own runner, on a CPU or a GPU
+    leader       rank 0's runner                           rank         the program of the other processes
+    loading      a rank's weights, on a CPU or a GPU
 """

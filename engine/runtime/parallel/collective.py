@@ -1,8 +1,8 @@
-"""What ranks do together: add up, and put together.
+"""The operations that ranks do together: sums, and gathered columns.
 
 Every rank calls the same methods in the same order with tensors of the same shapes; a call returns once the
 result may be used by what is launched after it. The result has the same bits on every rank: so ranks that
-sample by it agree.
+sample from it agree.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from engine.runtime.parallel.shard import WHOLE, Shard
 
 
 class Collective(Protocol):
+    """One rank's end of the operations that all ranks do together."""
+
     @property
     def shard(self) -> Shard:
-        """Which rank this is, of how many."""
+        """This rank's part of the model: its number, and the number of ranks."""
         ...
 
     def all_reduce_(self, x: Tensor) -> Tensor:
@@ -25,12 +27,13 @@ class Collective(Protocol):
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[S, n] -> [S, size * n], ranks in order. Raises CollectiveFailed."""
+        """The columns of all ranks side by side, in order: x [S, n] -> [S, size * n]. Raises
+        CollectiveFailed."""
         ...
 
 
 class Alone:
-    """One rank: nothing to do."""
+    """The `Collective` of a single rank, which has nothing to do."""
 
     shard: Final = WHOLE
 

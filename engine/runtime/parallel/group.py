@@ -1,9 +1,9 @@
-"""A `Collective` of several processes, by torch's gloo or NCCL.
+"""A `Collective` of several processes, over torch's gloo or NCCL.
 
 Both reduce each element in one place and copy it, which is why all ranks have the same bits. They are driven
 directly, without torch.distributed's process-global group: ranks find each other by a file and talk over the
-loopback interface (NCCL's data go from device to device). Their own deadlines are of no use here: a rank that
-waits for a dead one is ended by rank 0's watch, long before.
+loopback interface (NCCL's data go from device to device). Their own deadlines are not used: rank 0's watch
+ends a rank that waits for a dead one long before.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from engine.runtime.errors import CollectiveFailed
 from engine.runtime.parallel.shard import Shard
 
 RENDEZVOUS_DEADLINE: Final = timedelta(seconds=60)
-"""For ranks to find each other, all of which are up and about to."""
+"""The time in which ranks, all of which have started, find each other."""
 NEVER: Final = timedelta(days=1)
 LOOPBACK: Final = "lo"
 _c10d: Final[Any] = torch._C._distributed_c10d  # its stubs lack most of what is used here
 
 
 class Group:
-    """Over gloo where tensors are on the CPU, over NCCL on a GPU.
+    """A `Collective` over gloo where tensors are on the CPU, over NCCL on a GPU.
 
     NCCL's calls are put on the current stream and can be part of a CUDA graph, once the same group has been
     used outside of one.
     """
 
     def __init__(self, shard: Shard, store_file: str, device: torch.device) -> None:
-        """Waits for the other ranks. `store_file`: where they find each other, the same file for all.
+        """Waits for the other ranks. `store_file`: the file by which they find each other, the same for all.
         `device`: a CPU, or this rank's own card. Raises CollectiveFailed."""
         self.shard: Final = shard
         self.device: Final = device

@@ -1,4 +1,4 @@
-"""Rank 0: its own runner, and the others told before it runs anything itself.
+"""Rank 0: its own runner, and the messages to the other ranks, sent before it runs anything itself.
 
 Importing this imports no torch: the other ranks start first.
 """
@@ -6,12 +6,10 @@ Importing this imports no torch: the other ranks start first.
 from __future__ import annotations
 
 import sys
-import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from engine.core.messages import Pending, Plan, RunnerInfo, RunResult
 from engine.runtime.config import RunnerConfig
@@ -23,13 +21,12 @@ from engine.runtime.parallel.wire import Build, Execute, Here, Landed, Loaded, d
 from shared.clock import SYSTEM_CLOCK, Clock
 
 if TYPE_CHECKING:
-    from engine.runtime.load import Progress
-    from engine.runtime.parallel.loading import OwnRunner
+    from engine.runtime.starting import LoadedShard, Progress, ShardRunner
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
-    """Implements the `Pending` protocol: what every rank computes, as rank 0 found it."""
+class LeadingPending:
+    """Implements the `Pending` protocol: a plan that every rank computes, with rank 0's results."""
 
     step: int
     pending: Pending
@@ -47,29 +44,45 @@ class LeadingRunner:
     """Implements the `Runner` protocol. Raises RankLost wherever it waits for another rank."""
 
     info: RunnerInfo
-    own: OwnRunner
+    own: ShardRunner
     ranks: Ranks
 
     def run(self, plan: Plan) -> RunResult:
         """Launch and collect."""
         return self.launch(plan).collect()
 
-    def launch(self, plan: Plan) -> Flight:
+    def launch(self, plan: Plan) -> LeadingPending:
         with self.ranks.step(plan.step):
             self.ranks.send(Execute(plan))
-            return Flight(plan.step, self.own.launch(plan), self.ranks)
+            return LeadingPending(plan.step, self.own.launch(plan), self.ranks)
 
     def close(self) -> None:
-        """Ends the other ranks."""
+        """End the other ranks."""
         self.ranks.close()
+
+
+@dataclass(frozen=True, slots=True)
+class OtherRanks:
+    """Implements `engine.runtime.starting.Others`."""
+
+    ranks: Ranks
+
+    def together(self) -> AbstractContextManager[None]:
+        return self.ranks.step(0)
+
+    def fewest_pages(self, own: int) -> int:
+        return min(own, *(other.pages for other in self.ranks.answers(Loaded)))
+
+    def build(self, info: RunnerInfo) -> None:
+        self.ranks.send(Build(info))
 
 
 def lead(
     config: RunnerConfig, progress: Progress, on_lost: OnLost, clock: Clock = SYSTEM_CLOCK
 ) -> LeadingRunner:
-    """As `load.load_runner`, with `config.tensor_parallel_size` ranks, of which this process is the first.
+    """A warm runner of `tensor_parallel_size` ranks, of which this process is the first. Raises ModelError.
 
-    `on_lost` is called in another thread when a rank is lost, whatever this one is waiting for then.
+    `on_lost` is called in another thread when a rank is lost, even while this thread waits.
     """
     _refuse(config)
     progress(f"starting {config.tensor_parallel_size} ranks")
@@ -84,7 +97,7 @@ def lead(
 
 
 def _refuse(config: RunnerConfig) -> None:
-    """What cannot be split, before any process is started. Raises BadRunnerConfig."""
+    """Raise BadRunnerConfig for settings and models that cannot be split, before any process is started."""
     size = config.tensor_parallel_size
     if sys.platform != "linux":
         raise BadRunnerConfig(f"--tensor-parallel-size {size} needs Linux")
@@ -97,29 +110,16 @@ def _refuse(config: RunnerConfig) -> None:
 
 
 def _load(config: RunnerConfig, ranks: Ranks, progress: Progress) -> LeadingRunner:
-    """Every rank imports torch at the same time, this one too, and loads at the same time."""
-    started_s = time.monotonic()
-    import torch
-
-    from engine.runtime.load import warm_up
+    """Start as the other ranks do: all import torch, and then load, at the same time."""
     from engine.runtime.parallel import loading
+    from engine.runtime.starting import start
 
     ranks.answers(Here)
-    with torch.inference_mode():
-        with ranks.step(0):
-            shard = loading.load_shard(config, loading.connect(config, 0, ranks.store_file), progress)
-            pages = shard.page_count()
-        loaded_s = time.monotonic()
-        pages = min(pages, *(other.pages for other in ranks.answers(Loaded)))
-        info = loading.agreed(config, shard, pages)
-        progress(f"allocating {info.pages} KV pages of {info.page_size} tokens on each rank")
-        ranks.send(Build(info))
-        with ranks.step(0):
-            runner = LeadingRunner(info, shard.build(info, progress), ranks)
-        progress("warming up")
-        warm_up(runner)
-        page_copy_s, warmed_s = runner.own.host.measure(), time.monotonic()
-    runner.info = msgspec.structs.replace(
-        info, load_s=loaded_s - started_s, warmup_s=warmed_s - loaded_s, page_copy_s=page_copy_s
-    )
-    return runner
+
+    def load() -> LoadedShard[ShardRunner]:
+        return loading.load_shard(config, loading.connect(config, 0, ranks.store_file), progress)
+
+    def lead(own: ShardRunner) -> LeadingRunner:
+        return LeadingRunner(own.info, own, ranks)
+
+    return start(config, load, lead, OtherRanks(ranks), progress)

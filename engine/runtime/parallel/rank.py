@@ -1,9 +1,9 @@
 """`python -m engine.runtime.parallel.rank`: a rank that is not rank 0. Started by `ranks`, on its end of a
 socket pair as standard input.
 
-It makes the calls that rank 0 makes, as it is told, and answers each. It never looks at a clock, and decides
-nothing. What it cannot do it says in its last words; when a collective fails it says nothing and waits for
-its end, since another rank is to blame.
+It makes the calls that rank 0 makes, as it is told, and answers each. It never reads a clock, and decides
+nothing. An error of its own is its last message; when a collective fails it sends nothing and waits to be
+ended, since another rank is to blame.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> int:
 
 def load(wire: RankEnd, start: Start) -> Runner:
     """This rank's shard, and a runner of the sizes that rank 0 chose."""
-    import torch  # which takes seconds
+    import torch  # takes seconds
 
     from engine.runtime.parallel.loading import connect, load_shard
 
@@ -75,16 +75,17 @@ def load(wire: RankEnd, start: Start) -> Runner:
         runner = shard.build(build.info, _quiet)
     wire.send(Done())
     gc.collect()
-    gc.freeze()  # as rank 0's process does: looking through torch's modules would hold up everybody's step
+    gc.freeze()  # as rank 0's process does: a collection that walks torch's modules would delay all ranks
     return runner
 
 
 def _quiet(stage: str) -> None:
-    """Rank 0 says how far it is, and so how far all are."""
+    """Drop the message: rank 0 reports the progress of all ranks."""
 
 
 def execute(wire: RankEnd, runner: Runner) -> None:
-    """Until rank 0 is gone, which raises Closed. Raises RankLost when this rank found other tokens."""
+    """Execute plans until rank 0 is gone, which raises Closed. Raises RankLost when tokens differ from rank
+    0's."""
     launched: deque[tuple[int, Pending]] = deque()
     while True:
         match wire.receive():

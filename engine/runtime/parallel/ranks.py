@@ -1,15 +1,15 @@
-"""The other ranks as rank 0 sees them: processes, a socket to each, and a thread that watches.
+"""The other ranks as rank 0 sees them: processes, a socket to each, and a thread that watches them.
 
-The thread is there because the main one may be inside a collective (or wait for a device that is), which
-ends for nobody: a rank that died left it half done. It looks at three things:
+The thread is needed because the main one may be inside a collective (or wait for a device that is), which
+never ends once a rank died in it. The thread watches three things:
 
   1. a socket's end, or a rank's last words: that rank is lost, at once;
   2. a rank that has not done what it was told within `deadline_s`;
-  3. rank 0's own step, which has taken as long: then nobody can be named.
+  3. rank 0's own step, which has taken as long: then no rank can be named.
 
-The first of these decides. Every rank is killed, waits of the main thread end with `RankLost`, and `on_lost`
-hears the reason. Deadlines are counted on rank 0's clock alone, and only while it serves: loading and
-capturing take what they take, and the API process has a deadline for the whole start.
+The first of these to occur decides. Every rank is killed, waits of the main thread end with `RankLost`, and
+`on_lost` is called with the reason. Deadlines are counted on rank 0's clock alone, and only while it serves:
+loading and capturing have no deadline of their own, as the API process has one for the whole start.
 """
 
 from __future__ import annotations
@@ -50,35 +50,36 @@ from shared.clock import SYSTEM_CLOCK, Clock
 
 MODULE: Final = "engine.runtime.parallel.rank"
 WATCH_INTERVAL_S: Final = 0.1
-"""How much later than its deadline a late rank may be noticed."""
+"""The longest time after its deadline at which a late rank is noticed."""
 LAST_WORDS_S: Final = 5.0
-"""After a collective failed, how long the watch may take to find out who is to blame."""
+"""The time, after a collective failed, in which the watch has to find the rank that is to blame."""
 EXIT_S: Final = 1.0
-"""Between the end of a rank's socket, or SIGKILL, and the end of its process; one that is stuck in a driver
-takes longer, and is not waited for."""
+"""The longest wait for the end of a process whose socket has ended or which was killed. A process that is
+stuck in a driver takes longer, and is not waited for."""
 
 log = logs.get(__name__)
 Answer = TypeVar("Answer", bound=FromRank)
 OnLost = Callable[[str], None]
-"""Hears why, in the watch's thread, once every rank is ended."""
+"""Called with the reason, in the watch's thread, once every rank is ended."""
 
 
 @dataclass(slots=True)
 class _Rank:
-    """One process and its socket."""
+    """One rank's process and its socket."""
 
     number: int
     process: subprocess.Popen[bytes]
     wire: socket.socket
     reader: Reader[FromRank]
     answers: deque[FromRank] = field(default_factory=deque)
-    """To `Start`: what the main thread waits for."""
+    """The answers to `Start`, which the main thread waits for."""
     told_at_s: deque[float] = field(default_factory=deque)
-    """When it was told what it has not done yet. Main thread in, watch out."""
+    """The times at which messages were sent that the rank has not answered yet. The main thread appends, the
+    watch removes."""
 
     @property
     def is_stopped(self) -> bool:
-        """By a signal, or by a debugger."""
+        """True if the process is stopped by a signal or by a debugger."""
         with contextlib.suppress(OSError):
             state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
             return state in "Tt"
@@ -87,18 +88,18 @@ class _Rank:
 
 class Ranks:
     def __init__(self, config: RunnerConfig, on_lost: OnLost, clock: Clock = SYSTEM_CLOCK) -> None:
-        """Starts them. In the thread that lives longest: ranks are killed when it ends."""
+        """Start the other ranks, in the thread that lives longest: ranks are killed when that thread ends."""
         assert config.tensor_parallel_size > 1
         self._deadline_s = config.rank_timeout_s
         self._on_lost = on_lost
         self._clock = clock
         self._news = threading.Condition()
-        """Guards what both threads wait for: answers, and whether all is lost."""
+        """Guards the answers and `_lost`, which both threads use."""
         self._lost: str | None = None
         self._is_closed = False
         self._is_serving = False
         self._step: tuple[int, float] | None = None
-        """What the main thread is in, and since when."""
+        """The main thread's current step and its start, in seconds of the clock; None between steps."""
         # Stays open as long as this process: torch writes to it once more when it drops its store.
         self._store = os.memfd_create("ranks")
         self.store_file: Final = f"/proc/self/fd/{self._store}"
@@ -120,7 +121,7 @@ class Ranks:
     # -- the main thread --------------------------------------------------------------------------
 
     def answers(self, kind: type[Answer]) -> list[Answer]:
-        """The next from every rank, which must be of this kind. Raises RankLost."""
+        """The next answer of every rank, which must be of this kind. Raises RankLost."""
         with self._news:
             self._news.wait_for(lambda: self._lost or all(rank.answers for rank in self._ranks))
             if self._lost is not None:
@@ -133,7 +134,7 @@ class Ranks:
             return found
 
     def send(self, message: Build | Execute | Landed) -> None:
-        """To every rank, encoded once. Raises RankLost."""
+        """Send a message to every rank, encoded once. Raises RankLost."""
         data = frame(message)
         for rank in self._ranks:
             rank.told_at_s.append(self._clock.monotonic())
@@ -143,12 +144,12 @@ class Ranks:
                 raise self._blame(error) from error
 
     def serve(self) -> None:
-        """From here on, steps have a deadline."""
+        """Give steps a deadline from now on."""
         self._is_serving = True
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """What is done in here waits for the ranks. Raises RankLost."""
+        """Encloses work that waits for the other ranks. Raises RankLost."""
         self._step = number, self._clock.monotonic()
         try:
             yield
@@ -158,13 +159,13 @@ class Ranks:
             self._step = None
 
     def _blame(self, error: Exception) -> RankLost:
-        """Why this went wrong, which the watch finds out."""
+        """The reason for a failure, which the watch finds."""
         with self._news:
             self._news.wait_for(lambda: self._lost is not None, LAST_WORDS_S)
             return RankLost(self._lost or f"a collective failed: {error}")
 
     def close(self) -> None:
-        """Ends every rank and the watch. Idempotent."""
+        """End every rank and the watch. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -185,7 +186,7 @@ class Ranks:
             self._lose(reason)
 
     def _watch_until_lost(self) -> str:
-        """Returns why, or anything once it is closed."""
+        """The reason why a rank is lost; any text once the ranks are closed."""
         with selectors.DefaultSelector() as selector:
             for rank in self._ranks:
                 selector.register(rank.wire, selectors.EVENT_READ, rank)
@@ -197,7 +198,7 @@ class Ranks:
         return "closed"
 
     def _read(self, rank: _Rank) -> str | None:
-        """What it says. Returns why it is lost, if it is."""
+        """Take in a rank's messages. Returns the reason why it is lost, or None."""
         try:
             data = rank.wire.recv(RECEIVE_LEN, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -219,13 +220,15 @@ class Ranks:
         return None
 
     def _late(self) -> str | None:
-        """Who has not done what it should have by now."""
+        """The reason why a rank, or rank 0's step, is past its deadline; None while none is."""
         if not self._is_serving:
             return None
         since_s = self._clock.monotonic() - self._deadline_s
         late = [rank for rank in self._ranks if rank.told_at_s and rank.told_at_s[0] < since_s]
         if late:
-            blamed = [rank for rank in late if rank.is_stopped] or late  # for which the others wait
+            blamed = [
+                rank for rank in late if rank.is_stopped
+            ] or late  # other late ranks wait for a stopped one
             numbers = ", ".join(str(rank.number) for rank in blamed)
             return f"no answer from rank {numbers} for {self._deadline_s:g} s"
         step = self._step

@@ -1,4 +1,4 @@
-"""Which part of a model a rank holds. No torch here."""
+"""The part of a model that a rank holds. No torch here."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from engine.runtime.errors import BadRunnerConfig
 from engine.runtime.models.config import ModelConfig
 
 Span = tuple[int, int]
-"""[start, stop)"""
+"""A range [start, stop)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Part `rank` of `size` equal ones."""
+    """Part number `rank` of a model that is split into `size` equal ones."""
 
     rank: int = 0
     size: int = 1
@@ -24,9 +24,9 @@ class Shard:
         assert 0 <= self.rank < self.size
 
     def span(self, count: int, width: int = 1) -> Span:
-        """Which of `count` things are this rank's, in elements of which each thing has `width`.
+        """This rank's range of `count` items of `width` elements each, in elements.
 
-        Where there are fewer things than ranks, neighbours hold the same one.
+        Where there are fewer items than ranks, neighbouring ranks hold the same one.
         """
         assert count % self.size == 0 or self.size % count == 0
         first = self.rank * count // self.size
@@ -34,11 +34,13 @@ class Shard:
         return first * width, (first + own) * width
 
     def padded_span(self, count: int) -> Span:
-        """As `span`, of any count: the last ranks may have less than `padded_len`, or nothing."""
+        """This rank's range of any `count` of items: the last ranks may have fewer than `padded_len`, or
+        none."""
         own = self.padded_len(count)
         return min(self.rank * own, count), min((self.rank + 1) * own, count)
 
     def padded_len(self, count: int) -> int:
+        """The number of items per rank, rounded up."""
         return -(-count // self.size)
 
     def of(self, config: ModelConfig) -> ModelConfig:

@@ -1,6 +1,6 @@
-"""What rank 0 and another rank say to each other, and how: msgpack in frames, over a socket pair.
+"""The messages between rank 0 and another rank: msgpack in frames, over a socket pair.
 
-A frame is four bytes of length and the message. The socket pair has no name, so nobody else can connect.
+A frame is four bytes of length and the message. The socket pair has no name, so no other process can connect.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.core.messages import Plan, RunnerInfo
 from engine.runtime.config import RunnerConfig
 
 FRAME_LEN_MAX: Final = 1 << 30
-"""A plan that seats every slot with a full context is a tenth of it."""
+"""The most bytes of a message. A plan that seats every slot with a full context is a tenth of it."""
 RECEIVE_LEN: Final = 1 << 16
 _LENGTH: Final = struct.Struct("!I")
 assert FRAME_LEN_MAX.bit_length() <= 8 * _LENGTH.size
@@ -30,23 +30,23 @@ class Start(msgspec.Struct, array_like=True, frozen=True, tag="start"):
     rank: int
     leader_pid: int
     store_file: str
-    """Where ranks find each other: an open file that they all inherit."""
+    """The open file, inherited by all ranks, by which they find each other."""
 
 
 class Build(msgspec.Struct, array_like=True, frozen=True, tag="build"):
-    """All shards are loaded: build a runner of these sizes."""
+    """Tells a rank that all shards are loaded, and to build a runner of these sizes."""
 
     info: RunnerInfo
 
 
 class Execute(msgspec.Struct, array_like=True, frozen=True, tag="execute"):
-    """Launch a plan."""
+    """Tells a rank to launch a plan."""
 
     plan: Plan
 
 
 class Landed(msgspec.Struct, array_like=True, frozen=True, tag="landed"):
-    """Collect the oldest plan that is launched. `digest`: of the tokens that it brought rank 0."""
+    """Tells a rank to collect the oldest launched plan. `digest`: `digest_of` rank 0's tokens."""
 
     step: int
     digest: int
@@ -56,21 +56,21 @@ ToRank = Start | Build | Execute | Landed
 
 
 class Here(msgspec.Struct, array_like=True, frozen=True, tag="here"):
-    """Up, and about to look for the other ranks."""
+    """The rank has started, and is about to look for the other ranks."""
 
 
 class Loaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded"):
-    """The shard is in memory, and there is room for so many pages."""
+    """The rank's shard is in memory, with room for so many pages beside it."""
 
     pages: int
 
 
 class Done(msgspec.Struct, array_like=True, frozen=True, tag="done"):
-    """With one `Build`, `Execute` or `Landed`, in their order."""
+    """The rank has finished one `Build`, `Execute` or `Landed`, in their order."""
 
 
 class Failed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
-    """Last words. `message` is for the operator and holds no prompt text."""
+    """The rank's last message. `message` is for the operator and holds no prompt text."""
 
     message: str
 
@@ -82,11 +82,11 @@ Message = TypeVar("Message")
 
 
 class Closed(Exception):
-    """The other end of the socket is."""
+    """The other end of the socket is closed."""
 
 
 def digest_of(tokens: Sequence[int]) -> int:
-    """What ranks compare instead of the tokens themselves."""
+    """A checksum of tokens, which ranks compare instead of the tokens themselves."""
     return zlib.crc32(encode(tokens))
 
 
@@ -97,14 +97,14 @@ def frame(message: ToRank | FromRank) -> bytes:
 
 
 class Reader(Generic[Message]):
-    """Bytes in any pieces become messages."""
+    """Assembles messages from bytes that arrive in any pieces."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[Message]) -> None:
         self._decoder = decoder
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """The messages that are whole now."""
+        """The messages that are complete with `data`."""
         self._bytes += data
         messages, start = [], 0
         with memoryview(self._bytes) as view:
@@ -120,7 +120,7 @@ class Reader(Generic[Message]):
 
 
 class RankEnd:
-    """A rank's end of the wire: blocking, as there is nothing else to wait for."""
+    """A rank's end of the socket pair. Its calls block, as a rank waits for nothing else."""
 
     def __init__(self, wire: socket.socket) -> None:
         self._wire = wire
@@ -135,14 +135,14 @@ class RankEnd:
         return self._messages.pop()
 
     def send(self, message: FromRank) -> None:
-        """Raises Closed when rank 0 is gone."""
+        """Send a message. Raises Closed when rank 0 is gone."""
         try:
             self._wire.sendall(frame(message))
         except OSError as error:
             raise Closed from error
 
     def wait_for_the_end(self) -> None:
-        """Whatever still comes is passed over."""
+        """Wait until rank 0 is gone, and ignore its messages."""
         try:
             while True:
                 self._receive_bytes()

@@ -20,7 +20,7 @@ from triton import OutOfResources
 from engine.bench.gpu import attention, matmul, measuring, results, steps
 from engine.bench.gpu.shapes import LLAMA_8B, QWEN3_06B, RandomWeights, decode_floor_s
 from engine.bench.gpu.supervise import LOST
-from engine.runtime.kernels.attention import LibraryPrefill
+from engine.runtime.attention.triton_paged import LibraryPrefill
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter")
 TOY = replace(

@@ -20,12 +20,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.core.messages import Plan, SamplingParams, SlotStart
-from engine.runtime import load as loading
+from engine.runtime import starting
 from engine.runtime.batch import assemble
 from engine.runtime.config import Kernels, RunnerConfig
 from engine.runtime.errors import ModelError
+from engine.runtime.host.load import host_network
+from engine.runtime.host.slots import HostSlots
 from engine.runtime.kv_cache import KVCache, KVGeometry
-from engine.runtime.slots import Slots
 
 TOLERANCE = 1e-4
 PAGE_SIZE = 16
@@ -181,7 +182,7 @@ class Contradiction:
 
 
 def _theirs(path: Path) -> Tensor | Contradiction | Exception:
-    """[TOKENS, vocab], by its real way of loading."""
+    """[TOKENS, vocab], by its real way of starting."""
     import transformers
 
     try:
@@ -218,13 +219,13 @@ def tokens(vocab_size: int) -> list[int]:
 def our_logprobs(path: Path, kernels: Kernels, heard: list[str]) -> Tensor:
     """[TOKENS, vocab], by the engine's way of loading: a prompt, then one token after the other."""
     settings = RunnerConfig(str(path), device="cpu", dtype="float32", kernels=kernels, page_size=PAGE_SIZE)
-    config = loading.read_model(settings, heard.append)
-    config, checkpoint = loading.checked_checkpoint(settings, config, torch.float32, heard.append)
-    network = loading.host_network(settings, config, checkpoint, torch.float32, max_model_len=TOKENS)
+    config = starting.read_model(settings, heard.append)
+    config, checkpoint = starting.checked_checkpoint(settings, config, torch.float32, heard.append)
+    network = host_network(settings, config, checkpoint, torch.float32, max_model_len=TOKENS, threads=1)
     geometry = KVGeometry(config.layers, config.kv_heads, PAGE_SIZE, config.head_dim, torch.float32)
     pages = -(-TOKENS // PAGE_SIZE)
     model = network.attach(KVCache(geometry, pages))
-    slots = Slots(1, TOKENS, PAGE_SIZE, config.vocab_size)
+    slots = HostSlots(1, TOKENS, PAGE_SIZE, config.vocab_size)
     start = SlotStart(0, tokens(config.vocab_size), TOKENS, SamplingParams(seed=0, max_tokens=1))
     slots.apply(Plan(0, [], [start], [(0, list(range(pages)))], [], [], [], []))
     rows = [(0, PROMPT_LEN), *((at, 1) for at in range(PROMPT_LEN, TOKENS))]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from engine.runtime.config import RunnerConfig
+from engine.runtime.host.runner import HostRunner
 from engine.runtime.load import load_runner
-from engine.runtime.model_runner import ModelRunner
 from engine.runtime.native.build import build
 from tests.engine.models import make_tiny_model
 
@@ -34,7 +34,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
     return make
 
 
-def load(path: Path, **overrides: Any) -> ModelRunner:
+def load(path: Path, **overrides: Any) -> HostRunner:
     """A small fp32 runner."""
     settings: dict[str, Any] = {
         "device": "cpu",
@@ -44,5 +44,5 @@ def load(path: Path, **overrides: Any) -> ModelRunner:
         "threads": 1,
     } | overrides
     runner = load_runner(RunnerConfig(str(path), **settings), lambda stage: None)
-    assert isinstance(runner, ModelRunner)
+    assert isinstance(runner, HostRunner)
     return runner

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.core.messages import Plan, RunResult, SamplingParams, SlotStart, TokenLogprobs
-from engine.runtime.model_runner import ModelRunner
+from engine.runtime.host.runner import HostRunner
 
 if TYPE_CHECKING:  # it imports Triton, which a CPU's tests do without
     from engine.runtime.device.runner import DeviceRunner
@@ -38,7 +38,7 @@ class Driver:
     """Hands out pages in shuffled order, so that they never lie side by side. With `poison`, every page
     that nobody owns holds NaN, in host memory, too."""
 
-    def __init__(self, runner: ModelRunner | DeviceRunner, *, seed: int = 0, poison: bool = True) -> None:
+    def __init__(self, runner: HostRunner | DeviceRunner, *, seed: int = 0, poison: bool = True) -> None:
         self.runner = runner
         self.lives: dict[int, Life] = {}
         self._free = list(range(runner.info.pages))

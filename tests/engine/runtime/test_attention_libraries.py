@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.runtime.attention import AttentionSpec, Chunk, DecodePages, PrefillPages
-from engine.runtime.attention.device import Bounds, build_backends
+from engine.runtime.attention.build import Bounds, build_backends
 from engine.runtime.attention.flashinfer_paged import FlashInferDecode, workspace
 from engine.runtime.backends import Backend, Choice, Chosen
 from engine.runtime.kv_cache import KVCache, KVGeometry

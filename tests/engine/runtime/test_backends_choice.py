@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from engine.runtime import backends
-from engine.runtime.backends import Backend, Find, Library, Need, Phase, choose, parse
+from engine.runtime.backends import Backend, Find, FoundLibrary, Need, Phase, choose, parse
 from engine.runtime.config import RunnerConfig
 from engine.runtime.errors import BadRunnerConfig
 from shared.config import ConfigError
@@ -20,9 +20,9 @@ EVERY_LIBRARY = tuple(backends.FUNCTIONS)
 
 
 def installed(*which: Backend) -> Find:
-    def find(backend: Backend) -> Library:
+    def find(backend: Backend) -> FoundLibrary:
         there = backend in which
-        return Library(ModuleType("library"), "1.2.3") if there else Library(None, "not installed")
+        return FoundLibrary(ModuleType("library"), "1.2.3") if there else FoundLibrary(None, "not installed")
 
     return find
 
@@ -136,7 +136,7 @@ def test_unknown_names_are_refused(asked: str) -> None:
 
 
 def test_a_machine_without_a_gpu_looks_for_no_library() -> None:
-    def find(backend: Backend) -> Library:
+    def find(backend: Backend) -> FoundLibrary:
         raise AssertionError("imported for nothing")
 
     choice = choose("auto", replace(HOPPER, capability=None), find)
@@ -147,13 +147,13 @@ def test_a_machine_without_a_gpu_looks_for_no_library() -> None:
 def test_a_library_is_found_by_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not there; there without what we call; there with it; there and broken."""
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)  # as if it were not installed
-    assert backends.find(Backend.FLASH_ATTN_3) == Library(None, "not installed")
+    assert backends.find(Backend.FLASH_ATTN_3) == FoundLibrary(None, "not installed")
     module = ModuleType("flash_attn_interface")
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
     found = backends.find(Backend.FLASH_ATTN_3)
-    assert found == Library(None, "installed, but has no flash_attn_with_kvcache")
+    assert found == FoundLibrary(None, "installed, but has no flash_attn_with_kvcache")
     module.flash_attn_with_kvcache = print  # type: ignore[attr-defined]
-    assert backends.find(Backend.FLASH_ATTN_3) == Library(module, "version unknown")
+    assert backends.find(Backend.FLASH_ATTN_3) == FoundLibrary(module, "version unknown")
 
     def broken(name: str) -> ModuleType:
         raise ImportError("undefined symbol: _ZN3c10\nand more")

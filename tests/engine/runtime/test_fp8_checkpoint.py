@@ -16,8 +16,8 @@ from torch import Tensor
 from engine.core.messages import SamplingParams
 from engine.runtime.errors import UnsupportedModel, WeightsMismatch
 from engine.runtime.fp8 import quantise
+from engine.runtime.host.network import TorchDecoder
 from engine.runtime.models.config import parse_model_config, read_model_config
-from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.quantization import Fp8Scheme, read_fp8_scheme
 from engine.runtime.weights import Checkpoint, Inspection, Part, checkpoint_files
 from tests.engine.models import make_tiny_model, reference_greedy
@@ -194,7 +194,7 @@ def test_scales_that_are_missing_or_misshapen_are_named(tiny_model: MakeModel, t
 
     def inspect(scheme: Fp8Scheme | None) -> str:
         inspection = Inspection(checkpoint_files(stored), torch.float32, scheme)
-        Decoder(config, inspection)
+        TorchDecoder(config, inspection)
         with pytest.raises(WeightsMismatch) as caught:
             inspection.verify()
         return str(caught.value)
@@ -219,7 +219,7 @@ def test_scales_of_the_cache(tiny_model: MakeModel, tmp_path: Path) -> None:
     stored, meant = make_fp8(tiny_model("llama"), tmp_path / "all", "autofp8", **scales)
     config = read_model_config(stored)
     inspection = Inspection(checkpoint_files(stored), torch.float32, config.fp8)
-    Decoder(config, inspection)
+    TorchDecoder(config, inspection)
     inspection.verify()
     source = Checkpoint(checkpoint_files(stored), torch.float32, config.fp8)
     assert source.kv_scales(2) == [(0.5, 2.0), (0.25, 3.0)]

@@ -275,7 +275,7 @@ def test_head_sizes() -> None:
     assert parse(head_dim=32).head_dim == 32
     assert parse("qwen3").head_dim == 128
     assert parse(num_key_value_heads=None).kv_heads == 4
-    assert parse(num_key_value_heads=1).group_size == 4
+    assert parse(num_key_value_heads=1).kv_heads == 1
 
 
 def test_key_value_heads_where_config_json_is_silent() -> None:

@@ -16,22 +16,22 @@ import torch
 from torch import Tensor
 
 from engine.core.messages import Plan, SamplingParams, SlotStart
-from engine.runtime import load as loading
 from engine.runtime.attention import AttentionSpec
-from engine.runtime.attention.torch_paged import TorchDecode, TorchPrefill
 from engine.runtime.batch import assemble
 from engine.runtime.config import RunnerConfig
 from engine.runtime.errors import BadRunnerConfig
+from engine.runtime.host import load as loading
+from engine.runtime.host.model import PagedModel, TorchModel
+from engine.runtime.host.network import TorchDecoder
+from engine.runtime.host.slots import HostSlots
+from engine.runtime.host.torch_paged import TorchDecode, TorchPrefill
 from engine.runtime.kv_cache import KVCache, KVGeometry
-from engine.runtime.model import Model, TorchModel
+from engine.runtime.load import load_runner
 from engine.runtime.models.config import ModelConfig
-from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.rope import RopeConfig
 from engine.runtime.native import build
-from engine.runtime.native import decoder as native_decoder
 from engine.runtime.native.decoder import NativeDecoder, misfit
 from engine.runtime.native.library import built_isas
-from engine.runtime.slots import Slots
 from engine.runtime.weights import ALL, Part
 from tests.engine.runtime.conftest import MakeModel, load
 
@@ -92,8 +92,8 @@ class Weights:
 class Stage:
     """One model, and sequences whose tokens and pages depend on their number alone."""
 
-    model: Model
-    slots: Slots
+    model: PagedModel
+    slots: HostSlots
 
     @staticmethod
     def of(
@@ -109,15 +109,15 @@ class Stage:
         cache = KVCache(geometry, pages)
         for tensor in (*cache.keys, *cache.values):
             tensor.fill_(torch.nan)
-        model: Model
+        model: PagedModel
         if isa is None:
             spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.windows)
-            decoder = Decoder(config, Weights(dtype))
+            decoder = TorchDecoder(config, Weights(dtype))
             model = TorchModel(decoder, cache, TorchDecode(cache, spec), TorchPrefill(cache, spec))
         else:
             settings = {"dtype": dtype, "page_size": page_size, "max_model_len": MAX_LEN, "threads": 2}
             model = NativeDecoder(isa, config, Weights(dtype), **(settings | native)).attach(cache)  # type: ignore[arg-type]
-        return Stage(model, Slots(10, MAX_LEN, page_size, VOCAB))
+        return Stage(model, HostSlots(10, MAX_LEN, page_size, VOCAB))
 
     def seat(self, ends: Sequence[int], seed: int = 0) -> None:
         """Sequence i in slot i, on pages shuffled by the seed."""
@@ -208,16 +208,6 @@ def test_a_step_may_have_any_number_of_tokens(isa: str, dtype: torch.dtype) -> N
     for tokens in (*range(95, 391, 31), *range(96, 391, 32), 97, 161, 192, 257, 390):
         rows = [(slot, 0, min(tokens - 130 * slot, 130)) for slot in range(-(-tokens // 130))]
         assert torch.equal(torch.cat(stage.step(rows)), expected[:tokens]), tokens
-
-
-def test_a_model_that_sets_what_the_kernels_do_not_implement_is_not_for_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Sizes that can be divided are no proof."""
-    assert misfit(PLAIN, 16) is None
-    monkeypatch.setattr(native_decoder, "IMPLEMENTED", native_decoder.IMPLEMENTED - {"qk_norm", "mlp_bias"})
-    assert misfit(PLAIN, 16) is None
-    assert misfit(replace(PLAIN, qk_norm=True), 16) == "qk_norm: not implemented"
 
 
 @pytest.mark.parametrize("page_size", [16, 64, 256])
@@ -319,7 +309,7 @@ def test_a_model_that_does_not_fit_the_vectors_goes_to_torch(tiny_model: MakeMod
     odd = tiny_model("llama", intermediate_size=90)
     said: list[str] = []
     config = RunnerConfig(str(odd), dtype="float32", max_num_seqs=2, threads=1)
-    loading.load_runner(config, said.append)
+    load_runner(config, said.append)
     assert "computing with torch kernels (intermediate_size 90 cannot be divided by 16)" in said
     assert misfit(PLAIN, 8) == "page_size 8 cannot be divided by 16"
     with pytest.raises(
@@ -340,5 +330,5 @@ def test_without_libraries_torch_computes_and_int8_is_refused(
 def test_the_log_says_what_computes(tiny_model: MakeModel) -> None:
     said: list[str] = []
     config = RunnerConfig(str(tiny_model("llama")), max_num_seqs=2, threads=1, weights="int8")
-    loading.load_runner(config, said.append)
+    load_runner(config, said.append)
     assert f"computing with native kernels ({ISAS[0]}, int8 weights, 1 threads)" in said

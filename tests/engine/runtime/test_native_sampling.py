@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.core.messages import NUMERIC_FAILURE, SamplingParams
+from engine.runtime.host.philox import uniforms
+from engine.runtime.host.sampler import DrawPlain
 from engine.runtime.native.library import built_isas
-from engine.runtime.philox import uniforms
-from engine.runtime.sampler import DrawPlain
-from engine.runtime.slots import Seat
-from tests.engine.runtime.test_native import PLAIN, Stage
-from tests.engine.runtime.test_sampler import (
+from engine.runtime.seats import Seat
+from tests.engine.runtime.host.test_sampler import (
     CUTS,
     EXTREMES,
     PARAMS,
@@ -29,6 +28,7 @@ from tests.engine.runtime.test_sampler import (
     extreme_params,
     reference,
 )
+from tests.engine.runtime.test_native import PLAIN, Stage
 
 ISAS = built_isas()
 assert ISAS

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.runtime import load as loading
-from engine.runtime import weights
+from engine.runtime import starting, weights
 from engine.runtime.config import RunnerConfig
 from engine.runtime.errors import ModelUnavailable, WeightsMismatch
 from engine.runtime.weights import Checkpoint, Inspection, checkpoint_files
@@ -141,8 +140,8 @@ def test_a_head_that_equals_the_embedding_is_tied(tiny_model: MakeModel, tmp_pat
     def is_tied(head: Tensor, dtype: torch.dtype = torch.float32) -> bool:
         save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
         settings = RunnerConfig(str(tmp_path), device="cpu")
-        model = loading.read_model(settings, said.append)
-        return loading.checked_checkpoint(settings, model, dtype, said.append)[0].tied_embeddings
+        model = starting.read_model(settings, said.append)
+        return starting.checked_checkpoint(settings, model, dtype, said.append)[0].tied_embeddings
 
     assert is_tied(head)
     assert not said

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from engine.runtime.config import RunnerConfig
 from engine.runtime.device.card import MemoryReading
+from engine.runtime.device.graphs import GraphDevice
 from engine.runtime.device.load import load_on_card
 from engine.runtime.device.runner import DeviceRunner
-from engine.runtime.graphs import GraphDevice
 from engine.runtime.kernels.launching import compiling
 from tests.engine.runtime.kernels.interpreter import prepare_interpreter
 

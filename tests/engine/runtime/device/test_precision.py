@@ -13,13 +13,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.core.messages import SamplingParams
-from engine.runtime.attention import AttentionSpec, Chunk
+from engine.runtime.attention import AttentionSpec, Chunk, triton_paged
 from engine.runtime.config import RunnerConfig
 from engine.runtime.device.precision import Precision
 from engine.runtime.device.runner import DeviceRunner
 from engine.runtime.errors import BadRunnerConfig
 from engine.runtime.fp8 import Fp8Weight
-from engine.runtime.kernels import attention
 from engine.runtime.kv_cache import KVCache, KVGeometry
 from engine.runtime.models.config import read_model_config
 from engine.runtime.models.quantization import Fp8Scheme
@@ -116,8 +115,8 @@ def test_a_cache_in_fp8(tiny_model: MakeModel, tmp_path: Path) -> None:
 
 def test_a_long_prompt_over_a_cache_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the library, which reads what was stored, multiplied by its scales; planned for before."""
-    monkeypatch.setattr(attention, "FRESH_TOKENS_MIN", 24)
-    monkeypatch.setattr(attention, "FRESH_TOKENS_MULTIPLE", 8)
+    monkeypatch.setattr(triton_paged, "FRESH_TOKENS_MIN", 24)
+    monkeypatch.setattr(triton_paged, "FRESH_TOKENS_MULTIPLE", 8)
     torch.manual_seed(0)
     cache = KVCache(KVGeometry(1, 2, 16, 16, FP8), pages=3, scales=[(0.5, 3.0)])
     for part in (*cache.keys, *cache.values):
@@ -129,14 +128,14 @@ def test_a_long_prompt_over_a_cache_in_fp8(monkeypatch: pytest.MonkeyPatch) -> N
         seen.append(tuple((each.shape, each.stride(), each.dtype) for each in (q, k, v)))
         return scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
 
-    prefill = attention.LibraryPrefill(cache, spec, library)
+    prefill = triton_paged.LibraryPrefill(cache, spec, library)
     prefill.warm_up(33, torch.float32)
     planned = set(seen)
     assert [shapes[0][0][1] for shapes in seen] == [24, 32, 40]
     with AsOnAGpu():
         for length in (33, 24):
             step = prefill.of_chunks([Chunk(0, length, 0)], tables)
-            expected = attention.TritonPrefill(cache, spec).of_chunks([Chunk(0, length, 0)], tables)
+            expected = triton_paged.TritonPrefill(cache, spec).of_chunks([Chunk(0, length, 0)], tables)
             torch.testing.assert_close(step(0, q[:length]), expected(0, q[:length]), atol=1e-5, rtol=1e-5)
     assert len(seen) == 5
     assert set(seen) == planned, "a plan is for sizes, strides and types"

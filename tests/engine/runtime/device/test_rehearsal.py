@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.runtime.device.load import load_network
+from engine.runtime.device.load import load_shard
 from engine.runtime.device.rehearsal import Unjoined, Workers, rehearsed
 from engine.runtime.errors import WeightsMismatch
 from engine.runtime.kernels.launching import compiling
-from engine.runtime.load import warm_up
 from engine.runtime.parallel.shard import Shard
+from engine.runtime.starting import warm_up
 from tests.engine.runtime.conftest import MakeModel
 from tests.engine.runtime.device.card import FakeCard, Specialized, fake_config, load_fake, specialized
 from tests.engine.runtime.device.test_runner import COMPANY, SMALL, lead
@@ -99,8 +99,8 @@ def test_nor_does_a_rank(tiny_model: MakeModel) -> None:
     card = Seen()
     stages: list[str] = []
     with card.watched(), torch.inference_mode():
-        network = load_network(config, card, stages.append, Unjoined(Shard(1, 2)))
-        warm_up(network.build(network.info(network.page_count()), stages.append))
+        shard = load_shard(config, card, stages.append, Unjoined(Shard(1, 2)))
+        warm_up(shard.build(shard.info(shard.page_count()), stages.append))
     assert "in 2 shards" in stages[0]
     card.assert_compiled_before()
 

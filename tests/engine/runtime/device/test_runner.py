@@ -12,7 +12,7 @@ import torch
 
 from engine.core.messages import NUMERIC_FAILURE, Plan, SamplingParams, SlotStart
 from engine.runtime.device.runner import DeviceRunner
-from engine.runtime.model_runner import ModelRunner
+from engine.runtime.host.runner import HostRunner
 from tests.engine.models import VOCAB_SIZE, reference_greedy
 from tests.engine.runtime.conftest import MakeModel, load
 from tests.engine.runtime.device.card import FakeCard, load_fake
@@ -52,7 +52,7 @@ def company(seed: int = 3) -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
-def lead(runner: ModelRunner | DeviceRunner, outputs: int) -> list[Life]:
+def lead(runner: HostRunner | DeviceRunner, outputs: int) -> list[Life]:
     """Prompts in chunks, one after another, beside decodes; then decodes alone; pages shuffled, poisoned."""
     driver = Driver(runner)
     lives = [driver.seat(slot, *asked) for slot, asked in enumerate(company())]

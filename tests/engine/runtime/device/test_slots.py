@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from engine.core.messages import Plan, SamplingParams, SlotStart
+from engine.runtime.device import sampling
 from engine.runtime.device import slots as module
 from engine.runtime.device.slots import DeviceBatch, DeviceSlots
-from engine.runtime.kernels import sampling_columns
-from engine.runtime.transfer import upload
+from engine.runtime.device.transfer import upload
 
 CPU = torch.device("cpu")
 PADDING_PAGE = 40
@@ -26,7 +26,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(len(arrays))
         return upload(arrays, device)
 
-    for place in (module, sampling_columns):
+    for place in (module, sampling):
         monkeypatch.setattr(place, "upload", counted)
     return seen
 

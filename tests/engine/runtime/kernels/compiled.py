@@ -25,6 +25,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from engine.runtime.device import sampling
+from engine.runtime.device.sampling import DeviceSampling
 from engine.runtime.fp8 import Fp8Weight
 from engine.runtime.kernels import (
     begin,
@@ -33,10 +35,8 @@ from engine.runtime.kernels import (
     matmul,
     prefill_attention,
     restoring,
-    sampling,
 )
-from engine.runtime.kernels.overlap import overlapping
-from engine.runtime.kernels.sampling_columns import DeviceSampling
+from engine.runtime.kernels.dependent_launch import dependent_launches
 
 HOPPER = GPUTarget("cuda", 90, 32)
 INSTRUCTIONS = (
@@ -111,9 +111,9 @@ def compile_launch(kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def report(
-    name: str, module: ModuleType, kernel: str, launch: Callable[[], object], *, overlaps: bool = False
+    name: str, module: ModuleType, kernel: str, launch: Callable[[], object], *, dependently: bool = False
 ) -> None:
-    with recorded(module, kernel) as recorder, overlapping(overlaps):
+    with recorded(module, kernel) as recorder, dependent_launches(dependently):
         launch()
     for recorded_kernel, args, kwargs in recorder.launches:
         compiled = compile_launch(recorded_kernel, args, kwargs)
@@ -123,7 +123,7 @@ def report(
                 {"name": name, "shared_bytes": compiled.metadata.shared}
                 | {word: len(re.findall(re.escape(word), ptx)) for word in INSTRUCTIONS}
                 | assembled(compiled.asm["cubin"])
-                | (before_the_wait(ptx) if overlaps else {})
+                | (before_the_wait(ptx) if dependently else {})
             ),
             flush=True,
         )
@@ -179,29 +179,29 @@ def before_the_wait(ptx: str) -> dict[str, int]:
     }
 
 
-def report_overlapped() -> None:
+def report_dependent() -> None:
     """Every kernel that a decode step launches."""
-    on = {"overlaps": True}
+    on = {"dependently": True}
     norm = fused.Norm(meta(1024, dtype=torch.float32), 1e-6)
     stream, weight = fused.Stream(meta(1, 1024), meta(1, 1024)), matrix(6144, 1024, torch.bfloat16)
     for tile in (*matmul.TILES[:2], matmul.TILES_ALONE[1]):
         gated = partial(matmul.normed_matmul, stream, norm, weight, tile, gated=True)
-        report(f"overlapped gated {tile}", matmul, "skinny_kernel", gated, **on)
+        report(f"dependent gated {tile}", matmul, "skinny_kernel", gated, **on)
     plain = partial(matmul.skinny_matmul, meta(1, 1024), weight, matmul.TILES[0])
-    report("overlapped matmul", matmul, "skinny_kernel", plain, **on)
+    report("dependent matmul", matmul, "skinny_kernel", plain, **on)
     fp8 = matrix(4096, 4096, torch.float8_e4m3fn)
     assert isinstance(fp8, Fp8Weight)
     restore = partial(restoring.restored, fp8, torch.bfloat16)
-    report("overlapped restore", restoring, "restore_kernel", restore, **on)
-    report("overlapped begin", begin, "begin_step_kernel", begin_launch, **on)
-    report("overlapped list_work", decode_attention, "list_work_kernel", list_launch, **on)
-    report("overlapped decode", decode_attention, "decode_kernel", decode_launch(32, 8, 128), **on)
-    report("overlapped store", fused, "norm_rotate_store_kernel", store_launch, **on)
+    report("dependent restore", restoring, "restore_kernel", restore, **on)
+    report("dependent begin", begin, "begin_step_kernel", begin_launch, **on)
+    report("dependent list_work", decode_attention, "list_work_kernel", list_launch, **on)
+    report("dependent decode", decode_attention, "decode_kernel", decode_launch(32, 8, 128), **on)
+    report("dependent store", fused, "norm_rotate_store_kernel", store_launch, **on)
     x = meta(32, 4096)
-    report("overlapped norm", fused, "rms_norm_kernel", lambda: fused.rms_norm(x, meta(4096), 1e-6, x), **on)
-    report("overlapped silu", fused, "silu_mul_kernel", lambda: fused.silu_mul(meta(32, 28_672)), **on)
+    report("dependent norm", fused, "rms_norm_kernel", lambda: fused.rms_norm(x, meta(4096), 1e-6, x), **on)
+    report("dependent silu", fused, "silu_mul_kernel", lambda: fused.silu_mul(meta(32, 28_672)), **on)
     for kernel in ("measure_kernel", "weigh_kernel", "choose_kernel"):
-        report(f"overlapped {kernel}", sampling, kernel, sample_launch, **on)
+        report(f"dependent {kernel}", sampling, kernel, sample_launch, **on)
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -406,5 +406,5 @@ if __name__ == "__main__":
     report_sampling()
     report_matmul()
     report_fused_matmul()
-    report_overlapped()
+    report_dependent()
     sys.exit(0)

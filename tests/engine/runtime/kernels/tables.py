@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from engine.runtime.kernels.autotune import (
     MEASURED_ROWS,
+    DeviceLinear,
     FusedMeasured,
     FusedShape,
-    Linear,
     MatmulTable,
     Measured,
     shape_of,
@@ -18,7 +18,7 @@ from engine.runtime.kernels.matmul import Tile
 SMALL = Tile(32, 32, 4, 3)
 
 
-def all_by_tiles(linears: Iterable[Linear], tile: Tile = SMALL) -> MatmulTable:
+def all_by_tiles(linears: Iterable[DeviceLinear], tile: Tile = SMALL) -> MatmulTable:
     """Norms in heads and gates in tails, wherever there are any."""
     shapes = {(shape_of(linear.weight, rows), linear) for linear in linears for rows in MEASURED_ROWS}
     return MatmulTable(

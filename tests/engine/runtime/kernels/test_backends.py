@@ -1,4 +1,4 @@
-"""What the back ends prepare for a step. Whole models run on them in test_decoder.py."""
+"""What the back ends prepare for a step. Whole models run on them in ../device/test_network.py."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.runtime.attention import AttentionSpec, Chunk
-from engine.runtime.kernels import attention
-from engine.runtime.kernels.attention import LibraryPrefill, TritonDecode, TritonPrefill
+from engine.runtime.attention import AttentionSpec, Chunk, triton_paged
+from engine.runtime.attention.triton_paged import LibraryPrefill, TritonDecode, TritonPrefill
 from engine.runtime.kv_cache import KVCache, KVGeometry
 
 
@@ -38,8 +37,8 @@ def test_decode_prepares_from_the_device_alone() -> None:
 def test_long_fresh_prompts_go_to_the_library_and_the_rest_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two fresh rows, one too short, one over a cached past; a layer with a window stays with our kernel. The
     library plans for few lengths, and sees nothing of what lies behind a row's last token."""
-    monkeypatch.setattr(attention, "FRESH_TOKENS_MIN", 20)
-    monkeypatch.setattr(attention, "FRESH_TOKENS_MULTIPLE", 8)
+    monkeypatch.setattr(triton_paged, "FRESH_TOKENS_MIN", 20)
+    monkeypatch.setattr(triton_paged, "FRESH_TOKENS_MULTIPLE", 8)
     torch.manual_seed(0)
     cache = KVCache(KVGeometry(2, 2, 16, 16, torch.float32), pages=12)
     for part in (*cache.keys, *cache.values):

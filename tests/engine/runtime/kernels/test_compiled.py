@@ -122,13 +122,15 @@ def test_many_rows_of_an_fp8_weight_feed_the_tensor_cores(reports: dict[str, Rep
         assert report["cp.async.cg"] > 0
 
 
-def test_overlapping_kernels_wait_before_they_touch_anything_but_weights(reports: dict[str, Report]) -> None:
-    overlapped = {name: report for name, report in reports.items() if name.startswith("overlapped")}
-    assert len(overlapped) == 14
-    for name, report in overlapped.items():
+def test_dependently_launched_kernels_wait_before_they_touch_anything_but_weights(
+    reports: dict[str, Report],
+) -> None:
+    dependent = {name: report for name, report in reports.items() if name.startswith("dependent ")}
+    assert len(dependent) == 14
+    for name, report in dependent.items():
         assert report["waits"] == report["lets_start"] == 1, name
         assert report["touched"] == 0, name
-        assert (report["prefetched"] > 0) == name.startswith(("overlapped gated", "overlapped matmul")), name
+        assert (report["prefetched"] > 0) == name.startswith(("dependent gated", "dependent matmul")), name
 
 
 def test_what_is_compiled_ahead_in_threads_is_what_a_launch_looks_for(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
+from engine.runtime.host.layers import rms_norm, rotate
 from engine.runtime.kernels import fused
-from engine.runtime.layers import Rotary, rms_norm, rotate
 from engine.runtime.models.rope import RopeConfig
+from engine.runtime.rotary import Rotary
 
 DTYPES = (torch.float32, torch.float16)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}

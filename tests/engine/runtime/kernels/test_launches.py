@@ -17,23 +17,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.bench.gpu.shapes import QWEN3_06B, RandomWeights
 from engine.runtime.attention import AttentionSpec
-from engine.runtime.graphs import DecodeInputs
-from engine.runtime.kernels import begin, decode_attention, fused, matmul, sampling
-from engine.runtime.kernels.attention import TritonDecode
-from engine.runtime.kernels.decoder import DecodeStep, DeviceDecoder
-from engine.runtime.kernels.sampling import SamplingScratch
-from engine.runtime.kernels.sampling_columns import DeviceSampling
+from engine.runtime.attention.triton_paged import TritonDecode
+from engine.runtime.device import sampling as device_sampling
+from engine.runtime.device.graphs import DecodeInputs
+from engine.runtime.device.network import DecodeStep, DeviceDecoder
+from engine.runtime.device.sampling import DeviceSampling, SamplingScratch
+from engine.runtime.kernels import begin, decode_attention, fused, matmul
 from engine.runtime.kv_cache import KVCache, KVGeometry
 from engine.runtime.models.config import ModelConfig
 from tests.engine.runtime.kernels.tables import all_by_tiles
 
 CPU = torch.device("cpu")
 SLOTS, PAGE = 4, 16
-MODULES: Sequence[ModuleType] = (begin, decode_attention, fused, matmul, sampling)
+MODULES: Sequence[ModuleType] = (begin, decode_attention, fused, matmul, device_sampling)
 
 
 class Unrun:
-    """Stands where a kernel stands, and counts its launches: those that overlap apart from the others."""
+    """Stands where a kernel stands, and counts its launches: dependent launches apart from the others."""
 
     def __init__(self, name: str, seen: Counter[str]) -> None:
         self._name, self._seen = name, seen
@@ -87,7 +87,7 @@ def step_of(config: ModelConfig) -> DecodeStep:
     return DecodeStep(decoder, cache, attention, tokens, table, sampling, scratch)
 
 
-def launches(layers: int, *, tiles: bool, overlaps: bool = False) -> Counter[str]:
+def launches(layers: int, *, tiles: bool, dependently: bool = False) -> Counter[str]:
     small = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "heads": 2, "kv_heads": 1}
     step = step_of(replace(QWEN3_06B, head_dim=16, windows=(None,) * layers, **small))  # type: ignore[arg-type]
     if tiles:
@@ -95,7 +95,7 @@ def launches(layers: int, *, tiles: bool, overlaps: bool = False) -> Counter[str
     inputs = DecodeInputs.empty(2, CPU)
     inputs.lengths.fill_(1)
     with torch.inference_mode(), counted() as seen:
-        replace(step, overlaps=overlaps)(inputs)
+        replace(step, launches_dependently=dependently)(inputs)
     return seen
 
 
@@ -120,7 +120,7 @@ def test_by_the_library_they_are_nine_and_seven() -> None:
 
 
 def test_kernels_that_overlap_all_wait_but_the_first_is_launched_plainly() -> None:
-    plain, overlapped = launches(1, tiles=True), launches(1, tiles=True, overlaps=True)
+    plain, dependent = launches(1, tiles=True), launches(1, tiles=True, dependently=True)
     first = "begin_step_kernel"
-    assert overlapped.pop(f"plain {first}") == plain.pop(first) == 1
-    assert overlapped == {f"dependent {name}": count for name, count in plain.items()}
+    assert dependent.pop(f"plain {first}") == plain.pop(first) == 1
+    assert dependent == {f"dependent {name}": count for name, count in plain.items()}

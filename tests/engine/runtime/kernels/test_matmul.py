@@ -16,9 +16,9 @@ from triton import OutOfResources
 from engine.runtime.fp8 import FP8_MAX, Fp8Weight, quantise
 from engine.runtime.kernels import autotune, matmul
 from engine.runtime.kernels.autotune import (
+    DeviceLinear,
     FusedMeasured,
     FusedShape,
-    Linear,
     MatmulShape,
     MatmulTable,
     Measured,
@@ -194,7 +194,7 @@ def test_one_kernel_is_as_near_to_the_truth_as_two_or_three(gated: bool) -> None
         return float((found.double() - expected).norm() / expected.norm())
 
     one, _ = normed_matmul(stream, norm, weight, Tile(32, 64, 4, 3), gated=gated)
-    linear_of_it = Linear(weight, norm=norm, gated=gated)
+    linear_of_it = DeviceLinear(weight, norm=norm, gated=gated)
     apart, _ = MatmulTable({}).of_stream(stream, linear_of_it)
     assert error(one) <= 1.05 * error(apart)
     assert error(one) < 5e-4, "half a unit in the last place, of what is multiplied and of what comes out"
@@ -215,7 +215,11 @@ def test_one_kernel_competes_with_product_norm_and_gate(
 ) -> None:
     """Beside a product of the library a whole has to win by the margin, beside our own it just has to win."""
     weight, norm = torch.zeros(64, 32), Norm(torch.ones(32), EPS)
-    linears = [Linear(weight), Linear(weight, norm=norm), Linear(weight, norm=norm, gated=True)]
+    linears = [
+        DeviceLinear(weight),
+        DeviceLinear(weight, norm=norm),
+        DeviceLinear(weight, norm=norm, gated=True),
+    ]
     with monkeypatch.context() as patch:
         timer = FakeTimer(patch, library_us, {TILES[0]: 12.0}, (), {TILES[1]: fused_us}, beside_us=1.0)
         table = MatmulTable.fill(linears, torch.bfloat16, timer)
@@ -231,7 +235,7 @@ def test_a_head_needs_the_range_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> 
     weight, norm = torch.zeros(64, 32), Norm(torch.ones(32), EPS)
     with monkeypatch.context() as patch:
         timer = FakeTimer(patch, 10.0, {}, (), {TILES[1]: 1.0})
-        assert not MatmulTable.fill([Linear(weight, norm=norm)], torch.float16, timer).fused
+        assert not MatmulTable.fill([DeviceLinear(weight, norm=norm)], torch.float16, timer).fused
 
 
 def test_tiles_lie_within_a_group() -> None:
@@ -311,7 +315,7 @@ def test_the_library_stays_unless_clearly_beaten(
     with monkeypatch.context() as patch:
         timer = FakeTimer(patch, library_us, {TILES[2]: 12.0, TILES[0]: 13.0})
         weight = torch.zeros(64, 32)
-        table = MatmulTable.fill([Linear(weight)] * 3, torch.float16, timer)
+        table = MatmulTable.fill([DeviceLinear(weight)] * 3, torch.float16, timer)
     tried = sum(len(matmul.tiles_for(64, rows)) + 1 for rows in (1, *matmul.ROWS))
     assert timer.calls == tried, "a shape is measured once"
     assert {shape.rows for shape in table.measured} == {1, *matmul.ROWS}
@@ -323,7 +327,9 @@ def test_a_tile_beyond_the_card_is_none(monkeypatch: pytest.MonkeyPatch) -> None
     for too_large, winner in ((TILES[:1], TILES[2]), ((matmul.NARROW, *TILES, *matmul.TILES_ALONE), None)):
         with monkeypatch.context() as patch:
             timer = FakeTimer(patch, 99.0, {TILES[0]: 1.0, TILES[2]: 12.0}, too_large)
-            table = MatmulTable.fill([Linear(weight), Linear(quantise(weight))], torch.float16, timer)
+            table = MatmulTable.fill(
+                [DeviceLinear(weight), DeviceLinear(quantise(weight))], torch.float16, timer
+            )
         few = [found.tile for shape, found in table.measured.items() if shape.rows <= matmul.ROWS_MAX]
         assert set(few) == {winner}
 
@@ -332,7 +338,7 @@ def test_an_fp8_weight_competes_with_its_restored_self_for_more_rows(monkeypatch
     wide = matmul.TILES_MANY[1]
     with monkeypatch.context() as patch:
         timer = FakeTimer(patch, 50.0, {wide: 40.0, TILES[0]: 60.0})
-        table = MatmulTable.fill([Linear(quantise(torch.zeros(64, 32)))], torch.bfloat16, timer)
+        table = MatmulTable.fill([DeviceLinear(quantise(torch.zeros(64, 32)))], torch.bfloat16, timer)
     winners = {shape.rows: found.tile for shape, found in table.measured.items()}
     assert winners == dict.fromkeys((1, 16, 32, 64), TILES[0]) | dict.fromkeys((128, 256), wide)
 
@@ -365,7 +371,7 @@ def test_restoring_an_fp8_weight(height: int, width: int, group: int) -> None:
 def test_float32_stays_with_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         table = MatmulTable.fill(
-            [Linear(torch.zeros(64, 32))], torch.float32, FakeTimer(patch, 99.0, {TILES[0]: 1.0})
+            [DeviceLinear(torch.zeros(64, 32))], torch.float32, FakeTimer(patch, 99.0, {TILES[0]: 1.0})
         )
     assert {found.tile for found in table.measured.values()} == {None}
 
@@ -377,7 +383,7 @@ def test_the_table_multiplies_whatever_it_is_given(monkeypatch: pytest.MonkeyPat
     quantised = quantise(weight)
     with monkeypatch.context() as patch:
         timer = FakeTimer(patch, 99.0, {TILES[1]: 1.0})
-        filled = MatmulTable.fill([Linear(weight), Linear(quantised)], torch.float16, timer)
+        filled = MatmulTable.fill([DeviceLinear(weight), DeviceLinear(quantised)], torch.float16, timer)
     assert filled.measured[MatmulShape(32, 64, 16, False)].tile == TILES[1]
     restored = quantised.values.float() * quantised.scales[:, None]
     for table in (filled, MatmulTable({})):

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from engine.core.messages import NUMERIC_FAILURE, SamplingParams
-from engine.runtime import sampler
-from engine.runtime.kernels import sampling as kernels
-from engine.runtime.kernels.sampling_columns import DeviceSampling
-from engine.runtime.slots import SamplingColumns, Seat
-from tests.engine.runtime.test_sampler import CUTS, EXTREMES, extreme_logits, extreme_params
+from engine.runtime.device import sampling as device_sampling
+from engine.runtime.device.sampling import DeviceSampling
+from engine.runtime.host import sampler
+from engine.runtime.host.slots import SamplingColumns
+from engine.runtime.seats import Seat
+from tests.engine.runtime.host.test_sampler import CUTS, EXTREMES, extreme_logits, extreme_params
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, where a row is not finite
 
@@ -25,8 +26,8 @@ VOCAB = 300
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three chunks, the last not full; candidates in blocks of which a row needs several."""
-    monkeypatch.setattr(kernels, "CHUNK", 128)
-    monkeypatch.setattr(kernels, "CANDIDATE_BLOCK", 128)
+    monkeypatch.setattr(device_sampling, "CHUNK", 128)
+    monkeypatch.setattr(device_sampling, "CANDIDATE_BLOCK", 128)
 
 
 def params(**settings: Any) -> SamplingParams:
@@ -62,12 +63,12 @@ def on_device(
     asked: Sequence[SamplingParams],
     past: list[tuple[Tensor, Tensor]],
     device: torch.device = CPU,
-    scratch: kernels.SamplingScratch | None = None,
+    scratch: device_sampling.SamplingScratch | None = None,
 ) -> tuple[list[int], Tensor, DeviceSampling]:
     """Rows sit in slots from the last to the first. tests/gpu calls it too."""
     rows, vocab = logits.shape
     columns = DeviceSampling.empty(rows, vocab, device)
-    scratch = scratch or kernels.SamplingScratch.empty(rows, vocab, logits.dtype, device)
+    scratch = scratch or device_sampling.SamplingScratch.empty(rows, vocab, logits.dtype, device)
     scratch.edited.fill_(torch.nan)
     for row, (own, (prompt, output)) in enumerate(zip(asked, past, strict=True)):
         columns.seat(rows - 1 - row, own, prompt.to(device), output.to(device))
@@ -75,7 +76,7 @@ def on_device(
     lengths = [len(prompt) + len(output) for prompt, output in past]
     positions = torch.tensor(lengths, dtype=torch.int32, device=device)
     known = torch.full((rows, max(lengths) + 1), -7, dtype=torch.int32, device=device)
-    tokens, logprobs = kernels.sample(logits.to(device), slots, positions, columns, scratch, known)
+    tokens, logprobs = device_sampling.sample(logits.to(device), slots, positions, columns, scratch, known)
     at = slots.long(), positions.long()
     assert torch.equal(known[at], tokens.clamp_min(0).int())
     assert (known != -7).sum() == rows, "nothing else is written"
@@ -127,7 +128,7 @@ def test_no_more_candidates_than_are_needed() -> None:
     ]
     logits[0, 0] += 0.005  # the first of each rung is then just beyond its edge
     for limits, candidates in wanted:
-        scratch = kernels.SamplingScratch.empty(1, VOCAB, logits.dtype, CPU)
+        scratch = device_sampling.SamplingScratch.empty(1, VOCAB, logits.dtype, CPU)
         scratch.candidates.fill_(-1)
         asked, past = [params(**limits)], histories(1, 0)
         assert on_device(logits, asked, past, scratch=scratch)[0] == on_cpu(logits, asked, past), limits

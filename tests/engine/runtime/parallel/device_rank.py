@@ -6,17 +6,17 @@ import sys
 from dataclasses import replace
 
 from engine.runtime.config import RunnerConfig
-from engine.runtime.device.load import DeviceNetwork, load_network
-from engine.runtime.load import Progress, set_threads
+from engine.runtime.device import load as device
+from engine.runtime.device.load import DeviceShard
 from engine.runtime.parallel import loading, rank
 from engine.runtime.parallel.group import Group
+from engine.runtime.starting import Progress
 from tests.engine.runtime.device.card import FakeCard
 
 
-def load_shard(config: RunnerConfig, ranks: Group, progress: Progress) -> DeviceNetwork:
-    set_threads(1)
+def load_shard(config: RunnerConfig, ranks: Group, progress: Progress) -> DeviceShard:
     config = replace(config, attention_backend="triton")  # which nobody may ask of a CPU
-    return load_network(config, FakeCard(), progress, ranks)
+    return device.load_shard(config, FakeCard(), progress, ranks)
 
 
 if __name__ == "__main__":

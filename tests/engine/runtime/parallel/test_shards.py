@@ -15,8 +15,8 @@ from torch import Tensor
 
 from engine.runtime import weights
 from engine.runtime.errors import BadRunnerConfig, CollectiveFailed, WeightsMismatch
+from engine.runtime.host.network import TorchDecoder
 from engine.runtime.models.config import ModelConfig, read_model_config
-from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.parameters import EMBEDDING
 from engine.runtime.parallel.collective import ALONE, Collective
 from engine.runtime.parallel.group import Group
@@ -80,7 +80,7 @@ class EachForItself:
         return out.transpose(0, 1)
 
 
-def logits_of(decoder: Decoder) -> Tensor:
+def logits_of(decoder: TorchDecoder) -> Tensor:
     tokens = torch.arange(TOKENS) * 7 % VOCAB_SIZE
     return decoder.logits(decoder.forward(tokens, torch.arange(TOKENS), EachForItself()))
 
@@ -92,10 +92,10 @@ def test_ranks_compute_what_one_does(
     path = tiny_model(family, **overrides)
     config, files = read_model_config(path), checkpoint_files(path)
     with torch.inference_mode():
-        expected = logits_of(Decoder(config, Checkpoint(files, torch.float32)))
+        expected = logits_of(TorchDecoder(config, Checkpoint(files, torch.float32)))
 
     def work(ranks: Collective) -> Tensor:
-        return logits_of(Decoder(config, Checkpoint(files, torch.float32), ranks))
+        return logits_of(TorchDecoder(config, Checkpoint(files, torch.float32), ranks))
 
     found = together(size, tmp_path / "store", work)
     assert found[0].shape == (TOKENS, config.vocab_size)
@@ -121,7 +121,7 @@ def test_a_rank_reads_its_part(
 
     def bytes_of(shard: Shard) -> dict[str, int]:
         asked.clear()
-        Decoder(config, Checkpoint(files, torch.float32), Silent(shard))
+        TorchDecoder(config, Checkpoint(files, torch.float32), Silent(shard))
         return dict(asked)
 
     whole = bytes_of(Shard())
@@ -185,11 +185,11 @@ def test_the_inspection_still_sees_whole_shapes(
     path = tiny_model(family, **overrides)
     config, files = read_model_config(path), checkpoint_files(path)
     inspection = Inspection(files, torch.float32)
-    Decoder(config, inspection, Silent(Shard(0, size)))
+    TorchDecoder(config, inspection, Silent(Shard(0, size)))
     inspection.verify()
     cut = Inspection(files, torch.float32)
     wrong = replace(config, intermediate_size=config.intermediate_size * 2)
-    Decoder(wrong, cut, Silent(Shard(0, size)))
+    TorchDecoder(wrong, cut, Silent(Shard(0, size)))
     with pytest.raises(WeightsMismatch, match="down_proj"):
         cut.verify()
 

@@ -1,0 +1,107 @@
+"""Builds the attention back ends that were chosen for a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Final
+
+import torch
+
+from engine.runtime.attention import AttentionSpec, DecodePages, PrefillPages
+from engine.runtime.attention.flash_attention import (
+    FlashDecode,
+    FlashPrefill,
+    Version,
+    Version2,
+    Version3,
+)
+from engine.runtime.attention.flashinfer_paged import (
+    FlashInferDecode,
+    FlashInferPrefill,
+    TrtllmDecode,
+    workspace,
+)
+from engine.runtime.attention.reference import ReferenceDecode, ReferencePrefill
+from engine.runtime.backends import Backend, Choice, Chosen
+from engine.runtime.kv_cache import KVCache
+
+VERSIONS: Final[Mapping[Backend, Callable[[ModuleType], Version]]] = {
+    Backend.FLASH_ATTN_2: Version2,
+    Backend.FLASH_ATTN_3: Version3,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The limits of a decode step."""
+
+    rows_max: int
+    """Rows, padding included."""
+    length_max: int
+    """Keys that one row sees."""
+    multiprocessors: int
+
+
+def build_backends(
+    choice: Choice, cache: KVCache, spec: AttentionSpec, dtype: torch.dtype, bounds: Bounds
+) -> tuple[DecodePages, PrefillPages]:
+    """The decode and the prefill back end over `cache`, for queries in `dtype`.
+
+    Sets `cache.clear_tails`: whether unused ends of pages have to be zero.
+    """
+    cache.clear_tails = choice.reads_whole_pages
+    return (
+        _decode(choice.decode, cache, spec, dtype, bounds),
+        _prefill(choice.prefill, cache, spec, dtype),
+    )
+
+
+def _decode(
+    chosen: Chosen, cache: KVCache, spec: AttentionSpec, dtype: torch.dtype, bounds: Bounds
+) -> DecodePages:
+    library, device = chosen.module, cache.keys[0].device
+    if chosen.backend is Backend.TORCH:
+        return ReferenceDecode(cache, spec)
+    if chosen.backend is Backend.TRITON:
+        from engine.runtime.attention.triton_paged import TritonDecode
+        from engine.runtime.kernels.decode_attention import PROGRAMS_PER_SM
+
+        return TritonDecode(
+            cache,
+            spec,
+            rows_max=bounds.rows_max,
+            length_max=bounds.length_max,
+            programs=PROGRAMS_PER_SM * bounds.multiprocessors,
+            dtype=dtype,
+        )
+    assert library is not None, chosen
+    if chosen.backend is Backend.FLASHINFER_TRTLLM:
+        return TrtllmDecode(library, cache, spec, workspace(device), length_max=bounds.length_max)
+    if chosen.backend is Backend.FLASHINFER:
+        return FlashInferDecode(
+            library,
+            cache,
+            spec,
+            dtype,
+            workspace(device),
+            rows_max=bounds.rows_max,
+            length_max=bounds.length_max,
+        )
+    return FlashDecode(cache, spec, VERSIONS[chosen.backend](library))
+
+
+def _prefill(chosen: Chosen, cache: KVCache, spec: AttentionSpec, dtype: torch.dtype) -> PrefillPages:
+    library = chosen.module
+    if chosen.backend is Backend.TORCH:
+        return ReferencePrefill(cache, spec)
+    if chosen.backend in (Backend.TRITON, Backend.CUDNN):
+        from engine.runtime.attention.triton_paged import LibraryPrefill, TritonPrefill
+
+        ours = LibraryPrefill if chosen.backend is Backend.CUDNN else TritonPrefill
+        return ours(cache, spec)
+    assert library is not None, chosen
+    if chosen.backend is Backend.FLASHINFER:
+        return FlashInferPrefill(library, cache, spec, dtype, workspace(cache.keys[0].device))
+    return FlashPrefill(cache, spec, VERSIONS[chosen.backend](library))

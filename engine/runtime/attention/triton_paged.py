@@ -1,0 +1,276 @@
+"""The Triton kernels as attention back ends (`engine.runtime.attention`).
+
+Lengths, page tables and lists of work are prepared once per step and serve every layer. Decode takes them
+from tensors on the device alone (`on_device`), so that a CUDA graph can hold the preparation too; for a
+`PackedBatch` the host knows the lengths, and copies them to the device first, without waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from engine.runtime.attention import AttentionSpec, Chunk, PrefillRows, chunks_of, to_device
+from engine.runtime.batch import PackedBatch
+from engine.runtime.fp8 import taken
+from engine.runtime.kernels.decode_attention import (
+    DecodeScratch,
+    DecodeWork,
+    list_work,
+    most_splits,
+    paged_decode,
+    tile_tokens,
+)
+from engine.runtime.kernels.prefill_attention import paged_prefill, tile_list
+from engine.runtime.kv_cache import KVCache
+
+FRESH_TOKENS_MIN: Final = 1024
+"""The fewest tokens of a prompt that goes to the library: a step has several shorter ones, and the library
+takes a launch for each."""
+FRESH_TOKENS_MULTIPLE: Final = 512
+"""The multiple of tokens to which prompts are rounded up for the library. cuDNN plans each length anew while
+the host waits; so all multiples are planned before the first request."""
+assert FRESH_TOKENS_MIN % FRESH_TOKENS_MULTIPLE == 0
+
+
+class TritonDecode:
+    """Back end for rows of one token. Owns the memory in which splits meet: one per device and stream."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        spec: AttentionSpec,
+        *,
+        rows_max: int,
+        length_max: int,
+        programs: int,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """`dtype`: of queries; None: as the cache's, or bfloat16 for one in fp8."""
+        self._cache = cache
+        self._spec = spec
+        self._programs = programs
+        device, stored = cache.keys[0].device, cache.geometry.dtype
+        dtype = dtype or (torch.bfloat16 if stored == torch.float8_e4m3fn else stored)
+        self._tile = tile_tokens(cache.geometry.page_size, spec.head_dim, dtype)
+        windows = set(spec.windows)
+        self._work = {window: DecodeWork.empty(rows_max, device) for window in windows}
+        splits = max(most_splits(length_max, window, self._tile) for window in windows)
+        heads = spec.heads, spec.kv_heads, spec.head_dim
+        self._scratch = DecodeScratch.empty(rows_max, *heads, splits, device)
+
+    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> TritonDecodeStep:
+        """`tables`: the decode rows' page tables, if they are on the device already."""
+        rows = batch.decode_rows
+        lengths = to_device([row.end for row in batch.rows[:rows]], self._cache.keys[0].device)
+        return self.on_device(batch.page_tables[:rows] if tables is None else tables, lengths)
+
+    def plan(self, lengths: Sequence[int]) -> None:
+        """Do nothing: the list of work is made on the device."""
+
+    def on_device(self, tables: Tensor, lengths: Tensor) -> TritonDecodeStep:
+        for window, work in self._work.items():
+            list_work(lengths, window, self._tile, work)
+        return TritonDecodeStep(
+            self._cache,
+            self._spec,
+            self._work,
+            self._scratch,
+            tables,
+            lengths,
+            self._programs,
+            self._tile,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TritonDecodeStep:
+    cache: KVCache
+    spec: AttentionSpec
+    work: Mapping[int | None, DecodeWork]
+    scratch: DecodeScratch
+    tables: Tensor
+    lengths: Tensor
+    programs: int
+    tile: int
+
+    def __call__(self, layer: int, q: Tensor) -> Tensor:
+        """q [R, H, D] -> the same shape."""
+        window = self.spec.windows[layer]
+        return paged_decode(
+            q,
+            self.cache.keys[layer],
+            self.cache.values[layer],
+            self.tables,
+            self.lengths,
+            self.work[window],
+            self.scratch,
+            scale=self.spec.scale,
+            window=window,
+            kv_scales=self.cache.scales[layer],
+            programs=self.programs,
+            tile=self.tile,
+        )
+
+
+class TritonPrefill:
+    """Back end for rows of several tokens, new or continuing."""
+
+    def __init__(self, cache: KVCache, spec: AttentionSpec) -> None:
+        self._cache = cache
+        self._spec = spec
+
+    def warm_up(self, tokens_max: int, dtype: torch.dtype) -> None:
+        """Do nothing: one kernel serves all lengths."""
+
+    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> TritonPrefillStep:
+        """`tables`: the page tables of the rows after the decode rows, if they are on the device already."""
+        tables = batch.page_tables[batch.decode_rows :] if tables is None else tables
+        return self.of_chunks(chunks_of(batch), tables)
+
+    def of_chunks(self, chunks: Sequence[Chunk], tables: Tensor) -> TritonPrefillStep:
+        """tables [R, P], a row per chunk, on the device."""
+        device, group = tables.device, self._spec.heads // self._spec.kv_heads
+        tiles = {
+            window: to_device(tile_list(chunks, group, window), device) for window in set(self._spec.windows)
+        }
+        columns = to_device([(chunk.start, chunk.length, chunk.offset) for chunk in chunks], device)
+        tokens = max(chunk.offset + chunk.length for chunk in chunks)
+        return TritonPrefillStep(self._cache, self._spec, tables, columns, tiles, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPrefillStep:
+    cache: KVCache
+    spec: AttentionSpec
+    tables: Tensor
+    chunks: Tensor
+    tiles: Mapping[int | None, Tensor]
+    tokens: int
+    """The packed tokens up to the end of the last chunk."""
+
+    def __call__(self, layer: int, q: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """q [T', H, D] -> the same shape, in `out` where that is given."""
+        assert self.tokens <= len(q)
+        window = self.spec.windows[layer]
+        return paged_prefill(
+            q,
+            self.cache.keys[layer],
+            self.cache.values[layer],
+            self.tables,
+            self.chunks,
+            self.tiles[window],
+            scale=self.spec.scale,
+            window=window,
+            kv_scales=self.cache.scales[layer],
+            out=out,
+        )
+
+
+PromptAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Causal attention of one prompt: q [H, L, D], k and v [Hkv, L, D] -> [H, L, D]."""
+
+
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """cuDNN's kernel, the fastest for whole prompts on Hopper; FlashAttention where cuDNN declines."""
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        out = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)
+    return out[0]
+
+
+class LibraryPrefill:
+    """Prefill with a library for long prompts that have no cached past, and the Triton kernel for other rows.
+
+    The library wants keys and values side by side: they are copied out of their pages, which takes a
+    hundredth of the time that a prompt of `FRESH_TOKENS_MIN` spends in attention. A prompt is rounded up
+    with zeros behind its last token, which no other token sees. Layers with a window shorter than the prompt
+    stay with the Triton kernel, which skips what the window hides.
+    """
+
+    def __init__(
+        self, cache: KVCache, spec: AttentionSpec, library: PromptAttention = cudnn_attention
+    ) -> None:
+        self._cache = cache
+        self._spec = spec
+        self._library = library
+        self._triton = TritonPrefill(cache, spec)
+
+    def warm_up(self, tokens_max: int, dtype: torch.dtype) -> None:
+        """Have the library plan every length that a prompt in `dtype` can be rounded up to."""
+        spec, device = self._spec, self._cache.keys[0].device
+        if None not in spec.windows:
+            return
+        for length in range(FRESH_TOKENS_MIN, tokens_max + FRESH_TOKENS_MULTIPLE, FRESH_TOKENS_MULTIPLE):
+            q = torch.zeros(length, spec.heads, spec.head_dim, dtype=dtype, device=device)
+            k, v = torch.zeros(2, spec.kv_heads, length, spec.head_dim, dtype=dtype, device=device)
+            self._library(q.transpose(0, 1), k, v)
+
+    def prepare(self, batch: PackedBatch, tables: Tensor | None = None) -> PrefillRows:
+        """`tables`: the page tables of the rows after the decode rows, if they are on the device already."""
+        tables = batch.page_tables[batch.decode_rows :] if tables is None else tables
+        return self.of_chunks(chunks_of(batch), tables)
+
+    def of_chunks(self, chunks: Sequence[Chunk], tables: Tensor) -> PrefillRows:
+        """tables [R, P], a row per chunk, on the device."""
+        whole = self._triton.of_chunks(chunks, tables)
+        fresh = [i for i, chunk in enumerate(chunks) if chunk.start == 0 and chunk.length >= FRESH_TOKENS_MIN]
+        if not fresh:
+            return whole
+        others = [i for i in range(len(chunks)) if i not in fresh]
+        rest = None
+        if others:  # a list as an index would be copied to the device, and waited for
+            others_tables = torch.stack([tables[i] for i in others])
+            rest = self._triton.of_chunks([chunks[i] for i in others], others_tables)
+        rows = [(chunks[i], tables[i]) for i in fresh]
+        return LibraryPrefillStep(self._cache, self._spec, self._library, rows, rest, whole)
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryPrefillStep:
+    cache: KVCache
+    spec: AttentionSpec
+    library: PromptAttention
+    fresh: Sequence[tuple[Chunk, Tensor]]
+    """The chunks that the library computes, each with its page table [P]."""
+    rest: TritonPrefillStep | None
+    whole: TritonPrefillStep
+    """All rows by the Triton kernel, for layers with a window."""
+
+    def __call__(self, layer: int, q: Tensor) -> Tensor:
+        """q [T', H, D] -> the same shape."""
+        if self.spec.windows[layer] is not None:
+            return self.whole(layer, q)
+        out = q.new_empty(q.shape)
+        if self.rest is not None:
+            self.rest(layer, q, out=out)
+        for chunk, table in self.fresh:
+            own = slice(chunk.offset, chunk.offset + chunk.length)
+            query = _rounded_up(q[own], 0).transpose(0, 1)
+            keys, values = (
+                _rounded_up(self._copied(part[layer], table, chunk.length, scale, q.dtype), 1)
+                for part, scale in zip(
+                    (self.cache.keys, self.cache.values), self.cache.scales[layer], strict=True
+                )
+            )
+            out[own] = self.library(query, keys, values)[:, : chunk.length].transpose(0, 1)
+        return out
+
+    def _copied(self, pages: Tensor, table: Tensor, length: int, scale: float, dtype: torch.dtype) -> Tensor:
+        """A row's keys or values, [Hkv, length, D], copied from `pages` [pages, Hkv, page_size, D]."""
+        count = -(-length // pages.shape[2])
+        found = taken(pages, table[:count]).transpose(0, 1)
+        found = found.reshape(pages.shape[1], -1, pages.shape[3])[:, :length]
+        return found if pages.dtype == dtype else (found.float() * scale).to(dtype)
+
+
+def _rounded_up(x: Tensor, tokens: int) -> Tensor:
+    """[tokens, heads, D] or [heads, tokens, D], by `tokens` -> the same with zeros behind, as many tokens
+    as a multiple of `FRESH_TOKENS_MULTIPLE`. Strides are as they were: the library plans for those, too."""
+    missing = -x.shape[tokens] % FRESH_TOKENS_MULTIPLE
+    return F.pad(x, (0, 0) * (2 - tokens) + (0, missing)) if missing else x

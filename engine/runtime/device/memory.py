@@ -1,0 +1,55 @@
+"""How much of a GPU's memory the KV cache gets: arithmetic over what a profile run measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.runtime.errors import DoesNotFit
+from engine.runtime.kv_cache import PAGES_MIN
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryProfile:
+    """A device's memory in bytes, measured with the weights loaded by running the largest step once."""
+
+    total: int
+    free_at_start: int
+    """Free memory before this process took any: the rest belongs to other processes."""
+    weights: int
+    step_peak: int
+    """The most memory that the step held beyond the weights."""
+    outside_torch: int
+    """Memory of the context, libraries and workspaces, which torch's allocator does not see."""
+    graphs: int
+    """Memory that all graphs take."""
+
+
+def kv_page_count(profile: MemoryProfile, utilization: float, page_bytes: int, useful: int) -> int:
+    """The number of pages, each of `page_bytes` (all layers, keys and values), at most `useful`. Raises
+    DoesNotFit.
+
+    `utilization` is a share of the whole card, so that it means the same on every start: memory of other
+    processes lowers nothing until the two together do not fit.
+    """
+    assert 0.0 < utilization <= 1.0
+    allowed = int(profile.total * utilization)
+    if allowed > profile.free_at_start:
+        raise DoesNotFit(
+            f"{_gib(allowed)} asked for (--gpu-memory-utilization {utilization} of {_gib(profile.total)}), "
+            f"but only {_gib(profile.free_at_start)} are free: end what else uses this GPU, or set "
+            f"--gpu-memory-utilization to at most {int(profile.free_at_start / profile.total * 100) / 100}"
+        )
+    needed = profile.weights + profile.step_peak + profile.outside_torch + profile.graphs
+    pages = min((allowed - needed) // page_bytes, useful)
+    if pages < PAGES_MIN:
+        raise DoesNotFit(
+            f"{_gib(allowed)} do not hold weights {_gib(profile.weights)}, a step {_gib(profile.step_peak)}, "
+            f"graphs {_gib(profile.graphs)}, libraries {_gib(profile.outside_torch)} and {PAGES_MIN} KV "
+            f"pages of {page_bytes >> 10} KiB: raise --gpu-memory-utilization, lower --max-step-tokens "
+            "or --max-num-seqs, or use --weights fp8"
+        )
+    return pages
+
+
+def _gib(count: int) -> str:
+    return f"{count / (1 << 30):.2f} GiB"

@@ -1,0 +1,317 @@
+"""The dense decoder on a GPU: the network of `engine.runtime.host.network`, in fewer and larger kernels.
+
+Per layer, in decode: norm, QKV, norm-rotate-store, attention, output, norm, gate-up, SiLU, down; for few rows
+the norms and SiLU are parts of the products beside them, and six kernels are left of the nine. Every matrix
+multiplication goes through a `MatmulTable`; weights may be fp8, but for the embedding and the head.
+
+`DecodeStep` is the whole of a decode step as a function of tensors on the device: gather the tokens, run the
+network, sample, put the tokens where the next step finds them. It is what `engine.runtime.device.graphs`
+captures. Before the first layer and behind the last one few kernels are left, too: one that begins the step
+(`kernels/begin.py`), one per width of window that lists attention's work, the head, three that sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.runtime.attention import DecodePages, PrefillPages
+from engine.runtime.batch import PackedBatch
+from engine.runtime.device.graphs import DecodeInputs
+from engine.runtime.device.sampling import DeviceSampling, SamplingScratch, sample
+from engine.runtime.kernels.autotune import DeviceLinear, MatmulTable
+from engine.runtime.kernels.begin import StepRows, begin_step
+from engine.runtime.kernels.dependent_launch import dependent_launches
+from engine.runtime.kernels.fused import Norm, QKNorm, Stream, norm_rotate_store, norm_stream
+from engine.runtime.kernels.matmul import Weight
+from engine.runtime.kv_cache import KVCache
+from engine.runtime.models.config import ModelConfig
+from engine.runtime.models.features import lacking
+from engine.runtime.models.parameters import (
+    EMBEDDING,
+    FINAL_NORM,
+    LayerParameters,
+    LinearParameters,
+    read_lm_head,
+)
+from engine.runtime.parallel.collective import ALONE, Collective
+from engine.runtime.parallel.shard import WHOLE, Shard
+from engine.runtime.rotary import Rotary
+from engine.runtime.weights import WeightSource
+
+IMPLEMENTED: Final = frozenset(
+    {f"architecture {name}ForCausalLM" for name in ("Llama", "Ministral", "Mistral", "Qwen2", "Qwen3")}
+    | {"activation silu", "norm rms", "rope.llama3", "windows", "tied_embeddings", "fp8"}
+    | {"qkv_bias", "output_bias", "mlp_bias", "qk_norm"}
+)
+"""The features of models (`engine.runtime.models.features`) that the kernels implement, called as below."""
+
+Attend = Callable[[int, Tensor], Tensor]
+"""(layer, queries [T, H, D]) -> the same shape; keys and values are in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """A step's tokens, packed: [T] int64 each, on the device."""
+
+    token_ids: Tensor
+    positions: Tensor
+    pages: Tensor
+    """The page that a token's keys and values go to."""
+    offsets: Tensor
+    """The token's place in that page."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    qkv: DeviceLinear
+    qk_norm: QKNorm | None
+    output: DeviceLinear
+    gate_up: DeviceLinear
+    down: DeviceLinear
+
+    @property
+    def linears(self) -> tuple[DeviceLinear, ...]:
+        return self.qkv, self.output, self.gate_up, self.down
+
+
+class DeviceDecoder:
+    """The weights on a device, and the forward pass."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: WeightSource,
+        device: torch.device,
+        *,
+        fp8: bool = False,
+        ranks: Collective = ALONE,
+    ) -> None:
+        """`config` describes the whole model; the rank's part of it is read. `fp8`: whether matrices are held
+        in fp8."""
+        assert self.implements(config) is None
+        self.config: Final = ranks.shard.of(config)
+        self._ranks: Final = ranks
+        self.device: Final = device
+        self.table = MatmulTable({})
+        """The table of kernels; replaced by one that was measured on the device."""
+        with device:
+            self._rotary = Rotary(config.rope, config.head_dim)
+        load = _Loader(config, source, device, fp8, ranks.shard)
+        vocab, hidden = config.vocab_size, config.hidden_size
+        self._embedding = source.stack([EMBEDDING], [vocab], hidden).to(device)
+        self._layers = [load.layer(layer) for layer in range(config.layers)]
+        norm = load.norm(source.stack([FINAL_NORM], [hidden]))
+        lm_head = read_lm_head(config, source, ranks.shard, self._embedding).to(device)
+        self._lm_head = DeviceLinear(lm_head, norm=norm)
+
+    @staticmethod
+    def implements(config: ModelConfig) -> str | None:
+        """Why this network does not compute the model; None where it does."""
+        if config.head_dim & (config.head_dim - 1):
+            return f"head_dim {config.head_dim} is not a power of two"
+        return lacking(config, IMPLEMENTED)
+
+    @property
+    def linears(self) -> list[DeviceLinear]:
+        """All products with weights: four per layer, and the head."""
+        return [linear for layer in self._layers for linear in layer.linears] + [self._lm_head]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._embedding.dtype
+
+    def rows(self, step: StepTokens) -> StepRows:
+        """The rows of a step with tokens of any kind, gathered by torch."""
+        angles = self._rotary.angles(step.positions, torch.float32)
+        return StepRows(F.embedding(step.token_ids, self._embedding), angles, step.pages, step.offsets)
+
+    def begin(
+        self, inputs: DecodeInputs, tokens: Tensor, page_table: Tensor, page_size: int
+    ) -> tuple[StepRows, Tensor]:
+        """A decode step's rows and their page tables, gathered from the device's tables by slot."""
+        frequencies = self._rotary.inverse_frequencies
+        return begin_step(
+            inputs.slots, inputs.lengths, tokens, page_table, self._embedding, frequencies, page_size
+        )
+
+    def forward(self, step: StepRows, cache: KVCache, attend: Attend) -> Stream:
+        """Store keys and values -> the stream behind the last layer, [T, hidden]."""
+        table, ranks = self.table, self._ranks
+        stream = Stream(step.residual)
+        for index, layer in enumerate(self._layers):
+            qkv, stream = table.of_stream(stream, layer.qkv)
+            keys, values = cache.keys[index], cache.values[index]
+            q = norm_rotate_store(
+                qkv,
+                step.angles,
+                layer.qk_norm,
+                keys,
+                values,
+                step.pages,
+                step.offsets,
+                kv_scales=cache.scales[index],
+                clear_tails=cache.clear_tails,
+            )
+            attended = attend(index, q).flatten(1)
+            stream = stream.plus(
+                ranks.all_reduce_(table.linear(attended, layer.output.weight, layer.output.bias))
+            )
+            inner, stream = table.of_stream(stream, layer.gate_up)
+            stream = stream.plus(ranks.all_reduce_(table.linear(inner, layer.down.weight, layer.down.bias)))
+        return stream
+
+    def normed(self, stream: Stream) -> Tensor:
+        """The final hidden states [T, hidden], as the head multiplies them. Overwrites the stream."""
+        assert self._lm_head.norm is not None
+        return norm_stream(stream, self._lm_head.norm)[0]
+
+    def logits(self, hidden: Tensor | Stream, out: Tensor | None = None) -> Tensor:
+        """Normed hidden states [S, hidden], or the stream that is still to be normed -> logits [S, vocab] in
+        the weights' type, in `out` where that is given."""
+        alone = self._ranks.shard == WHOLE
+        own = self._own_logits(hidden, out if alone else None)
+        if alone:
+            return own
+        logits = self._ranks.all_gather(own)[:, : self.config.vocab_size]
+        return logits if out is None else out.copy_(logits)
+
+    def _own_logits(self, hidden: Tensor | Stream, out: Tensor | None) -> Tensor:
+        """The logits of this rank's part of the vocabulary."""
+        if isinstance(hidden, Stream):
+            return self.table.of_stream(hidden, self._lm_head, out=out)[0]
+        return self.table.linear(hidden, self._lm_head.weight, out=out)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loader:
+    config: ModelConfig
+    source: WeightSource
+    device: torch.device
+    fp8: bool
+    shard: Shard
+
+    def layer(self, layer: int) -> _Layer:
+        own, config = LayerParameters(self.config, layer, self.shard), self.config
+        qk_norm = None
+        if config.qk_norm:
+            q_weight, k_weight = own.qk_norm(self.source).to(self.device)
+            qk_norm = QKNorm(q_weight, k_weight, config.norm_eps)
+        return _Layer(
+            qkv=self._linear(own.qkv, own.input_norm(self.source)),
+            qk_norm=qk_norm,
+            output=self._linear(own.output),
+            gate_up=self._linear(own.gate_up, own.mlp_norm(self.source), gated=True),
+            down=self._linear(own.down),
+        )
+
+    def norm(self, weight: Tensor) -> Norm:
+        return Norm(weight.to(self.device).float(), self.config.norm_eps)
+
+    def _linear(
+        self, parameters: LinearParameters, norm: Tensor | None = None, *, gated: bool = False
+    ) -> DeviceLinear:
+        """`norm`: the weight [hidden] of the norm before the product; None where there is no norm."""
+        weight: Weight
+        if self.fp8:
+            weight, bias = parameters.read_fp8(self.source, self.device)
+        else:
+            weight, bias = parameters.read(self.source)
+        return DeviceLinear(
+            weight.to(self.device),
+            None if bias is None else bias.to(self.device),
+            None if norm is None else self.norm(norm),
+            gated,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceModel:
+    """Implements `engine.runtime.host.model.PagedModel`: whole batches, prefill and decode rows, launched
+    kernel by kernel."""
+
+    decoder: DeviceDecoder
+    cache: KVCache
+    decode: DecodePages
+    prefill: PrefillPages
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        """The final hidden states [T, hidden], on the device. Host tensors of the batch are copied without
+        waiting."""
+        n = batch.decode_rows
+        tables = batch.page_tables.to(self.decoder.device, non_blocking=True)
+        decode = self.decode.prepare(batch, tables[:n]) if n else None
+        prefill = self.prefill.prepare(batch, tables[n:]) if n < len(batch.rows) else None
+
+        def attend(layer: int, q: Tensor) -> Tensor:
+            if prefill is None:
+                assert decode is not None
+                return decode(layer, q)
+            if decode is None:
+                return prefill(layer, q)
+            return torch.cat((decode(layer, q[:n]), prefill(layer, q[n:])))
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(self.decoder.device, non_blocking=True)
+
+        places = batch.places
+        step = StepTokens(
+            moved(batch.token_ids), moved(batch.positions), moved(places.pages), moved(places.offsets)
+        )
+        return self.decoder.normed(self.decoder.forward(self.decoder.rows(step), self.cache, attend))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.decoder.logits(hidden).float()
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSampler:
+    """Samples tokens from hidden states, and stores them where the next step finds them."""
+
+    decoder: DeviceDecoder
+    tokens: Tensor
+    """The known tokens by slot, [slots, more than max_model_len] int32: new ones are written here."""
+    columns: DeviceSampling
+    scratch: SamplingScratch
+
+    def __call__(self, hidden: Tensor | Stream, slots: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden with S rows, as `DeviceDecoder.logits` takes it; slots, lengths [S] int32 -> tokens [S]
+        int64, NUMERIC_FAILURE where logits were not finite, and their log-probabilities [S]. The logits stay
+        in `scratch` until the next call."""
+        logits = self.decoder.logits(hidden, self.scratch.logits[: len(slots)])
+        return sample(logits, slots, lengths, self.columns, self.scratch, self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """A whole decode step: one token for each of some slots, from the device's tables by slot."""
+
+    decoder: DeviceDecoder
+    cache: KVCache
+    attention: DecodePages
+    tokens: Tensor
+    """The known tokens by slot, [slots, more than max_model_len] int32."""
+    page_table: Tensor
+    """The page tables, [slots, pages per sequence] int32."""
+    sampling: DeviceSampling
+    scratch: SamplingScratch
+    launches_dependently: bool = False
+    """True if each kernel may start while the one before it ends (`kernels/dependent_launch.py`)."""
+
+    def __call__(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
+        """The rows' tokens and log-probabilities, [rows] each, as `DeviceSampler` gives them."""
+        with dependent_launches(self.launches_dependently):
+            return self._run(inputs)
+
+    def _run(self, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
+        page_size = self.cache.geometry.page_size
+        step, tables = self.decoder.begin(inputs, self.tokens, self.page_table, page_size)
+        attend = self.attention.on_device(tables, inputs.lengths)
+        stream = self.decoder.forward(step, self.cache, attend)
+        sampler = DeviceSampler(self.decoder, self.tokens, self.sampling, self.scratch)
+        return sampler(stream, inputs.slots, inputs.lengths)

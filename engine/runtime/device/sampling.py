@@ -1,0 +1,343 @@
+"""Sampling on the device: every slot's parameters and token counts, and the launches of the sampling kernels
+(`engine.runtime.kernels.sampling`).
+
+A plan may seat many sequences: their parameters are sent in one copy, and each column is written once. Biases
+and held stop tokens, which few requests have, are sent separately.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.core.messages import SamplingParams
+from engine.runtime.device.transfer import upload
+from engine.runtime.kernels.dependent_launch import dependent
+from engine.runtime.kernels.launching import launch
+from engine.runtime.kernels.sampling import (
+    CANDIDATE_BLOCK,
+    CHUNK,
+    MASS_BITS,
+    RUNGS,
+    WARPS,
+    choose_kernel,
+    measure_kernel,
+    weigh_kernel,
+)
+from engine.runtime.seats import repetition_penalty_of, temperature_of
+from shared.openai import LOGIT_BIAS_MAX, STOP_TOKEN_IDS_MAX
+
+EDITS_MAX: Final = 1024
+"""The most entries of `logit_bias` per sequence."""
+STOPS_MAX: Final = 128
+"""The most stop tokens per sequence that `min_tokens` holds back: a request's own, and the model's."""
+assert EDITS_MAX >= LOGIT_BIAS_MAX
+assert STOPS_MAX > STOP_TOKEN_IDS_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSampling:
+    """Every slot's sampling parameters, on the device: `seat_all` writes them, a step reads them by slot."""
+
+    temperature: Tensor
+    top_k: Tensor
+    """The number of tokens that top-k keeps; the vocabulary's size when it is off."""
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    penalties: Tensor
+    """The repetition, frequency and presence penalties, [slots, 3] float32."""
+    counts: Tensor
+    """How often each token is in the output, and in the prompt: [slots, 2, vocab] int32. Read and written for
+    slots with penalties only."""
+    bias_ids: Tensor
+    """The tokens of `logit_bias`, [slots, EDITS_MAX]."""
+    bias_values: Tensor
+    biases: Tensor
+    """The number of entries of `logit_bias`, [slots]."""
+    stop_ids: Tensor
+    """The stop tokens that are held back, [slots, STOPS_MAX]."""
+    stops: Tensor
+    held_until: Tensor
+    """The position before which stop tokens are not sampled, [slots] int32."""
+
+    @property
+    def limits(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The columns that decide which tokens may be drawn."""
+        return self.temperature, self.top_k, self.top_p, self.min_p
+
+    @staticmethod
+    def empty(slots: int, vocab_size: int, device: torch.device) -> DeviceSampling:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(slots, *shape, dtype=dtype, device=device)
+
+        return DeviceSampling(
+            temperature=zeros(dtype=torch.float32),
+            top_k=zeros(),
+            top_p=zeros(dtype=torch.float64),
+            min_p=zeros(dtype=torch.float32),
+            seed=zeros(dtype=torch.int64),
+            penalties=torch.tensor([[1.0, 0.0, 0.0]], device=device).repeat(slots, 1),
+            counts=zeros(2, vocab_size),
+            bias_ids=zeros(EDITS_MAX),
+            bias_values=zeros(EDITS_MAX, dtype=torch.float32),
+            biases=zeros(),
+            stop_ids=zeros(STOPS_MAX),
+            stops=zeros(),
+            held_until=zeros(),
+        )
+
+    def seat(self, slot: int, params: SamplingParams, prompt: Tensor, output: Tensor) -> None:
+        """Write one slot's parameters, and count its sequence's tokens; prompt and output [n] int, on the
+        device."""
+        self.seat_all([slot], [params], [len(prompt)])
+        if params.needs_history:
+            self.count(slot, prompt, output)
+
+    def seat_all(
+        self, slots: Sequence[int], asked: Sequence[SamplingParams], prompt_lens: Sequence[int]
+    ) -> None:
+        """Write the parameters of the sequences that take `slots`. For sequences with penalties, call
+        `count`, too."""
+        vocab_size = self.counts.shape[2]
+        # stop tokens matter only where min_tokens holds them back
+        stops = [[t for t in p.stop_token_ids if t < vocab_size] if p.min_tokens else [] for p in asked]
+        assert all(len(own) <= STOPS_MAX for own in stops)
+        assert all(len(p.logit_bias) <= EDITS_MAX for p in asked)
+        integers = [
+            [min(p.top_k, vocab_size) or vocab_size for p in asked],
+            [len(p.logit_bias) for p in asked],
+            [len(own) for own in stops],
+            [length + p.min_tokens for p, length in zip(asked, prompt_lens, strict=True)],
+        ]
+        floats = [[temperature_of(p) for p in asked], [p.min_p for p in asked]]
+        penalties = [[repetition_penalty_of(p), p.frequency_penalty, p.presence_penalty] for p in asked]
+        at, top_p, seed, (top_k, biases, held, held_until), (temperature, min_p), looks = upload(
+            [
+                np.array(slots, np.int64),
+                np.array([p.top_p for p in asked], np.float64),
+                np.array([p.seed for p in asked], np.uint64).view(np.int64),
+                np.array(integers, np.int32),
+                np.array(floats, np.float32),
+                np.array(penalties, np.float32),
+            ],
+            self.counts.device,
+        )
+        for column, values in (
+            (self.top_p, top_p),
+            (self.seed, seed),
+            (self.top_k, top_k),
+            (self.biases, biases),
+            (self.stops, held),
+            (self.held_until, held_until),
+            (self.temperature, temperature),
+            (self.min_p, min_p),
+            (self.penalties, looks),
+        ):
+            column.index_copy_(0, at, values)
+        self._list(slots, self.bias_ids, [[token for token, _ in p.logit_bias] for p in asked], np.int32)
+        self._list(slots, self.bias_values, [[bias for _, bias in p.logit_bias] for p in asked], np.float32)
+        self._list(slots, self.stop_ids, stops, np.int32)
+
+    def count(self, slot: int, prompt: Tensor, output: Tensor) -> None:
+        """Count the tokens of a sequence that has penalties; prompt and output [n] int, on the device."""
+        own = self.counts[slot].zero_()
+        for row, tokens in enumerate((output, prompt)):
+            own[row].index_add_(0, tokens, torch.ones_like(tokens, dtype=torch.int32))
+
+    def _list(
+        self,
+        slots: Sequence[int],
+        table: Tensor,
+        rows: Sequence[Sequence[float]],
+        kind: type[np.int32 | np.float32],
+    ) -> None:
+        """Write the first entries of some rows of a table; nothing is sent when all are empty."""
+        width = table.shape[1]
+        places = [slot * width + i for slot, row in zip(slots, rows, strict=True) for i in range(len(row))]
+        if places:
+            values = np.array([value for row in rows for value in row], kind)
+            at, there = upload([np.array(places, np.int64), values], table.device)
+            table.view(-1).index_copy_(0, at, there)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingScratch:
+    """Memory that passes results between the three launches, for a limited number of rows."""
+
+    edited: Tensor
+    """The logits that tokens are drawn from in rows that ask for edits, [rows, vocab] float32."""
+    are_edited: Tensor
+    """1 in rows that are drawn from `edited`, else 0: [rows] int32."""
+    logits: Tensor
+    """A place for the logits that `sample` is given, the same in every step: [rows, vocab] in the model's
+    type."""
+    candidates: Tensor
+    """The tokens near the best, [rows, vocab] int64: the bits of the distance above, the id below."""
+    measures: Tensor
+    """Per chunk the best edited logit, the best logit, and the sum of exp(logit - best): [3, rows, chunks]
+    float32."""
+    places: Tensor
+    """The id of each chunk's best edited logit, [rows, chunks] int32; NUMERIC_FAILURE where one is not
+    finite."""
+    masses: Tensor
+    """The mass of each chunk, [rows, chunks] int64."""
+    near_masses: Tensor
+    """The mass within each distance from the best, [rows, chunks, RUNGS] int64."""
+    near_counts: Tensor
+    """The number of tokens within each distance, [rows, chunks, RUNGS] int32."""
+
+    @property
+    def edits(self) -> tuple[Tensor, Tensor]:
+        """The logits that tokens are drawn from in rows that ask for edits, and which rows those are."""
+        return self.edited, self.are_edited
+
+    @property
+    def weighed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The masses that the second launch finds."""
+        return self.masses, self.near_masses, self.near_counts
+
+    @staticmethod
+    def empty(rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> SamplingScratch:
+        chunks = _chunks(vocab_size)
+        return SamplingScratch(
+            edited=torch.empty(rows, vocab_size, device=device),
+            are_edited=torch.empty(rows, dtype=torch.int32, device=device),
+            logits=torch.empty(rows, vocab_size, dtype=dtype, device=device),
+            candidates=torch.empty(rows, vocab_size, dtype=torch.int64, device=device),
+            measures=torch.empty(3, rows, chunks, device=device),
+            places=torch.empty(rows, chunks, dtype=torch.int32, device=device),
+            masses=torch.empty(rows, chunks, dtype=torch.int64, device=device),
+            near_masses=torch.empty(rows, chunks, RUNGS, dtype=torch.int64, device=device),
+            near_counts=torch.empty(rows, chunks, RUNGS, dtype=torch.int32, device=device),
+        )
+
+
+def sample(
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    columns: DeviceSampling,
+    scratch: SamplingScratch,
+    known: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """logits [S, vocab], left unchanged; slots, positions [S] int32 -> tokens [S] int64, log-probabilities
+    [S].
+
+    The tokens are written to `known` [slots, any] int32 at `positions`, and counted for penalties. A token is
+    NUMERIC_FAILURE where its row is not finite; 0 is written then. The log-probabilities are those of the
+    model's own distribution, before any edits.
+    """
+    rows, vocab_size = logits.shape
+    assert logits.is_contiguous()
+    assert known.is_contiguous()
+    assert vocab_size == columns.counts.shape[2]
+    assert vocab_size < 1 << 63 - MASS_BITS
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    _measure(logits, slots, positions, columns, scratch)
+    _weigh(logits, slots, columns, scratch)
+    _choose(logits, slots, positions, columns, scratch, (tokens, logprobs, known))
+    return tokens, logprobs
+
+
+def _measure(
+    logits: Tensor, slots: Tensor, positions: Tensor, columns: DeviceSampling, scratch: SamplingScratch
+) -> None:
+    """Launch the edits, and each chunk's maximum, soundness and log-sum-exp."""
+    rows, vocab_size = logits.shape
+    launch(
+        measure_kernel,
+        (rows, _chunks(vocab_size)),
+        logits,
+        scratch.edited,
+        scratch.are_edited,
+        slots,
+        positions,
+        columns.penalties,
+        columns.counts,
+        columns.bias_ids,
+        columns.bias_values,
+        columns.biases,
+        columns.stop_ids,
+        columns.stops,
+        columns.held_until,
+        *scratch.measures,
+        scratch.places,
+        vocab_size,
+        EDITS_MAX=EDITS_MAX,
+        STOPS_MAX=STOPS_MAX,
+        CHUNK=CHUNK,
+        num_warps=WARPS,
+        **dependent(),
+    )
+
+
+def _weigh(logits: Tensor, slots: Tensor, columns: DeviceSampling, scratch: SamplingScratch) -> None:
+    """Launch each chunk's mass, and what is near the best where top-k or top-p cut."""
+    rows, vocab_size = logits.shape
+    launch(
+        weigh_kernel,
+        (rows, _chunks(vocab_size)),
+        logits,
+        *scratch.edits,
+        slots,
+        *columns.limits,
+        scratch.measures[0],
+        *scratch.weighed,
+        vocab_size,
+        **_sizes(vocab_size),
+        **dependent(),
+    )
+
+
+def _choose(
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    columns: DeviceSampling,
+    scratch: SamplingScratch,
+    results: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Launch the choice of each row's token. `results`: tokens, log-probabilities, and the tokens that are
+    known by slot, as `sample` has them."""
+    rows, vocab_size = logits.shape
+    launch(
+        choose_kernel,
+        (rows,),
+        logits,
+        *scratch.edits,
+        slots,
+        positions,
+        *columns.limits,
+        columns.penalties,
+        columns.seed,
+        columns.counts,
+        *scratch.measures,
+        scratch.places,
+        *scratch.weighed,
+        scratch.candidates,
+        *results,
+        results[2].shape[1],
+        vocab_size,
+        CANDIDATE_BLOCK=CANDIDATE_BLOCK,
+        **_sizes(vocab_size),
+        **dependent(),
+    )
+
+
+def _chunks(vocab_size: int) -> int:
+    return -(-vocab_size // CHUNK)
+
+
+def _sizes(vocab_size: int) -> dict[str, int]:
+    return {
+        "CHUNK": CHUNK,
+        "CHUNKS_BLOCK": 1 << (_chunks(vocab_size) - 1).bit_length(),
+        "num_warps": WARPS,
+    }

@@ -1,0 +1,54 @@
+"""The operations of the decoder in torch. Inference only: plain tensors, no modules, no autograd.
+
+Shapes: T tokens, H query heads, Hkv key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class PackedLinear:
+    """y = x W^T + b, with W laid out for the processor once, at load.
+
+    On CPU the weight is reordered into oneDNN's blocked layout. Measured on two Zen 4 cores against
+    F.linear, which reorders on every call: 1.5 to 2.6 times faster in bfloat16 at 1 to 16 rows, and
+    up to 6 times in float32, where F.linear falls off a cliff at 2 to 16 rows.
+    """
+
+    __slots__ = ("_bias", "_packed", "_weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """weight [out, in], bias [out]. The caller's weight is not needed any more."""
+        self._bias = bias
+        self._packed = _can_pack(weight)
+        # The hint is the row count to optimise for; the layout is the same for all row counts of decode.
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, 1) if self._packed else weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out]."""
+        if not self._packed:
+            return F.linear(x, self._weight, self._bias)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return out
+
+
+def _can_pack(weight: Tensor) -> bool:
+    """True if oneDNN takes the weight: bfloat16 only where the processor has at least AVX-512."""
+    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
+        return False
+    return weight.dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """The RMS norm over the last dimension (Zhang and Sennrich 2019), computed in float32."""
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """x [T, heads, D], rotated by its positions' angles."""
+    cos, sin = angles
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,0 +1,188 @@
+"""A model's weights on a CPU: the network that computes it, chosen by what each one implements.
+
+The native kernels compute where they are built, implement the model and take its sizes. Otherwise torch does:
+ranks of a tensor-parallel model always, as the native kernels take no shards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine.core.messages import RunnerInfo
+from engine.runtime.attention import AttentionSpec
+from engine.runtime.config import RunnerConfig
+from engine.runtime.errors import BadRunnerConfig, UnsupportedModel
+from engine.runtime.hardware import available_memory_bytes
+from engine.runtime.host.model import PagedModel, TorchModel
+from engine.runtime.host.network import TorchDecoder
+from engine.runtime.host.runner import HostRunner
+from engine.runtime.host.sampler import DrawPlain
+from engine.runtime.host.slots import HostSlots
+from engine.runtime.host.torch_paged import TorchDecode, TorchPrefill
+from engine.runtime.kv_cache import HostPages, KVCache, KVGeometry, page_count
+from engine.runtime.models.config import ModelConfig
+from engine.runtime.native.decoder import NativeDecoder, misfit
+from engine.runtime.native.library import built_isas
+from engine.runtime.parallel.collective import ALONE, Collective
+from engine.runtime.parallel.shard import WHOLE, Shard
+from engine.runtime.starting import (
+    Progress,
+    checked_checkpoint,
+    choose_dtype,
+    choose_max_model_len,
+    dtype_name,
+    read_model,
+    set_threads,
+    start_alone,
+    untimed_info,
+)
+from engine.runtime.weights import WeightSource
+
+
+def load_on_host(config: RunnerConfig, progress: Progress) -> HostRunner:
+    """A warm runner on this machine's CPUs. Raises ModelError."""
+    return start_alone(config, lambda: load_shard(config, progress), progress)
+
+
+class HostNetwork(Protocol):
+    """Weights in host memory and the code that computes with them."""
+
+    @property
+    def name(self) -> str:
+        """The kernels' name, for the log."""
+        ...
+
+    @property
+    def draw_plain(self) -> DrawPlain | None:
+        """The network's own way to sample plain rows. None: torch samples all rows."""
+        ...
+
+    def attach(self, cache: KVCache) -> PagedModel:
+        """The model whose keys and values go to `cache`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TorchNetwork:
+    """Implements `HostNetwork` with torch's operations."""
+
+    decoder: TorchDecoder
+    config: ModelConfig
+    """The model as this rank computes it."""
+    reason: str
+    """Why the native kernels do not compute, for the log."""
+
+    @property
+    def name(self) -> str:
+        return f"torch kernels ({self.reason})"
+
+    @property
+    def draw_plain(self) -> None:
+        return None
+
+    def attach(self, cache: KVCache) -> PagedModel:
+        config = self.config
+        spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.windows)
+        return TorchModel(self.decoder, cache, TorchDecode(cache, spec), TorchPrefill(cache, spec))
+
+
+@dataclass(frozen=True, slots=True)
+class HostShard:
+    """Implements `LoadedShard` on a CPU."""
+
+    config: RunnerConfig
+    model: ModelConfig
+    """The model as this rank computes it."""
+    dtype: torch.dtype
+    max_model_len: int
+    network: HostNetwork
+
+    @property
+    def geometry(self) -> KVGeometry:
+        model = self.model
+        return KVGeometry(model.layers, model.kv_heads, self.config.page_size, model.head_dim, self.dtype)
+
+    def page_count(self) -> int:
+        config, available_bytes = self.config, available_memory_bytes() // self.config.tensor_parallel_size
+        return page_count(config, self.model, self.geometry, self.max_model_len, available_bytes)
+
+    def info(self, pages: int) -> RunnerInfo:
+        return untimed_info(self.config, self.model, self.geometry, self.dtype, self.max_model_len, pages)
+
+    def build(self, info: RunnerInfo, progress: Progress) -> HostRunner:
+        cache = KVCache(self.geometry, info.pages)
+        return HostRunner(
+            info=info,
+            model=self.network.attach(cache),
+            cache=cache,
+            host=HostPages(cache, info.host_pages),
+            slots=HostSlots(info.slots, info.max_model_len, info.page_size, info.vocab_size),
+            draw_plain=self.network.draw_plain,
+        )
+
+
+def load_shard(config: RunnerConfig, progress: Progress, ranks: Collective = ALONE) -> HostShard:
+    """One rank's part of the model, or the whole of it. Raises ModelError."""
+    shard = ranks.shard
+    threads = set_threads(config, shard)
+    model, dtype = read_model(config, progress), choose_dtype(config.dtype)
+    max_model_len = choose_max_model_len(config, model)
+    stored = "" if model.fp8 is None else f", multiplied out of {model.fp8}"
+    shards = "" if shard == WHOLE else f", in {shard.size} shards"
+    progress(f"loading {model.architecture} in {dtype_name(dtype)}{stored}{shards}")
+    model, source = checked_checkpoint(config, model, dtype, progress)
+    network = host_network(config, model, source, dtype, max_model_len, threads, ranks)
+    progress(f"computing with {network.name}")
+    if network.draw_plain is not None:
+        # Little is left to torch, and its threads would compete with the network's own for the cores.
+        torch.set_num_threads(1)
+    return HostShard(config, shard.of(model), dtype, max_model_len, network)
+
+
+def host_network(
+    config: RunnerConfig,
+    model: ModelConfig,
+    source: WeightSource,
+    dtype: torch.dtype,
+    max_model_len: int,
+    threads: int,
+    ranks: Collective = ALONE,
+) -> HostNetwork:
+    """The native network where it computes this model, else torch's. Raises BadRunnerConfig; and
+    UnsupportedModel where neither computes it."""
+    hindrance = _hindrance(config, model, ranks.shard)
+    if hindrance is not None:
+        if (reason := TorchDecoder.implements(model)) is not None:
+            raise UnsupportedModel(f"no network computes this model on a CPU: {reason}")
+        return TorchNetwork(TorchDecoder(model, source, ranks), ranks.shard.of(model), hindrance)
+    return NativeDecoder(
+        built_isas()[0],
+        model,
+        source,
+        dtype=dtype,
+        page_size=config.page_size,
+        max_model_len=max_model_len,
+        threads=threads,
+        int8=config.weights == "int8",
+    )
+
+
+def _hindrance(config: RunnerConfig, model: ModelConfig, shard: Shard) -> str | None:
+    """Why the native kernels do not compute; None where they do. Raises BadRunnerConfig where the settings
+    ask for them."""
+    hindrance: str | None
+    if config.kernels == "torch":
+        hindrance = "asked for"
+    elif shard != WHOLE:
+        hindrance = f"on {shard.size} ranks: native kernels take no shards"
+    elif not built_isas():
+        hindrance = "native kernels are not built"
+    else:
+        hindrance = misfit(model, config.page_size)
+    if hindrance is not None and (config.kernels == "native" or config.weights == "int8"):
+        what = "int8 weights need" if config.weights == "int8" else "kernels=native needs"
+        raise BadRunnerConfig(f"{what} the native kernels: {hindrance}")
+    return hindrance

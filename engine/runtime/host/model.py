@@ -1,0 +1,44 @@
+"""A model with its KV cache, as the runner calls it: from a step's batch to hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.runtime.batch import PackedBatch
+from engine.runtime.host.attention import BatchAttention, DecodeBackend, PrefillBackend
+from engine.runtime.host.network import TorchDecoder
+from engine.runtime.kv_cache import KVCache
+
+
+class PagedModel(Protocol):
+    """The forward pass: in torch below, in C++ in `engine.runtime.native`, on a GPU in
+    `engine.runtime.device`."""
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        """Store the tokens' keys and values -> final hidden states [T, hidden], normed."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [S, hidden] -> logits [S, vocab] float32, valid until the next call."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TorchModel:
+    """The forward pass in torch's operations, which runs wherever torch does: the reference for the
+    others."""
+
+    decoder: TorchDecoder
+    cache: KVCache
+    decode: DecodeBackend
+    prefill: PrefillBackend
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        attention = BatchAttention(self.cache, batch, self.decode, self.prefill)
+        return self.decoder.forward(batch.token_ids, batch.positions, attention)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.decoder.logits(hidden)

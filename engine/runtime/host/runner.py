@@ -1,0 +1,68 @@
+"""Executes plans on a CPU: the implementation of `engine.core.messages.Runner`.
+
+    leave, seat, grow     slots.apply
+    swap out, swap in     host.copy
+    compute               assemble the rows, forward, logits for the tokens that sample
+    sample                sampler, log-probabilities, the new tokens into the slots
+
+`launch` does all of that; `collect` reads the results. Sampled tokens and the counts of a sequence's history
+go into the slots, where the next step finds them. The host's work per step is proportional to its rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.core.messages import Plan, RunnerInfo, RunResult
+from engine.runtime.batch import PackedBatch, assemble
+from engine.runtime.host.model import PagedModel
+from engine.runtime.host.sampler import DrawPlain, sample
+from engine.runtime.host.slots import HostSlots
+from engine.runtime.kv_cache import HostPages, KVCache
+from engine.runtime.logprobs import stable_topk
+from engine.runtime.results import Computed, asked_logprobs, asked_prompt_logprobs
+
+
+@dataclass(slots=True)
+class HostRunner:
+    """Implements the `Runner` protocol."""
+
+    info: RunnerInfo
+    model: PagedModel
+    cache: KVCache
+    host: HostPages
+    slots: HostSlots
+    draw_plain: DrawPlain | None = None
+
+    def run(self, plan: Plan) -> RunResult:
+        """Launch and collect."""
+        return self.launch(plan).collect()
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Computed:
+        """Execute a plan. Asserts that it follows from the plans before it."""
+        self.slots.apply(plan)
+        self.host.copy(plan.swapped_out, plan.swapped_in)
+        if not plan.slots:
+            return Computed()
+        batch = assemble(plan, self.slots)
+        hidden = self.model.forward(batch)
+        prompt_logprobs = asked_prompt_logprobs(self.model.logits, batch, hidden)
+        if not batch.sampled:
+            return Computed(prompt_logprobs=prompt_logprobs)
+        tops = [self.slots.seat(row.slot).sampling.logprobs for row in batch.sampled]
+        tokens, logits = self._sample(batch, hidden)
+        return Computed(tokens, tops, asked_logprobs(logits, tokens, tops, stable_topk), prompt_logprobs)
+
+    def _sample(self, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden [T, hidden] -> a token per sampling row, [S], and the logits that it was drawn from, [S,
+        vocab]."""
+        slots = [row.slot for row in batch.sampled]
+        seats = [self.slots.seat(slot) for slot in slots]
+        logits = self.model.logits(hidden if len(slots) == batch.tokens else hidden[batch.sampled_at])
+        tokens = sample(logits, slots, seats, self.slots.columns, self.draw_plain)
+        self.slots.append(slots, tokens)
+        return tokens, logits

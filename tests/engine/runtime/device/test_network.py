@@ -1,0 +1,125 @@
+"""The whole decoder of kernels in the interpreter, in the place of torch's: models, graphs, fp8."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.core.messages import SamplingParams
+from engine.runtime.attention import AttentionSpec
+from engine.runtime.attention.triton_paged import TritonDecode, TritonPrefill
+from engine.runtime.device.graphs import DecodeGraphs, batch_buckets
+from engine.runtime.device.network import DecodeStep, DeviceDecoder, DeviceModel
+from engine.runtime.device.sampling import DeviceSampling, SamplingScratch
+from engine.runtime.host.runner import HostRunner
+from engine.runtime.models.config import read_model_config
+from engine.runtime.weights import Checkpoint, checkpoint_files
+from tests.engine.runtime.conftest import MakeModel, load
+from tests.engine.runtime.driver import Driver
+from tests.engine.runtime.kernels.tables import all_by_tiles
+
+CPU = torch.device("cpu")
+
+
+def device_model(path: Path, runner: HostRunner, *, fp8: bool = False) -> DeviceModel:
+    """Over the runner's own cache."""
+    config = read_model_config(path)
+    source = Checkpoint(checkpoint_files(path), torch.float32)
+    decoder = DeviceDecoder(config, source, CPU, fp8=fp8)
+    spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.windows)
+    info = runner.info
+    decode = TritonDecode(
+        runner.cache, spec, rows_max=info.slots + 1, length_max=info.max_model_len, programs=2
+    )
+    return DeviceModel(decoder, runner.cache, decode, TritonPrefill(runner.cache, spec))
+
+
+def runner_for(path: Path) -> HostRunner:
+    return load(path, max_num_seqs=4, max_model_len=96, kernels="torch")
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
+def test_a_model_says_the_same_in_kernels(tiny_model: MakeModel, family: str) -> None:
+    """Chunked prompts, mixed batches, poisoned pages; a window of 24, biases, QK norm. Products by the
+    library, and by our tiles with norms and gates in them."""
+    path = tiny_model(family)
+    outputs = []
+    for kernels in ("torch", "library", "tiles"):
+        runner = runner_for(path)
+        if kernels != "torch":
+            runner.model = device_model(path, runner)
+            if kernels == "tiles":
+                runner.model.decoder.table = all_by_tiles(runner.model.decoder.linears)
+        driver = Driver(runner)
+        asked = [SamplingParams(seed=slot, max_tokens=8, temperature=slot / 2) for slot in range(2)]
+        prompts = (40, 3)
+        lives = [
+            driver.seat(s, range(2, 2 + n), own)
+            for s, (n, own) in enumerate(zip(prompts, asked, strict=True))
+        ]
+        driver.finish([0, 1], 2, chunk=30)
+        outputs.append([life.output for life in lives])
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+def test_decode_steps_from_the_device_go_on_where_the_runner_stopped(
+    tiny_model: MakeModel, tiles: bool
+) -> None:
+    """Prefill by the runner; then tokens, places, sampling and feedback on the device, with padding."""
+    path = tiny_model("qwen3")
+    asked = [
+        SamplingParams(seed=slot, max_tokens=8, temperature=slot / 2, top_k=50 * slot) for slot in range(3)
+    ]
+    prompts = [list(range(2, 2 + length)) for length in (20, 3, 15)]
+    runner = runner_for(path)
+    model = device_model(path, runner)
+    driver = Driver(runner, poison=False)
+    lives = [
+        driver.seat(slot, prompt, own) for slot, (prompt, own) in enumerate(zip(prompts, asked, strict=True))
+    ]
+    driver.finish([0, 1, 2], 1)
+    # What lies on the device by slot, and a padding slot with a page of its own behind the others'.
+    slots, padding, vocab = runner.slots, runner.info.slots, runner.info.vocab_size
+    tokens = torch.cat((slots.tokens, torch.zeros_like(slots.tokens[:1])))
+    table = torch.cat((slots.page_table, torch.zeros_like(slots.page_table[:1])))
+    spare = sorted(set(range(runner.info.pages)) - {page for life in lives for page in life.pages})
+    table[padding, 0] = spare.pop()
+    sampling = DeviceSampling.empty(padding + 1, vocab, CPU)
+    for slot, (life, own) in enumerate(zip(lives, asked, strict=True)):
+        output = torch.tensor(life.output)
+        sampling.seat(slot, own, torch.tensor(prompts[slot]), output)
+        table[slot, len(life.pages)] = spare.pop()
+    scratch = SamplingScratch.empty(4, vocab, model.decoder.dtype, CPU)
+    if tiles:
+        model.decoder.table = all_by_tiles(model.decoder.linears)
+    step = DecodeStep(model.decoder, runner.cache, model.decode, tokens, table, sampling, scratch)
+    graphs = DecodeGraphs(step, batch_buckets(4), padding, CPU)
+    lengths = [len(life.tokens) for life in lives]
+    found = [graphs.eager([0, 1, 2], [length + i for length in lengths])[0][:3].tolist() for i in range(3)]
+
+    whole = Driver(runner_for(path))
+    expected = [
+        whole.seat(slot, prompt, own) for slot, (prompt, own) in enumerate(zip(prompts, asked, strict=True))
+    ]
+    whole.finish([0, 1, 2], 4)
+    assert [list(row) for row in zip(*found, strict=True)] == [life.output[1:] for life in expected]
+
+
+def test_fp8_weights_stay_near(tiny_model: MakeModel) -> None:
+    """The log-probabilities of a prompt are off by a few percent, as the weights are; not by more."""
+    path = tiny_model("llama")
+    asked = SamplingParams(seed=0, max_tokens=2, temperature=0.0, prompt_logprobs=0)
+    said = []
+    for fp8 in (False, True):
+        runner = runner_for(path)
+        runner.model = device_model(path, runner, fp8=fp8)
+        driver = Driver(runner)
+        life = driver.seat(0, range(2, 26), asked)
+        driver.finish([0], 1)
+        said.append(torch.tensor([entry.logprob for entry in life.prompt_logprobs]))
+    exact, near = said
+    assert not torch.equal(exact, near)
+    assert (exact - near).norm() / exact.norm() < 0.05

@@ -1,0 +1,59 @@
+"""The layers' own promises; the models as a whole are the oracle's business."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.runtime.host import layers
+from engine.runtime.host.layers import PackedLinear, rotate
+from engine.runtime.models.rope import Llama3Scaling, RopeConfig
+from engine.runtime.rotary import Rotary
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_linear_packed_or_not(
+    monkeypatch: pytest.MonkeyPatch, rows: int, dtype: torch.dtype, bias: bool, packed: bool
+) -> None:
+    if not packed:
+        monkeypatch.setattr(layers, "_can_pack", lambda weight: False)
+    torch.manual_seed(0)
+    weight, x = torch.randn(24, 40, dtype=dtype), torch.randn(rows, 40, dtype=dtype)
+    b = torch.randn(24, dtype=dtype) if bias else None
+    expected = torch.nn.functional.linear(x.double(), weight.double(), None if b is None else b.double())
+    found = PackedLinear(weight, b)(x)
+    assert found.dtype == dtype
+    torch.testing.assert_close(
+        found.double(), expected, atol=1e-4 if dtype == torch.float32 else 0.1, rtol=1e-2
+    )
+
+
+def test_a_weight_that_is_only_inspected_is_not_packed() -> None:
+    assert not layers._can_pack(torch.empty(2, 2, device="meta"))
+
+
+def test_rotation_keeps_lengths_and_sees_only_distances() -> None:
+    rotary = Rotary(RopeConfig(10_000.0), 16)
+    q, k = torch.randn(1, 1, 16), torch.randn(1, 1, 16)
+
+    def at(x: torch.Tensor, position: int) -> torch.Tensor:
+        return rotate(x, rotary.angles(torch.tensor([position]), torch.float32))
+
+    assert torch.equal(at(q, 0), q)
+    torch.testing.assert_close(at(q, 77).norm(), q.norm())
+    torch.testing.assert_close(
+        (at(q, 9) * at(k, 4)).sum(), (at(q, 105) * at(k, 100)).sum(), atol=1e-4, rtol=0
+    )
+
+
+def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones() -> None:
+    plain = Rotary(RopeConfig(500_000.0), 64).inverse_frequencies
+    scaled = Rotary(RopeConfig(500_000.0, Llama3Scaling(8.0, 1.0, 4.0, 8192)), 64).inverse_frequencies
+    ratio = plain / scaled
+    waves = 2 * torch.pi / plain
+    assert (ratio[waves < 8192 / 4] == 1.0).all()
+    assert torch.allclose(ratio[waves > 8192], torch.tensor(8.0))
+    assert (ratio.diff() >= -1e-6).all()
