@@ -18,6 +18,7 @@ from msgspec import Struct
 from gateway.admission.quota import Scope, Subject
 from gateway.config import (
     GatewayConfig,
+    KeyConfig,
     ModelConfig,
     QuotaLimits,
     TenantConfig,
@@ -34,6 +35,7 @@ from shared.config import ConfigError
 
 POLL_S: Final = 1.0
 assert POLL_S <= 5, "a revoked key is refused within five seconds"
+OPERATORS: Final = "operators"
 TERMS_MAX: Final = 16 * 1024
 
 log = logs.get(__name__)
@@ -45,6 +47,12 @@ IdentityOf = Callable[[GatewayConfig], Identity]
 
 def by_keys(config: GatewayConfig) -> Identity:
     return KeyTable(config.keys)
+
+
+def operators_of(config: GatewayConfig) -> Identity:
+    """Operators are looked up as callers are. Their tenant is nobody's: it opens no model."""
+    keys = config.admin.keys
+    return KeyTable(KeyConfig(k.id, k.hash, OPERATORS, expires=k.expires, disabled=k.disabled) for k in keys)
 
 
 class Terms(Struct, frozen=True):
@@ -64,6 +72,9 @@ class Terms(Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class Accounts:
     identity: Identity
+    """Names the callers of the public port."""
+    operators: Identity
+    """Names those of the admin listener who may change something."""
     tenants: TenantPolicy
     timeouts: TimeoutsConfig
     """Everybody's."""
@@ -74,7 +85,7 @@ class Accounts:
     @classmethod
     def of(cls, config: GatewayConfig, identity_of: IdentityOf) -> Self:
         tenants = TenantPolicy(config.models, config.tenants, config.tiers)
-        return cls(identity_of(config), tenants, config.timeouts)
+        return cls(identity_of(config), operators_of(config), tenants, config.timeouts)
 
     def terms(self, principal: Principal, model_name: str | None) -> Terms:
         """Raises as `TenantPolicy.resolve`."""
@@ -121,22 +132,26 @@ class AccountsReader:
         self._clock = clock
         self._seen = self._version()
 
-    def reload(self) -> None:
-        """Read the file again, changed or not."""
+    def reload(self) -> list[str]:
+        """Read the file again, changed or not. Returns what is wrong with it: then the old one stays."""
         if self._path is None:
-            return
+            return ["there is no file"]
         self._seen = self._version()
         try:
             config = load(self._path, os.environ)
         except ConfigError as error:
             log.error("config.rejected", path=self._path, problems=list(error.problems))
-            return
-        taken = replace(self._config, keys=config.keys, tenants=config.tenants, tiers=config.tiers)
+            return list(error.problems)
+        admin = replace(self._config.admin, keys=config.admin.keys)
+        taken = replace(
+            self._config, keys=config.keys, tenants=config.tenants, tiers=config.tiers, admin=admin
+        )
         if taken != config:
             log.warning("config.restart_needed", path=self._path, read="keys, tenants and tiers alone")
         self._config = taken
         self.now = Accounts.of(taken, self._identity_of)
         log.info("config.reloaded", path=self._path, keys=len(config.keys), tenants=len(config.tenants))
+        return []
 
     async def watch(self) -> None:
         """Look at the file again and again, until cancelled."""

@@ -1,70 +1,155 @@
-"""The admin listener: what operators may ask and clients may not.
+"""The admin listener: what operators may ask and change, and clients may not.
 
-It has an address of its own (`[admin]`, by default of this machine alone), and so far nothing that changes
-anything. A request goes by a table: method and path name a handler. Every answer has the request's id, and
-every error the envelope that clients know.
+It has an address of its own (`[admin]`, by default of this machine alone). A request goes by a table: method
+and path name a handler. Every answer has the request's id, and every error the envelope that clients know.
+
+Rules:
+
+1. Probes and metrics are for everybody who reaches the listener. Whatever changes something, or tells of one
+   request, is for operators alone. They have keys of their own (`[[admin.keys]]`): a tenant's key opens
+   nothing here, and an operator's key opens nothing on the public port.
+2. Each change leaves an audit line, `admin.change`: which operator, what, and with which result.
+3. A change that is refused has changed nothing, and the answer names all that is wrong with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
 from typing import Final
 
+import msgspec
 from aiohttp import web
+from msgspec import Struct
 
+from gateway.accounts import AccountsReader
 from gateway.client.responses import error_response, json_response
-from gateway.hygiene import path_of
+from gateway.exchange import LiveRequests
+from gateway.hygiene import check, path_of
+from gateway.identity.caller import Caller, Principal
 from shared import logs
-from shared.errors import ApiError, InternalError, MethodNotAllowed, RouteNotFound
-from shared.ids import REQUEST_ID_HEADER, accept_request_id
+from shared.clock import SYSTEM_CLOCK, Clock
+from shared.errors import (
+    ApiError,
+    InternalError,
+    InvalidRequest,
+    MethodNotAllowed,
+    RequestAborted,
+    RouteNotFound,
+    forget_frames,
+)
+from shared.ids import REQUEST_ID_HEADER, RequestId, accept_request_id
 from shared.listening import SERVER
+from shared.openai import AbortResponse
 from shared.probes import PROBES, Health, answer_probe
 from shared.telemetry import METRICS_CONTENT_TYPE, metrics_text
 
-Handler = Callable[[web.BaseRequest], Awaitable[web.Response]]
-"""Answers a request. Raises ApiError."""
+RELOAD: Final = "/admin/v1/reload"
+REQUESTS: Final = "/admin/v1/requests/"
+PROBLEMS_LEN_MAX: Final = 8 * 1024
+"""Characters of what is wrong with a configuration, in an answer; the log has all of it."""
+
+Open = Callable[[web.BaseRequest], web.Response]
+"""Answers anybody. Raises ApiError."""
+Change = Callable[[web.BaseRequest, Principal], web.Response]
+"""Answers an operator. Raises ApiError."""
 
 log = logs.get(__name__)
+
+
+class ReloadResponse(Struct):
+    """The answer to a reload that was taken."""
+
+    reloaded: bool = True
 
 
 class Admin:
     """The handlers of the admin listener."""
 
-    def __init__(self, health: Health) -> None:
+    def __init__(
+        self, health: Health, accounts: AccountsReader, live: LiveRequests, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         self._health = health
-        self._routes: Final[Mapping[str, Mapping[str, Handler]]] = {
-            **{path: {"GET": self._probe} for path in PROBES},
-            "/metrics": {"GET": _metrics},
+        self._accounts = accounts
+        self._live = live
+        self._clock = clock
+        self._open: Final[Mapping[str, Open]] = {**dict.fromkeys(PROBES, self._probe), "/metrics": _metrics}
+        """By path, for GET and HEAD."""
+        self._changes: Final[Mapping[str, tuple[str, Change]]] = {
+            RELOAD: ("POST", self._reload),
+            REQUESTS: ("DELETE", self._abort),
         }
-        """By path, then by method. `GET` answers `HEAD`, too."""
+        """By path, or by its beginning where that ends with a slash: the method, and what it does."""
 
     async def handle(self, request: web.BaseRequest) -> web.Response:
         """Answer one request, whatever happens."""
         try:
-            response = await self._handler(request)(request)
+            check(request)
+            response = await self._answer(request)
         except ApiError as error:
             response = error_response(error, {})
+            forget_frames(error)
         except Exception:
             log.exception("admin.crashed", path=path_of(request))
             response = error_response(InternalError("The gateway failed; its log says how."), {})
+        if not request.content.is_eof():
+            response.force_close()  # no handler reads a body
         response.headers[REQUEST_ID_HEADER] = _id_of(request)
         return response
 
-    def _handler(self, request: web.BaseRequest) -> Handler:
-        """Raises RouteNotFound and MethodNotAllowed."""
-        methods = self._routes.get(path_of(request))
-        if methods is None:
-            raise RouteNotFound(f"There are {', '.join(self._routes)}.")
-        method = "GET" if request.method == "HEAD" else request.method
-        if method not in methods:
-            raise MethodNotAllowed(f"{path_of(request)} takes {', '.join(methods)}.")
-        return methods[method]
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
+        """Raises RouteNotFound, MethodNotAllowed, and what the handler raises."""
+        path = path_of(request)
+        if (handler := self._open.get(path)) is not None:
+            _check_method(request, "GET")
+            return handler(request)
+        found = None if path.endswith("/") else self._changes.get(path) or self._changes.get(_folder(path))
+        if found is None:
+            raise RouteNotFound(f"There are {', '.join([*self._open, *self._changes])}.")
+        return await self._change(request, *found)
 
-    async def _probe(self, request: web.BaseRequest) -> web.Response:
+    async def _change(self, request: web.BaseRequest, method: str, change: Change) -> web.Response:
+        """Rule 1: who calls is asked before what for."""
+        caller = Caller(request.headers.get("authorization"), request.transport)
+        operator = await self._accounts.now.operators.identify(caller, self._clock.wall())
+        _check_method(request, method)
+        return change(request, operator)
+
+    def _probe(self, request: web.BaseRequest) -> web.Response:
         return probe_response(self._health, request, tells_problems=True)
 
+    def _reload(self, request: web.BaseRequest, operator: Principal) -> web.Response:
+        problems = self._accounts.reload()
+        log.info("admin.change", operator=operator.key, action="reload", problems=len(problems))
+        if problems:
+            told = "\n".join(problems)[:PROBLEMS_LEN_MAX]
+            raise InvalidRequest(f"The configuration was not taken:\n{told}")
+        return json_response(HTTPStatus.OK, msgspec.json.encode(ReloadResponse()), {})
 
-async def _metrics(_: web.BaseRequest) -> web.Response:
+    def _abort(self, request: web.BaseRequest, operator: Principal) -> web.Response:
+        request_id = RequestId(path_of(request).removeprefix(REQUESTS))
+        ended = self._live.end(None, request_id, _aborted)
+        log.info("admin.change", operator=operator.key, action="abort", aborted=request_id, ended=ended)
+        return json_response(HTTPStatus.OK, msgspec.json.encode(AbortResponse(request_id, ended)), {})
+
+
+def _folder(path: str) -> str:
+    """The path up to its last slash, and with it."""
+    return path[: path.rfind("/") + 1]
+
+
+def _aborted() -> ApiError:
+    return RequestAborted("It was aborted by an operator.")
+
+
+def _check_method(request: web.BaseRequest, method: str) -> None:
+    """`GET` answers `HEAD`, too. Raises MethodNotAllowed."""
+    asked = "GET" if request.method == "HEAD" else request.method
+    if asked != method:
+        raise MethodNotAllowed(f"{path_of(request)} takes {method}.")
+
+
+def _metrics(_: web.BaseRequest) -> web.Response:
     headers = {"content-type": METRICS_CONTENT_TYPE, "server": SERVER}
     return web.Response(body=metrics_text(), headers=headers)
 

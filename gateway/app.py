@@ -128,7 +128,8 @@ class Gateway:
             )
             if admin.port is not None:
                 options = http1_options(self.config.timeouts.idle_s)
-                private = web.Server(Admin(self._health).handle, **options)
+                handlers = Admin(self._health, self.accounts, self.live, self._clock)
+                private = web.Server(handlers.handle, **options)
                 self.admin_port = await listen(
                     stack, private, admin.host, admin.port, send_buffer_len=buffer_len
                 )

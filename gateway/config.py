@@ -96,8 +96,22 @@ class ListenConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class OperatorKeyConfig:
+    """A key of an operator. It opens the admin listener's changes, and nothing on the public port."""
+
+    id: Id
+    """The keyid of a minted key; any name for a development key. Audit lines name it."""
+    hash: KeyHash = field(repr=False)
+    """sha256: and the hex digest of the whole key."""
+    expires: datetime | None = None
+    """When it stops working, with the offset from UTC. Unset: never."""
+    disabled: bool = False
+    """Whether the key is revoked."""
+
+
+@dataclass(frozen=True, slots=True)
 class AdminConfig:
-    """A second listener without authentication, for `/metrics` and the probes.
+    """A second listener: `/metrics` and the probes for everybody who reaches it, changes for operators' keys.
 
     It is not on the public port because label values name tenants and models.
     """
@@ -107,6 +121,8 @@ class AdminConfig:
     only."""
     port: Port | None = None
     """Port for them. Unset: there is no such listener."""
+    keys: Annotated[tuple[OperatorKeyConfig, ...], Meta(max_length=ENTRIES_MAX)] = ()
+    """Keys that may change something. Without one nobody may."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,14 +158,15 @@ class LiveRequests:
         if self._stopping and not self._exchanges:
             self._drained.set()
 
-    def end(self, tenant: TenantId, request_id: RequestId, reason: Callable[[], ApiError]) -> int:
-        """End this tenant's requests of exactly this id. Several may carry it: the caller chose it."""
+    def end(self, tenant: TenantId | None, request_id: RequestId, reason: Callable[[], ApiError]) -> int:
+        """End the requests of exactly this id that are a tenant's, with None any tenant's. Several may carry
+        it: the caller chose it. Returns how many."""
         found = [
             exchange
             for exchange in self._exchanges
             if exchange.request_id == request_id
             and exchange.principal is not None
-            and exchange.principal.tenant == tenant
+            and tenant in (None, exchange.principal.tenant)
         ]
         for exchange in found:
             exchange.watch.end(reason())

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
+from pathlib import Path
 from typing import Any
 
+import aiohttp
+import msgspec
 import pytest
 
 from gateway import admin
-from tests.gateway.conftest import House, Open
+from gateway.app import Gateway
+from gateway.config import load
+from gateway.identity.keys import hash_key
+from tests.gateway.conftest import CHAT, House, Open, until
+from tests.gateway.fake_engine import Script
+
+OPERATOR = {"authorization": "Bearer the operator's"}
+
+
+def operator_keys(text: str = "the operator's") -> dict[str, Any]:
+    return {"port": 0, "keys": [{"id": "ops", "hash": hash_key(text)}]}
 
 
 @pytest.fixture
@@ -56,3 +71,87 @@ async def test_a_handler_that_crashes_is_answered_for(house: House, monkeypatch:
         assert "canary" not in await answer.text()
     async with ask(house, "GET", "/livez") as answer:
         assert answer.status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/admin/v1/reload", {}, 401),
+        ("/admin/v1/reload", {"authorization": "Bearer wrong"}, 401),
+        ("/admin/v1/requests/x", {}, 401),
+        ("/admin/v1/requests/", OPERATOR, 404),
+        ("/admin/v1/reload", OPERATOR, 405),
+    ],
+)
+async def test_a_change_needs_an_operators_key(
+    open_house: Open, path: str, headers: dict[str, str], status: int
+) -> None:
+    house = await open_house(admin=operator_keys())
+    async with ask(house, "PUT", path, **headers) as answer:
+        assert answer.status == status
+
+
+async def test_a_tenants_key_changes_nothing_and_an_operators_key_asks_no_model(open_house: Open) -> None:
+    house = await open_house(admin=operator_keys())
+    async with ask(house, "POST", "/admin/v1/reload", **house.headers) as answer:
+        assert answer.status == 401
+    async with house.client.get(f"{house.url}/v1/models", headers=OPERATOR) as answer:
+        assert answer.status == 401
+
+
+async def test_without_operators_keys_nothing_can_be_changed(house: House) -> None:
+    async with ask(house, "POST", "/admin/v1/reload", **OPERATOR) as answer:
+        assert answer.status == 401
+
+
+async def test_a_reload_takes_new_keys_and_refuses_a_file_that_is_wrong(
+    tmp_path: Path, log: io.StringIO
+) -> None:
+    file = tmp_path / "gateway.toml"
+    tenant = '[[tenants]]\nid = "acme"\n[[keys]]\nid = "{id}"\nhash = "{hash}"\ntenant = "acme"\n'
+    base = (
+        '[listen]\nport = 0\n[admin]\nport = 0\n[[admin.keys]]\nid = "ops"\n'
+        f'hash = "{operator_keys()["keys"][0]["hash"]}"\n'
+        '[[models]]\nname = "tiny"\nreplicas = ["http://127.0.0.1:1"]\n'
+    )
+    file.write_text(base + tenant.format(id="k1", hash=hash_key("one")))
+    async with Gateway(load(file, {}), path=file) as gateway, aiohttp.ClientSession() as client:
+        url = f"http://127.0.0.1:{gateway.admin_port}/admin/v1/reload"
+        file.write_text(base + tenant.format(id="k2", hash=hash_key("two")))
+        async with client.post(url, headers=OPERATOR) as answer:
+            assert (answer.status, await answer.json()) == (200, {"reloaded": True})
+        models = f"http://127.0.0.1:{gateway.port}/v1/models"
+        for key, status in (("one", 401), ("two", 200)):
+            async with client.get(models, headers={"authorization": f"Bearer {key}"}) as answer:
+                assert answer.status == status
+        before = gateway.accounts.now
+        file.write_text(base.replace('name = "tiny"', 'name = ""') + "[[tenants]]\nid = 7\n")
+        async with client.post(url, headers=OPERATOR) as answer:
+            told = (await answer.json())["error"]["message"]
+            assert (answer.status, "models[0].name" in told, "tenants[0].id" in told) == (400, True, True)
+        assert gateway.accounts.now is before
+
+    def changes() -> list[dict[str, Any]]:
+        lines = map(msgspec.json.decode, log.getvalue().splitlines())
+        return [line for line in lines if line["event"] == "admin.change"]
+
+    await until(lambda: len(changes()) == 2)
+    assert [(line["operator"], line["action"], line["problems"] > 0) for line in changes()] == [
+        ("ops", "reload", False),
+        ("ops", "reload", True),
+    ]
+
+
+async def test_an_operator_aborts_any_tenants_request(open_house: Open) -> None:
+    house = await open_house(admin=operator_keys())
+    house.engine.script = Script([asyncio.Event()])
+    asking = asyncio.create_task(
+        house.client.post(
+            f"{house.url}/v1/chat/completions", json=CHAT, headers={**house.headers, "x-request-id": "run-1"}
+        ).__aenter__()
+    )
+    await until(lambda: bool(house.engine.active))
+    async with ask(house, "DELETE", "/admin/v1/requests/run-1", **OPERATOR) as answer:
+        assert await answer.json() == {"id": "run-1", "aborted": 1}
+    assert (await asking).status == 499
+    await house.at_rest()

@@ -165,7 +165,7 @@ def accounts() -> Accounts:
         ],
         TiersConfig(),
     )
-    return Accounts(KeyTable([]), tenants, TimeoutsConfig(total_s=9))
+    return Accounts(KeyTable([]), KeyTable([]), tenants, TimeoutsConfig(total_s=9))
 
 
 def test_terms_are_the_callers_own() -> None:
