@@ -10,8 +10,9 @@ Stage names are constants of the code, never taken from requests: they label a h
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache, lru_cache
-from operator import sub
+from operator import itemgetter, sub
 from types import TracebackType
 from typing import Final
 
@@ -122,7 +123,17 @@ class Stages:
     """
 
     __slots__ = (
-        *("_began_s", "_clock", "_measured_s", "_monotonic", "_over", "_service", "_span", "_tracer"),
+        *(
+            "_began_s",
+            "_clock",
+            "_measured_s",
+            "_final",
+            "_monotonic",
+            "_over",
+            "_service",
+            "_span",
+            "_tracer",
+        ),
         *("now", "parent_span_id", "trace"),
     )
 
@@ -136,6 +147,8 @@ class Stages:
         """When each of them began, and the one that is not over."""
         self._measured_s: dict[str, float] = {}
         """The stages that were measured elsewhere."""
+        self._final: tuple[_Layout, list[float]] | None = None
+        """What `_taken` says since `end`."""
         self.now = ""
         """The stage that `enter` began last."""
         parent = parse_traceparent(traceparent) if traceparent is not None else None
@@ -185,6 +198,8 @@ class Stages:
 
     def _taken(self) -> tuple[_Layout, list[float]]:
         """The stages that are over, and the seconds that each took."""
+        if self._final is not None:
+            return self._final
         visits, began_s = tuple(self._over), self._began_s
         seconds = list(map(sub, began_s[1:], began_s))
         if self._measured_s:
@@ -205,12 +220,17 @@ class Stages:
     def log_fields(self) -> dict[str, float]:
         """`{"quota_ms": 0.031, ...}` for the completed line."""
         layout, seconds = self._taken()
-        return dict(zip(layout.fields, [(s * 1e6 + 0.5) // 1.0 / 1e3 for s in seconds], strict=True))
+        return dict(zip(layout.fields, _milliseconds(seconds), strict=True))
+
+    def milliseconds(self, names: tuple[str, ...]) -> tuple[float | None, ...]:
+        """What each of these stages took; None for one that is not over or was never entered."""
+        layout, seconds = self._taken()
+        return _picker(layout.names, names)([*_milliseconds(seconds), None])
 
     def end(self, **attributes: str | int | float | bool) -> None:
         """Observe what each stage took, and close the span of the request. `attributes` never hold prompt
         text."""
-        layout, seconds = self._taken()
+        layout, seconds = self._final = self._taken()
         _STAGE_SECONDS.observe_all(layout.names, seconds, self._service)
         if self._span is not None:
             self._span.set_attributes(attributes)
@@ -218,6 +238,21 @@ class Stages:
 
 
 _MS: Final = 1e3
+_Values = list[float | None]
+
+
+def _milliseconds(seconds: list[float]) -> list[float]:
+    """Rounded to whole microseconds."""
+    return [(s * 1e6 + 0.5) // 1.0 / 1e3 for s in seconds]
+
+
+@lru_cache(maxsize=LAYOUTS_MAX)
+def _picker(
+    given: tuple[str, ...], wanted: tuple[str, ...]
+) -> Callable[[list[float | None]], tuple[float | None, ...]]:
+    """Picks values for the wanted names from those of the given ones, and one more for all others."""
+    assert len(wanted) > 1
+    return itemgetter(*(given.index(name) if name in given else len(given) for name in wanted))
 
 
 class _Stage:
