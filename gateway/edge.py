@@ -95,7 +95,7 @@ class Edge:
         self._started_s = int(clock.wall())
         self._reporter = Reporter()
         self._name = secrets.token_hex(8)
-        """This process's part of the ids of its reservations, which makes them differ from other
+        """A name of this process in the ids of its reservations, which makes them differ from other
         gateways'."""
         self._count = itertools.count()
 
@@ -135,8 +135,7 @@ class Edge:
             return await self._fail(exchange, InternalError("The gateway failed. It is not your fault."))
 
     async def _serve(self, exchange: Exchange) -> web.StreamResponse:
-        """Answer by path and method. The caller is authenticated before anything is said about the
-        path."""
+        """Answer by path and method. Authentication comes before any answer that depends on the path."""
         check(exchange.request)
         method, path = exchange.request.method, exchange.path
         endpoint = exchange.endpoint
@@ -185,7 +184,7 @@ class Edge:
         """Answer with an error, or end an answer that has begun with it."""
         begun = exchange.client.response
         if begun is not None and exchange.client.finished:
-            exchange.record.status = begun.status  # the client has its whole answer already
+            exchange.record.status = begun.status  # its whole answer was sent already
             return begun
         exchange.record.failed(error, begun.status if begun else None)
         if begun is not None:
@@ -239,8 +238,8 @@ class Edge:
         self._reporter.completed(record, stages, stages.enter(stages.now) - exchange.arrived_s)
 
     def refuse_unparsed(self, cause: str) -> web.Response:
-        """The answer to what is not well-formed HTTP, or has too much of it. Its completed line is
-        written here."""
+        """The answer to a request that is not well-formed HTTP, or whose head is too large. Its completed
+        line is written here."""
         message = "The request is not well-formed HTTP, or its headers are too large."
         error = InvalidRequest(message, detail=cause)
         record = RequestRecord(mint_request_id(), "", UNPARSED, stage="parse")
@@ -254,7 +253,7 @@ class Edge:
 def _client_left(exchange: Exchange) -> None:
     response = exchange.client.response
     if response is not None and exchange.progress.delivered:
-        exchange.record.status = response.status  # the client has everything that it wanted
+        exchange.record.status = response.status  # the whole answer was sent
     else:
         exchange.record.client_left()
 

@@ -152,7 +152,7 @@ class _Protocol(RequestHandler):
         if self._messages:
             self._head_len = 0
             self._is_refused = not isinstance(self._messages[-1][0], RawRequestMessage)
-        elif self._waiter is None or self._waiter.done():  # what came was of a body
+        elif self._waiter is None or self._waiter.done():  # the bytes belonged to a body
             self._head_len = 0
         else:
             self._head_len += len(data)
@@ -166,7 +166,7 @@ class _Protocol(RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        assert self.transport is not None  # uvloop's is no subclass of asyncio's
+        assert self.transport is not None  # uvloop's transport is no subclass of asyncio's
         bound_transport(self.transport, self._write_buffer_len)
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -188,7 +188,7 @@ class _Protocol(RequestHandler):
     ) -> web.StreamResponse:
         """Answer what aiohttp refuses by itself: malformed request lines, headers and framing. No other error
         comes here, because the edge answers them all."""
-        forget_frames(exc)  # they hold what was read
+        forget_frames(exc)  # its frames hold the bytes that were read
         if request.writer.output_size > 0 or self.transport is None:
             raise ConnectionResetError("an answer has begun, or the client has left")
         return self._edge.refuse_unparsed(type(exc).__name__)

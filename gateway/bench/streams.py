@@ -1,4 +1,4 @@
-"""The rows of `penstock bench gateway` that stream: events, overload, many streams, stalled clients."""
+"""The streaming rows of `penstock bench gateway`: events, overload, many streams, stalled clients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ CPU_US_PER_EVENT_TARGET: Final = at_most(15)
 AGAINST_PLAIN_TARGET: Final = at_most(0.7)
 AGAINST_NGINX_TARGET: Final = at_most(1.3)
 DELIVERED_TARGET: Final = at_least(95)
-"""Percent of the offered load. A proxy that falls behind writes several events at once, which is cheaper."""
+"""The percentage of the offered load that must arrive. A proxy that falls behind writes several events at
+once, which is cheaper."""
 
 PEERS: Final = ("plain aiohttp relay", "nginx")
 
@@ -26,7 +27,7 @@ OVERLOAD_STREAMS: Final = 256
 OVERLOAD_INTERVAL_MS: Final = 3.0
 OVERLOAD_TARGET: Final = at_least(60_000)
 OVERLOAD_GROWTH_TARGET: Final = at_most(64)
-"""MB: a stream's window and its client's buffers, 256 times, and some room."""
+"""Megabytes: a stream's window and its client's buffers, 256 times, and some room."""
 
 MANY_STREAMS: Final = (256, 1000)
 MANY_INTERVAL_MS: Final = 100.0
@@ -34,13 +35,13 @@ MANY_INTERVAL_MS: Final = 100.0
 LIVE: Final = 128
 STALLED: Final = 120
 STALLED_EVENT_LEN: Final = 1024
-"""So that buffers which hold half a minute of tokens are full within seconds."""
+"""Bytes of an event, so many that buffers which hold half a minute of tokens are full within seconds."""
 STALLED_DEADLINE_S: Final = 20.0
 GAP_TARGET: Final = at_most(1.1)
 WRITTEN_TARGET: Final = at_most(300)
 
 SETTLE_S: Final = 0.3
-"""Between the last stream's start and the first mark."""
+"""The time between the last stream's start and the first mark, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Load:
         return f"{self.streams} streams at {self.interval_ms:g} ms"
 
     def delivered(self, window: Window) -> float:
-        """Percent."""
+        """The percentage of this load that arrived."""
         return 100 * window.rate * self.interval_ms / 1e3 / self.streams
 
 
@@ -67,7 +68,7 @@ async def measured(subject: Subject, streams: int, seconds: float) -> Window:
 
 
 async def events(interval_ms: float, streams: Sequence[int], seconds: float) -> list[Figure]:
-    """Ours and, in the same run, a plain relay and nginx."""
+    """CPU time per event of our gateway and, in the same run, of a plain relay and nginx."""
     figures: list[Figure] = []
     async with paced_engine(interval_ms) as engine, proxies(engine) as (ours, relay, web_server):
         for count in streams:
@@ -85,13 +86,13 @@ async def events(interval_ms: float, streams: Sequence[int], seconds: float) -> 
 
 @contextlib.asynccontextmanager
 async def proxies(engine: Engine) -> AsyncIterator[tuple[Subject, Subject | None, Subject | None]]:
-    """Ours, and the peers before the same engine."""
+    """Our gateway and its peers, before the same engine. None for a peer that is not installed."""
     async with gateway(engine) as ours, plain_relay(engine) as relay, nginx(engine) as web_server:
         yield ours, relay, web_server
 
 
 def _cost(load: Load, window: Window) -> float:
-    """us per event; NaN, which meets no target, when it was another load than the one that was asked for."""
+    """CPU time in us per event. NaN, which meets no target, when less than the offered load was delivered."""
     return window.cpu_us_per_event if DELIVERED_TARGET.met_by(load.delivered(window)) else float("nan")
 
 
@@ -114,7 +115,7 @@ def _against(load: Load, ours: Window, name: str, theirs: Window | None, target:
 
 
 async def events_of(subject: Subject, streams: int, tokens: int) -> list[Figure]:
-    """Of a gateway that runs elsewhere: what its clients see of whole answers."""
+    """The gaps between events that clients see at a gateway which runs elsewhere."""
 
     async def one() -> Exchange:
         connection = await subject.endpoint.connect()
@@ -134,7 +135,7 @@ async def events_of(subject: Subject, streams: int, tokens: int) -> list[Figure]
 
 
 async def overload(seconds: float) -> list[Figure]:
-    """More than it can take: one process, so one core, and the load's own processes beside it."""
+    """Figures of a load that is more than one gateway process can forward."""
     async with paced_engine(OVERLOAD_INTERVAL_MS) as engine, gateway(engine) as ours:
         async with streaming(ours.endpoint, ours.chat(), OVERLOAD_STREAMS) as running:
             before_mb = ours.resident_mb()
@@ -161,7 +162,7 @@ async def many(seconds: float) -> list[Figure]:
 
 
 async def stalled(interval_ms: float, seconds: float) -> list[Figure]:
-    """Clients that stop reading, beside others that do not."""
+    """Figures of streams that are read, beside as many whose clients have stopped reading."""
     async with (
         paced_engine(interval_ms) as engine,
         gateway(engine) as ours,
@@ -186,7 +187,7 @@ async def stalled(interval_ms: float, seconds: float) -> list[Figure]:
 
 
 async def _all_wait(engine: Engine) -> list[int]:
-    """Bytes written for each stalled stream, once all of them wait."""
+    """The bytes written to each stalled stream, once all of them wait."""
     async with asyncio.timeout(STALLED_DEADLINE_S):
         while len(await _written(engine, waiting=True)) < STALLED:  # noqa: ASYNC110 -- another process tells
             await asyncio.sleep(SETTLE_S)

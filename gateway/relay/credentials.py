@@ -1,4 +1,5 @@
-"""What the gateway shows to engines that ask for a key: its own, by model, from the environment or a file.
+"""The gateway's credentials towards engines that ask for a key: one per model, from the environment or a
+file.
 
 Rule: never in a log, an error or a `repr`. The caller's key is no credential here, and goes nowhere.
 """
@@ -14,12 +15,13 @@ from gateway.config import ModelConfig
 from shared.config import ConfigError
 
 TOKEN_LEN_MAX: Final = 8 * 1024
-"""Characters; some tokens hold a whole certificate's worth of claims."""
+"""Characters of a token. Some hold a whole certificate's worth of claims."""
 _TOKEN: Final = re.compile(rf"[!-~]{{1,{TOKEN_LEN_MAX}}}")
 
 
 class Credentials:
-    """Read once: another key takes a restart. Raises ConfigError, which lists all that is wrong."""
+    """The tokens by model, read once: a new one takes a restart. Raises ConfigError, which lists all
+    problems."""
 
     __slots__ = ("_by_model",)
 
@@ -36,13 +38,14 @@ class Credentials:
             raise ConfigError(problems)
 
     def headers(self, model: ModelConfig) -> tuple[tuple[bytes, bytes], ...]:
-        """For requests to this model's replicas."""
+        """The headers for requests to this model's replicas; empty without a token."""
         token = self._by_model.get(model.name)
         return () if token is None else ((b"authorization", f"Bearer {token}".encode()),)
 
 
 def _read(model: ModelConfig, env: Mapping[str, str]) -> str | None:
-    """Raises ValueError; its message is for the operator, and does not show the token."""
+    """The model's token; None where none is configured. Raises ValueError with a message for the operator,
+    which does not show the token."""
     if model.api_key_env is not None:
         where, text = f"the environment variable {model.api_key_env}", env.get(model.api_key_env, "")
     elif model.api_key_file is not None:
