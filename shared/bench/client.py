@@ -1,8 +1,8 @@
 """A load client: HTTP/1.1 on a bare asyncio protocol, some microseconds an event.
 
 It understands what an OpenAI-compatible server sends (fixed length or chunked bodies, SSE) and keeps
-nothing but times and the last event, unless it is told to keep all. It is no general client: errors end the
-exchange with a reason.
+nothing but times and the last event, unless it is told to keep all events. It is no general client: an error
+ends the request with a reason.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class Exchange:
     sent_at: float
     status: int = 0
     event_times: list[float] = field(default_factory=list)
-    """One per SSE data event, `[DONE]` not counted."""
+    """The arrival of each SSE data event but `[DONE]`."""
     ended_at: float = 0.0
     last_event: bytes = b""
     events: list[bytes] | None = None
-    """All of them, where they are kept."""
+    """All data events; None unless they are kept."""
     saw_done: bool = False
     body: bytes = b""
-    """Of an answer that is no event stream."""
+    """The body of an answer that is no event stream."""
     error: str | None = None
 
     @property
@@ -77,7 +77,8 @@ class Exchange:
 
 
 class Usage(msgspec.Struct):
-    """Of a server's account what every server gives: some leave the details out, or say null."""
+    """The part of a server's usage that every server sends: some leave the details out, or set them to
+    null."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -88,28 +89,28 @@ class _WithUsage(msgspec.Struct):
 
 
 class Connection(asyncio.Protocol):
-    """A kept-alive connection; one exchange at a time."""
+    """A kept-alive connection, with one request at a time."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._exchange: Exchange | None = None
         self._done: asyncio.Future[None] | None = None
         self._buffer = b""
-        self._body_left: int | None = None  # None: chunked
+        self._body_left: int | None = None  # None for a chunked body
         self._chunk_left = 0
         self._in_body = False
         self._is_sse = False
         self._event = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass
 
     async def exchange(self, request: bytes, deadline_s: float = EXCHANGE_DEADLINE_S) -> Exchange:
         self.begin(request)
         return await self.finished(deadline_s)
 
     def begin(self, request: bytes, *, keeps_events: bool = False) -> Exchange:
-        """Sends the request. The exchange fills as the answer comes."""
+        """Send a request. The returned value fills as the answer comes."""
         assert self._transport is not None, "not connected"
         assert self._exchange is None, "one exchange at a time"
         self._buffer = self._event = b""
@@ -120,7 +121,7 @@ class Connection(asyncio.Protocol):
         return exchange
 
     async def finished(self, deadline_s: float = EXCHANGE_DEADLINE_S) -> Exchange:
-        """The exchange that was begun, once it has ended."""
+        """Wait for the end of the request that was begun, and return it."""
         exchange = self._exchange
         assert exchange is not None, "begin one first"
         assert self._done is not None
@@ -167,7 +168,7 @@ class Connection(asyncio.Protocol):
                 self._end(error="headers too long")
             return False
         assert self._exchange is not None
-        lines = head.lower().lstrip().split(b"\r\n")  # the CRLF after a last chunk may come late
+        lines = head.lower().lstrip().split(b"\r\n")  # the CRLF after the last answer may come late
         self._exchange.status = int(lines[0].split()[1])
         headers = dict(line.split(b":", 1) for line in lines[1:])
         chunked = b"chunked" in headers.get(b"transfer-encoding", b"")

@@ -5,7 +5,7 @@ the transport takes more and streams have more.
 
 The watch is one task per connection. It ends a connection whose peer
 
-- has not greeted us within `greeting_timeout_s`,
+- has not sent its SETTINGS within `greeting_timeout_s`,
 - leaves a PING unanswered for `ping_timeout_s` and sends nothing else either,
 - leaves a frame or header block unfinished for a whole `ping_interval_s`,
 - or has had no stream for `idle_timeout_s`.
@@ -38,7 +38,7 @@ WATCH: Final = WatchConfig()
 
 
 class Endpoint(asyncio.Protocol):
-    """One end of one connection. Subclasses say what a stream is for."""
+    """One end of one connection. A subclass decides what to do with a stream."""
 
     def __init__(self, *, client: bool, config: ConnectionConfig, watch: WatchConfig, clock: Clock) -> None:
         self._watch_config = watch
@@ -53,7 +53,7 @@ class Endpoint(asyncio.Protocol):
     # -- asyncio.Protocol ---------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass
         self._watching = self._loop.create_task(self._watch())
         self._flush()
 
@@ -103,16 +103,16 @@ class Endpoint(asyncio.Protocol):
 
     @property
     def busy(self) -> bool:
-        """Somebody still needs this connection."""
+        """Whether the connection is still needed."""
         return bool(self.connection.streams)
 
     def close(self, reason: str, code: ErrorCode = ErrorCode.NO_ERROR) -> None:
-        """GOAWAY; streams that are open fail."""
+        """Send GOAWAY, fail the open streams, and close the connection."""
         self.connection.close(ConnectionLost(reason), code)
         self._hang_up()
 
     def close_if_done(self) -> None:
-        """A connection that retires goes when its last stream has gone."""
+        """Close a retiring connection if its last stream has ended."""
         if self.connection.may_close and not self.busy:
             self.close("retired")
 
@@ -122,7 +122,7 @@ class Endpoint(asyncio.Protocol):
             self._transport.abort()
 
     def _hang_up(self) -> None:
-        """What was framed is still sent, to a peer that reads."""
+        """Write what was framed, and close the connection after it."""
         self._flush()
         if self._transport is not None:
             self._transport.close()
@@ -159,4 +159,4 @@ class Endpoint(asyncio.Protocol):
                 self.close("idle")
         await self._clock.sleep(config.ping_timeout_s)
         if self._transport is not None:
-            self._transport.abort()  # it was closed, and the peer does not read the rest
+            self._transport.abort()  # it was closed, but the peer does not read the rest

@@ -1,4 +1,4 @@
-"""Streams beside `h2`: the frames of their whole lives, built and read by hand.
+"""The fast path: all frames of streams built and parsed by hand, beside `h2`.
 
 h2 spends 140 us on the frames of one question and its answer, and 5-8 us on each DATA frame after. Here a
 stream is what `Stream` says it is, windows are plain integers, and header lists are checked as a whole. h2
@@ -11,7 +11,7 @@ Rules.
    ended.
 2. Every header block goes through HPACK, whatever becomes of its stream.
 3. Breaking a rule ends the connection (RFC 9113, 5.4 allows it for every error of a stream), except where
-   an honest peer may be taken unawares: frames for a stream that we do not hear any more, and windows that
+   a well-behaved peer may break it unknowingly: frames for a stream that this end has ended, and windows that
    overflow.
 """
 
@@ -57,7 +57,7 @@ class FastPath:
         stream.receive_window = self._connection.config.stream_window_len
 
     def closed(self, stream: Stream) -> None:
-        """Nothing is kept of it."""
+        """Do nothing: a closed stream leaves no state here."""
 
     def settings_changed(self) -> None:
         initial = self._connection.h2.remote_settings.initial_window_size

@@ -1,7 +1,7 @@
-"""One port, two protocols: the first bytes of a connection say which.
+"""HTTP/1.1 and HTTP/2 on one port, told apart by the first bytes of a connection.
 
-The HTTP/2 preface begins with `PRI * HTTP/2.0`, which is no HTTP/1.1 request that anybody sends, and was
-chosen for that. On TLS, ALPN has decided before the first byte. A peer that says nothing is hung up on.
+The HTTP/2 preface begins with `PRI * HTTP/2.0`, which was chosen because no HTTP/1.1 client sends it. On TLS,
+ALPN has decided before the first byte. A connection on which nothing is sent is closed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shared.http2.sockets import bound_transport
 
 
 class SniffingProtocol(asyncio.Protocol):
-    """Hands the transport to one of two protocols, with the bytes it has read."""
+    """A protocol that passes its transport to one of two others, with the bytes that it has read."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class SniffingProtocol(asyncio.Protocol):
         self._watching: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass
         bound_transport(self._transport)
         tls: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
         if tls is not None and tls.selected_alpn_protocol() is not None:
