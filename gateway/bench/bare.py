@@ -21,7 +21,7 @@ import uvloop
 from aiohttp import web
 
 from shared.http2.client import STREAM_EXTENSION, Http2Transport
-from shared.http2.connection import ConnectionConfig
+from shared.http2.config import ConnectionConfig
 from shared.http2.server import Http2Server, ServerRequest, ServerResponder
 from shared.http2.sniff import SniffingProtocol
 from shared.sse import DONE

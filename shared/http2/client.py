@@ -39,10 +39,11 @@ import httpx
 
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.http import CONNECTED
-from shared.http2.connection import ConnectionConfig, Phase
-from shared.http2.endpoint import Endpoint, WatchConfig
+from shared.http2.config import ConnectionConfig, WatchConfig
+from shared.http2.endpoint import ConnectionEndpoint
 from shared.http2.errors import ConnectionLost, Http2Error, StreamFailed, StreamRefused
 from shared.http2.headers import BadHeader, HeaderList, Headers, header_list
+from shared.http2.phase import ConnectionPhase
 from shared.http2.pool import OriginPool
 from shared.http2.report import Report
 from shared.http2.stream import Stream
@@ -95,7 +96,7 @@ def _mapped(error: Http2Error) -> httpx.TransportError:
     return httpx.RemoteProtocolError(str(error))
 
 
-class ClientEndpoint(Endpoint):
+class ClientEndpoint(ConnectionEndpoint):
     """A connection of a pool, ready once the server's SETTINGS have come."""
 
     def __init__(
@@ -118,7 +119,7 @@ class ClientEndpoint(Endpoint):
 
     async def wait_ready(self) -> None:
         await self._ready
-        if self.connection.phase is not Phase.OPEN:
+        if self.connection.phase is not ConnectionPhase.OPEN:
             if self.connection.greeted:
                 raise Draining("the server is shutting down")
             raise NotHttp2(f"the server does not serve HTTP/2: {self.connection.error}")
@@ -315,13 +316,13 @@ class Http2Transport(httpx.AsyncBaseTransport):
         if len(self._pools) >= ORIGINS_MAX:
             raise httpx.PoolTimeout("too many origins")
 
-        async def connect(pool: OriginPool, patience_s: float) -> Endpoint:
+        async def connect(pool: OriginPool, patience_s: float) -> ConnectionEndpoint:
             return await self._connect(origin, pool, patience_s)
 
         pool = self._pools[origin] = OriginPool(connect, self._connections_max)
         return pool
 
-    async def _connect(self, origin: Origin, pool: OriginPool, patience_s: float) -> Endpoint:
+    async def _connect(self, origin: Origin, pool: OriginPool, patience_s: float) -> ConnectionEndpoint:
         """Make one connection. Raises ConnectError, ConnectTimeout."""
         scheme, host, port = origin
         limit_s = max(self._watch.greeting_timeout_s, patience_s)
@@ -410,7 +411,7 @@ class _Upload:
         if not isinstance(content, bytes):
             self.whole = False
             self._task = asyncio.create_task(self._run(stream, content))
-        elif (rest := stream.offer(content, end=True)) is not None:
+        elif (rest := stream.write_nowait(content, end=True)) is not None:
             self._task = asyncio.create_task(self._run(stream, _one(rest)))
         else:
             stream.finish()

@@ -14,30 +14,17 @@ The watch is one task per connection. It ends a connection whose peer
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from typing import Final, cast
+from typing import cast
 
 from shared.clock import Clock
-from shared.http2.connection import Connection, ConnectionConfig, Phase
+from shared.http2.config import ConnectionConfig, WatchConfig
+from shared.http2.connection import Connection
 from shared.http2.errors import ConnectionLost, ErrorCode, ProtocolViolation
+from shared.http2.phase import ConnectionPhase
 from shared.http2.stream import Stream
 
 
-@dataclass(frozen=True, slots=True)
-class WatchConfig:
-    greeting_timeout_s: float = 10.0
-    ping_interval_s: float = 10.0
-    ping_timeout_s: float = 5.0
-    idle_timeout_s: float = 300.0
-
-    def __post_init__(self) -> None:
-        assert 0 < self.ping_timeout_s <= self.ping_interval_s <= self.idle_timeout_s
-
-
-WATCH: Final = WatchConfig()
-
-
-class Endpoint(asyncio.Protocol):
+class ConnectionEndpoint(asyncio.Protocol):
     """One end of one connection. A subclass decides what to do with a stream."""
 
     def __init__(self, *, client: bool, config: ConnectionConfig, watch: WatchConfig, clock: Clock) -> None:
@@ -80,7 +67,7 @@ class Endpoint(asyncio.Protocol):
         self.connection.pump()
         self._flush()
 
-    # -- connection.Owner ---------------------------------------------------------------------
+    # -- owner.Owner --------------------------------------------------------------------------
 
     def output_ready(self) -> None:
         if not self._flush_due:
@@ -92,11 +79,11 @@ class Endpoint(asyncio.Protocol):
 
     def stream_closed(self, stream: Stream) -> None:
         self._idle_since_s = self._clock.monotonic()
-        if self.connection.phase is Phase.RETIRING:
+        if self.connection.phase is ConnectionPhase.RETIRING:
             self._loop.call_soon(self.close_if_done)
 
     def peer_changed(self) -> None:
-        if self.connection.phase is Phase.RETIRING:
+        if self.connection.phase is ConnectionPhase.RETIRING:
             self._loop.call_soon(self.close_if_done)
 
     # -- ending -------------------------------------------------------------------------------
@@ -144,7 +131,7 @@ class Endpoint(asyncio.Protocol):
         if not connection.greeted:
             self._fail("the peer sent no SETTINGS in time")
         beat = 0
-        while connection.phase is not Phase.CLOSED:
+        while connection.phase is not ConnectionPhase.CLOSED:
             beat += 1
             unfinished = connection.unfinished and connection.frames_whole
             heard = connection.receives

@@ -40,14 +40,14 @@ class FastPath:
         self._encode = LiteralEncoder().encode
         self._decode = BlockDecoder().decode
         self._begun: tuple[int, bytearray] | None = None  # flags and beginning of a header block
-        self.takers: Mapping[int, frames.Taker] = {
+        self.frame_handlers: Mapping[int, frames.FrameHandler] = {
             frames.DATA: self._take_data,
             frames.HEADERS: self._take_headers,
             frames.RST_STREAM: self._take_reset,
             frames.WINDOW_UPDATE: self._take_window_update,
             frames.CONTINUATION: self._take_continuation,
         }
-        self.handlers: Mapping[type[events.Event], Callable[[Any], None]] = {}
+        self.event_handlers: Mapping[type[events.Event], Callable[[Any], None]] = {}
         self.connection_room = limits.INITIAL_WINDOW_LEN
         self.window = connection.config.connection_window_len
         self.uncredited = 0
@@ -101,7 +101,7 @@ class FastPath:
         stream = self._connection.streams.get(stream_id)
         length = len(payload)
         if stream is None or stream.received_all:
-            return self._connection.received_stray(stream_id, length)
+            return self._connection.received_unexpected_data(stream_id, length)
         if stream.head is None:
             raise ProtocolViolation(ErrorCode.PROTOCOL_ERROR, "DATA before HEADERS")
         self.window -= length
@@ -136,13 +136,13 @@ class FastPath:
         connection, head, end = self._connection, self._decode(block), bool(flags & frames.END_STREAM)
         stream = connection.streams.get(stream_id)
         if stream is None:
-            if stream_id not in connection.abandoned:
+            if stream_id not in connection.reset_ids:
                 check_request(head)
                 connection.received_request(stream_id, head)
                 if end and (stream := connection.streams.get(stream_id)) is not None:
                     connection.received_end(stream)
         elif stream.received_all:
-            connection.decline(stream)
+            connection.reset_half_closed(stream)
         elif stream.head is not None:
             check_trailers(head)
             if not end:
@@ -180,7 +180,7 @@ class FastPath:
         stream.send_window += increment
         if stream.send_window > limits.WINDOW_LEN_MAX:
             code = ErrorCode.FLOW_CONTROL_ERROR
-            self._connection.punish(stream, StreamReset(code, by_peer=False), code)
+            self._connection.reset_and_charge(stream, StreamReset(code, by_peer=False), code)
         else:
             self._connection.enqueue(stream)
         return True

@@ -47,7 +47,7 @@ _TWO_WORDS: Final = struct.Struct(">LL")
 
 Frame = tuple[int, int, int, int, int]
 """Type, flags, stream id, offset of the header, offset behind the payload."""
-Taker = Callable[[int, int, bytes], bool]
+FrameHandler = Callable[[int, int, bytes], bool]
 """A handler of one frame, with its flags, stream id and payload. It returns True when h2 must not see the
 frame."""
 
@@ -74,7 +74,7 @@ def settings(values: dict[int, int]) -> bytes:
 
 
 def ignore(_flags: int, _stream_id: int, _payload: bytes) -> bool:
-    """A `Taker` that drops the frame."""
+    """A `FrameHandler` that drops the frame."""
     return True
 
 

@@ -31,7 +31,7 @@ WINDOW_LEN_MAX: Final = 2**31 - 1
 
 OUT_LEN_SOFT: Final = 64 * KIB  # DATA waits above this many bytes that are not yet with the transport
 OUT_LEN_MAX: Final = 1 * MIB  # a peer that causes answers and does not read is cut off above this
-ABANDONED_MAX: Final = 4 * STREAMS_MAX  # closed by a reset; frames for them may still be on their way
+RESET_IDS_MAX: Final = 4 * STREAMS_MAX  # closed by a reset; frames for them may still be on their way
 
 assert FRAME_LEN_MAX <= STREAM_WINDOW_LEN <= CONNECTION_WINDOW_LEN <= WINDOW_LEN_MAX
 assert STREAM_WINDOW_LEN >= INITIAL_WINDOW_LEN, "a peer may use the initial window before it knows ours"

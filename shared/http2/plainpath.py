@@ -26,12 +26,12 @@ class PlainPath:
         self._credit_at = connection.config.connection_window_len // 16
         self._uncredited = 0
         self._dropped = 0
-        self.takers: Mapping[int, frames.Taker] = {
+        self.frame_handlers: Mapping[int, frames.FrameHandler] = {
             frames.DATA: self._check_data,
             frames.HEADERS: self._check_headers,
             frames.RST_STREAM: self._check_reset,
         }
-        self.handlers: Mapping[type[events.Event], Callable[[Any], None]] = {
+        self.event_handlers: Mapping[type[events.Event], Callable[[Any], None]] = {
             events.RequestReceived: self._on_request,
             events.ResponseReceived: self._on_response,
             events.DataReceived: self._on_data,
@@ -91,7 +91,7 @@ class PlainPath:
     # -- receiving ----------------------------------------------------------------------------
 
     def _check_data(self, _flags: int, stream_id: int, payload: bytes) -> bool:
-        return self._connection.received_stray(stream_id, len(payload))
+        return self._connection.received_unexpected_data(stream_id, len(payload))
 
     def _check_headers(self, _flags: int, stream_id: int, _payload: bytes) -> bool:
         self._connection.check_opening(stream_id)

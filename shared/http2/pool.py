@@ -24,9 +24,9 @@ from typing import Final
 
 import httpx
 
-from shared.http2.connection import Phase
-from shared.http2.endpoint import Endpoint
+from shared.http2.endpoint import ConnectionEndpoint
 from shared.http2.headers import HeaderList
+from shared.http2.phase import ConnectionPhase
 from shared.http2.stream import Stream
 
 WAITING_MAX: Final = 4096
@@ -44,7 +44,7 @@ class Place:
 
 class OriginPool:
     def __init__(
-        self, connect: Callable[[OriginPool, float], Awaitable[Endpoint]], connections_max: int
+        self, connect: Callable[[OriginPool, float], Awaitable[ConnectionEndpoint]], connections_max: int
     ) -> None:
         """`connect` is called with the pool and the longest time that a waiting request allows for it, in
         seconds."""
@@ -53,7 +53,7 @@ class OriginPool:
         self._connections_max = connections_max
         self._waiting: deque[Place] = deque()
         self._connecting: asyncio.Task[None] | None = None
-        self.endpoints: list[Endpoint] = []
+        self.endpoints: list[ConnectionEndpoint] = []
 
     @property
     def waiting(self) -> int:
@@ -103,7 +103,7 @@ class OriginPool:
 
     def changed(self) -> None:
         """Note that a connection has changed. Connections call it, at any time."""
-        self.endpoints = [one for one in self.endpoints if one.connection.phase is not Phase.CLOSED]
+        self.endpoints = [one for one in self.endpoints if one.connection.phase is not ConnectionPhase.CLOSED]
         self._serve()
 
     async def close(self) -> None:
@@ -114,7 +114,7 @@ class OriginPool:
         for endpoint in list(self.endpoints):
             endpoint.close("the transport is closed")
 
-    def _with_room(self) -> Endpoint | None:
+    def _with_room(self) -> ConnectionEndpoint | None:
         for endpoint in self.endpoints:
             if endpoint.connection.streams_room > 0:
                 return endpoint
@@ -136,7 +136,7 @@ class OriginPool:
     def _live(self) -> int:
         """The number of connections that accept streams. Those that retire do not count; they end by
         themselves."""
-        return sum(one.connection.phase is Phase.OPEN for one in self.endpoints)
+        return sum(one.connection.phase is ConnectionPhase.OPEN for one in self.endpoints)
 
     async def _grow(self) -> None:
         patience_s = max((place.connect_timeout_s or 0.0 for place in self._waiting), default=0.0)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 
+from shared.http2.limits import RESET_IDS_MAX
+
 
 class Report:
     """The report on one stream. It is not expected before the stream is over, ended or reset."""
@@ -52,3 +54,35 @@ class Report:
             self.payload = payload
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+class AwaitedReports:
+    """The reports on a client's streams that are over, by their ids, oldest first, and of a bounded
+    number."""
+
+    __slots__ = ("_reports",)
+
+    def __init__(self) -> None:
+        self._reports: dict[int, Report] = {}
+
+    @property
+    def are_due(self) -> bool:
+        """Whether at least one of them is expected and has not come."""
+        return any(report.is_due for report in self._reports.values())
+
+    def expect(self, stream_id: int, report: Report) -> None:
+        """Await the report of a stream that is over, unless it came before."""
+        if report.expect():
+            self._reports[stream_id] = report
+            if len(self._reports) > RESET_IDS_MAX:
+                self._reports.pop(next(iter(self._reports))).deliver(None)
+
+    def pop(self, stream_id: int) -> Report | None:
+        """Remove and return the report of a stream. None when none is awaited."""
+        return self._reports.pop(stream_id, None)
+
+    def give_up(self) -> None:
+        """Await none of them any more."""
+        for report in self._reports.values():
+            report.deliver(None)
+        self._reports.clear()

@@ -22,10 +22,12 @@ from urllib.parse import unquote
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import InvalidRequest
 from shared.http import ClientGone
-from shared.http2.connection import Connection, ConnectionConfig, Phase
-from shared.http2.endpoint import WATCH, Endpoint, WatchConfig
+from shared.http2.config import WATCH, ConnectionConfig, WatchConfig
+from shared.http2.connection import Connection
+from shared.http2.endpoint import ConnectionEndpoint
 from shared.http2.errors import ConnectionLost, ErrorCode, StreamFailed
 from shared.http2.headers import HeaderList, Headers, header_list
+from shared.http2.phase import ConnectionPhase
 from shared.http2.stream import Stream
 from shared.request_body import read_body
 
@@ -151,7 +153,7 @@ class Handler(Protocol):
     async def __call__(self, request: ServerRequest, responder: ServerResponder, /) -> None: ...
 
 
-class ServerEndpoint(Endpoint):
+class ServerEndpoint(ConnectionEndpoint):
     def __init__(self, server: Http2Server) -> None:
         super().__init__(client=False, config=server.config, watch=server.watch, clock=server.clock)
         self._server = server
@@ -198,7 +200,7 @@ class ServerEndpoint(Endpoint):
 
     def peer_changed(self) -> None:
         super().peer_changed()
-        if self.connection.phase is Phase.CLOSED:
+        if self.connection.phase is ConnectionPhase.CLOSED:
             self._server.forget(self)
 
     def _handled(self, stream: Stream) -> None:
@@ -282,7 +284,7 @@ class Http2Server:
 
     def forget(self, endpoint: ServerEndpoint) -> None:
         """Drop an endpoint once its connection is closed and its last handler has ended."""
-        if endpoint.connection.phase is Phase.CLOSED and not endpoint.busy:
+        if endpoint.connection.phase is ConnectionPhase.CLOSED and not endpoint.busy:
             self.endpoints.discard(endpoint)
             if not self.endpoints:
                 self._all_gone.set()

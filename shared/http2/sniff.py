@@ -40,23 +40,23 @@ class SniffingProtocol(asyncio.Protocol):
         bound_transport(self._transport)
         tls: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
         if tls is not None and tls.selected_alpn_protocol() is not None:
-            self._hand_over(self._http2 if tls.selected_alpn_protocol() == "h2" else self._http1)
+            self._switch_to(self._http2 if tls.selected_alpn_protocol() == "h2" else self._http1)
         else:
             self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     def data_received(self, data: bytes) -> None:
         self._heard += data
         if self._heard.startswith(PREFACE):
-            self._hand_over(self._http2)
+            self._switch_to(self._http2)
         elif not PREFACE.startswith(self._heard):
-            self._hand_over(self._http1)
+            self._switch_to(self._http1)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         if self._watching is not None:
             self._watching.cancel()
 
-    def _hand_over(self, factory: Callable[[], asyncio.Protocol]) -> None:
+    def _switch_to(self, factory: Callable[[], asyncio.Protocol]) -> None:
         transport = self._transport
         assert transport is not None
         if self._watching is not None:

@@ -106,7 +106,7 @@ class Stream:
             if self.error is not None:
                 raise self.error.copy()
             await self._wait_to_read()
-        return self.take()
+        return self.read_nowait()
 
     async def pass_on(self, accept: Callable[[bytes], bool]) -> bool:
         """Call `accept` with all bytes that are queued, now and whenever more came, for as long as it returns
@@ -119,7 +119,7 @@ class Stream:
         try:
             while True:
                 if self._chunks:
-                    if not accept(self.take()):
+                    if not accept(self.read_nowait()):
                         return True
                 elif self.received_all:
                     return False
@@ -130,20 +130,20 @@ class Stream:
         finally:
             self._accept = None
 
-    def hand_over(self) -> None:
+    def flush_to_reader(self) -> None:
         """Pass the bytes of this turn to a reader in `pass_on`. A reader that was woken reads by itself."""
         reader = self._reader
         if reader is None or reader.done() or self._accept is None:
             return
         try:
-            if not self._accept(self.take()):
+            if not self._accept(self.read_nowait()):
                 reader.set_result(False)
         except Exception as error:
             reader.set_exception(error)
         finally:
             del reader  # it may hold an error, whose traceback holds this frame
 
-    def take(self) -> bytes:
+    def read_nowait(self) -> bytes:
         """The queued bytes, perhaps none. The peer may send that much more."""
         chunks = self._chunks
         data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
@@ -169,7 +169,7 @@ class Stream:
 
     # -- for the writer -----------------------------------------------------------------------
 
-    def offer(self, data: bytes | memoryview, *, end: bool = False) -> memoryview | None:
+    def write_nowait(self, data: bytes | memoryview, *, end: bool = False) -> memoryview | None:
         """Frame what fits now. Returns the rest, or None. Raises StreamFailed when the stream has failed.
 
         `end`: nothing comes after `data`. When it fits one frame, that frame ends the stream, which saves
@@ -182,9 +182,9 @@ class Stream:
         return self._connection.send(self, data, end=end)
 
     async def write(self, data: bytes | memoryview, *, end: bool = False) -> None:
-        """Frame all of `data`, and wait until that is done. `end` as in `offer`. Raises StreamFailed when the
-        stream has failed."""
-        rest = self.offer(data, end=end)
+        """Frame all of `data`, and wait until that is done. `end` as in `write_nowait`. Raises StreamFailed
+        when the stream has failed."""
+        rest = self.write_nowait(data, end=end)
         if rest is None:
             return
         self.pending = rest
@@ -227,7 +227,7 @@ class Stream:
             if self._accept is None:
                 _wake(self._reader)
             elif not self._chunks:
-                self._connection.handing_over.append(self)
+                self._connection.to_flush.append(self)
             self._chunks.append(data)
             self.buffered += length
         if flow_len != length:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from shared.http2.client import ClientEndpoint, Http2Transport
-from shared.http2.connection import ConnectionConfig
+from shared.http2.config import ConnectionConfig
 from shared.http2.server import Http2Server, ServerRequest, ServerResponder
 
 Handler = Callable[[ServerRequest, ServerResponder], Awaitable[None]]

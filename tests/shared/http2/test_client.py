@@ -10,9 +10,9 @@ import pytest
 from shared.http import CONNECTED
 from shared.http2 import frames, limits
 from shared.http2.client import STREAM_EXTENSION, Http2Transport, NotHttp2, RequestUnprocessed
-from shared.http2.connection import ConnectionConfig, Phase
-from shared.http2.endpoint import WatchConfig
+from shared.http2.config import ConnectionConfig, WatchConfig
 from shared.http2.errors import ErrorCode
+from shared.http2.phase import ConnectionPhase
 from shared.http2.server import Http2Server, ServerEndpoint, ServerRequest, ServerResponder
 from shared.http2.stream import Stream
 from tests.fakes import VirtualClock
@@ -183,7 +183,7 @@ async def test_a_response_left_unfinished_cancels_the_handler(fast: bool, events
             assert await answer.extensions[STREAM_EXTENSION].read()
         await until(lambda: silent.cancelled == 1)
         (endpoint,) = endpoints(transport)
-        assert endpoint.connection.phase is Phase.OPEN
+        assert endpoint.connection.phase is ConnectionPhase.OPEN
         assert not endpoint.connection.streams
 
 
@@ -482,7 +482,7 @@ async def test_an_idle_connection_expires_and_a_busy_one_does_not() -> None:
 
         async def beat(heard: int) -> int:
             """From one PING's answer to the next PING."""
-            await until(lambda: connection.receives > heard or connection.phase is Phase.CLOSED)
+            await until(lambda: connection.receives > heard or connection.phase is ConnectionPhase.CLOSED)
             for _ in range(2):
                 await until(lambda: clock.sleeping == 1 or not endpoints(transport))
                 heard = connection.receives

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.http2 import frames, limits
-from shared.http2.connection import ConnectionConfig, Phase
+from shared.http2.config import ConnectionConfig
 from shared.http2.errors import ErrorCode, ProtocolViolation
+from shared.http2.phase import ConnectionPhase
 from tests.shared.http2.pair import REQUEST, End
 
 GREETING = frames.PREFACE + frames.settings({})
@@ -73,7 +74,7 @@ def test_a_flood_is_refused(server: End, name: str) -> None:
     violation = flood(server, FLOODS[name], 10_000)
     assert violation is not None
     assert violation.code == ErrorCode.ENHANCE_YOUR_CALM
-    assert server.connection.phase is Phase.CLOSED
+    assert server.connection.phase is ConnectionPhase.CLOSED
     assert violation.code.to_bytes(4, "big") in server.connection.take_output(), "GOAWAY says why"
 
 
@@ -127,7 +128,7 @@ def test_a_peer_that_makes_us_answer_and_does_not_read_is_cut_off(server: End) -
     server.connection.paused = True
 
     answers = 0
-    while server.connection.phase is not Phase.CLOSED:
+    while server.connection.phase is not ConnectionPhase.CLOSED:
         server.now_s += 1.0
         answers += 1
         with contextlib.suppress(ProtocolViolation):
@@ -153,7 +154,7 @@ def test_frames_may_arrive_byte_by_byte(server: End) -> None:
     for byte in opening + body:
         server.connection.receive(bytes([byte]))
     (stream,) = server.opened
-    assert stream.take() == b"abcdef"
+    assert stream.read_nowait() == b"abcdef"
     assert stream.received_all
     assert not server.connection.unfinished
 

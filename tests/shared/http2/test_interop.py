@@ -22,7 +22,7 @@ import pytest
 
 from shared.http2 import limits
 from shared.http2.client import STREAM_EXTENSION, Http2Transport
-from shared.http2.connection import ConnectionConfig
+from shared.http2.config import ConnectionConfig
 from shared.http2.server import ServerRequest, ServerResponder
 from tests.shared.http2.loopback import EVENTS, PATIENCE_S, Silent, echo, endpoints, serving, until
 

@@ -11,7 +11,9 @@ import pytest
 from shared.http import ClientGone
 from shared.http2 import limits
 from shared.http2.client import STREAM_EXTENSION, Http2Transport
-from shared.http2.connection import Connection, ConnectionConfig, Phase
+from shared.http2.config import ConnectionConfig
+from shared.http2.connection import Connection
+from shared.http2.phase import ConnectionPhase
 from shared.http2.server import ServerRequest, ServerResponder
 from tests.shared.http2.loopback import EVENTS, endpoints, serving, until
 
@@ -29,7 +31,7 @@ def client(transport: Http2Transport) -> httpx.AsyncClient:
 
 def assert_whole(connection: Connection) -> None:
     """No stream, no waiter, no credit is left behind."""
-    assert connection.phase is Phase.OPEN
+    assert connection.phase is ConnectionPhase.OPEN
     assert not connection.streams
     assert not connection._backlog
     assert connection.path.window + connection.path.uncredited == connection.config.connection_window_len

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from shared.http2.connection import ConnectionConfig
+from shared.http2.config import ConnectionConfig
 from shared.http2.errors import ErrorCode, StreamReset
 from shared.http2.stream import Stream
 from tests.shared.http2.pair import Pair
@@ -135,4 +135,4 @@ async def test_nothing_is_handed_to_a_reader_who_has_left(pair: Pair, room: int)
     assert reader.pieces == [b"a"]
     await turns()
     assert reader.task.done()
-    assert ours.take() == b"b"
+    assert ours.read_nowait() == b"b"

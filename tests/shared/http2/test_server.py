@@ -13,8 +13,9 @@ from shared.errors import BodyTimeout, BodyTooLarge, InvalidRequest
 from shared.http import ClientGone
 from shared.http2 import frames, limits
 from shared.http2.client import STREAM_EXTENSION, Http2Transport
-from shared.http2.connection import ConnectionConfig, Phase
+from shared.http2.config import ConnectionConfig
 from shared.http2.errors import ErrorCode
+from shared.http2.phase import ConnectionPhase
 from shared.http2.server import Http2Server, ServerRequest, ServerResponder
 from shared.http2.sockets import SEND_BUFFER_LEN, UNSENT_LEN_MAX, bound_transport
 from shared.listening import bound_socket
@@ -175,7 +176,9 @@ async def test_drain_finishes_open_streams_and_then_closes() -> None:
         calls = [asyncio.create_task(http.get(served.url)) for _ in range(50)]
         await until(lambda: sum(len(one.connection.streams) for one in served.server.endpoints) == 50)
         drain = asyncio.create_task(served.server.drain())
-        await until(lambda: all(one.connection.phase is Phase.RETIRING for one in served.server.endpoints))
+        await until(
+            lambda: all(one.connection.phase is ConnectionPhase.RETIRING for one in served.server.endpoints)
+        )
         for _ in range(50):
             await asyncio.sleep(0)
         assert not drain.done()
