@@ -84,9 +84,7 @@ class Gateway:
         self._threads = FairThreads(config.limits.tokenizer_threads)
         self.engines = Engines(config.models, _profiles(config, upstream, credentials), clock)
         memory = FairShare(config.limits.request_memory)
-        IN_FLIGHT.set_function(lambda: len(self.live))
-        HTTP2_STREAMS.set_function(lambda: upstream.streams)
-        HELD_BYTES.set_function(lambda: memory.held)
+        _set_gauges(self.live, upstream, memory)
         pipeline = Pipeline(
             config,
             self.engines,
@@ -184,6 +182,13 @@ def _profiles(
 
 def _public_tls(tls: TlsConfig | None) -> ssl.SSLContext | None:
     return server_context(tls.cert, tls.key, protocols=[HTTP1]) if tls is not None else None
+
+
+def _set_gauges(live: LiveRequests, upstream: Upstream, memory: FairShare) -> None:
+    """Show these in the process's metrics."""
+    IN_FLIGHT.set_function(lambda: len(live))
+    HTTP2_STREAMS.set_function(lambda: upstream.streams)
+    HELD_BYTES.set_function(lambda: memory.held)
 
 
 def _stopped() -> GatewayStopped:

@@ -114,9 +114,8 @@ class Edge:
             raise
         finally:
             self._complete(exchange)
-            for told in (exchange.record.error, exchange.watch.reason):
-                if told is not None:
-                    forget_frames(told)
+            forget_frames(exchange.record.error)
+            forget_frames(exchange.watch.reason)
 
     async def _answer(self, exchange: Exchange) -> web.StreamResponse:
         try:
@@ -234,7 +233,7 @@ class Edge:
         record.stage = record.stage or stages.now
         record.stream, record.reserved = exchange.streams, exchange.reserved
         record.decision = exchange.decision
-        record.take(exchange.progress)
+        record.set_progress(exchange.progress)
         self._reporter.completed(record, stages, stages.enter(stages.now) - exchange.arrived_s)
 
     def refuse_unparsed(self, cause: str) -> web.Response:

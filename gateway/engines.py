@@ -196,7 +196,9 @@ async def _fetch_bundle(
 ) -> TokenizerBundle | None:
     """The engine's tokenizer. None for an engine of another make, which has none to give."""
     try:
-        told, body = await upstream.fetch(model.protocol, url, "/penstock/tokenizer", connect_s, headers)
+        headers_received, body = await upstream.fetch(
+            model.protocol, url, "/penstock/tokenizer", connect_s, headers
+        )
     except (ConnectTimeout, UpstreamUnreachable):
         raise
     except ApiError:
@@ -205,6 +207,6 @@ async def _fetch_bundle(
         bundle = await asyncio.to_thread(msgspec.json.decode, body, type=TokenizerBundle)
     except msgspec.DecodeError as error:
         raise UpstreamFailed("The engine's tokenizer cannot be read.", detail=str(error)) from error
-    if bundle.hash != told.get(TOKENIZER_HEADER, bundle.hash):
+    if bundle.hash != headers_received.get(TOKENIZER_HEADER, bundle.hash):
         raise UpstreamFailed("The engine's tokenizer is damaged.", detail="its hash is not the one announced")
     return bundle

@@ -73,7 +73,7 @@ class Exchange(Struct, eq=False):
         self.watch.bound(timeouts.total_s)
         self.client.slow_client_s = timeouts.slow_client_s
 
-    def take_engine_timing(self, value: str) -> None:
+    def set_engine_timing(self, value: str) -> None:
         if not value:  # a stream's head comes before the engine has times to tell
             return
         entries = value[:ENGINE_TIMING_LEN_MAX].split(",")
@@ -145,18 +145,18 @@ class LiveRequests:
     def claim(self, exchange: Exchange, tenant: TenantId) -> None:
         """Take a place among the live requests for the tenant. Raises Overloaded when the tenant has its
         share."""
-        if not self._share.take(tenant, 1):
+        if not self._share.acquire(tenant, 1):
             raise Overloaded(
                 "The gateway is serving as many requests as it may.",
                 retry_after_s=1.0,
-                detail=f"requests: {self._share.told(tenant, 1)}",
+                detail=f"requests: {self._share.describe(tenant, 1)}",
             )
         self._claims[exchange] = tenant
 
     def leave(self, exchange: Exchange) -> None:
         self._exchanges.remove(exchange)
         if (tenant := self._claims.pop(exchange, None)) is not None:
-            self._share.give_back(tenant, 1)
+            self._share.release(tenant, 1)
         if self._stopping and not self._exchanges:
             self._drained.set()
 

@@ -32,7 +32,7 @@ from shared.errors import forget_frames
 from shared.http2.sockets import bound_transport
 from shared.listening import BACKLOG_LEN, CLOSE_GRACE_S, bound_socket, http1_options
 
-TELL_EVERY_S: Final = 10.0
+WARN_EVERY_S: Final = 10.0
 """The shortest time between two log lines that say that connections are cut, in seconds."""
 HANDSHAKE_S: Final = 10.0
 """How long a TLS handshake may take, in seconds."""
@@ -80,7 +80,7 @@ class PublicServer(web.Server):
         self._edge = edge
         self._write_buffer_len = config.limits.write_buffer_len
         self._connections_max = config.limits.connections_max
-        self._told_at_s = -math.inf
+        self._warned_at_s = -math.inf
         """When the log last said that connections are cut, in seconds on the loop's clock."""
         self._options = http1_options(config.timeouts.idle_s)
 
@@ -92,8 +92,8 @@ class PublicServer(web.Server):
         first = next((one for one in self._connections if _is_idle(one) and one is not handler), handler)
         CONNECTIONS_CUT.inc()
         now_s = self._loop.time()
-        if now_s - self._told_at_s >= TELL_EVERY_S:
-            self._told_at_s = now_s
+        if now_s - self._warned_at_s >= WARN_EVERY_S:
+            self._warned_at_s = now_s
             log.warning("gateway.connections_full", connections_max=self._connections_max)
         self._connections[first].abort()
 

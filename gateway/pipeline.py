@@ -164,7 +164,7 @@ class Pipeline:
                 await self._relay(exchange, dispatched, endpoint.dialect)
             finally:
                 outcome = outcome_of(sys.exception(), exchange.watch)
-                self._replicas.give_back(dispatched.replica, dispatched.tokens, outcome)
+                self._replicas.release(dispatched.replica, dispatched.tokens, outcome)
                 await dispatched.answer.aclose()  # tells the engine to stop, if there is more
         finally:
             await self._settle(exchange)
@@ -204,7 +204,7 @@ class Pipeline:
         subjects = exchange.accounts.subjects(principal)
         generates = endpoint.generates
         decision = await self._quotas.enter(exchange.reservation, subjects, needs_tokens=generates)
-        self._heed(exchange, decision, 1 if generates else 0)
+        self._apply_decision(exchange, decision, 1 if generates else 0)
 
     async def _read(
         self, exchange: Exchange, principal: Principal, endpoint: Endpoint, holding: Holding
@@ -261,11 +261,11 @@ class Pipeline:
             request, count, context_len, self._config.admission.completion_estimate, terms.tokens_max
         )
         decision = await self._quotas.reserve(exchange.reservation, terms.subjects, asked.least, asked.most)
-        self._heed(exchange, decision, asked.least)
+        self._apply_decision(exchange, decision, asked.least)
         exchange.reserved = decision.granted
         return asked.maximum_each(decision.granted) if asked.is_open else None
 
-    def _heed(self, exchange: Exchange, decision: Decision, tokens: int) -> None:
+    def _apply_decision(self, exchange: Exchange, decision: Decision, tokens: int) -> None:
         """Raises what a refusal means. `tokens`: the least that was asked for."""
         exchange.windows, exchange.decision = decision.windows, decision
         observe_decision(decision)
@@ -307,7 +307,7 @@ class Pipeline:
             while True:
                 replica = None
                 if elsewhere <= ELSEWHERE_MAX:
-                    replica = self._replicas.take(prepared.model.name, prepared.tokens, turn, tried)
+                    replica = self._replicas.acquire(prepared.model.name, prepared.tokens, turn, tried)
                 if replica is None:
                     raise failure or UpstreamUnreachable("No engine serves this model.")
                 exchange.record.attempts += 1
@@ -321,11 +321,11 @@ class Pipeline:
                     tried.add(replica.id)
                     elsewhere += isinstance(error, Overloaded | UpstreamLost)
                     exchange.progress.begin_anew(lost=isinstance(error, UpstreamLost))
-                    self._replicas.give_back(replica, prepared.tokens, outcome_of(error, exchange.watch))
+                    self._replicas.release(replica, prepared.tokens, outcome_of(error, exchange.watch))
                     observe_attempt(replica.id, error.code)
                     exchange.stages.enter("route")
                 except BaseException as error:
-                    self._replicas.give_back(replica, prepared.tokens, outcome_of(error, exchange.watch))
+                    self._replicas.release(replica, prepared.tokens, outcome_of(error, exchange.watch))
                     raise
         finally:
             del failure  # its traceback refers to this frame, a cycle that would keep the body
@@ -367,7 +367,7 @@ class Pipeline:
             return exchange.headers()
 
         self._engines.of(dispatched.model).observe(answer.headers.get(TOKENIZER_HEADER))
-        exchange.take_engine_timing(answer.headers.get("server-timing", ""))
+        exchange.set_engine_timing(answer.headers.get("server-timing", ""))
         relay = Relay(
             exchange.client,
             exchange.watch,
@@ -398,8 +398,8 @@ def outcome_of(error: BaseException | None, watch: Watch) -> Outcome:
     """The outcome for the replica of a dispatch that ended with `error`, or without one when it is None."""
     if error is None:
         return Outcome.WORKED
-    told = watch.reason if isinstance(error, asyncio.CancelledError) else error
-    return Outcome.FAILED if isinstance(told, FAILURES) else Outcome.NEUTRAL
+    cause = watch.reason if isinstance(error, asyncio.CancelledError) else error
+    return Outcome.FAILED if isinstance(cause, FAILURES) else Outcome.NEUTRAL
 
 
 def _refused(refusal: Refusal, tokens: int) -> ApiError:

@@ -73,7 +73,7 @@ class RequestRecord(Struct, eq=False):
         self.status = sent_status or int(error.status)
         self.end_reason = end_reason_of(error)
 
-    def take(self, progress: Progress) -> None:
+    def set_progress(self, progress: Progress) -> None:
         """Copy from `progress` how far the answer came."""
         self.events, self.body_len, self.closing = progress.events, progress.body_len, progress.closing
         if progress.broken and self.end_reason is EndReason.OK:

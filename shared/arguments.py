@@ -114,8 +114,8 @@ def add_settings(parser: argparse.ArgumentParser, type_: type, headings: Mapping
 
 
 def _help(setting: Setting) -> str:
-    is_said = setting.is_required or setting.default is None or setting.kind.is_switch
-    default = "" if is_said else f" Default: {setting.shown_default}."
+    is_omitted = setting.is_required or setting.default is None or setting.kind.is_switch
+    default = "" if is_omitted else f" Default: {setting.shown_default}."
     return (setting.help + default).replace("%", "%%")
 
 

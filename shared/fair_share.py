@@ -53,12 +53,12 @@ class FairShare:
     def held_by(self, tenant: str) -> int:
         return self._held.get(tenant, 0)
 
-    def told(self, tenant: str, amount: int) -> str:
+    def describe(self, tenant: str, amount: int) -> str:
         """A description of the shares for the operator, for when `amount` more were refused."""
         own = self._held.get(tenant, 0)
         return f"{self.held} held, {own} by the tenant, {amount} more, capacity {self.capacity}"
 
-    def may_take(self, tenant: str, amount: int, *, alone: bool = False) -> bool:
+    def may_acquire(self, tenant: str, amount: int, *, alone: bool = False) -> bool:
         """Whether `amount` more are within the tenant's limit."""
         own = self._held.get(tenant, 0)
         if alone and not own:
@@ -66,24 +66,24 @@ class FairShare:
         free = self.capacity - self._counted - amount
         return free >= 0 and (not tenant or own + amount <= max(ALPHA * free, 1))
 
-    def take(self, tenant: str, amount: int, *, alone: bool = False) -> bool:
-        """Take `amount` more units for the tenant if `may_take`. Returns whether they were taken."""
+    def acquire(self, tenant: str, amount: int, *, alone: bool = False) -> bool:
+        """Acquire `amount` more units for the tenant if `may_acquire`. Returns whether it did."""
         own = self._held.get(tenant, 0) + amount
         if tenant and own <= self._most and own <= ALPHA * (self.capacity - self._counted - amount):
             self._held[tenant] = own  # the common case, with the same result as below
             self._counted += amount
             return True
-        if not self.may_take(tenant, amount, alone=alone):
+        if not self.may_acquire(tenant, amount, alone=alone):
             return False
         self._set(tenant, self._held.get(tenant, 0) + amount)
         return True
 
-    def give_back(self, tenant: str, amount: int) -> None:
-        """Give `amount` of the tenant's units back."""
+    def release(self, tenant: str, amount: int) -> None:
+        """Release `amount` of the tenant's units."""
         own = self._held.get(tenant, 0)
         left = own - amount
-        assert left >= 0, "more was given back than was taken"
-        if left and own <= self._most:  # the common case, as in `take`
+        assert left >= 0, "more was released than was acquired"
+        if left and own <= self._most:  # the common case, as in `acquire`
             self._held[tenant] = left
             self._counted -= amount
         else:

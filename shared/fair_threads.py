@@ -82,7 +82,7 @@ class FairThreads:
 
     async def run(self, tenant: str, slices: Slices[T]) -> T:
         """Run a job to its end. Raises Overloaded when too many wait, and what the job raises."""
-        if not self._share.take(tenant, 1):
+        if not self._share.acquire(tenant, 1):
             slices.close()
             raise Overloaded("Too many texts are waiting to be read.", retry_after_s=1.0)
         job = _Job(tenant, slices, asyncio.get_running_loop().create_future())
@@ -121,7 +121,7 @@ class FairThreads:
         self._running += 1
         tenant.started_s.append(now_s)
 
-        def told(result: Any, error: BaseException | None, ended: bool) -> None:
+        def slice_done(result: Any, error: BaseException | None, ended: bool) -> None:
             self._running -= 1
             tenant.started_s.remove(now_s)
             tenant.used_s += self._clock.monotonic() - now_s
@@ -133,7 +133,7 @@ class FairThreads:
 
         def work() -> None:
             outcome = _advance(job.slices)
-            loop.call_soon_threadsafe(told, *outcome)
+            loop.call_soon_threadsafe(slice_done, *outcome)
 
         self._pool.submit(work)
 
@@ -147,7 +147,7 @@ class FairThreads:
             job.done.set_exception(error)
 
     def _leave(self, job: _Job[Any]) -> None:
-        self._share.give_back(job.tenant, 1)
+        self._share.release(job.tenant, 1)
         if not self._share.held:  # all tenants are idle, so past use no longer counts
             self._tenants.clear()
             self._level_s = 0.0

@@ -51,12 +51,12 @@ class Holding:
     def hold(self, size: int) -> None:
         """Hold `size` bytes in all from now on. Raises Overloaded when the tenant may not have as many."""
         if size < self._held:
-            self._share.give_back(self._tenant, self._held - size)
-        elif not self._share.take(self._tenant, size - self._held):
+            self._share.release(self._tenant, self._held - size)
+        elif not self._share.acquire(self._tenant, size - self._held):
             raise Overloaded(
                 "Requests hold as much memory as they may. Please try again later.",
                 retry_after_s=1.0,
-                detail=f"bytes: {self._share.told(self._tenant, size - self._held)}",
+                detail=f"bytes: {self._share.describe(self._tenant, size - self._held)}",
             )
         self._held = size
 

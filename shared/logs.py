@@ -99,10 +99,10 @@ class _Writer:
                 lines.append(self._lines.get())
             self._write([line for line in lines if line is not None])
             if self._lines.empty():
-                self._tell_dropped()
+                self._report_dropped()
             self._closing.wait(REST_S)
 
-    def _tell_dropped(self) -> None:
+    def _report_dropped(self) -> None:
         if self._dropped:
             dropped, self._dropped = self._dropped, 0
             self._write([render(self.service, "warning", "logs.dropped", {"lines": dropped})])

@@ -55,7 +55,7 @@ class LagMeter:
         due_s = self._now_s() + self._tick_s
         asyncio.get_running_loop().call_later(self._tick_s, self._tick, due_s)
 
-    def take(self) -> float:
+    def pop_longest_s(self) -> float:
         """The longest lag since the last call, in seconds."""
         longest_s, self._longest_s = self._longest_s, 0.0
         return longest_s
@@ -72,7 +72,7 @@ def watch_lag() -> None:
     """Show the running loop's lag in the process's metrics."""
     meter = LagMeter()
     meter.start()
-    LOOP_LAG.set_function(meter.take)
+    LOOP_LAG.set_function(meter.pop_longest_s)
 
 
 LOOP_LAG: Final = Gauge(

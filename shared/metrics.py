@@ -148,7 +148,7 @@ class Histogram(Collector):
         cell = self._cells.get(labels)
         if cell is None:
             cell = self._cells[labels] = _Cell([0] * (len(self._bounds) + 1))
-        cell.take(values, self._bounds)
+        cell.add(values, self._bounds)
         values.clear()
 
     def _sort_in_rows(
@@ -184,7 +184,7 @@ class _Cell:
         self.total = 0.0
         """The sum of all observations."""
 
-    def take(self, values: list[float], bounds: Sequence[float]) -> None:
+    def add(self, values: list[float], bounds: Sequence[float]) -> None:
         self.total = reduce(add, values, self.total)
         ordered, below = sorted(values), 0
         for at, bound in enumerate(bounds):

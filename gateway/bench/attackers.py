@@ -39,7 +39,7 @@ KEPT_LEN: Final = 8 * 1024
 """Bytes kept of an answer's beginning, for its status, and as many of its end, for its error."""
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class RequestOutcome(msgspec.Struct, frozen=True):
     """The outcome of one request."""
 
     request_id: str
@@ -62,7 +62,7 @@ class _Received:
     tail: bytes = b""
     length: int = 0
 
-    def take(self, data: bytes) -> None:
+    def append(self, data: bytes) -> None:
         self.length += len(data)
         self.head += data[: KEPT_LEN - len(self.head)]
         self.tail = (self.tail + data)[-KEPT_LEN:]
@@ -89,7 +89,7 @@ class _Received:
 
 async def send(
     attack: Attack, url: str, cue: asyncio.Event, tag: str, body: bytes | None = None
-) -> list[Outcome]:
+) -> list[RequestOutcome]:
     """Run an attack on the gateway at `url` to its end.
 
     `cue` ends the requests that end on cue. Request ids begin with `tag`. `body` is the attack's, where it
@@ -98,7 +98,7 @@ async def send(
     made = attack.body() if body is None else body
     room = asyncio.Semaphore(attack.at_once)
 
-    async def one(number: int) -> Outcome:
+    async def one(number: int) -> RequestOutcome:
         async with room:
             return await _Request(attack, url, made, f"{tag}-{number}", number).run(cue)
 
@@ -116,7 +116,7 @@ class _Request:
         self._received = _Received()
         self._sent_len = 0
 
-    async def run(self, cue: asyncio.Event) -> Outcome:
+    async def run(self, cue: asyncio.Event) -> RequestOutcome:
         reader, writer = await self._connect()
         sending = asyncio.create_task(self._send(writer))
         try:
@@ -131,7 +131,7 @@ class _Request:
             await asyncio.gather(sending, return_exceptions=True)
             writer.transport.abort()
         received = self._received
-        return Outcome(
+        return RequestOutcome(
             self._request_id,
             received.status,
             received.length,
@@ -197,7 +197,7 @@ class _Request:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(ConnectionError):
             while not self._received.is_whole and (data := await reader.read(READ_LEN)):
-                self._received.take(data)
+                self._received.append(data)
 
 
 def named(name: str) -> Attack:
@@ -227,7 +227,7 @@ class _Sender:
                 case "prepare":
                     self._attack = named(name)
                     self._body = self._attack.body()
-                    _tell(b"")
+                    _write_line(b"")
                 case "go":
                     self._cue = asyncio.Event()
                     self._sending = asyncio.create_task(self._send())
@@ -237,10 +237,10 @@ class _Sender:
     async def _send(self) -> None:
         self._sent += 1
         outcomes = await send(self._attack, self._url, self._cue, f"a{self._sent}", self._body)
-        _tell(msgspec.json.encode(outcomes))
+        _write_line(msgspec.json.encode(outcomes))
 
 
-def _tell(line: bytes) -> None:
+def _write_line(line: bytes) -> None:
     sys.stdout.buffer.write(line + b"\n")
     sys.stdout.buffer.flush()
 
@@ -270,12 +270,12 @@ class Sender:
         self._orders.write(f"prepare {attack.name}\n".encode())
         await self._answers.readline()
 
-    async def send(self, cue: asyncio.Event) -> list[Outcome]:
+    async def send(self, cue: asyncio.Event) -> list[RequestOutcome]:
         """Send the attack that was prepared. `cue` is passed on. Raises EOFError when the sender failed."""
         self._orders.write(b"go\n")
         passing = asyncio.create_task(self._pass_on(cue))
         try:
-            return msgspec.json.decode(await self._answers.readuntil(b"\n"), type=list[Outcome])
+            return msgspec.json.decode(await self._answers.readuntil(b"\n"), type=list[RequestOutcome])
         finally:
             passing.cancel()
 

@@ -36,8 +36,8 @@ from gateway.bench.streams import (
     proxies,
     stalled,
 )
-from gateway.bench.subjects import Subject, gateway, paced_engine
-from shared.bench.client import Connection, Endpoint, Exchange
+from gateway.bench.subjects import ServerUnderTest, gateway, paced_engine
+from shared.bench.client import ApiServer, LoadConnection, TimedRequest
 from shared.bench.figures import Figure, at_most, figure, quantile
 from shared.bench.streams import BenchFailed
 
@@ -109,7 +109,7 @@ async def _own(options: argparse.Namespace) -> list[Figure]:
 async def _from_outside(options: argparse.Namespace) -> list[Figure]:
     if options.model is None:
         raise BenchFailed("--url needs --model: the name that the server knows its model by")
-    subject = Subject(Endpoint(options.url, options.key), options.model)
+    subject = ServerUnderTest(ApiServer(options.url, options.key), options.model)
     figures: list[Figure] = []
     for streams in options.streams if "events" in options.rows else []:
         figures += await events_of(subject, streams, OUTSIDE_TOKENS)
@@ -146,7 +146,7 @@ async def _against_before(checkout: str, load: Load, seconds: float) -> list[Fig
     ]
 
 
-async def _unary(subject: Subject, *peers: Subject | None) -> list[Figure]:
+async def _unary(subject: ServerUnderTest, *peers: ServerUnderTest | None) -> list[Figure]:
     """The figures of unary requests. `peers` come in the order of `PEERS`; None for one that is not
     installed."""
     ours = _Unary(subject)
@@ -170,7 +170,7 @@ async def _unary(subject: Subject, *peers: Subject | None) -> list[Figure]:
 class _Unary:
     """A closed loop of unary requests to one subject, and the time that they took."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: ServerUnderTest) -> None:
         self._subject = subject
         self._request = subject.chat(UNARY_TOKENS, stream=False)
         self._cpu_s = 0.0
@@ -201,7 +201,7 @@ class _Unary:
             connection.close()
 
 
-async def _ttfb(subject: Subject, engine: Subject | None) -> list[Figure]:
+async def _ttfb(subject: ServerUnderTest, engine: ServerUnderTest | None) -> list[Figure]:
     """Figures of the time to the first byte. Gateway and engine alternate, so that both meet the same noise;
     answers are unary, so that the engine's pace plays no part."""
     subjects = [subject] if engine is None else [subject, engine]
@@ -222,12 +222,12 @@ async def _ttfb(subject: Subject, engine: Subject | None) -> list[Figure]:
     return figures
 
 
-async def _first_byte_ms(subject: Subject, connection: Connection) -> float:
+async def _first_byte_ms(subject: ServerUnderTest, connection: LoadConnection) -> float:
     exchange = _checked(await connection.exchange(subject.chat(1, stream=False)))
     return 1e3 * (exchange.ended_at - exchange.sent_at)
 
 
-def _checked(exchange: Exchange) -> Exchange:
+def _checked(exchange: TimedRequest) -> TimedRequest:
     if exchange.error is not None:
         raise BenchFailed(exchange.error)
     return exchange

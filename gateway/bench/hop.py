@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from gateway.bench.bare import HTTP1, UPSTREAMS, Wants
-from shared.bench.client import Endpoint, Exchange
+from shared.bench.client import ApiServer, TimedRequest
 from shared.bench.cpu import cpu_s
 from shared.bench.figures import Figure, at_most, figure
 from shared.bench.services import free_port, service
@@ -78,10 +78,10 @@ async def _costs(loop: str, upstream: str, engine_url: str, options: argparse.Na
 
 async def _load(url: str, streams: int, events: int) -> int:
     """The number of events that arrived over `streams` streams of `events` each."""
-    endpoint = Endpoint(url)
+    endpoint = ApiServer(url)
     request = endpoint.request("/", msgspec.json.encode(Wants(events)))
 
-    async def one() -> Exchange:
+    async def one() -> TimedRequest:
         connection = await endpoint.connect()
         try:
             return await connection.exchange(request)

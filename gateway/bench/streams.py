@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from gateway.bench.subjects import Engine, Subject, gateway, nginx, paced_engine, plain_relay
-from shared.bench.client import Exchange
+from gateway.bench.subjects import Engine, ServerUnderTest, gateway, nginx, paced_engine, plain_relay
+from shared.bench.client import TimedRequest
 from shared.bench.figures import Figure, Target, at_least, at_most, figure, quantile
-from shared.bench.streams import BenchFailed, Window, streaming
+from shared.bench.streams import BenchFailed, Measurement, streaming
 
 CPU_US_PER_EVENT_TARGET: Final = at_most(15)
 AGAINST_PLAIN_TARGET: Final = at_most(0.7)
@@ -53,12 +53,12 @@ class Load:
     def name(self) -> str:
         return f"{self.streams} streams at {self.interval_ms:g} ms"
 
-    def delivered(self, window: Window) -> float:
+    def delivered(self, window: Measurement) -> float:
         """The percentage of this load that arrived."""
         return 100 * window.rate * self.interval_ms / 1e3 / self.streams
 
 
-async def measured(subject: Subject, streams: int, seconds: float) -> Window:
+async def measured(subject: ServerUnderTest, streams: int, seconds: float) -> Measurement:
     async with streaming(subject.endpoint, subject.chat(), streams) as running:
         await asyncio.sleep(SETTLE_S)
         return await running.measure(seconds, subject.cpu_s)
@@ -85,18 +85,20 @@ async def events(interval_ms: float, streams: Sequence[int], seconds: float) -> 
 
 
 @contextlib.asynccontextmanager
-async def proxies(engine: Engine) -> AsyncIterator[tuple[Subject, Subject | None, Subject | None]]:
+async def proxies(
+    engine: Engine,
+) -> AsyncIterator[tuple[ServerUnderTest, ServerUnderTest | None, ServerUnderTest | None]]:
     """Our gateway and its peers, before the same engine. None for a peer that is not installed."""
     async with gateway(engine) as ours, plain_relay(engine) as relay, nginx(engine) as web_server:
         yield ours, relay, web_server
 
 
-def _cost(load: Load, window: Window) -> float:
+def _cost(load: Load, window: Measurement) -> float:
     """CPU time in us per event. NaN, which meets no target, when less than the offered load was delivered."""
     return window.cpu_us_per_event if DELIVERED_TARGET.met_by(load.delivered(window)) else float("nan")
 
 
-def _ours(load: Load, window: Window) -> list[Figure]:
+def _ours(load: Load, window: Measurement) -> list[Figure]:
     return [
         figure(f"{load.name}: gateway CPU", _cost(load, window), "us/event", CPU_US_PER_EVENT_TARGET),
         figure(f"{load.name}: delivered", load.delivered(window), "%", DELIVERED_TARGET),
@@ -104,7 +106,9 @@ def _ours(load: Load, window: Window) -> list[Figure]:
     ]
 
 
-def _against(load: Load, ours: Window, name: str, theirs: Window | None, target: Target) -> list[Figure]:
+def _against(
+    load: Load, ours: Measurement, name: str, theirs: Measurement | None, target: Target
+) -> list[Figure]:
     if theirs is None:
         return [figure(f"{load.name}: {name}, not installed", float("nan"), "us/event")]
     cost = _cost(load, theirs)
@@ -114,10 +118,10 @@ def _against(load: Load, ours: Window, name: str, theirs: Window | None, target:
     ]
 
 
-async def events_of(subject: Subject, streams: int, tokens: int) -> list[Figure]:
+async def events_of(subject: ServerUnderTest, streams: int, tokens: int) -> list[Figure]:
     """The gaps between events that clients see at a gateway which runs elsewhere."""
 
-    async def one() -> Exchange:
+    async def one() -> TimedRequest:
         connection = await subject.endpoint.connect()
         try:
             return await connection.exchange(subject.chat(tokens))

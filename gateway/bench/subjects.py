@@ -20,7 +20,7 @@ import msgspec
 from gateway.bench.paced_engine import MODEL, STATS, Stats
 from gateway.config import QuotaLimits
 from gateway.development import development_config, development_key
-from shared.bench.client import Endpoint
+from shared.bench.client import ApiServer
 from shared.bench.cpu import cpu_s, resident_bytes
 from shared.bench.services import demo_model, free_port, get, service
 from shared.config import to_toml
@@ -58,10 +58,10 @@ http {{
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class ServerUnderTest:
     """A server under test. `pid` is None for one that runs elsewhere, whose CPU time is unknown."""
 
-    endpoint: Endpoint
+    endpoint: ApiServer
     model: str = MODEL
     pid: int | None = None
 
@@ -92,8 +92,8 @@ class Engine:
     url: str
 
     @property
-    def subject(self) -> Subject:
-        return Subject(Endpoint(f"{self.url}/v1"))
+    def subject(self) -> ServerUnderTest:
+        return ServerUnderTest(ApiServer(f"{self.url}/v1"))
 
     async def stats(self) -> Stats:
         return msgspec.json.decode(await get(f"{self.url}{STATS}"), type=Stats)
@@ -116,7 +116,7 @@ async def paced_engine(interval_ms: float, checkout: Path | None = None) -> Asyn
 @contextlib.asynccontextmanager
 async def gateway(
     engine: Engine, checkout: Path | None = None, under: Sequence[str] = ()
-) -> AsyncIterator[Subject]:
+) -> AsyncIterator[ServerUnderTest]:
     """Our gateway with everything on: key, schema, exact count, quotas, metrics, log line.
 
     `checkout` is the source of another version; None for this one. `under` is a command that runs the
@@ -129,22 +129,22 @@ async def gateway(
         path.write_text(to_toml(config))
         argv = [*under, sys.executable, "-m", "gateway", "--config", str(path)]
         async with service(argv, f"http://127.0.0.1:{port}/readyz", checkout) as process:
-            yield Subject(Endpoint(f"http://127.0.0.1:{port}/v1", key), pid=process.pid)
+            yield ServerUnderTest(ApiServer(f"http://127.0.0.1:{port}/v1", key), pid=process.pid)
 
 
 @contextlib.asynccontextmanager
-async def plain_relay(engine: Engine) -> AsyncIterator[Subject]:
+async def plain_relay(engine: Engine) -> AsyncIterator[ServerUnderTest]:
     """A relay of HTTP/1.1 on aiohttp, with nothing else around it."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     argv = [sys.executable, "-m", "gateway.bench.bare", "relay", "--port", str(port)]
     argv += ["--url", f"{engine.url}/v1/chat/completions"]
     async with service(argv, url) as process:
-        yield Subject(Endpoint(f"{url}/v1"), pid=process.pid)
+        yield ServerUnderTest(ApiServer(f"{url}/v1"), pid=process.pid)
 
 
 @contextlib.asynccontextmanager
-async def nginx(engine: Engine) -> AsyncIterator[Subject | None]:
+async def nginx(engine: Engine) -> AsyncIterator[ServerUnderTest | None]:
     """Debian's nginx, with one worker and `proxy_buffering off`. None where it is not installed."""
     binary = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
     if binary is None:
@@ -156,4 +156,4 @@ async def nginx(engine: Engine) -> AsyncIterator[Subject | None]:
         path.write_text(_NGINX.format(dir=directory, port=port, engine=engine.url.removeprefix("http://")))
         argv = [binary, "-e", f"{directory}/error.log", "-c", str(path)]
         async with service(argv, f"http://127.0.0.1:{port}/readyz") as process:
-            yield Subject(Endpoint(f"http://127.0.0.1:{port}/v1"), pid=process.pid)
+            yield ServerUnderTest(ApiServer(f"http://127.0.0.1:{port}/v1"), pid=process.pid)

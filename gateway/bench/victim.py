@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from gateway.bench.attack import MODEL, Who
-from shared.bench.client import Endpoint, Exchange
+from shared.bench.client import ApiServer, TimedRequest
 from shared.openai import ChatChunk, ChatCompletion
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class Account:
     first_ms: list[float] = field(default_factory=list)
     """The times from a stream's request to its first token, and from a chat's to its whole, short answer."""
 
-    def add(self, stream: Exchange, chats: Sequence[Exchange]) -> None:
+    def add(self, stream: TimedRequest, chats: Sequence[TimedRequest]) -> None:
         self.rounds += 1
         self.gaps_ms += (1e3 * (b - a) for a, b in itertools.pairwise(stream.event_times))
         self.first_ms.append(1e3 * (stream.event_times[0] - stream.sent_at))
@@ -61,7 +61,7 @@ class Victim:
     """A client of the gateway at `url`, which is without `/v1`."""
 
     def __init__(self, url: str) -> None:
-        self._endpoint = Endpoint(f"{url}/v1", Who.VICTIM.value)
+        self._endpoint = ApiServer(f"{url}/v1", Who.VICTIM.value)
         self._stream = self._request("Tell me a story.", STREAM_TOKENS, stream=True)
         self._chats = [self._request(text, CHAT_TOKENS, stream=False) for text in CHATS]
         self._expected: tuple[str, list[str]] | None = None
@@ -102,14 +102,14 @@ class Victim:
 
     async def _round(self, account: Account) -> None:
         stream, chats = await asyncio.gather(self._streamed(), self._chatted())
-        said = _streamed_text(stream), [_answered_text(chat) for chat in chats]
+        answers = _streamed_text(stream), [_answered_text(chat) for chat in chats]
         if self._expected is None:
-            self._expected = said
-        if said != self._expected:
-            raise VictimFailed(f"it got {said}, and alone {self._expected}")
+            self._expected = answers
+        if answers != self._expected:
+            raise VictimFailed(f"it got {answers}, and alone {self._expected}")
         account.add(stream, chats)
 
-    async def _streamed(self) -> Exchange:
+    async def _streamed(self) -> TimedRequest:
         connection = await self._endpoint.connect()
         try:
             connection.begin(self._stream, keeps_events=True)
@@ -117,7 +117,7 @@ class Victim:
         finally:
             connection.close()
 
-    async def _chatted(self) -> list[Exchange]:
+    async def _chatted(self) -> list[TimedRequest]:
         """The chats, one after another on one connection."""
         connection = await self._endpoint.connect()
         try:
@@ -126,13 +126,13 @@ class Victim:
             connection.close()
 
 
-def _whole(exchange: Exchange) -> Exchange:
+def _whole(exchange: TimedRequest) -> TimedRequest:
     if exchange.error is not None:
         raise VictimFailed(exchange.error)
     return exchange
 
 
-def _streamed_text(exchange: Exchange) -> str:
+def _streamed_text(exchange: TimedRequest) -> str:
     assert exchange.events is not None
     chunks = [msgspec.json.decode(event.removeprefix(b"data: "), type=ChatChunk) for event in exchange.events]
     if exchange.usage is None or exchange.usage.completion_tokens != STREAM_TOKENS:
@@ -140,5 +140,5 @@ def _streamed_text(exchange: Exchange) -> str:
     return "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
 
 
-def _answered_text(exchange: Exchange) -> str:
+def _answered_text(exchange: TimedRequest) -> str:
     return msgspec.json.decode(exchange.body, type=ChatCompletion).choices[0].message.content

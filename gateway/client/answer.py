@@ -99,14 +99,14 @@ class Client:
         begun = "\r\n".join(lines).encode() + first
         request.writer.output_size = len(begun)  # how aiohttp's error handling knows that it comes too late
         if not self._put(begun):
-            await self.drained()
+            await self.drain()
 
-    def offer(self, data: bytes) -> bool:
+    def write_nowait(self, data: bytes) -> bool:
         """Gives `data`, which is not empty, to the transport, at once. Returns whether there is room for
-        more; where there is none, wait for `drained` first. Raises ClientGone."""
+        more; where there is none, wait for `drain` first. Raises ClientGone."""
         return self._put(_CHUNK % (len(data), data) if self._chunked else data)
 
-    async def drained(self) -> None:
+    async def drain(self) -> None:
         """Wait until the transport has room again. Raises ClientGone; the watch raises SlowClient when the
         client does not read."""
         self._watch.expect(self.slow_client_s, SlowClient, "The client stopped reading its answer.")
@@ -116,13 +116,13 @@ class Client:
             raise ClientGone from None
 
     async def write(self, data: bytes) -> None:
-        if not self.offer(data):
-            await self.drained()
+        if not self.write_nowait(data):
+            await self.drain()
 
     async def finish(self) -> None:
         assert self.response is not None
         if self._chunked and not self._put(_LAST_CHUNK):
-            await self.drained()
+            await self.drain()
         self.finished = True
 
     async def fail(self, error: ApiError, event: bytes | None) -> None:
@@ -131,7 +131,7 @@ class Client:
         assert not self.finished
         assert self.response is not None
         if self._is_stream and event is not None and not isinstance(error, SlowClient):
-            self.offer(event)
+            self.write_nowait(event)
             if self._chunked:
                 self._put(_LAST_CHUNK)
             return

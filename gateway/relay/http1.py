@@ -44,8 +44,8 @@ class Http1Transport:
 
     def __init__(self, ssl_context: ssl.SSLContext | None = None) -> None:
         tracing = aiohttp.TraceConfig()
-        tracing.on_connection_create_end.append(_tell_connected)
-        tracing.on_connection_reuseconn.append(_tell_connected)
+        tracing.on_connection_create_end.append(_on_connected)
+        tracing.on_connection_reuseconn.append(_on_connected)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
                 limit=0, keepalive_timeout=IDLE_S, socket_factory=_socket, ssl=ssl_context or True
@@ -67,7 +67,7 @@ class Http1Transport:
         timeouts: Timeouts = NO_TIMEOUTS,
         connected: Callable[[], None] | None = None,
         report: Report | None = None,
-    ) -> ResponseStream:
+    ) -> Http1ResponseStream:
         """Send a request, and wait for the response's headers. The caller closes the response.
 
         Of the timeouts only `connect_s` is applied. `connected` is called once there is a connection, new or
@@ -85,13 +85,13 @@ class Http1Transport:
             )
         except (aiohttp.ClientError, OSError) as error:
             raise _translated(error) from error
-        return ResponseStream(answer)
+        return Http1ResponseStream(answer)
 
     async def aclose(self) -> None:
         await self._session.close()
 
 
-class ResponseStream:
+class Http1ResponseStream:
     """A response whose body is still to be read. Closing it before its end closes the connection."""
 
     def __init__(self, answer: aiohttp.ClientResponse) -> None:
@@ -128,7 +128,7 @@ def _url(text: str) -> URL:
     return URL(text, encoded=True)
 
 
-async def _tell_connected(_session: object, context: SimpleNamespace, _params: Any) -> None:
+async def _on_connected(_session: object, context: SimpleNamespace, _params: Any) -> None:
     if (connected := context.trace_request_ctx) is not None:
         connected()
 

@@ -136,7 +136,7 @@ class Relay(Struct, frozen=True, eq=False):
         await self._begin(answer, head, _STREAM_HEADERS)
         self._expect_more()
         while await source.pass_on(self._pass):
-            await self.client.drained()
+            await self.client.drain()
             self._expect_more()
         if rest := scanner.finish():
             self.progress.body_len += len(rest)
@@ -153,12 +153,12 @@ class Relay(Struct, frozen=True, eq=False):
             if not chunk or len(head) > HEAD_LEN_MAX:
                 raise UpstreamFailed("The engine's answer broke off.", detail="it ended before an event")
         if head.startswith(self.dialect.error_head):
-            await self._hear_out(source)
+            await self._read_to_end(source)
             self.progress.refused = True
             raise read_back(status, head.partition(_BOUNDARY)[0].removeprefix(b"data:"))
         return head
 
-    async def _hear_out(self, source: Source) -> None:
+    async def _read_to_end(self, source: Source) -> None:
         """Read a failed stream of our engine to its end, where the closing comment says what it cost."""
         room = HEAD_LEN_MAX
         while self.progress.foreign is None and room > 0 and (chunk := await source.read()):
@@ -174,7 +174,7 @@ class Relay(Struct, frozen=True, eq=False):
             return True
         self.progress.events += data.count(_BOUNDARY)
         self.progress.body_len += len(data)
-        return self.client.offer(data)
+        return self.client.write_nowait(data)
 
     async def _unary(self, answer: Answer) -> None:
         chunks: list[bytes] = []
@@ -195,13 +195,13 @@ class Relay(Struct, frozen=True, eq=False):
             self.progress.foreign_usage = usage_of(head)
         await self._begin(answer, head)
         while more and await answer.pass_on(self._pass_as_it_is):
-            await self.client.drained()
+            await self.client.drain()
             self._expect_more()
 
     def _pass_as_it_is(self, chunk: bytes) -> bool:
         self.watch.again()
         self.progress.body_len += len(chunk)
-        return self.client.offer(chunk)
+        return self.client.write_nowait(chunk)
 
     async def _begin(self, answer: Answer, body: bytes, headers: Mapping[str, str] = _NO_HEADERS) -> None:
         content_type = answer.headers.get("content-type", "application/json")

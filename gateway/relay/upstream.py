@@ -106,8 +106,8 @@ class Answer:
     @property
     def closing(self) -> Closing | None:
         """The report of our engine in the head of a unary answer. None where there is none."""
-        said = self.headers.get(CLOSING_HEADER)
-        return parse_closing(said) if said else None
+        closing = self.headers.get(CLOSING_HEADER)
+        return parse_closing(closing) if closing else None
 
     @property
     def is_stream(self) -> bool:

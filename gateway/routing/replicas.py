@@ -65,9 +65,11 @@ class Replicas:
         self._turn += 1
         return self._turn
 
-    def take(self, model: str, tokens: int, turn: int, tried: Collection[ReplicaId] = ()) -> Replica | None:
+    def acquire(
+        self, model: str, tokens: int, turn: int, tried: Collection[ReplicaId] = ()
+    ) -> Replica | None:
         """Add a request's load to the least loaded replica that was not tried yet and does not cool. None
-        when all were tried. `give_back` removes the load."""
+        when all were tried. `release` removes the load."""
         left = [replica for replica in self._pools[model] if replica.id not in tried]
         if not left:
             return None
@@ -80,7 +82,7 @@ class Replicas:
         replica.requests += 1
         return replica
 
-    def give_back(self, replica: Replica, tokens: int, outcome: Outcome) -> None:
+    def release(self, replica: Replica, tokens: int, outcome: Outcome) -> None:
         replica.tokens -= tokens
         replica.requests -= 1
         assert replica.tokens >= 0

@@ -21,7 +21,7 @@ EXCHANGE_DEADLINE_S: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class ApiServer:
     """An OpenAI-compatible base URL, such as `http://127.0.0.1:8000/v1`."""
 
     url: str
@@ -39,19 +39,19 @@ class Endpoint:
             lines.append(f"authorization: Bearer {self.key}")
         return "\r\n".join([*lines, "", ""]).encode() + body
 
-    async def connect(self) -> Connection:
+    async def connect(self) -> LoadConnection:
         parts = urlsplit(self.url)
         if parts.hostname is None:
             raise ValueError(f"not a URL with a host: {self.url!r}")
         tls = ssl.create_default_context() if parts.scheme == "https" else None
         port = parts.port or (443 if tls else 80)
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(Connection, parts.hostname, port, ssl=tls)
+        _, connection = await loop.create_connection(LoadConnection, parts.hostname, port, ssl=tls)
         return connection
 
 
 @dataclass(slots=True)
-class Exchange:
+class TimedRequest:
     """One request and its answer. Times are seconds on `time.perf_counter`."""
 
     sent_at: float
@@ -68,7 +68,7 @@ class Exchange:
     error: str | None = None
 
     @property
-    def usage(self) -> Usage | None:
+    def usage(self) -> TokenCounts | None:
         raw = self.last_event.removeprefix(b"data: ") if self.event_times else self.body
         try:
             return msgspec.json.decode(raw, type=_WithUsage).usage
@@ -76,7 +76,7 @@ class Exchange:
             return None
 
 
-class Usage(msgspec.Struct):
+class TokenCounts(msgspec.Struct):
     """The part of a server's usage that every server sends: some leave the details out, or set them to
     null."""
 
@@ -85,15 +85,15 @@ class Usage(msgspec.Struct):
 
 
 class _WithUsage(msgspec.Struct):
-    usage: Usage | None = None
+    usage: TokenCounts | None = None
 
 
-class Connection(asyncio.Protocol):
+class LoadConnection(asyncio.Protocol):
     """A kept-alive connection, with one request at a time."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: TimedRequest | None = None
         self._done: asyncio.Future[None] | None = None
         self._buffer = b""
         self._body_left: int | None = None  # None for a chunked body
@@ -105,22 +105,22 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass
 
-    async def exchange(self, request: bytes, deadline_s: float = EXCHANGE_DEADLINE_S) -> Exchange:
+    async def exchange(self, request: bytes, deadline_s: float = EXCHANGE_DEADLINE_S) -> TimedRequest:
         self.begin(request)
         return await self.finished(deadline_s)
 
-    def begin(self, request: bytes, *, keeps_events: bool = False) -> Exchange:
+    def begin(self, request: bytes, *, keeps_events: bool = False) -> TimedRequest:
         """Send a request. The returned value fills as the answer comes."""
         assert self._transport is not None, "not connected"
         assert self._exchange is None, "one exchange at a time"
         self._buffer = self._event = b""
         self._in_body = False
-        self._exchange = exchange = Exchange(time.perf_counter(), events=[] if keeps_events else None)
+        self._exchange = exchange = TimedRequest(time.perf_counter(), events=[] if keeps_events else None)
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return exchange
 
-    async def finished(self, deadline_s: float = EXCHANGE_DEADLINE_S) -> Exchange:
+    async def finished(self, deadline_s: float = EXCHANGE_DEADLINE_S) -> TimedRequest:
         """Wait for the end of the request that was begun, and return it."""
         exchange = self._exchange
         assert exchange is not None, "begin one first"

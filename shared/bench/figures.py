@@ -69,7 +69,7 @@ def write(figures: Iterable[Figure], out: TextIO | None = None, *, as_json: bool
         for item in figures:
             out.write(msgspec.json.encode(item).decode() + "\n")
         return
-    rows = [(f.name, _said(f.value), f.unit, f.target or "", _MARK[f.ok]) for f in figures]
+    rows = [(f.name, _shown(f.value), f.unit, f.target or "", _MARK[f.ok]) for f in figures]
     header = ("figure", "value", "unit", "target", "")
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     for name, value, unit, target, mark in [header, *rows]:
@@ -79,7 +79,7 @@ def write(figures: Iterable[Figure], out: TextIO | None = None, *, as_json: bool
         out.write(line.rstrip() + "\n")
 
 
-def _said(value: float | None) -> str:
+def _shown(value: float | None) -> str:
     return "not measured" if value is None else f"{value:g}"
 
 

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from shared.bench.client import Connection, Endpoint, Exchange
+from shared.bench.client import ApiServer, LoadConnection, TimedRequest
 
 START_DEADLINE_S: Final = 60.0
 STARTING_MAX: Final = 64
@@ -28,7 +28,7 @@ class BenchFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class Measurement:
     """The events between two marks."""
 
     seconds: float
@@ -59,7 +59,7 @@ class Mark:
 class Streams:
     """A set of running streams, none of which may end while it is measured."""
 
-    def __init__(self, exchanges: Sequence[Exchange], connections: Sequence[Connection]) -> None:
+    def __init__(self, exchanges: Sequence[TimedRequest], connections: Sequence[LoadConnection]) -> None:
         self._exchanges = exchanges
         self._connections = connections
 
@@ -67,7 +67,7 @@ class Streams:
         for connection in self._connections:
             connection.pause_reading()
 
-    async def measure(self, seconds: float, cpu_s: Callable[[], float]) -> Window:
+    async def measure(self, seconds: float, cpu_s: Callable[[], float]) -> Measurement:
         """Measure for so many seconds from now on. Raises as `since` does."""
         start = self.mark(cpu_s)
         await asyncio.sleep(seconds)
@@ -76,7 +76,7 @@ class Streams:
     def mark(self, cpu_s: Callable[[], float]) -> Mark:
         return Mark(time.perf_counter(), cpu_s())
 
-    def since(self, start: Mark, cpu_s: Callable[[], float]) -> Window:
+    def since(self, start: Mark, cpu_s: Callable[[], float]) -> Measurement:
         """The events between `start` and now. Raises BenchFailed when a stream has ended meanwhile."""
         stop = self.mark(cpu_s)
         for exchange in self._exchanges:
@@ -84,7 +84,7 @@ class Streams:
                 raise BenchFailed(f"a stream ended under measure: {exchange.error}")
         times = [exchange.event_times for exchange in self._exchanges]
         within = [one[bisect_left(one, start.at) :] for one in times]
-        return Window(
+        return Measurement(
             seconds=stop.at - start.at,
             events=sum(map(len, within)),
             cpu_s=stop.cpu_s - start.cpu_s,
@@ -94,12 +94,12 @@ class Streams:
 
 
 @contextlib.asynccontextmanager
-async def streaming(endpoint: Endpoint, request: bytes, count: int) -> AsyncIterator[Streams]:
+async def streaming(endpoint: ApiServer, request: bytes, count: int) -> AsyncIterator[Streams]:
     """Open `count` streams, each past its first event. All are cut off when the block is left."""
-    connections: list[Connection] = []
+    connections: list[LoadConnection] = []
     room = asyncio.Semaphore(STARTING_MAX)
 
-    async def start() -> Exchange:
+    async def start() -> TimedRequest:
         async with room:
             connection = await endpoint.connect()
             connections.append(connection)

@@ -266,8 +266,8 @@ def _refusal(answer: httpx.Response) -> ChatFailed:
     except (msgspec.DecodeError, UnicodeDecodeError):
         message = f"the server answered {answer.status_code}"
     request_id = answer.headers.get("x-request-id")
-    told = f"{message} ({answer.status_code}, request {request_id})" if request_id else message
-    return ChatFailed(told + _url_advice(answer))
+    text = f"{message} ({answer.status_code}, request {request_id})" if request_id else message
+    return ChatFailed(text + _url_advice(answer))
 
 
 def _url_advice(answer: httpx.Response) -> str:

@@ -296,7 +296,7 @@ async def supervise(plan: Plan, out: TextIO, clock: Clock = SYSTEM_CLOCK) -> int
     stop, hurry = asyncio.Event(), asyncio.Event()
     on_stop_signals(lambda _: (hurry if stop.is_set() else stop).set())
     services: list[Service] = []
-    progress = Progress(out, clock)
+    progress = StartProgress(out, clock)
     try:
         progress.say(f"Logs are in {plan.run_dir}")
         for spec in plan.services:
@@ -307,7 +307,7 @@ async def supervise(plan: Plan, out: TextIO, clock: Clock = SYSTEM_CLOCK) -> int
             progress.end()
         else:
             progress.say(announcement(plan, clock.monotonic() - progress.started_s))
-            _tell_chat(plan)
+            _announce_to_chat(plan)
             await unless(stop, _raise_first_death(services))
         progress.say("Stopping. Ctrl-C again stops at once.")
     except (ServiceDied, OSError) as error:
@@ -330,14 +330,14 @@ async def _raise_first_death(services: Sequence[Service]) -> None:
         await asyncio.gather(*deaths, return_exceptions=True)
 
 
-def _tell_chat(plan: Plan) -> None:
+def _announce_to_chat(plan: Plan) -> None:
     try:
         running.write_running(plan.running)
     except (OSError, RuntimeError):
         return  # `penstock chat` then needs its options; nothing else depends on the file
 
 
-class Progress:
+class StartProgress:
     """The output about the stage of the start that runs, and its time: `engine   warming up ... 1.2 s`."""
 
     def __init__(self, out: TextIO, clock: Clock) -> None:

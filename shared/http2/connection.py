@@ -90,12 +90,7 @@ class Connection:
         self._announcing = False  # the first GOAWAY is on its way
         self._accept_max = frames.STREAM_ID_MAX  # streams above are refused
         self._splitter = frames.Splitter(b"" if client else frames.PREFACE)
-        self._budgets = {
-            frames.RST_STREAM: limits.Budget("resets", limits.RESETS, now),
-            frames.PING: limits.Budget("PINGs", limits.PINGS, now),
-            frames.SETTINGS: limits.Budget("SETTINGS", limits.SETTINGS_FRAMES, now),
-            frames.PRIORITY: limits.Budget("PRIORITYs", limits.PRIORITIES, now),
-        }
+        self._budgets = _budgets(now)
         self._empty_frames = limits.Budget("empty frames", limits.EMPTY_FRAMES, now)
         self.h2 = ProtocolState(
             client=client,
@@ -493,3 +488,13 @@ class Connection:
         """Await the server's report on a stream that is over, if the server takes, and so sends, reports."""
         if self._takes_reports and stream.report is not None:
             self._awaited.expect(stream.id, stream.report)
+
+
+def _budgets(now: Callable[[], float]) -> dict[int, limits.Budget]:
+    """The budgets of the peer's frames that carry no message, by their types."""
+    return {
+        frames.RST_STREAM: limits.Budget("resets", limits.RESETS, now),
+        frames.PING: limits.Budget("PINGs", limits.PINGS, now),
+        frames.SETTINGS: limits.Budget("SETTINGS", limits.SETTINGS_FRAMES, now),
+        frames.PRIORITY: limits.Budget("PRIORITYs", limits.PRIORITIES, now),
+    }

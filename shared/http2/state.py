@@ -40,7 +40,7 @@ class ProtocolState(H2Connection):
             )
         )
         self.encoder = LiteralEncoder()  # type: ignore[assignment]  # it has what h2 asks for
-        told: dict[int, int] = {
+        announced: dict[int, int] = {
             SettingCodes.ENABLE_PUSH: 0,
             SettingCodes.INITIAL_WINDOW_SIZE: stream_window_len,
             SettingCodes.MAX_FRAME_SIZE: limits.FRAME_LEN_MAX,
@@ -48,7 +48,9 @@ class ProtocolState(H2Connection):
             SettingCodes.MAX_HEADER_LIST_SIZE: limits.HEADER_LIST_LEN_MAX,
             frames.TAKES_REPORTS: 1,
         }
-        kept = cast("dict[SettingCodes, int]", {**told, SettingCodes.MAX_CONCURRENT_STREAMS: 2 * streams_max})
+        kept = cast(
+            "dict[SettingCodes, int]", {**announced, SettingCodes.MAX_CONCURRENT_STREAMS: 2 * streams_max}
+        )
         self.local_settings = Settings(client=client, initial_values=kept)
         self.decoder.max_header_list_size = limits.HEADER_LIST_LEN_MAX
         self.initiate_connection()
@@ -58,7 +60,7 @@ class ProtocolState(H2Connection):
         if surplus := connection_window_len - limits.INITIAL_WINDOW_LEN:
             self.increment_flow_control_window(surplus)
         preface = frames.PREFACE if client else b""
-        settings = frames.settings({int(code): value for code, value in told.items()})
+        settings = frames.settings({int(code): value for code, value in announced.items()})
         self.greeting = preface + settings + self.data_to_send()
 
     def forget(self, stream_id: int) -> None:

@@ -77,9 +77,9 @@ def _gateway(line: GatewayLine) -> Iterator[str]:
     if line.quota_meter is not None:
         yield _row("", f"refused by the {line.quota_scope}'s quota of {line.quota_meter}")
     is_counted = line.prompt_exact or line.prompt_tokens
-    told = _tokens(line) if is_counted else "the prompt was not counted"
+    tokens = _tokens(line) if is_counted else "the prompt was not counted"
     exact = "" if line.prompt_exact or not is_counted else " (estimated)"
-    yield _row("", f"{told}{exact}; reserved {line.reserved_tokens}, charged {line.settled_tokens}")
+    yield _row("", f"{tokens}{exact}; reserved {line.reserved_tokens}, charged {line.settled_tokens}")
 
 
 def _engine_tokens(line: EngineLine) -> Iterator[str]:

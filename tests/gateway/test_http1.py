@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 import httpx
 import pytest
 
-from gateway.relay.http1 import Http1Transport, ResponseStream
+from gateway.relay.http1 import Http1Transport, Http1ResponseStream
 from tests.gateway.conftest import PATIENCE_S, until
 
 
@@ -49,7 +49,7 @@ async def transport() -> AsyncIterator[Http1Transport]:
 
 async def get(
     transport: Http1Transport, url: str, connected: Callable[[], None] | None = None
-) -> ResponseStream:
+) -> Http1ResponseStream:
     return await transport.exchange("GET", url, [], b"", connected=connected)
 
 
