@@ -51,6 +51,7 @@ from shared.http2.errors import (
     StreamReset,
 )
 from shared.http2.fastpath import FastPath
+from shared.http2.floods import FloodBudgets
 from shared.http2.headers import HeaderList
 from shared.http2.owner import Owner
 from shared.http2.phase import MOVES, ConnectionPhase
@@ -90,8 +91,7 @@ class Connection:
         self._announcing = False  # the first GOAWAY is on its way
         self._accept_max = frames.STREAM_ID_MAX  # streams above are refused
         self._splitter = frames.Splitter(b"" if client else frames.PREFACE)
-        self._budgets = _budgets(now)
-        self._empty_frames = limits.Budget("empty frames", limits.EMPTY_FRAMES, now)
+        self._floods = FloodBudgets(now)
         self.h2 = ProtocolState(
             client=client,
             stream_window_len=config.stream_window_len,
@@ -306,7 +306,7 @@ class Connection:
         self.reset(stream, error, code)
 
     def charge_reset(self) -> None:
-        self._budgets[frames.RST_STREAM].spend()
+        self._floods.by_type[frames.RST_STREAM].spend()
 
     def check_known(self, stream_id: int) -> None:
         """Raises ProtocolViolation if this stream was never opened."""
@@ -389,14 +389,14 @@ class Connection:
 
     def _receive(self, data: bytes) -> None:
         """Feed h2 runs of frames that are as long as possible; a frame with a handler of ours ends a run."""
-        budgets, reset_ids, frame_handlers = self._budgets, self.reset_ids, self._frame_handlers
+        budgets, reset_ids, frame_handlers = self._floods.by_type, self.reset_ids, self._frame_handlers
         data, whole = self._splitter.feed(data)
         fed = done = 0
         for kind, flags, stream_id, start, stop in whole:
             if kind in budgets:
                 budgets[kind].spend()
             elif kind > frames.CONTINUATION or (stop - start == frames.HEADER_LEN and not flags & ENDS):
-                self._empty_frames.spend()
+                self._floods.empty_frames.spend()
             take = (self._frame_handlers_of_reset if stream_id in reset_ids else frame_handlers).get(kind)
             if take is not None:
                 if fed < start:
@@ -488,13 +488,3 @@ class Connection:
         """Await the server's report on a stream that is over, if the server takes, and so sends, reports."""
         if self._takes_reports and stream.report is not None:
             self._awaited.expect(stream.id, stream.report)
-
-
-def _budgets(now: Callable[[], float]) -> dict[int, limits.Budget]:
-    """The budgets of the peer's frames that carry no message, by their types."""
-    return {
-        frames.RST_STREAM: limits.Budget("resets", limits.RESETS, now),
-        frames.PING: limits.Budget("PINGs", limits.PINGS, now),
-        frames.SETTINGS: limits.Budget("SETTINGS", limits.SETTINGS_FRAMES, now),
-        frames.PRIORITY: limits.Budget("PRIORITYs", limits.PRIORITIES, now),
-    }

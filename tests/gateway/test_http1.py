@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 import httpx
 import pytest
 
-from gateway.relay.http1 import Http1Transport, Http1ResponseStream
+from gateway.relay.http1 import Http1ResponseStream, Http1Transport
 from tests.gateway.conftest import PATIENCE_S, until
 
 
