@@ -298,7 +298,7 @@ def test_what_a_body_is_reckoned_as_is_what_the_code_says() -> None:
         assert holding.memory_of(10_000, body) == times * 10_000 + rest
 
 
-def test_failed_replicas_cool_as_long_as_it_says() -> None:
+def test_the_cooling_time_of_replicas_is_that_of_the_code() -> None:
     text = " ".join(GATEWAY.read_text().split())
     assert f"is passed over for {replicas.COOLING_S_MIN:.0f} second," in text
     assert f"up to {replicas.COOLING_S_MAX:.0f} seconds." in text

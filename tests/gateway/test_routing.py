@@ -22,7 +22,7 @@ def test_the_least_loaded_is_chosen(loads: list[int], turn: int) -> None:
 
 
 @given(st.integers(1, 20))
-def test_equals_take_turns(count: int) -> None:
+def test_equally_loaded_replicas_take_turns(count: int) -> None:
     assert sorted(least_loaded([0] * count, turn) for turn in range(count)) == list(range(count))
 
 
@@ -37,13 +37,13 @@ def take(pool: Replicas, tokens: int = 1, tried: Collection[ReplicaId] = ()) -> 
     return replica
 
 
-def test_one_giant_weighs_more_than_many_small() -> None:
+def test_one_large_request_weighs_more_than_many_small_ones() -> None:
     pool, _ = replicas("http://a:1", "http://b:1")
     giant = take(pool, 100_000)
     assert all(take(pool, 100).id != giant.id for _ in range(10))
 
 
-def test_each_is_tried_once() -> None:
+def test_each_replica_is_tried_once_per_request() -> None:
     pool, _ = replicas("http://a:1", "http://b:1")
     first = take(pool)
     second = take(pool, tried={first.id})
@@ -51,7 +51,7 @@ def test_each_is_tried_once() -> None:
     assert pool.acquire("m", 1, pool.next_turn(), {first.id, second.id}) is None
 
 
-def test_load_is_given_back() -> None:
+def test_load_is_released() -> None:
     pool, _ = replicas("http://a:1/")
     replica = take(pool, 50)
     assert (replica.url, replica.tokens, replica.requests) == ("http://a:1", 50, 1)
@@ -71,7 +71,7 @@ def test_two_replicas_behind_one_address_are_two() -> None:
     assert {first.id, take(pool, tried={first.id}).id} == {"lb:80/a", "lb:80/b"}
 
 
-def test_a_replica_that_failed_is_passed_over_for_a_time_that_doubles() -> None:
+def test_a_failed_replica_cools_for_a_time_that_doubles() -> None:
     pool, clock = replicas("http://a:1", "http://b:1")
 
     def fail(replica: Replica) -> None:
@@ -94,7 +94,7 @@ def test_a_replica_that_failed_is_passed_over_for_a_time_that_doubles() -> None:
     assert take(pool) is first, "an answer ends the row of failures"
 
 
-def test_failures_of_requests_that_were_under_way_count_once() -> None:
+def test_failures_while_a_replica_cools_count_once() -> None:
     pool, _ = replicas("http://a:1", "http://b:1")
     other = take(pool)
     failing = [take(pool, 1, {other.id}) for _ in range(10)]
@@ -103,7 +103,7 @@ def test_failures_of_requests_that_were_under_way_count_once() -> None:
     assert failing[0].failures == 1
 
 
-def test_while_all_cool_all_are_used() -> None:
+def test_while_all_replicas_cool_all_are_used() -> None:
     pool, _ = replicas("http://a:1", "http://b:1")
     for _ in range(2):
         pool.release(take(pool), 1, Outcome.FAILED)

@@ -52,7 +52,7 @@ def test_one_large_amount_may_be_held_alone_and_leaves_the_others_their_part() -
     assert greedy(share, "b") == share.most
 
 
-def test_what_is_no_tenants_has_the_whole_capacity() -> None:
+def test_requests_without_a_tenant_have_the_whole_capacity() -> None:
     share = FairShare(100)
     assert greedy(share, "") == 100
     assert not share.acquire("a", 1)

@@ -63,7 +63,7 @@ async def test_servers_take_turns_and_are_compared(monkeypatch: pytest.MonkeyPat
     assert len(figures) == 15
 
 
-def test_whose_turn_it_is_not_is_stopped_until_it_is_over() -> None:
+def test_servers_are_stopped_while_it_is_not_their_turn() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as waiting:
         measured, other = (
             Server(name, ApiServer("http://h"), "m", pids) for name, pids in (("", ()), ("b", (waiting.pid,)))

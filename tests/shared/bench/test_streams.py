@@ -143,7 +143,7 @@ def test_a_load_that_was_not_delivered_is_not_measured() -> None:
     assert (cost.value, cost.ok, delivered.ok) == (10, True, True)
 
 
-def test_others_are_told_beside_us() -> None:
+def test_peers_figures_stand_beside_the_gateways() -> None:
     load, ours = Load(streams=100, interval_ms=20), window(5000, 0.05)
     theirs, ratio = _against(load, ours, "nginx", window(5000, 0.1), at_most(1.3))
     assert (theirs.value, ratio.value, ratio.ok) == (20, 0.5, True)

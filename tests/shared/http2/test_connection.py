@@ -59,7 +59,7 @@ def test_a_request_and_its_answer(pair: Pair) -> None:
     pair.check_laws()
 
 
-def test_an_unread_stream_holds_one_window_and_no_more(pair: Pair) -> None:
+def test_backpressure_an_unread_stream_holds_one_window_and_no_more(pair: Pair) -> None:
     ours, theirs = pair.exchange(end=True)
     pair.server.write(theirs, bytes(10 * limits.STREAM_WINDOW_LEN))
     pair.settle()
@@ -182,7 +182,7 @@ def test_the_connection_window_wakes_every_waiting_stream(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_a_peer_that_ignores_our_window_is_cut_off(fast: bool) -> None:
+def test_a_peer_that_exceeds_a_window_is_disconnected(fast: bool) -> None:
     pair = Pair(ConnectionConfig(fast=fast))
     ours, _ = pair.exchange(end=True)
     chunk = frames.frame(frames.DATA, 0, ours.id, bytes(limits.FRAME_LEN_MAX))

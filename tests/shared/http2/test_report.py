@@ -41,7 +41,7 @@ class Counting:
 
 
 @both_paths
-async def test_the_report_of_a_stream_that_the_client_left(fast: bool) -> None:
+async def test_the_report_of_a_stream_that_the_client_reset(fast: bool) -> None:
     async with serving(Counting(), fast=fast) as served:
         transport = Http2Transport(config=ConnectionConfig(fast=fast))
         report = Report()
@@ -164,7 +164,7 @@ async def test_nothing_is_waited_for_without_a_reset_or_from_a_server_that_repor
     assert await report.wait(PATIENCE_S) is None
 
 
-async def test_a_report_that_does_not_come_is_waited_for_no_longer_than_said() -> None:
+async def test_the_wait_for_a_report_times_out() -> None:
     report = Report()
     report.expect()
     assert await report.wait(0.0) is None

@@ -117,7 +117,7 @@ async def test_a_handler_that_fails_resets_its_stream_alone(caplog: pytest.LogCa
         assert (await http.get(served.url + "/fine")).content == b"fine"
 
 
-async def test_write_waits_while_the_client_does_not_read() -> None:
+async def test_backpressure_write_waits_while_the_client_does_not_read() -> None:
     written = 0
 
     async def pour(request: ServerRequest, responder: ServerResponder) -> None:
@@ -139,7 +139,7 @@ async def test_write_waits_while_the_client_does_not_read() -> None:
         assert written <= read + limits.STREAM_WINDOW_LEN
 
 
-async def test_a_blocked_write_ends_when_the_client_leaves() -> None:
+async def test_a_disconnect_ends_a_blocked_write() -> None:
     ends: list[str] = []
 
     async def pour(request: ServerRequest, responder: ServerResponder) -> None:
@@ -249,7 +249,7 @@ async def clocked(handler: Handler, clock: VirtualClock) -> tuple[Http2Server, a
     ],
     ids=["silent", "half a preface", "never answers a PING", "half a frame"],
 )
-async def test_a_peer_that_says_too_little_is_hung_up_on(says: bytes, waits_s: list[float]) -> None:
+async def test_a_silent_peer_is_disconnected_after_a_timeout(says: bytes, waits_s: list[float]) -> None:
     clock = VirtualClock()
     server, listener = await clocked(hello, clock)
     peer = await raw(listener.sockets[0].getsockname()[1])
@@ -274,7 +274,9 @@ async def test_a_peer_that_says_too_little_is_hung_up_on(says: bytes, waits_s: l
     ],
     ids=["frame", "header block"],
 )
-async def test_a_peer_that_drips_a_frame_or_a_header_block_is_hung_up_on(begins: bytes, drop: bytes) -> None:
+async def test_a_peer_that_drips_a_frame_or_a_header_block_is_disconnected(
+    begins: bytes, drop: bytes
+) -> None:
     clock = VirtualClock()
     server, listener = await clocked(hello, clock)
     peer = await raw(listener.sockets[0].getsockname()[1])

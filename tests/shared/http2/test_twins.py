@@ -272,7 +272,7 @@ def check_agreement(client: bool, script: list[Step]) -> None:
 @pytest.mark.parametrize("client", [False, True], ids=["server", "client"])
 @given(script=scripts)
 @settings(max_examples=200, deadline=None)
-def test_the_twins_agree(client: bool, script: list[Step]) -> None:
+def test_both_paths_agree_on_random_histories(client: bool, script: list[Step]) -> None:
     check_agreement(client, script)
 
 
@@ -323,7 +323,7 @@ FRAMES: list[Step] = [
 
 
 @pytest.mark.parametrize("client", [False, True], ids=["server", "client"])
-def test_they_agree_on_every_frame_in_every_state(client: bool) -> None:
+def test_both_paths_agree_on_every_frame_in_every_state(client: bool) -> None:
     """And on what comes after: the compression table is whole, and so are the windows."""
     own = RESPONSE if client else REQUEST
     after: list[Step] = [
@@ -337,7 +337,7 @@ def test_they_agree_on_every_frame_in_every_state(client: bool) -> None:
 
 
 @pytest.mark.parametrize("client", [False, True], ids=["server", "client"])
-def test_they_agree_on_every_header_at_every_place(client: bool) -> None:
+def test_both_paths_agree_on_every_header_at_every_place(client: bool) -> None:
     """Of a message, and of its trailers; and on every header that is missing."""
     own = RESPONSE if client else REQUEST
     state = [call("GET")] if client else []
