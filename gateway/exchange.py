@@ -161,8 +161,7 @@ class LiveRequests:
             self._drained.set()
 
     def end(self, tenant: TenantId, request_id: RequestId, reason: Callable[[], ApiError]) -> int:
-        """End this tenant's requests with this id, and return their number. Several may have it: callers
-        choose ids."""
+        """End this tenant's requests of exactly this id. Several may carry it: the caller chose it."""
         found = [
             exchange
             for exchange in self._exchanges
