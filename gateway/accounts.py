@@ -66,10 +66,9 @@ class Accounts:
     identity: Identity
     tenants: TenantPolicy
     timeouts: TimeoutsConfig
-    """The deadlines of the configuration, before a model or a tenant changes them."""
+    """Everybody's."""
     _terms: dict[tuple[Principal, str | None], Terms] = field(default_factory=dict, repr=False)
-    """A cache of terms, by principal and model name: most requests come on terms that were resolved
-    before."""
+    """Worked out once: most requests come on terms that others came on before."""
     _subjects: dict[Principal, tuple[Subject, ...]] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -86,7 +85,7 @@ class Accounts:
         limits = [limit for s in subjects for limit in (s.limits.tokens_per_min, s.limits.token_budget)]
         tokens_max = min((limit for limit in limits if limit is not None), default=None)
         terms = Terms(model, tenant, timeouts, subjects, tokens_max)
-        if model_name in model.names and len(self._terms) < TERMS_MAX:  # a `*` matches any number of names
+        if model_name in model.names and len(self._terms) < TERMS_MAX:  # callers make up names behind a `*`
             self._terms[principal, model_name] = terms
         return terms
 

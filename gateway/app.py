@@ -168,6 +168,13 @@ class Gateway:
         return [*store, *self._background.down]
 
 
+def _set_gauges(live: LiveRequests, upstream: Upstream, memory: FairShare) -> None:
+    """Show these in the process's metrics."""
+    IN_FLIGHT.set_function(lambda: len(live))
+    HTTP2_STREAMS.set_function(lambda: upstream.streams)
+    HELD_BYTES.set_function(lambda: memory.held)
+
+
 def _profiles(
     config: GatewayConfig, upstream: Upstream, credentials: Credentials
 ) -> Callable[[ModelConfig], Awaitable[EngineProfile]]:
@@ -182,13 +189,6 @@ def _profiles(
 
 def _public_tls(tls: TlsConfig | None) -> ssl.SSLContext | None:
     return server_context(tls.cert, tls.key, protocols=[HTTP1]) if tls is not None else None
-
-
-def _set_gauges(live: LiveRequests, upstream: Upstream, memory: FairShare) -> None:
-    """Show these in the process's metrics."""
-    IN_FLIGHT.set_function(lambda: len(live))
-    HTTP2_STREAMS.set_function(lambda: upstream.streams)
-    HELD_BYTES.set_function(lambda: memory.held)
 
 
 def _stopped() -> GatewayStopped:

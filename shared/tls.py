@@ -24,8 +24,7 @@ class UnusableTls(Exception):
 def server_context(
     cert: str, key: str, *, client_ca: str | None = None, protocols: Sequence[str]
 ) -> ssl.SSLContext:
-    """A context for a server. With `client_ca`, clients need a certificate that it signed (mTLS). Raises
-    UnusableTls."""
+    """With `client_ca`, only clients with a certificate of it are let in (mTLS). Raises UnusableTls."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(list(protocols))

@@ -132,7 +132,7 @@ class MemoryStore:
 
     @property
     def live(self) -> int:
-        """The number of open reservations."""
+        """Reservations held."""
         return len(self._reservations)
 
     def _holdings(self, subjects: Sequence[Subject], now_ms: int) -> list[Holding]:

@@ -57,7 +57,7 @@ class Scope(StrEnum):
 
 
 class Subject(Struct, frozen=True):
-    """A key or a tenant, with the quotas that its requests count against."""
+    """Somebody whose quotas a request counts against."""
 
     scope: Scope
     id: str
@@ -77,7 +77,7 @@ class Usage(Struct, frozen=True):
     live: int = 0
     """The leases that the subject holds: its requests that are admitted and neither settled nor expired."""
     spent: int = 0
-    """The tokens charged to the budget, used and reserved."""
+    """Tokens against the budget: used and reserved."""
 
     def at(self, limits: QuotaLimits, now_ms: int) -> Usage:
         elapsed_ms = now_ms - self.at_ms
@@ -147,8 +147,8 @@ Holding = tuple[Subject, Usage]
 
 
 class QuotaStore(Protocol):
-    """A store of usage. Each call is atomic, also among gateways that share the store. A store that answers
-    without waiting returns `shield.Done`."""
+    """Where usage lives. Each call is atomic, whoever else calls at the same moment. A store that need not
+    wait answers with `shield.Done`."""
 
     def enter(
         self, reservation: ReservationId, subjects: Sequence[Subject], *, needs_tokens: bool
@@ -163,10 +163,8 @@ class QuotaStore(Protocol):
     def reserve(
         self, reservation: ReservationId, subjects: Sequence[Subject], least: int, most: int
     ) -> Awaitable[Decision]:
-        """Reserve between `least` and `most` tokens of every subject, or of none; once per reservation.
-
-        A seat whose lease has run out is taken anew, or refused.
-        """
+        """Reserve between `least` and `most` tokens of every subject, or of none, once per reservation. A
+        seat whose lease ran out meanwhile is taken anew, or refused."""
         ...
 
     def settle(self, reservation: ReservationId, tokens: int) -> Awaitable[Settlement | None]:

@@ -15,7 +15,7 @@ from gateway.config import ModelConfig
 from shared.config import ConfigError
 
 TOKEN_LEN_MAX: Final = 8 * 1024
-"""Characters of a token. Some hold a whole certificate's worth of claims."""
+"""Characters; some tokens hold a whole certificate's worth of claims."""
 _TOKEN: Final = re.compile(rf"[!-~]{{1,{TOKEN_LEN_MAX}}}")
 
 
@@ -44,8 +44,7 @@ class Credentials:
 
 
 def _read(model: ModelConfig, env: Mapping[str, str]) -> str | None:
-    """The model's token; None where none is configured. Raises ValueError with a message for the operator,
-    which does not show the token."""
+    """Raises ValueError; its message is for the operator, and does not show the token."""
     if model.api_key_env is not None:
         where, text = f"the environment variable {model.api_key_env}", env.get(model.api_key_env, "")
     elif model.api_key_file is not None:

@@ -18,7 +18,7 @@ from shared.ids import KeyId, TenantId
 from tests.gateway.conftest import PATIENCE_S, Open
 
 
-async def test_a_silent_tls_handshake_times_out_and_holds_up_no_other(
+async def test_a_silent_handshake_is_cut_and_holds_up_nobody(
     open_house: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener, "HANDSHAKE_S", 0.2)

@@ -47,7 +47,7 @@ def broken(store: BrokenStore) -> QuotaStore:
 
 
 @pytest.mark.parametrize("how", ["fails", "hangs"])
-async def test_every_call_of_a_hanging_quota_store_times_out_and_only_reserving_ones_raise(how: str) -> None:
+async def test_every_call_is_over_in_time_and_only_those_that_reserve_raise(how: str) -> None:
     store = BrokenStore()
     getattr(store, how).update(CALLS)
     guarded = GuardedStore(broken(store), timeout_s=0.01)
