@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from gateway.config import ModelConfig
-from gateway.relay.upstream import Upstream
+from gateway.relay.upstream import HeaderPairs, Upstream
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import ApiError, ConnectTimeout, UpstreamFailed, UpstreamUnreachable
@@ -30,7 +30,6 @@ FETCH_S: Final = 30.0
 RETRY_S_MIN: Final = 0.5
 RETRY_S_MAX: Final = 5.0
 
-Headers = tuple[tuple[bytes, bytes], ...]
 
 log = logs.get(__name__)
 
@@ -159,7 +158,7 @@ class _Models(msgspec.Struct):
 
 
 async def fetch_profile(
-    upstream: Upstream, model: ModelConfig, connect_s: float, headers: Headers
+    upstream: Upstream, model: ModelConfig, connect_s: float, headers: HeaderPairs
 ) -> EngineProfile:
     """Ask one replica after the other. Raises the last one's ApiError when none answers."""
     failure: ApiError | None = None
@@ -176,7 +175,7 @@ async def fetch_profile(
 
 
 async def _fetch(
-    upstream: Upstream, model: ModelConfig, url: str, connect_s: float, headers: Headers
+    upstream: Upstream, model: ModelConfig, url: str, connect_s: float, headers: HeaderPairs
 ) -> EngineProfile:
     name = model.upstream_model or model.name
     _, body = await upstream.fetch(model.protocol, url, "/v1/models", connect_s, headers)
@@ -192,7 +191,7 @@ async def _fetch(
 
 
 async def _fetch_bundle(
-    upstream: Upstream, model: ModelConfig, url: str, connect_s: float, headers: Headers
+    upstream: Upstream, model: ModelConfig, url: str, connect_s: float, headers: HeaderPairs
 ) -> TokenizerBundle | None:
     """The engine's tokenizer. None for an engine of another make, which has none to give."""
     try:

@@ -16,7 +16,7 @@ from gateway.accounts import Terms
 from gateway.admission.tokens import Count
 from gateway.config import Tier
 from gateway.exchange import Exchange
-from gateway.relay.upstream import Outbound
+from gateway.relay.upstream import HeaderPairs, Outbound
 from shared.ids import (
     QUEUE_TIMEOUT_HEADER,
     REQUEST_ID_HEADER,
@@ -33,7 +33,6 @@ OURS_ALONE: Final = frozenset({"penstock", "priority"})
 """Fields that engines of other makes are not sent."""
 _RANKS: Final[dict[object, int]] = {"flex": 0, "default": 1, "auto": 1, "scale": 1, "priority": 2}
 
-Headers = tuple[tuple[bytes, bytes], ...]
 
 _JSON: Final = (b"content-type", b"application/json")
 _REQUEST_ID: Final = REQUEST_ID_HEADER.encode()
@@ -50,7 +49,7 @@ def outbound(
     *,
     maximum: int | None,
     ours: bool,
-    credentials: Headers,
+    credentials: HeaderPairs,
 ) -> Outbound:
     """The request as it is sent to a replica.
 
@@ -80,9 +79,9 @@ def outbound(
     return Outbound("POST", exchange.path, headers, body, "stream_options" in overrides)
 
 
-def _for_ours(exchange: Exchange, terms: Terms) -> Headers:
+def _for_ours(exchange: Exchange, terms: Terms) -> HeaderPairs:
     tenant, model = terms.tenant, terms.model
-    headers: Headers = ((_TENANT, tenant.id.encode()), (_SERVICE_TIER, tenant.service_tier.encode()))
+    headers: HeaderPairs = ((_TENANT, tenant.id.encode()), (_SERVICE_TIER, tenant.service_tier.encode()))
     deadlines = (
         (QUEUE_TIMEOUT_HEADER, tenant.queue_timeout_s or model.queue_timeout_s),
         (REQUEST_TIMEOUT_HEADER, tenant.request_timeout_s or model.request_timeout_s),

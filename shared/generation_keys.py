@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from shared.model_files import NO_EFFECT, USED, KeyTable, only
+from shared.model_files import NO_EFFECT, USED, KeyMeanings, only
 
 _READ: Final = (
     "do_sample",
@@ -59,7 +59,7 @@ _OF_THE_LIBRARY: Final = (
     "renormalize_logits",  # a softmax follows, which normalizes
     "transformers_version",
 )
-GENERATION_KEYS: Final[KeyTable] = {
+GENERATION_KEYS: Final[KeyMeanings] = {
     **dict.fromkeys(_READ, USED),
     **dict.fromkeys(
         (*_DECIDED_BY_REQUESTS, *_OF_BEAMS, *_OF_TOKENS, *_OF_SPEED, *_OF_THE_LIBRARY), NO_EFFECT

@@ -4,8 +4,8 @@ Rules:
 
 1. `NaN`, `Infinity` and `-Infinity` are numbers, as Python writes them, and so is `{"__float__": "NaN"}`, as
    transformers 5 writes them. The code that uses a number checks that it is finite.
-2. Each file has a `KeyTable`, which gives its keys a meaning: the value is used; or answers do not depend on
-   it; or they would depend on it in a way that is not implemented, and only values that change nothing are
+2. Each file has a `KeyMeanings`, which gives its keys a meaning: the value is used; or answers do not depend
+   on it; or they would depend on it in a way that is not implemented, and only values that change nothing are
    accepted.
 3. A key that is in no table is ignored and named in the log, because it may be a misspelt one.
 """
@@ -47,7 +47,7 @@ class Only:
     values: tuple[object, ...]
 
 
-KeyTable = Mapping[str, Meaning | Only]
+KeyMeanings = Mapping[str, Meaning | Only]
 USED: Final = Meaning.USED
 NO_EFFECT: Final = Meaning.NO_EFFECT
 
@@ -85,7 +85,7 @@ def _untagged(value: dict[str, Any]) -> Any:
     return _TAGGED[tag] if len(value) == 1 and isinstance(tag, str) and tag in _TAGGED else value
 
 
-def refusals(fields: Mapping[str, object], table: KeyTable) -> Iterator[str]:
+def refusals(fields: Mapping[str, object], table: KeyMeanings) -> Iterator[str]:
     """One sentence for each key whose value the table does not allow."""
     for name, value in fields.items():
         meaning = table.get(name)
@@ -94,7 +94,7 @@ def refusals(fields: Mapping[str, object], table: KeyTable) -> Iterator[str]:
             yield f"{name} {shown(value)} is not supported, only {allowed}"
 
 
-def unexplained(fields: Iterable[str], table: KeyTable) -> tuple[str, ...]:
+def unexplained(fields: Iterable[str], table: KeyMeanings) -> tuple[str, ...]:
     """The keys that are not in the table, as they may be logged."""
     names = [shown(name) for name in fields if name not in table]
     more = len(names) - NAMES_SHOWN_MAX

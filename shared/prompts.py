@@ -18,7 +18,7 @@ from shared.text_slices import SLICE_LEN, WHOLE_LEN_MAX
 from shared.tokenizer import Tokenizer
 from shared.validation import prompt_count
 
-Span = tuple[int, int]
+CharSpan = tuple[int, int]
 """Characters of a text: the index of the first, and that behind the last."""
 
 
@@ -88,7 +88,7 @@ def text_slices(
     return [*ids, *after]
 
 
-def span_slices(tokenizer: Tokenizer, text: str) -> Slices[tuple[list[int], list[Span]]]:
+def span_slices(tokenizer: Tokenizer, text: str) -> Slices[tuple[list[int], list[CharSpan]]]:
     """The ids and spans of `Tokenizer.encode_spans`, in slices, for a text that is known to fit."""
     slicer = tokenizer.slicer
     if slicer is None or len(text) <= SLICE_LEN:

@@ -25,7 +25,7 @@ from shared.model_files import (
     NO_EFFECT,
     USED,
     BadModelFile,
-    KeyTable,
+    KeyMeanings,
     only,
     parse_object,
     read_text,
@@ -49,7 +49,7 @@ _SUFFIX: Final = "_token"
 _ADDITIONAL: Final = "additional_special_tokens"
 _EXTRA: Final = "extra_special_tokens"
 _DECLARED: Final = "added_tokens_decoder"
-TOKENIZER_KEYS: Final[KeyTable] = {
+TOKENIZER_KEYS: Final[KeyMeanings] = {
     **dict.fromkeys((*_NAMES, _ADDITIONAL, _EXTRA, _DECLARED, "chat_template"), USED),
     "clean_up_tokenization_spaces": USED,
     "add_bos_token": NO_EFFECT,  # tokenizer.json says which tokens are added

@@ -45,13 +45,16 @@ ERROR_LEN_MAX: Final = 64 * 1024
 FETCH_LEN_MAX: Final = 64 * 1024 * 1024
 """Bytes of an answer to the gateway's own requests. A tokenizer of 250,000 tokens takes about 30 MB."""
 
+HeaderPairs = tuple[tuple[bytes, bytes], ...]
+"""Headers in order, names and values as bytes."""
+
 
 class Outbound(msgspec.Struct, frozen=True):
     """A request as it is sent to the replica that is chosen."""
 
     method: str
     path: str
-    headers: tuple[tuple[bytes, bytes], ...]
+    headers: HeaderPairs
     content: bytes = b""
     asks_for_usage: bool = False
     """Whether the gateway asks an engine of another make for usage that the client did not ask for."""
@@ -219,7 +222,7 @@ class Upstream:
         base_url: str,
         path: str,
         connect_s: float,
-        headers: tuple[tuple[bytes, bytes], ...] = (),
+        headers: HeaderPairs = (),
     ) -> tuple[Mapping[str, str], bytes]:
         """The headers and body of the answer to a GET of the gateway's own. Raises ApiError for an error
         status."""
