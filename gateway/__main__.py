@@ -1,4 +1,4 @@
-"""`python -m gateway --config FILE`"""
+"""The command line of the gateway: `python -m gateway --config FILE`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shared.tls import UnusableTls
 
 
 def build_parser() -> Parser:
-    """The command line. Every setting that is not on it is in the file or a variable."""
+    """The command line of the gateway. A setting without an option is set in the file or by a variable."""
     parser = Parser(prog="penstock gateway", description="Run a gateway in the foreground.")
     parser.add_argument(
         "--config",
@@ -39,7 +39,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until a stop signal; the process's exit status."""
+    """Serve until a stop signal. Returns the process's exit status."""
     given = vars(build_parser().parse_args(argv))
     file: Path = given.pop("config")
     parent_pid: int | None = given.pop("parent_pid")

@@ -1,8 +1,8 @@
-"""Who may call, what they may use and on what terms, as the configuration says; read again when its file
-changes.
+"""The accounts: which callers there are, which models they may use and on what terms.
 
-A revoked key is refused within `POLL_S` of the file's change (or at SIGHUP, at once), everywhere the
-file is. Requests that were let in before are not cut off.
+They come from the configuration file, which is read again when it changes. A revoked key is refused within
+`POLL_S` of the change (at once on SIGHUP) by every gateway that has the file. Requests that were let in
+before are not cut off.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = logs.get(__name__)
 
 
 IdentityOf = Callable[[GatewayConfig], Identity]
-"""How callers are named, by what the configuration says."""
+"""A function that makes the `Identity` of a configuration."""
 
 
 def by_keys(config: GatewayConfig) -> Identity:
@@ -56,17 +56,17 @@ def operators_of(config: GatewayConfig) -> Identity:
 
 
 class Terms(Struct, frozen=True):
-    """On which a caller uses a model."""
+    """The terms on which a caller uses a model."""
 
     model: ModelConfig
     tenant: TenantConfig
-    """With what it has from its class."""
+    """The tenant's settings, with unset ones taken from its service class."""
     timeouts: TimeoutsConfig
     subjects: tuple[Subject, ...]
-    """Whose quotas the request counts against: key and tenant, if they have any. An account without limits
-    is not kept; one that gets some starts empty."""
+    """The quotas that the request counts against: those of its key and of its tenant, without those that set
+    no limit. A subject without limits has no usage; one that is given limits later starts from none."""
     tokens_max: int | None
-    """The tightest of their limits on tokens, per minute or in all; None where there is none."""
+    """The tightest of the subjects' limits on tokens, per minute or in all. None without any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Accounts:
         return cls(identity_of(config), operators_of(config), tenants, config.timeouts)
 
     def terms(self, principal: Principal, model_name: str | None) -> Terms:
-        """Raises as `TenantPolicy.resolve`."""
+        """The terms on which the principal uses the model. Raises the errors of `TenantPolicy.resolve`."""
         if (known := self._terms.get((principal, model_name))) is not None:
             return known
         model, tenant = self.tenants.resolve(principal, model_name), self.tenants.tenant(principal)
@@ -101,7 +101,7 @@ class Accounts:
         return terms
 
     def subjects(self, principal: Principal) -> tuple[Subject, ...]:
-        """Key and tenant, if they have limits."""
+        """The quotas of the principal's key and tenant, without those that set no limit."""
         if (known := self._subjects.get(principal)) is not None:
             return known
         tenant = self.tenants.tenant(principal)
@@ -116,7 +116,10 @@ class Accounts:
 
 
 class AccountsReader:
-    """`now` is the newest accounts that could be read. A file that is wrong changes nothing."""
+    """The accounts, read again when the file changes.
+
+    `now` has the newest that could be read; a file with a mistake changes nothing.
+    """
 
     def __init__(
         self,
@@ -154,14 +157,15 @@ class AccountsReader:
         return []
 
     async def watch(self) -> None:
-        """Look at the file again and again, until cancelled."""
+        """Read the file again whenever it has changed, until cancelled."""
         while self._path is not None:
             await self._clock.sleep(POLL_S)
             if self._version() != self._seen:
                 self.reload()
 
     def _version(self) -> tuple[int, int, int] | None:
-        """Changes whenever the file does, a replaced one too."""
+        """A value that changes whenever the file does, also when it is replaced. None when there is no
+        file."""
         try:
             stat = self._path.stat() if self._path is not None else None
         except OSError:

@@ -84,9 +84,7 @@ class Gateway:
         self._threads = FairThreads(config.limits.tokenizer_threads)
         self.engines = Engines(config.models, _profiles(config, upstream, credentials), clock)
         memory = FairShare(config.limits.request_memory)
-        IN_FLIGHT.set_function(lambda: len(self.live))
-        HTTP2_STREAMS.set_function(lambda: upstream.streams)
-        HELD_BYTES.set_function(lambda: memory.held)
+        _set_gauges(self.live, upstream, memory)
         pipeline = Pipeline(
             config,
             self.engines,
@@ -169,6 +167,13 @@ class Gateway:
         """For `/readyz`: names of what does not work, and without which requests cannot be served."""
         store = [] if self._store_is_well else ["quota store"]
         return [*store, *self._background.down]
+
+
+def _set_gauges(live: LiveRequests, upstream: Upstream, memory: FairShare) -> None:
+    """Show these in the process's metrics."""
+    IN_FLIGHT.set_function(lambda: len(live))
+    HTTP2_STREAMS.set_function(lambda: upstream.streams)
+    HELD_BYTES.set_function(lambda: memory.held)
 
 
 def _profiles(

@@ -1,6 +1,6 @@
-"""Work that goes on beside the requests for as long as the gateway serves: each task by itself.
+"""Background tasks, which run beside the requests for as long as the gateway serves.
 
-A task that fails is begun anew after `RESTART_S_MIN`, and after twice as long with every failure in a row, up
+A task that fails is restarted after `RESTART_S_MIN`, and after twice as long with every failure in a row, up
 to `RESTART_S_MAX`. Until then it is *down*, which `/readyz` says.
 """
 
@@ -19,11 +19,12 @@ RESTART_S_MAX: Final = 60.0
 log = logs.get(__name__)
 
 Work = Callable[[], Awaitable[None]]
-"""Runs until it is cancelled. One that returns has nothing to do any more."""
+"""The body of a background task. It runs until it is cancelled; one that returns is not restarted."""
 
 
 class Background:
-    """`async with Background({"name": work})` runs it all until the block is left."""
+    """A group of background tasks: `async with Background({"name": work})` runs them until the block is
+    left."""
 
     def __init__(self, works: Mapping[str, Work], clock: Clock = SYSTEM_CLOCK) -> None:
         self._works: Final = works
@@ -33,7 +34,7 @@ class Background:
 
     @property
     def down(self) -> list[str]:
-        """Names of tasks that failed and have not been begun anew."""
+        """The names of the tasks that failed and have not been restarted yet."""
         return sorted(self._down)
 
     async def __aenter__(self) -> Background:
@@ -55,7 +56,7 @@ class Background:
             except Exception:
                 log.exception("gateway.background_failed", task=name, again_s=restart_s)
             if self._clock.monotonic() - began_s > RESTART_S_MAX:
-                restart_s = RESTART_S_MIN  # it has worked since
+                restart_s = RESTART_S_MIN  # it has worked for a while
             self._down.add(name)
             await self._clock.sleep(restart_s)
             self._down.discard(name)

@@ -95,7 +95,7 @@ class Edge:
         self._started_s = int(clock.wall())
         self._reporter = Reporter()
         self._name = secrets.token_hex(8)
-        """This process's part of the ids of its reservations, which makes them differ from other
+        """A name of this process in the ids of its reservations, which makes them differ from other
         gateways'."""
         self._count = itertools.count()
 
@@ -114,9 +114,8 @@ class Edge:
             raise
         finally:
             self._complete(exchange)
-            for told in (exchange.record.error, exchange.watch.reason):
-                if told is not None:
-                    forget_frames(told)
+            forget_frames(exchange.record.error)
+            forget_frames(exchange.watch.reason)
 
     async def _answer(self, exchange: Exchange) -> web.StreamResponse:
         try:
@@ -135,8 +134,7 @@ class Edge:
             return await self._fail(exchange, InternalError("The gateway failed. It is not your fault."))
 
     async def _serve(self, exchange: Exchange) -> web.StreamResponse:
-        """Answer by path and method. The caller is authenticated before anything is said about the
-        path."""
+        """Answer by path and method. Authentication comes before any answer that depends on the path."""
         check(exchange.request)
         method, path = exchange.request.method, exchange.path
         endpoint = exchange.endpoint
@@ -185,7 +183,7 @@ class Edge:
         """Answer with an error, or end an answer that has begun with it."""
         begun = exchange.client.response
         if begun is not None and exchange.client.finished:
-            exchange.record.status = begun.status  # the client has its whole answer already
+            exchange.record.status = begun.status  # its whole answer was sent already
             return begun
         exchange.record.failed(error, begun.status if begun else None)
         if begun is not None:
@@ -235,12 +233,12 @@ class Edge:
         record.stage = record.stage or stages.now
         record.stream, record.reserved = exchange.streams, exchange.reserved
         record.decision = exchange.decision
-        record.take(exchange.progress)
+        record.set_progress(exchange.progress)
         self._reporter.completed(record, stages, stages.enter(stages.now) - exchange.arrived_s)
 
     def refuse_unparsed(self, cause: str) -> web.Response:
-        """The answer to what is not well-formed HTTP, or has too much of it. Its completed line is
-        written here."""
+        """The answer to a request that is not well-formed HTTP, or whose head is too large. Its completed
+        line is written here."""
         message = "The request is not well-formed HTTP, or its headers are too large."
         error = InvalidRequest(message, detail=cause)
         record = RequestRecord(mint_request_id(), "", UNPARSED, stage="parse")
@@ -254,7 +252,7 @@ class Edge:
 def _client_left(exchange: Exchange) -> None:
     response = exchange.client.response
     if response is not None and exchange.progress.delivered:
-        exchange.record.status = response.status  # the client has everything that it wanted
+        exchange.record.status = response.status  # the whole answer was sent
     else:
         exchange.record.client_left()
 

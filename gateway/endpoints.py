@@ -1,5 +1,7 @@
-"""The endpoints that engines serve behind the gateway: for each path, what a request is and how its answer
-streams. Whatever differs between them is said here; every stage is the same for all.
+"""The endpoints that engines serve behind the gateway: for each path, the type of its requests and the
+dialect of its streams.
+
+Everything that differs between endpoints is here; every stage is the same for all.
 """
 
 from __future__ import annotations
@@ -23,19 +25,19 @@ ProxiedRequest = GenerationRequest | TokenizeRequest | DetokenizeRequest
 
 
 class Dialect(Struct, frozen=True):
-    """How an event stream says that it is whole, and that it failed."""
+    """The events that end a stream: the last one of a whole answer, and an error."""
 
     done: bytes
     """The last event of a whole answer."""
     error_head: bytes
-    """What an event begins with that ends an answer with an error."""
+    """The first bytes of an event that ends an answer with an error."""
 
     def error_event(self, error: ApiError) -> bytes:
         return sse.error_event(error)
 
 
 CHUNKS: Final = Dialect(done=sse.DONE, error_head=b'data: {"error":')
-"""Chat's and completions'."""
+"""The dialect of chat and completions."""
 
 
 class Endpoint(Struct, frozen=True):
@@ -58,4 +60,4 @@ ENDPOINTS: Final[Mapping[str, Endpoint]] = {
         Endpoint("/detokenize", DetokenizeRequest),
     )
 }
-"""By path."""
+"""The endpoints by path."""

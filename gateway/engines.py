@@ -1,8 +1,8 @@
-"""What is known of each model's engine: its tokenizer, its context's length, whether it is one of ours.
+"""The profile of each model's engine: its tokenizer, its context length, whether it is one of ours.
 
-Asked of the engine itself, in the background, and kept fresh: every answer names the hash of its engine's
-tokenizer, and a new hash is a reason to ask again. Asking never holds up a request; until there is an answer
-nothing is known, and the prompts of that model are estimated.
+The gateway asks the engine for it, in the background, and keeps it fresh: every answer names the hash of its
+engine's tokenizer, and a new hash is a reason to ask again. No request waits for the profile; as long as
+there is none, the tokens of that model's prompts are estimated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from gateway.config import ModelConfig
-from gateway.relay.upstream import Upstream
+from gateway.relay.upstream import HeaderPairs, Upstream
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import ApiError, ConnectTimeout, UpstreamFailed, UpstreamUnreachable
@@ -26,11 +26,10 @@ from shared.openai import ChatMessage, ChatRequest
 from shared.tokenizer import Tokenizer, TokenizerBundle, UnusableTokenizer
 
 FETCH_S: Final = 30.0
-"""For one replica, everything included."""
+"""The time to fetch the profile from one replica, in seconds."""
 RETRY_S_MIN: Final = 0.5
 RETRY_S_MAX: Final = 5.0
 
-Headers = tuple[tuple[bytes, bytes], ...]
 
 log = logs.get(__name__)
 
@@ -40,44 +39,46 @@ class EngineProfile:
     """What an engine says about a model."""
 
     bundle: TokenizerBundle | None
-    """None where the engine has no tokenizer to give: it is another's."""
+    """The engine's tokenizer. None for an engine of another make, which has none to give."""
     max_model_len: int | None
     created: int | None
 
     @property
     def is_whole(self) -> bool:
-        """An engine of ours that is still loading knows its tokenizer, and not yet its length."""
+        """Whether the profile is complete. An engine of ours that is still loading knows its tokenizer, and
+        not yet its context length."""
         return self.bundle is None or self.max_model_len is not None
 
 
 @dataclass(slots=True)
 class Known:
-    """What is known about one model's engine, and whether to ask again."""
+    """The profile of one model's engine, and whether to fetch it again."""
 
     profile: EngineProfile | None = None
     tokenizer: Tokenizer | None = None
-    """None while there is none to count with."""
+    """The tokenizer that prompts are counted with. None while there is none."""
     stale: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def max_model_len(self) -> int | None:
-        """Tokens of the context; None while the engine has not told."""
+        """The context length in tokens. None while it is unknown."""
         return None if self.profile is None else self.profile.max_model_len
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the engine is known to be none of ours."""
+        """Whether the engine is known to be of another make. False while its profile is unknown."""
         return self.profile is not None and self.profile.bundle is None
 
     def observe(self, tokenizer_hash: str | None) -> None:
-        """Every answer names its engine's tokenizer: it is fetched when it is not the one in use."""
+        """Note the tokenizer's hash in an answer. A hash that is not that of the tokenizer in use causes a
+        fetch."""
         own = self.tokenizer.hash if self.tokenizer else None
         if tokenizer_hash is not None and tokenizer_hash != own:
             self.stale.set()
 
 
 class Engines:
-    """What is known, by model."""
+    """The engines' profiles, by model."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class Engines:
         return self._known[model.name]
 
     def works(self) -> dict[str, Callable[[], Awaitable[None]]]:
-        """By name: what fetches, and keeps fresh, what is known about each model."""
+        """The background tasks that fetch the profiles and keep them fresh, by name."""
         return {f"tokenizer of {name}": partial(self._keep, name) for name in self._models}
 
     async def _keep(self, name: str) -> None:
@@ -124,7 +125,7 @@ class Engines:
 
     async def _load(self, name: str, known: Known, bundle: TokenizerBundle) -> None:
         try:
-            tokenizer = await asyncio.to_thread(_warm, bundle)  # a large one takes a second
+            tokenizer = await asyncio.to_thread(_warm, bundle)  # a large tokenizer takes a second
         except UnusableTokenizer as error:
             log.error("tokenizer.unusable", model=name, error=str(error))
             return
@@ -134,7 +135,7 @@ class Engines:
 
 
 def _warm(bundle: TokenizerBundle) -> Tokenizer:
-    """So that the first request is counted as fast as the second."""
+    """Make a tokenizer and use it once, so that the first request is counted as fast as the second."""
     tokenizer = Tokenizer(bundle)
     with contextlib.suppress(ApiError):  # a model without a chat template
         tokenizer.prompt_ids(ChatRequest(model="", messages=[ChatMessage("user", "Hello.")]))
@@ -145,7 +146,7 @@ def _warm(bundle: TokenizerBundle) -> Tokenizer:
 
 
 class _Model(msgspec.Struct):
-    """Read leniently: other engines say less, and more."""
+    """A model in an engine's list. Engines of other makes leave fields out, and add their own."""
 
     id: str
     max_model_len: int | None = None
@@ -157,7 +158,7 @@ class _Models(msgspec.Struct):
 
 
 async def fetch_profile(
-    upstream: Upstream, model: ModelConfig, connect_s: float, headers: Headers
+    upstream: Upstream, model: ModelConfig, connect_s: float, headers: HeaderPairs
 ) -> EngineProfile:
     """Ask one replica after the other. Raises the last one's ApiError when none answers."""
     failure: ApiError | None = None
@@ -174,7 +175,7 @@ async def fetch_profile(
 
 
 async def _fetch(
-    upstream: Upstream, model: ModelConfig, url: str, connect_s: float, headers: Headers
+    upstream: Upstream, model: ModelConfig, url: str, connect_s: float, headers: HeaderPairs
 ) -> EngineProfile:
     name = model.upstream_model or model.name
     _, body = await upstream.fetch(model.protocol, url, "/v1/models", connect_s, headers)
@@ -190,11 +191,13 @@ async def _fetch(
 
 
 async def _fetch_bundle(
-    upstream: Upstream, model: ModelConfig, url: str, connect_s: float, headers: Headers
+    upstream: Upstream, model: ModelConfig, url: str, connect_s: float, headers: HeaderPairs
 ) -> TokenizerBundle | None:
-    """None for an engine that has none to give: it is not one of ours."""
+    """The engine's tokenizer. None for an engine of another make, which has none to give."""
     try:
-        told, body = await upstream.fetch(model.protocol, url, "/penstock/tokenizer", connect_s, headers)
+        headers_received, body = await upstream.fetch(
+            model.protocol, url, "/penstock/tokenizer", connect_s, headers
+        )
     except (ConnectTimeout, UpstreamUnreachable):
         raise
     except ApiError:
@@ -203,6 +206,6 @@ async def _fetch_bundle(
         bundle = await asyncio.to_thread(msgspec.json.decode, body, type=TokenizerBundle)
     except msgspec.DecodeError as error:
         raise UpstreamFailed("The engine's tokenizer cannot be read.", detail=str(error)) from error
-    if bundle.hash != told.get(TOKENIZER_HEADER, bundle.hash):
+    if bundle.hash != headers_received.get(TOKENIZER_HEADER, bundle.hash):
         raise UpstreamFailed("The engine's tokenizer is damaged.", detail="its hash is not the one announced")
     return bundle

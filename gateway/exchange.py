@@ -1,4 +1,5 @@
-"""One request in progress, and all of them: how many, whose, and how to end them."""
+"""A request in progress, and the set of all requests in progress: their number, their tenants, and a way to
+end them."""
 
 from __future__ import annotations
 
@@ -30,56 +31,57 @@ _TIMING: Final = re.compile(r"\s*[\w-]+(;[\w-]+=[\w.-]+)*\s*")
 
 
 class Exchange(Struct, eq=False):
-    """What the stages of one request share."""
+    """The state that the stages of one request share."""
 
     request: web.BaseRequest
     path: str
-    """As it was sent, without the query."""
+    """The path as it was sent, without the query."""
     endpoint: Endpoint | None
-    """What engines serve at this path; None for any other."""
+    """The endpoint that engines serve at this path. None for any other path."""
     request_id: RequestId
     record: RequestRecord
-    """Only written here: nothing that happens depends on it."""
+    """The record for log and metrics. The exchange is written to it and never read from it: nothing that
+    happens depends on it."""
     stages: Stages
     watch: Watch
     client: Client
     accounts: Accounts
-    """Keys and tenants as they were when the request came: a reload does not change it midway."""
+    """Keys and tenants as they were when the request came: a reload does not change them midway."""
     timeouts: TimeoutsConfig
-    """Everybody's, until model and tenant are known."""
+    """The deadlines of the configuration until model and tenant are known, then theirs."""
     clock: Clock
     reservation: ReservationId
     arrived_s: float
     progress: Progress
     principal: Principal | None = None
     is_seated: bool = False
-    """Whether its seat was asked for: a lease that is to be renewed."""
+    """Whether the request has asked for its seat, so that it has a lease to renew."""
     streams: bool = False
-    """Whether a stream was asked for."""
+    """Whether the request asks for a stream. False until its body has been parsed."""
     reserved: int = 0
-    """Tokens."""
+    """The tokens reserved."""
     decision: Decision | None = None
-    """The last of the quotas."""
+    """The last decision of the quotas. None before the first."""
     windows: Windows | None = None
-    """How its quotas stand, as far as it was asked."""
+    """The caller's quotas as they stood last. None as long as they were not looked up."""
     ignored_fields: str = ""
     engine_timing: str = ""
-    """The engine's `server-timing`, its names marked as the engine's."""
+    """The engine's `server-timing`, with its names marked as the engine's. Empty without one."""
 
     def bound_by(self, timeouts: TimeoutsConfig) -> None:
         self.timeouts = timeouts
         self.watch.bound(timeouts.total_s)
         self.client.slow_client_s = timeouts.slow_client_s
 
-    def take_engine_timing(self, value: str) -> None:
-        if not value:  # of a stream, whose head comes before there is anything to tell
+    def set_engine_timing(self, value: str) -> None:
+        if not value:  # a stream's head comes before the engine has times to tell
             return
         entries = value[:ENGINE_TIMING_LEN_MAX].split(",")
         named = (entry.strip() for entry in entries if _TIMING.fullmatch(entry))
         self.engine_timing = ", ".join(f"engine-{entry}" for entry in named)
 
     def headers(self) -> dict[str, str]:
-        """What every answer carries beside its content."""
+        """The headers that every answer has, beside those of its content."""
         timing = self.stages.server_timing()
         headers = {
             REQUEST_ID_HEADER: self.request_id,
@@ -93,7 +95,7 @@ class Exchange(Struct, eq=False):
 
 
 def ratelimit_headers(windows: Windows) -> dict[str, str]:
-    """OpenAI's."""
+    """OpenAI's `x-ratelimit-*` headers."""
     headers = {}
     if (window := windows.requests) is not None:
         headers["x-ratelimit-limit-requests"] = str(window.limit)
@@ -107,7 +109,7 @@ def ratelimit_headers(windows: Windows) -> dict[str, str]:
 
 
 def duration(ms: int) -> str:
-    """As OpenAI writes them: `12ms`, `1.5s`, `6m0s`."""
+    """A duration as OpenAI writes it: `12ms`, `1.5s`, `6m0s`."""
     if ms < 1000:
         return f"{ms}ms"
     if ms < 60_000:
@@ -120,7 +122,7 @@ class LiveRequests:
     """The requests in progress.
 
     A tenant's part of the places is bounded by what is left of them (`shared.fair_share`), so that a tenant
-    whose requests never get on, as those whose bodies do not arrive, leaves room for the others.
+    whose requests never get on, such as those whose bodies do not arrive, leaves room for the others.
     """
 
     def __init__(self, live_max: int) -> None:
@@ -128,33 +130,33 @@ class LiveRequests:
         self._claims: dict[Exchange, TenantId] = {}
         self._exchanges: set[Exchange] = set()
         self._drained = asyncio.Event()
-        """Set while nothing is left and nothing can come."""
+        """Set once the gateway drains and no request is left."""
         self._stopping = False
 
     def __len__(self) -> int:
         return len(self._exchanges)
 
     def enter(self, exchange: Exchange) -> None:
-        """`leave` must follow. Raises NotReady while the gateway drains."""
+        """Add a request; `leave` must follow. Raises NotReady while the gateway drains."""
         if self._stopping:
             raise NotReady("The gateway is shutting down.", retry_after_s=1.0)
         self._exchanges.add(exchange)
 
     def claim(self, exchange: Exchange, tenant: TenantId) -> None:
-        """Take one of the places that requests may wait at. Raises Overloaded when the tenant has its
+        """Take a place among the live requests for the tenant. Raises Overloaded when the tenant has its
         share."""
-        if not self._share.take(tenant, 1):
+        if not self._share.acquire(tenant, 1):
             raise Overloaded(
                 "The gateway is serving as many requests as it may.",
                 retry_after_s=1.0,
-                detail=f"requests: {self._share.told(tenant, 1)}",
+                detail=f"requests: {self._share.describe(tenant, 1)}",
             )
         self._claims[exchange] = tenant
 
     def leave(self, exchange: Exchange) -> None:
         self._exchanges.remove(exchange)
         if (tenant := self._claims.pop(exchange, None)) is not None:
-            self._share.give_back(tenant, 1)
+            self._share.release(tenant, 1)
         if self._stopping and not self._exchanges:
             self._drained.set()
 
@@ -177,7 +179,7 @@ class LiveRequests:
             exchange.watch.end(reason())
 
     def reservations(self) -> list[ReservationId]:
-        """Those whose leases are to be renewed."""
+        """The reservations whose leases are to be renewed."""
         return [exchange.reservation for exchange in self._exchanges if exchange.is_seated]
 
     async def drain(self, within_s: float, reason: Callable[[], ApiError]) -> bool:

@@ -1,5 +1,5 @@
-"""What aiohttp's parser lets through and this edge does not: requests that a proxy in front may read
-otherwise.
+"""Checks on a request's head beyond those of aiohttp's parser: requests that a proxy in front may read
+otherwise are refused.
 
 A proxy's path rules, its routing by host and its framing must see the request that is served here. So there
 is one spelling of a path, a host is a host, and a body has one of two framings.
@@ -17,15 +17,15 @@ from aiohttp.http import HttpVersion10, HttpVersion11
 from shared.errors import InvalidRequest
 
 HEAD_LEN_MAX: Final = 32 * 1024
-"""Bytes of a request's line and headers together. The bounds of each add up to half a megabyte, which nobody
-needs, and which anybody could send without a key."""
+"""Bytes of a request's line and headers together. The bounds of each add up to half a megabyte, which no
+client needs, and which any client could send without a key."""
 _HOST: Final = re.compile(r"[A-Za-z0-9._~-]*(:[0-9]{0,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{0,5})?")
 HOSTS_MAX: Final = 64
-"""Values of `host` that are known: there are few of them."""
+"""The number of values of `host` whose check is cached: there are few of them."""
 NAMES_MAX: Final = 256
-"""Lists of names of headers that are known, of at most `HEAD_LEN_MAX` bytes each."""
+"""The number of lists of header names whose check is cached, each of at most `HEAD_LEN_MAX` bytes."""
 _SINGLE: Final = ("authorization", "host", "content-encoding")
-"""Headers that must not be repeated: which of them counts would be anybody's guess."""
+"""Headers that must not be repeated, because proxies and servers differ in which of them counts."""
 
 
 @lru_cache(maxsize=HOSTS_MAX)
@@ -35,7 +35,8 @@ def _is_host(host: str) -> bool:
 
 @lru_cache(maxsize=NAMES_MAX)
 def _repeated(names: tuple[bytes, ...]) -> str | None:
-    """Which of `_SINGLE` is there twice, if any. Most requests name the same headers."""
+    """The first of `_SINGLE` that is there twice; None when none is. Cached, as most requests name the same
+    headers."""
     lowered = [name.lower() for name in names]
     return next((name for name in _SINGLE if lowered.count(name.encode()) > 1), None)
 
@@ -47,7 +48,7 @@ def path_of(request: web.BaseRequest) -> str:
 
 
 def check(request: web.BaseRequest) -> None:
-    """Raises InvalidRequest."""
+    """Check a request's head. Raises InvalidRequest."""
     names, values = zip(*request.raw_headers, strict=True) if request.raw_headers else ((), ())
     if len(b"".join(names)) + len(b"".join(values)) > HEAD_LEN_MAX:
         raise InvalidRequest("The request's headers are too large.")

@@ -32,7 +32,7 @@ from shared.errors import forget_frames
 from shared.http2.sockets import bound_transport
 from shared.listening import BACKLOG_LEN, CLOSE_GRACE_S, bound_socket, http1_options
 
-TELL_EVERY_S: Final = 10.0
+WARN_EVERY_S: Final = 10.0
 """The shortest time between two log lines that say that connections are cut, in seconds."""
 HANDSHAKE_S: Final = 10.0
 """How long a TLS handshake may take, in seconds."""
@@ -80,7 +80,7 @@ class PublicServer(web.Server):
         self._edge = edge
         self._write_buffer_len = config.limits.write_buffer_len
         self._connections_max = config.limits.connections_max
-        self._told_at_s = -math.inf
+        self._warned_at_s = -math.inf
         """When the log last said that connections are cut, in seconds on the loop's clock."""
         self._options = http1_options(config.timeouts.idle_s)
 
@@ -92,8 +92,8 @@ class PublicServer(web.Server):
         first = next((one for one in self._connections if _is_idle(one) and one is not handler), handler)
         CONNECTIONS_CUT.inc()
         now_s = self._loop.time()
-        if now_s - self._told_at_s >= TELL_EVERY_S:
-            self._told_at_s = now_s
+        if now_s - self._warned_at_s >= WARN_EVERY_S:
+            self._warned_at_s = now_s
             log.warning("gateway.connections_full", connections_max=self._connections_max)
         self._connections[first].abort()
 
@@ -152,7 +152,7 @@ class _Protocol(RequestHandler):
         if self._messages:
             self._head_len = 0
             self._is_refused = not isinstance(self._messages[-1][0], RawRequestMessage)
-        elif self._waiter is None or self._waiter.done():  # what came was of a body
+        elif self._waiter is None or self._waiter.done():  # the bytes belonged to a body
             self._head_len = 0
         else:
             self._head_len += len(data)
@@ -166,7 +166,7 @@ class _Protocol(RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        assert self.transport is not None  # uvloop's is no subclass of asyncio's
+        assert self.transport is not None  # uvloop's transport is no subclass of asyncio's
         bound_transport(self.transport, self._write_buffer_len)
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -188,7 +188,7 @@ class _Protocol(RequestHandler):
     ) -> web.StreamResponse:
         """Answer what aiohttp refuses by itself: malformed request lines, headers and framing. No other error
         comes here, because the edge answers them all."""
-        forget_frames(exc)  # they hold what was read
+        forget_frames(exc)  # its frames hold the bytes that were read
         if request.writer.output_size > 0 or self.transport is None:
             raise ConnectionResetError("an answer has begun, or the client has left")
         return self._edge.refuse_unparsed(type(exc).__name__)

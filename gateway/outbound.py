@@ -1,9 +1,9 @@
 """A request as it goes to a replica: the body's fields, and the headers of the hop.
 
-An engine of ours is told everything: the ids that were counted, the tenant and the class that it may
-have at most, how long its callers wait. Any other engine gets OpenAI's own fields alone: there is nobody
-there who would hold a caller's `priority` down, and some refuse what they do not know. Its streams are asked
-for their usage, by which they are charged.
+An engine of ours is sent everything: the token ids that were counted, the tenant and the highest class that
+it may have, the deadlines. An engine of another make is sent OpenAI's own fields alone: it would not hold
+down a caller's `priority`, and some refuse fields that they do not know. Its streams are asked for their
+usage, by which the request is charged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gateway.accounts import Terms
 from gateway.admission.tokens import Count
 from gateway.config import Tier
 from gateway.exchange import Exchange
-from gateway.relay.upstream import Outbound
+from gateway.relay.upstream import HeaderPairs, Outbound
 from shared.ids import (
     QUEUE_TIMEOUT_HEADER,
     REQUEST_ID_HEADER,
@@ -30,10 +30,9 @@ from shared.timeouts import stated_timeout_s
 from shared.validation import Parsed, with_fields
 
 OURS_ALONE: Final = frozenset({"penstock", "priority"})
-"""Fields that no other engine is sent."""
+"""Fields that engines of other makes are not sent."""
 _RANKS: Final[dict[object, int]] = {"flex": 0, "default": 1, "auto": 1, "scale": 1, "priority": 2}
 
-Headers = tuple[tuple[bytes, bytes], ...]
 
 _JSON: Final = (b"content-type", b"application/json")
 _REQUEST_ID: Final = REQUEST_ID_HEADER.encode()
@@ -50,10 +49,14 @@ def outbound(
     *,
     maximum: int | None,
     ours: bool,
-    credentials: Headers,
+    credentials: HeaderPairs,
 ) -> Outbound:
-    """`maximum`: what each choice may generate at most, where the request does not say. `credentials`: the
-    gateway's own towards this model's replicas; the caller's key goes nowhere. Raises InvalidRequest."""
+    """The request as it is sent to a replica.
+
+    `maximum` is the most tokens that each choice may have, where the request states none; None leaves that
+    open. `ours` says whether the engine is one of ours. `credentials` are the gateway's own towards this
+    model's replicas; the caller's key goes nowhere. Raises InvalidRequest.
+    """
     headers = (
         _JSON,
         (_REQUEST_ID, exchange.request_id.encode()),
@@ -71,14 +74,14 @@ def outbound(
         overrides |= held_down
     ids = {} if count.extension is None else {"penstock": count.extension}
     body = with_fields(fields, **overrides, **ids)
-    if len(body) > BODY_LEN_MAX:  # with the ids of a huge prompt: the engine counts it again
+    if len(body) > BODY_LEN_MAX:  # the ids of a huge prompt: the engine tokenizes it again
         body = with_fields(fields, **overrides)
     return Outbound("POST", exchange.path, headers, body, "stream_options" in overrides)
 
 
-def _for_ours(exchange: Exchange, terms: Terms) -> Headers:
+def _for_ours(exchange: Exchange, terms: Terms) -> HeaderPairs:
     tenant, model = terms.tenant, terms.model
-    headers: Headers = ((_TENANT, tenant.id.encode()), (_SERVICE_TIER, tenant.service_tier.encode()))
+    headers: HeaderPairs = ((_TENANT, tenant.id.encode()), (_SERVICE_TIER, tenant.service_tier.encode()))
     deadlines = (
         (QUEUE_TIMEOUT_HEADER, tenant.queue_timeout_s or model.queue_timeout_s),
         (REQUEST_TIMEOUT_HEADER, tenant.request_timeout_s or model.request_timeout_s),
@@ -102,8 +105,8 @@ def bound_s(header: str, asked: str | None, most_s: float | None) -> float | Non
 
 
 def _for_others(parsed: Parsed[Any], tier_max: Tier) -> tuple[dict[str, Raw], dict[str, object]]:
-    """The fields that another engine is sent, and what is said instead of some: `service_tier` when it is
-    above the tenant's, and that a stream shall end with its usage."""
+    """The fields that an engine of another make is sent, and those whose values are replaced: a
+    `service_tier` above the tenant's, and `stream_options`, so that a stream ends with its usage."""
     request = parsed.request
     fields = {name: value for name, value in parsed.fields.items() if name not in OURS_ALONE}
     instead: dict[str, object] = {}

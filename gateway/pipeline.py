@@ -1,32 +1,33 @@
-"""THE ORDER of a request's stages. Nobody else knows it, and no stage knows another.
+"""THE ORDER of a request's stages. No other module knows it, and no stage knows another.
 
-    auth        who calls?                              401
-    seat        may they have one more request?         429 503; from the headers alone
-    body        the bytes, bounded in size and time     408 413 503
-    validate    what do they ask for?                   400, naming the field
-    tenant      may they use that model?                404
-    tokenize    how much is it?                         400 when it cannot fit the context
-    quota       may they have so much now?              429; reserves everything or nothing
-    route       which replica has the least to do?
-    connect     a connection to it, or to another one   502 504
-    wait        until the first token                   504, or what the engine says
-    relay       bytes through, until the last
-    settle      the reservation, with what was used
+    auth        find the caller by its key              401
+    seat        take one of the concurrent requests     429 503; from the headers alone
+    body        read it, bounded in size and time       408 413 503
+    validate    parse and check it                      400, naming the field
+    tenant      resolve the model and its terms         404
+    tokenize    count the prompt's tokens               400 when it cannot fit the context
+    quota       reserve tokens, of all subjects or none 429
+    route       choose the least loaded replica
+    connect     get a connection to it, or to another   502 504
+    wait        wait for the first token                504, or the engine's own error
+    relay       pass the answer's bytes on
+    settle      charge what was used
 
 Rules:
 
 1. No work before its reservation. The seat is taken before the body is read; the body's bytes, and what is
    made of them, are reserved as they come; tokens are counted no further than the context goes, and reserved
-   before an engine hears of them. What a request holds of its body is given back once it is answered.
+   before the request is sent to an engine. The memory of a request's body is released when a replica
+   has begun to answer.
 2. What is reserved is settled, whichever way the request ends, also when the client leaves: with what the
-   engine reports, which comes even of answers that were cut off. Where it cannot be learnt (the engine is
-   gone, or another's), what was reserved is charged; nothing when nothing was dispatched, or when the engine
+   engine reports, also for answers that were cut off. Where there is no report (the engine is gone, or of
+   another make), what was reserved is charged; nothing when nothing was dispatched, or when the engine
    refused.
 3. Nothing is dispatched twice, except to another replica when no connection was had to the first, when that
    one refused at its door (503), or when its connection broke before it answered. A 503 that reports tokens
-   is an end and no refusal: to compute them again would cost more than was reserved. When it was its queue
-   that was full, or when it had been dispatched, no more than `ELSEWHERE_MAX` others are asked: a crowd
-   before all doors is not to be multiplied by their number.
+   is final: to compute them again would cost more than was reserved. When the queue was full, or the request
+   had been dispatched, no more than `ELSEWHERE_MAX` other replicas are asked: an overload is not to be
+   multiplied by the number of replicas.
 4. What may be generated is what was reserved: a request that states no maximum, from a caller whose tokens
    are limited, is given one.
 """
@@ -91,9 +92,9 @@ from shared.validation import INLINE_LEN_MAX, Parsed
 NO_TOKENS = Count(prompt_tokens=0, longest=0, prompts=0, extension=None)
 
 IDENTITY_S: Final = 5.0
-"""How long it may take to say who calls, where somebody else is asked."""
+"""The time within which the caller must be identified, in seconds, where another service is asked."""
 ELSEWHERE_MAX: Final = 1
-"""Other replicas that are asked when one's queue is full, or when it broke off."""
+"""The number of other replicas that are asked after one whose queue was full, or whose connection broke."""
 ELSEWHERE: Final = (ConnectTimeout, UpstreamUnreachable, NotReady, Overloaded, UpstreamLost)
 """The failures of one replica after which another may be asked."""
 FAILURES: Final = (
@@ -105,9 +106,9 @@ FAILURES: Final = (
     FirstTokenTimeout,
     InterTokenTimeout,
 )
-"""The errors that tell of a replica that does not work."""
+"""The errors that count as a failure of the replica."""
 REPORT_S: Final = 0.25
-"""How long an engine may take to report what an answer that was cut off has cost."""
+"""The time to wait for an engine's report about an answer that was cut off, in seconds."""
 
 
 class Prepared(Struct, frozen=True):
@@ -116,7 +117,7 @@ class Prepared(Struct, frozen=True):
     model: ModelConfig
     outbound: Outbound
     tokens: int
-    """Reserved: its load on a replica."""
+    """The tokens reserved: the request's load on a replica."""
 
 
 class Dispatched(Struct, frozen=True):
@@ -142,7 +143,7 @@ class Pipeline:
         threads: FairThreads,
         memory: FairShare,
     ) -> None:
-        """`memory`: the bytes of which requests hold a part until they are answered."""
+        """`memory` is the share of bytes that requests hold until they are answered."""
         self._live = live
         self._threads = threads
         self._memory = memory
@@ -163,20 +164,21 @@ class Pipeline:
                 await self._relay(exchange, dispatched, endpoint.dialect)
             finally:
                 outcome = outcome_of(sys.exception(), exchange.watch)
-                self._replicas.give_back(dispatched.replica, dispatched.tokens, outcome)
+                self._replicas.release(dispatched.replica, dispatched.tokens, outcome)
                 await dispatched.answer.aclose()  # tells the engine to stop, if there is more
         finally:
             await self._settle(exchange)
 
     async def _dispatch(self, exchange: Exchange, principal: Principal, endpoint: Endpoint) -> Dispatched:
-        """All that holds the request's body is in here, and is gone when this returns."""
+        """Read, check, count, reserve and send the request. All that holds its body is gone when this
+        returns."""
         with Holding(self._memory, principal.tenant) as holding:
             parsed = await self._read(exchange, principal, endpoint, holding)
             terms = self._resolve(exchange, principal, parsed)
             count = await self._count(exchange, terms, parsed.request)
             maximum = await self._reserve(exchange, terms, parsed.request, count)
             request = self._outbound(exchange, terms, parsed, count, maximum)
-            del parsed, count  # what is held from here on is the request as it is sent
+            del parsed, count  # from here on the outbound request alone is held
             holding.shrink(len(request.content))
             return await self._send(exchange, Prepared(terms.model, request, exchange.reserved))
 
@@ -185,7 +187,7 @@ class Pipeline:
         request = exchange.request
         caller = Caller(request.headers.get("authorization"), request.transport)
         found = exchange.accounts.identity.identify(caller, exchange.clock.wall())
-        if isinstance(found, Done):  # there was nothing to wait for
+        if isinstance(found, Done):  # the identity is known without waiting
             principal: Principal = found.result
         else:
             exchange.watch.expect(IDENTITY_S, IdentityUnavailable, "Callers cannot be told at the moment.")
@@ -202,7 +204,7 @@ class Pipeline:
         subjects = exchange.accounts.subjects(principal)
         generates = endpoint.generates
         decision = await self._quotas.enter(exchange.reservation, subjects, needs_tokens=generates)
-        self._heed(exchange, decision, 1 if generates else 0)
+        self._apply_decision(exchange, decision, 1 if generates else 0)
 
     async def _read(
         self, exchange: Exchange, principal: Principal, endpoint: Endpoint, holding: Holding
@@ -230,7 +232,7 @@ class Pipeline:
         terms = exchange.accounts.terms(principal, parsed.request.model)
         exchange.record.model = terms.model.name
         exchange.bound_by(terms.timeouts)
-        if not self._engines.of(terms.model).is_foreign:  # which may do what ours cannot
+        if not self._engines.of(terms.model).is_foreign:  # another make may support the field
             parsed.require_supported()
         return terms
 
@@ -248,8 +250,8 @@ class Pipeline:
     async def _reserve(
         self, exchange: Exchange, terms: Terms, request: ProxiedRequest, count: Count
     ) -> int | None:
-        """Reserve the request's tokens. Returns what each choice may generate at most, None where the request
-        says so itself or nothing limits it."""
+        """Reserve the request's tokens. Returns the most that each choice may have; None where the request
+        states it, or nothing limits it."""
         exchange.stages.enter("quota")
         if not isinstance(request, ChatRequest | CompletionRequest):
             exchange.windows = await self._quotas.windows(terms.subjects)
@@ -259,11 +261,11 @@ class Pipeline:
             request, count, context_len, self._config.admission.completion_estimate, terms.tokens_max
         )
         decision = await self._quotas.reserve(exchange.reservation, terms.subjects, asked.least, asked.most)
-        self._heed(exchange, decision, asked.least)
+        self._apply_decision(exchange, decision, asked.least)
         exchange.reserved = decision.granted
         return asked.maximum_each(decision.granted) if asked.is_open else None
 
-    def _heed(self, exchange: Exchange, decision: Decision, tokens: int) -> None:
+    def _apply_decision(self, exchange: Exchange, decision: Decision, tokens: int) -> None:
         """Raises what a refusal means. `tokens`: the least that was asked for."""
         exchange.windows, exchange.decision = decision.windows, decision
         observe_decision(decision)
@@ -271,7 +273,7 @@ class Pipeline:
             raise _refused(decision.refusal, tokens)
 
     async def _settle(self, exchange: Exchange) -> None:
-        """Whatever was reserved, and whether or not anybody heard that it was."""
+        """Settle the reservation, also one whose grant the request did not live to see."""
         exchange.record.stage = exchange.stages.now
         exchange.stages.enter("settle")
         progress = exchange.progress
@@ -295,7 +297,7 @@ class Pipeline:
         return outbound(exchange, terms, parsed, count, maximum=maximum, ours=ours, credentials=credentials)
 
     async def _send(self, exchange: Exchange, prepared: Prepared) -> Dispatched:
-        """Rule 3."""
+        """Dispatch the request to a replica, and to another where rule 3 allows it."""
         exchange.stages.enter("route")
         turn = self._replicas.next_turn()
         failure: ApiError | None = None
@@ -305,7 +307,7 @@ class Pipeline:
             while True:
                 replica = None
                 if elsewhere <= ELSEWHERE_MAX:
-                    replica = self._replicas.take(prepared.model.name, prepared.tokens, turn, tried)
+                    replica = self._replicas.acquire(prepared.model.name, prepared.tokens, turn, tried)
                 if replica is None:
                     raise failure or UpstreamUnreachable("No engine serves this model.")
                 exchange.record.attempts += 1
@@ -319,14 +321,14 @@ class Pipeline:
                     tried.add(replica.id)
                     elsewhere += isinstance(error, Overloaded | UpstreamLost)
                     exchange.progress.begin_anew(lost=isinstance(error, UpstreamLost))
-                    self._replicas.give_back(replica, prepared.tokens, outcome_of(error, exchange.watch))
+                    self._replicas.release(replica, prepared.tokens, outcome_of(error, exchange.watch))
                     observe_attempt(replica.id, error.code)
                     exchange.stages.enter("route")
                 except BaseException as error:
-                    self._replicas.give_back(replica, prepared.tokens, outcome_of(error, exchange.watch))
+                    self._replicas.release(replica, prepared.tokens, outcome_of(error, exchange.watch))
                     raise
         finally:
-            del failure  # it refers to this frame, which would keep both, and the body
+            del failure  # its traceback refers to this frame, a cycle that would keep the body
 
     async def _connect(self, exchange: Exchange, replica: Replica, request: Outbound) -> Answer:
         exchange.stages.enter("connect")
@@ -349,7 +351,7 @@ class Pipeline:
         )
         observe_attempt(replica.id, "connected")
         if answer.status == NotReady.status and not _tokens_of(answer.closing):
-            # a refusal, which over HTTP/2 the connection may have told instead: both are NotReady
+            # a refusal; over HTTP/2 it may come as a GOAWAY instead, which is NotReady as well
             try:
                 raise await answer.error()
             finally:
@@ -360,12 +362,12 @@ class Pipeline:
         answer = dispatched.answer
 
         def first_byte() -> dict[str, str]:
-            """It is here: the stage, and the headers that the gateway adds."""
+            """Enter the stage `relay`, and return the headers that the gateway adds."""
             exchange.record.first_byte_s = exchange.stages.enter("relay") - exchange.arrived_s
             return exchange.headers()
 
         self._engines.of(dispatched.model).observe(answer.headers.get(TOKENIZER_HEADER))
-        exchange.take_engine_timing(answer.headers.get("server-timing", ""))
+        exchange.set_engine_timing(answer.headers.get("server-timing", ""))
         relay = Relay(
             exchange.client,
             exchange.watch,
@@ -379,7 +381,7 @@ class Pipeline:
 
 
 def used_tokens(progress: Progress, reserved: int) -> int:
-    """What a request is charged in the end; rule 2."""
+    """The tokens that a request is charged in the end, by rule 2."""
     if (closing := progress.closing) is not None:
         return _tokens_of(closing)
     if progress.refused or not progress.dispatched:
@@ -388,16 +390,16 @@ def used_tokens(progress: Progress, reserved: int) -> int:
 
 
 def _tokens_of(closing: Closing | None) -> int:
-    """What the engine reports as computed; 0 when it reports nothing."""
+    """The tokens that the engine reports as computed; 0 when it reports nothing."""
     return 0 if closing is None else closing.prompt_tokens + closing.completion_tokens
 
 
 def outcome_of(error: BaseException | None, watch: Watch) -> Outcome:
-    """What a dispatch that ended so tells about its replica."""
+    """The outcome for the replica of a dispatch that ended with `error`, or without one when it is None."""
     if error is None:
         return Outcome.WORKED
-    told = watch.reason if isinstance(error, asyncio.CancelledError) else error
-    return Outcome.FAILED if isinstance(told, FAILURES) else Outcome.NEUTRAL
+    cause = watch.reason if isinstance(error, asyncio.CancelledError) else error
+    return Outcome.FAILED if isinstance(cause, FAILURES) else Outcome.NEUTRAL
 
 
 def _refused(refusal: Refusal, tokens: int) -> ApiError:

@@ -1,4 +1,4 @@
-"""What the gateway reports about a request: its completed line, whatever its end, and its metrics.
+"""The report on a request: its completed line, whatever its end, and its metrics.
 
 Label values are bounded: models, tenants and replicas come from the configuration, the rest are constants of
 the code. Tenants beyond `TENANTS_SHOWN_MAX` share one label.
@@ -37,8 +37,8 @@ def _reason_of(closing: Closing | None) -> EndReason:
 
 
 class RequestRecord(Struct, eq=False):
-    """What will be reported about a request, filled in as it goes on its way. Holds no text of prompts or
-    answers."""
+    """The facts for the report on a request, filled in as it passes its stages. It holds no text of prompts
+    or answers."""
 
     request_id: RequestId
     method: str
@@ -73,8 +73,8 @@ class RequestRecord(Struct, eq=False):
         self.status = sent_status or int(error.status)
         self.end_reason = end_reason_of(error)
 
-    def take(self, progress: Progress) -> None:
-        """Note how far the answer came."""
+    def set_progress(self, progress: Progress) -> None:
+        """Copy from `progress` how far the answer came."""
         self.events, self.body_len, self.closing = progress.events, progress.body_len, progress.closing
         if progress.broken and self.end_reason is EndReason.OK:
             self.end_reason = _reason_of(self.closing)

@@ -1,4 +1,4 @@
-"""Cleaning up in a task that is being cancelled."""
+"""Cleanup in a task that is being cancelled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Done(Generic[T]):
-    """An awaitable that is over already: the answer of whoever had no need to wait."""
+    """An awaitable that is over already: the result of a call that had nothing to wait for."""
 
     __slots__ = ("result",)
 
@@ -19,11 +19,11 @@ class Done(Generic[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.result
-        yield  # a generator, by this
+        yield  # makes this function a generator
 
 
 async def shielded(work: Awaitable[T], then: Callable[[T], None] = lambda _: None) -> None:
-    """Run `work` to its end whatever happens to the caller, tell `then` its result, and only after that
+    """Run `work` to its end even if the caller is cancelled, call `then` with its result, and only after that
     raise a cancellation that came meanwhile.
 
     `work` must be bounded: the caller cannot leave before it is done.

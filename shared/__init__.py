@@ -1,1 +1,1 @@
-"""What gateway and engine must agree on. Imports neither of them, nor torch, nor aiohttp."""
+"""The code that gateway and engine share. It imports neither of them, nor torch, nor aiohttp."""

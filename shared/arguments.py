@@ -1,4 +1,5 @@
-"""argparse, with mistakes answered by what would be right, and with options for declared settings."""
+"""Command lines by argparse: a mistake is answered with a suggestion, and declared settings become
+options."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from shared.settings import Kind, Setting, option_of, settings_of
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose options are never abbreviated. A misspelt one is answered with one that is like it."""
+    """A parser whose options are never abbreviated. For a misspelt one it suggests the option that is most
+    like it."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **settings})
@@ -59,8 +61,8 @@ def cannot_listen(host: str, port: int, error: OSError) -> str:
 
 
 def checked(check: Callable[[str], str | None], *, is_secret: bool = False) -> Callable[[str], str]:
-    """An argparse type: a text of which `check` says what it must be, or None when it is that. A secret is
-    not repeated in the message."""
+    """An argparse type: a text that `check` accepts. `check` returns what the text must be, or None when it
+    is that. A secret is not repeated in the message."""
 
     def convert(text: str) -> str:
         if problem := check(text):
@@ -71,8 +73,7 @@ def checked(check: Callable[[str], str | None], *, is_secret: bool = False) -> C
 
 
 def spelt(type_: Any) -> Callable[[str], Any]:
-    """An argparse type: a value of a type as settings have (`shared.settings`), as it is spelt on a command
-    line."""
+    """An argparse type: a value of a setting's type (`shared.settings`), as it is spelt on a command line."""
     kind = Kind.of(type_)
 
     def convert(text: str) -> Any:
@@ -88,10 +89,11 @@ def spelt(type_: Any) -> Callable[[str], Any]:
 
 
 def add_settings(parser: argparse.ArgumentParser, type_: type, headings: Mapping[str, str]) -> None:
-    """An option for each setting at the top level of `type_` that is no section and no list.
+    """Add an option for each setting at the top level of `type_` that is no section and no list.
 
-    What is parsed holds the options that are given, by the settings' names, for `shared.config.load`: texts,
-    and for switches truths. `headings` are those of the help, by the setting that is the first below each.
+    The parsed options have the settings' names and hold texts (bools for switches), for `shared.config.load`;
+    those that were not given are absent. `headings` are the help's headings, by the name of the setting that
+    is the first below each.
     """
     group: argparse._ActionsContainer = parser
     for setting in settings_of(type_):
@@ -112,8 +114,8 @@ def add_settings(parser: argparse.ArgumentParser, type_: type, headings: Mapping
 
 
 def _help(setting: Setting) -> str:
-    is_said = setting.is_required or setting.default is None or setting.kind.is_switch
-    default = "" if is_said else f" Default: {setting.shown_default}."
+    is_omitted = setting.is_required or setting.default is None or setting.kind.is_switch
+    default = "" if is_omitted else f" Default: {setting.shown_default}."
     return (setting.help + default).replace("%", "%%")
 
 

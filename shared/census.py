@@ -1,16 +1,16 @@
-"""How many values a JSON body holds, counted before any of them is made.
+"""The number of values in a JSON body, counted before any of them is made.
 
 Decoding makes an object for every item of an array and every field of an object: 8 MiB can be 4 million
-lists, which take a second and 400 MB. Counting them takes a few passes over the bytes, in C, and makes
-nothing.
+lists, which take a second and 400 MB. Counting them takes a few passes over the bytes, in C, and makes no
+objects.
 
 Strings are taken out first, as their text may hold any character. What is left is structure: a value follows
 every comma and every opening bracket, a field's value every colon. So for valid JSON the counts are exact,
-but for empty arrays and objects, which count as one value each; for anything else they mean nothing, and the
-decoder refuses it.
+but for empty arrays and objects, which count as one value each; for invalid JSON, which the decoder refuses,
+they mean nothing.
 
 A pass over megabytes takes some ten milliseconds, in which Python lets no other thread run. So a long body is
-counted in slices; what a slice must know of those before it is whether it begins within a string, and no
+counted in slices. Of the slices before it, a slice must know only whether it begins within a string; no
 escape is cut in two.
 """
 
@@ -23,32 +23,32 @@ from msgspec import Struct
 from shared.fair_threads import Slices
 
 VALUES_MAX: Final = 256 * 1024
-"""Items of all arrays and fields of all objects: the token ids of a long prompt, and far more than any
-chat."""
+"""The most items of all arrays and fields of all objects: the token ids of a long prompt, and far more than
+any chat."""
 FIELDS_MAX: Final = 16 * 1024
-"""Fields of all objects: schemas of a hundred tools have as many."""
+"""The most fields of all objects: schemas of a hundred tools have as many."""
 STRINGS_MAX: Final = 64 * 1024
-"""Strings, names of fields included."""
+"""The most strings, names of fields included."""
 COUNTED_LEN_MIN: Final = 4 * 1024
-"""Shorter bodies are not counted: they hold too little to matter."""
+"""Bytes of the shortest body that is counted. Shorter ones hold too little to matter."""
 
 
 SLICE_LEN: Final = 512 * 1024
-"""Bytes that are counted at a time, in two or three milliseconds."""
+"""Bytes of a slice, which takes two or three milliseconds."""
 
 
 class Census(Struct, frozen=True):
-    """How many of each a body holds; `fields` are counted among `values` too."""
+    """The number of values in a body. `fields` are counted among `values` too."""
 
     values: int
     fields: int
     strings: int
     is_narrow: bool = True
-    """Whether no character of its text is beyond ASCII, spelt as it is or escaped."""
+    """Whether all text is ASCII, also where it is escaped."""
 
     @property
     def excess(self) -> str | None:
-        """What there is too much of, in words for the caller; None when every bound is kept."""
+        """The bound that is exceeded, in words for the caller; None when every bound is kept."""
         if self.strings > STRINGS_MAX:
             return f"more than {STRINGS_MAX} strings"
         if self.fields > FIELDS_MAX:
@@ -59,7 +59,7 @@ class Census(Struct, frozen=True):
 
 
 def census_slices(body: bytes, slice_len: int = SLICE_LEN) -> Slices[Census]:
-    """Count the values of a body. What has too much of anything is not looked at further."""
+    """Count the values of a body slice by slice. Counting ends as soon as a bound is exceeded."""
     assert slice_len >= 2
     length = len(body)
     found = Census(0, 0, 0)
@@ -83,7 +83,7 @@ def census_slices(body: bytes, slice_len: int = SLICE_LEN) -> Slices[Census]:
 
 
 def census_of(body: bytes) -> Census:
-    """An upper bound for a short body, without counting; exact for a long one."""
+    """The census of a body: exact for a long one, an upper bound without counting for a short one."""
     length = len(body)
     if length >= COUNTED_LEN_MIN:
         return take_census(body)
@@ -91,7 +91,7 @@ def census_of(body: bytes) -> Census:
 
 
 def take_census(body: bytes, slice_len: int = SLICE_LEN) -> Census:
-    """As `census_slices`, at once."""
+    """The result of `census_slices`, computed at once."""
     slices = census_slices(body, slice_len)
     while True:
         try:
@@ -106,5 +106,5 @@ def _is_narrow(piece: bytes) -> bool:
 
 
 def _escapes(piece: bytes) -> int:
-    """The backslashes at its end."""
+    """The number of backslashes at the end of `piece`."""
     return len(piece) - len(piece.rstrip(b"\\"))

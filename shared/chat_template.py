@@ -1,8 +1,8 @@
 """A model's chat template, rendered in a sandbox, to the letter as transformers renders it.
 
-Templates come from the model directory alone, never from a client. Still they are somebody else's
-code, so they run in Jinja's immutable sandbox, they see nothing but plain data, and what they can
-build is bounded: the rendered chat, and any string or list made by multiplication.
+Templates come from the model directory alone, never from a client. Still they are code of another author, so
+they run in Jinja's immutable sandbox, they see nothing but plain data, and what they can build is bounded:
+the rendered chat, and any string or list made by multiplication.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from shared.errors import InvalidRequest
 from shared.openai import BODY_LEN_MAX, ChatMessage
 
 RENDERED_LEN_MAX: Final = 2 * BODY_LEN_MAX
-"""Characters. A chat at the body's limit, and as much again for what the template adds."""
+"""Characters of a rendered chat: a body at its limit, and as much again for what the template adds."""
 MESSAGE_LEN_MAX: Final = 200
 """Characters of a template's own error message that reach the client."""
 
 _FAILURES: Final = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What a template's code can raise, beside Jinja's own errors, on messages it was not made for."""
+"""The exceptions that a template's code can raise, beside Jinja's own, on messages that it does not
+expect."""
 
 
 class ChatTemplate:
     """A compiled template. Raises ValueError when it is not valid Jinja."""
 
     def __init__(self, source: str, special_tokens: dict[str, str], clock: Clock = SYSTEM_CLOCK) -> None:
-        """`special_tokens`: names as templates know them (`bos_token`) to their text."""
+        """`special_tokens` maps names as templates know them (`bos_token`) to their text."""
         try:
             self._template = _environment(clock).from_string(source)
         except jinja2.TemplateError as error:
@@ -47,12 +48,13 @@ class ChatTemplate:
             "add_generation_prompt": True,
             **special_tokens,
         }
-        """What every rendering sees, beside the messages. The template's own `generate` would collect it from
-        two dicts each time, and pass on every block by a generator of its own."""
+        """The variables of every rendering, beside the messages. The template's own `generate` would collect
+        them from two dicts each time, and pass every block through a generator of its own."""
         self._knows_developer = "developer" in source
 
     def render(self, messages: list[ChatMessage]) -> str:
-        """The prompt, ready for the assistant's turn. Raises InvalidRequest where the template refuses."""
+        """The prompt, up to where the assistant's turn begins. Raises InvalidRequest where the template
+        refuses."""
         blocks: list[str] = []
         room = RENDERED_LEN_MAX
         try:
@@ -74,7 +76,8 @@ class ChatTemplate:
         return "".join(blocks)
 
     def _plain(self, message: ChatMessage) -> dict[str, str]:
-        """As templates know messages. To those that never heard of developers, they are the system."""
+        """The message as templates expect it. For a template that does not know the role `developer`, it is
+        `system`."""
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
         plain = {"role": role, "content": message.text}
         if message.name is not None:
@@ -85,7 +88,7 @@ class ChatTemplate:
 
 
 class _Refused(jinja2.TemplateError):
-    """The template called `raise_exception`."""
+    """The error of a template that called `raise_exception`."""
 
 
 def _raise_exception(message: object) -> None:
@@ -131,12 +134,13 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML, which no model has seen in training."""
+    """The filter `tojson`, without the escapes of HTML that Jinja's own writes and no model has seen in
+    training."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 def _strftime_now(clock: Clock) -> Callable[[str], str]:
-    """Local time, as transformers has it."""
+    """The global function `strftime_now`: local time, as in transformers."""
     return lambda format_: datetime.fromtimestamp(clock.wall()).strftime(format_)

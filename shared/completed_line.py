@@ -29,7 +29,7 @@ EVENT: Final = "request.completed"
 UNPARSED: Final = "unparsed"
 """The `endpoint` of what is not well-formed HTTP."""
 
-Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+WholeNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Milliseconds = Annotated[float, Meta(ge=0.0, le=1e12)]
 
 
@@ -55,7 +55,7 @@ class CompletedLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """At most 16 characters; empty where the request could not be parsed."""
     endpoint: str
     """The route, not the path as it was sent: `/v1/models/{id}`, `unknown`, `unparsed`."""
-    status: Count
+    status: WholeNumber
     """The HTTP status that the client was sent; 499 where it left first."""
     end_reason: EndReason
     stage: str
@@ -74,13 +74,13 @@ class CompletedLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The parameter to change, where the error names one."""
     error_detail: str | None = None
     """What the error says to the operator, where it says more than its code; the client is never sent it."""
-    prompt_tokens: Count | None = None
+    prompt_tokens: WholeNumber | None = None
     """Tokens of all prompts. In the engine's line only those of prompts that it began to compute, and None
     for a request that ended before it was submitted to the core."""
-    completion_tokens: Count | None = None
+    completion_tokens: WholeNumber | None = None
     """Tokens of all answers. None where the engine told nothing, or the request was not submitted to its
     core."""
-    cached_tokens: Count | None = None
+    cached_tokens: WholeNumber | None = None
     """Prompt tokens that were found in the prefix cache. None as `completion_tokens`."""
     body_ms: Milliseconds | None = None
     """Stage: reading the request's body."""
@@ -98,18 +98,18 @@ class GatewayLine(CompletedLine, frozen=True, kw_only=True):
     """The public part of the caller's key. None without a valid one."""
     replica: str | None = None
     """The engine that was asked last. None where none was."""
-    attempts: Count
+    attempts: WholeNumber
     """Engines that were asked, one after the other."""
     prompt_exact: bool
     """Whether `prompt_tokens` was counted, by the engine or with the model's tokenizer; False for an
     estimate."""
-    reserved_tokens: Count
+    reserved_tokens: WholeNumber
     """Tokens that the quotas granted before dispatch."""
-    settled_tokens: Count
+    settled_tokens: WholeNumber
     """Tokens that the tenant was charged in the end."""
-    events: Count
+    events: WholeNumber
     """Events that were passed on to the client: about the tokens that it was sent."""
-    body_len: Count
+    body_len: WholeNumber
     """Bytes of the answer's body that were passed on."""
     first_byte_ms: Milliseconds | None = None
     """From the request's headers to the first byte of its answer's body. None where there was none."""
@@ -125,7 +125,7 @@ class GatewayLine(CompletedLine, frozen=True, kw_only=True):
     engine_prefill_ms: Milliseconds | None = None
     engine_decode_ms: Milliseconds | None = None
     engine_preempted_ms: Milliseconds | None = None
-    engine_preemptions: Count | None = None
+    engine_preemptions: WholeNumber | None = None
     engine_stalled_ms: Milliseconds | None = None
     edge_ms: Milliseconds | None = None
     """Stage: from the headers to authentication."""
@@ -156,10 +156,10 @@ class EngineLine(CompletedLine, frozen=True, kw_only=True):
     slowest."""
 
     service: Literal["engine"]
-    sequences: Count | None = None
+    sequences: WholeNumber | None = None
     """Choices of all prompts. This and `preemptions` are None for a request that was not submitted to the
     core."""
-    preemptions: Count | None = None
+    preemptions: WholeNumber | None = None
     """How often a sequence gave its pages back."""
     queue_ms: Milliseconds | None = None
     """Stage: waiting for the first admission."""

@@ -10,8 +10,8 @@ from itertools import pairwise
 
 
 def field_docstrings(type_: type) -> dict[str, str]:
-    """Each on one line, by the names of the fields, inherited ones too; empty where no source is
-    installed."""
+    """The docstrings of a dataclass's fields, each on one line, by the fields' names, inherited ones too.
+    Empty where no source is installed."""
     found: dict[str, str] = {}
     for base in reversed(type_.__mro__):
         found |= _docstrings_in(base.__module__).get(base.__name__, {})

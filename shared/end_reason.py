@@ -55,7 +55,7 @@ MEANINGS: Final[Mapping[EndReason, str]] = {
     EndReason.UPSTREAM_UNREACHABLE: "no engine could be connected to",
     EndReason.UPSTREAM_FAILED: "the engine broke off, or answered what is not an answer",
 }
-"""What happened, in a phrase."""
+"""The meaning of each reason, in a phrase."""
 
 _OF_ERROR: Final[Mapping[type[ApiError], EndReason]] = {
     errors.ApiError: EndReason.REFUSED,

@@ -1,4 +1,4 @@
-"""Settings in environment variables: which of them are meant for a service.
+"""Settings in environment variables: the variables that are meant for a service.
 
 A service reads the variables that begin with its prefix, such as `PENSTOCK_ENGINE_`.
 

@@ -1,8 +1,8 @@
 """The error tree.
 
-Every operating error that a client can see is an `ApiError`. It carries two messages: `message`
-for the client, who must learn what to change, and `detail` for the operator, who must learn what
-happened; `detail` goes to the log and never over the wire. Neither ever holds prompt text.
+Every operating error that a client can see is an `ApiError`. It carries two messages: `message` tells the
+client what to change, and `detail` tells the operator what happened; `detail` goes to the log and never over
+the wire. Neither ever holds prompt text.
 
 The body is OpenAI's envelope `{"error": {message, type, param, code}}`, so that the SDKs raise the
 exception class that belongs to the status. `retryable` becomes `x-should-retry`, which the SDKs
@@ -20,7 +20,8 @@ STATUS_CLIENT_GONE: Final = 499
 
 
 class ApiError(Exception):
-    """Base: one class per (status, code). Subclasses only set the class variables."""
+    """The base of all errors that a client can see, with one class per status and code. Subclasses only set
+    the class variables."""
 
     status: ClassVar[int] = HTTPStatus.INTERNAL_SERVER_ERROR
     type: ClassVar[str] = "server_error"
@@ -46,8 +47,8 @@ def error_headers(error: ApiError) -> dict[str, str]:
     """The headers that an error's answer has beside its body.
 
     `retry-after` is in whole seconds, rounded up: a client that waits as long as it says never comes too
-    early. `retry-after-ms`, which the SDKs prefer, is exact. Neither says 0, after which a client would not
-    wait at all.
+    early. `retry-after-ms`, which the SDKs prefer, is exact. Neither is ever 0, after which a client would
+    not wait at all.
     """
     headers = {"x-should-retry": "true" if error.retryable else "false"}
     if error.retry_after_s is not None:
@@ -59,11 +60,11 @@ def error_headers(error: ApiError) -> dict[str, str]:
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Drop the tracebacks of `error` and of those that led to it.
+    """Drop the tracebacks of `error` and of the errors that led to it.
 
-    They hold every frame that the error went through, and those their variables, the request's body among
-    them; and where one of these variables leads back to the error, all of it stays until the next full
-    garbage collection. An error that was answered and logged has no use for them.
+    A traceback holds every frame that the error went through, and a frame its variables, the request's body
+    among them. Where one of these variables leads back to the error, all of it stays until the next full
+    garbage collection. An error that was answered and logged has no use for its traceback.
     """
     seen: set[int] = set()
     left = [error]
@@ -76,11 +77,11 @@ def forget_frames(error: BaseException | None) -> None:
 
 
 class InternalError(ApiError):
-    """A bug of ours. The message says nothing; the detail and the log say everything."""
+    """A bug of ours. The message says nothing about it; the detail and the log do."""
 
 
 class TokenizerFailed(InternalError):
-    """The tokenizers library panicked. What it said may hold the text, and is not passed on."""
+    """The tokenizers library panicked. Its message may hold the text, and is not passed on."""
 
 
 # -- the caller's mistakes ------------------------------------------------------------------------
@@ -97,7 +98,7 @@ class InvalidJson(InvalidRequest):
 
 
 class UnsupportedParameter(InvalidRequest):
-    """A known field that asks for something this server cannot do. Never silently ignored."""
+    """A known field asks for something that this server cannot do. It is never silently ignored."""
 
     code = "unsupported_parameter"
 
@@ -125,7 +126,7 @@ class PermissionDenied(ApiError):
 
 
 class ModelNotFound(ApiError):
-    """404 as OpenAI answers it: SDKs map it to NotFoundError."""
+    """The model does not exist. OpenAI's SDKs map this 404 to NotFoundError."""
 
     status = HTTPStatus.NOT_FOUND
     type = "invalid_request_error"
@@ -179,7 +180,7 @@ class RequestExceedsQuota(TokensRateLimited):
 
 
 class BudgetExhausted(ApiError):
-    """A token budget that time does not refill: a retry cannot help."""
+    """A token budget, which time does not refill, is spent: a retry cannot help."""
 
     status = HTTPStatus.TOO_MANY_REQUESTS
     type = "insufficient_quota"
@@ -198,7 +199,7 @@ class RequestAborted(ApiError):
 
 
 class Overloaded(ApiError):
-    """The waiting queue is full. Sent at once, with Retry-After."""
+    """A queue, or another bounded resource, is full. Sent at once, with Retry-After."""
 
     status = HTTPStatus.SERVICE_UNAVAILABLE
     type = "overloaded_error"
@@ -207,7 +208,7 @@ class Overloaded(ApiError):
 
 
 class NotReady(ApiError):
-    """Starting, draining, or no healthy replica."""
+    """The service starts or drains, or no replica is healthy."""
 
     status = HTTPStatus.SERVICE_UNAVAILABLE
     code = "not_ready"
@@ -227,7 +228,7 @@ class QuotaUnavailable(NotReady):
 
 
 class IdentityUnavailable(NotReady):
-    """Whoever knows the callers did not answer in time, so nobody can be told from anybody else."""
+    """The identity provider did not answer in time, so the caller cannot be identified."""
 
     code = "identity_unavailable"
 
@@ -241,7 +242,7 @@ class EngineFailed(ApiError):
 
 
 class UpstreamUnreachable(ApiError):
-    """No connection to the engine. Nothing was dispatched, so a retry is safe."""
+    """No connection to the engine was made. Nothing was dispatched, so a retry is safe."""
 
     status = HTTPStatus.BAD_GATEWAY
     code = "upstream_unreachable"

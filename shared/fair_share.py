@@ -1,17 +1,17 @@
-"""How much of a bounded resource each tenant may hold: dynamic thresholds.
+"""Fair shares of a bounded resource among tenants: dynamic thresholds.
 
-    a tenant may hold up to ALPHA times what nobody holds
+    a tenant may hold up to ALPHA times what is free
 
 After Choudhury and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches" (1998). The
 limit follows the load, and there is no setting per tenant:
 
     one greedy tenant                               3/4 of the capacity
-    one that comes while k others hold their fill   3/4 of what they left, which is (1/4) ** k
+    one that comes while k others hold theirs       3/4 of what they left, which is (1/4) ** k
     n greedy tenants, as they give back and take    ALPHA / (1 + n * ALPHA) each
 
 Rules
 
-1. What all hold together never exceeds the capacity, except by rule 3.
+1. All tenants together never hold more than the capacity, except by rule 3.
 2. The empty name is no tenant's: it is bounded by the capacity alone, as for an engine without a gateway.
 3. Where the caller says `alone=True`, a tenant that holds nothing may take any amount while the resource is
    not full, so that a request larger than every limit is not refused for ever. At most ALPHA / (1 + ALPHA)
@@ -28,7 +28,7 @@ ALPHA: Final = 3
 
 
 class FairShare:
-    """Counts what each tenant holds of one resource, in whole units."""
+    """The units of one resource that each tenant holds."""
 
     __slots__ = ("_counted", "_held", "_most", "capacity")
 
@@ -38,7 +38,7 @@ class FairShare:
         self._most: Final = max(1, capacity * ALPHA // (1 + ALPHA))
         self._held: dict[str, int] = {}
         self._counted = 0
-        """The sum over tenants of what each holds, at most `_most` of it counted."""
+        """The sum over tenants of what each holds, counted up to `_most` for each."""
 
     @property
     def most(self) -> int:
@@ -53,12 +53,12 @@ class FairShare:
     def held_by(self, tenant: str) -> int:
         return self._held.get(tenant, 0)
 
-    def told(self, tenant: str, amount: int) -> str:
-        """What there is to say, to an operator, when so much more was refused."""
+    def describe(self, tenant: str, amount: int) -> str:
+        """A description of the shares for the operator, for when `amount` more were refused."""
         own = self._held.get(tenant, 0)
         return f"{self.held} held, {own} by the tenant, {amount} more, capacity {self.capacity}"
 
-    def may_take(self, tenant: str, amount: int, *, alone: bool = False) -> bool:
+    def may_acquire(self, tenant: str, amount: int, *, alone: bool = False) -> bool:
         """Whether `amount` more are within the tenant's limit."""
         own = self._held.get(tenant, 0)
         if alone and not own:
@@ -66,24 +66,24 @@ class FairShare:
         free = self.capacity - self._counted - amount
         return free >= 0 and (not tenant or own + amount <= max(ALPHA * free, 1))
 
-    def take(self, tenant: str, amount: int, *, alone: bool = False) -> bool:
-        """Hold `amount` more if `may_take`. Returns whether they are held now."""
+    def acquire(self, tenant: str, amount: int, *, alone: bool = False) -> bool:
+        """Acquire `amount` more units for the tenant if `may_acquire`. Returns whether it did."""
         own = self._held.get(tenant, 0) + amount
         if tenant and own <= self._most and own <= ALPHA * (self.capacity - self._counted - amount):
-            self._held[tenant] = own  # as nearly always: the rest is what this comes to
+            self._held[tenant] = own  # the common case, with the same result as below
             self._counted += amount
             return True
-        if not self.may_take(tenant, amount, alone=alone):
+        if not self.may_acquire(tenant, amount, alone=alone):
             return False
         self._set(tenant, self._held.get(tenant, 0) + amount)
         return True
 
-    def give_back(self, tenant: str, amount: int) -> None:
-        """Hold `amount` fewer."""
+    def release(self, tenant: str, amount: int) -> None:
+        """Release `amount` of the tenant's units."""
         own = self._held.get(tenant, 0)
         left = own - amount
-        assert left >= 0, "more was given back than was taken"
-        if left and own <= self._most:  # as with `take`
+        assert left >= 0, "more was released than was acquired"
+        if left and own <= self._most:  # the common case, as in `acquire`
             self._held[tenant] = left
             self._counted -= amount
         else:

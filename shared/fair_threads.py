@@ -1,4 +1,4 @@
-"""Work that takes milliseconds, off the event loop, shared fairly between tenants.
+"""Threads for work that takes milliseconds, shared fairly between tenants.
 
 A job is a generator: each `next` does one slice of it, some milliseconds long, and what it returns is the
 result. Between slices another job may go on. The tenant that has used the least time goes next, by start-time
@@ -7,7 +7,7 @@ so idling earns no credit.
 
 Rules
 
-1. A job whose caller has left does not begin another slice; its generator is closed.
+1. A job whose caller was cancelled does not begin another slice; its generator is closed.
 2. Jobs that wait are bounded, in all and by tenant (`shared.fair_share`). One more is Overloaded, at once.
 3. Within a tenant, jobs take turns slice by slice, so a short one does not wait for a long one's end.
 """
@@ -29,7 +29,7 @@ T = TypeVar("T")
 JOBS_MAX: Final = 1024
 
 Slices = Generator[None, None, T]
-"""A job: one slice for each `next`, the result at the end."""
+"""A job: a generator with one slice for each `next`, which returns the result."""
 
 
 class _Job(Generic[T]):
@@ -42,23 +42,23 @@ class _Job(Generic[T]):
 
 
 class _Tenant:
-    """One that has had jobs since all were idle."""
+    """A tenant that has had jobs since the threads were last idle."""
 
     __slots__ = ("jobs", "started_s", "used_s")
 
     def __init__(self) -> None:
         self.jobs: deque[_Job[Any]] = deque()
         self.used_s = 0.0
-        """Its virtual time, without the slices that run."""
+        """The tenant's virtual time in seconds, without the slices that run."""
         self.started_s: list[float] = []
-        """When each slice that runs began."""
+        """The start of each of the tenant's slices that run, in seconds on the clock."""
 
     def level_s(self, now_s: float) -> float:
         return self.used_s + sum(now_s - started_s for started_s in self.started_s)
 
 
 class FairThreads:
-    """Make it in a running loop, or before; jobs come from one loop."""
+    """A pool of threads that tenants share. It may be made before the loop runs; jobs come from one loop."""
 
     def __init__(self, workers: int, *, jobs_max: int = JOBS_MAX, clock: Clock = SYSTEM_CLOCK) -> None:
         assert workers >= 1
@@ -69,11 +69,11 @@ class FairThreads:
         self._tenants: dict[str, _Tenant] = {}
         self._running = 0
         self._level_s = 0.0
-        """The virtual time at which the slice that began last stood."""
+        """The virtual time of the tenant whose slice was started last, in seconds."""
 
     @property
     def jobs(self) -> int:
-        """Jobs that wait or run."""
+        """The number of jobs that wait or run."""
         return self._share.held
 
     async def call(self, tenant: str, work: Callable[[], T]) -> T:
@@ -82,7 +82,7 @@ class FairThreads:
 
     async def run(self, tenant: str, slices: Slices[T]) -> T:
         """Run a job to its end. Raises Overloaded when too many wait, and what the job raises."""
-        if not self._share.take(tenant, 1):
+        if not self._share.acquire(tenant, 1):
             slices.close()
             raise Overloaded("Too many texts are waiting to be read.", retry_after_s=1.0)
         job = _Job(tenant, slices, asyncio.get_running_loop().create_future())
@@ -92,7 +92,7 @@ class FairThreads:
         return result
 
     def close(self) -> None:
-        """Without waiting for the slices that run: nobody is left who waits for them."""
+        """Close the pool without waiting for the slices that run, whose callers are gone."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _enqueue(self, job: _Job[Any]) -> None:
@@ -121,7 +121,7 @@ class FairThreads:
         self._running += 1
         tenant.started_s.append(now_s)
 
-        def told(result: Any, error: BaseException | None, ended: bool) -> None:
+        def slice_done(result: Any, error: BaseException | None, ended: bool) -> None:
             self._running -= 1
             tenant.started_s.remove(now_s)
             tenant.used_s += self._clock.monotonic() - now_s
@@ -133,7 +133,7 @@ class FairThreads:
 
         def work() -> None:
             outcome = _advance(job.slices)
-            loop.call_soon_threadsafe(told, *outcome)
+            loop.call_soon_threadsafe(slice_done, *outcome)
 
         self._pool.submit(work)
 
@@ -147,23 +147,23 @@ class FairThreads:
             job.done.set_exception(error)
 
     def _leave(self, job: _Job[Any]) -> None:
-        self._share.give_back(job.tenant, 1)
-        if not self._share.held:  # all are idle, and nobody owes anybody
+        self._share.release(job.tenant, 1)
+        if not self._share.held:  # all tenants are idle, so past use no longer counts
             self._tenants.clear()
             self._level_s = 0.0
 
 
 def _advance(slices: Slices[T]) -> tuple[T | None, BaseException | None, bool]:
-    """One slice, on a thread: (result, error, whether the job has ended)."""
+    """Run one slice, on a thread. Returns its result, its error, and whether the job has ended."""
     try:
         next(slices)
     except StopIteration as end:
         return end.value, None, True
-    except BaseException as error:  # raised to the caller, whatever it is
+    except BaseException as error:  # the caller raises it
         return None, error, True
     return None, None, False
 
 
 def _one_slice(work: Callable[[], T]) -> Slices[T]:
     return work()
-    yield  # a generator, by this
+    yield  # makes this function a generator

@@ -1,11 +1,10 @@
-"""What the fields of a request ask for that no engine of ours can do, and the fields that mean nothing here.
+"""The request fields that ask for what no engine of ours can do, and those that are unknown.
 
 A field that changes the answer elsewhere must not be dropped in silence: the caller would get another answer
 than the one asked for, with a 200. So OpenAI's own fields that are not implemented, and the extensions of
 other engines that are in use (vLLM, SGLang, llama.cpp, TGI), are listed with the values that ask for nothing;
-any other value is unsupported. What is in no list is unknown: it is accepted, and named to the caller.
-
-Fields inside messages and their parts obey the same policy as those outside.
+any other value is unsupported. A field that is in no list is unknown: it is accepted, and named to the
+caller. Fields inside messages and their parts obey the same policy as those outside.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from msgspec import Raw, Struct
 from shared.openai import ChatMessage, ChatRequest, CompletionRequest
 
 Nothing = tuple[object, ...]
-"""Values of a field that ask for nothing; null is always one."""
+"""The values of a field that ask for nothing. Null is always one of them."""
 
 _FALSE: Final[Nothing] = (False,)
 _NONE: Final[Nothing] = ()
@@ -84,16 +83,16 @@ _object: Final = msgspec.json.Decoder(dict[str, Raw])
 
 
 class Survey(Struct, frozen=True):
-    """What there is to say about the fields of one request."""
+    """The unknown and unsupported fields of one request."""
 
     unknown: tuple[str, ...] = ()
-    """Names that mean nothing here, those within messages as `messages.name`."""
+    """The names of unknown fields, those within messages as `messages.name`."""
     unsupported: str | None = None
-    """The first field that asks for what no engine of ours can do."""
+    """The first field that asks for what no engine of ours can do. None without one."""
 
 
 def survey(request: Struct, fields: Mapping[str, Raw], known: frozenset[str]) -> Survey:
-    """Look through the fields of a well-formed request. `known`: the names that its type has."""
+    """Look through the fields of a well-formed request. `known` are the names that its type has."""
     table = _TABLES.get(type(request), {})
     unknown = [] if fields.keys() <= known else [name for name in fields if name not in known | table.keys()]
     unsupported = None if table.keys().isdisjoint(fields) else next(_unsupported(fields, table), None)
@@ -123,7 +122,8 @@ _plain: Final = msgspec.json.Decoder(list[_PlainMessage])
 
 
 def _are_plain(messages: list[ChatMessage], raw: Raw) -> bool:
-    """Whether nothing is to be said of these messages, as of most: each has a role and a text."""
+    """Whether all messages have a role, a text and perhaps a name alone, as most have, so that no field is
+    unknown or unsupported."""
     for message in messages:
         if type(message.content) is not str:
             return False
@@ -151,7 +151,7 @@ def _unsupported_in_messages(messages: Iterable[Mapping[str, Raw]]) -> str | Non
 
 
 def _unknown_in_messages(messages: Iterable[Mapping[str, Raw]]) -> list[str]:
-    """Each name once, in the order in which they come."""
+    """The unknown names in messages, each once, in the order in which they come."""
     unknown: dict[str, None] = {}
     for message in messages:
         if not message.keys() <= _MESSAGE_KNOWN:

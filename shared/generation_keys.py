@@ -1,15 +1,15 @@
 """The meaning of each key of generation_config.json, in a table as `shared.model_files` describes it.
 
-What a key changes for every answer, and a request could not undo, is not dropped: a model that asks for it is
-refused. Settings that a request always decides (how many tokens, how many choices), and those that change how
-fast an answer comes, have no effect.
+A key that would change every answer, in a way that a request cannot undo, is not dropped: a model that sets
+it is refused. Keys that a request always decides (how many tokens, how many choices), and those that change
+how fast an answer comes, have no effect.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from shared.model_files import NO_EFFECT, USED, KeyTable, only
+from shared.model_files import NO_EFFECT, USED, KeyMeanings, only
 
 _READ: Final = (
     "do_sample",
@@ -30,7 +30,7 @@ _DECIDED_BY_REQUESTS: Final = (
     "output_scores",
     "return_dict_in_generate",
 )
-_OF_BEAMS: Final = ("early_stopping", "length_penalty")  # which `num_beams` 1 rules out
+_OF_BEAMS: Final = ("early_stopping", "length_penalty")  # without effect, as `num_beams` must be 1
 _OF_TOKENS: Final = ("bos_token_id", "decoder_start_token_id", "pad_token_id")
 _OF_SPEED: Final = (
     "assistant_confidence_threshold",
@@ -56,10 +56,10 @@ _OF_THE_LIBRARY: Final = (
     "_commit_hash",
     "_from_model_config",
     "remove_invalid_values",  # an answer with such values is an error here
-    "renormalize_logits",  # before a softmax, which does it
+    "renormalize_logits",  # a softmax follows, which normalizes
     "transformers_version",
 )
-GENERATION_KEYS: Final[KeyTable] = {
+GENERATION_KEYS: Final[KeyMeanings] = {
     **dict.fromkeys(_READ, USED),
     **dict.fromkeys(
         (*_DECIDED_BY_REQUESTS, *_OF_BEAMS, *_OF_TOKENS, *_OF_SPEED, *_OF_THE_LIBRARY), NO_EFFECT

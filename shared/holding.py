@@ -1,9 +1,9 @@
-"""What one request holds of a service's memory, reserved with its tenant before it is held.
+"""The memory that one request holds, reserved with its tenant before it is taken.
 
 A body of n bytes costs more than n: text of one emoji is stored in four bytes a character, a small JSON list
-takes eighty, a token id forty. `memory_of` says how much at most, from a census of the body, before it is
-decoded; the reservation is lowered again when less is held (`tests/neighbours` compares it with what
-processes take).
+takes eighty, a token id forty. `memory_of` is an upper bound, from a census of the body, before it is
+decoded; the reservation is lowered again when less is held (`tests/neighbours` compares it with the memory of
+the processes).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from shared.fair_threads import FairThreads
 from shared.validation import refuse_excess
 
 TOKENS_MAX: Final = 1024 * 1024
-"""Tokens of all prompts of a request together."""
+"""The most tokens of all prompts of a request together."""
 VALUE_BYTES: Final = 96
-"""A small list in a list, or a field with its name."""
+"""Bytes of a small list in a list, or of a field with its name."""
 TOKEN_BYTES: Final = 40
-"""A token id: an integer and its place in a list."""
+"""Bytes of a token id: an integer and its place in a list."""
 TEXTS: Final = 2
-"""Copies of a body's text: as it was decoded, and as the chat template renders it."""
+"""The number of copies of a body's text: as it was decoded, and as the chat template renders it."""
 CHARACTER_BYTES_MAX: Final = 4
 assert min(VALUES_MAX, FIELDS_MAX, STRINGS_MAX) >= COUNTED_LEN_MIN, "no body that is not counted has too many"
 SHRINK_MIN: Final = 64 * 1024
-"""Bytes: what is less is given back with the rest."""
+"""Bytes of the least amount that `shrink` gives back. Less is given back at the end."""
 
 
 class Holding:
@@ -49,20 +49,19 @@ class Holding:
         self._held = 0
 
     def hold(self, size: int) -> None:
-        """Hold `size` bytes in all from now on. Raises Overloaded when the tenant may not have so many
-        more."""
+        """Hold `size` bytes in all from now on. Raises Overloaded when the tenant may not have as many."""
         if size < self._held:
-            self._share.give_back(self._tenant, self._held - size)
-        elif not self._share.take(self._tenant, size - self._held):
+            self._share.release(self._tenant, self._held - size)
+        elif not self._share.acquire(self._tenant, size - self._held):
             raise Overloaded(
                 "Requests hold as much memory as they may. Please try again later.",
                 retry_after_s=1.0,
-                detail=f"bytes: {self._share.told(self._tenant, size - self._held)}",
+                detail=f"bytes: {self._share.describe(self._tenant, size - self._held)}",
             )
         self._held = size
 
     def shrink(self, size: int) -> None:
-        """Hold no more than `size` bytes from now on, where that gives back enough to be worth it."""
+        """Hold no more than `size` bytes from now on, if that gives back more than `SHRINK_MIN`."""
         if self._held - size > SHRINK_MIN:
             self.hold(size)
 
@@ -74,30 +73,30 @@ class Holding:
 
 
 def weigh(body: bytes, holding: Holding) -> Census:
-    """Count the values of a body of up to `INLINE_LEN_MAX` bytes, and hold the memory that it takes with all
-    that is made of it. Raises InvalidRequest when there are too many, Overloaded."""
+    """Count the values of a body of up to `INLINE_LEN_MAX` bytes, and hold the memory for it and all that is
+    made of it. Raises InvalidRequest when there are too many values, and Overloaded."""
     return _held(body, census_of(body), holding)
 
 
 async def weigh_long(body: bytes, holding: Holding, threads: FairThreads, tenant: str) -> Census:
-    """As `weigh`, for any body, slice by slice on a thread."""
+    """The same for a body of any length, slice by slice on a thread."""
     return _held(body, await threads.run(tenant, census_slices(body)), holding)
 
 
 def _held(body: bytes, census: Census, holding: Holding) -> Census:
-    if len(body) >= COUNTED_LEN_MIN:  # a shorter one has no room for too many
+    if len(body) >= COUNTED_LEN_MIN:  # a shorter body is too short to exceed a bound
         refuse_excess(census)
     holding.hold(memory_of(len(body), census))
     return census
 
 
 def memory_of(body_len: int, census: Census) -> int:
-    """Bytes that a body takes at most with all that is made of it until it is dispatched."""
+    """The most bytes that a body takes with all that is made of it until it is dispatched."""
     texts = TEXTS * body_len * (1 if census.is_narrow else CHARACTER_BYTES_MAX)
     return body_len + texts + census.values * VALUE_BYTES + min(body_len, TOKENS_MAX) * TOKEN_BYTES
 
 
 def memory_max(body_len_max: int) -> int:
-    """The most that `memory_of` says of any body up to this length that is not refused."""
+    """The largest value of `memory_of` for any body up to this length that is not refused."""
     texts = TEXTS * CHARACTER_BYTES_MAX * body_len_max
     return body_len_max + texts + VALUES_MAX * VALUE_BYTES + min(body_len_max, TOKENS_MAX) * TOKEN_BYTES

@@ -21,10 +21,11 @@ TENANT_HEADER: Final = "x-penstock-tenant"
 SERVICE_TIER_HEADER: Final = "x-penstock-service-tier"
 """The highest service tier that the tenant may have; the engine takes the lower of this and what is asked."""
 REQUEST_TIMEOUT_HEADER: Final = "x-request-timeout"
-"""The caller's own bounds, in seconds: on the whole request, and on waiting for the engine to begin."""
+"""The caller's own bound on the whole request, in seconds."""
 QUEUE_TIMEOUT_HEADER: Final = "x-queue-timeout"
+"""The caller's own bound on waiting for the engine to begin, in seconds."""
 TOKENIZER_HEADER: Final = "x-penstock-tokenizer"
-"""The engine's answer to every request: the hash of the tokenizer that it serves with."""
+"""The hash of the tokenizer that the engine serves with, in every answer of it."""
 IGNORED_FIELDS_HEADER: Final = "x-penstock-ignored-fields"
 TRACEPARENT_HEADER: Final = "traceparent"
 
@@ -32,7 +33,8 @@ _WELL_FORMED: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 random_bits: Final = random.Random(secrets.randbits(256)).getrandbits
-"""For ids that need to differ, not to be secret; asking the kernel for each costs three times as much."""
+"""A source of random bits for ids that need to differ, not to be secret; asking the kernel for each costs
+three times as much."""
 
 
 def mint_request_id() -> RequestId:

@@ -1,4 +1,4 @@
-"""Where a service is in its life, and what it therefore answers to probes.
+"""The lifecycle of a service, by which it answers probes.
 
         STARTING ──> READY ──> DRAINING ──> STOPPED
             │          │           │
@@ -38,7 +38,7 @@ MOVES: Final[dict[Phase, frozenset[Phase]]] = {
 
 
 class IllegalMove(AssertionError):
-    """A bug: the table has no such move."""
+    """A move that is not in the table: a bug."""
 
 
 class Lifecycle:
@@ -52,7 +52,7 @@ class Lifecycle:
 
     @property
     def reason(self) -> str:
-        """Why the last move was made, for the operator."""
+        """The reason for the last move, for the operator."""
         return self._reason
 
     @property
@@ -76,7 +76,7 @@ class Lifecycle:
 
 
 def on_stop_signals(callback: Callable[[str], None]) -> None:
-    """Call `callback(name)` in the running loop on SIGTERM and on SIGINT, every time one comes."""
+    """Call `callback(name)` in the running loop on every SIGTERM and SIGINT."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, callback, number.name)
@@ -86,10 +86,10 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def die_with_parent(parent_pid: int, number: int = signal.SIGTERM) -> None:
-    """Be sent a signal when the parent is gone, however it ends. Call it first thing in a child.
+    """Have the kernel send a signal to this process when its parent ends. Call it first thing in a child.
 
-    SIGKILL ends one that is stopped, too. The parent here is the thread that started the child.
-    `parent_pid` is the parent's own idea of its pid: should it be gone already, this process exits.
+    SIGKILL also ends a process that is stopped. The parent here is the thread that started the child.
+    `parent_pid` is the parent's own idea of its pid: if the parent has ended already, this process exits.
     Linux only; elsewhere it does nothing, and an orphan lives on until it is stopped.
     """
     if sys.platform != "linux":

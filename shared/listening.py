@@ -1,4 +1,4 @@
-"""What both services' listeners have in common: the bounds of a request's head, and the socket.
+"""The common part of both services' listeners: the bounds of a request's head, and the socket.
 
 The numbers are given to aiohttp, which keeps them; nothing here imports it.
 """
@@ -17,18 +17,19 @@ HEADER_LEN_MAX: Final = 8190
 HEADERS_MAX: Final = 64
 """Headers of one request."""
 LINGER_S: Final = 1.0
-"""How long an unread body is still swallowed, so that the client sees the answer and not a reset."""
+"""The time for which an unread body is still read and dropped, in seconds, so that the client sees the answer
+and not a reset."""
 BACKLOG_LEN: Final = 1024
 """Connections that the kernel holds until they are accepted."""
 CLOSE_GRACE_S: Final = 2.0
-"""How long handlers, and the last bytes of answers, may take when the server closes."""
+"""The time for handlers, and for the last bytes of answers, when the server closes, in seconds."""
 SERVER: Final = "penstock"
 """The `server` header. aiohttp's own tells its version and Python's."""
 
 
 def http1_options(keepalive_s: float) -> dict[str, Any]:
-    """The keyword arguments of an aiohttp `RequestHandler`. `keepalive_s`: how long an idle connection is
-    kept."""
+    """The keyword arguments of an aiohttp `RequestHandler`. `keepalive_s` is the time for which an idle
+    connection is kept, in seconds."""
     return {
         "access_log": None,
         "auto_decompress": False,

@@ -1,8 +1,8 @@
-"""JSON lines, one per event: ours through structlog, the libraries' through stdlib logging.
+"""Logs as JSON lines, one per event: ours through structlog, the libraries' through stdlib logging.
 
 Rules:
 
-1. A log call never raises and never waits for whoever reads the stream. Lines pass a bounded queue
+1. A log call never raises and never waits for the reader of the stream. Lines pass a bounded queue
    to one writer thread; when the reader is too slow, lines are dropped and the drop is counted.
    After each write the writer rests for `REST_S`: waking it costs a request more than its line does.
 2. No prompt text. Names on the deny list are redacted at any depth, and only plain values (numbers,
@@ -37,18 +37,19 @@ from structlog.types import Processor
 from shared.settings import LogLevel
 
 LINES_MAX: Final = 4096
-"""Lines that wait for the writer; a few more when several threads log at the same moment."""
+"""The most lines that wait for the writer; a few more when several threads log at the same moment."""
 TEXT_LEN_MAX: Final = 2048
 """Characters of one string value."""
 ITEMS_MAX: Final = 100
 DEPTH_MAX: Final = 8
 NAMES_MAX: Final = 1024
-"""Names of fields whose judgement is kept: most are constants of the code."""
+"""Names of fields whose check is cached: most are constants of the code."""
 FRAMES_MAX: Final = 30
 REST_S: Final = 0.05
-"""What a process that is killed may not have written yet. A first line after silence goes out at once."""
+"""The rest of the writer after each write, in seconds: the last lines that a killed process may lose. A first
+line after silence goes out at once."""
 FLUSH_S: Final = 2.0
-"""How long the end of the process waits for the writer."""
+"""The time that the end of the process waits for the writer, in seconds."""
 
 REDACTED: Final = "[redacted]"
 DENIED: Final = frozenset(
@@ -63,7 +64,7 @@ _exception_to_dicts: Final = ExceptionDictTransformer(
 
 
 class _Writer:
-    """Takes lines from any thread, writes them from its own."""
+    """A thread that writes lines which it takes from any other thread."""
 
     def __init__(self, stream: TextIO, service: str, level: str) -> None:
         self._stream = stream
@@ -83,12 +84,12 @@ class _Writer:
             self._dropped += 1
 
     def close(self) -> None:
-        """Write what waits, within `FLUSH_S`."""
+        """Write the lines that wait, within `FLUSH_S`."""
         if not self._thread.is_alive():
             return
         self._closing.set()
         self._lines.put(None)
-        self._thread.join(FLUSH_S)  # a reader who is stuck: the process ends without its last lines
+        self._thread.join(FLUSH_S)  # after that the reader is stuck, and the last lines are lost
 
     def _run(self) -> None:
         lines: list[str | None] = []
@@ -98,10 +99,10 @@ class _Writer:
                 lines.append(self._lines.get())
             self._write([line for line in lines if line is not None])
             if self._lines.empty():
-                self._tell_dropped()
+                self._report_dropped()
             self._closing.wait(REST_S)
 
-    def _tell_dropped(self) -> None:
+    def _report_dropped(self) -> None:
         if self._dropped:
             dropped, self._dropped = self._dropped, 0
             self._write([render(self.service, "warning", "logs.dropped", {"lines": dropped})])
@@ -111,11 +112,11 @@ class _Writer:
             self._stream.write("".join([f"{line}\n" for line in lines]))
             self._stream.flush()
         except (OSError, ValueError):
-            self._dropped += len(lines)  # closed or broken stream: nobody is left to tell
+            self._dropped += len(lines)  # the stream is closed or broken
 
 
 class _Sink:
-    """What structlog calls at the end: the writer, and the name of the module that logs."""
+    """The last step of structlog's chain: the writer, and the name of the module that logs."""
 
     __slots__ = ("msg", "name")
 
@@ -128,7 +129,7 @@ class _Sink:
 
 
 class _StdlibHandler(logging.Handler):
-    """The libraries' records (aiohttp, asyncio, warnings), as lines like ours."""
+    """A handler for the libraries' records (aiohttp, asyncio, warnings), written as lines like ours."""
 
     def __init__(self, service: str, writer: _Writer) -> None:
         super().__init__()
@@ -169,7 +170,7 @@ def configure(service: str, *, level: str = "info", stream: TextIO | None = None
 
 
 def close() -> None:
-    """Flush, bounded in time. Runs at exit by itself."""
+    """Write the lines that wait, within `FLUSH_S`. Runs at exit by itself."""
     global _writer
     if _writer is not None:
         _writer.close()
@@ -186,16 +187,15 @@ def get(name: str) -> structlog.typing.FilteringBoundLogger:
 
 
 def write(event: str, fields: Mapping[str, object], level: str = "info") -> None:
-    """Write a line that every request has: rendered like any other, without structlog's way there, which
-    copies its forty fields five times. What is bound to the context is not added; `fields` name the
-    logger."""
+    """Write a line that every request has: rendered like any other, but without structlog, which copies its
+    forty fields five times. Variables bound to the context are not added; `fields` name the logger."""
     if _writer is not None and level in _writer.levels:
         _writer.msg(render(_writer.service, level, event, fields))
 
 
 def write_line(line: msgspec.Struct, level: str) -> None:
-    """Write a line that is a value of one type, which names its event, service and logger: nothing is to be
-    judged of it but its length. Its defaults are left out."""
+    """Write a line that is a value of one type, which has its event, service and logger. Its fields need no
+    check but its length. Defaults are left out."""
     if _writer is None or level not in _writer.levels:
         return
     try:
@@ -218,13 +218,13 @@ def render(service: str, level: str, event: str, fields: Mapping[str, object]) -
         "event": event[:TEXT_LEN_MAX],
     }
     if _harmless.issuperset(fields) and _PLAIN.issuperset(map(type, fields.values())):
-        # judged as a whole: one by one, forty fields take longer than all the rest
+        # checked as a whole: one by one, forty fields take longer than all the rest
         try:
             encoded = msgspec.json.encode({**line, **fields})
             if len(encoded) <= TEXT_LEN_MAX:  # and so is every text in it
                 return encoded.decode()
         except (OverflowError, UnicodeEncodeError):
-            pass  # a huge number, or a lone surrogate: which one, is found below
+            pass  # a huge number, or a lone surrogate, which is handled below
     exception = _exception_of(fields.get("exc_info"))
     if exception is not None:
         line["exception"] = plain(_exception_to_dicts(exception))
@@ -244,7 +244,8 @@ def render(service: str, level: str, event: str, fields: Mapping[str, object]) -
 
 
 def plain(value: object, depth: int = 0) -> object:
-    """`value` as JSON-safe data within bounds; what is not plain data is named, not shown."""
+    """The value as JSON-safe data within bounds. An object that is not plain data is named by its type, not
+    shown."""
     kind = type(value)
     if kind in _AS_THEY_ARE:
         return value
@@ -290,7 +291,7 @@ _AS_THEY_ARE: Final = frozenset({float, bool, type(None)})
 _PLAIN: Final = _AS_THEY_ARE | {int, str}
 _OUR_OWN: Final = frozenset({"ts", "level", "service", "event", "exception", "exc_info"})
 _harmless: Final[set[str]] = set()
-"""Names of fields that were judged, and are neither denied nor ours."""
+"""Names of fields that are known to be neither denied nor reserved."""
 _INT_MIN: Final = -(2**63)
 _INT_MAX: Final = 2**64 - 1
 
@@ -313,7 +314,7 @@ _ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None]
 
 
 def _exception_of(exc_info: object) -> _ExcInfo | None:
-    """What `exc_info=` was given, in any of the forms that logging knows."""
+    """The exception that `exc_info=` stands for, in any of the forms that logging knows. None without one."""
     error = sys.exc_info()[1] if exc_info is True else exc_info
     if isinstance(error, tuple):
         error = error[1]

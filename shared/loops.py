@@ -1,11 +1,11 @@
-"""Which event loop a service runs on, uvloop where it is installed, else asyncio's own; and how late it is.
+"""The event loop of a service (uvloop where it is installed, else asyncio's own), and its lag.
 
 uvloop spends less CPU on an event. The line with which a service says that it is ready names the loop.
 
-A loop that is held up holds up every request. How long it was at most is in the metrics: something is due
-every so often, and is late by what held it up, or by up to one tick less when that began between two of them.
-Ticks are short while the thread of the loop works, and get longer while it idles, as waking up costs most of
-what an idle service takes.
+A loop that is blocked holds up every request. The longest block is in the metrics: a callback is due at every
+tick, and is late by the length of the block, or by up to one tick less when the block began between two
+ticks. Ticks are short while the thread of the loop works, and get longer while it idles, as wake-ups are most
+of an idle service's CPU time.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from shared.metrics import Gauge
 TICK_S: Final = 0.02
 IDLE_TICK_S: Final = 0.64
 BUSY: Final = 0.02
-"""The fraction of a tick that a thread computes for at least while it counts as working."""
+"""The fraction of a tick for which a thread must compute to count as working."""
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    """For `asyncio.Runner`."""
+    """The function that makes the event loop, for `asyncio.Runner`."""
     try:
         import uvloop
     except ImportError:
@@ -33,17 +33,17 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 def loop_name() -> str:
-    """The package of the loop that runs: `uvloop` or `asyncio`."""
+    """The package of the running loop: `uvloop` or `asyncio`."""
     return type(asyncio.get_running_loop()).__module__.partition(".")[0]
 
 
 class LagMeter:
-    """The longest lag of the loop that it is started in."""
+    """A meter of the longest lag of the loop that it is started in."""
 
     def __init__(
         self, now_s: Callable[[], float] = time.monotonic, cpu_s: Callable[[], float] = time.thread_time
     ) -> None:
-        """`cpu_s`: CPU time of the thread so far."""
+        """`cpu_s` returns the CPU time of the thread so far, in seconds."""
         self._now_s = now_s
         self._cpu_s = cpu_s
         self._used_s = cpu_s()
@@ -55,8 +55,8 @@ class LagMeter:
         due_s = self._now_s() + self._tick_s
         asyncio.get_running_loop().call_later(self._tick_s, self._tick, due_s)
 
-    def take(self) -> float:
-        """Seconds, the longest since this was last asked."""
+    def pop_longest_s(self) -> float:
+        """The longest lag since the last call, in seconds."""
         longest_s, self._longest_s = self._longest_s, 0.0
         return longest_s
 
@@ -72,7 +72,7 @@ def watch_lag() -> None:
     """Show the running loop's lag in the process's metrics."""
     meter = LagMeter()
     meter.start()
-    LOOP_LAG.set_function(meter.take)
+    LOOP_LAG.set_function(meter.pop_longest_s)
 
 
 LOOP_LAG: Final = Gauge(

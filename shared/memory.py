@@ -1,11 +1,11 @@
-"""How much memory each process may take above what it holds at rest: what its limits add up to.
+"""The most memory that each process takes above what it holds at rest: the sum of its limits.
 
     gateway     bodies of requests + what each live request has in buffers + threads
     engine API  bodies, prompts and answers of requests + each stream's buffers + threads
     core        what waits and runs; its KV cache and swap space are taken as they are used
 
-Memory that is given back to the allocator stays with the process while anything lives beside it, so what is
-held by many requests of all sizes takes more than it counts: `FRAGMENTATION` says how much more at most.
+Memory that is given back to the allocator stays with the process while anything lives beside it, so the
+memory of many requests of all sizes is larger than the sum of their reservations, by `FRAGMENTATION` at most.
 
 `tests/neighbours` hold the services to these sums under attack, and `penstock bench neighbours` says how near
 they come. A container's limit is the memory at rest plus this.
@@ -19,21 +19,21 @@ KIB: Final = 1024
 MIB: Final = 1024 * KIB
 
 FRAGMENTATION: Final = 1.25
-"""Resident bytes for each byte that is reserved, where reservations are full of small objects."""
+"""Resident bytes for each reserved byte, where reservations are full of small objects."""
 LIVE_REQUEST: Final = 448 * KIB
-"""A gateway's live request: 256 KiB of an answer whose status is not decided yet, 64 KiB of a stream's
-window, 16 KiB that wait to be written, 64 KiB of a body that nobody has read yet, and its objects."""
+"""Bytes of a gateway's live request: 256 KiB of an answer whose status is not decided yet, 64 KiB of a
+stream's window, 16 KiB that wait to be written, 64 KiB of a body that is not read yet, and its objects."""
 STREAM: Final = 192 * KIB
-"""An engine's stream: 64 KiB of a body that nobody has read yet, 64 KiB of events that are made before they
-are written, and its objects."""
+"""Bytes of an engine's stream: 64 KiB of a body that is not read yet, 64 KiB of events that wait to be
+written, and its objects."""
 THREAD: Final = 16 * MIB
-"""A thread that tokenizes or parses: what one slice makes, and its own heap of the allocator."""
+"""Bytes of a thread that tokenizes or parses: one slice's data, and its own heap of the allocator."""
 SEQUENCE: Final = 64 * KIB
-"""A sequence in the core: its page table, its penalties and its biases."""
+"""Bytes of a sequence in the core: its page table, its penalties and its biases."""
 TOKEN: Final = 64
-"""A token of a prompt in the core: an integer, and its place in a list."""
+"""Bytes of a prompt's token in the core: an integer, and its place in a list."""
 STEP: Final = 64 * MIB
-"""The largest step, if none as large was taken while the core warmed up."""
+"""Bytes of the largest step, if none as large was taken while the core warmed up."""
 
 
 def gateway_memory_max(request_memory: int, live_max: int, tokenizer_threads: int) -> int:
@@ -43,12 +43,13 @@ def gateway_memory_max(request_memory: int, live_max: int, tokenizer_threads: in
 
 
 def engine_memory_max(request_memory: int, streams_max: int, tokenizer_threads: int) -> int:
-    """Bytes above rest for an engine's API process. `streams_max`: requests that its gateways send it at a
-    time, each at most its `live_max`."""
+    """Bytes above rest for an engine's API process. `streams_max` is the number of requests that its gateways
+    send it at a time, each gateway at most its `live_max`."""
     held = int(FRAGMENTATION * request_memory)
     return held + streams_max * STREAM + tokenizer_threads * THREAD
 
 
 def core_memory_max(kv_cache: int, swap: int, sequences_max: int, queue_tokens_max: int) -> int:
-    """Bytes above rest for an engine's core process on a CPU. `sequences_max`: those that run or wait."""
+    """Bytes above rest for an engine's core process on a CPU. `sequences_max` counts those that run or
+    wait."""
     return kv_cache + swap + sequences_max * SEQUENCE + queue_tokens_max * TOKEN + STEP

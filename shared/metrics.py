@@ -1,4 +1,4 @@
-"""Counters, histograms and gauges in plain numbers, turned into Prometheus' families when they are scraped.
+"""Counters, histograms and gauges in plain numbers, rendered as Prometheus' families when they are scraped.
 
 A request counts and observes some thirty times. prometheus_client takes a lock for each, walks through
 a histogram's buckets, and looks children up by their labels in between: a fifteenth of what a request
@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 PENDING_MAX: Final = 256
-"""Observations that wait to be sorted into buckets. Sorting so many takes some 30 us."""
+"""Observations that wait to be sorted into buckets. Sorting as many takes some 30 us."""
 REGISTRY: Final = CollectorRegistry()
 """All metrics of this process."""
 ProcessCollector(registry=REGISTRY)
@@ -85,7 +85,7 @@ class Gauge(Collector):
         registry.register(self)
 
     def set_function(self, read: Callable[[], float]) -> None:
-        """Ask `read` for the number from now on."""
+        """Set the function that is called for the number at each scrape."""
         self._read = read
 
     def collect(self) -> Iterator[Metric]:
@@ -93,8 +93,11 @@ class Gauge(Collector):
 
 
 class Histogram(Collector):
-    """Observations are kept as they come and sorted into buckets a batch at a time: sorting is done in C, and
-    finding a bucket for each by itself took a twentieth of a request."""
+    """A histogram of observations, for each combination of label values.
+
+    Observations are kept as they come and sorted into buckets a batch at a time: sorting is done in C, and
+    finding a bucket for each by itself took a twentieth of a request's CPU time.
+    """
 
     def __init__(
         self,
@@ -105,8 +108,8 @@ class Histogram(Collector):
         *,
         registry: CollectorRegistry = REGISTRY,
     ) -> None:
-        """`buckets`: their upper bounds, ascending; the last, without a bound, is added. A histogram without
-        labels is there from the start, empty."""
+        """`buckets` are their upper bounds, ascending; the last one, without a bound, is added. A histogram
+        without labels is there from the start, empty."""
         assert list(buckets) == sorted(set(buckets))
         self._name = name
         self._documentation = documentation
@@ -114,10 +117,10 @@ class Histogram(Collector):
         self._bounds = tuple(buckets)
         self._cells: dict[tuple[object, ...], _Cell] = {}
         self._pending: dict[tuple[object, ...], list[float]] = {}
-        """Values that are in no bucket yet, by their labels."""
+        """Observed values that are in no bucket yet, by their label values."""
         self._rows: dict[tuple[tuple[str, ...], tuple[object, ...]], list[Sequence[float]]] = {}
-        """Values of several names that are in no bucket yet: by these names and the labels before, a sequence
-        for each call."""
+        """Observed rows that are in no bucket yet, by the values of the last label and of the labels before
+        it. A row has a value for each of the names."""
         if not labels:
             self._sort_in((), [])
         registry.register(self)
@@ -132,7 +135,7 @@ class Histogram(Collector):
             self._sort_in(labels, values)
 
     def observe_all(self, names: tuple[str, ...], values: Sequence[float], *labels: object) -> None:
-        """One value for each of `names`, which are the last label."""
+        """Observe one value for each of `names`, which are values of the last label."""
         rows = self._rows.get((names, labels))
         if rows is None:
             assert len(labels) + 1 == len(self._labels)
@@ -145,7 +148,7 @@ class Histogram(Collector):
         cell = self._cells.get(labels)
         if cell is None:
             cell = self._cells[labels] = _Cell([0] * (len(self._bounds) + 1))
-        cell.take(values, self._bounds)
+        cell.add(values, self._bounds)
         values.clear()
 
     def _sort_in_rows(
@@ -181,7 +184,7 @@ class _Cell:
         self.total = 0.0
         """The sum of all observations."""
 
-    def take(self, values: list[float], bounds: Sequence[float]) -> None:
+    def add(self, values: list[float], bounds: Sequence[float]) -> None:
         self.total = reduce(add, values, self.total)
         ordered, below = sorted(values), 0
         for at, bound in enumerate(bounds):

@@ -3,9 +3,10 @@
 Rules:
 
 1. `NaN`, `Infinity` and `-Infinity` are numbers, as Python writes them, and so is `{"__float__": "NaN"}`, as
-   transformers 5 writes them. Whoever uses a number checks that it is finite.
-2. Each file has a `KeyTable`, which gives its keys a meaning: the value is used; or answers do not depend on
-   it; or they would, in a way that is not implemented, and only the values that change nothing are served.
+   transformers 5 writes them. The code that uses a number checks that it is finite.
+2. Each file has a `KeyMeanings`, which gives its keys a meaning: the value is used; or answers do not depend
+   on it; or they would depend on it in a way that is not implemented, and only values that change nothing are
+   accepted.
 3. A key that is in no table is ignored and named in the log, because it may be a misspelt one.
 """
 
@@ -28,23 +29,25 @@ _TAGGED: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class BadModelFile(ValueError):
-    """A file cannot be read. The message names what is wrong with it, and not the file."""
+    """The error of a file that cannot be read. The message says what is wrong with it, and does not name the
+    file."""
 
 
 class Meaning(Enum):
     USED = "used"
     NO_EFFECT = "no effect"
-    """Answers do not depend on it."""
+    """Answers do not depend on the key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """A key that is served with these values alone: they change nothing, and others are not implemented."""
+    """The meaning of a key that is accepted with these values alone: they change nothing, and others are not
+    implemented."""
 
     values: tuple[object, ...]
 
 
-KeyTable = Mapping[str, Meaning | Only]
+KeyMeanings = Mapping[str, Meaning | Only]
 USED: Final = Meaning.USED
 NO_EFFECT: Final = Meaning.NO_EFFECT
 
@@ -66,7 +69,7 @@ def read_text(path: Path) -> str | None:
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """The JSON object that `text` is. Raises BadModelFile."""
+    """The JSON object in `text`. Raises BadModelFile."""
     try:
         plain = text.decode() if isinstance(text, bytes) else text
         value = json.loads(plain, object_hook=_untagged)
@@ -82,7 +85,7 @@ def _untagged(value: dict[str, Any]) -> Any:
     return _TAGGED[tag] if len(value) == 1 and isinstance(tag, str) and tag in _TAGGED else value
 
 
-def refusals(fields: Mapping[str, object], table: KeyTable) -> Iterator[str]:
+def refusals(fields: Mapping[str, object], table: KeyMeanings) -> Iterator[str]:
     """One sentence for each key whose value the table does not allow."""
     for name, value in fields.items():
         meaning = table.get(name)
@@ -91,14 +94,14 @@ def refusals(fields: Mapping[str, object], table: KeyTable) -> Iterator[str]:
             yield f"{name} {shown(value)} is not supported, only {allowed}"
 
 
-def unexplained(fields: Iterable[str], table: KeyTable) -> tuple[str, ...]:
-    """The keys that the table says nothing about, as they may be logged."""
+def unexplained(fields: Iterable[str], table: KeyMeanings) -> tuple[str, ...]:
+    """The keys that are not in the table, as they may be logged."""
     names = [shown(name) for name in fields if name not in table]
     more = len(names) - NAMES_SHOWN_MAX
     return (*names[:NAMES_SHOWN_MAX], f"and {more} more") if more > 0 else tuple(names)
 
 
 def shown(value: object) -> str:
-    """A name or a value as messages have it: as in the file, on one line, and not too long."""
+    """A name or a value for a message: as in the file, on one line, and not too long."""
     text = value if isinstance(value, str) and value.isidentifier() else json.dumps(value)
     return text if len(text) <= SHOWN_LEN_MAX else text[:SHOWN_LEN_MAX] + "..."

@@ -3,8 +3,8 @@
 Policy for fields, as API.md documents it:
 
 - A field that is honoured is typed and bounded here, and a bad value is a 400 that names it.
-- A field that asks for something we cannot do (`tools`, a JSON `response_format`, audio, other engines'
-  extensions) is refused, by the tables of `shared.fields`; it is never silently ignored.
+- A field that asks for something that no engine of ours can do (`tools`, a JSON `response_format`, audio,
+  other engines' extensions) is refused, by the tables of `shared.fields`; it is never silently ignored.
 - Fields that change nothing about the answer (`metadata`, `user`, `store`, ...) are accepted.
 - Unknown fields are accepted too, passed on, and named in the `x-penstock-ignored-fields` answer
   header, so that a misspelt name can be seen.
@@ -26,7 +26,7 @@ from shared.errors import ApiError
 BODY_LEN_MAX: Final = 8 * 1024 * 1024
 MESSAGES_MAX: Final = 2048
 PROMPTS_MAX: Final = 256
-"""Bound on the number of prompts, and on `n` times it: on the sequences of one request."""
+"""Bound on the number of prompts, and on `n` times it, which is the number of sequences of one request."""
 CHOICES_MAX: Final = 64
 """Bound on `n`."""
 STOP_MAX: Final = 16
@@ -38,7 +38,7 @@ TOKENS_MAX: Final = 2**24
 """Bound on any count of tokens, far above any context length."""
 
 COMPLETION_TOKENS_DEFAULT: Final = 16
-"""What completions (never chat) take for `max_tokens` when it is absent, as OpenAI does."""
+"""The `max_tokens` of completions (never of chat) when it is absent, as OpenAI has it."""
 
 _SEED_MAX: Final = 2**63 - 1
 _PRIORITY_MAX: Final = 2**31 - 1
@@ -59,7 +59,7 @@ class ChatMessage(Struct):
     content: str | Annotated[list[TextPart], Meta(max_length=MESSAGES_MAX)]
     name: str | None = None
     reasoning_content: str | None = None
-    """What the assistant thought, for templates that repeat it. An extension that open engines share."""
+    """The assistant's reasoning, for templates that repeat it. An extension that open engines share."""
 
     @property
     def text(self) -> str:
@@ -77,7 +77,7 @@ class ResponseFormat(Struct):
 
 
 class PromptExtension(Struct):
-    """Token ids that the gateway counted and sends along, so that nothing is tokenized twice.
+    """Token ids that the gateway counted and sends along, so that no text is tokenized twice.
 
     Trusted only when `tokenizer` is the hash of the engine's own tokenizer.
     """
@@ -88,10 +88,11 @@ class PromptExtension(Struct):
 
 
 class GenerationRequest(Struct, kw_only=True):
-    """What chat and completions share: fields, and questions that each answers by fields of its own."""
+    """The common part of chat and completions: shared fields, and properties that each computes from its own
+    fields."""
 
     prompt_param: ClassVar[str]
-    """The field that holds the prompt."""
+    """The name of the field that holds the prompt."""
 
     model: str
     n: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
@@ -101,7 +102,7 @@ class GenerationRequest(Struct, kw_only=True):
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=TOKENS_MAX)] | None = None
-    """0 and -1 are off."""
+    """The number of likeliest tokens to sample from; 0 and -1 are off."""
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
@@ -116,13 +117,13 @@ class GenerationRequest(Struct, kw_only=True):
 
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    """Narrows prefix sharing within the tenant; it never widens it."""
+    """A salt that narrows prefix sharing within the tenant; it never widens it."""
 
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
-    """How soon: `priority` before `default` before `flex`. `auto` and `scale` are `default`."""
+    """The urgency: `priority` before `default` before `flex`. `auto` and `scale` are `default`."""
     priority: Annotated[int, Meta(ge=-_PRIORITY_MAX, le=_PRIORITY_MAX)] | None = None
-    """vLLM's extension, lower is sooner: below 0 is `priority`, 0 `default`, above 0 `flex`. It is read
-    when `service_tier` leaves it open."""
+    """vLLM's extension, lower is sooner: below 0 is `priority`, 0 `default`, above 0 `flex`. It counts when
+    `service_tier` is absent or leaves it open."""
 
     # accepted, without effect on the answer
     user: str | None = None
@@ -151,17 +152,17 @@ class GenerationRequest(Struct, kw_only=True):
 
     @property
     def stated_tokens_max(self) -> int | None:
-        """`output_tokens_max`, where the caller stated it and it is no default."""
+        """The `output_tokens_max` that the caller stated. None where it is a default."""
         return self.output_tokens_max
 
     @property
     def max_tokens_param(self) -> str:
-        """The field that states it, or could."""
+        """The name of the field that states `output_tokens_max`, or could state it."""
         return "max_tokens"
 
     @property
     def logprobs_asked(self) -> int | None:
-        """How many of the likeliest tokens to report with each token; None for no log-probabilities."""
+        """The number of likeliest tokens to report with each token; None for no log-probabilities."""
         return None
 
     @property
@@ -179,7 +180,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MESSAGES_MAX)]
     max_tokens: Annotated[int, Meta(ge=1, le=TOKENS_MAX)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, le=TOKENS_MAX)] | None = None
-    """Wins over `max_tokens`, its older name."""
+    """The newer name of `max_tokens`, over which it wins."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)] | None = None
 
@@ -216,7 +217,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     prompt: Prompt
     max_tokens: Annotated[int, Meta(ge=0, le=TOKENS_MAX)] | None = None
-    """0 is allowed with `echo`: it scores the prompt."""
+    """The most tokens of each choice. 0 is allowed with `echo`: it scores the prompt."""
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)] | None = None
     suffix: str | None = None
@@ -240,7 +241,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 
 class TokenizeRequest(Struct, kw_only=True):
-    """Either `prompt` or `messages`."""
+    """A request to tokenize either `prompt` or `messages`."""
 
     model: str | None = None
     prompt: str | None = None
@@ -334,7 +335,7 @@ class ChatChunk(Struct, kw_only=True):
     choices: list[ChatChunkChoice]
     system_fingerprint: str
     usage: Usage | UnsetType | None = UNSET
-    """With `include_usage`: null on every chunk but the last, which has no choices."""
+    """The usage, with `include_usage`: null on every chunk but the last, which has no choices."""
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
@@ -346,7 +347,7 @@ class CompletionLogprobs(Struct):
 
 
 class CompletionChoice(Struct):
-    """Also a chunk's choice: there `finish_reason` is null until the last."""
+    """A choice of a completion, and of a chunk, where `finish_reason` is null until the last."""
 
     index: int
     text: str
@@ -357,7 +358,7 @@ class CompletionChoice(Struct):
 
 
 class Completion(Struct, kw_only=True):
-    """Also a chunk: the completions API streams its own response shape."""
+    """A completion, and a chunk of one: the completions API streams its own response shape."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -394,7 +395,7 @@ class DetokenizeResponse(Struct):
 class AbortResponse(Struct):
     id: str
     aborted: int
-    """How many live requests carried this id. 0 is no error: an abort is idempotent."""
+    """The number of live requests that had this id. 0 is no error: an abort is idempotent."""
 
 
 # -- errors ---------------------------------------------------------------------------------------

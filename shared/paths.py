@@ -1,4 +1,5 @@
-"""What to say about a path that does not exist: nearly always a base URL that lacks `/v1`, or has it twice.
+"""The message about a path that does not exist: nearly always from a base URL that lacks `/v1`, or has it
+twice.
 
 A path that is wrong in one of these ways is not served, so that every endpoint has one name in logs,
 metrics and a proxy's rules, and no POST is answered with a redirect, which clients send again without its
@@ -15,7 +16,7 @@ _SHOWN_LEN_MAX: Final = 100
 
 
 def no_such_path(path: str, exists: Callable[[str], bool]) -> str:
-    """The message of the 404, with the path that was meant, if `exists` knows one."""
+    """The message of the 404, with the path that was probably meant, if `exists` is true of one."""
     message = f"There is nothing at {path[:_SHOWN_LEN_MAX]!r}."
     plain = "/" + path.strip("/")
     for meant, advice in (

@@ -1,14 +1,14 @@
-"""Probes: what a service answers to `/livez`, `/readyz` and `/startupz`.
+"""The probes of a service: `/livez`, `/readyz` and `/startupz`.
 
-| probe       | asks whether                              | no is |
-|-------------|-------------------------------------------|-------|
-| `/livez`    | a restart would not help                  | 500   |
-| `/readyz`   | new requests are welcome                  | 503   |
-| `/startupz` | the start is over, and did not fail       | 503   |
+| probe       | asks whether                              | if not |
+|-------------|-------------------------------------------|--------|
+| `/livez`    | a restart would not help                  | 500    |
+| `/readyz`   | new requests are welcome                  | 503    |
+| `/startupz` | the start is over, and did not fail       | 503    |
 
-Yes is 200. The body is the same for all: `{"phase": "ready", "ok": true}`, and with `problems` where there
-are any and whoever asks may know them: on the gateway's admin port, and on the engine's own, which is for
-gateways and operators. The gateway's public port keeps them to itself.
+The status of a yes is 200. The body is the same for all: `{"phase": "ready", "ok": true}`, with `problems`
+where there are any and the port is for operators: the gateway's admin port, and the engine's own. The
+gateway's public port does not show them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from shared.lifecycle import Lifecycle
 
 
 class Health:
-    """How a service does."""
+    """The health of a service."""
 
     __slots__ = ("lifecycle", "problems")
 
     def __init__(self, lifecycle: Lifecycle, problems: Callable[[], list[str]]) -> None:
-        """`problems`: sentences or names for operators, of all that keeps a service that is ready from
+        """`problems` returns sentences or names for operators, for all that keeps a ready service from
         serving."""
         self.lifecycle: Final = lifecycle
         self.problems: Final = problems
@@ -60,7 +60,7 @@ PROBES: Final[Mapping[str, _Question]] = {
         HTTPStatus.SERVICE_UNAVAILABLE,
     ),
 }
-"""By path."""
+"""The question of each probe, by path."""
 
 
 def answer_probe(path: str, health: Health, *, tells_problems: bool) -> tuple[int, bytes]:

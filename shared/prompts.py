@@ -3,9 +3,9 @@
 Rules
 
 1. The ids are those that the tokenizer gives for the whole text (`shared.text_slices` says why).
-2. What cannot fit is refused as early as it shows: by its length alone before anything is encoded, or in the
-   slice in which the count passes the bound. Counting on would be work for an answer that is no.
-3. A job holds the text, the ids so far and what one slice takes; ids are bounded by `TOKENS_MAX`.
+2. A prompt that cannot fit is refused as early as that is known: by its length before anything is encoded, or
+   in the slice in which the count passes the bound.
+3. A job holds the text, the ids so far and the data of one slice; ids are bounded by `TOKENS_MAX`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from shared.text_slices import SLICE_LEN, WHOLE_LEN_MAX
 from shared.tokenizer import Tokenizer
 from shared.validation import prompt_count
 
-Span = tuple[int, int]
-"""Characters of a text: from the first to behind the last."""
+CharSpan = tuple[int, int]
+"""Characters of a text: the index of the first, and that behind the last."""
 
 
 def prompt_slices(
     tokenizer: Tokenizer, request: ChatRequest | CompletionRequest, len_max: int | None
 ) -> Slices[list[list[int]]]:
-    """As `Tokenizer.prompt_ids`; no prompt may have more than `len_max` tokens.
+    """The ids of `Tokenizer.prompt_ids`, in slices. No prompt may have more than `len_max` tokens.
 
     Raises InvalidRequest, and ContextLengthExceeded for a prompt that is too long.
     """
@@ -63,7 +63,8 @@ def text_slices(
     *,
     add_special_tokens: bool = True,
 ) -> Slices[list[int]]:
-    """As `Tokenizer.encode`. `param` names the text in errors, which are those of `prompt_slices`."""
+    """The ids of `Tokenizer.encode`, in slices. `param` names the text in errors, which are those of
+    `prompt_slices`."""
     most = TOKENS_MAX if len_max is None else min(len_max, TOKENS_MAX)
     too_long = _too_many(param) if most == TOKENS_MAX else _too_long(param, most)
     slicer = tokenizer.slicer
@@ -87,8 +88,8 @@ def text_slices(
     return [*ids, *after]
 
 
-def span_slices(tokenizer: Tokenizer, text: str) -> Slices[tuple[list[int], list[Span]]]:
-    """As `Tokenizer.encode_spans`, of a text that is known to fit."""
+def span_slices(tokenizer: Tokenizer, text: str) -> Slices[tuple[list[int], list[CharSpan]]]:
+    """The ids and spans of `Tokenizer.encode_spans`, in slices, for a text that is known to fit."""
     slicer = tokenizer.slicer
     if slicer is None or len(text) <= SLICE_LEN:
         return tokenizer.encode_spans(text)

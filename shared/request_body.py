@@ -2,10 +2,10 @@
 
 Rules:
 
-1. What the headers say is checked before a byte is read: the body is not compressed, and not declared to be
-   larger than it may be. A client that asks (`Expect: 100-continue`) is told to go on only after that.
-2. The bytes are counted as they come, as they may be more than was declared, or nothing was. No more than one
-   read beyond the bound is ever held.
+1. The headers are checked before a byte is read: the body must not be compressed, nor declared to be larger
+   than it may be. A client that asks (`Expect: 100-continue`) is told to go on only after that.
+2. The bytes are counted as they come, as they may be more than was declared, and a chunked body declares
+   nothing. No more than one read beyond the bound is ever held.
 3. All of it must arrive within a time, however steadily it drips.
 """
 
@@ -24,8 +24,8 @@ CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 def check_head(headers: Mapping[str, str], len_max: int) -> None:
-    """Rule 1. `headers` are looked up without regard to case, and `len_max` is in bytes. Raises
-    InvalidRequest and BodyTooLarge."""
+    """Check the headers of a body by rule 1. `headers` are looked up without regard to case, and `len_max` is
+    in bytes. Raises InvalidRequest and BodyTooLarge."""
     if headers.get("content-encoding", "identity") != "identity":
         raise InvalidRequest("Compressed request bodies are not accepted.")
     declared = headers.get("content-length", "0").lstrip("0")
@@ -34,7 +34,7 @@ def check_head(headers: Mapping[str, str], len_max: int) -> None:
 
 
 def awaits_continue(headers: Mapping[str, str]) -> bool:
-    """Whether the client sends the body only after it was told to go on."""
+    """Whether the client waits for an interim answer before it sends the body."""
     return headers.get("expect", "").lower() == "100-continue"
 
 
@@ -44,7 +44,7 @@ def too_large(len_max: int) -> BodyTooLarge:
 
 
 def too_late_message(within_s: float) -> str:
-    """What a client is told whose body did not arrive within so many seconds."""
+    """The message for a client whose body did not arrive within so many seconds."""
     return f"The request body did not arrive within {within_s:g} s."
 
 
@@ -63,13 +63,12 @@ async def read_body(
     deadline_s: float,
     hold: Callable[[int], None],
 ) -> bytes:
-    """All of a body.
+    """Read a whole body.
 
     `read` returns what has come, at least one byte, and nothing or None at the end. `go_on` tells a client
-    that awaits it to send the body. `hold` is told how many bytes are held, and raises when that is too much.
-
-    Raises BodyTooLarge, BodyTimeout after `deadline_s` seconds, InvalidRequest, and what `read` and `hold`
-    raise.
+    that awaits it to send the body. `hold` is called with the number of bytes that are held, and raises when
+    they are too many. Raises BodyTooLarge, BodyTimeout after `deadline_s` seconds, InvalidRequest, and what
+    `read` and `hold` raise.
     """
     check_head(headers, len_max)
     received = bytearray()

@@ -1,4 +1,4 @@
-"""Settings, each declared once: a field of a frozen dataclass says everything about it.
+"""Settings, each declared once, as a field of a frozen dataclass.
 
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] = 64
     \"""Sequences that run at once.\"""
@@ -53,7 +53,7 @@ class Rule:
     """A condition on a value beyond its type and `Meta`; stands in an `Annotated`. None always fulfils it."""
 
     says: str
-    """Continues "must", as in "not be empty"."""
+    """The condition in words that continue "must", as in "not be empty"."""
     holds: Callable[[Any], bool]
 
 
@@ -82,7 +82,7 @@ class Kind:
     base: Any
     """The type without its annotations, and without None."""
     meta: Meta
-    """Its bounds."""
+    """The bounds on its values."""
     rule: Rule | None
     unit: str | None
 
@@ -227,9 +227,9 @@ class Setting:
     """Its name after those of the sections that it is in: `limits.live_max`, `models[].name`."""
     kind: Kind
     default: Any
-    """MISSING when it is required."""
+    """The default. MISSING when the setting is required."""
     help: str
-    """Its docstring, as one line."""
+    """The docstring below the field, as one line."""
 
     @property
     def name(self) -> str:

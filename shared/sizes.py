@@ -6,7 +6,7 @@ import re
 from typing import Final
 
 PATTERN: Final = r"(\d{1,16}(?:\.\d{1,16})?)\s*([kKmMgGtT]?)(i?)[bB]?"
-"""What a size looks like. With an `i`, or without a `b`, its unit is a power of 1024, else of 1000."""
+"""The form of a size. With an `i`, or without a `b`, its unit is a power of 1024, else of 1000."""
 _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 

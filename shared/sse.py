@@ -1,6 +1,6 @@
 """Server-sent events, as both services write and read them. No I/O.
 
-The engine ends every stream with a comment that the gateway keeps for itself:
+The engine ends every stream with a comment that the gateway does not pass on:
 
     data: {...}\\n\\n  data: {...}\\n\\n  data: [DONE]\\n\\n  : penstock {json}\\n\\n
 
@@ -27,7 +27,7 @@ from shared.openai import error_envelope
 DONE: Final = b"data: [DONE]\n\n"
 CONTENT_TYPE: Final = "text/event-stream; charset=utf-8"
 CLOSING_HEADER: Final = "x-penstock-closing"
-"""Carries the closing's JSON on answers that are not streams."""
+"""The header that has the closing's JSON on answers that are not streams."""
 CLOSING_LEN_MAX: Final = 2048
 
 LINE_LEN_MAX: Final = 16 * 1024 * 1024
@@ -35,12 +35,13 @@ LINE_LEN_MAX: Final = 16 * 1024 * 1024
 _BOUNDARY: Final = b"\n\n"
 _COMMENT: Final = b": penstock "
 _MAY_CONTINUE: Final = (b":", b"\n:")
-"""What a chunk begins with, when the boundary before a comment came with the chunk before."""
+"""The beginnings of a chunk that continues a boundary at the end of the chunk before, and may begin a
+comment."""
 assert len(_COMMENT) < CLOSING_LEN_MAX
 
 
 class Closing(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine reports at the end of every answer."""
+    """The engine's report at the end of every answer."""
 
     end_reason: str
     prompt_tokens: int = 0
@@ -52,29 +53,29 @@ class Closing(msgspec.Struct, frozen=True, kw_only=True):
     preempted_ms: float = 0.0
     preemptions: int = 0
     stalled_ms: float = 0.0
-    """Paused, because the reader of the stream was behind."""
+    """The time for which the request was paused, because the client was behind in reading."""
 
 
 _decode_closing = msgspec.json.Decoder(Closing).decode
 
 
 def event(data: bytes) -> bytes:
-    """One event. `data` is JSON, so it holds no newline."""
+    """One event with `data`, which is JSON and so holds no newline."""
     return b"data: " + data + _BOUNDARY
 
 
 def error_event(error: ApiError) -> bytes:
-    """What a stream that fails after its first byte ends with; no `[DONE]` follows it."""
+    """The event that ends a stream which fails after its first byte; no `[DONE]` follows it."""
     return event(error_envelope(error))
 
 
 def encode_closing(closing: Closing) -> bytes:
-    """JSON, for the header of a unary answer."""
+    """The closing as JSON, for the header of a unary answer."""
     return msgspec.json.encode(closing)
 
 
 def parse_closing(data: bytes | str) -> Closing | None:
-    """None when it is not one: the answer came from some other engine."""
+    """The closing in `data`. None when it is not one: the answer came from an engine of another make."""
     try:
         return _decode_closing(data)
     except msgspec.DecodeError:
@@ -88,9 +89,9 @@ def closing_comment(closing: Closing) -> bytes:
 
 
 def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines of a stream without their ends, which are LF or CRLF and nothing else: what `str.splitlines`
-    takes for line ends besides, such as U+2028, stands unescaped in JSON. Raises ValueError for a line of
-    more than `LINE_LEN_MAX` bytes."""
+    """The lines of a stream without their ends, which are LF or CRLF and nothing else: the other line ends of
+    `str.splitlines`, such as U+2028, may stand unescaped in JSON. Raises ValueError for a line of more than
+    `LINE_LEN_MAX` bytes."""
     rest = bytearray()
     for chunk in chunks:
         start, searched = 0, len(rest)
@@ -106,22 +107,22 @@ def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 class TailScanner:
-    """Takes a stream's chunks, gives back what to forward, keeps the closing comment."""
+    """A scanner of a stream's chunks: it returns the bytes to forward, and keeps the closing comment."""
 
     __slots__ = ("_end", "_held", "_tail")
 
     def __init__(self, done: bytes = DONE) -> None:
-        """`done`: the last event of a whole answer."""
+        """`done` is the last event of a whole answer."""
         self._end = _BOUNDARY + done
         self._held = b""
-        """Not forwarded: starts at a boundary, and may be the comment."""
+        """The bytes that are not forwarded: they start at a boundary, and may be the comment."""
         self._tail = _BOUNDARY
-        """The last bytes forwarded. The start of a stream is a boundary."""
+        """The last bytes that were forwarded. The start of a stream counts as a boundary."""
 
     def feed(self, chunk: bytes) -> bytes:
-        """What may be forwarded at once: `chunk` itself, less or more than it, or nothing."""
+        """The bytes that may be forwarded at once: `chunk` itself, less or more than it, or none."""
         data = self._held + chunk if self._held else chunk
-        if b"\n\n:" not in data and not data.startswith(_MAY_CONTINUE):  # so with nearly every chunk
+        if b"\n\n:" not in data and not data.startswith(_MAY_CONTINUE):  # nearly every chunk
             start = None
         else:
             start = self._comment_start(data)
@@ -135,7 +136,7 @@ class TailScanner:
         return forward
 
     def finish(self) -> bytes:
-        """At the end of the stream: what was withheld and turned out to be no closing comment."""
+        """The bytes that were withheld and turned out to be no closing comment, at the end of the stream."""
         if self.closing is not None:
             return b""
         rest, self._held = self._held, b""
@@ -144,7 +145,7 @@ class TailScanner:
 
     @property
     def closing(self) -> Closing | None:
-        """The comment, if the stream ends here."""
+        """The comment, if the stream ends here. None without one."""
         return parse_closing(self._held[len(_COMMENT) :]) if self._held.endswith(_BOUNDARY) else None
 
     @property
@@ -158,7 +159,8 @@ class TailScanner:
         return self._tail.endswith(_BOUNDARY)
 
     def _comment_start(self, data: bytes) -> int | None:
-        """Where in `data` the comment may begin: only behind the last boundary that a colon follows."""
+        """The index in `data` at which the comment may begin: only behind the last boundary that a colon
+        follows. None when there is no such place."""
         at = data.rfind(b"\n\n:")
         if at >= 0:
             start = at + 2

@@ -1,4 +1,5 @@
-"""Where the time of a request went: one name for the log field, the header, the span and the metric.
+"""The stages of a request and their times, with one name for the log field, the header, the span and the
+metric.
 
 `with stages("quota"):` costs about two microseconds, `stages.enter("quota")` a third of that. Spans are
 made only when an OpenTelemetry SDK is installed and configured before the first request; without one,
@@ -28,7 +29,7 @@ from shared.metrics import REGISTRY, Histogram
 
 METRICS_CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 LAYOUTS_MAX: Final = 1024
-"""Orders of stages that are known: a request that is tried elsewhere has one of its own."""
+"""Sequences of stages that are cached: a request that is tried at another replica has one of its own."""
 
 _STAGE_SECONDS: Final = Histogram(
     "penstock_stage_seconds",
@@ -59,7 +60,7 @@ _STAGE_SECONDS: Final = Histogram(
 
 
 def metrics_text(registry: CollectorRegistry = REGISTRY) -> bytes:
-    """What a scrape answers, of the type `METRICS_CONTENT_TYPE`."""
+    """The body of the answer to a scrape, of the type `METRICS_CONTENT_TYPE`."""
     return generate_latest(registry)
 
 
@@ -95,12 +96,12 @@ def parse_traceparent(value: str | None) -> TraceContext | None:
 
 
 class _Layout(Struct, frozen=True):
-    """What is the same for all requests that went through the same stages in the same order."""
+    """The facts that are the same for all requests that went through the same stages in the same order."""
 
     names: tuple[str, ...]
-    """The stages that are over, each once, in the order of the first entry."""
+    """The names of the stages that are over, each once, in the order of the first entry."""
     at: tuple[int, ...] | None
-    """For each visit its place in `names`; None where no stage was entered twice."""
+    """The index in `names` of each visit; None where no stage was entered twice."""
     fields: tuple[str, ...]
     """The stages' names in the completed line."""
     timing: str
@@ -118,8 +119,8 @@ def _layout(visits: tuple[str, ...]) -> _Layout:
 class Stages:
     """The stage times of one request in one service, under one span.
 
-    `trace` is this request's own span; its `traceparent` goes into the headers of the next hop.
-    Call `end` once, when the request has ended.
+    `trace` is this request's own span; its `traceparent` goes into the headers of the next hop. Call `end`
+    once, when the request has ended.
     """
 
     __slots__ = (
@@ -144,11 +145,11 @@ class Stages:
         self._over: list[str] = []
         """The visits to stages that are over, in order; those that `enter` began come first."""
         self._began_s: list[float] = []
-        """When each of them began, and the one that is not over."""
+        """The start of each of them, and of the one that is not over, in seconds on the clock."""
         self._measured_s: dict[str, float] = {}
-        """The stages that were measured elsewhere."""
+        """The times of stages that were measured elsewhere, in seconds."""
         self._final: tuple[_Layout, list[float]] | None = None
-        """What `_taken` says since `end`."""
+        """The stages' times as they were at `end`. None before."""
         self.now = ""
         """The stage that `enter` began last."""
         parent = parse_traceparent(traceparent) if traceparent is not None else None
@@ -162,7 +163,7 @@ class Stages:
                 f"{context.trace_id:032x}", f"{context.span_id:016x}", context.trace_flags.sampled
             )
         else:
-            ids = f"{random_bits(192) | 1 << 64 | 1:048x}"  # neither may be zero
+            ids = f"{random_bits(192) | 1 << 64 | 1:048x}"  # neither id may be zero
             trace_id = parent.trace_id if parent else ids[:32]
             self.trace = TraceContext(trace_id, ids[32:], parent is not None and parent.sampled)
 
@@ -171,8 +172,10 @@ class Stages:
         return _Stage(self, stage)
 
     def enter(self, stage: str) -> float:
-        """For requests that are in one stage at every moment, so that their times add up to the request's:
-        the last one is over, this one begins. Returns when, on the clock's own scale."""
+        """End the stage that runs, and begin this one. Returns the time on the clock, in seconds.
+
+        For a request that is in one stage at every moment, so that the stages' times add up to its own.
+        """
         now_s = self._monotonic()
         began_s = self._began_s
         if began_s:
@@ -218,7 +221,7 @@ class Stages:
         return layout.timing % tuple(map(_MS.__mul__, seconds))
 
     def log_fields(self) -> dict[str, float]:
-        """`{"quota_ms": 0.031, ...}` for the completed line."""
+        """The times for the completed line, such as `{"quota_ms": 0.031}`."""
         layout, seconds = self._taken()
         return dict(zip(layout.fields, _milliseconds(seconds), strict=True))
 
@@ -228,7 +231,7 @@ class Stages:
         return _picker(layout.names, names)([*_milliseconds(seconds), None])
 
     def end(self, **attributes: str | int | float | bool) -> None:
-        """Observe what each stage took, and close the span of the request. `attributes` never hold prompt
+        """Observe the time of each stage, and end the span of the request. `attributes` never hold prompt
         text."""
         layout, seconds = self._final = self._taken()
         _STAGE_SECONDS.observe_all(layout.names, seconds, self._service)
@@ -274,7 +277,7 @@ class _Stage:
 
 @cache
 def _tracer() -> trace.Tracer | None:
-    """None without an SDK. Asked once: the library looks into the environment each time."""
+    """The tracer; None without an SDK. Cached, as the library looks into the environment each time."""
     no_sdk = isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
     return None if no_sdk else trace.get_tracer("penstock")
 

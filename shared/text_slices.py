@@ -1,25 +1,26 @@
-"""Long text cut where a tokenizer would cut it anyway, so that its slices are encoded one by one.
+"""Long text cut into slices where a tokenizer cuts it anyway, so that they can be encoded one by one.
 
     encode(whole) == encode(slice 1) + encode(slice 2) + ...
 
 Encoding a megabyte in one call takes seconds and hundreds of megabytes, and cannot be stopped. In slices it
-can be stopped between any two, and holds what one slice takes.
+can be stopped between any two, and needs the memory of one slice.
 
-Theory. A byte-pair encoding merges within pre-tokens only, so it is enough to cut where one ends whatever
-stands around it. Two kinds of tokenizer are known here:
+Theory. A byte-pair encoding merges within pre-tokens only, so it is enough to cut at a place where a
+pre-token ends in any context. Two kinds of tokenizer are known here:
 
 - *byte-level*, with pre-tokenizers that `shared.words` knows (GPT-2, Llama 3, Qwen): a run of letters or
   digits ends at white space or at CJK punctuation, and what follows is matched without looking back;
 - *SentencePiece-like* (Llama 2, Mistral): there are no pre-tokens, spaces are spelt U+2581, and no token of
   the vocabulary has one behind another character, so no merge crosses from a letter into a space.
 
-The cut is behind a letter or digit and before such a character. An added token must not be cut in two: those
-whose text could hold a cut make a tokenizer unknown.
+The cut is behind a letter or digit and before such a character. An added token must not be cut in two: a
+tokenizer with an added token whose text could hold a cut counts as unknown.
 
 Rules
 
-1. `Slicer.of` returns None for a tokenizer whose parts are not all known: it is given text whole, and less.
-2. A run of letters longer than `RUN_LEN_MAX` has no cut, and is too much for one call. It is refused by name.
+1. `Slicer.of` returns None for a tokenizer whose parts are not all known: it is given text in one piece, of
+   `WHOLE_LEN_MAX` characters at most.
+2. A run of letters longer than `RUN_LEN_MAX` has no cut, and is too long for one call. It is refused.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from shared.errors import InvalidRequest
 from shared.words import cuts_words
 
 SLICE_LEN: Final = 16 * 1024
-"""Characters: some milliseconds of encoding."""
+"""Characters of a slice, which takes some milliseconds to encode."""
 RUN_LEN_MAX: Final = 256 * 1024
-"""Characters that may follow one another without a place to cut."""
+"""The most characters without a place to cut."""
 WHOLE_LEN_MAX: Final = 1024 * 1024
-"""Characters of a text for a tokenizer that is not known here, which takes it in one call."""
+"""The most characters of a text for a tokenizer that is not known here, which takes it in one call."""
 
 _SPACE: Final = "\u2581"
 _CJK: Final = "\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
@@ -48,7 +49,7 @@ _SENTENCE_PIECE_CUT: Final = re.compile(r"(?<=[^\W_]) (?=[^\W_])")
 
 
 class Slicer:
-    """Cuts text for one tokenizer."""
+    """The cuts of text for one tokenizer."""
 
     __slots__ = ("_cut", "_keeps_space", "longest")
 
@@ -60,7 +61,8 @@ class Slicer:
 
     @classmethod
     def of(cls, raw: tokenizers.Tokenizer, spec: dict[str, Any]) -> Self | None:
-        """`spec`: what `raw` was made of, as JSON has it."""
+        """The slicer for a tokenizer; None where cuts are not certain. `spec` is the tokenizer.json that
+        `raw` was made of."""
         model = spec["model"]
         if model.get("type") != "BPE" or model.get("dropout"):
             return None
@@ -71,7 +73,7 @@ class Slicer:
             normalizer = (spec.get("normalizer") or {"type": None})["type"]
             if normalizer not in (None, "NFC") or any(map(_BYTE_LEVEL_CUT.search, added)):
                 return None
-            composed = 3 if normalizer == "NFC" else 1  # as a Hangul syllable is of its letters
+            composed = 3 if normalizer == "NFC" else 1  # the letters of a Hangul syllable, which NFC composes
             return cls(_BYTE_LEVEL_CUT, keeps_space=True, longest=longest * composed)
         if (keeps_space := _sentence_piece(spec)) is None:
             return None
@@ -82,7 +84,8 @@ class Slicer:
         return cls(_SENTENCE_PIECE_CUT, keeps_space=keeps_space, longest=longest)
 
     def slices(self, text: str, slice_len: int = SLICE_LEN, run_len_max: int = RUN_LEN_MAX) -> Iterator[str]:
-        """Raises InvalidRequest, after the slices before it, where a run without a cut is too long."""
+        """The slices of a text. Raises InvalidRequest, after the slices before it, where a run without a cut
+        is too long."""
         assert slice_len >= 1
         start = 0
         while len(text) - start > slice_len:
@@ -101,7 +104,7 @@ class Slicer:
 
 
 def _sentence_piece(spec: dict[str, Any]) -> bool | None:
-    """Whether a slice keeps the space that it begins with; None for what is not such a tokenizer."""
+    """Whether a slice keeps the space that it begins with. None for a tokenizer of another kind."""
     normalizer, pre = spec.get("normalizer"), spec.get("pre_tokenizer")
     replaced = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     match normalizer, pre:

@@ -12,7 +12,8 @@ TEXT_LEN_MAX: Final = 64
 
 
 def stated_timeout_s(header: str, value: str | None) -> float | None:
-    """The caller's own bound, in seconds; None without one. Raises InvalidRequest, which names the header."""
+    """The bound in a header's value, in seconds; None without the header. Raises InvalidRequest, which names
+    the header."""
     if value is None:
         return None
     try:

@@ -38,7 +38,8 @@ def server_context(
 def client_context(
     *, ca: str | None = None, cert: str | None = None, key: str | None = None
 ) -> ssl.SSLContext:
-    """Trusts `ca`, or what the system trusts; shows `cert` when it is asked for. Raises UnusableTls."""
+    """A context for a client: it trusts `ca`, or what the system trusts, and shows `cert` when asked. Raises
+    UnusableTls."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if ca is not None:
@@ -51,8 +52,8 @@ def client_context(
 
 
 def pinned_context(cert: str) -> ssl.SSLContext:
-    """For a client: trusts the server that has this very certificate, the first in the file, whoever signed
-    it and by whatever name the server is reached. Raises UnusableTls."""
+    """A context for a client that trusts the server with this very certificate, the first in the file,
+    whatever authority signed it and by whatever name the server is reached. Raises UnusableTls."""
     try:
         own = _FIRST_CERTIFICATE.search(Path(cert).read_text("ascii"))
         if own is None:
@@ -89,7 +90,7 @@ def names_of(cert: str, key: str) -> tuple[str, ...]:
 
 
 def _normal(name: str) -> str:
-    """An address in the one way that Python writes it; a name as it is."""
+    """An address as Python spells it; a name as it is."""
     with contextlib.suppress(ValueError):
         return str(ipaddress.ip_address(name.strip()))
     return name
@@ -98,7 +99,7 @@ def _normal(name: str) -> str:
 def _load_own(context: ssl.SSLContext, cert: str, key: str | None) -> None:
     try:
         context.load_cert_chain(cert, key)
-    except OSError as error:  # ssl's own errors are among them
+    except OSError as error:  # ssl's own errors are OSErrors
         raise UnusableTls(f"cannot use {cert} with {key or cert}: {error}") from error
 
 

@@ -1,13 +1,13 @@
-"""What tokens stand for: the bytes of one, and text as they come.
+"""The text of tokens: the bytes of a single one, and the text of an answer token by token.
 
 Rules of a `DecodeStream`:
 
-1. Text leaves in whole characters. Whether a character is whole follows from the tokens' bytes: U+FFFD at the
-   end of decoded text may be one that the model wrote, or one that is not finished.
+1. Text comes in whole characters. Whether a character is whole follows from the tokens' bytes: U+FFFD at the
+   end of decoded text may be one that the model wrote, or stand for one that is not finished.
 2. Bytes that are no character, and never will be, become U+FFFD as soon as that is known. A character that is
    not finished when the answer ends is left out.
-3. A prompt may end within a character. The answer that finishes it has it whole; where the answer does not
-   finish it, what there is of it is the prompt's.
+3. A prompt may end within a character. An answer that finishes it has the whole character; where the answer
+   does not finish it, its first bytes belong to the prompt.
 
 In a byte-level vocabulary every token is bytes, and text is their UTF-8. In one that falls back to bytes some
 tokens are a byte each; the text of all others depends on what stands before them (a space, or none), and the
@@ -24,7 +24,7 @@ from typing import Any, Final, Protocol
 from shared.words import byte_level_alphabet
 
 PROMPT_TAIL_LEN: Final = 8
-"""How many of the prompt's last tokens the first tokens of an answer are decoded after."""
+"""The number of the prompt's last tokens that the first tokens of an answer are decoded after."""
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 _BYTE_OF: Final = byte_level_alphabet()
@@ -38,7 +38,7 @@ class Decoder(Protocol):
         ...
 
     def piece_bytes(self, token_id: int) -> bytes | None:
-        """The bytes of a token that may be a piece of a character; None: its text is whole."""
+        """The bytes of a token that may be a piece of a character. None for a token whose text is whole."""
         ...
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
@@ -50,7 +50,7 @@ class DecodeStream:
     __slots__ = ("_context", "_decoder", "_is_first", "_is_prompts", "_skip_special_tokens", "_unfinished")
 
     def __init__(self, decoder: Decoder, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
-        """`prompt_ids`: the last `PROMPT_TAIL_LEN` of them are enough."""
+        """The last `PROMPT_TAIL_LEN` of `prompt_ids` are enough."""
         self._decoder = decoder
         self._skip_special_tokens = skip_special_tokens
         tail = [
@@ -61,14 +61,14 @@ class DecodeStream:
         pieces = [decoder.piece_bytes(token_id) for token_id in tail]
         last_whole = max((at for at, piece in enumerate(pieces) if piece is None), default=-1)
         self._context = tail[: last_whole + 1]
-        """Tokens that the library is to decode the next one after."""
+        """The tokens that the library is to decode the next one after."""
         self._is_first = not tail
         """Whether there is no text before the next token."""
         begun = b"".join(piece for piece in pieces[last_whole + 1 :] if piece is not None)
         self._unfinished = _decoded(begun)[1]
-        """The first bytes of a character."""
+        """The first bytes of a character that is not finished."""
         self._is_prompts = bool(self._unfinished)
-        """Whether the prompt has begun that character."""
+        """Whether the unfinished character began in the prompt."""
 
     def step(self, token_id: int) -> str:
         """The whole characters that this token completes."""
@@ -89,7 +89,7 @@ class DecodeStream:
         lost = REPLACEMENT if self._unfinished and not self._is_prompts else ""
         self._unfinished, self._is_prompts = b"", False
         if not self._context and not self._is_first:
-            self._context = [token_id]  # any token will do: what matters is that this one is not the first
+            self._context = [token_id]  # any token will do, so that this one is not the first
         before = self._decode(self._context)
         text = self._decode([*self._context, token_id])
         self._context, self._is_first = [token_id], False
@@ -100,14 +100,16 @@ class DecodeStream:
 
 
 def _decoded(data: bytes) -> tuple[str, bytes]:
-    """Characters, with U+FFFD for what is none, and the last bytes where they are the beginning of one."""
+    """The characters in `data`, with U+FFFD for invalid bytes; and its last bytes where they begin a
+    character."""
     text, taken = codecs.utf_8_decode(data, "replace", False)
     rest = data[taken:]
     return (text + REPLACEMENT * len(rest), b"") if _is_surrogate(rest) else (text, rest)
 
 
 def _is_surrogate(data: bytes) -> bool:
-    """Whether it begins as half of a surrogate pair, which is no character: Python would wait for its end."""
+    """Whether `data` begins with half of a surrogate pair, which is no character: Python's decoder would wait
+    for its end."""
     return b"\xed\xa0" <= data < b"\xee"
 
 
@@ -123,8 +125,8 @@ def _begins_well(data: bytes) -> bool:
 
 
 def piece_spelling(spec: Mapping[str, Any]) -> Callable[[str], bytes | None]:
-    """How the vocabulary of this tokenizer.json writes bytes: from a token's name to the bytes that it stands
-    for, or to None where its text is whole."""
+    """The spelling of bytes in the vocabulary of this tokenizer.json: a function from a token's name to its
+    bytes, or to None where its text is whole."""
     decoder = json.dumps(spec.get("decoder"))
     if '"ByteLevel"' in decoder:
         return _byte_level_bytes
@@ -132,7 +134,8 @@ def piece_spelling(spec: Mapping[str, Any]) -> Callable[[str], bytes | None]:
 
 
 def whole_spelling(spec: Mapping[str, Any]) -> Callable[[str], bytes]:
-    """How it writes tokens whose text is whole, as they are shown by themselves."""
+    """The spelling of tokens whose text is whole: a function from a token's name to the text of that token
+    alone, as bytes."""
     decoder = json.dumps(spec.get("decoder"))
     if '"ByteFallback"' in decoder or '"Metaspace"' in decoder or "\\u2581" in decoder:
         return lambda piece: piece.replace("\u2581", " ").encode()
@@ -142,12 +145,12 @@ def whole_spelling(spec: Mapping[str, Any]) -> Callable[[str], bytes]:
 def _byte_level_bytes(piece: str) -> bytes:
     try:
         return bytes(map(_BYTE_OF.__getitem__, piece))
-    except KeyError:  # not of this alphabet: it stands for itself, as the library's decoder has it
+    except KeyError:  # outside the alphabet it stands for itself, as in the library's decoder
         return piece.encode()
 
 
 def _fallback_byte(piece: str) -> bytes | None:
-    """`<0x41>` is a byte; None for all other tokens."""
+    """The byte of a token such as `<0x41>`. None for any other token."""
     if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
         try:
             return bytes([int(piece[3:5], 16)])

@@ -7,7 +7,7 @@ Rules:
 
 1. A chat is encoded without special tokens, because its template writes them itself; a completion's
    prompt is encoded with those that the tokenizer adds (a beginning-of-sequence token, mostly).
-2. Truncation and padding that a tokenizer file may ask for are switched off: a prompt is what it is.
+2. Truncation and padding that a tokenizer file may ask for are switched off.
 3. The library is written in Rust. Where it panics, which is no `Exception` to Python and would end a thread
    or a connection, an error is raised instead (`_Library`).
 """
@@ -36,18 +36,18 @@ from shared.validation import prompt_count
 from shared.words import WordEncoder
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-"""The library would hand even one short text to threads of its own, which takes longer than encoding it.
-Ours, a bounded number, are in `shared.fair_threads`."""
+"""Off, because the library would pass even one short text to threads of its own, which takes longer than
+encoding it. `shared.fair_threads` has a bounded number of threads."""
 
 _SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class UnusableTokenizer(Exception):
-    """The model directory holds none that can be loaded. The message is for the operator."""
+    """The model directory has no tokenizer that can be loaded. The message is for the operator."""
 
 
 class _Library:
-    """`with _LIBRARY:` around calls of the library. Raises TokenizerFailed where it panics."""
+    """A guard around calls of the library: `with _LIBRARY:`. Raises TokenizerFailed where it panics."""
 
     __slots__ = ()
 
@@ -64,7 +64,7 @@ _LIBRARY: Final = _Library()
 
 
 class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
-    """All that counting needs, in one value that can travel as JSON."""
+    """Everything that counting tokens needs, in one value that can travel as JSON."""
 
     tokenizer_json: str
     chat_template: str | None = None
@@ -73,9 +73,9 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
     unk_token: str | None = None
     pad_token: str | None = None
     named_tokens: dict[str, str] = {}
-    """Special tokens that templates know by other names."""
+    """Special tokens beside those four, by the names that templates know them by."""
     added_tokens: tuple[AddedToken, ...] = ()
-    """What other files add to those of tokenizer.json."""
+    """The tokens that other files add to those of tokenizer.json."""
 
     @property
     def hash(self) -> str:
@@ -101,7 +101,7 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_files(path: Path | str) -> TokenizerFiles:
-    """A model directory's tokenizer, and which of its keys mean nothing. Raises UnusableTokenizer."""
+    """A model directory's tokenizer files, and which of their keys are unknown. Raises UnusableTokenizer."""
     try:
         return read_tokenizer_files(Path(path))
     except BadModelFile as error:
@@ -109,7 +109,7 @@ def read_files(path: Path | str) -> TokenizerFiles:
 
 
 class Tokenizer:
-    """Raises UnusableTokenizer when the bundle's parts cannot be loaded."""
+    """A loaded tokenizer. Raises UnusableTokenizer when the bundle's parts cannot be loaded."""
 
     def __init__(self, bundle: TokenizerBundle, clock: Clock = SYSTEM_CLOCK) -> None:
         self.bundle = bundle
@@ -139,12 +139,12 @@ class Tokenizer:
         spec = json.loads(bundle.tokenizer_json)
         self._piece_spelling, self._whole_spelling = piece_spelling(spec), whole_spelling(spec)
         self._pieces: dict[int, bytes | None] = {}
-        """What `piece_bytes` has answered so far."""
+        """A cache of `piece_bytes`."""
         self._words = WordEncoder.of(self.raw, spec)
         self.around: tuple[list[int], list[int]] = around or ([], [])
         """The special tokens that are added before and behind a text."""
         self.slicer = None if around is None else Slicer.of(self.raw, spec)
-        """None for a tokenizer whose text is not known to be cut anywhere."""
+        """The cuts of long text. None for a tokenizer whose cuts are not known."""
 
     # -- encoding ---------------------------------------------------------------------------------
 
@@ -152,7 +152,8 @@ class Tokenizer:
         return self.encode_all([text], add_special_tokens)[0]
 
     def encode_all(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Of the library's calls the one that lets other threads run, and computes no offsets."""
+        """The token ids of each text, by the one call of the library that lets other threads run and computes
+        no offsets."""
         with _LIBRARY:
             encodings = self.raw.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
@@ -160,7 +161,7 @@ class Tokenizer:
     def encode_spans(
         self, text: str, add_special_tokens: bool = True
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """As `encode`, and for each id the characters [start, end) of the text that it was made from, as the
+        """The token ids of a text, and for each the characters [start, end) that it was made from, as the
         library has them."""
         with _LIBRARY:
             (encoding,) = self.raw.encode_batch([text], add_special_tokens=add_special_tokens)
@@ -207,12 +208,12 @@ class Tokenizer:
     # -- decoding ---------------------------------------------------------------------------------
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Ids without a token decode to nothing."""
+        """The text of token ids. Ids without a token have none."""
         with _LIBRARY:
             return self.raw.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for; possibly a piece of a character. A special token is its text."""
+        """The bytes of one token by itself, possibly a piece of a character. A special token is its text."""
         added = self._added.get(token_id)
         if added is not None:
             return added.encode()
@@ -220,8 +221,8 @@ class Tokenizer:
         return self._whole_spelling(self.raw.id_to_token(token_id) or "") if data is None else data
 
     def piece_bytes(self, token_id: int) -> bytes | None:
-        """The bytes of a token that may be a piece of a character, none for an id without a token. None: its
-        text is whole."""
+        """The bytes of a token that may be a piece of a character; empty for an id without a token. None for
+        a token whose text is whole."""
         pieces = self._pieces
         if token_id not in pieces:
             piece = self.raw.id_to_token(token_id)
@@ -229,17 +230,18 @@ class Tokenizer:
         return pieces[token_id]
 
     def _is_special(self, token_id: int) -> bool:
-        """Whether decoding leaves it out. Of a token that was declared twice, its flags need not say so."""
+        """Whether decoding leaves the token out. The flags of a token that was declared twice need not say
+        so."""
         return bool(self.decode([token_id], False)) and not self.decode([token_id], True)
 
     def probe(self) -> None:
-        """Encode and decode a little. Raises TokenizerFailed, now rather than in an answer."""
+        """Encode and decode a little. Raises TokenizerFailed, at start rather than during an answer."""
         ids = self.encode("Hello, world!")
         for part in (ids, *([token_id] for token_id in ids), sorted(self._special_ids)[:1], []):
             self.decode(part)
 
     def decode_stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> DecodeStream:
-        """The text that follows `prompt_ids`; their last few are enough."""
+        """A stream of the text that follows `prompt_ids`; their last few are enough."""
         return DecodeStream(self, prompt_ids, skip_special_tokens)
 
     def is_textless(self, token_id: int, skip_special_tokens: bool) -> bool:
@@ -248,7 +250,8 @@ class Tokenizer:
 
 
 def _add(raw: tokenizers.Tokenizer, tokens: Sequence[AddedToken]) -> None:
-    """Raises UnusableTokenizer where a token gets another id than it is declared with."""
+    """Add tokens to the library's tokenizer. Raises UnusableTokenizer where one gets another id than it is
+    declared with."""
     new = [token for token in tokens if raw.token_to_id(token.content) is None]
     with _LIBRARY:
         raw.add_tokens(
@@ -274,7 +277,7 @@ def _add(raw: tokenizers.Tokenizer, tokens: Sequence[AddedToken]) -> None:
 
 
 def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]] | None:
-    """The special tokens before and behind a text; None where more is done to it."""
+    """The special tokens before and behind a text. None for a tokenizer that does more to it."""
     bare, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
     for at in range(len(whole) - len(bare) + 1):
         before, after = whole[:at], whole[at + len(bare) :]

@@ -2,14 +2,14 @@
 
 Rules:
 
-1. tokenizer.json says how text becomes tokens. `tokenizer_class` is not asked: where transformers 5 has a
+1. tokenizer.json says how text becomes tokens. `tokenizer_class` is not used: where transformers 5 has a
    class of its own for it (LlamaTokenizer, GPT2Tokenizer), it takes over the vocabulary alone and sets up the
    rest as it was when the class was written, which need not be how the model was trained.
 2. Other files may declare tokens that it does not have, or say of its tokens that they are special. These are
    added to it, in transformers' order (`TokenizersBackend.__init__`). One that would get another id than is
    declared is refused.
 3. Where tokenizer_config.json has `added_tokens_decoder`, the older files special_tokens_map.json and
-   added_tokens.json are passed over; else they are read, and what the first says of a token wins.
+   added_tokens.json are not read; else they are, and special_tokens_map.json wins.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shared.model_files import (
     NO_EFFECT,
     USED,
     BadModelFile,
-    KeyTable,
+    KeyMeanings,
     only,
     parse_object,
     read_text,
@@ -45,11 +45,11 @@ _NAMES: Final = (
     "mask_token",
 )
 _SUFFIX: Final = "_token"
-"""Any key that ends so, and holds a text, names a special token."""
+"""The end of a key that names a special token, if its value is a text."""
 _ADDITIONAL: Final = "additional_special_tokens"
 _EXTRA: Final = "extra_special_tokens"
 _DECLARED: Final = "added_tokens_decoder"
-TOKENIZER_KEYS: Final[KeyTable] = {
+TOKENIZER_KEYS: Final[KeyMeanings] = {
     **dict.fromkeys((*_NAMES, _ADDITIONAL, _EXTRA, _DECLARED, "chat_template"), USED),
     "clean_up_tokenization_spaces": USED,
     "add_bos_token": NO_EFFECT,  # tokenizer.json says which tokens are added
@@ -95,18 +95,18 @@ TOKENIZER_KEYS: Final[KeyTable] = {
 
 
 class AddedToken(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A token that is looked for in the text itself, before it is cut into words."""
+    """A token that is searched for in the text itself, before it is cut into words."""
 
     content: str
     single_word: bool = False
     lstrip: bool = False
     rstrip: bool = False
     normalized: bool | None = None
-    """Whether it is looked for in normalised text. None: unless it is special."""
+    """Whether it is searched for in normalised text. None for the default: unless it is special."""
     special: bool = False
     """Whether answers leave it out."""
     id: int | None = None
-    """As declared. None: the next that is free."""
+    """The id that it is declared with. None for the next free one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +114,11 @@ class TokenizerFiles:
     tokenizer_json: str
     chat_template: str | None
     special_tokens: Mapping[str, str]
-    """Names as templates know them (`bos_token`) to their text."""
+    """The text of each special token, by the names that templates use (`bos_token`)."""
     added_tokens: tuple[AddedToken, ...]
-    """To be added to those of tokenizer.json, in this order; some only change what it says of them."""
+    """The tokens to add to those of tokenizer.json, in this order; some only change a token that is there."""
     unread: tuple[str, ...]
-    """Keys of tokenizer_config.json that mean nothing here, for the log."""
+    """The unknown keys of tokenizer_config.json, for the log."""
 
 
 class _Model(msgspec.Struct):
@@ -131,7 +131,7 @@ class _TokenizerJson(msgspec.Struct):
 
 
 def read_tokenizer_files(directory: Path) -> TokenizerFiles:
-    """Raises BadModelFile, naming the file."""
+    """Read the tokenizer's files in a model directory. Raises BadModelFile, naming the file."""
     tokenizer_json = _text(directory / "tokenizer.json")
     if tokenizer_json is None:
         raise BadModelFile(f"{directory} has no tokenizer.json, the format that Penstock reads")
@@ -163,13 +163,13 @@ def _refuse(config: Mapping[str, Any], spec: _TokenizerJson) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _SpecialTokens:
-    """What configuration says of special tokens."""
+    """The special tokens that the configuration files declare."""
 
     named: Mapping[str, AddedToken]
     extra: tuple[AddedToken, ...]
     standard: frozenset[str]
-    """Texts that added_tokens.json counts as special: all but those of a model's own names, and of objects in
-    tokenizer_config.json."""
+    """The texts that added_tokens.json counts as special: all but those of a model's own names, and of
+    objects in tokenizer_config.json."""
 
     @staticmethod
     def of(config: Mapping[str, Any], directory: Path) -> _SpecialTokens:
@@ -197,8 +197,8 @@ class _SpecialTokens:
 
 
 def _merged(config: Mapping[str, Any], directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The keys of tokenizer_config.json and, if it counts, special_tokens_map.json; and a model's own names
-    of special tokens."""
+    """The keys of tokenizer_config.json and, if it counts, of special_tokens_map.json; and the special tokens
+    under a model's own names."""
     fields = dict(config)
     if not fields.get(_EXTRA) and _ADDITIONAL in fields:
         fields[_EXTRA] = fields.pop(_ADDITIONAL)
@@ -224,7 +224,7 @@ def _merged(config: Mapping[str, Any], directory: Path) -> tuple[dict[str, Any],
 
 
 def _token(value: object) -> AddedToken | None:
-    """A special token is given as its text, or as an object around it; None: it is no token."""
+    """The token in a value, which is its text or an object around it. None for any other value."""
     if isinstance(value, str):
         return AddedToken(content=value, special=True)
     if isinstance(value, dict):
@@ -268,8 +268,8 @@ def _id(stated: str) -> int:
 def _to_add(
     special: _SpecialTokens, declared: Mapping[int, AddedToken], spec: _TokenizerJson
 ) -> Iterator[AddedToken]:
-    """The declared tokens in the order of their ids, named ones as special; then the special tokens that are
-    declared nowhere."""
+    """The declared tokens in the order of their ids, with named ones as special; then the special tokens that
+    are declared nowhere."""
     names = {token.content for token in special.named.values()}
     own = {token.content: token for token in spec.added_tokens}
     for _, token in sorted(declared.items()):
@@ -278,12 +278,13 @@ def _to_add(
             yield meant
     known = own.keys() | {token.content for token in declared.values()}
     for token in (*special.named.values(), *special.extra):
-        if token.content not in known:  # one that is there twice is as it is said last
+        if token.content not in known:  # for one that comes twice, the last wins
             yield token
 
 
 def _find_template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """A file of its own wins over the configuration; of several named templates, the default."""
+    """The chat template; None without one. A file of its own wins over the configuration; of several named
+    templates, the default is used."""
     template = _text(directory / "chat_template.jinja")
     if template is not None:
         return template

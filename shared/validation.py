@@ -1,4 +1,4 @@
-"""From bytes to a request that may be trusted, or to a 400 that says what to change.
+"""The validation of a request: from bytes to a typed value, or to a 400 that says what to change.
 
 Two passes over the body, both in C: one into a map of the top-level fields as they were sent, one
 into the typed request. The map is what the gateway sends on (`with_fields`), with repeated and
@@ -8,10 +8,10 @@ Rules:
 
 1. Whatever the bytes, the outcome is a `Parsed` or an `InvalidRequest`; nothing else escapes.
 2. The error names the field (`param`), and never shows a value: values may be prompt text.
-3. A field that asks for something no engine of ours can do is told (`Parsed.unsupported`), and never silently
-   ignored. Whether to refuse it is for those who know the engine.
+3. A field that asks for something no engine of ours can do is reported (`Parsed.unsupported`), and never
+   silently ignored. Whether to refuse it is decided by the caller, which knows the engine.
 4. What is made of a body is bounded before it is made: its values are counted first (`shared.census`), so the
-   work is some milliseconds for each megabyte, and the memory what `shared.census` says.
+   work is some milliseconds for each megabyte, and the memory is bounded by `shared.holding`.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from shared.openai import PROMPTS_MAX, ChatRequest, CompletionRequest, Prompt
 T = TypeVar("T", bound=Struct)
 
 INLINE_LEN_MAX: Final = 256 * 1024
-"""Bytes of a body that is counted and parsed on the event loop, in some two milliseconds; larger ones are for
+"""Bytes of a body that is counted and parsed on the event loop, in some two milliseconds; larger ones go to
 threads."""
 FIELDS_MAX: Final = 256
-"""Fields at the body's top level."""
+"""The most fields at the body's top level."""
 IGNORED_NAMED_MAX: Final = 32
-"""Names of ignored fields that the answer's header lists."""
+"""The most names of ignored fields that the answer's header lists."""
 _HEADER_SAFE: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class Parsed(Struct, Generic[T], frozen=True):
     request: T
     fields: dict[str, Raw]
-    """The body's top level, as it was sent."""
+    """The fields at the body's top level, as they were sent."""
     ignored: tuple[str, ...]
-    """Names of fields that mean nothing here, those within messages too."""
+    """The names of unknown fields, those within messages too."""
     unsupported: str | None = None
-    """The first field that asks for what no engine of ours can do."""
+    """The first field that asks for what no engine of ours can do. None without one."""
 
     def require_supported(self) -> None:
-        """Raises UnsupportedParameter."""
+        """Raises UnsupportedParameter if a field is unsupported."""
         if (param := self.unsupported) is not None:
             raise UnsupportedParameter(f"{param}: this server cannot do what it asks for.", param=param)
 
     @property
     def ignored_header(self) -> str:
-        """`ignored` as a header's value: what is no plain name, or too many, is left out."""
+        """The names in `ignored` as a header's value, without those that are no plain names or too many."""
         if not self.ignored:
             return ""
         named = [name for name in self.ignored if _HEADER_SAFE.fullmatch(name)]
@@ -66,15 +66,15 @@ class Parsed(Struct, Generic[T], frozen=True):
 
 
 def refuse_excess(census: Census) -> None:
-    """Raises InvalidRequest for a body of which too much would be made. It can never be served, whatever
-    memory there is: so this is asked before memory is reserved for it."""
+    """Raises InvalidRequest for a body with too many values. It can never be served, however much memory is
+    free, so this is checked before memory is reserved for it."""
     if census.excess is not None:
         raise InvalidRequest(f"The body has {census.excess}.")
 
 
 def parse(body: bytes, type_: type[T], census: Census | None = None) -> Parsed[T]:
-    """Decode and check one request. Raises InvalidJson or InvalidRequest. `census`: the body's, if it was
-    taken and found good already."""
+    """Decode and check one request. Raises InvalidJson or InvalidRequest. `census` is the body's, if it was
+    taken and checked already."""
     if census is None:
         refuse_excess(census_of(body))
     try:
@@ -109,7 +109,7 @@ class _Key:
     __slots__ = ("name",)
 
     def __init__(self, _kind: type[Any], name: str) -> None:
-        """As a `dec_hook` is called."""
+        """The arguments are those of a `dec_hook`."""
         self.name = name
 
 
@@ -139,19 +139,21 @@ def _names(type_: type[Struct]) -> frozenset[str]:
 
 
 def _param(name: str) -> str | None:
-    """A name that came from the caller, if it is fit to be repeated."""
+    """A name that came from the caller, or None if it is not fit to be repeated."""
     return name if _HEADER_SAFE.fullmatch(name) else None
 
 
 _LONE_MAX: Final = 64
-"""Lone surrogates to look past when naming the field; a body with more gets a message without it."""
+"""The most lone surrogates that are marked to find the field with one; a body with more may get a message
+without it."""
 _UP_TO_LONE: Final = re.compile(
     rb"(?:[^\\]++|\\[^u]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u(?![dD][89a-fA-F]))*+"
 )
 
 
 def _invalid_json(body: bytes, problem: str) -> InvalidJson:
-    """Also finds lone surrogates, which msgspec reports as truncation or without naming the field."""
+    """The error of invalid JSON. It also finds lone surrogates, which msgspec reports as truncation or
+    without the field."""
     if not body.strip():
         return InvalidJson("The body is empty; it must be a JSON object.")
     marker = secrets.token_hex(8).encode()
@@ -170,7 +172,7 @@ def _invalid_json(body: bytes, problem: str) -> InvalidJson:
 
 
 def _mark_lone_surrogates(body: bytes, marker: bytes) -> bytes:
-    """`body` with `marker` in the place of its first `_LONE_MAX` escapes of half a pair."""
+    """The body with `marker` in the place of its first `_LONE_MAX` escapes of half a pair."""
     parts: list[bytes] = []
     start = 0
     while len(parts) < 2 * _LONE_MAX:
@@ -221,7 +223,8 @@ _PATTERNS: Final[tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], .
 
 
 def _invalid_value(problem: str, type_: type[Struct]) -> InvalidRequest:
-    """msgspec's `problem - at `$.path`` in words for people, without the value."""
+    """The error of an invalid value, from msgspec's `problem - at `$.path``, in words and without the
+    value."""
     text, _, path = problem.partition(" - at `$")
     param = path.rstrip("`").removeprefix(".").replace("[...]", "")
     missing = re.fullmatch(r"Object missing required field `(\w+)`", text)
@@ -251,7 +254,7 @@ def _choices_at(type_: type[Struct], param: str) -> list[str]:
 
 
 def _step(outer: Any, name: str) -> Iterator[Any]:
-    """The types that `name` leads to from `outer`, unions spread out."""
+    """The types that `name` leads to from `outer`, with the members of unions one by one."""
     match outer:
         case msgspec.inspect.StructType(tag_field=tag_field, tag=tag) if tag_field == name:
             yield msgspec.inspect.LiteralType((tag,))
@@ -274,7 +277,7 @@ def _spread(type_: Any) -> Iterator[Any]:
 
 
 def check(request: ChatRequest | CompletionRequest) -> None:
-    """What no single field's type can say."""
+    """Check the relations between a request's fields. Raises InvalidRequest."""
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
     if request.logit_bias is not None:
@@ -313,7 +316,7 @@ def _check_completion(request: CompletionRequest) -> None:
 
 
 def prompt_count(prompt: Prompt) -> int:
-    """How many prompts it is. Raises InvalidRequest when it is empty or mixes kinds."""
+    """The number of prompts in `prompt`. Raises InvalidRequest when it is empty or mixes kinds."""
     if isinstance(prompt, str):
         return 1
     kinds = {type(item) for item in prompt}

@@ -1,16 +1,15 @@
-"""Short ASCII prompts to token ids, word by word.
+"""Token ids of short ASCII prompts, word by word from a cache.
 
 A byte-level BPE encodes every word that its pre-tokenizer cuts off by itself. So a text's ids are those of
-its words in a row, and words come again: they are looked up. The library keeps the ids of words too, and
-spends a microsecond on each all the same, for what it notes about offsets: 22 us for a prompt of 27 tokens,
-7 here.
+its words in a row, and words come again: they are looked up. The library caches the ids of words too, and
+still spends a microsecond on each for its offsets: 22 us for a prompt of 27 tokens, 7 here.
 
 Rules:
 
-1. What is returned is what the library would return (tests/shared/test_words.py compares them). Where that
-   is not certain, `encode` returns None, and the library is asked: text that is long or not ASCII, where
-   letters and digits are more than `A-Za-z0-9`; and every tokenizer with a part that is not known here.
-2. The words that are kept are bounded, in number and length.
+1. The ids are those that the library would return (tests/shared/test_words.py compares them). Where that is
+   not certain, `encode` returns None, and the library is called: for text that is long or not ASCII, where
+   letters and digits are more than `A-Za-z0-9`; and for every tokenizer with a part that is not known here.
+2. The cache is bounded, in the number and in the length of words.
 """
 
 from __future__ import annotations
@@ -22,24 +21,25 @@ from typing import Any, Final, Self
 import tokenizers
 
 TEXT_LEN_MAX: Final = 4096
-"""Characters. Longer texts are for threads, where the library lets others run meanwhile."""
+"""Characters of the longest text. Longer ones go to threads, where the library lets others run meanwhile."""
 KEPT_MAX: Final = 32 * 1024
-"""Words, and as many pieces. When they are full, new ones are encoded each time: still right, and slower."""
+"""The most words in the cache, and the most pieces. When it is full, new ones are encoded each time."""
 KEPT_LEN_MAX: Final = 24
 
 Split = Callable[[str], list[str]]
-"""A text into pieces, some of them empty."""
+"""A function that splits a text into pieces, some of them empty."""
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's spelling: printable Latin-1 bytes stand for themselves, the others for U+0100 onwards."""
+    """GPT-2's spelling of bytes: printable Latin-1 bytes stand for themselves, the others for U+0100
+    onwards."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 _SPELLING: Final = {byte: char for char, byte in byte_level_alphabet().items()}
-"""For `str.translate`: right for ASCII, whose characters are bytes."""
+"""The alphabet for `str.translate`: right for ASCII, whose characters are bytes."""
 
 _CASELESS: Final = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _END: Final = r" ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -53,22 +53,24 @@ _IN_ASCII: Final = {
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+": rf"{_CASELESS}|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]{{1,3}}|{_END}",
 }
-"""Patterns of tokenizers, and what they mean for ASCII. None has a group, so that `split` may add one."""
+"""Patterns of tokenizers, with an equivalent for ASCII text. None has a group, so that `split` may add
+one."""
 _WORDS: Final = frozenset(_IN_ASCII) - {"\n"}
-"""Those that cut words apart."""
+"""The patterns that cut words apart."""
 _FLAGS: Final = ("lstrip", "rstrip", "single_word", "normalized")
-"""Of an added token: that it is looked for in other ways than letter by letter."""
+"""Flags of an added token that is matched in other ways than character by character."""
 
 
 class WordEncoder:
-    """Encodes as `raw.encode(text, add_special_tokens=False)`."""
+    """An encoder with the results of `raw.encode(text, add_special_tokens=False)`."""
 
     __slots__ = ("_pieces", "_raw", "_split_added", "_splits", "_words")
 
     def __init__(self, raw: tokenizers.Tokenizer, added: dict[str, int], splits: Iterable[Split]) -> None:
         self._raw = raw
         self._pieces: dict[str, list[int]] = {token: [token_id] for token, token_id in added.items()}
-        """Added tokens, and what is between them and short: what templates write around messages."""
+        """A cache of ids by piece: added tokens, and the short text between them, such as what templates
+        write around messages."""
         self._words: dict[str, list[int]] = {}
         longest_first = sorted(added, key=len, reverse=True)
         self._split_added = _split("|".join(map(re.escape, longest_first)) or "(?!)")
@@ -76,9 +78,10 @@ class WordEncoder:
 
     @classmethod
     def of(cls, raw: tokenizers.Tokenizer, spec: dict[str, Any]) -> Self | None:
-        """`spec`: what `raw` was made of, as JSON has it. None for a tokenizer that is not known here."""
+        """The encoder for a tokenizer; None for one that is not known here. `spec` is the tokenizer.json that
+        `raw` was made of."""
         model = spec["model"]
-        added = raw.get_added_tokens_decoder()  # as the library took them: the file's may contradict it
+        added = raw.get_added_tokens_decoder()  # from the library, which the file's list may contradict
         changes_ascii = (spec.get("normalizer") or {"type": "NFC"})["type"] != "NFC"
         plain_tokens = not any(getattr(token, flag) for token in added.values() for flag in _FLAGS)
         splits = _splits(spec.get("pre_tokenizer") or {})
@@ -112,19 +115,19 @@ class WordEncoder:
 
 
 def _kept(known: dict[str, list[int]], text: str, ids: list[int]) -> list[int]:
-    """`ids`, which are to be read alone, for the next time if `text` is short and there is room."""
+    """Cache `ids` as the encoding of `text` unless it is long or the cache is full. Returns `ids`."""
     if len(text) <= KEPT_LEN_MAX and len(known) < KEPT_MAX:
         known[text] = ids
     return ids
 
 
 def _split(pattern: str) -> Split:
-    """What matches, and what is between, in a row."""
+    """A function that splits a text into the matches of `pattern` and the text between them."""
     return re.compile(f"({pattern})", re.ASCII).split
 
 
 def _keeps_text(post: dict[str, Any]) -> bool:
-    """Whether without special tokens the text's ids are all that there is, and once."""
+    """Whether the post-processor, without special tokens, leaves a text's ids as they are, and once."""
     match post:
         case {"type": "Sequence", "processors": processors}:
             return all(map(_keeps_text, processors))
@@ -134,7 +137,7 @@ def _keeps_text(post: dict[str, Any]) -> bool:
 
 
 def cuts_words(pre: dict[str, Any]) -> bool:
-    """Whether it is a byte-level pre-tokenizer that is known here and cuts words apart."""
+    """Whether `pre` is a byte-level pre-tokenizer that is known here and cuts words apart."""
     return _splits(pre) is not None and any(
         stage.get("use_regex", True) if stage["type"] == "ByteLevel" else _regex_of(stage) in _WORDS
         for stage in _stages(pre)
@@ -151,8 +154,8 @@ def _regex_of(stage: dict[str, Any]) -> str | None:
 
 
 def _splits(pre: dict[str, Any]) -> list[Split] | None:
-    """The stages of a byte-level pre-tokenizer, each of which cuts the pieces of the one before; None if
-    one is not known here."""
+    """The stages of a byte-level pre-tokenizer, each of which cuts the pieces of the one before. None if one
+    is not known here."""
     stages = _stages(pre)
     if not stages or stages[-1].get("type") != "ByteLevel":
         return None

@@ -366,7 +366,7 @@ GATEWAY_STAGES = frozenset(
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "unary"])
 @pytest.mark.parametrize("read", [0, 1, 20], ids=["before the answer", "at its start", "in its middle"])
-def test_a_client_that_leaves_is_not_worked_for(up: Up, stream: bool, read: int) -> None:
+def test_a_disconnect_cancels_the_request_in_the_engine(up: Up, stream: bool, read: int) -> None:
     request_id = f"leaver-{stream}-{read}"
     body = {
         "model": MODEL,

@@ -35,11 +35,11 @@ def assert_runs_on(loop: str, service: Service, ready: str) -> None:
     stop(service)
 
 
-def test_the_engine(short_tmp: Path, loop: str) -> None:
+def test_the_engine_runs_on_the_chosen_loop(short_tmp: Path, loop: str) -> None:
     with engine(short_tmp) as process:
         assert_runs_on(loop, process, "engine.ready")
 
 
-def test_the_gateway(tmp_path: Path, loop: str) -> None:
+def test_the_gateway_runs_on_the_chosen_loop(tmp_path: Path, loop: str) -> None:
     with gateway(tmp_path, "http://127.0.0.1:1") as process:
         assert_runs_on(loop, process, "gateway.listening")

@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import io
 import re
+import tokenize
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -298,7 +299,7 @@ def test_what_a_body_is_reckoned_as_is_what_the_code_says() -> None:
         assert holding.memory_of(10_000, body) == times * 10_000 + rest
 
 
-def test_failed_replicas_cool_as_long_as_it_says() -> None:
+def test_the_cooling_time_of_replicas_is_that_of_the_code() -> None:
     text = " ".join(GATEWAY.read_text().split())
     assert f"is passed over for {replicas.COOLING_S_MIN:.0f} second," in text
     assert f"up to {replicas.COOLING_S_MAX:.0f} seconds." in text
@@ -350,3 +351,29 @@ def test_every_field_that_the_api_lists_is_one_of_a_request() -> None:
 def test_every_end_of_a_request_is_listed() -> None:
     listed = statements(GATEWAY.read_text(), "| `end_reason` |")
     assert listed == {f"`{reason}`": meaning for reason, meaning in MEANINGS.items()}
+
+
+def _glossary_names() -> list[str]:
+    """What stands in backticks in the glossary's tables."""
+    rows = [line for line in (ROOT / "shared/GLOSSARY.md").read_text().splitlines() if line.startswith("|")]
+    return sorted({name for row in rows for name in re.findall(r"`([^`]+)`", row)})
+
+
+@cache
+def _names_in_the_code() -> frozenset[str]:
+    """The identifiers of all modules, and their strings without quotes."""
+    names: set[str] = set()
+    for path in (path for top in ("engine", "gateway", "shared") for path in (ROOT / top).rglob("*.py")):
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+            if token.type in (tokenize.NAME, tokenize.STRING):
+                names.add(token.string.strip("\"'"))
+    return frozenset(names)
+
+
+@pytest.mark.parametrize("name", _glossary_names())
+def test_every_name_in_the_glossary_is_in_the_code(name: str) -> None:
+    if "/" in name:
+        assert (ROOT / name).exists()
+    else:
+        option = name.removeprefix("--").replace("-", "_")
+        assert (option if name.startswith("--") else name) in _names_in_the_code()

@@ -92,7 +92,7 @@ def ask(url: str, **fields: Any) -> httpx.Response:
 # -- services that stop or die --------------------------------------------------------------------
 
 
-async def test_an_engine_that_is_told_to_stop_cuts_no_stream(short_tmp: Path) -> None:
+async def test_a_drain_of_the_engine_cuts_no_stream(short_tmp: Path) -> None:
     with engine(short_tmp) as served, gateway(short_tmp, engine_url(served)) as front:
         url = gateway_url(front)
         async with live_streams(url) as streams:
@@ -107,7 +107,7 @@ async def test_an_engine_that_is_told_to_stop_cuts_no_stream(short_tmp: Path) ->
         until(lambda: gateway_at_rest(admin_url(front)))
 
 
-async def test_an_engine_that_is_killed_ends_its_streams_with_an_error_and_may_come_back(
+async def test_a_killed_engine_ends_its_streams_with_an_error_and_may_come_back(
     short_tmp: Path,
 ) -> None:
     with engine(short_tmp) as first, gateway(short_tmp, engine_url(first)) as front:
@@ -136,7 +136,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         stop(running)
 
 
-async def test_a_gateway_that_is_told_to_stop_cuts_no_stream(served: Service, short_tmp: Path) -> None:
+async def test_a_drain_of_the_gateway_cuts_no_stream(served: Service, short_tmp: Path) -> None:
     with gateway(short_tmp, engine_url(served)) as front:
         async with live_streams(gateway_url(front)) as streams:
             front.signal(signal.SIGTERM)
@@ -147,7 +147,7 @@ async def test_a_gateway_that_is_told_to_stop_cuts_no_stream(served: Service, sh
         until(lambda: engine_at_rest(engine_url(served)))
 
 
-def test_a_tenants_timeout_ends_the_engines_work(served: Service, short_tmp: Path) -> None:
+def test_a_tenants_timeout_cancels_the_request_in_the_engine(served: Service, short_tmp: Path) -> None:
     with gateway(short_tmp, engine_url(served), tenant="timeouts = { total_s = 0.5 }") as front:
         answer = ask(gateway_url(front), stream=True, max_tokens=1900, n=8)
         assert "total_timeout" in answer.text
@@ -260,7 +260,7 @@ async def storm(port: int) -> list[Visit]:
     return visits
 
 
-async def test_after_a_thousand_clients_that_left_nothing_is_held(served: Service, short_tmp: Path) -> None:
+async def test_a_thousand_disconnects_leak_nothing(served: Service, short_tmp: Path) -> None:
     limits = f"limits = {{ concurrent = {TOGETHER + 16} }}"  # a lease that leaked would soon refuse
     with gateway(short_tmp, engine_url(served), tenant=limits) as front:
         url, engine_at = gateway_url(front), engine_url(served)

@@ -191,22 +191,23 @@ class CoreClient:
         return handles
 
     def _enter_queue(self, tenant: str, sequences: int, tokens: int) -> None:
-        if self._queue.take(tenant, sequences, alone=True):
-            if self._queue_tokens.take(tenant, tokens, alone=True):
+        if self._queue.acquire(tenant, sequences, alone=True):
+            if self._queue_tokens.acquire(tenant, tokens, alone=True):
                 return
-            self._queue.give_back(tenant, sequences)
+            self._queue.release(tenant, sequences)
         queue, queue_tokens = self._queue, self._queue_tokens
         raise Overloaded(
             "The engine's queue is full. Please try again later.",
             retry_after_s=min(max(RETRY_AFTER_S_MIN, math.ceil(self._queue_s)), RETRY_AFTER_S_MAX),
-            detail=f"sequences: {queue.told(tenant, sequences)}; tokens: {queue_tokens.told(tenant, tokens)}",
+            detail=f"sequences: {queue.describe(tenant, sequences)}; "
+            f"tokens: {queue_tokens.describe(tenant, tokens)}",
         )
 
     def _on_left_queue(self, handle: int) -> None:
         if (entry := self._waiting.pop(handle, None)) is not None:
             tenant, prompt_len = entry
-            self._queue.give_back(tenant, 1)
-            self._queue_tokens.give_back(tenant, prompt_len)
+            self._queue.release(tenant, 1)
+            self._queue_tokens.release(tenant, prompt_len)
 
     def release(self, handles: Iterable[int]) -> int:
         """Forget sequences whose request has ended, and abort those that have not ended themselves.

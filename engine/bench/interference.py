@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from engine.bench.load import Server, finished, random_prompt, request
-from shared.bench.client import Exchange
+from shared.bench.client import TimedRequest
 from shared.bench.figures import quantile
 
 STREAMS: Final = 8
@@ -58,7 +58,7 @@ async def beside(server: Server, rng: random.Random) -> Beside:
 
 
 @contextlib.asynccontextmanager
-async def _running(server: Server, rng: random.Random, output_len: int) -> AsyncIterator[list[Exchange]]:
+async def _running(server: Server, rng: random.Random, output_len: int) -> AsyncIterator[list[TimedRequest]]:
     """Streams in the midst of their answers, cut off on the way out."""
     with contextlib.ExitStack() as stack:
         streams = []
@@ -73,7 +73,7 @@ async def _running(server: Server, rng: random.Random, output_len: int) -> Async
         yield streams
 
 
-def _gaps_ms(streams: list[Exchange], start: float, end: float) -> list[float]:
+def _gaps_ms(streams: list[TimedRequest], start: float, end: float) -> list[float]:
     """Gaps that ended in a span of time."""
     return [
         1e3 * (later - earlier)

@@ -24,7 +24,7 @@ import msgspec
 
 from engine.bench.virtual import Request
 from engine.bench.workloads import Kind, Workload, always
-from shared.bench.client import Endpoint, Exchange
+from shared.bench.client import ApiServer, TimedRequest
 from shared.bench.figures import Figure, at_most, figure, quantile
 from shared.bench.services import demo_model, free_port, service
 from shared.bench.streams import BenchFailed
@@ -119,7 +119,7 @@ def _makespan_s(served: Sequence[Served]) -> float:
     return max(one.ended_at_s for one in served)
 
 
-async def serve(endpoint: Endpoint, requests: Sequence[Request], seed: int) -> list[Served]:
+async def serve(endpoint: ApiServer, requests: Sequence[Request], seed: int) -> list[Served]:
     """Send each request when it is due, and wait for all of them."""
     rng = random.Random(seed)
     bodies = [endpoint.request("/completions", _body(request, rng)) for request in requests]
@@ -128,11 +128,11 @@ async def serve(endpoint: Endpoint, requests: Sequence[Request], seed: int) -> l
     return await asyncio.gather(*served)
 
 
-async def _one(endpoint: Endpoint, request: Request, body: bytes, start: float) -> Served:
+async def _one(endpoint: ApiServer, request: Request, body: bytes, start: float) -> Served:
     await asyncio.sleep(start + request.at_s - time.perf_counter())
     connection = await endpoint.connect()
     try:
-        exchange: Exchange = await connection.exchange(body)
+        exchange: TimedRequest = await connection.exchange(body)
     finally:
         connection.close()
     if exchange.error is not None:
@@ -156,10 +156,10 @@ def _body(request: Request, rng: random.Random) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def _engine(discipline: str) -> AsyncIterator[Endpoint]:
+async def _engine(discipline: str) -> AsyncIterator[ApiServer]:
     port = free_port()
     argv = [sys.executable, "-m", "engine", "serve", "--model", demo_model(), "--served-model-name", MODEL]
     argv += ["--port", str(port), "--discipline", discipline, "--max-queue-len", "4096"]
     argv += ["--step-time-target-ms", str(STEP_TIME_TARGET_MS), "--log-level", "error"]
     async with service(argv, f"http://127.0.0.1:{port}/readyz"):
-        yield Endpoint(f"http://127.0.0.1:{port}/v1")
+        yield ApiServer(f"http://127.0.0.1:{port}/v1")

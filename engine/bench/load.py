@@ -19,7 +19,7 @@ from typing import Final
 
 import msgspec
 
-from shared.bench.client import Connection, Endpoint, Exchange
+from shared.bench.client import ApiServer, LoadConnection, TimedRequest
 from shared.bench.cpu import cpu_s, descendants, proportional_bytes, resident_bytes
 from shared.bench.services import get
 from shared.openai import ModelList
@@ -39,7 +39,7 @@ class Server:
     """Who is measured. `pids` are the roots of its processes, none when it runs elsewhere."""
 
     name: str
-    endpoint: Endpoint
+    endpoint: ApiServer
     model: str
     pids: tuple[int, ...] = ()
 
@@ -109,7 +109,7 @@ class Sample:
     def tokens_per_s(self) -> float:
         return self.tokens / self.elapsed_s
 
-    def add(self, exchanges: Iterable[Exchange], elapsed_s: float) -> None:
+    def add(self, exchanges: Iterable[TimedRequest], elapsed_s: float) -> None:
         self.elapsed_s += elapsed_s
         for exchange in exchanges:
             self.tokens += completion_tokens(exchange)
@@ -148,25 +148,25 @@ def request(server: Server, prompt: list[int], output_len: int) -> bytes:
     return server.endpoint.request("/completions", msgspec.json.encode(body))
 
 
-async def finished(connection: Connection) -> Exchange:
+async def finished(connection: LoadConnection) -> TimedRequest:
     exchange = await connection.finished()
     if exchange.error is not None:
         raise BenchFailed(exchange.error)
     return exchange
 
 
-def token_times(exchange: Exchange) -> list[float]:
+def token_times(exchange: TimedRequest) -> list[float]:
     """When tokens came: of the events, those at the end bring none, but a reason or the usage."""
     return exchange.event_times[: max(1, completion_tokens(exchange))]
 
 
-def completion_tokens(exchange: Exchange) -> int:
+def completion_tokens(exchange: TimedRequest) -> int:
     """What the server says; where it says nothing, one token an event."""
     usage = exchange.usage
     return usage.completion_tokens if usage is not None else len(exchange.event_times)
 
 
-async def _stream(server: Server, prompts: list[list[int]], output_len: int) -> list[Exchange]:
+async def _stream(server: Server, prompts: list[list[int]], output_len: int) -> list[TimedRequest]:
     connection = await server.endpoint.connect()
     try:
         done = []

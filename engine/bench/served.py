@@ -22,7 +22,7 @@ from typing import Final
 from engine.bench.interference import STREAMS as BESIDE_STREAMS
 from engine.bench.interference import beside
 from engine.bench.load import BenchFailed, Load, Sample, Server, alone, measure, warm_up
-from shared.bench.client import Endpoint
+from shared.bench.client import ApiServer
 from shared.bench.figures import Figure, at_least, at_most, figure, quantile
 from shared.bench.services import demo_model, free_port, service
 
@@ -175,7 +175,7 @@ async def _servers(options: argparse.Namespace) -> AsyncIterator[list[Server]]:
         if options.against is None:
             yield [first]
             return
-        endpoint = Endpoint(options.against)
+        endpoint = ApiServer(options.against)
         name = options.against_model or options.model or first.model
         yield [first, Server("against, ", endpoint, name, tuple(options.against_pid))]
 
@@ -185,10 +185,10 @@ async def _first(options: argparse.Namespace) -> AsyncIterator[Server]:
     if options.url is not None:
         if options.model is None:
             raise BenchFailed("--url needs --model: the name that the server knows its model by")
-        yield Server("", Endpoint(options.url, options.key), options.model, tuple(options.pid))
+        yield Server("", ApiServer(options.url, options.key), options.model, tuple(options.pid))
         return
     port = free_port()
     argv = [sys.executable, "-m", "engine", "serve", "--model", options.model or demo_model()]
     argv += ["--served-model-name", "bench", "--port", str(port), *options.engine_options]
     async with service(argv, f"http://127.0.0.1:{port}/readyz") as process:
-        yield Server("", Endpoint(f"http://127.0.0.1:{port}/v1"), "bench", (process.pid,))
+        yield Server("", ApiServer(f"http://127.0.0.1:{port}/v1"), "bench", (process.pid,))

@@ -57,13 +57,13 @@ class Ledger:
 
 
 class MemoryStore:
-    """A `QuotaStore`."""
+    """A `QuotaStore` in this process's memory."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._monotonic = clock.monotonic
         self._usage: dict[tuple[Scope, str], Usage] = {}
         self._reservations: dict[ReservationId, _Reservation] = {}
-        """In the order of their expiry."""
+        """The open reservations, in the order of their expiry."""
         self._none_expires_before_ms = 0
         self.ledger = Ledger()
 
@@ -148,7 +148,7 @@ class MemoryStore:
         return charged
 
     def _expire(self, now_ms: int) -> None:
-        """Whoever held these is gone without settling: they count as used in full."""
+        """Settle the reservations whose leases have run out as if all their tokens had been used."""
         if now_ms < self._none_expires_before_ms:
             return
         self._none_expires_before_ms = now_ms + LEASE_TTL_MS

@@ -1,4 +1,4 @@
-"""Quotas, decided. Pure: whole numbers in, a decision out, the time is a parameter.
+"""The arithmetic of quotas. Pure: whole numbers in, a decision out, the time is a parameter.
 
 Four meters, each at key and at tenant level: requests per minute, tokens per minute, concurrent
 requests, and a token budget that time does not refill. The first two are leaky buckets (GCRA in its
@@ -35,9 +35,11 @@ ReservationId = NewType("ReservationId", str)
 WEIGHT: Final = 60_000
 assert QUOTA_MAX * WEIGHT < 2**53, "levels stay exact where numbers are doubles"
 BUSY_RETRY_MS: Final = 1_000
-"""When a concurrency limit may have room again: nobody knows, so this is a guess and a spacing."""
+"""The `Retry-After` of a refusal by a concurrency limit, in milliseconds. When one of the open requests will
+end is unknown, so this only spaces retries."""
 GRANT_SHARE: Final = 4
-"""A request whose maximum is open is granted this fraction (one quarter) of what is left."""
+"""The divisor of what is left of a quota that gives the grant of a request without a stated maximum: 4 means
+one quarter."""
 
 
 class Meter(StrEnum):
@@ -48,7 +50,7 @@ class Meter(StrEnum):
 
 
 class Scope(StrEnum):
-    __hash__ = str.__hash__  # accounts are looked up by it, and Enum's own is slow
+    __hash__ = str.__hash__  # usage is looked up by scope, and Enum's own hash is slow
 
     KEY = "key"
     TENANT = "tenant"
@@ -63,17 +65,17 @@ class Subject(Struct, frozen=True):
 
 
 class Usage(Struct, frozen=True):
-    """What a subject has used, as a store keeps it."""
+    """A subject's usage, as a store keeps it."""
 
     requests: int = 0
-    """The level of this bucket, in units: what was charged and has not drained yet. Without a limit nothing
-    is kept: one that comes later starts from an empty bucket."""
+    """The level of the requests bucket, in units: what was charged and has not drained yet. 0 without a
+    limit: a limit that is set later starts from an empty bucket."""
     tokens: int = 0
-    """Of this one."""
+    """The level of the tokens bucket, in units. 0 without a limit."""
     at_ms: int = 0
-    """When the levels were true."""
+    """The time at which the levels were computed, in milliseconds on the store's clock."""
     live: int = 0
-    """Leases held: requests admitted, neither settled nor expired."""
+    """The leases that the subject holds: its requests that are admitted and neither settled nor expired."""
     spent: int = 0
     """Tokens against the budget: used and reserved."""
 
@@ -90,16 +92,16 @@ class Usage(Struct, frozen=True):
 
 
 class Window(Struct, frozen=True):
-    """One meter as `x-ratelimit-*` shows it."""
+    """One bucket as the `x-ratelimit-*` headers show it."""
 
     limit: int
     remaining: int
     reset_ms: int
-    """Until the bucket is empty, when nothing more is charged."""
+    """The time until the bucket is empty if nothing more is charged, in milliseconds."""
 
 
 class Windows(Struct, frozen=True):
-    """The tightest window of each kind over all subjects; None where nobody has a limit."""
+    """The tightest window of each bucket over all subjects. None for a bucket without a limit."""
 
     requests: Window | None = None
     tokens: Window | None = None
@@ -110,21 +112,23 @@ class Refusal(Struct, frozen=True):
     scope: Scope
     limit: int
     retry_after_ms: int | None
-    """None: waiting does not help, the request is larger than the limit or the budget is spent."""
+    """The time until a retry may succeed, in milliseconds. None when waiting does not help: the request is
+    larger than the limit, or the budget is spent."""
     remaining: int = 0
-    """Tokens that are left of a budget."""
+    """The tokens that are left of a budget; 0 for any other meter."""
 
 
 class Decision(Struct, frozen=True):
     refusal: Refusal | None
     windows: Windows | None
-    """None for a seat that was given: what is told is how things stand after the tokens."""
+    """The quotas after the decision. None for an admitted seat: the headers show the quotas after tokens are
+    reserved."""
     granted: int = 0
-    """Tokens reserved by this call."""
+    """The tokens reserved by this call."""
 
 
 class Settlement(Struct, frozen=True):
-    """What became of a reservation: `reserved + overdrawn == settled + released`."""
+    """The result of settling a reservation: `reserved + overdrawn == settled + released`."""
 
     reserved: int
     settled: int
@@ -139,7 +143,7 @@ class Settlement(Struct, frozen=True):
 
 
 Holding = tuple[Subject, Usage]
-"""A subject's usage as it is now."""
+"""A subject and its current usage."""
 
 
 class QuotaStore(Protocol):
@@ -149,8 +153,11 @@ class QuotaStore(Protocol):
     def enter(
         self, reservation: ReservationId, subjects: Sequence[Subject], *, needs_tokens: bool
     ) -> Awaitable[Decision]:
-        """Take a seat of every subject, or of none. It is held until the reservation is settled or, unless
-        renewed, until the lease's time to live is over. `needs_tokens`: the request will reserve some."""
+        """Take a seat of every subject, or of none.
+
+        The seat is held until the reservation is settled or its lease, which `renew` extends, runs out.
+        `needs_tokens`: whether the request will reserve tokens.
+        """
         ...
 
     def reserve(
@@ -161,15 +168,16 @@ class QuotaStore(Protocol):
         ...
 
     def settle(self, reservation: ReservationId, tokens: int) -> Awaitable[Settlement | None]:
-        """Idempotent: None when it was settled before, or expired, or never granted."""
+        """Charge `tokens` in place of what was reserved, and give the seat back. Idempotent: None when the
+        reservation was settled before, has expired or was never granted."""
         ...
 
     def renew(self, reservations: Sequence[ReservationId]) -> Awaitable[None]:
-        """Extend the leases; those that are gone are passed over."""
+        """Extend the leases of these reservations. Those that have ended are passed over."""
         ...
 
     def windows(self, subjects: Sequence[Subject]) -> Awaitable[Windows]:
-        """How things stand, charging nothing."""
+        """The tightest windows of the subjects. Charges nothing."""
         ...
 
 
@@ -187,14 +195,16 @@ def fits(level: int, per_min: int, amount: int) -> bool:
 
 
 def wait_ms(level: int, per_min: int, amount: int) -> int | None:
-    """How long until `amount`, which does not fit, does; None is never."""
+    """The time until a bucket has room for `amount`, which it has not now, in milliseconds. None when it
+    never will."""
     if amount > per_min or not per_min:
         return None
     return -(-(level + (amount - per_min) * WEIGHT) // per_min)
 
 
 def charged(level: int, per_min: int | None, amount: int) -> int:
-    """`amount` requests or tokens more; less when negative, but never below empty."""
+    """The level after charging `amount` requests or tokens. A negative amount lowers it, never below
+    empty."""
     return max(0, level + amount * WEIGHT) if per_min is not None else 0
 
 
@@ -202,8 +212,10 @@ def charged(level: int, per_min: int | None, amount: int) -> int:
 
 
 def decide(holdings: Iterable[Holding], *, seats: int, tokens: int) -> Refusal | None:
-    """Whether so many seats (0 or 1) and tokens may be had. Of several refusals, the one that lasts
-    longest."""
+    """The refusal of a request for so many seats (0 or 1) and tokens; None when every subject has room.
+
+    Where several meters refuse, the refusal is the one that lasts longest.
+    """
     found: list[Refusal] = []
     for subject, usage in holdings:
         limits, scope = subject.limits, subject.scope
@@ -221,7 +233,7 @@ def decide(holdings: Iterable[Holding], *, seats: int, tokens: int) -> Refusal |
 
 
 def grant(holdings: Iterable[Holding], least: int, most: int) -> int:
-    """How many tokens a request gets that `decide` lets have `least`."""
+    """The tokens that a request is granted, between `least`, which `decide` has admitted, and `most`."""
     if least == most:
         return most
     left = min((left for holding in holdings for left in _tokens_left(*holding)), default=None)
@@ -229,7 +241,7 @@ def grant(holdings: Iterable[Holding], least: int, most: int) -> int:
 
 
 def charge(limits: QuotaLimits, usage: Usage, seats: int, tokens: int) -> Usage:
-    """After a grant."""
+    """The subject's usage after a grant."""
     return Usage(
         usage.requests + seats * WEIGHT if limits.requests_per_min is not None else 0,
         usage.tokens + tokens * WEIGHT if limits.tokens_per_min is not None else 0,
@@ -240,7 +252,8 @@ def charge(limits: QuotaLimits, usage: Usage, seats: int, tokens: int) -> Usage:
 
 
 def settle(limits: QuotaLimits, usage: Usage, settlement: Settlement) -> Usage:
-    """After the request ended: the lease is given back, and the difference is charged or refunded."""
+    """The subject's usage after a request: its lease is given back, and the difference between what was
+    reserved and what was used is charged or refunded."""
     assert usage.live > 0, "a lease is given back once"
     difference = settlement.settled - settlement.reserved
     tokens = charged(usage.tokens, limits.tokens_per_min, difference)
@@ -248,7 +261,7 @@ def settle(limits: QuotaLimits, usage: Usage, settlement: Settlement) -> Usage:
 
 
 def expire(usage: Usage) -> Usage:
-    """A lease ran out unsettled: the seat is free again, the reserved tokens stay charged."""
+    """The subject's usage after a lease ran out: the seat is free again, the reserved tokens stay charged."""
     assert usage.live > 0
     return Usage(usage.requests, usage.tokens, usage.at_ms, usage.live - 1, usage.spent)
 

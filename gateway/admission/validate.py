@@ -1,4 +1,5 @@
-"""From a body to a request: the shared checks, and this gateway's own policy on top."""
+"""A request's body parsed and validated: the checks that both services share, and the gateway's own
+policy."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ T = TypeVar("T", bound=Struct)
 
 
 def warm(types: Iterable[type[Struct]]) -> None:
-    """Build the decoders now: the first takes some 20 ms, which no request should wait for."""
+    """Build the decoders of these types. The first one takes some 20 ms, which no request should wait for."""
     for type_ in types:
         with contextlib.suppress(InvalidRequest):
             parse(b"{}", type_)
@@ -26,7 +27,7 @@ def warm(types: Iterable[type[Struct]]) -> None:
 def validate(
     body: bytes, type_: type[T], unknown_fields: Literal["ignore", "refuse"], census: Census
 ) -> Parsed[T]:
-    """Raises InvalidJson or InvalidRequest, which name the field."""
+    """Parse a body. Raises InvalidJson or InvalidRequest, which name the field."""
     parsed = parse(body, type_, census)
     if isinstance(parsed.request, GenerationRequest) and parsed.request.penstock is not None:
         raise InvalidRequest("penstock is set by the gateway alone.", param="penstock")

@@ -1,4 +1,4 @@
-"""An attack as a value: what is sent, by whom, how often, and how it ends; and bodies to attack with."""
+"""The type of an attack (its requests, their tenants, their number, their end), and bodies for attacks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PLAIN_ID: Final = 50
 """A token id that every vocabulary has."""
 
 Body = Callable[[], bytes]
-"""Makes a body when it is needed: some are megabytes."""
+"""A function that makes a request's body, which may have megabytes, when it is needed."""
 
 
 class Law(StrEnum):
-    """What an attack would break."""
+    """The promise that an attack tries to break."""
 
     RESERVATION = "no work before its reservation"
     BYTES = "bytes are bounded per tenant"
@@ -40,20 +40,20 @@ class Who(StrEnum):
     """The tenants of the attacked gateway, each with one key."""
 
     STRANGER = "stranger"
-    """Nobody: a key that the gateway does not know."""
+    """A caller whose key the gateway does not know."""
     VICTIM = "victim"
     ATTACKER = "attacker"
-    """Without limits of its own."""
+    """A tenant without limits."""
     ACCOMPLICE = "accomplice"
-    """Another one without limits."""
+    """A second tenant without limits."""
     ZERO = "zero"
-    """With `requests_per_min = 0`."""
+    """A tenant with `requests_per_min = 0`."""
     SEATLESS = "seatless"
-    """With `concurrent = 0`."""
+    """A tenant with `concurrent = 0`."""
     BROKE = "broke"
-    """With `token_budget = 0`."""
+    """A tenant with `token_budget = 0`."""
     POOR = "poor"
-    """With a few tokens a minute, and a few thousand in all."""
+    """A tenant with a few tokens per minute, and a few thousand in all."""
 
 
 POOR_TOKENS_PER_MIN: Final = 400
@@ -61,14 +61,14 @@ POOR_TOKEN_BUDGET: Final = 2000
 
 
 class Ends(Enum):
-    """When the sender of a request hangs up."""
+    """The moment at which the sender of a request closes its connection."""
 
     ANSWERED = "answered"
-    """At the end of the answer."""
+    """The sender closes at the end of the answer."""
     AT_ONCE = "at once"
-    """As soon as the request is sent."""
+    """The sender closes as soon as the request is sent."""
     ON_CUE = "on cue"
-    """When it is told to, unless the answer has ended before."""
+    """The sender closes on the cue, or at the end of the answer if that comes before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +78,20 @@ class Attack:
     body: Body
     path: str = COMPLETIONS
     count: int = 1
-    """Requests in all."""
+    """The number of requests in all."""
     at_once: int = 1
-    """Requests at a time. All of them at once where they end on cue."""
+    """The number of requests at a time; all of them where they end on cue."""
     who: tuple[Who, ...] = (Who.ATTACKER,)
-    """Who sends them, in turns."""
+    """The tenants that send the requests, in turns."""
     statuses: frozenset[int] = frozenset({200})
-    """What an answered request may get."""
+    """The statuses that an answered request may have."""
     ends: Ends = Ends.ANSWERED
     share_sent: float = 1.0
-    """The fraction of the body that is ever sent."""
+    """The fraction of the body that is sent."""
     reads: bool = True
     """Whether the sender reads its answer while it waits for its cue."""
     chunk_len: int | None = None
-    """Bytes of each chunk of a chunked body; None for a body of a stated length."""
+    """The bytes of each chunk of a chunked body. None for a body with a Content-Length."""
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -110,7 +110,7 @@ def encoded(fields: Mapping[str, object]) -> bytes:
 
 
 def padded(head: str, item: str, tail: str, count: int | None = None, between: str = ",") -> Body:
-    """`head`, as many of `item` as fit into a body (or `count`), `tail`."""
+    """A body of `head`, `count` items and `tail`. Without a count, as many items as a body may hold."""
     most = (BODY_LEN - len(head.encode()) - len(tail)) // len((item + between).encode())
     return lambda: (head + between.join([item] * (count or most)) + tail).encode()
 
@@ -120,10 +120,10 @@ COMPLETION_HEAD: Final = f'{{"model": "{MODEL}", "max_tokens": 1'
 
 
 def with_fields(head: str, count: int, value: str, tail: str) -> Body:
-    """`head`, so many fields of this value, `tail`."""
+    """A body of `head`, `count` fields of this value and `tail`."""
     return lambda: (head + ",".join(f'"{i}":{value}' for i in range(count)) + tail).encode()
 
 
 def text(character: str) -> Body:
-    """A prompt of one character, 8 MiB of it."""
+    """A completion request whose prompt is one character repeated to 8 MiB."""
     return padded(f'{COMPLETION_HEAD}, "prompt": "', character, '"}', between="")

@@ -1,12 +1,12 @@
-"""Sends an attack's requests over plain sockets, and tells what became of each.
+"""The sender of an attack's requests, over plain sockets, which tells the outcome of each.
 
-Sockets have small receive buffers: what a sender does not read stays with the server.
+Sockets have small receive buffers, so that an answer which a sender does not read stays with the server.
 
     python -m gateway.bench.attackers --url http://127.0.0.1:8000
 
-is a sender in a process of its own, so that making bodies of megabytes takes nothing from whom is measured.
-It reads `prepare NAME`, `go` and `cue` from its standard input, a line each, and answers `prepare` with an
-empty line and each `go`, at the attack's end, with a line of JSON.
+runs a sender in a process of its own, so that making bodies of megabytes takes no CPU time from what is
+measured. It reads `prepare NAME`, `go` and `cue` from its standard input, a line each, and answers `prepare`
+with an empty line and each `go`, at the attack's end, with a line of JSON.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from gateway.bench.attacks import ATTACKS
 from shared.loops import loop_factory
 
 DEADLINE_S: Final = 120.0
-"""After so long an attack is given up: one of its requests hangs."""
+"""The longest time that an attack may take, in seconds. One of its requests hangs if it takes longer."""
 RECEIVE_BUFFER_LEN: Final = 16 * 1024
 READ_LEN: Final = 64 * 1024
 WRITE_LEN: Final = 256 * 1024
 ANSWER_LEN_MAX: Final = 16 * 1024 * 1024
-"""Bytes of a sender's answer: it has some two hundred for each request."""
+"""Bytes of a sender's line of JSON. It has some two hundred for each request."""
 KEPT_LEN: Final = 8 * 1024
-"""Bytes of an answer that are kept of its beginning and of its end, for its status and its error."""
+"""Bytes kept of an answer's beginning, for its status, and as many of its end, for its error."""
 
 
-class Outcome(msgspec.Struct, frozen=True):
-    """What one request came to."""
+class RequestOutcome(msgspec.Struct, frozen=True):
+    """The outcome of one request."""
 
     request_id: str
     status: int | None
-    """None when the sender left, or was cut off, before there was an answer."""
+    """The status of the answer. None when the connection ended before there was one."""
     answer_len: int
-    """Bytes of the answer that were read, its head included."""
+    """Bytes read of the answer, head included."""
     sent_len: int
-    """Bytes of the body that were sent before the answer's end."""
+    """Bytes sent of the body before the answer's end."""
     code: str | None
-    """That of the error that was the answer, or that ended it."""
+    """The code of the error that was the answer, or that ended it. None without an error."""
     is_stream: bool
     is_done: bool
     """Whether a stream was read to its `[DONE]`."""
@@ -62,14 +62,15 @@ class _Received:
     tail: bytes = b""
     length: int = 0
 
-    def take(self, data: bytes) -> None:
+    def append(self, data: bytes) -> None:
         self.length += len(data)
         self.head += data[: KEPT_LEN - len(self.head)]
         self.tail = (self.tail + data)[-KEPT_LEN:]
 
     @property
     def is_whole(self) -> bool:
-        """Whether an answer of a stated length is there; the server may leave its connection open."""
+        """Whether an answer with a Content-Length has been read to its end. The server may keep the
+        connection open."""
         head, found, _ = self.head.lower().partition(b"\r\n\r\n")
         _, is_stated, value = head.partition(b"\r\ncontent-length: ")
         if not (found and is_stated):
@@ -88,13 +89,16 @@ class _Received:
 
 async def send(
     attack: Attack, url: str, cue: asyncio.Event, tag: str, body: bytes | None = None
-) -> list[Outcome]:
-    """Run an attack on a gateway at `url`, to its end. `cue` ends the requests that wait for it; their ids
-    begin with `tag`; `body` is the attack's, if it was made already. Raises TimeoutError."""
+) -> list[RequestOutcome]:
+    """Run an attack on the gateway at `url` to its end.
+
+    `cue` ends the requests that end on cue. Request ids begin with `tag`. `body` is the attack's, where it
+    was made before. Raises TimeoutError.
+    """
     made = attack.body() if body is None else body
     room = asyncio.Semaphore(attack.at_once)
 
-    async def one(number: int) -> Outcome:
+    async def one(number: int) -> RequestOutcome:
         async with room:
             return await _Request(attack, url, made, f"{tag}-{number}", number).run(cue)
 
@@ -112,7 +116,7 @@ class _Request:
         self._received = _Received()
         self._sent_len = 0
 
-    async def run(self, cue: asyncio.Event) -> Outcome:
+    async def run(self, cue: asyncio.Event) -> RequestOutcome:
         reader, writer = await self._connect()
         sending = asyncio.create_task(self._send(writer))
         try:
@@ -127,7 +131,7 @@ class _Request:
             await asyncio.gather(sending, return_exceptions=True)
             writer.transport.abort()
         received = self._received
-        return Outcome(
+        return RequestOutcome(
             self._request_id,
             received.status,
             received.length,
@@ -169,7 +173,7 @@ class _Request:
         return "\r\n".join([*lines, "", ""]).encode()
 
     def _pieces(self) -> Iterator[bytes]:
-        """The body as it is written, so much of it as is ever sent."""
+        """The part of the body that is sent, framed and in pieces for the socket."""
         body = self._body[: int(len(self._body) * self._attack.share_sent)]
         if (size := self._attack.chunk_len) is None:
             yield from (body[at : at + WRITE_LEN] for at in range(0, len(body), WRITE_LEN))
@@ -193,16 +197,16 @@ class _Request:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(ConnectionError):
             while not self._received.is_whole and (data := await reader.read(READ_LEN)):
-                self._received.take(data)
+                self._received.append(data)
 
 
 def named(name: str) -> Attack:
-    """The attack of this name among all."""
+    """The attack of this name."""
     return next(attack for attack in ATTACKS if attack.name == name)
 
 
 class _Sender:
-    """Does what its standard input says."""
+    """The sender process: it carries out the orders on its standard input."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -213,7 +217,7 @@ class _Sender:
         self._sending: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Until its standard input ends."""
+        """Read and carry out orders until the standard input ends."""
         reader = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -223,7 +227,7 @@ class _Sender:
                 case "prepare":
                     self._attack = named(name)
                     self._body = self._attack.body()
-                    _tell(b"")
+                    _write_line(b"")
                 case "go":
                     self._cue = asyncio.Event()
                     self._sending = asyncio.create_task(self._send())
@@ -233,10 +237,10 @@ class _Sender:
     async def _send(self) -> None:
         self._sent += 1
         outcomes = await send(self._attack, self._url, self._cue, f"a{self._sent}", self._body)
-        _tell(msgspec.json.encode(outcomes))
+        _write_line(msgspec.json.encode(outcomes))
 
 
-def _tell(line: bytes) -> None:
+def _write_line(line: bytes) -> None:
     sys.stdout.buffer.write(line + b"\n")
     sys.stdout.buffer.flush()
 
@@ -262,16 +266,16 @@ class Sender:
             await process.wait()
 
     async def prepare(self, attack: Attack) -> None:
-        """Make its body."""
+        """Make the attack's body in the sender's process."""
         self._orders.write(f"prepare {attack.name}\n".encode())
         await self._answers.readline()
 
-    async def send(self, cue: asyncio.Event) -> list[Outcome]:
-        """Send the attack that was prepared; `cue` is passed on. Raises EOFError when the sender failed."""
+    async def send(self, cue: asyncio.Event) -> list[RequestOutcome]:
+        """Send the attack that was prepared. `cue` is passed on. Raises EOFError when the sender failed."""
         self._orders.write(b"go\n")
         passing = asyncio.create_task(self._pass_on(cue))
         try:
-            return msgspec.json.decode(await self._answers.readuntil(b"\n"), type=list[Outcome])
+            return msgspec.json.decode(await self._answers.readuntil(b"\n"), type=list[RequestOutcome])
         finally:
             passing.cancel()
 

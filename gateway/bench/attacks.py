@@ -1,11 +1,11 @@
-"""Attacks on a gateway and its engine, as values: what is sent, by whom, how often, and how it ends.
+"""Attacks on a gateway and its engine, as values.
 
-Each is a request that once slowed, starved or overcharged somebody, or took memory without bound, with all
-that the sender's key allows. `tests/neighbours` runs them beside a tenant who must not notice;
-`penstock bench neighbours` measures how much that tenant does. `gateway.bench.attackers` sends them.
+Each sends requests that once slowed, starved or overcharged another tenant, or took memory without bound,
+with all that the sender's key allows. `tests/neighbours` runs them beside a victim, which must not notice;
+`penstock bench neighbours` measures how much the victim does notice. `gateway.bench.attackers` sends them.
 
-An attack is bounded by its counts, never by time. One whose requests would run for long ends when it is told
-to (`Ends.ON_CUE`).
+An attack is bounded by its counts, never by time. One whose requests would run for long ends on cue
+(`Ends.ON_CUE`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SHAPES: Final[Mapping[str, tuple[str, Body]]] = {
         with_fields(f'{CHAT_HEAD}, "logit_bias": {{', 40_000, "1", "}}"),
     ),
 }
-"""By name, path and body: JSON that costs more to decode than to send. All of it is refused."""
+"""Path and body, by name: JSON that costs more to decode than to send. All of it is refused."""
 
 TEXTS: Final[Mapping[str, Body]] = {
     "digits": text("7"),
@@ -66,11 +66,11 @@ TEXTS: Final[Mapping[str, Body]] = {
     "words": text("word "),
     "emoji": text("\U0001f600"),
 }
-"""By name: prompts of 8 MiB, none of which fits into the context."""
+"""Prompts of 8 MiB, by name. None of them fits into the context."""
 
 
 def _reservations() -> list[Attack]:
-    """Requests of those who may do nothing: only their heads are looked at."""
+    """Requests of tenants whose quotas admit nothing, so that only the heads are looked at."""
     refused = frozenset({429})
     law = Law.RESERVATION
     shapes = ("700,000 fields", "2,000,000 prompts", "4,000,000 brackets")
@@ -116,7 +116,7 @@ def _reservations() -> list[Attack]:
 
 
 def _strangers() -> list[Attack]:
-    """Requests with no key that the gateway knows."""
+    """Requests with a key that the gateway does not know."""
     law, large = Law.RESERVATION, {f"x-{i}": "a" * 8000 for i in range(55)}
     return [
         Attack(
@@ -142,7 +142,7 @@ def _strangers() -> list[Attack]:
 
 
 def _bytes() -> list[Attack]:
-    """Bodies and answers that are held for long, or are more than they look."""
+    """Bodies and answers that are held for long, or that take more memory than their length."""
     law, two = Law.BYTES, (Who.ATTACKER, Who.ACCOMPLICE)
     refused = frozenset({400, 503})
     return [
@@ -182,7 +182,7 @@ def _bytes() -> list[Attack]:
 
 
 def _more_bytes() -> list[Attack]:
-    """What is more than it looks: small characters, small messages, answers that wait."""
+    """More of the same: small characters, small messages, answers that are not read."""
     law, two = Law.BYTES, (Who.ATTACKER, Who.ACCOMPLICE)
     refused = frozenset({400, 503})
     return [
@@ -258,7 +258,7 @@ def _loops() -> list[Attack]:
 
 
 def _steps() -> list[Attack]:
-    """Requests that make steps, their ends or their heads long."""
+    """Requests that make the engine's steps long, or the ends or heads of sequences."""
     law, refused = Law.LOOPS, frozenset({400})
     return [
         Attack(
@@ -284,7 +284,7 @@ def _steps() -> list[Attack]:
             count=4,
             at_once=4,
             statuses=refused,
-            ends=Ends.ON_CUE,  # or reset: it is refused before it is read
+            ends=Ends.ON_CUE,  # or on a reset: the gateway refuses the body half-way
             chunk_len=1,
         ),
         Attack(

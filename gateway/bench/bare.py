@@ -21,17 +21,17 @@ import uvloop
 from aiohttp import web
 
 from shared.http2.client import STREAM_EXTENSION, Http2Transport
-from shared.http2.connection import ConnectionConfig
+from shared.http2.config import ConnectionConfig
 from shared.http2.server import Http2Server, ServerRequest, ServerResponder
 from shared.http2.sniff import SniffingProtocol
 from shared.sse import DONE
 
 HTTP1: Final = "aiohttp HTTP/1.1"
 UPSTREAMS: Final = (HTTP1, "plain", "fast")
-"""How a relay speaks to the engine; the last two are our HTTP/2, by either of its paths."""
+"""The protocols between a relay and the engine. The last two are our HTTP/2, by either of its paths."""
 _EVENTS: Final = {"content-type": "text/event-stream"}
 _UNARY: Final = b'"stream":false'
-"""In a body that asks for an answer in one piece."""
+"""The part of a body that asks for an answer in one piece."""
 _EVENT: Final = b"data: " + b"x" * 152 + b"\n\n"
 _BODY_LEN_MAX: Final = 64 * 1024
 
@@ -39,7 +39,7 @@ Write = Callable[[bytes], Awaitable[None]]
 
 
 class Wants(msgspec.Struct):
-    """A request's body."""
+    """The body of a request to the bare engine."""
 
     events: int
 
@@ -48,7 +48,8 @@ class Wants(msgspec.Struct):
 
 
 class Ticks:
-    """All streams emit in one turn of the event loop, as an engine's do when a step ends."""
+    """One clock for all streams: they emit in one turn of the event loop, as an engine's do when a step
+    ends."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
@@ -129,7 +130,7 @@ async def over_http1(url: str) -> AsyncIterator[Callable[[bytes, Write], Awaitab
 
 
 async def relay_to(port: int, upstream: str, url: str) -> None:
-    """Pass requests on, until cancelled."""
+    """Serve a relay to the engine at `url` until cancelled."""
     opened = over_http1(url) if upstream == HTTP1 else over_http2(url, upstream == "fast")
     async with opened as relay:
 

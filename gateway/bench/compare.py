@@ -7,10 +7,10 @@ their own. A figure whose load was not delivered, because the machine has no roo
 misses its target.
 
 In the same run a plain aiohttp relay (in a source checkout) and nginx (where it is installed) forward
-the same events and the same unary requests: absolute times are those of a quiet machine only, the ratios
-hold on any. How slow this one is, nginx's own figures say: 10 to 11 us an event is the machine that the
-targets are for, so a figure of ours may be divided by how much more nginx takes here. The added time to the
-first byte is that of the gateway less that of the engine alone.
+the same events and the same unary requests: absolute times mean something on a quiet machine only, the ratios
+on any. The targets are for a machine on which nginx takes 10 to 11 us per event; where nginx takes more, our
+figures may be divided by as much. The added time to the first byte is that of the gateway less that of the
+engine alone.
 
 With `--before DIR` another version's source is measured against this one instead, in turns.
 
@@ -36,8 +36,8 @@ from gateway.bench.streams import (
     proxies,
     stalled,
 )
-from gateway.bench.subjects import Subject, gateway, paced_engine
-from shared.bench.client import Connection, Endpoint, Exchange
+from gateway.bench.subjects import ServerUnderTest, gateway, paced_engine
+from shared.bench.client import ApiServer, LoadConnection, TimedRequest
 from shared.bench.figures import Figure, at_most, figure, quantile
 from shared.bench.streams import BenchFailed
 
@@ -48,11 +48,12 @@ ADDED_TTFB_MS_TARGET = at_most(1)
 TTFB_REQUESTS = 150
 UNARY_ROUNDS = 8
 UNARY_REQUESTS = 400
-"""In each round, to each subject, one after the other: what the machine does meanwhile, it does to all."""
+"""The requests of one round to one subject. Subjects take turns round by round, so that a change of the
+machine's speed meets all of them."""
 UNARY_CONNECTIONS = 8
 UNARY_TOKENS = 16
 OUTSIDE_TOKENS = 200
-"""Of a stream at a gateway that runs elsewhere, before an engine whose context is not ours to choose."""
+"""The tokens of a stream at a gateway that runs elsewhere, before an engine of unknown context length."""
 PAIRS = 15
 BEFORE_TARGET = at_most(1.03)
 ROWS = ("events", "unary", "ttfb", "overload", "many", "stalled")
@@ -108,7 +109,7 @@ async def _own(options: argparse.Namespace) -> list[Figure]:
 async def _from_outside(options: argparse.Namespace) -> list[Figure]:
     if options.model is None:
         raise BenchFailed("--url needs --model: the name that the server knows its model by")
-    subject = Subject(Endpoint(options.url, options.key), options.model)
+    subject = ServerUnderTest(ApiServer(options.url, options.key), options.model)
     figures: list[Figure] = []
     for streams in options.streams if "events" in options.rows else []:
         figures += await events_of(subject, streams, OUTSIDE_TOKENS)
@@ -119,7 +120,7 @@ async def _from_outside(options: argparse.Namespace) -> list[Figure]:
 
 async def _against_before(checkout: str, load: Load, seconds: float) -> list[Figure]:
     """CPU time of this version over that of another, each before an engine of its own version: the median of
-    pairs, of which each is measured one right after the other, in either order."""
+    pairs. The two of a pair are measured one right after the other, in alternating order."""
     directory = Path(checkout)
     async with (
         paced_engine(load.interval_ms) as our_engine,
@@ -145,8 +146,9 @@ async def _against_before(checkout: str, load: Load, seconds: float) -> list[Fig
     ]
 
 
-async def _unary(subject: Subject, *peers: Subject | None) -> list[Figure]:
-    """`peers`, in the order of `PEERS`: None where one is not installed."""
+async def _unary(subject: ServerUnderTest, *peers: ServerUnderTest | None) -> list[Figure]:
+    """The figures of unary requests. `peers` come in the order of `PEERS`; None for one that is not
+    installed."""
     ours = _Unary(subject)
     theirs = {name: _Unary(peer) for name, peer in zip(PEERS, peers, strict=False) if peer is not None}
     loads = [ours, *theirs.values()]
@@ -166,9 +168,9 @@ async def _unary(subject: Subject, *peers: Subject | None) -> list[Figure]:
 
 
 class _Unary:
-    """A closed loop of unary requests to one subject, and what they took."""
+    """A closed loop of unary requests to one subject, and the time that they took."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: ServerUnderTest) -> None:
         self._subject = subject
         self._request = subject.chat(UNARY_TOKENS, stream=False)
         self._cpu_s = 0.0
@@ -180,7 +182,7 @@ class _Unary:
         return 1e6 * self._cpu_s / self.requests
 
     async def round(self, *, counted: bool = True) -> float:
-        """Returns what one of its requests took, in microseconds of CPU time."""
+        """Run one round. Returns the CPU time of one of its requests, in microseconds."""
         before_s, start = self._subject.cpu_s(), time.perf_counter()
         await asyncio.gather(*(self._one_by_one() for _ in range(UNARY_CONNECTIONS)))
         taken_s = self._subject.cpu_s() - before_s
@@ -199,8 +201,9 @@ class _Unary:
             connection.close()
 
 
-async def _ttfb(subject: Subject, engine: Subject | None) -> list[Figure]:
-    """Alternates gateway and engine, so that both meet the same noise. Unary answers: no pacing."""
+async def _ttfb(subject: ServerUnderTest, engine: ServerUnderTest | None) -> list[Figure]:
+    """Figures of the time to the first byte. Gateway and engine alternate, so that both meet the same noise;
+    answers are unary, so that the engine's pace plays no part."""
     subjects = [subject] if engine is None else [subject, engine]
     connections = [await one.endpoint.connect() for one in subjects]
     times_ms: list[list[float]] = [[] for _ in subjects]
@@ -219,12 +222,12 @@ async def _ttfb(subject: Subject, engine: Subject | None) -> list[Figure]:
     return figures
 
 
-async def _first_byte_ms(subject: Subject, connection: Connection) -> float:
+async def _first_byte_ms(subject: ServerUnderTest, connection: LoadConnection) -> float:
     exchange = _checked(await connection.exchange(subject.chat(1, stream=False)))
     return 1e3 * (exchange.ended_at - exchange.sent_at)
 
 
-def _checked(exchange: Exchange) -> Exchange:
+def _checked(exchange: TimedRequest) -> TimedRequest:
     if exchange.error is not None:
         raise BenchFailed(exchange.error)
     return exchange

@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from gateway.bench.bare import HTTP1, UPSTREAMS, Wants
-from shared.bench.client import Endpoint, Exchange
+from shared.bench.client import ApiServer, TimedRequest
 from shared.bench.cpu import cpu_s
 from shared.bench.figures import Figure, at_most, figure
 from shared.bench.services import free_port, service
@@ -50,7 +50,8 @@ async def run(options: argparse.Namespace) -> list[Figure]:
 
 
 def _figures(name: str, costs: dict[str, float]) -> list[Figure]:
-    """`costs`: us per event, by how the relay speaks to the engine."""
+    """The figures of one number of streams. `costs` is the CPU time in us per event, by the relay's
+    protocol."""
     figures = []
     for upstream, cost in costs.items():
         figures.append(figure(f"{name}: {upstream}", cost, "us/event"))
@@ -68,7 +69,7 @@ async def _costs(loop: str, upstream: str, engine_url: str, options: argparse.Na
     costs: dict[int, float] = {}
     async with service(argv, url) as process:
         for streams in options.streams:
-            await _load(url, streams, 2)  # connections are made, code is warm
+            await _load(url, streams, 2)  # to make the connections and warm up the code
             before_s = cpu_s(process.pid)
             events = await _load(url, streams, int(options.seconds * 1e3 / options.interval_ms))
             costs[streams] = 1e6 * (cpu_s(process.pid) - before_s) / events
@@ -76,11 +77,11 @@ async def _costs(loop: str, upstream: str, engine_url: str, options: argparse.Na
 
 
 async def _load(url: str, streams: int, events: int) -> int:
-    """The number of events that came."""
-    endpoint = Endpoint(url)
+    """The number of events that arrived over `streams` streams of `events` each."""
+    endpoint = ApiServer(url)
     request = endpoint.request("/", msgspec.json.encode(Wants(events)))
 
-    async def one() -> Exchange:
+    async def one() -> TimedRequest:
         connection = await endpoint.connect()
         try:
             return await connection.exchange(request)

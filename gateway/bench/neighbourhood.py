@@ -1,5 +1,5 @@
-"""The gateway and the engine that attacks are sent to: small limits, so that they are reached, and one tenant
-for each of `Who`."""
+"""The gateway and the engine that attacks are sent to: small limits, so that they are reached, and a tenant
+for each member of `Who`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from gateway.identity.keys import hash_key
 from shared.memory import core_memory_max, engine_memory_max, gateway_memory_max
 
 REQUEST_MEMORY: Final = 192 * MIB
-"""Of either service: little more than the largest body needs."""
+"""Bytes of each service's `request_memory`: little more than the largest body needs."""
 LIVE_MAX: Final = 256
-"""Requests in the gateway."""
+"""The gateway's bound on live requests."""
 TOKENIZER_THREADS: Final = 2
 KV_CACHE: Final = 256 * MIB
 SEQUENCES: Final = 64 + 256
-"""Those that run, and those that wait."""
+"""The engine's sequences that run, and those that wait."""
 QUEUE_TOKENS: Final = 1 << 20
 STEP_TOKENS: Final = 2048
-"""Of one step of the engine."""
+"""The tokens of one step of the engine."""
 
 ENGINE_OPTIONS: Final = (
     *("--served-model-name", MODEL),
@@ -57,7 +57,7 @@ _LIMITS: Final[Mapping[Who, QuotaLimits]] = {
 
 
 def gateway_config(engine_urls: Sequence[str], port: int = 0, admin_port: int = 0) -> GatewayConfig:
-    """The gateway's configuration. Each tenant's key is its own name."""
+    """The gateway's configuration. Each tenant's key is the tenant's name."""
     tenants = [who for who in Who if who is not Who.STRANGER]
     return GatewayConfig(
         listen=ListenConfig(port=port),
@@ -72,7 +72,7 @@ def gateway_config(engine_urls: Sequence[str], port: int = 0, admin_port: int = 
 
 
 def peak_bytes(pid: int) -> int:
-    """The most resident memory that a process has had, since its start or `forget_peak`."""
+    """The most resident memory that a process has had since its start, or since `forget_peak`."""
     return _status(pid, "VmHWM")
 
 
@@ -82,7 +82,7 @@ def rest_bytes(pid: int) -> int:
 
 
 def forget_peak(pid: int) -> None:
-    """From now on the peak is what is resident now, or more. Linux alone can do so."""
+    """Reset the peak of a process to what is resident now. Linux only."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 

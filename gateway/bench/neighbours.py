@@ -1,16 +1,16 @@
-"""`penstock bench neighbours`: what a tenant notices of another one's attack.
+"""The bench `penstock bench neighbours`: what a tenant notices of another one's attack.
 
 A gateway and an engine on the demo model, with small limits, are attacked in all the ways of
 `gateway.bench.attacks`, one after another, while a victim streams and chats (`gateway.bench.victim`). Before
-each attack the victim is measured alone. The attack is repeated until the victim has been beside it long
-enough.
+each attack the victim is measured alone. The attack is repeated until the victim has run enough rounds beside
+it.
 
     gap, first token   the victim's p99 beside the attack; its target is 1.5 times the one alone, and 50 ms
     longest block      of each service's event loop, as its metrics tell
     memory             the peak of each process above its memory at rest, as a fraction of `shared.memory`
-    charged            tokens that the gateway settled for the attacker, of those that steps computed for it:
-                       all there were, less those of as many rounds of the victim alone. What is computed
-                       while the word of a sequence's end is under way counts as well
+    charged            tokens that the gateway settled for the attacker, as a fraction of those that steps
+                       computed for it: of all that were computed, without those of as many rounds of the
+                       victim alone. Steps that run before the engine hears of a cancellation count as well
 
 Services, attacker and victim share the machine, so where it has few cores the victim's times include waiting
 for one. The engine computes with one thread.
@@ -53,12 +53,13 @@ __all__ = ["BenchFailed", "add_arguments", "run"]
 
 TIMES_MAX: Final = 1.5
 MORE_MS_MAX: Final = 50.0
-"""A time beside an attack may be this many times the one alone, and so much more."""
+"""Added to `TIMES_MAX` times the victim's time alone, it is the target beside an attack, in milliseconds."""
 BLOCK_TARGET: Final = at_most(50)
 MEMORY_TARGET: Final = at_most(1)
 CHARGED_TARGET: Final = at_least(1)
 COMPUTED_MIN: Final = 200
-"""Tokens. Rounds of the victim differ by some: what the cache has of their prompts."""
+"""The fewest computed tokens for which a ratio is told. Rounds of the victim differ by some, as the prefix
+cache holds more or less of their prompts."""
 WARM_ROUNDS: Final = 5
 REPEATS_MAX: Final = 12
 REST_POLL_S: Final = 0.02
@@ -67,7 +68,7 @@ _LAG: Final = "penstock_loop_lag_max_seconds"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # the text above has a list
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # the module's docstring has a list
     parser.add_argument(
         "--only",
         nargs="+",
@@ -111,11 +112,12 @@ class _Process:
 
 @dataclass(frozen=True, slots=True)
 class _Cost:
-    """Tokens, since the services' start or between two readings."""
+    """Tokens since the services' start, or between two readings."""
 
     settled: float
     computed: float
-    """In steps: prompts, as far as they were not cached, and all that was generated but the last tokens."""
+    """The tokens that steps computed: prompts without what was cached, and all generated tokens but each last
+    one."""
 
     def less(self, other: _Cost, times: float = 1.0) -> _Cost:
         return _Cost(self.settled - times * other.settled, self.computed - times * other.computed)
@@ -123,19 +125,19 @@ class _Cost:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What one attack did."""
+    """The effects of one attack."""
 
     alone: Account
     beside: Account
     blocks_ms: dict[str, float]
     memory: dict[str, float]
     charged: float | None
-    """None where next to nothing was computed but for the victim."""
+    """The tokens charged per token computed. None where next to nothing was computed for the attacker."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """A service's metrics, those without labels by their names alone."""
+    """The values of a service's metrics, by name with labels."""
 
     values: dict[str, float]
 
@@ -156,7 +158,7 @@ class _House:
         self._rest = {process.name: rest_bytes(process.pid) for process in self._processes}
 
     async def measure(self, sender: Sender, rounds: int) -> _Seen:
-        """The attack that the sender has prepared. Raises VictimFailed, EOFError."""
+        """Run the attack that the sender has prepared, beside the victim. Raises VictimFailed, EOFError."""
         at_first = _cost(await self._at_rest())
         alone, beside = await self._victim.alone(rounds), Account()
         for process in self._processes:
@@ -188,7 +190,7 @@ class _House:
         }
 
     async def _at_rest(self) -> dict[str, _Reading]:
-        """Once nothing is open any more."""
+        """Both services' metrics, once neither has an open request."""
         async with asyncio.timeout(REST_DEADLINE_S):
             while True:
                 read = await self._read()
@@ -199,7 +201,7 @@ class _House:
 
 
 def _parsed(text: str) -> _Reading:
-    """Prometheus' text: the names, with labels as they stand there, and the values."""
+    """The values in a text of Prometheus' format, by name with labels."""
     lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
     return _Reading({name: float(value) for name, _, value in lines})
 

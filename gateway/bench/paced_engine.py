@@ -1,10 +1,10 @@
-"""An engine with no model in it: answers paced streams, for measuring what stands in front of it.
+"""An engine without a model, which answers with paced streams, for measuring a gateway in front of it.
 
 All streams emit on one clock tick, as a real engine's do when a step ends. It speaks the hop, HTTP/2 and
-HTTP/1.1 on one port, with the tokenizer endpoint and the closing comment, so that a gateway in front does
-all of its work. The number of events is the request's `max_tokens`, and their length its `event_len`.
-HTTP/1.1 is the least that a load needs: no pipelining, no chunked requests. Run as
-`python -m gateway.bench.paced_engine`.
+HTTP/1.1 on one port, with the tokenizer endpoint and the closing comment, so that a gateway in front does all
+of its work. The number of events is the request's `max_tokens`, and their length its `event_len`. Its
+HTTP/1.1 is the least that a load needs: no pipelining, no chunked requests. Run as `python -m
+gateway.bench.paced_engine`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MODEL: Final = "paced"
 PROMPT_TOKENS: Final = 16
 CREATED: Final = 1_700_000_000
 CONTEXT_LEN: Final = 1_000_000
-"""So that a stream can run for as long as anybody measures."""
+"""The context length: long enough for a stream to run for as long as a bench measures."""
 BODY_DEADLINE_S: Final = 60.0
 _EVENT_HEAD: Final = (
     b'data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1700000000,'
@@ -48,20 +48,20 @@ _EVENT_HEAD: Final = (
 _EVENT_TAIL: Final = b'"},"finish_reason":null}]}\n\n'
 EVENT_LEN: Final = len(_EVENT_HEAD + b" token" + _EVENT_TAIL)
 STATS: Final = "/paced/stats"
-"""GET: a `Stats`."""
+"""The path of a GET that returns `Stats`."""
 
 
 class StreamStats(msgspec.Struct):
     event_len: int
     written_len: int
-    """Bytes of events that its writes took."""
+    """Bytes of events that were written."""
     waits: bool
-    """For a reader who is behind by a whole tick."""
+    """Whether the reader is behind by a whole tick."""
 
 
 class Stats(msgspec.Struct):
     streams: list[StreamStats]
-    """Those that are open."""
+    """The open streams."""
 
 
 class _Wants(msgspec.Struct):
@@ -84,12 +84,12 @@ class Ticking(Protocol):
     waits: bool
 
     def tick(self) -> None:
-        """Emit one event. Must not wait."""
+        """Emit one event, without waiting."""
         ...
 
 
 class Ticker:
-    """Lets every open stream emit one event at each tick."""
+    """One clock for all streams: each emits an event at every tick."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
@@ -112,7 +112,7 @@ class Ticker:
 
 
 class PacedEngine:
-    """What is answered, whichever protocol asks."""
+    """The answers, for either protocol."""
 
     def __init__(self, ticker: Ticker, model_dir: Path) -> None:
         model = Model(id=MODEL, created=CREATED, max_model_len=CONTEXT_LEN)
@@ -126,7 +126,7 @@ class PacedEngine:
         }
 
     def got(self, path: str) -> bytes:
-        """The answer to a GET."""
+        """The body of the answer to a GET."""
         return msgspec.json.encode(self.ticker.stats()) if path == STATS else self._fixed.get(path, b"{}")
 
     def unary(self, events: int) -> tuple[dict[str, str], bytes]:
@@ -143,7 +143,7 @@ class PacedEngine:
         return headers, msgspec.json.encode(answer)
 
     async def handle(self, request: ServerRequest, responder: ServerResponder) -> None:
-        """A request over HTTP/2."""
+        """Answer a request over HTTP/2."""
         body = await request.body(len_max=BODY_LEN_MAX, deadline_s=BODY_DEADLINE_S)
         if not body:
             await responder.send(200, self.json, self.got(request.path))
@@ -168,7 +168,8 @@ class PacedEngine:
 
 
 class _Http2Stream:
-    """A tick that comes while a write still waits is lost, as a step is to a stalled sequence."""
+    """A stream over HTTP/2. A tick that comes while a write still waits is lost, as a step is to a stalled
+    sequence."""
 
     def __init__(self, event: bytes) -> None:
         self.due = asyncio.Event()
@@ -187,7 +188,7 @@ class _Http2Stream:
 
 
 class Http1Connection(asyncio.Protocol):
-    """One kept-alive connection over HTTP/1.1."""
+    """A kept-alive connection over HTTP/1.1."""
 
     def __init__(self, engine: PacedEngine) -> None:
         self._engine = engine
@@ -198,7 +199,7 @@ class Http1Connection(asyncio.Protocol):
         self.waits = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._engine.ticker.streams.discard(self)

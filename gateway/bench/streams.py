@@ -1,4 +1,4 @@
-"""The rows of `penstock bench gateway` that stream: events, overload, many streams, stalled clients."""
+"""The streaming rows of `penstock bench gateway`: events, overload, many streams, stalled clients."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from gateway.bench.subjects import Engine, Subject, gateway, nginx, paced_engine, plain_relay
-from shared.bench.client import Exchange
+from gateway.bench.subjects import Engine, ServerUnderTest, gateway, nginx, paced_engine, plain_relay
+from shared.bench.client import TimedRequest
 from shared.bench.figures import Figure, Target, at_least, at_most, figure, quantile
-from shared.bench.streams import BenchFailed, Window, streaming
+from shared.bench.streams import BenchFailed, Measurement, streaming
 
 CPU_US_PER_EVENT_TARGET: Final = at_most(15)
 AGAINST_PLAIN_TARGET: Final = at_most(0.7)
 AGAINST_NGINX_TARGET: Final = at_most(1.3)
 DELIVERED_TARGET: Final = at_least(95)
-"""Percent of the offered load. A proxy that falls behind writes several events at once, which is cheaper."""
+"""The percentage of the offered load that must arrive. A proxy that falls behind writes several events at
+once, which is cheaper."""
 
 PEERS: Final = ("plain aiohttp relay", "nginx")
 
@@ -26,7 +27,7 @@ OVERLOAD_STREAMS: Final = 256
 OVERLOAD_INTERVAL_MS: Final = 3.0
 OVERLOAD_TARGET: Final = at_least(60_000)
 OVERLOAD_GROWTH_TARGET: Final = at_most(64)
-"""MB: a stream's window and its client's buffers, 256 times, and some room."""
+"""Megabytes: a stream's window and its client's buffers, 256 times, and some room."""
 
 MANY_STREAMS: Final = (256, 1000)
 MANY_INTERVAL_MS: Final = 100.0
@@ -34,13 +35,13 @@ MANY_INTERVAL_MS: Final = 100.0
 LIVE: Final = 128
 STALLED: Final = 120
 STALLED_EVENT_LEN: Final = 1024
-"""So that buffers which hold half a minute of tokens are full within seconds."""
+"""Bytes of an event, so many that buffers which hold half a minute of tokens are full within seconds."""
 STALLED_DEADLINE_S: Final = 20.0
 GAP_TARGET: Final = at_most(1.1)
 WRITTEN_TARGET: Final = at_most(300)
 
 SETTLE_S: Final = 0.3
-"""Between the last stream's start and the first mark."""
+"""The time between the last stream's start and the first mark, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +53,12 @@ class Load:
     def name(self) -> str:
         return f"{self.streams} streams at {self.interval_ms:g} ms"
 
-    def delivered(self, window: Window) -> float:
-        """Percent."""
+    def delivered(self, window: Measurement) -> float:
+        """The percentage of this load that arrived."""
         return 100 * window.rate * self.interval_ms / 1e3 / self.streams
 
 
-async def measured(subject: Subject, streams: int, seconds: float) -> Window:
+async def measured(subject: ServerUnderTest, streams: int, seconds: float) -> Measurement:
     async with streaming(subject.endpoint, subject.chat(), streams) as running:
         await asyncio.sleep(SETTLE_S)
         return await running.measure(seconds, subject.cpu_s)
@@ -67,7 +68,7 @@ async def measured(subject: Subject, streams: int, seconds: float) -> Window:
 
 
 async def events(interval_ms: float, streams: Sequence[int], seconds: float) -> list[Figure]:
-    """Ours and, in the same run, a plain relay and nginx."""
+    """CPU time per event of our gateway and, in the same run, of a plain relay and nginx."""
     figures: list[Figure] = []
     async with paced_engine(interval_ms) as engine, proxies(engine) as (ours, relay, web_server):
         for count in streams:
@@ -84,18 +85,20 @@ async def events(interval_ms: float, streams: Sequence[int], seconds: float) -> 
 
 
 @contextlib.asynccontextmanager
-async def proxies(engine: Engine) -> AsyncIterator[tuple[Subject, Subject | None, Subject | None]]:
-    """Ours, and the peers before the same engine."""
+async def proxies(
+    engine: Engine,
+) -> AsyncIterator[tuple[ServerUnderTest, ServerUnderTest | None, ServerUnderTest | None]]:
+    """Our gateway and its peers, before the same engine. None for a peer that is not installed."""
     async with gateway(engine) as ours, plain_relay(engine) as relay, nginx(engine) as web_server:
         yield ours, relay, web_server
 
 
-def _cost(load: Load, window: Window) -> float:
-    """us per event; NaN, which meets no target, when it was another load than the one that was asked for."""
+def _cost(load: Load, window: Measurement) -> float:
+    """CPU time in us per event. NaN, which meets no target, when less than the offered load was delivered."""
     return window.cpu_us_per_event if DELIVERED_TARGET.met_by(load.delivered(window)) else float("nan")
 
 
-def _ours(load: Load, window: Window) -> list[Figure]:
+def _ours(load: Load, window: Measurement) -> list[Figure]:
     return [
         figure(f"{load.name}: gateway CPU", _cost(load, window), "us/event", CPU_US_PER_EVENT_TARGET),
         figure(f"{load.name}: delivered", load.delivered(window), "%", DELIVERED_TARGET),
@@ -103,7 +106,9 @@ def _ours(load: Load, window: Window) -> list[Figure]:
     ]
 
 
-def _against(load: Load, ours: Window, name: str, theirs: Window | None, target: Target) -> list[Figure]:
+def _against(
+    load: Load, ours: Measurement, name: str, theirs: Measurement | None, target: Target
+) -> list[Figure]:
     if theirs is None:
         return [figure(f"{load.name}: {name}, not installed", float("nan"), "us/event")]
     cost = _cost(load, theirs)
@@ -113,10 +118,10 @@ def _against(load: Load, ours: Window, name: str, theirs: Window | None, target:
     ]
 
 
-async def events_of(subject: Subject, streams: int, tokens: int) -> list[Figure]:
-    """Of a gateway that runs elsewhere: what its clients see of whole answers."""
+async def events_of(subject: ServerUnderTest, streams: int, tokens: int) -> list[Figure]:
+    """The gaps between events that clients see at a gateway which runs elsewhere."""
 
-    async def one() -> Exchange:
+    async def one() -> TimedRequest:
         connection = await subject.endpoint.connect()
         try:
             return await connection.exchange(subject.chat(tokens))
@@ -134,7 +139,7 @@ async def events_of(subject: Subject, streams: int, tokens: int) -> list[Figure]
 
 
 async def overload(seconds: float) -> list[Figure]:
-    """More than it can take: one process, so one core, and the load's own processes beside it."""
+    """Figures of a load that is more than one gateway process can forward."""
     async with paced_engine(OVERLOAD_INTERVAL_MS) as engine, gateway(engine) as ours:
         async with streaming(ours.endpoint, ours.chat(), OVERLOAD_STREAMS) as running:
             before_mb = ours.resident_mb()
@@ -161,7 +166,7 @@ async def many(seconds: float) -> list[Figure]:
 
 
 async def stalled(interval_ms: float, seconds: float) -> list[Figure]:
-    """Clients that stop reading, beside others that do not."""
+    """Figures of streams that are read, beside as many whose clients have stopped reading."""
     async with (
         paced_engine(interval_ms) as engine,
         gateway(engine) as ours,
@@ -186,7 +191,7 @@ async def stalled(interval_ms: float, seconds: float) -> list[Figure]:
 
 
 async def _all_wait(engine: Engine) -> list[int]:
-    """Bytes written for each stalled stream, once all of them wait."""
+    """The bytes written to each stalled stream, once all of them wait."""
     async with asyncio.timeout(STALLED_DEADLINE_S):
         while len(await _written(engine, waiting=True)) < STALLED:  # noqa: ASYNC110 -- another process tells
             await asyncio.sleep(SETTLE_S)

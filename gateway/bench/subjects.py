@@ -1,4 +1,5 @@
-"""What `penstock bench gateway` measures: our gateway, and other people's proxies, before one paced engine.
+"""The servers that `penstock bench gateway` measures: our gateway and two other proxies, before one paced
+engine.
 
 Each is a process of its own, and they run side by side, so that what a busy machine adds is added to all.
 """
@@ -19,15 +20,15 @@ import msgspec
 from gateway.bench.paced_engine import MODEL, STATS, Stats
 from gateway.config import QuotaLimits
 from gateway.development import development_config, development_key
-from shared.bench.client import Endpoint
+from shared.bench.client import ApiServer
 from shared.bench.cpu import cpu_s, resident_bytes
 from shared.bench.services import demo_model, free_port, get, service
 from shared.config import to_toml
 
 EVENTS_MAX: Final = 100_000
-"""Of a stream that is measured while it runs: it lasts for minutes at any pace."""
+"""The events of a stream that is measured while it runs: enough for minutes at any pace."""
 _LIMITS: Final = QuotaLimits(10_000_000, 1_000_000_000, 100_000)
-"""Never reached: what they cost is measured, not what they refuse."""
+"""Quotas that are never reached, so that their cost is measured and not their refusals."""
 _NGINX: Final = """
 daemon off;
 master_process off;
@@ -57,10 +58,10 @@ http {{
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """A server under test; `pid` only when it is our own."""
+class ServerUnderTest:
+    """A server under test. `pid` is None for one that runs elsewhere, whose CPU time is unknown."""
 
-    endpoint: Endpoint
+    endpoint: ApiServer
     model: str = MODEL
     pid: int | None = None
 
@@ -73,7 +74,7 @@ class Subject:
     def chat(
         self, max_tokens: int = EVENTS_MAX, *, stream: bool = True, event_len: int | None = None
     ) -> bytes:
-        """A request. `event_len` is for the paced engine: bytes of each event."""
+        """A chat request. `event_len` is the bytes of each event, for the paced engine."""
         question = "Tell me, in a few words, what a penstock is and what it feeds."
         body = {
             "model": self.model,
@@ -91,8 +92,8 @@ class Engine:
     url: str
 
     @property
-    def subject(self) -> Subject:
-        return Subject(Endpoint(f"{self.url}/v1"))
+    def subject(self) -> ServerUnderTest:
+        return ServerUnderTest(ApiServer(f"{self.url}/v1"))
 
     async def stats(self) -> Stats:
         return msgspec.json.decode(await get(f"{self.url}{STATS}"), type=Stats)
@@ -100,12 +101,12 @@ class Engine:
 
 @contextlib.asynccontextmanager
 async def paced_engine(interval_ms: float, checkout: Path | None = None) -> AsyncIterator[Engine]:
-    """`checkout`: another version's source; None for this one."""
+    """A paced engine. `checkout` is the source of another version; None for this one."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     module = "gateway.bench.paced_engine"
     if checkout is not None and not (checkout / module.replace(".", "/")).with_suffix(".py").exists():
-        module = "shared.bench.paced_engine"  # where versions until November 2026 have it
+        module = "shared.bench.paced_engine"  # the module's place in versions until November 2026
     argv = [sys.executable, "-m", module, "--port", str(port)]
     argv += ["--interval-ms", str(interval_ms), "--tokenizer", demo_model()]
     async with service(argv, f"{url}/readyz", checkout):
@@ -115,9 +116,12 @@ async def paced_engine(interval_ms: float, checkout: Path | None = None) -> Asyn
 @contextlib.asynccontextmanager
 async def gateway(
     engine: Engine, checkout: Path | None = None, under: Sequence[str] = ()
-) -> AsyncIterator[Subject]:
-    """Ours, with everything on: key, schema, exact count, quotas, metrics, log line. `checkout`: another
-    version's source; None for this one. `under`: a command that runs it, such as valgrind."""
+) -> AsyncIterator[ServerUnderTest]:
+    """Our gateway with everything on: key, schema, exact count, quotas, metrics, log line.
+
+    `checkout` is the source of another version; None for this one. `under` is a command that runs the
+    gateway, such as valgrind.
+    """
     port, key = free_port(), development_key()
     config = development_config(port=port, key=key, model=MODEL, engine_url=engine.url, limits=_LIMITS)
     with tempfile.TemporaryDirectory() as directory:
@@ -125,23 +129,23 @@ async def gateway(
         path.write_text(to_toml(config))
         argv = [*under, sys.executable, "-m", "gateway", "--config", str(path)]
         async with service(argv, f"http://127.0.0.1:{port}/readyz", checkout) as process:
-            yield Subject(Endpoint(f"http://127.0.0.1:{port}/v1", key), pid=process.pid)
+            yield ServerUnderTest(ApiServer(f"http://127.0.0.1:{port}/v1", key), pid=process.pid)
 
 
 @contextlib.asynccontextmanager
-async def plain_relay(engine: Engine) -> AsyncIterator[Subject]:
-    """The least that aiohttp needs to relay HTTP/1.1."""
+async def plain_relay(engine: Engine) -> AsyncIterator[ServerUnderTest]:
+    """A relay of HTTP/1.1 on aiohttp, with nothing else around it."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     argv = [sys.executable, "-m", "gateway.bench.bare", "relay", "--port", str(port)]
     argv += ["--url", f"{engine.url}/v1/chat/completions"]
     async with service(argv, url) as process:
-        yield Subject(Endpoint(f"{url}/v1"), pid=process.pid)
+        yield ServerUnderTest(ApiServer(f"{url}/v1"), pid=process.pid)
 
 
 @contextlib.asynccontextmanager
-async def nginx(engine: Engine) -> AsyncIterator[Subject | None]:
-    """Debian's, with one worker and `proxy_buffering off`; None where it is not installed."""
+async def nginx(engine: Engine) -> AsyncIterator[ServerUnderTest | None]:
+    """Debian's nginx, with one worker and `proxy_buffering off`. None where it is not installed."""
     binary = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
     if binary is None:
         yield None
@@ -152,4 +156,4 @@ async def nginx(engine: Engine) -> AsyncIterator[Subject | None]:
         path.write_text(_NGINX.format(dir=directory, port=port, engine=engine.url.removeprefix("http://")))
         argv = [binary, "-e", f"{directory}/error.log", "-c", str(path)]
         async with service(argv, f"http://127.0.0.1:{port}/readyz") as process:
-            yield Subject(Endpoint(f"http://127.0.0.1:{port}/v1"), pid=process.pid)
+            yield ServerUnderTest(ApiServer(f"http://127.0.0.1:{port}/v1"), pid=process.pid)

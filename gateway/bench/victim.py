@@ -1,7 +1,8 @@
-"""A tenant beside others: one stream after another, and short chats, in rounds that are all alike.
+"""The victim of an attack: a tenant that asks for one stream after another, and for short chats, in equal
+rounds.
 
-What it gets while nobody else asks for anything is what it must get beside anybody. The engine's sums do not
-depend on company, so its greedy answers are the same to the letter.
+Its answers must be the same alone and beside any attack. The engine's sums do not depend on the rest of the
+batch, so its greedy answers are equal to the letter.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from gateway.bench.attack import MODEL, Who
-from shared.bench.client import Endpoint, Exchange
+from shared.bench.client import ApiServer, TimedRequest
 from shared.openai import ChatChunk, ChatCompletion
 
 T = TypeVar("T")
@@ -23,9 +24,10 @@ T = TypeVar("T")
 STREAM_TOKENS: Final = 48
 CHAT_TOKENS: Final = 4
 CUE_ROUNDS: Final = 3
-"""Rounds after which attacks that wait are told to end: in the last of them they were at their height."""
+"""The rounds after which attacks that end on cue are ended: in the last of them they were at their height."""
 _LONG: Final = "Tell me what a penstock is, in a few words. " * 26
-"""Longer than what the gateway counts on its event loop: it waits its turn for a thread."""
+"""A prompt longer than those that the gateway counts on its event loop, so that it waits its turn for a
+thread."""
 CHATS: Final = ("Hello!", "What is the capital of France?", _LONG)
 
 
@@ -35,15 +37,15 @@ class VictimFailed(Exception):
 
 @dataclass(slots=True)
 class Account:
-    """What the victim saw. Times in milliseconds."""
+    """The times that the victim saw, in milliseconds."""
 
     rounds: int = 0
     gaps_ms: list[float] = field(default_factory=list)
-    """Between two events of a stream."""
+    """The times between two events of a stream."""
     first_ms: list[float] = field(default_factory=list)
-    """From a stream's request to its first token, and from a chat's to its whole, short answer."""
+    """The times from a stream's request to its first token, and from a chat's to its whole, short answer."""
 
-    def add(self, stream: Exchange, chats: Sequence[Exchange]) -> None:
+    def add(self, stream: TimedRequest, chats: Sequence[TimedRequest]) -> None:
         self.rounds += 1
         self.gaps_ms += (1e3 * (b - a) for a, b in itertools.pairwise(stream.event_times))
         self.first_ms.append(1e3 * (stream.event_times[0] - stream.sent_at))
@@ -56,10 +58,10 @@ class Account:
 
 
 class Victim:
-    """Asks at a gateway's `url`, which is without `/v1`."""
+    """A client of the gateway at `url`, which is without `/v1`."""
 
     def __init__(self, url: str) -> None:
-        self._endpoint = Endpoint(f"{url}/v1", Who.VICTIM.value)
+        self._endpoint = ApiServer(f"{url}/v1", Who.VICTIM.value)
         self._stream = self._request("Tell me a story.", STREAM_TOKENS, stream=True)
         self._chats = [self._request(text, CHAT_TOKENS, stream=False) for text in CHATS]
         self._expected: tuple[str, list[str]] | None = None
@@ -77,15 +79,15 @@ class Victim:
         return self._endpoint.request("/chat/completions", msgspec.json.encode({**body, **options}))
 
     async def alone(self, rounds: int) -> Account:
-        """Take so many rounds. What the first of all says is what every other must say."""
+        """Run so many rounds. The answers of the very first round are what every later round must repeat."""
         account = Account()
         for _ in range(rounds):
             await self._round(account)
         return account
 
     async def beside(self, attack: Awaitable[T], cue: asyncio.Event) -> tuple[Account, T]:
-        """Go on for as long as an attack does, and tell it when to end. Raises VictimFailed, and what the
-        attack raises."""
+        """Run rounds for as long as an attack runs, and set its cue after `CUE_ROUNDS`. Raises VictimFailed,
+        and what the attack raises."""
         account = Account()
         attacking = asyncio.ensure_future(attack)
         try:
@@ -100,14 +102,14 @@ class Victim:
 
     async def _round(self, account: Account) -> None:
         stream, chats = await asyncio.gather(self._streamed(), self._chatted())
-        said = _streamed_text(stream), [_answered_text(chat) for chat in chats]
+        answers = _streamed_text(stream), [_answered_text(chat) for chat in chats]
         if self._expected is None:
-            self._expected = said
-        if said != self._expected:
-            raise VictimFailed(f"it got {said}, and alone {self._expected}")
+            self._expected = answers
+        if answers != self._expected:
+            raise VictimFailed(f"it got {answers}, and alone {self._expected}")
         account.add(stream, chats)
 
-    async def _streamed(self) -> Exchange:
+    async def _streamed(self) -> TimedRequest:
         connection = await self._endpoint.connect()
         try:
             connection.begin(self._stream, keeps_events=True)
@@ -115,8 +117,8 @@ class Victim:
         finally:
             connection.close()
 
-    async def _chatted(self) -> list[Exchange]:
-        """One after another, on one connection."""
+    async def _chatted(self) -> list[TimedRequest]:
+        """The chats, one after another on one connection."""
         connection = await self._endpoint.connect()
         try:
             return [_whole(await connection.exchange(request)) for request in self._chats]
@@ -124,13 +126,13 @@ class Victim:
             connection.close()
 
 
-def _whole(exchange: Exchange) -> Exchange:
+def _whole(exchange: TimedRequest) -> TimedRequest:
     if exchange.error is not None:
         raise VictimFailed(exchange.error)
     return exchange
 
 
-def _streamed_text(exchange: Exchange) -> str:
+def _streamed_text(exchange: TimedRequest) -> str:
     assert exchange.events is not None
     chunks = [msgspec.json.decode(event.removeprefix(b"data: "), type=ChatChunk) for event in exchange.events]
     if exchange.usage is None or exchange.usage.completion_tokens != STREAM_TOKENS:
@@ -138,5 +140,5 @@ def _streamed_text(exchange: Exchange) -> str:
     return "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
 
 
-def _answered_text(exchange: Exchange) -> str:
+def _answered_text(exchange: TimedRequest) -> str:
     return msgspec.json.decode(exchange.body, type=ChatCompletion).choices[0].message.content

@@ -1,7 +1,8 @@
-"""The client's end of an answer: its head once, then bytes under backpressure.
+"""The client's end of an answer: one head, then bytes under backpressure.
 
-aiohttp reads the requests and keeps the connections; an answer's bytes are framed here. Its own response
-is made for handlers who change their minds about headers, and costs a unary request a twentieth of all.
+aiohttp reads the requests and keeps the connections; an answer's bytes are framed here. aiohttp's own
+response lets a handler change headers until they are sent, and costs a twentieth of a unary request's CPU
+time.
 
 Rules:
 
@@ -36,8 +37,8 @@ _LAST_CHUNK: Final = b"0\r\n\r\n"
 
 
 class Begun(web.StreamResponse):
-    """What aiohttp is told of an answer whose bytes it has nothing to do with: the status, and whether the
-    connection is kept. It changes none of that: many answers share one."""
+    """The response that aiohttp is given for an answer whose bytes it does not write: the status, and whether
+    the connection is kept. It is not mutable, so that many answers share one."""
 
     def __init__(self, status: int, *, keep_alive: bool) -> None:
         super().__init__(status=status)
@@ -63,12 +64,13 @@ class Client:
         self._is_stream = False
         self.slow_client_s = slow_client_s
         self.response: Begun | None = None
-        """Once it has begun, the status is on its way."""
+        """The response of an answer that has begun, whose status can no longer be changed. None until
+        then."""
         self.finished = False
 
     async def begin(self, status: int, headers: Mapping[str, str], body: bytes, *, whole: bool) -> None:
-        """Head and the first of the body, or with `whole` all of it. `headers` name the content's type, and
-        nothing of the framing. Raises ClientGone."""
+        """Write the head and the first bytes of the body, or all of the body when `whole`. `headers` have the
+        content's type and nothing of the framing. Raises ClientGone."""
         assert self.response is None
         request = self._request
         version, keep_alive = request.version, request.keep_alive
@@ -97,15 +99,16 @@ class Client:
         begun = "\r\n".join(lines).encode() + first
         request.writer.output_size = len(begun)  # how aiohttp's error handling knows that it comes too late
         if not self._put(begun):
-            await self.drained()
+            await self.drain()
 
-    def offer(self, data: bytes) -> bool:
+    def write_nowait(self, data: bytes) -> bool:
         """Gives `data`, which is not empty, to the transport, at once. Returns whether there is room for
-        more; where there is none, wait for `drained` first. Raises ClientGone."""
+        more; where there is none, wait for `drain` first. Raises ClientGone."""
         return self._put(_CHUNK % (len(data), data) if self._chunked else data)
 
-    async def drained(self) -> None:
-        """Room again. Raises ClientGone; the watch raises SlowClient when the client does not read."""
+    async def drain(self) -> None:
+        """Wait until the transport has room again. Raises ClientGone; the watch raises SlowClient when the
+        client does not read."""
         self._watch.expect(self.slow_client_s, SlowClient, "The client stopped reading its answer.")
         try:
             await self._request.writer.drain()
@@ -113,22 +116,22 @@ class Client:
             raise ClientGone from None
 
     async def write(self, data: bytes) -> None:
-        if not self.offer(data):
-            await self.drained()
+        if not self.write_nowait(data):
+            await self.drain()
 
     async def finish(self) -> None:
         assert self.response is not None
         if self._chunked and not self._put(_LAST_CHUNK):
-            await self.drained()
+            await self.drain()
         self.finished = True
 
     async def fail(self, error: ApiError, event: bytes | None) -> None:
-        """End an answer that has begun and is not finished. `event` says so in a stream; None where none may
-        be appended."""
+        """End an answer that has begun and is not finished. `event` is the error event for a stream; None
+        where no event may be appended."""
         assert not self.finished
         assert self.response is not None
         if self._is_stream and event is not None and not isinstance(error, SlowClient):
-            self.offer(event)
+            self.write_nowait(event)
             if self._chunked:
                 self._put(_LAST_CHUNK)
             return
@@ -137,7 +140,8 @@ class Client:
             transport.abort()
 
     def _put(self, data: bytes) -> bool:
-        """What `StreamWriter.write` does, without what is decided here: this is once per event."""
+        """Write to the transport, as aiohttp's `StreamWriter.write` does, without the checks that `begin` has
+        made: this runs once per event."""
         protocol = self._protocol
         transport = protocol.transport
         if transport is None or transport.is_closing():

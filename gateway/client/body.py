@@ -22,9 +22,9 @@ from shared.request_body import (
 async def read_body(
     request: web.BaseRequest, watch: Watch, holding: Holding, len_max: int, within_s: float
 ) -> bytes:
-    """All of a request's body, by the rules of `shared.request_body`; of at most `len_max` bytes, within
-    `within_s` seconds. One timer keeps all deadlines of a request here, and what came last is not held: what
-    is made of the body is.
+    """Read all of a request's body, by the rules of `shared.request_body`: at most `len_max` bytes, within
+    `within_s` seconds, which the watch keeps. The last bytes are not held: the caller holds the whole body
+    with what is made of it.
 
     Raises:
         BodyTooLarge: at once when the headers say so, else as soon as the bound is passed.
@@ -49,7 +49,7 @@ async def read_body(
             if room < 0:
                 raise too_large(len_max)
             if content.at_eof():
-                break  # what came last is held with what is made of it
+                break  # the caller holds the last bytes with what is made of them
             holding.hold(len_max - room)
     except ConnectionError:
         raise ClientGone from None

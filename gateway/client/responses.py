@@ -16,10 +16,10 @@ JSON: Final = "application/json"
 
 
 def json_response(status: int, body: bytes, headers: Mapping[str, str]) -> web.Response:
-    """An answer of JSON that is encoded already."""
+    """A response of JSON that is encoded already."""
     return web.Response(status=status, body=body, content_type=JSON, headers={**headers, "server": SERVER})
 
 
 def error_response(error: ApiError, headers: Mapping[str, str]) -> web.Response:
-    """An error in OpenAI's envelope, with the headers that belong to it."""
+    """A response with an error in OpenAI's envelope, and the headers that belong to the error."""
     return json_response(error.status, error_envelope(error), {**headers, **error_headers(error)})

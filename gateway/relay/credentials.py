@@ -1,4 +1,5 @@
-"""What the gateway shows to engines that ask for a key: its own, by model, from the environment or a file.
+"""The gateway's credentials towards engines that ask for a key: one per model, from the environment or a
+file.
 
 Rule: never in a log, an error or a `repr`. The caller's key is no credential here, and goes nowhere.
 """
@@ -19,7 +20,8 @@ _TOKEN: Final = re.compile(rf"[!-~]{{1,{TOKEN_LEN_MAX}}}")
 
 
 class Credentials:
-    """Read once: another key takes a restart. Raises ConfigError, which lists all that is wrong."""
+    """The tokens by model, read once: a new one takes a restart. Raises ConfigError, which lists all
+    problems."""
 
     __slots__ = ("_by_model",)
 
@@ -36,7 +38,7 @@ class Credentials:
             raise ConfigError(problems)
 
     def headers(self, model: ModelConfig) -> tuple[tuple[bytes, bytes], ...]:
-        """For requests to this model's replicas."""
+        """The headers for requests to this model's replicas; empty without a token."""
         token = self._by_model.get(model.name)
         return () if token is None else ((b"authorization", f"Bearer {token}".encode()),)
 

@@ -17,7 +17,8 @@ import msgspec
 from shared.sse import DONE, Closing
 
 TAIL_LEN: Final = 4096
-"""How far from a stream's end its usage is looked for: an event with it takes a few hundred bytes."""
+"""The number of bytes at a stream's end in which its usage is looked for. An event with it takes a few
+hundred."""
 
 _BOUNDARY: Final = b"\n\n"
 _DATA: Final = b"data:"
@@ -25,7 +26,7 @@ _NO_CHOICES: Final = re.compile(rb'"choices":\s*\[\]')
 
 
 class Source(typing.Protocol):
-    """What an answer is read from."""
+    """A stream of an answer's bytes."""
 
     async def read(self) -> bytes: ...
 
@@ -50,7 +51,7 @@ _decode_body: Final = msgspec.json.Decoder(_Body).decode
 
 
 def usage_of(body: bytes) -> Closing | None:
-    """What a unary answer, or one event of a stream, says about usage."""
+    """The usage in a unary answer, or in one event of a stream. None without one."""
     try:
         usage = _decode_body(body).usage
     except msgspec.DecodeError:
@@ -67,31 +68,32 @@ def usage_of(body: bytes) -> Closing | None:
 
 
 class ForeignStream:
-    """An event stream's bytes as the relay wants them, the last of them remembered."""
+    """The event stream of an engine of another make, as the relay wants it: lines end with LF, and the last
+    bytes are kept for the usage."""
 
     __slots__ = ("_done", "_held", "_hides_usage", "_partial", "_source", "_tail")
 
     def __init__(self, source: Source, done: bytes = DONE, *, hides_usage: bool = False) -> None:
-        """`done`: the last event of a whole answer. `hides_usage`: the gateway asked for usage and the client
-        did not, so it is not shown the event with it."""
+        """`done` is the last event of a whole answer. `hides_usage`: the gateway asked for usage and the
+        client did not, so the event with it is not passed on."""
         self._done = done
         self._source = source
         self._hides_usage = hides_usage
         self._held = b""
-        """A CR at the end of what was read: LF may follow."""
+        """A CR at the end of what was read, which an LF may follow; else empty."""
         self._partial = b""
         """The beginning of an event that may be the one to hide."""
         self._tail = b""
 
     async def read(self) -> bytes:
-        """At least one byte; none at the end."""
+        """The next bytes, at least one; empty at the end."""
         while chunk := await self._source.read():
             if data := self._taken(chunk):
                 return data
         return self._rest()
 
     async def pass_on(self, accept: Callable[[bytes], bool]) -> bool:
-        """Hand all bytes to `accept` as they come; returns as `Source.pass_on` does."""
+        """Call `accept` with all bytes as they come. Returns as `Source.pass_on` does."""
 
         def take(chunk: bytes) -> bool:
             data = self._taken(chunk)
@@ -104,7 +106,7 @@ class ForeignStream:
 
     @property
     def usage(self) -> Closing | None:
-        """What the last event that has a usage says; None until the answer is whole."""
+        """The last usage in the tail. None until the answer is whole, and where it has none."""
         if not self._tail.endswith(self._done):
             return None
         events = reversed(self._tail.split(_BOUNDARY))
@@ -122,14 +124,15 @@ class ForeignStream:
         return self._shown(data) if self._hides_usage else data
 
     def _rest(self) -> bytes:
-        """What is left at the end of the source."""
+        """The bytes that are still held at the end of the source."""
         rest, self._held = self._held, b""
         self._tail = (self._tail + rest)[-TAIL_LEN:]
         shown, self._partial = self._partial + rest, b""
         return shown
 
     def _shown(self, data: bytes) -> bytes:
-        """Whole events, but the one to hide; what is too long for that one at once."""
+        """The whole events in `data`, without the one to hide. What is too long to be that one is passed on
+        unfinished."""
         data = self._partial + data
         end = data.rfind(_BOUNDARY) + len(_BOUNDARY) if _BOUNDARY in data else 0
         if len(data) - end > TAIL_LEN:

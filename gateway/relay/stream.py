@@ -1,4 +1,4 @@
-"""Bytes from the engine to the client.
+"""The relay: bytes from the engine to the client.
 
 The engine's events are passed on as they come; nothing parses them but the first, which may be an
 error in an envelope of success, and the closing comment at the very end.
@@ -7,9 +7,9 @@ Rules:
 
 1. Nothing is sent to the client before the first event (or a unary answer's first bytes), so that
    until then an error can have a status of its own.
-2. The next chunk is read only when the client's buffers have room: pressure reaches the engine. While
-   they have, what came in one turn is written in that turn, as one piece: no task is woken for it, and
-   nothing waits for company.
+2. The next chunk is read only when the client's buffers have room, so that backpressure reaches the engine.
+   While they have room, the bytes of one turn of the loop are written in that turn, as one piece: no task is
+   woken for them, and no byte waits for more.
 3. A stream that fails after its first byte ends with an error event and no `[DONE]`; where no event
    can be appended, the connection is cut. It never ends cleanly as if it were whole.
 """
@@ -34,7 +34,7 @@ from shared.ids import TOKENIZER_HEADER
 from shared.sse import Closing, TailScanner, parse_closing
 
 HEAD_LEN_MAX: Final = 256 * 1024
-"""Bytes that wait for the decision which status to answer with: a whole unary answer, if it fits."""
+"""Bytes that are held until the status to answer with is decided: a whole unary answer, if it fits."""
 
 _BOUNDARY: Final = b"\n\n"
 _DATA: Final = b"data:"
@@ -43,37 +43,40 @@ _STREAM_HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"
 
 
 class Progress(Struct, eq=False):
-    """How far an answer came; true at every moment, whoever interrupts."""
+    """The progress of an answer. It is consistent at every moment, so that the request may be cancelled at
+    any."""
 
     scanner: TailScanner = field(default_factory=TailScanner)
     events: int = 0
-    """Events passed on: about the tokens that the client got."""
+    """The events passed on: about the tokens that the client was sent."""
     body_len: int = 0
     header_closing: Closing | None = None
     foreign: ForeignStream | None = None
-    """The stream, when another engine than ours sends it."""
+    """The stream of an engine of another make. None for any other answer."""
     foreign_usage: Closing | None = None
-    """Of such an engine's unary answer."""
+    """The usage in a unary answer of an engine of another make. None for any other answer, and without
+    one."""
     complete: bool = False
-    """All bytes are on their way to the client."""
+    """Whether all bytes are on their way to the client."""
     dispatched: bool = False
-    """A replica was sent the request, or part of it."""
+    """Whether a replica was sent the request, or part of it."""
     refused: bool = False
-    """The engine answered with an error of its own. Unless it says otherwise, nothing was computed."""
+    """Whether the engine answered with an error of its own. Unless it reports otherwise, nothing was
+    computed."""
     lost: bool = False
-    """A replica broke off after it was sent the request: nobody knows what it computed."""
+    """Whether a replica broke off after it was sent the request, so that what it computed is unknown."""
     report: Report = field(default_factory=Report)
-    """An engine's last words, which come even when the answer was cut off."""
+    """The engine's report on the request, which comes even when the answer was cut off."""
 
     def begin_anew(self, *, lost: bool) -> None:
-        """The request goes to another replica. `lost`: the one before had been sent it, and broke off."""
+        """Reset for another replica. `lost`: the one before was sent the request, and broke off."""
         self.dispatched = self.refused = False
         self.lost |= lost
         self.report = Report()
 
     @property
     def closing(self) -> Closing | None:
-        """What the engine reported at the end, as far as it was heard."""
+        """The engine's report at the end of the answer. None as long as there is none."""
         if (reported := self.header_closing or self.scanner.closing) is not None:
             return reported
         if (payload := self.report.payload) is not None:
@@ -82,12 +85,13 @@ class Progress(Struct, eq=False):
 
     @property
     def awaits_report(self) -> bool:
-        """Whether what was computed is not known yet, and may still be told."""
+        """Whether a report on what was computed has not come, and still may."""
         return self.dispatched and self.report.is_due and self.closing is None
 
     @property
     def delivered(self) -> bool:
-        """Whether a client that leaves now leaves with everything: SDKs hang up at the last event."""
+        """Whether the client was sent all that there is, so that a disconnect is no cancellation. SDKs
+        disconnect at the last event."""
         return self.complete or self.scanner.saw_done or self.broken
 
     @property
@@ -97,20 +101,21 @@ class Progress(Struct, eq=False):
 
 
 class Relay(Struct, frozen=True, eq=False):
-    """Passes one answer on, to its end."""
+    """The relay of one answer, to its end."""
 
     client: Client
     watch: Watch
     timeouts: TimeoutsConfig
     progress: Progress
     first_byte: Callable[[], Mapping[str, str]]
-    """Called when it is there. Returns the headers that the gateway adds."""
+    """A function that is called when the first byte is there. It returns the headers that the gateway
+    adds."""
     dialect: Dialect
     hides_usage: bool = False
-    """Another engine was asked for usage that the client did not ask for."""
+    """Whether an engine of another make was asked for usage that the client did not ask for."""
 
     async def run(self, answer: Answer) -> None:
-        """Raises what the engine says instead of an answer, UpstreamFailed or ClientGone."""
+        """Pass the answer on. Raises the error that the engine answers with, UpstreamFailed or ClientGone."""
         if answer.status >= HTTPStatus.BAD_REQUEST:
             self.progress.refused = True
             self.progress.header_closing = answer.closing
@@ -131,7 +136,7 @@ class Relay(Struct, frozen=True, eq=False):
         await self._begin(answer, head, _STREAM_HEADERS)
         self._expect_more()
         while await source.pass_on(self._pass):
-            await self.client.drained()
+            await self.client.drain()
             self._expect_more()
         if rest := scanner.finish():
             self.progress.body_len += len(rest)
@@ -140,7 +145,7 @@ class Relay(Struct, frozen=True, eq=False):
             raise UpstreamFailed("The engine's answer broke off.", detail="no last event, no closing comment")
 
     async def _first_event(self, status: int, source: Source) -> bytes:
-        """Everything up to and with the first event, still under the first-token deadline."""
+        """All bytes up to the end of the first event, still under the first-token deadline."""
         head = b""
         while _DATA not in head or _BOUNDARY not in head:
             chunk = await source.read()
@@ -148,27 +153,28 @@ class Relay(Struct, frozen=True, eq=False):
             if not chunk or len(head) > HEAD_LEN_MAX:
                 raise UpstreamFailed("The engine's answer broke off.", detail="it ended before an event")
         if head.startswith(self.dialect.error_head):
-            await self._hear_out(source)
+            await self._read_to_end(source)
             self.progress.refused = True
             raise read_back(status, head.partition(_BOUNDARY)[0].removeprefix(b"data:"))
         return head
 
-    async def _hear_out(self, source: Source) -> None:
-        """Our engine ends a failed stream with what it cost, which may come after the error."""
+    async def _read_to_end(self, source: Source) -> None:
+        """Read a failed stream of our engine to its end, where the closing comment says what it cost."""
         room = HEAD_LEN_MAX
         while self.progress.foreign is None and room > 0 and (chunk := await source.read()):
             self.progress.scanner.feed(chunk)
             room -= len(chunk)
 
     def _pass(self, chunk: bytes) -> bool:
-        """Whether the client has room for more. A comment that keeps the connection is no token."""
+        """Pass a chunk on. Returns whether the client has room for more. A keep-alive comment does not count
+        as a token."""
         if _DATA in chunk:
             self.watch.again()
         if not (data := self.progress.scanner.feed(chunk)):
             return True
         self.progress.events += data.count(_BOUNDARY)
         self.progress.body_len += len(data)
-        return self.client.offer(data)
+        return self.client.write_nowait(data)
 
     async def _unary(self, answer: Answer) -> None:
         chunks: list[bytes] = []
@@ -189,13 +195,13 @@ class Relay(Struct, frozen=True, eq=False):
             self.progress.foreign_usage = usage_of(head)
         await self._begin(answer, head)
         while more and await answer.pass_on(self._pass_as_it_is):
-            await self.client.drained()
+            await self.client.drain()
             self._expect_more()
 
     def _pass_as_it_is(self, chunk: bytes) -> bool:
         self.watch.again()
         self.progress.body_len += len(chunk)
-        return self.client.offer(chunk)
+        return self.client.write_nowait(chunk)
 
     async def _begin(self, answer: Answer, body: bytes, headers: Mapping[str, str] = _NO_HEADERS) -> None:
         content_type = answer.headers.get("content-type", "application/json")
@@ -208,4 +214,4 @@ class Relay(Struct, frozen=True, eq=False):
 
 
 def _is_foreign(answer: Answer) -> bool:
-    return TOKENIZER_HEADER not in answer.headers  # which ours always sends
+    return TOKENIZER_HEADER not in answer.headers  # an engine of ours always sends it

@@ -1,9 +1,9 @@
-"""The engine's end of a request: send, read, give up.
+"""The engine's end of a request: send it, read the answer, close it.
 
-The seam to the wire is `Transport`: HTTP/2 by `shared.http2`, HTTP/1.1, for engines that have nothing
-better, by `relay.http1`. httpx gives it its errors; its requests and responses are not made, as each pair
-costs more than the hop itself, and its redirects, cookies and proxies are no business of a hop. Timeouts
-are the `Watch`'s, except for connecting, which only the transport can tell apart.
+The seam to the wire is `Transport`: HTTP/2 by `shared.http2`, and HTTP/1.1 by `relay.http1` for engines that
+speak nothing else. Its errors are those of httpx, whose requests and responses are not made, as each pair
+costs more than the hop itself. The `Watch` keeps all timeouts except for connecting, which only the transport
+can tell apart.
 
 Closing an unfinished answer resets its stream, or closes its HTTP/1.1 connection, which is what tells
 the engine to stop.
@@ -40,32 +40,35 @@ from shared.tls import client_context
 
 BOUNDS_MAX: Final = 1024
 DRAIN_RETRY_S: Final = 1.0
-"""How long a caller should wait when the only replica shuts down."""
+"""The `Retry-After` of a request whose only replica shuts down, in seconds."""
 ERROR_LEN_MAX: Final = 64 * 1024
 FETCH_LEN_MAX: Final = 64 * 1024 * 1024
-"""A tokenizer of 250,000 tokens takes about 30 MB."""
+"""Bytes of an answer to the gateway's own requests. A tokenizer of 250,000 tokens takes about 30 MB."""
+
+HeaderPairs = tuple[tuple[bytes, bytes], ...]
+"""Headers in order, names and values as bytes."""
 
 
 class Outbound(msgspec.Struct, frozen=True):
-    """A request as it goes to whichever replica is chosen."""
+    """A request as it is sent to the replica that is chosen."""
 
     method: str
     path: str
-    headers: tuple[tuple[bytes, bytes], ...]
+    headers: HeaderPairs
     content: bytes = b""
     asks_for_usage: bool = False
-    """Another engine's stream is asked for usage, and not by the client."""
+    """Whether the gateway asks an engine of another make for usage that the client did not ask for."""
 
 
 class Response(typing.Protocol):
-    """Its head is read, its body is to come."""
+    """A response whose head has been read, and whose body is still to come."""
 
     @property
     def status(self) -> int: ...
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """Looked up without regard to case."""
+        """The headers, looked up without regard to case."""
         ...
 
     async def read(self) -> bytes | None: ...
@@ -92,7 +95,7 @@ class Transport(typing.Protocol):
 
 
 class Answer:
-    """A replica's answer, its body unread. Whoever holds it closes it."""
+    """A replica's answer, its body unread. Its holder must close it."""
 
     __slots__ = ("_stream", "finished", "headers", "status")
 
@@ -105,9 +108,9 @@ class Answer:
 
     @property
     def closing(self) -> Closing | None:
-        """What our engine reports at the head of an answer that is no stream; None when it says nothing."""
-        said = self.headers.get(CLOSING_HEADER)
-        return parse_closing(said) if said else None
+        """The report of our engine in the head of a unary answer. None where there is none."""
+        closing = self.headers.get(CLOSING_HEADER)
+        return parse_closing(closing) if closing else None
 
     @property
     def is_stream(self) -> bool:
@@ -115,7 +118,7 @@ class Answer:
         return content_type.startswith("text/event-stream")
 
     async def read(self) -> bytes:
-        """Bytes as they came, at least one; none at the end. Raises UpstreamFailed when cut off."""
+        """The bytes that have come, at least one; empty at the end. Raises UpstreamFailed when cut off."""
         try:
             data = await self._stream.read()
         except httpx.HTTPError as error:
@@ -126,8 +129,8 @@ class Answer:
         return data
 
     async def pass_on(self, accept: Callable[[bytes], bool]) -> bool:
-        """Hands all bytes to `accept` as they come, until it returns False: then there may be more, and
-        True is returned; False at the end. Raises UpstreamFailed when cut off, and what `accept` raises."""
+        """Call `accept` with all bytes as they come, until it returns False. Returns True when there may be
+        more, False at the end. Raises UpstreamFailed when cut off, and what `accept` raises."""
         try:
             more = await self._stream.pass_on(accept)
         except httpx.HTTPError as error:
@@ -144,24 +147,24 @@ class Answer:
         return bytes(body)
 
     async def aclose(self) -> None:
-        """Give the connection back or, when the answer is unfinished, close it at once."""
+        """Give the connection back or, when the answer is unfinished, end its stream at once."""
         await (self._stream.aclose() if self.finished else shielded(self._stream.aclose()))
 
     async def error(self) -> ApiError:
-        """What an answer with an error status says, in our own tree."""
+        """The error of an answer with an error status, as one of our own tree."""
         body = await self.read_all(ERROR_LEN_MAX)
         return read_back(self.status, body, self.headers.get("retry-after"))
 
 
 class Upstream:
-    """Make it in a running loop. Raises UnusableTls."""
+    """The transports to the engines, made in a running loop. Raises UnusableTls."""
 
     def __init__(self, hop: HopConfig, models: Iterable[ModelConfig]) -> None:
         secure = {model.protocol for model in models for url in model.replicas if url.startswith("https:")}
 
         def context(protocol: HopProtocol) -> ssl.SSLContext | None:
-            """One for each: they differ in what ALPN offers. Making one reads the system's authorities, so
-            none is made in vain, except to check the files that are named."""
+            """A TLS context for one protocol, as they differ in what ALPN offers. None where no engine needs
+            one and no file has to be checked: making a context reads the system's authorities."""
             if protocol not in secure and hop == HopConfig():
                 return None
             return client_context(ca=hop.ca, cert=hop.cert, key=hop.key)
@@ -174,7 +177,7 @@ class Upstream:
 
     @property
     def streams(self) -> int:
-        """HTTP/2 streams that are open."""
+        """The number of open HTTP/2 streams."""
         return self._http2.streams
 
     async def send(
@@ -186,8 +189,9 @@ class Upstream:
         connected: Callable[[], None] = lambda: None,
         report: Report | None = None,
     ) -> Answer:
-        """Dispatch, and wait for the answer's headers. `connected` is told when there is a connection;
-        `report` takes the engine's last words.
+        """Dispatch a request, and wait for the answer's headers.
+
+        `connected` is called once there is a connection. `report` takes the engine's report on the request.
 
         Raises:
             ConnectTimeout, UpstreamUnreachable, NotReady: nothing was dispatched.
@@ -218,9 +222,10 @@ class Upstream:
         base_url: str,
         path: str,
         connect_s: float,
-        headers: tuple[tuple[bytes, bytes], ...] = (),
+        headers: HeaderPairs = (),
     ) -> tuple[Mapping[str, str], bytes]:
-        """A GET of the gateway's own. Raises ApiError for every answer but a good one."""
+        """The headers and body of the answer to a GET of the gateway's own. Raises ApiError for an error
+        status."""
         answer = await self.send(protocol, base_url, Outbound("GET", path, headers), connect_s)
         try:
             if answer.status >= HTTPStatus.BAD_REQUEST:
@@ -259,7 +264,7 @@ def _ours(error: httpx.HTTPError) -> ApiError:
 
 
 class _Error(msgspec.Struct):
-    """Other engines put a status where OpenAI puts a code."""
+    """The error in an envelope. Other engines put a status where OpenAI puts a code."""
 
     message: str
     param: str | None = None
@@ -267,7 +272,8 @@ class _Error(msgspec.Struct):
 
 
 class _Envelope(msgspec.Struct):
-    """OpenAI's; or its fields without it, or only a text within it, as others write them."""
+    """OpenAI's error envelope, or a form that other engines send: its fields without the envelope, or a text
+    alone within it."""
 
     error: _Error | str | None = None
     message: str | None = None
@@ -304,20 +310,20 @@ _BY_STATUS: Final[dict[int, type[ApiError]]] = {
     429: errors.Overloaded,
     503: errors.Overloaded,
 }
-"""For engines with codes of their own."""
+"""The errors for statuses of engines whose codes are not known here."""
 _OURS_ALONE: Final = (errors.Unauthenticated.status, errors.PermissionDenied.status)
-"""That an engine will not let the gateway in is no fault of the caller's."""
+"""Statuses that are never passed on: that an engine refuses the gateway is no fault of the caller's."""
 
 
 def read_back(status: int, body: bytes, retry_after: str | None = None) -> ApiError:
-    """An engine's error answer as an error of ours: same code, message and param where it speaks
-    OpenAI's envelope, and UpstreamFailed where it does not."""
+    """An engine's error answer as an error of ours: the same code, message and param where it has OpenAI's
+    envelope, and UpstreamFailed where it has not."""
     detail = f"engine answered {status}"
     retry_after_s = float(retry_after) if retry_after and retry_after.isdecimal() else None
     try:
         error = _decode_error(body)
     except msgspec.DecodeError:
-        if status == HTTPStatus.SERVICE_UNAVAILABLE:  # of a proxy before the engine, or of a bare server
+        if status == HTTPStatus.SERVICE_UNAVAILABLE:  # sent by a proxy, or a bare server
             return NotReady("The engine is not ready.", detail=detail, retry_after_s=retry_after_s)
         return UpstreamFailed("The engine failed to answer.", detail=detail)
     if isinstance(error.code, int):

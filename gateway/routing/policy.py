@@ -1,7 +1,7 @@
-"""Which of several replicas. Pure.
+"""The choice among several replicas. Pure.
 
-Load is the tokens in flight: a request weighs what it reserved, so that one long prompt counts for
-more than one short question. Counting requests would send the next giant to whoever holds the last.
+Load is the tokens in flight: a request weighs what it reserved, so that one long prompt counts for more than
+one short question. If requests were counted, the next long one would go to the replica that holds the last.
 """
 
 from __future__ import annotations

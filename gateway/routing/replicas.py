@@ -1,5 +1,5 @@
-"""The replicas of every model: what each has in flight, and which have failed lately. A static list, from the
-configuration.
+"""The replicas of every model: the load of each, and which have failed lately. The list is static and comes
+from the configuration.
 
 A replica that fails is passed over for a cooling time, which doubles with every failure in a row and ends
 with the first answer: a dead one is always the least loaded, and would attract every request. While all
@@ -24,13 +24,13 @@ COOLING_S_MAX: Final = 30.0
 
 
 class Outcome(Enum):
-    """What a dispatch told about the replica."""
+    """The outcome of a dispatch, for its replica."""
 
     WORKED = "worked"
     FAILED = "failed"
-    """It could not be connected to, was not ready, broke off, or produced nothing in time."""
+    """The replica could not be connected to, was not ready, broke off, or produced nothing in time."""
     NEUTRAL = "neutral"
-    """The request ended for reasons of its own: the caller's mistake, a full queue, a client that left."""
+    """The request ended for reasons of its own: the caller's mistake, a full queue, a disconnect."""
 
 
 @dataclass(slots=True)
@@ -40,16 +40,16 @@ class Replica:
     url: str
     protocol: HopProtocol
     tokens: int = 0
-    """In flight, reserved."""
+    """The tokens reserved by requests in flight."""
     requests: int = 0
     failures: int = 0
-    """In a row."""
+    """The number of failures in a row."""
     cools_until_s: float = 0.0
-    """On the monotonic clock."""
+    """The end of the cooling time, in seconds on the monotonic clock."""
 
 
 class Replicas:
-    """One entry per URL, also when several models are served there."""
+    """The replicas by model, with one entry per URL also when several models are served there."""
 
     def __init__(self, models: Iterable[ModelConfig], clock: Clock = SYSTEM_CLOCK) -> None:
         self._by_url: dict[str, Replica] = {}
@@ -60,14 +60,16 @@ class Replicas:
         self._turn = 0
 
     def next_turn(self) -> int:
-        """A request's number, by which replicas that are equally loaded take turns: one for all its
-        attempts."""
+        """The number of a request, by which replicas that are equally loaded take turns. All attempts of a
+        request have the same one."""
         self._turn += 1
         return self._turn
 
-    def take(self, model: str, tokens: int, turn: int, tried: Collection[ReplicaId] = ()) -> Replica | None:
-        """The least loaded that was not tried yet and does not cool, with the request's load upon it, or None
-        when all were tried. `give_back` takes the load off."""
+    def acquire(
+        self, model: str, tokens: int, turn: int, tried: Collection[ReplicaId] = ()
+    ) -> Replica | None:
+        """Add a request's load to the least loaded replica that was not tried yet and does not cool. None
+        when all were tried. `release` removes the load."""
         left = [replica for replica in self._pools[model] if replica.id not in tried]
         if not left:
             return None
@@ -80,7 +82,7 @@ class Replicas:
         replica.requests += 1
         return replica
 
-    def give_back(self, replica: Replica, tokens: int, outcome: Outcome) -> None:
+    def release(self, replica: Replica, tokens: int, outcome: Outcome) -> None:
         replica.tokens -= tokens
         replica.requests -= 1
         assert replica.tokens >= 0
@@ -91,7 +93,7 @@ class Replicas:
             self._cool(replica)
 
     def _cool(self, replica: Replica) -> None:
-        """Failures that come while it cools are of requests sent before, and tell nothing new."""
+        """Begin a cooling time, unless one runs: failures in it are of requests that were sent before it."""
         now_s = self._clock.monotonic()
         if now_s < replica.cools_until_s:
             return

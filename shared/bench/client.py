@@ -1,8 +1,8 @@
 """A load client: HTTP/1.1 on a bare asyncio protocol, some microseconds an event.
 
 It understands what an OpenAI-compatible server sends (fixed length or chunked bodies, SSE) and keeps
-nothing but times and the last event, unless it is told to keep all. It is no general client: errors end the
-exchange with a reason.
+nothing but times and the last event, unless it is told to keep all events. It is no general client: an error
+ends the request with a reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EXCHANGE_DEADLINE_S: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class ApiServer:
     """An OpenAI-compatible base URL, such as `http://127.0.0.1:8000/v1`."""
 
     url: str
@@ -39,36 +39,36 @@ class Endpoint:
             lines.append(f"authorization: Bearer {self.key}")
         return "\r\n".join([*lines, "", ""]).encode() + body
 
-    async def connect(self) -> Connection:
+    async def connect(self) -> LoadConnection:
         parts = urlsplit(self.url)
         if parts.hostname is None:
             raise ValueError(f"not a URL with a host: {self.url!r}")
         tls = ssl.create_default_context() if parts.scheme == "https" else None
         port = parts.port or (443 if tls else 80)
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(Connection, parts.hostname, port, ssl=tls)
+        _, connection = await loop.create_connection(LoadConnection, parts.hostname, port, ssl=tls)
         return connection
 
 
 @dataclass(slots=True)
-class Exchange:
+class TimedRequest:
     """One request and its answer. Times are seconds on `time.perf_counter`."""
 
     sent_at: float
     status: int = 0
     event_times: list[float] = field(default_factory=list)
-    """One per SSE data event, `[DONE]` not counted."""
+    """The arrival of each SSE data event but `[DONE]`."""
     ended_at: float = 0.0
     last_event: bytes = b""
     events: list[bytes] | None = None
-    """All of them, where they are kept."""
+    """All data events; None unless they are kept."""
     saw_done: bool = False
     body: bytes = b""
-    """Of an answer that is no event stream."""
+    """The body of an answer that is no event stream."""
     error: str | None = None
 
     @property
-    def usage(self) -> Usage | None:
+    def usage(self) -> TokenCounts | None:
         raw = self.last_event.removeprefix(b"data: ") if self.event_times else self.body
         try:
             return msgspec.json.decode(raw, type=_WithUsage).usage
@@ -76,51 +76,52 @@ class Exchange:
             return None
 
 
-class Usage(msgspec.Struct):
-    """Of a server's account what every server gives: some leave the details out, or say null."""
+class TokenCounts(msgspec.Struct):
+    """The part of a server's usage that every server sends: some leave the details out, or set them to
+    null."""
 
     prompt_tokens: int
     completion_tokens: int
 
 
 class _WithUsage(msgspec.Struct):
-    usage: Usage | None = None
+    usage: TokenCounts | None = None
 
 
-class Connection(asyncio.Protocol):
-    """A kept-alive connection; one exchange at a time."""
+class LoadConnection(asyncio.Protocol):
+    """A kept-alive connection, with one request at a time."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: TimedRequest | None = None
         self._done: asyncio.Future[None] | None = None
         self._buffer = b""
-        self._body_left: int | None = None  # None: chunked
+        self._body_left: int | None = None  # None for a chunked body
         self._chunk_left = 0
         self._in_body = False
         self._is_sse = False
         self._event = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass
 
-    async def exchange(self, request: bytes, deadline_s: float = EXCHANGE_DEADLINE_S) -> Exchange:
+    async def exchange(self, request: bytes, deadline_s: float = EXCHANGE_DEADLINE_S) -> TimedRequest:
         self.begin(request)
         return await self.finished(deadline_s)
 
-    def begin(self, request: bytes, *, keeps_events: bool = False) -> Exchange:
-        """Sends the request. The exchange fills as the answer comes."""
+    def begin(self, request: bytes, *, keeps_events: bool = False) -> TimedRequest:
+        """Send a request. The returned value fills as the answer comes."""
         assert self._transport is not None, "not connected"
         assert self._exchange is None, "one exchange at a time"
         self._buffer = self._event = b""
         self._in_body = False
-        self._exchange = exchange = Exchange(time.perf_counter(), events=[] if keeps_events else None)
+        self._exchange = exchange = TimedRequest(time.perf_counter(), events=[] if keeps_events else None)
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return exchange
 
-    async def finished(self, deadline_s: float = EXCHANGE_DEADLINE_S) -> Exchange:
-        """The exchange that was begun, once it has ended."""
+    async def finished(self, deadline_s: float = EXCHANGE_DEADLINE_S) -> TimedRequest:
+        """Wait for the end of the request that was begun, and return it."""
         exchange = self._exchange
         assert exchange is not None, "begin one first"
         assert self._done is not None
@@ -167,7 +168,7 @@ class Connection(asyncio.Protocol):
                 self._end(error="headers too long")
             return False
         assert self._exchange is not None
-        lines = head.lower().lstrip().split(b"\r\n")  # the CRLF after a last chunk may come late
+        lines = head.lower().lstrip().split(b"\r\n")  # the CRLF after the last answer may come late
         self._exchange.status = int(lines[0].split()[1])
         headers = dict(line.split(b":", 1) for line in lines[1:])
         chunked = b"chunked" in headers.get(b"transfer-encoding", b"")

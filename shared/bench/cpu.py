@@ -10,7 +10,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def cpu_s(pid: int) -> float:
-    """User and system time of all threads that live, in seconds.
+    """User and system time of all threads of a process that have not ended, in seconds.
 
     `schedstat` counts nanoseconds; where the kernel lacks it, `stat` counts ticks of 10 ms.
     """
@@ -41,7 +41,8 @@ def resident_bytes(pid: int) -> int:
 
 
 def proportional_bytes(pid: int) -> int:
-    """The same, but a page that several processes share counts once among them (PSS)."""
+    """Proportional memory (PSS) of a process and all below it: a page that several processes share counts
+    once among them."""
     total_kib = 0
     for p in descendants(pid):
         rollup = Path(f"/proc/{p}/smaps_rollup").read_text()

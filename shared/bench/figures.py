@@ -1,8 +1,8 @@
 """One shape for every benchmark's output.
 
-A figure is `name value unit target ok`. Piped, figures are JSON lines, one each; on a terminal they
-are a table. `ok` is null where there is no target: a figure without a target is only told. `value` and
-`ok` are null where nothing was measured, which is no failure and is said.
+A figure is `name value unit target ok`. Piped, figures are JSON lines, one each; on a terminal they are a
+table. `ok` is null where there is no target. `value` and `ok` are null where nothing was measured, which is
+shown as such and is no failure.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def at_least(bound: float) -> Target:
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """The q-quantile by nearest rank; NaN of nothing."""
+    """The q-quantile by nearest rank. NaN without values."""
     if not values:
         return float("nan")
     ordered = sorted(values)
@@ -69,7 +69,7 @@ def write(figures: Iterable[Figure], out: TextIO | None = None, *, as_json: bool
         for item in figures:
             out.write(msgspec.json.encode(item).decode() + "\n")
         return
-    rows = [(f.name, _said(f.value), f.unit, f.target or "", _MARK[f.ok]) for f in figures]
+    rows = [(f.name, _shown(f.value), f.unit, f.target or "", _MARK[f.ok]) for f in figures]
     header = ("figure", "value", "unit", "target", "")
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     for name, value, unit, target, mark in [header, *rows]:
@@ -79,7 +79,7 @@ def write(figures: Iterable[Figure], out: TextIO | None = None, *, as_json: bool
         out.write(line.rstrip() + "\n")
 
 
-def _said(value: float | None) -> str:
+def _shown(value: float | None) -> str:
     return "not measured" if value is None else f"{value:g}"
 
 
@@ -87,5 +87,5 @@ _MARK = {None: "", True: "ok", False: "FALLS SHORT"}
 
 
 def exit_code(figures: Iterable[Figure], *, check: bool) -> int:
-    """With `--check`, 1 when a figure with a target falls short."""
+    """The process's exit code: with `check`, 1 when a figure falls short of its target, else 0."""
     return 1 if check and any(item.ok is False for item in figures) else 0

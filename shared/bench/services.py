@@ -1,4 +1,4 @@
-"""Starting the services that a bench measures, each a process of its own."""
+"""Starts and stops the services that a bench measures, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def demo_model() -> str:
 async def service(
     argv: Sequence[str], ready_url: str, directory: Path | None = None
 ) -> AsyncIterator[Process]:
-    """Start `argv` in `directory`, wait until `ready_url` answers 200, and stop it on the way out."""
+    """Run `argv` in `directory` until the block is left. The block begins once `ready_url` answers 200."""
     with tempfile.NamedTemporaryFile(suffix=".log") as log:
         process = await asyncio.create_subprocess_exec(*argv, stdout=log, stderr=log, cwd=directory)
         try:
@@ -55,7 +55,7 @@ async def service(
 
 
 async def get(url: str) -> bytes:
-    """Raises httpx.HTTPError, also for every status but a good one."""
+    """The body of the answer to a GET. Raises httpx.HTTPError, also for an error status."""
     async with httpx.AsyncClient(trust_env=False) as client:
         return (await client.get(url)).raise_for_status().content
 

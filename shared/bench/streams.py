@@ -15,29 +15,29 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from shared.bench.client import Connection, Endpoint, Exchange
+from shared.bench.client import ApiServer, LoadConnection, TimedRequest
 
 START_DEADLINE_S: Final = 60.0
 STARTING_MAX: Final = 64
-"""Streams set up at a time: a listening socket's queue is no part of the measure."""
+"""Streams that are set up at a time, so that a listening socket's queue has no part in the measure."""
 _POLL_S: Final = 0.005
 
 
 class BenchFailed(Exception):
-    """What is measured answered with an error, or not at all."""
+    """The server under test answered with an error, or not at all."""
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """What came between two marks."""
+class Measurement:
+    """The events between two marks."""
 
     seconds: float
     events: int
     cpu_s: float
-    """Of the process under test."""
+    """CPU time of the process under test, in seconds."""
     gaps_ms: list[float]
     progressed: int
-    """Streams that had an event."""
+    """The number of streams that had an event."""
 
     @property
     def rate(self) -> float:
@@ -52,14 +52,14 @@ class Window:
 @dataclass(frozen=True, slots=True)
 class Mark:
     at: float
-    """Seconds on `time.perf_counter`."""
+    """The time, in seconds on `time.perf_counter`."""
     cpu_s: float
 
 
 class Streams:
-    """Streams that run. None may end while it is measured."""
+    """A set of running streams, none of which may end while it is measured."""
 
-    def __init__(self, exchanges: Sequence[Exchange], connections: Sequence[Connection]) -> None:
+    def __init__(self, exchanges: Sequence[TimedRequest], connections: Sequence[LoadConnection]) -> None:
         self._exchanges = exchanges
         self._connections = connections
 
@@ -67,8 +67,8 @@ class Streams:
         for connection in self._connections:
             connection.pause_reading()
 
-    async def measure(self, seconds: float, cpu_s: Callable[[], float]) -> Window:
-        """From now on, so long. Raises as `since` does."""
+    async def measure(self, seconds: float, cpu_s: Callable[[], float]) -> Measurement:
+        """Measure for so many seconds from now on. Raises as `since` does."""
         start = self.mark(cpu_s)
         await asyncio.sleep(seconds)
         return self.since(start, cpu_s)
@@ -76,15 +76,15 @@ class Streams:
     def mark(self, cpu_s: Callable[[], float]) -> Mark:
         return Mark(time.perf_counter(), cpu_s())
 
-    def since(self, start: Mark, cpu_s: Callable[[], float]) -> Window:
-        """Between `start` and now. Raises BenchFailed when a stream ended meanwhile."""
+    def since(self, start: Mark, cpu_s: Callable[[], float]) -> Measurement:
+        """The events between `start` and now. Raises BenchFailed when a stream has ended meanwhile."""
         stop = self.mark(cpu_s)
         for exchange in self._exchanges:
             if exchange.ended_at:
                 raise BenchFailed(f"a stream ended under measure: {exchange.error}")
         times = [exchange.event_times for exchange in self._exchanges]
         within = [one[bisect_left(one, start.at) :] for one in times]
-        return Window(
+        return Measurement(
             seconds=stop.at - start.at,
             events=sum(map(len, within)),
             cpu_s=stop.cpu_s - start.cpu_s,
@@ -94,12 +94,12 @@ class Streams:
 
 
 @contextlib.asynccontextmanager
-async def streaming(endpoint: Endpoint, request: bytes, count: int) -> AsyncIterator[Streams]:
-    """`count` streams, each past its first event. All are cut off when the block is left."""
-    connections: list[Connection] = []
+async def streaming(endpoint: ApiServer, request: bytes, count: int) -> AsyncIterator[Streams]:
+    """Open `count` streams, each past its first event. All are cut off when the block is left."""
+    connections: list[LoadConnection] = []
     room = asyncio.Semaphore(STARTING_MAX)
 
-    async def start() -> Exchange:
+    async def start() -> TimedRequest:
         async with room:
             connection = await endpoint.connect()
             connections.append(connection)

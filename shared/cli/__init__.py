@@ -1,8 +1,8 @@
-"""`penstock`: start the services, talk to them, measure them.
+"""The command `penstock`: start the services, talk to them, measure them.
 
-A command is a module with `add_parser(commands)`, which sets `run`, a function from the parsed
-options to the exit code. Only the module of the command that was asked for is imported, so that
-`penstock chat` does not pay for `penstock bench`.
+A command is a module with `add_parser(commands)`, which sets `run`, a function from the parsed options to the
+exit code. Only the module of the chosen command is imported, so that `penstock chat` does not pay for
+`penstock bench`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ COMMANDS: Final = {
     "trace": "show what became of a request, from both services' logs",
     "bench": "measure what README claims",
 }
-"""Each is a module of this package. `shared.cli.service.SERVICES` are commands too."""
+"""A summary of each command, by the name of its module in this package. `shared.cli.service.SERVICES` are
+commands too."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the process's exit code: 0 done, 1 failed, 2 asked for wrongly."""
+    """Run one command. Returns the process's exit code: 0 done, 1 failed, 2 wrong usage."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    if sys.stderr is None:  # closed when we were started; nobody can be told anything
+    if sys.stderr is None:  # closed before the start; there is nowhere to write errors
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  for as long as the process lives
     try:
         if argv and argv[0] in SERVICES:
@@ -47,15 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
     except KeyboardInterrupt:  # while the command's module was imported, too
         return INTERRUPTED
-    except OSError as error:  # commands answer for what they open themselves: this is our output, as a rule
+    except OSError as error:  # commands handle the files that they open: this is mostly stdout
         _drop_output()
-        if not isinstance(error, BrokenPipeError):  # whoever reads a pipe may stop at any time
+        if not isinstance(error, BrokenPipeError):  # the reader of a pipe may stop at any time
             sys.stderr.write(f"penstock: {error if error.filename else error.strerror or error}\n")
         return 1
 
 
 def _drop_output() -> None:
-    """What is still to be written would fail again when the interpreter ends."""
+    """Discard what is still to be written, which would fail again when the interpreter ends."""
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -1,4 +1,4 @@
-"""`python -m shared.cli`, where the console script is not installed."""
+"""The entry point `python -m shared.cli`, where the console script is not installed."""
 
 import sys
 

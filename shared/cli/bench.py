@@ -1,4 +1,4 @@
-"""`penstock bench NAME`: run a bench, print its figures, and with `--check` judge them."""
+"""The command `penstock bench NAME`: run a bench, print its figures, and with `--check` judge them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ BENCHES: Final = {
     "neighbours": ("gateway.bench.neighbours", "what a tenant notices of another one's attacks"),
     "scheduler": ("engine.bench.scheduler", "the scheduler against simpler ones, in virtual time"),
 }
-"""Each has a module with `add_arguments(parser)`, `async run(options)` and `BenchFailed`, and a summary."""
+"""The module and the summary of each bench. A module has `add_arguments(parser)`, `async run(options)` and
+`BenchFailed`."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -43,7 +44,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the bench that was asked for; the process's exit code."""
+    """Run the chosen bench. Returns the process's exit code."""
     module = _module(options.bench)
     try:
         measured = asyncio.run(module.run(options))

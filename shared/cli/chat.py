@@ -1,4 +1,4 @@
-"""`penstock chat`: a conversation in the terminal, with any OpenAI-compatible server.
+"""The command `penstock chat`: a conversation in the terminal, with any OpenAI-compatible server.
 
 Ctrl-C stops an answer: the connection is closed, so that the server stops computing it.
 """
@@ -42,7 +42,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    """What of a chunk is shown. Looser than our own chunks, because other servers send others."""
+    """The parts of a chunk that are shown. Looser than our own chunks, because other servers send others."""
 
     choices: list[_Choice] = []
 
@@ -96,7 +96,8 @@ def _url_problem(url: str) -> str | None:
 
 
 def _key_problem(key: str) -> str | None:
-    """Looser than for a key of ours: another server's may be longer."""
+    """Why a key cannot be sent; None when it can. Looser than for a key of ours: another server's may be
+    longer."""
     return None if key.isascii() and key.isprintable() else "must be printable ASCII"
 
 
@@ -117,7 +118,8 @@ def run(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _connect(asked: str | None, key: str | None) -> Iterator[tuple[httpx.Client, str | None]]:
-    """A client, and the model to talk to if that is known. The key of `penstock up` goes to no other."""
+    """An HTTP client, and the model of the `penstock up` that it talks to (None for any other server). The
+    key of `penstock up` goes to no other server."""
     url = DEFAULT_URL if asked is None else asked.rstrip("/")
     model: str | None = None
     verify: ssl.SSLContext | bool = True
@@ -129,7 +131,7 @@ def _connect(asked: str | None, key: str | None) -> Iterator[tuple[httpx.Client,
         base_url=url,
         headers={"authorization": f"Bearer {key}"} if key else {},
         timeout=httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
-        trust_env=asked is not None,  # no proxy stands between us and our own machine
+        trust_env=asked is not None,  # no proxy stands before this machine's own services
         verify=verify,
     )
     with client:
@@ -144,7 +146,7 @@ def _pinned(cert: str) -> ssl.SSLContext:
 
 
 def converse(conversation: Conversation) -> None:
-    """Read, answer, until the end of input."""
+    """Read messages and show the answers, until the end of input."""
     interactive = sys.stdin is not None and sys.stdin.isatty()
     if interactive:
         print(f"Talking to {harmless(conversation.model)}. Ctrl-C stops an answer. {COMMANDS}")
@@ -166,13 +168,13 @@ def converse(conversation: Conversation) -> None:
 
 
 def show(parts: Generator[str]) -> None:
-    """Print the parts as they come, and end the line. Ctrl-C ends them."""
+    """Print the parts of an answer as they come, and end the line. Ctrl-C stops the answer."""
     end = "\n"
     try:
         for part in parts:
             terminal.show(part)
     except KeyboardInterrupt:
-        parts.close()  # which closes the connection
+        parts.close()  # closes the connection
         end = " (stopped)\n"
     except ChatFailed:
         terminal.show("\n")
@@ -181,7 +183,7 @@ def show(parts: Generator[str]) -> None:
 
 
 class Conversation:
-    """The turns so far. An answer that fails takes its question with it; one that is stopped stays."""
+    """The turns so far. An answer that fails is removed with its question; one that is stopped stays."""
 
     def __init__(self, client: httpx.Client, model: str) -> None:
         self._client = client
@@ -189,7 +191,7 @@ class Conversation:
         self.turns: list[Turn] = []
 
     def say(self, text: str) -> Generator[str]:
-        """The answer, part by part. Raises ChatFailed."""
+        """Ask `text`, and yield the answer part by part. Raises ChatFailed."""
         self.turns.append(Turn("user", text))
         answer: list[str] = []
         try:
@@ -248,7 +250,7 @@ def _parts(answer: httpx.Response) -> Iterator[str]:
             if not chunk.choices:
                 _raise_error_event(data)
             yield from (choice.delta.content for choice in chunk.choices if choice.delta.content)
-    except ValueError:  # msgspec's among them
+    except ValueError:  # msgspec's errors are ValueErrors
         raise ChatFailed("the server sent an event that is no chunk of a chat") from None
     raise ChatFailed("the answer was cut off")
 
@@ -264,12 +266,12 @@ def _refusal(answer: httpx.Response) -> ChatFailed:
     except (msgspec.DecodeError, UnicodeDecodeError):
         message = f"the server answered {answer.status_code}"
     request_id = answer.headers.get("x-request-id")
-    told = f"{message} ({answer.status_code}, request {request_id})" if request_id else message
-    return ChatFailed(told + _url_advice(answer))
+    text = f"{message} ({answer.status_code}, request {request_id})" if request_id else message
+    return ChatFailed(text + _url_advice(answer))
 
 
 def _url_advice(answer: httpx.Response) -> str:
-    """What to say besides when the base URL has no path, as few servers' have none."""
+    """A hint about the base URL when it has no path, as few servers' have none; else empty."""
     url = answer.request.url
     if url.path not in ("/models", "/chat/completions"):
         return ""
@@ -278,7 +280,7 @@ def _url_advice(answer: httpx.Response) -> str:
 
 @contextlib.contextmanager
 def _failures() -> Iterator[None]:
-    """What the transport raises, in words."""
+    """Translate the transport's errors to ChatFailed, in words."""
     try:
         yield
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:

@@ -1,4 +1,4 @@
-"""Where `penstock up` says that it runs, so that `penstock chat` finds it; and the user's own files."""
+"""The file in which `penstock up` says where it runs, for `penstock chat`; and the user's cache directory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ KEY_VARIABLE: Final = "PENSTOCK_API_KEY"
 
 
 class Running(msgspec.Struct, frozen=True):
-    """A `penstock up` that runs, as `penstock chat` needs to know it."""
+    """A running `penstock up`, as `penstock chat` needs to know it."""
 
     url: str
-    """OpenAI base URL, with `/v1`."""
+    """The OpenAI base URL, with `/v1`."""
     key: str
     model: str
     pid: int
     cert: str | None = None
-    """Path of the certificate that it shows, PEM; None for plain HTTP."""
+    """The path of its certificate, PEM; None for plain HTTP."""
 
 
 def cache_dir() -> Path:
@@ -41,7 +41,7 @@ def running_file() -> Path:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a file that its owner alone can read. It is there in full or not at all."""
+    """Write a file that its owner alone can read, and replace it in one step."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.unlink(missing_ok=True)
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -50,7 +50,7 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def read_running() -> Running | None:
-    """The `penstock up` that was started last, if it says that it runs."""
+    """The `penstock up` that was started last. None when there is no readable file."""
     try:
         return msgspec.json.decode(running_file().read_bytes(), type=Running)
     except (OSError, RuntimeError, msgspec.DecodeError):
@@ -58,12 +58,12 @@ def read_running() -> Running | None:
 
 
 def write_running(running: Running) -> None:
-    """Say where `penstock up` runs."""
+    """Write the file that says where `penstock up` runs."""
     write_private(running_file(), msgspec.json.encode(running))
 
 
 def clear_running(pid: int) -> None:
-    """Remove the file, unless it is that of another `up` than the one of this pid."""
+    """Remove the file, unless it is that of another `up` than the one with this pid."""
     running = read_running()
     if running is not None and running.pid == pid:
         running_file().unlink(missing_ok=True)

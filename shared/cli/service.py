@@ -1,4 +1,4 @@
-"""`penstock engine ...` and `penstock gateway ...`: the services themselves, in the foreground.
+"""The commands `penstock engine` and `penstock gateway`: the services themselves, in the foreground.
 
 The process becomes the service, which has an argument parser of its own; nothing is copied here.
 """
@@ -27,7 +27,7 @@ _NEEDS: Final = {"engine": ("aiohttp", "safetensors", "torch", "zmq"), "gateway"
 
 @dataclass(frozen=True, slots=True)
 class ConfigClass:
-    """Where a service declares its settings."""
+    """The place where a service declares its settings."""
 
     module: str
     name: str
@@ -45,8 +45,8 @@ def command(service: str, options: Sequence[str]) -> list[str]:
 
 
 def reach(module: str) -> ModuleType:
-    """A module of a service. Only a launcher looks into one, by name and when it must: the service may not be
-    installed, and nothing else pays for its import."""
+    """Import a module of a service. Only a launcher does so, by name and when it must: the service may not be
+    installed, and no other command pays for its import."""
     return importlib.import_module(module)
 
 
@@ -60,7 +60,7 @@ def missing_extra(service: str) -> str | None:
 
 
 def exec_service(service: str, options: Sequence[str]) -> int:
-    """Become the service. Returns only when it cannot be run."""
+    """Replace this process by the service. Returns, with the exit code, only when it cannot be run."""
     problem = missing_extra(service)
     if problem is None:
         if sys.stdout is not None:

@@ -1,4 +1,5 @@
-"""`penstock settings SERVICE`: what a service can be told: tables, a JSON schema or an example of its file.
+"""The command `penstock settings SERVICE`: a service's settings as tables, as a JSON schema or as an example
+of its file.
 
 All three follow from the service's declarations (`shared.settings`). README holds the tables.
 """
@@ -46,7 +47,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what was asked for; the process's exit code."""
+    """Print the settings of the chosen service. Returns the process's exit code."""
     sys.stdout.write(text_of(options.service, options.format))
     return 0
 
@@ -78,8 +79,8 @@ def tables(type_: type, prefix: str, headings: Mapping[str, str]) -> str:
 def _sections(
     type_: type, path: str, head: str, headings: Mapping[str, str], heads: dict[type, str]
 ) -> Iterator[tuple[str, list[Setting]]]:
-    """The head and the settings of each table. `headings` are by the setting that is the first below each.
-    `heads` are those of the sections found so far, by their types: each type has one table."""
+    """The head and the settings of each table. `headings` are by the name of the setting that is the first
+    below each. `heads` are those of the sections found so far, by their types: each type has one table."""
     group: list[Setting] = []
     inner: list[tuple[type, Setting]] = []
     for setting in settings_of(type_, path):
@@ -117,7 +118,7 @@ def _code(text: str) -> str:
 
 
 def _head(setting: Setting) -> str:
-    """A section as it is headed in the file."""
+    """The header of a section in the file."""
     path = setting.path.replace("[]", "")
     return f"`[[{path}]]`" if setting.kind.item is not None else f"`[{path}]`"
 
@@ -176,7 +177,7 @@ def _schema(kind: Kind) -> dict[str, Any]:
 
 
 def example(type_: type) -> str:
-    """A TOML file in which every setting has its default, as a comment; those without one are left open."""
+    """A TOML file with every setting as a comment, with its default where it has one."""
     return "\n".join(_example(type_, ""))
 
 

@@ -1,4 +1,4 @@
-"""Child services: started, watched, and stopped in the opposite order.
+"""A supervisor of child services: it starts and watches them, and stops them in the opposite order.
 
 Rules:
 
@@ -37,7 +37,7 @@ TAIL_LEN: Final = 64 * 1024
 """Bytes of a log that are read for its last lines."""
 TAIL_LINES: Final = 12
 LOG_LEN_MAX: Final = 64 * 1024 * 1024
-"""Bytes, about a hundred thousand requests."""
+"""Bytes of a log file before it is moved aside: about a hundred thousand requests."""
 assert TAIL_LEN < LOG_LEN_MAX
 LINE_LEN_MAX: Final = 400
 
@@ -54,14 +54,14 @@ class ServiceSpec:
     argv: tuple[str, ...]
     log: Path
     url: str
-    """Where it answers `/readyz` and `/livez`."""
+    """The URL at which it answers `/readyz` and `/livez`."""
     start_deadline_s: float
     cert: str | None = None
-    """Path of the certificate that it shows on an `https` URL, PEM."""
+    """The path of its certificate for an `https` URL, PEM. None for plain HTTP."""
 
 
 class Service:
-    """One running child."""
+    """A running child."""
 
     def __init__(self, spec: ServiceSpec, process: Process, log: BinaryIO, clock: Clock) -> None:
         self.spec = spec
@@ -72,7 +72,7 @@ class Service:
     @classmethod
     async def start(cls, spec: ServiceSpec, clock: Clock = SYSTEM_CLOCK) -> Service:
         spec.log.write_bytes(b"")
-        with spec.log.open("ab") as log:  # what the child writes goes to the end, wherever that is by then
+        with spec.log.open("ab") as log:  # append mode: the child writes on at the end after the file was cut
             process = await asyncio.create_subprocess_exec(
                 *spec.argv,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -88,7 +88,7 @@ class Service:
         return self._process.pid
 
     async def ready(self, on_line: Callable[[str], None]) -> None:
-        """Until it answers that it is ready; its log lines on the way go to `on_line`.
+        """Wait until the service says that it is ready, and pass its log lines to `on_line`.
 
         Raises ServiceDied when it ends first, or takes longer than its `start_deadline_s`.
         """
@@ -102,7 +102,7 @@ class Service:
         self._pass_lines(on_line)
 
     async def failed(self) -> ServiceDied:
-        """Waits until it has ended on its own, or says that it can serve no more."""
+        """Wait until the service has ended on its own, or `/livez` says that it has failed."""
         exited = asyncio.create_task(self._process.wait())
         try:
             async with _probe_client(self.spec) as client:
@@ -118,7 +118,8 @@ class Service:
         return self._died()
 
     async def stop(self, grace_s: float) -> bool:
-        """True when it ended by itself within `grace_s`; else it was killed."""
+        """Stop the service. Returns True when it ended by itself within `grace_s`, False when it was
+        killed."""
         if self._process.returncode is None:
             self._process.terminate()
         try:
@@ -143,7 +144,7 @@ class Service:
             return False
 
     def _pass_lines(self, on_line: Callable[[str], None]) -> None:
-        """Whole lines only: what is not finished is read again the next time."""
+        """Pass the new whole lines of the log on. An unfinished line is read again the next time."""
         while (line := self._log.readline()).endswith(b"\n"):
             on_line(line.decode(errors="replace"))
         self._log.seek(-len(line), os.SEEK_CUR)
@@ -165,7 +166,7 @@ def _probe_client(spec: ServiceSpec) -> httpx.AsyncClient:
 
 
 async def stop_all(services: Sequence[Service], grace_s: float, hurry: asyncio.Event) -> None:
-    """The last started first; all at once and by force when `hurry` is set."""
+    """Stop the services, the last started first; kill all at once when `hurry` is set."""
 
     async def in_order() -> None:
         for service in reversed(services):
@@ -176,7 +177,7 @@ async def stop_all(services: Sequence[Service], grace_s: float, hurry: asyncio.E
 
 
 async def unless(event: asyncio.Event, work: Awaitable[Any]) -> bool:
-    """Do `work`; False, with the work cancelled, when `event` is set before it is done."""
+    """Do `work` unless `event` is set first. Returns whether the work was done; if not, it was cancelled."""
     task = asyncio.ensure_future(work)
     interrupted = asyncio.create_task(event.wait())
     try:
@@ -191,12 +192,12 @@ async def unless(event: asyncio.Event, work: Awaitable[Any]) -> bool:
         await asyncio.gather(task, interrupted, return_exceptions=True)
 
 
-# -- logs, for people -----------------------------------------------------------------------------
+# -- logs, readable -----------------------------------------------------------------------------
 
 
 def keep_short(log: Path, len_max: int = LOG_LEN_MAX) -> None:
-    """Move aside what a log holds once it is so long. Its writer goes on in the same file, so it is copied
-    and cut: a line that is written between the two is lost."""
+    """Move the contents of a log aside once they have `len_max` bytes. Its writer goes on in the same file,
+    so the contents are copied and the file is cut: a line that is written between the two is lost."""
     if log.stat().st_size >= len_max:
         shutil.copyfile(log, log.with_suffix(".old.log"))
         os.truncate(log, 0)
@@ -233,7 +234,7 @@ def _shown(value: Any) -> str:
 
 
 def parse_line(line: str) -> dict[str, Any] | None:
-    """The fields of a log line of ours, or None."""
+    """The fields of a log line of ours; None for any other line."""
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):

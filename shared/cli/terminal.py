@@ -1,10 +1,10 @@
-"""A person's terminal, or the files in its place: text in, text out, and nothing that does harm.
+"""The terminal, or the files in its place: text in, text out, and no control characters.
 
 Rules:
 
 1. A model's text is shown without its control characters, whose sequences could retitle the window, clear
    the screen or make a terminal type. Newlines and tabs stay; others appear as a symbol.
-2. What comes in is text in the terminal's encoding, or an error in words.
+2. Input is text in the terminal's encoding, or an error in words.
 """
 
 from __future__ import annotations
@@ -15,27 +15,28 @@ import sys
 from typing import Final
 
 MESSAGE_LEN_MAX: Final = 8 * 1024 * 1024
-"""Characters of one message, which ends with its line."""
+"""Characters of one message, which is one line."""
 
 _SYMBOLS: Final = {
     **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"},
     0x7F: "\u2421",
     **dict.fromkeys(range(0x80, 0xA0), "\ufffd"),
 }
-"""For each control character but newline and tab: Unicode's picture of it, if it has one."""
+"""The replacement of each control character but newline and tab: Unicode's picture of it, or U+FFFD."""
 
 
 class UnusableInput(Exception):
-    """What was read cannot be sent. The message says why."""
+    """The error of input that cannot be sent. The message says why."""
 
 
 def harmless(text: str) -> str:
-    """The text as it can be shown in a terminal."""
+    """The text with control characters replaced, so that it can be shown in a terminal."""
     return text.replace("\r\n", "\n").translate(_SYMBOLS)
 
 
 def text_problem(text: str) -> str | None:
-    """Why the text cannot be sent, if it cannot: bytes that did not decode are lone surrogates in Python."""
+    """Why the text cannot be sent; None when it can. Bytes that did not decode are lone surrogates in
+    Python."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -44,20 +45,20 @@ def text_problem(text: str) -> str | None:
 
 
 def prepare() -> None:
-    """What cannot be decoded or encoded is found by us, and not by an exception in the middle."""
+    """Set up the standard streams so that what cannot be decoded or encoded raises no exception."""
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
 
 
 def show(text: str) -> None:
-    """Print at once, with no newline of ours."""
+    """Print the text at once, without a newline."""
     sys.stdout.write(harmless(text))
     sys.stdout.flush()
 
 
 def read_message() -> str | None:
-    """The next line that is not empty, as it was typed or piped in; None at the end of the input.
+    """The next line that is not empty, as it was typed or piped in. None at the end of the input.
 
     Ctrl-C at the prompt begins the line anew. Raises UnusableInput.
     """

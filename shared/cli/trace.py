@@ -1,4 +1,4 @@
-"""`penstock trace`: what both services' logs say about one request."""
+"""The command `penstock trace`: the completed lines of one request in both services' logs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the requests that were found; 1 when there is none. Raises OSError for an unreadable log."""
+    """Print the requests that were found. Returns 0, or 1 when there is none. Raises OSError for an
+    unreadable log."""
     terminal.prepare()
     reading = Reading(options.request_id)
     for name in dict.fromkeys(options.logs):
@@ -71,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _problems(reading: Reading, logs: list[str]) -> list[str]:
-    """What whoever asked should know about the logs."""
+    """Problems with the logs that the user should know about, in words."""
     problems = []
     if not reading.lines:
         problems.append(f"no completed line of this request in {printable(', '.join(logs))}")

@@ -1,4 +1,4 @@
-"""`penstock up`: an engine and a gateway with embedded defaults, until Ctrl-C."""
+"""The command `penstock up`: an engine and a gateway with embedded defaults, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ from shared.tls import UnusableTls, names_of
 
 DEMO_NAME: Final = "penstock-demo"
 DRAIN_S: Final = 20.0
-"""How long open requests may take to end, unless an option or a variable says otherwise: a development server
-does not keep its owner waiting longer."""
+"""The drain time in seconds, unless an option or a variable sets it: a development server does not keep its
+user waiting longer."""
 ENDING_S: Final = 10.0
-"""How long a child may take to stop beyond its drain; then it is killed."""
+"""The time in which a child must stop after its drain, in seconds; then it is killed."""
 ENGINE_START_S: Final = 24 * 3600.0
-"""A download may take long. Once it is done the engine's own limit counts (--startup-timeout-s)."""
+"""The time in which the engine must be ready, in seconds: a download may take long. Once it is done the
+engine's own limit counts (--startup-timeout-s)."""
 GATEWAY_START_S: Final = 60.0
 
 _OURS: Final = frozenset(
@@ -126,7 +127,7 @@ def run(options: argparse.Namespace) -> int:
     check_engine_options(options.parser, options.more, os.environ)
     try:
         plan = make_plan(options)
-    except ConfigError as error:  # of variables: all else is right
+    except ConfigError as error:  # a variable is wrong: all options were checked before
         options.parser.error(str(error))
     except (OSError, UnusableTls) as error:
         return _fail(str(error))
@@ -134,7 +135,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check_environment(parser: Parser, env: Mapping[str, str]) -> None:
-    """Refuse variables for services that stand alone, where `up` decides otherwise."""
+    """Exit with an error if a variable is set that is for a service that stands alone."""
     for prefix, beginnings in _NOT_FROM_ENVIRONMENT.items():
         for name in settings_in(env, prefix):
             if name.startswith(beginnings):
@@ -145,7 +146,7 @@ def check_environment(parser: Parser, env: Mapping[str, str]) -> None:
 
 
 def check_engine_options(parser: Parser, more: Sequence[str], env: Mapping[str, str]) -> None:
-    """Options that `up` does not know are the engine's: its own parser checks them before anything starts."""
+    """Exit with an error if the engine's own parser refuses the options that `up` does not know."""
     engine = reach("engine.config").build_parser("penstock up")
     names = {name for name in engine._option_string_actions if name.startswith("--")} - _OURS
     for word in more:
@@ -159,13 +160,14 @@ def check_engine_options(parser: Parser, more: Sequence[str], env: Mapping[str, 
 
 
 def _drain_options(env: Mapping[str, str]) -> list[str]:
-    """The engine's drain by an option, unless a variable sets it, which the option would win over."""
+    """The engine's option for the drain time; empty when a variable sets it, which the option would
+    override."""
     is_set = "DRAIN_TIMEOUT_S" in settings_in(env, reach("engine.config").ENV_PREFIX)
     return [] if is_set else ["--drain-timeout-s", str(DRAIN_S)]
 
 
 def _engine_drain_s(more: Sequence[str], env: Mapping[str, str]) -> float:
-    """How long the engine drains with these options. What is wrong with them ends the process."""
+    """The engine's drain time with these options, in seconds. Exits with an error when they are wrong."""
     config = reach("engine.config")
     argv = ["--model", "any", *_drain_options(env), *more]
     drain_s: float = config.from_args(argv, env, config.build_parser("penstock up")).drain_timeout_s
@@ -182,21 +184,22 @@ def _fail(problem: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything decided, nothing started."""
+    """A complete plan: everything is decided, nothing is started."""
 
     services: tuple[ServiceSpec, ...]
-    """In the order of starting: each is ready before the next is started."""
+    """The services in the order of starting: each is ready before the next is started."""
     running: Running
     run_dir: Path
     grace_s: float = DRAIN_S + ENDING_S
-    """How long a service may take to stop: its drain, and the rest of its ending."""
+    """The time in which a service must stop: its drain, and `ENDING_S`."""
     aliases: tuple[str, ...] = ()
     certificate_names: tuple[str, ...] = ()
     """The names that the certificate is for; empty without a certificate."""
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
-    """Choose ports and directories, write the gateway's file. Raises OSError, UnusableTls and ConfigError."""
+    """Choose ports and directories, and write the gateway's file. Raises OSError, UnusableTls and
+    ConfigError."""
     model, name = _model_and_name(options.model, options.served_model_name)
     tls = _tls(options.tls_cert, options.tls_key)
     certificate_names = names_of(*tls) if tls is not None else ()
@@ -258,13 +261,14 @@ def _check_port(host: str, wanted: int) -> int:
 
 
 def _tls(cert: str | None, key: str | None) -> tuple[str, str] | None:
-    """The paths of a certificate chain and its key: absolute ones, as `penstock chat` reads the certificate
-    too, from wherever it is started."""
+    """The absolute paths of a certificate chain and its key, because `penstock chat` reads the certificate
+    from another directory. None without them."""
     return (os.path.abspath(cert), os.path.abspath(key)) if cert and key else None
 
 
 def _reachable(host: str, certificate_names: Sequence[str] = ()) -> str:
-    """This machine's name in a URL for a client on it; `localhost` when only that is certified."""
+    """This machine's name in a URL for a local client: `localhost` when the certificate is for that name
+    alone."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     if host not in certificate_names and "localhost" in certificate_names and host in ("127.0.0.1", "::1"):
         return "localhost"
@@ -287,11 +291,12 @@ def _make_run_dir(wanted: Path | None, gateway_port: int) -> Path:
 
 
 async def supervise(plan: Plan, out: TextIO, clock: Clock = SYSTEM_CLOCK) -> int:
-    """Start, announce, wait for a signal or a death, stop. Returns the exit code."""
+    """Start the services, announce them, wait for a signal or a failure, and stop them. Returns the exit
+    code."""
     stop, hurry = asyncio.Event(), asyncio.Event()
     on_stop_signals(lambda _: (hurry if stop.is_set() else stop).set())
     services: list[Service] = []
-    progress = Progress(out, clock)
+    progress = StartProgress(out, clock)
     try:
         progress.say(f"Logs are in {plan.run_dir}")
         for spec in plan.services:
@@ -302,7 +307,7 @@ async def supervise(plan: Plan, out: TextIO, clock: Clock = SYSTEM_CLOCK) -> int
             progress.end()
         else:
             progress.say(announcement(plan, clock.monotonic() - progress.started_s))
-            _tell_chat(plan)
+            _announce_to_chat(plan)
             await unless(stop, _raise_first_death(services))
         progress.say("Stopping. Ctrl-C again stops at once.")
     except (ServiceDied, OSError) as error:
@@ -325,15 +330,15 @@ async def _raise_first_death(services: Sequence[Service]) -> None:
         await asyncio.gather(*deaths, return_exceptions=True)
 
 
-def _tell_chat(plan: Plan) -> None:
+def _announce_to_chat(plan: Plan) -> None:
     try:
         running.write_running(plan.running)
     except (OSError, RuntimeError):
         return  # `penstock chat` then needs its options; nothing else depends on the file
 
 
-class Progress:
-    """The stage that is waited for, and how long it took: `engine   warming up ... 1.2 s`."""
+class StartProgress:
+    """The output about the stage of the start that runs, and its time: `engine   warming up ... 1.2 s`."""
 
     def __init__(self, out: TextIO, clock: Clock) -> None:
         self._out = out
@@ -356,21 +361,21 @@ class Progress:
             self._began_s = None
 
     def say(self, text: str) -> None:
-        if self._began_s is not None:  # what was waited for did not come
+        if self._began_s is not None:  # the stage did not end
             self._out.write("\n")
             self._began_s = None
         self._out.write(text + "\n")
         self._out.flush()
 
     def follow(self, line: str) -> None:
-        """A line of the log of the service that starts."""
+        """Show the stage in a log line of the service that starts, if the line begins one."""
         stage = stage_of(parse_line(line))
         if stage is not None:
             self.begin(self._name, stage)
 
 
 def stage_of(fields: dict[str, Any] | None) -> str | None:
-    """The stage of its start that a service begins with this log line; None for any other line."""
+    """The stage of a service's start that this log line begins; None for any other line."""
     match fields:
         case {"event": "engine.listening"}:
             return "finding the model"
@@ -382,7 +387,7 @@ def stage_of(fields: dict[str, Any] | None) -> str | None:
 
 
 def announcement(plan: Plan, seconds: float) -> str:
-    """How to use what now runs."""
+    """The text that says how to use the services."""
     url, key, model = plan.running.url, plan.running.key, plan.running.model
     body = json.dumps(
         {"model": model, "stream": True, "messages": [{"role": "user", "content": "What is a penstock?"}]},
@@ -425,7 +430,7 @@ certificate: --cacert FILE for curl, SSL_CERT_FILE=FILE for the OpenAI SDK.
 
 
 def _penstock() -> str:
-    """The command that starts this program in such a terminal, where the environment may not be active."""
+    """The command that starts this program in another terminal, where the environment may not be active."""
     if shutil.which("penstock"):
         return "penstock"
     return shlex.quote(str(Path(sys.executable).with_name("penstock")))

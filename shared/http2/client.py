@@ -1,12 +1,12 @@
-"""`Http2Transport`: the gateway's end of the hop, as a transport of httpx.
+"""The gateway's end of the hop: `Http2Transport`, a transport of httpx.
 
     async with httpx.AsyncClient(transport=Http2Transport()) as client:
         async with client.stream("POST", url, json=body) as response:
             stream = response.extensions["penstock_stream"]
             while (data := await stream.read()) is not None: ...
 
-`stream.read()` hands over everything that is queued, and is cheaper than `response.aiter_raw()`, which works
-as well. Cheaper by far is `transport.exchange(...)`, which makes none of httpx's objects and returns such a
+`stream.read()` returns everything that is queued, and is cheaper than `response.aiter_raw()`, which works as
+well. Cheaper by far is `transport.exchange(...)`, which makes none of httpx's objects and returns such a
 stream, with the response's status and headers.
 
 Promises.
@@ -19,8 +19,8 @@ Promises.
 - `http://` is HTTP/2 with prior knowledge; `https://` must agree on `h2` by ALPN. There is no fall-back: a
   server that does not speak HTTP/2 is NotHttp2, a ConnectError.
 - Of httpx's timeouts, `connect` bounds making the connection, `pool` waiting for a free stream, `read` each
-  wait for headers or data, `write` each piece of the request's body. A connection is given up after the
-  watch's `greeting_timeout_s`, or later if somebody's `connect` is longer.
+  wait for headers or data, `write` each piece of the request's body. An attempt to connect ends after the
+  watch's `greeting_timeout_s`, or later if a waiting request's `connect` is longer.
 - A callable in the extension `CONNECTED` (shared.http) is called once there is a connection with room:
   whatever fails before was not dispatched.
 """
@@ -39,10 +39,11 @@ import httpx
 
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.http import CONNECTED
-from shared.http2.connection import ConnectionConfig, Phase
-from shared.http2.endpoint import Endpoint, WatchConfig
+from shared.http2.config import ConnectionConfig, WatchConfig
+from shared.http2.endpoint import ConnectionEndpoint
 from shared.http2.errors import ConnectionLost, Http2Error, StreamFailed, StreamRefused
 from shared.http2.headers import BadHeader, HeaderList, Headers, header_list
+from shared.http2.phase import ConnectionPhase
 from shared.http2.pool import OriginPool
 from shared.http2.report import Report
 from shared.http2.stream import Stream
@@ -51,9 +52,9 @@ ATTEMPTS_MAX: Final = 3
 CONNECTIONS_MAX: Final = 16
 ORIGINS_MAX: Final = 1024
 TARGETS_MAX: Final = 1024
-"""Methods and URLs that are kept parsed: there are few, and parsing one takes as long as sending."""
+"""Methods and URLs whose parsed form is cached: there are few, and parsing one takes as long as sending."""
 REPORTS_S: Final = 1.0
-"""How long a connection that retires is kept for the reports of its last streams."""
+"""The time for which a retiring connection is kept for the reports of its last streams, in seconds."""
 CLIENT_WATCH: Final = WatchConfig(idle_timeout_s=60.0)
 STREAM_EXTENSION: Final = "penstock_stream"
 
@@ -64,7 +65,7 @@ Origin = tuple[str, str, int]
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """What each bounds is said above. None: nothing does."""
+    """The four timeouts of httpx, in seconds, as the module's docstring says. None is no timeout."""
 
     connect_s: float | None = None
     pool_s: float | None = None
@@ -76,15 +77,15 @@ NO_TIMEOUTS: Final = Timeouts()
 
 
 class RequestUnprocessed(httpx.RemoteProtocolError):
-    """The server did nothing for this request; its body was used up, so the caller must repeat it."""
+    """The server did not process the request, whose body cannot be sent again: the caller may repeat it."""
 
 
 class Draining(httpx.ConnectError):
-    """The server is there, and takes nothing more: its first words were GOAWAY."""
+    """The server accepts connections, and no requests: it sent GOAWAY right after its SETTINGS."""
 
 
 class NotHttp2(httpx.ConnectError):
-    """There is a server, and its first bytes were not HTTP/2's, or it hung up instead of sending any."""
+    """The server's first bytes were not those of HTTP/2, or it closed the connection without sending any."""
 
 
 def _mapped(error: Http2Error) -> httpx.TransportError:
@@ -95,8 +96,8 @@ def _mapped(error: Http2Error) -> httpx.TransportError:
     return httpx.RemoteProtocolError(str(error))
 
 
-class ClientEndpoint(Endpoint):
-    """A connection of a pool's. Ready once the server's SETTINGS came."""
+class ClientEndpoint(ConnectionEndpoint):
+    """A connection of a pool, ready once the server's SETTINGS have come."""
 
     def __init__(
         self, pool: OriginPool, *, config: ConnectionConfig, watch: WatchConfig, clock: Clock
@@ -105,10 +106,11 @@ class ClientEndpoint(Endpoint):
         self._pool = pool
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._lingers = False
-        """Nothing runs any more, and it is kept for reports alone."""
+        """Whether no stream is open any more and the connection is kept for reports alone."""
 
     def close_if_done(self) -> None:
-        """Reports that are still to come are waited for, though not for longer than `REPORTS_S`."""
+        """Close a retiring connection after its last stream, and after the reports on its streams, though no
+        later than `REPORTS_S`."""
         if not self.connection.awaits_reports:
             super().close_if_done()
         elif self.connection.may_close and not self._lingers:
@@ -117,7 +119,7 @@ class ClientEndpoint(Endpoint):
 
     async def wait_ready(self) -> None:
         await self._ready
-        if self.connection.phase is not Phase.OPEN:
+        if self.connection.phase is not ConnectionPhase.OPEN:
             if self.connection.greeted:
                 raise Draining("the server is shutting down")
             raise NotHttp2(f"the server does not serve HTTP/2: {self.connection.error}")
@@ -156,7 +158,7 @@ class ResponseStream(httpx.AsyncByteStream):
         return Headers(self.head)
 
     async def read(self) -> bytes | None:
-        """All bytes that are queued, at least one; None at the end. Raises httpx's errors."""
+        """All bytes that are queued, at least one. None at the end. Raises httpx's errors."""
         try:
             if self._read_timeout_s is None:
                 return await self._stream.read()
@@ -168,7 +170,7 @@ class ResponseStream(httpx.AsyncByteStream):
             raise httpx.ReadTimeout(f"no data within {self._read_timeout_s:g} s") from None
 
     async def pass_on(self, accept: Callable[[bytes], bool]) -> bool:
-        """As `Stream.pass_on`. How long to wait is the caller's affair: the read timeout is not applied."""
+        """Call `accept` as `Stream.pass_on` does. The read timeout is not applied."""
         try:
             return await self._stream.pass_on(accept)
         except StreamFailed as error:
@@ -246,10 +248,11 @@ class Http2Transport(httpx.AsyncBaseTransport):
         connected: Callable[[], None] | None = None,
         report: Report | None = None,
     ) -> ResponseStream:
-        """As `handle_async_request`, without the objects of httpx, which cost as much as all the rest.
+        """Send a request, and wait for the response's headers. The caller closes the response.
 
-        The response is the caller's to close. `report`: where the server's last words on the stream go, which
-        come even when the call is cancelled or the response left before its end.
+        The same as `handle_async_request`, without the objects of httpx, which cost as much as all the rest.
+        `report` takes the server's report on the stream, which comes even when the call is cancelled or the
+        response is closed before its end.
         """
         target = _target(method, url)
         try:
@@ -304,7 +307,7 @@ class Http2Transport(httpx.AsyncBaseTransport):
 
     @property
     def streams(self) -> int:
-        """Open ones, on all connections."""
+        """The number of open streams, on all connections."""
         return sum(len(one.connection.streams) for pool in self._pools.values() for one in pool.endpoints)
 
     def _new_pool(self, origin: Origin) -> OriginPool:
@@ -313,14 +316,14 @@ class Http2Transport(httpx.AsyncBaseTransport):
         if len(self._pools) >= ORIGINS_MAX:
             raise httpx.PoolTimeout("too many origins")
 
-        async def connect(pool: OriginPool, patience_s: float) -> Endpoint:
+        async def connect(pool: OriginPool, patience_s: float) -> ConnectionEndpoint:
             return await self._connect(origin, pool, patience_s)
 
         pool = self._pools[origin] = OriginPool(connect, self._connections_max)
         return pool
 
-    async def _connect(self, origin: Origin, pool: OriginPool, patience_s: float) -> Endpoint:
-        """Raises ConnectError, ConnectTimeout."""
+    async def _connect(self, origin: Origin, pool: OriginPool, patience_s: float) -> ConnectionEndpoint:
+        """Make one connection. Raises ConnectError, ConnectTimeout."""
         scheme, host, port = origin
         limit_s = max(self._watch.greeting_timeout_s, patience_s)
         watch = replace(self._watch, greeting_timeout_s=limit_s)
@@ -342,7 +345,7 @@ class Http2Transport(httpx.AsyncBaseTransport):
                 return endpoint
         except TimeoutError:
             raise httpx.ConnectTimeout(f"no HTTP/2 connection to {host}:{port} in time") from None
-        except (OSError, UnicodeError) as error:  # TLS's and the resolver's are among them
+        except (OSError, UnicodeError) as error:  # TLS's and the resolver's errors are OSErrors
             raise httpx.ConnectError(f"{host}:{port}: {error}") from error
 
     def _tls(self) -> ssl.SSLContext:
@@ -359,7 +362,7 @@ def _check_alpn(transport: asyncio.BaseTransport) -> None:
 
 
 def _timeouts(given: Mapping[str, float | None]) -> Timeouts:
-    """httpx's."""
+    """Timeouts as httpx's extension names them."""
     return Timeouts(given.get("connect"), given.get("pool"), given.get("read"), given.get("write"))
 
 
@@ -367,12 +370,13 @@ def _timeouts(given: Mapping[str, float | None]) -> Timeouts:
 class _Target:
     origin: Origin
     head: HeaderList
-    """`:method`, `:scheme`, `:path`, and `:authority`, the last, which a header may overrule."""
+    """The pseudo-headers `:method`, `:scheme`, `:path` and, last, `:authority`, which a Host header
+    replaces."""
 
 
 @lru_cache(maxsize=TARGETS_MAX)
 def _target(method: str, url: str) -> _Target:
-    """Raises UnsupportedProtocol."""
+    """Parse a method and a URL. Raises UnsupportedProtocol."""
     parsed = httpx.URL(url)
     scheme = parsed.scheme
     if scheme not in ("http", "https"):
@@ -389,7 +393,7 @@ def _target(method: str, url: str) -> _Target:
 
 
 class _Upload:
-    """A request's body on its way. `whole` while nothing of it is lost, so that it can be sent (again)."""
+    """The upload of a request's body. `whole` says whether the body can still be sent, or sent again."""
 
     __slots__ = ("_content", "_task", "_timeout_s", "empty", "error", "whole")
 
@@ -399,21 +403,22 @@ class _Upload:
         self._task: asyncio.Task[None] | None = None
         self.empty = content == b""
         self.whole = True
-        self.error: Exception | None = None  # why we reset the stream
+        self.error: Exception | None = None  # why this end reset the stream
 
     def start(self, stream: Stream) -> None:
-        """What fits the windows goes at once; the rest is a task's."""
+        """Send what fits the windows at once, and the rest in a task."""
         content = self._content
         if not isinstance(content, bytes):
             self.whole = False
             self._task = asyncio.create_task(self._run(stream, content))
-        elif (rest := stream.offer(content, end=True)) is not None:
+        elif (rest := stream.write_nowait(content, end=True)) is not None:
             self._task = asyncio.create_task(self._run(stream, _one(rest)))
         else:
             stream.finish()
 
     def forget(self) -> None:
-        """The answer has begun: it is not sent again. What is still on its way is its task's."""
+        """Release the content, as an answer has begun and it will not be sent again. A running task goes
+        on."""
         self._content, self.whole = b"", False
 
     def cancel(self) -> None:
@@ -427,12 +432,12 @@ class _Upload:
                     await stream.write(piece)
             stream.finish()
         except StreamFailed:
-            return  # the response tells: it may be complete without the rest of the request
+            return  # not an error: the response may be complete without the rest of the request
         except TimeoutError:
             self.error = httpx.WriteTimeout("the server did not take the request's body in time")
             stream.reset()
         except Exception as error:
-            self.error = error  # raised to whoever waits for the response
+            self.error = error  # `ResponseStream.read` raises it
             stream.reset()
 
 

@@ -1,30 +1,30 @@
 """One HTTP/2 connection: the core that client and server share. No I/O.
 
-Theory. This module decides when to let bytes through. Bytes come in by `receive`, go out by `take_output`; in
-between are streams. The owner (an end of ours, or a test) moves the bytes, is told by `Owner` what happened,
-and calls `pump` when there is room again. SETTINGS and PING are `h2`'s affair. Frames of streams are a
-path's: `FastPath` reads and builds them by hand, `PlainPath` has `h2` do it; both say by `received_...` what
-came.
+Theory. This module decides when bytes may be sent. Bytes come in by `receive`, go out by `take_output`; in
+between are streams. The owner (an endpoint, or a test) moves the bytes, is told by `Owner` what happened, and
+calls `pump` when there is room again. `h2` handles SETTINGS and PING. A path handles the frames of streams:
+`FastPath` parses and builds them by hand, `PlainPath` has `h2` do it; both report received frames by
+`received_...`.
 
 Rules.
 
-1. The connection window is credited on arrival, a stream's window on consumption. An unread stream closes
-   its own window and nobody else's. `h2.acknowledge_received_data` ties the two and is never used.
-2. A write is framed as far as min(stream window, connection window) and the output buffer allow. What
-   waits for the connection waits in `_backlog`, one frame per turn, so that no stream is passed over; what
-   waits for its own window is in no queue. After every call from outside: backlog non-empty means that
+1. The connection window is credited on arrival, a stream's window on consumption. An unread stream closes its
+   own window and no other's. `h2.acknowledge_received_data` ties the two and is never used.
+2. A write is framed as far as min(stream window, connection window) and the output buffer allow. Streams that
+   wait for the connection are in `_backlog` and get one frame per turn, so that none is passed over; those
+   that wait for their own window are in no queue. After every call from outside: backlog non-empty means that
    nothing can be sent.
 3. A change of SETTINGS can open every window, so it looks at every stream.
-4. After a reset, from either side, frames of that stream may still be on their way (`abandoned`). They are
-   dropped, their bytes credited to the connection, and HEADERS still go through HPACK, whose state belongs
-   to all.
-5. GOAWAY never reaches `h2`, in either direction: `h2` would close the connection with it, while its point
-   is that streams which run may finish. After the peer's GOAWAY no stream is opened; those above its last id
+4. After a reset, from either side, frames of that stream may still be on their way (`reset_ids`). They are
+   dropped, their bytes credited to the connection, and HEADERS still go through HPACK, whose state belongs to
+   all.
+5. GOAWAY never reaches `h2`, in either direction: `h2` would close the connection with it, while its point is
+   that streams which run may finish. After the peer's GOAWAY no stream is opened; those above its last id
    were never processed, and fail with StreamRefused.
-6. What a server reports of a stream (report.py) comes in a frame of the connection's, after the stream's end:
+6. A server's report on a stream (report.py) comes in a frame of the connection, after the stream's end:
    neither a window nor a reset holds it up.
-7. Whatever a peer can make us hold or do is bounded (limits.py). A breach raises ProtocolViolation out of
-   `receive`, with GOAWAY in the output; the owner sends that and closes.
+7. Everything that a peer can cause this end to hold or do is bounded (limits.py). A breach raises
+   ProtocolViolation out of `receive`, with GOAWAY in the output; the owner sends that and closes.
 
 Laws (tests/shared/http2): bytes written = bytes read; no window is negative;
 window + in flight + unread + uncredited = its size, for the connection and each stream;
@@ -35,14 +35,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import h2.events as events
 from h2.exceptions import ProtocolError
 
 from shared.http2 import frames, limits
+from shared.http2.config import ConnectionConfig
 from shared.http2.errors import (
     ConnectionLost,
     ErrorCode,
@@ -52,9 +51,12 @@ from shared.http2.errors import (
     StreamReset,
 )
 from shared.http2.fastpath import FastPath
+from shared.http2.floods import FloodBudgets
 from shared.http2.headers import HeaderList
+from shared.http2.owner import Owner
+from shared.http2.phase import MOVES, ConnectionPhase
 from shared.http2.plainpath import PlainPath
-from shared.http2.report import Report
+from shared.http2.report import AwaitedReports
 from shared.http2.state import ProtocolState
 from shared.http2.stream import Stream
 
@@ -63,80 +65,33 @@ LAST_ID_TO_OPEN: Final = frames.STREAM_ID_MAX - 2
 ENDS: Final = frames.END_STREAM | frames.END_HEADERS
 
 
-class Phase(Enum):
-    OPEN = "open"
-    RETIRING = "retiring"  # one side sent GOAWAY: what runs may finish, nothing new begins
-    CLOSED = "closed"
-
-
-PHASES: Final = {
-    Phase.OPEN: {Phase.RETIRING, Phase.CLOSED},
-    Phase.RETIRING: {Phase.CLOSED},
-    Phase.CLOSED: set[Phase](),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionConfig:
-    fast: bool = True  # streams beside h2 (fastpath.py) or through it (plainpath.py)
-    stream_window_len: int = limits.STREAM_WINDOW_LEN
-    connection_window_len: int = limits.CONNECTION_WINDOW_LEN
-    streams_max: int = limits.STREAMS_MAX  # open at once; a client's may be less, if the server says so
-
-    def __post_init__(self) -> None:
-        assert limits.INITIAL_WINDOW_LEN <= self.connection_window_len <= limits.WINDOW_LEN_MAX
-        assert 0 < self.stream_window_len <= limits.WINDOW_LEN_MAX
-
-
-class Owner(Protocol):
-    """Who is told. Called from within `receive` and the streams' methods; must not await or call back."""
-
-    def output_ready(self) -> None:
-        """The output was empty and is not any more."""
-
-    def stream_opened(self, stream: Stream) -> None:
-        """A server's: a request's header list came."""
-
-    def stream_closed(self, stream: Stream) -> None:
-        """Both sides are done with it, or `stream.error` says why it ended early."""
-
-    def peer_changed(self) -> None:
-        """By SETTINGS or GOAWAY: how many streams may be opened is another number now."""
-
-
 class Connection:
     def __init__(
         self, owner: Owner, *, client: bool, config: ConnectionConfig, now: Callable[[], float]
     ) -> None:
         self.client = client
         self.config = config
-        self.phase = Phase.OPEN
+        self.phase = ConnectionPhase.OPEN
         self.streams: dict[int, Stream] = {}
         self.paused = False  # the transport is full
         self.greeted = False  # the peer's SETTINGS came
-        self.receives = 0  # a sign of life
+        self.receives = 0  # the number of calls of `receive`, a sign of life
         self.error: ConnectionLost | None = None  # why it closed
         self.credit_at = max(1, config.stream_window_len // 2)
-        self.handing_over: list[Stream] = []  # whose readers take what came in this turn
-        self.abandoned: dict[int, None] = {}  # ids closed by a reset, oldest first
-        self._awaited: dict[int, Report] = {}  # by id, of streams that were reset, oldest first
-        self._takes_reports = False  # as the peer's SETTINGS say
+        self.to_flush: list[Stream] = []  # streams whose readers get this turn's bytes at its end
+        self.reset_ids: dict[int, None] = {}  # ids closed by a reset, oldest first
+        self._awaited = AwaitedReports()
+        self._takes_reports = False  # by the peer's SETTINGS
         self._owner = owner
         self._out = bytearray()
         self._backlog: deque[Stream] = deque()
-        self._opened_id = -1  # the last stream opened by us
-        self._accepted_id = 0  # and by the peer
-        self._allowed = 0  # streams open at once, by us, as the peer's SETTINGS say
-        self._announcing = False  # our first GOAWAY is on its way
+        self._opened_id = -1  # the last stream that this end has opened
+        self._accepted_id = 0  # the last stream that the peer has opened
+        self._allowed = 0  # the most streams of this end, by the peer's SETTINGS
+        self._announcing = False  # the first GOAWAY is on its way
         self._accept_max = frames.STREAM_ID_MAX  # streams above are refused
         self._splitter = frames.Splitter(b"" if client else frames.PREFACE)
-        self._budgets = {
-            frames.RST_STREAM: limits.Budget("resets", limits.RESETS, now),
-            frames.PING: limits.Budget("PINGs", limits.PINGS, now),
-            frames.SETTINGS: limits.Budget("SETTINGS", limits.SETTINGS_FRAMES, now),
-            frames.PRIORITY: limits.Budget("PRIORITYs", limits.PRIORITIES, now),
-        }
-        self._empty_frames = limits.Budget("empty frames", limits.EMPTY_FRAMES, now)
+        self._floods = FloodBudgets(now)
         self.h2 = ProtocolState(
             client=client,
             stream_window_len=config.stream_window_len,
@@ -145,39 +100,42 @@ class Connection:
         )
         self._out += self.h2.greeting
         self.path = FastPath(self) if config.fast else PlainPath(self)
-        self._takers: dict[int, frames.Taker] = {**self.path.takers, frames.GOAWAY: self._take_goaway}
+        self._frame_handlers: dict[int, frames.FrameHandler] = {
+            **self.path.frame_handlers,
+            frames.GOAWAY: self._on_goaway,
+        }
         if client:
-            self._takers[frames.REPORT] = self._take_report
+            self._frame_handlers[frames.REPORT] = self._on_report
         ignored = dict.fromkeys((frames.WINDOW_UPDATE, frames.RST_STREAM), frames.ignore)
-        self._takers_of_abandoned = {**self._takers, **ignored, frames.DATA: self._drop_data}
-        self._handlers: dict[type[events.Event], Callable[[Any], None]] = {
+        self._frame_handlers_of_reset = {**self._frame_handlers, **ignored, frames.DATA: self._drop_data}
+        self._event_handlers: dict[type[events.Event], Callable[[Any], None]] = {
             events.RemoteSettingsChanged: self._on_settings,
             events.PingAckReceived: self._on_pong,
-            **self.path.handlers,
+            **self.path.event_handlers,
         }
 
     # -- what the owner asks ------------------------------------------------------------------
 
     @property
     def streams_room(self) -> int:
-        """How many more streams may be opened by us."""
-        if self.phase is not Phase.OPEN or self._opened_id >= LAST_ID_TO_OPEN:
+        """The number of streams that this end may open now."""
+        if self.phase is not ConnectionPhase.OPEN or self._opened_id >= LAST_ID_TO_OPEN:
             return 0
         return self._allowed - len(self.streams)
 
     @property
     def may_close(self) -> bool:
-        """It retires, nothing runs, and nothing that we promised to serve is on its way."""
-        return self.phase is Phase.RETIRING and not self.streams and not self._announcing
+        """Whether the connection retires, no stream runs, and no announced stream is still on its way."""
+        return self.phase is ConnectionPhase.RETIRING and not self.streams and not self._announcing
 
     @property
     def awaits_reports(self) -> bool:
-        """A client's: whether the server has yet to say what became of a stream that is over."""
-        return any(report.is_due for report in self._awaited.values())
+        """Whether the server has yet to report on a stream that is over. False at a server."""
+        return self._awaited.are_due
 
     @property
     def unfinished(self) -> bool:
-        """The peer has begun a frame or a header block and not ended it."""
+        """Whether the peer has begun a frame or a header block and not ended it."""
         return self._splitter.unfinished
 
     @property
@@ -190,7 +148,7 @@ class Connection:
         return data
 
     def pump(self) -> None:
-        """Frames what waits in the backlog, a frame for each stream in turn, as far as may be sent."""
+        """Frame what waits in the backlog, a frame for each stream in turn, as far as may be sent."""
         backlog, path = self._backlog, self.path
         while backlog and not self.full and path.connection_room > 0:
             stream = backlog.popleft()
@@ -215,9 +173,10 @@ class Connection:
         return self.paused or len(self._out) >= limits.OUT_LEN_SOFT
 
     def open(self, head: HeaderList, *, end: bool) -> Stream:
-        """A client's: sends a request's header list. Asserts that there is room for a stream."""
+        """Open a stream with a request's header list, at a client. Asserts that there is room for a
+        stream."""
         assert self.client
-        assert self.phase is Phase.OPEN
+        assert self.phase is ConnectionPhase.OPEN
         assert len(self.streams) < self._allowed
         self._opened_id += 2
         stream = Stream(self._opened_id, self)
@@ -230,7 +189,7 @@ class Connection:
         return stream
 
     def respond(self, stream: Stream, head: HeaderList, *, end: bool) -> None:
-        """A server's: sends a response's header list."""
+        """Send a response's header list, at a server. Raises the stream's error if it has failed."""
         if stream.error is not None:
             raise stream.error.copy()
         self.path.send_head(stream, head, end=end)
@@ -238,13 +197,13 @@ class Connection:
             self._ended(stream)
 
     def inform(self, stream: Stream, status: bytes) -> None:
-        """A server's: an interim response (1xx)."""
+        """Send an interim response (1xx), at a server."""
         if stream.error is None:
             self.path.send_head(stream, [(b":status", status)], end=False)
 
     def report(self, stream_id: int, payload: bytes) -> None:
-        """A server's: its last words on a stream, open or not, if the peer takes such."""
-        if self._takes_reports and self.phase is not Phase.CLOSED:
+        """Send the report on a stream, open or not, at a server, if the peer takes reports."""
+        if self._takes_reports and self.phase is not ConnectionPhase.CLOSED:
             self.put(frames.report(stream_id, payload))
 
     def ping(self, data: bytes) -> None:
@@ -252,29 +211,29 @@ class Connection:
         self.collect()
 
     def retire(self) -> None:
-        """The first of two GOAWAYs: announces the end, and accepts what is on its way.
+        """Send the first of two GOAWAYs, which announces the end and accepts streams that are on their way.
 
-        The PING tells when the peer has heard of it; `_on_pong` then sends the second, which names the last
-        stream that is served.
+        The PING after it comes back when the peer has received the GOAWAY; `_on_pong` then sends the second,
+        which names the last stream that is served.
         """
-        if self.phase is Phase.OPEN:
-            self._move(Phase.RETIRING)
+        if self.phase is ConnectionPhase.OPEN:
+            self._move(ConnectionPhase.RETIRING)
             self._announcing = True
             self.put(frames.goaway(frames.STREAM_ID_MAX, ErrorCode.NO_ERROR))
             self.ping(DRAIN_PING)
 
     def close(self, error: ConnectionLost, code: ErrorCode = ErrorCode.NO_ERROR) -> None:
-        """GOAWAY, and every stream fails."""
-        if self.phase is Phase.CLOSED:
+        """Send GOAWAY, and fail every stream."""
+        if self.phase is ConnectionPhase.CLOSED:
             return
         self.put(frames.goaway(self._accepted_id, code))
         self.lost(error)
 
     def lost(self, error: ConnectionLost) -> None:
-        """The bytes stop here."""
-        if self.phase is Phase.CLOSED:
+        """Close without sending: fail every stream, and await no more reports."""
+        if self.phase is ConnectionPhase.CLOSED:
             return
-        self._move(Phase.CLOSED)
+        self._move(ConnectionPhase.CLOSED)
         self.error = error
         self._backlog.clear()
         streams = list(self.streams.values())
@@ -282,19 +241,18 @@ class Connection:
         for stream in streams:
             stream.fail(error)
             self._owner.stream_closed(stream)
-        for report in self._awaited.values():
-            report.deliver(None)
-        self._awaited.clear()
+        self._awaited.give_up()
         self._owner.peer_changed()
 
-    def _move(self, phase: Phase) -> None:
-        assert phase in PHASES[self.phase], f"{self.phase} -> {phase}"
+    def _move(self, phase: ConnectionPhase) -> None:
+        assert phase in MOVES[self.phase], f"{self.phase} -> {phase}"
         self.phase = phase
 
     # -- what streams ask ---------------------------------------------------------------------
 
     def send(self, stream: Stream, data: bytes | memoryview, *, end: bool = False) -> memoryview | None:
-        """Frames as much of `data` as may go now; returns the rest, if any. `end` as in `Stream.offer`."""
+        """Frame as much of `data` as may go now. Returns the rest, or None. `end` as in
+        `Stream.write_nowait`."""
         path = self.path
         length = len(data)
         if length <= limits.FRAME_LEN_MAX and not self.full and length <= path.send_room(stream):
@@ -313,7 +271,7 @@ class Connection:
         return rest or None
 
     def enqueue(self, stream: Stream) -> None:
-        """Its turn comes once its own window is open."""
+        """Put a stream that has pending bytes into the backlog, if its own window is open."""
         if stream.pending is not None and not stream.queued and self.path.stream_room(stream) > 0:
             stream.queued = True
             self._backlog.append(stream)
@@ -324,7 +282,7 @@ class Connection:
 
     def reset(self, stream: Stream, error: StreamFailed, code: ErrorCode) -> None:
         self.path.reset(stream, code)
-        self._abandon(stream, error)
+        self._close_by_reset(stream, error)
 
     def credit_stream(self, stream: Stream, length: int) -> None:
         self.path.credit_stream(stream, length)
@@ -337,26 +295,27 @@ class Connection:
         self._out += data
 
     def collect(self) -> None:
-        """Moves what h2 wrote behind what is there already, so that the order of calls is kept."""
+        """Move the bytes that h2 wrote behind those that are there already, so that the order of calls is
+        kept."""
         if data := self.h2.data_to_send():
             self.put(data)
 
-    def punish(self, stream: Stream, error: StreamFailed, code: ErrorCode) -> None:
-        """A reset that the peer brought about, and pays for."""
-        self.spend_reset()
+    def reset_and_charge(self, stream: Stream, error: StreamFailed, code: ErrorCode) -> None:
+        """Reset a stream because of what the peer sent, and charge the reset to the peer's budget."""
+        self.charge_reset()
         self.reset(stream, error, code)
 
-    def spend_reset(self) -> None:
-        self._budgets[frames.RST_STREAM].spend()
+    def charge_reset(self) -> None:
+        self._floods.by_type[frames.RST_STREAM].spend()
 
     def check_known(self, stream_id: int) -> None:
-        """Raises ProtocolViolation unless somebody opened this stream."""
+        """Raises ProtocolViolation if this stream was never opened."""
         if stream_id % 2 != 1 or stream_id > max(self._opened_id, self._accepted_id):
             raise ProtocolViolation(ErrorCode.PROTOCOL_ERROR, f"a frame of stream {stream_id}, which is idle")
 
     def check_opening(self, stream_id: int) -> None:
         """Raises ProtocolViolation unless HEADERS may come: the stream is new, open, or was reset."""
-        if stream_id in self.streams or stream_id in self.abandoned:
+        if stream_id in self.streams or stream_id in self.reset_ids:
             return
         if self.client or stream_id % 2 != 1 or stream_id <= self._accepted_id:
             raise ProtocolViolation(ErrorCode.PROTOCOL_ERROR, f"HEADERS for stream {stream_id}")
@@ -368,7 +327,7 @@ class Connection:
         refuse = stream_id > self._accept_max or len(self.streams) >= self.config.streams_max
         self.streams[stream_id] = stream
         if refuse:
-            self.punish(stream, StreamRefused("draining or full"), ErrorCode.REFUSED_STREAM)
+            self.reset_and_charge(stream, StreamRefused("draining or full"), ErrorCode.REFUSED_STREAM)
             return
         stream.deliver_head(head)
         self._owner.stream_opened(stream)
@@ -379,45 +338,46 @@ class Connection:
 
     def received_reset(self, stream: Stream, code: int) -> None:
         if code == ErrorCode.REFUSED_STREAM:
-            self._abandon(stream, StreamRefused("refused by peer"))
+            self._close_by_reset(stream, StreamRefused("refused by peer"))
         else:
-            self._abandon(stream, StreamReset(code, by_peer=True))
+            self._close_by_reset(stream, StreamReset(code, by_peer=True))
 
-    def decline(self, stream: Stream) -> None:
-        """The peer had ended it, and sends more."""
+    def reset_half_closed(self, stream: Stream) -> None:
+        """Reset a stream on which the peer sends more after its END_STREAM."""
         code = ErrorCode.STREAM_CLOSED
-        self.punish(stream, StreamReset(code, by_peer=False), code)
+        self.reset_and_charge(stream, StreamReset(code, by_peer=False), code)
 
-    def received_stray(self, stream_id: int, length: int) -> bool:
-        """Whether DATA came for a stream that does not expect any more. It is told so."""
+    def received_unexpected_data(self, stream_id: int, length: int) -> bool:
+        """Answer DATA of a stream that expects none with RST_STREAM. Returns whether the DATA was such."""
         stream = self.streams.get(stream_id)
         if stream is not None and not stream.received_all:
             return False
         self.path.drop(length)
         if stream is not None:
-            self.decline(stream)
+            self.reset_half_closed(stream)
         else:
             self.check_known(stream_id)
-            self.spend_reset()
+            self.charge_reset()
             self.put(frames.rst_stream(stream_id, ErrorCode.STREAM_CLOSED))
         return True
 
     def was_reset(self, stream: Stream | None, code: int) -> None:
-        """By the path itself, since the peer broke a rule."""
-        self.spend_reset()
+        """Take note of a reset by the path itself, because the peer broke a rule."""
+        self.charge_reset()
         if stream is not None:
-            self._abandon(stream, StreamReset(code, by_peer=False))
+            self._close_by_reset(stream, StreamReset(code, by_peer=False))
 
     # -- what the peer sent -------------------------------------------------------------------
 
     def receive(self, data: bytes) -> None:
-        """Raises ProtocolViolation; GOAWAY is then in the output, and every stream has failed."""
-        if self.phase is Phase.CLOSED:
+        """Process what the peer sent. Raises ProtocolViolation; GOAWAY is then in the output, and every
+        stream has failed."""
+        if self.phase is ConnectionPhase.CLOSED:
             return
         self.receives += 1
         try:
             self._receive(data)
-            self._hand_over()
+            self._flush_to_readers()
             self.path.credit_connection()
             self.pump()
             if len(self._out) > limits.OUT_LEN_MAX:
@@ -428,16 +388,16 @@ class Connection:
             raise
 
     def _receive(self, data: bytes) -> None:
-        """`h2` is fed runs of frames that are as long as possible; a frame that we take ends a run."""
-        budgets, abandoned, takers = self._budgets, self.abandoned, self._takers
+        """Feed h2 runs of frames that are as long as possible; a frame with a handler of ours ends a run."""
+        budgets, reset_ids, frame_handlers = self._floods.by_type, self.reset_ids, self._frame_handlers
         data, whole = self._splitter.feed(data)
         fed = done = 0
         for kind, flags, stream_id, start, stop in whole:
             if kind in budgets:
                 budgets[kind].spend()
             elif kind > frames.CONTINUATION or (stop - start == frames.HEADER_LEN and not flags & ENDS):
-                self._empty_frames.spend()
-            take = (self._takers_of_abandoned if stream_id in abandoned else takers).get(kind)
+                self._floods.empty_frames.spend()
+            take = (self._frame_handlers_of_reset if stream_id in reset_ids else frame_handlers).get(kind)
             if take is not None:
                 if fed < start:
                     self.feed(data[fed:start])
@@ -446,22 +406,18 @@ class Connection:
         if fed < done:
             self.feed(data[fed:done])
 
-    def _hand_over(self) -> None:
-        """All that one stream was sent in a turn at once."""
-        for stream in self.handing_over:
-            stream.hand_over()
-        self.handing_over.clear()
+    def _flush_to_readers(self) -> None:
+        """Pass the bytes of this turn on to the readers, those of one stream as one piece."""
+        for stream in self.to_flush:
+            stream.flush_to_reader()
+        self.to_flush.clear()
 
-    def _take_goaway(self, _flags: int, _stream_id: int, payload: bytes) -> bool:
-        self._on_goaway(*frames.parse_goaway(payload))
-        return True
-
-    def _take_report(self, _flags: int, _stream_id: int, payload: bytes) -> bool:
-        stream_id, said = frames.parse_report(payload)
+    def _on_report(self, _flags: int, _stream_id: int, payload: bytes) -> bool:
+        stream_id, report_payload = frames.parse_report(payload)
         stream = self.streams.get(stream_id)
-        report = self._awaited.pop(stream_id, None) if stream is None else stream.report
+        report = self._awaited.pop(stream_id) if stream is None else stream.report
         if report is not None:
-            report.deliver(said)
+            report.deliver(report_payload)
         return True
 
     def _drop_data(self, _flags: int, _stream_id: int, payload: bytes) -> bool:
@@ -475,7 +431,7 @@ class Connection:
             raise ProtocolViolation(ErrorCode(error.error_code), str(error)) from error
         self.collect()
         for event in happened:
-            if (handle := self._handlers.get(type(event))) is not None:
+            if (handle := self._event_handlers.get(type(event))) is not None:
                 handle(event)
 
     def _on_settings(self, event: events.RemoteSettingsChanged) -> None:
@@ -488,24 +444,26 @@ class Connection:
         self._owner.peer_changed()
 
     def _on_pong(self, event: events.PingAckReceived) -> None:
-        if event.ping_data == DRAIN_PING and self._announcing and self.phase is Phase.RETIRING:
+        if event.ping_data == DRAIN_PING and self._announcing and self.phase is ConnectionPhase.RETIRING:
             self._announcing = False
             self._accept_max = self._accepted_id
             self.put(frames.goaway(self._accept_max, ErrorCode.NO_ERROR))
             self._owner.peer_changed()
 
-    def _on_goaway(self, last_stream_id: int, code: int) -> None:
-        if self.phase is Phase.OPEN:
-            self._move(Phase.RETIRING)
+    def _on_goaway(self, _flags: int, _stream_id: int, payload: bytes) -> bool:
+        last_stream_id, code = frames.parse_goaway(payload)
+        if self.phase is ConnectionPhase.OPEN:
+            self._move(ConnectionPhase.RETIRING)
         if self.client:
             for stream in [stream for stream in self.streams.values() if stream.id > last_stream_id]:
                 self.reset(stream, StreamRefused(f"GOAWAY {code}: not processed"), ErrorCode.CANCEL)
         self._owner.peer_changed()
+        return True
 
     # -- the end of a stream ------------------------------------------------------------------
 
     def _ended(self, stream: Stream) -> None:
-        """We have."""
+        """Record that this end has sent END_STREAM."""
         stream.sent_all = True
         self._close_if_done(stream)
 
@@ -515,10 +473,10 @@ class Connection:
             self.path.closed(stream)
             self._owner.stream_closed(stream)
 
-    def _abandon(self, stream: Stream, error: StreamFailed) -> None:
-        self.abandoned[stream.id] = None
-        if len(self.abandoned) > limits.ABANDONED_MAX:
-            del self.abandoned[next(iter(self.abandoned))]
+    def _close_by_reset(self, stream: Stream, error: StreamFailed) -> None:
+        self.reset_ids[stream.id] = None
+        if len(self.reset_ids) > limits.RESET_IDS_MAX:
+            del self.reset_ids[next(iter(self.reset_ids))]
         del self.streams[stream.id]
         if not isinstance(error, StreamRefused):
             self._await_report(stream)
@@ -527,9 +485,6 @@ class Connection:
         self._owner.stream_closed(stream)
 
     def _await_report(self, stream: Stream) -> None:
-        """The stream is over, and what the server says of it is still to come. A server that takes reports
-        sends them too."""
-        if self._takes_reports and stream.report is not None and stream.report.expect():
-            self._awaited[stream.id] = stream.report
-            if len(self._awaited) > limits.ABANDONED_MAX:
-                self._awaited.pop(next(iter(self._awaited))).deliver(None)
+        """Await the server's report on a stream that is over, if the server takes, and so sends, reports."""
+        if self._takes_reports and stream.report is not None:
+            self._awaited.expect(stream.id, stream.report)

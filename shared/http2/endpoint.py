@@ -5,7 +5,7 @@ the transport takes more and streams have more.
 
 The watch is one task per connection. It ends a connection whose peer
 
-- has not greeted us within `greeting_timeout_s`,
+- has not sent its SETTINGS within `greeting_timeout_s`,
 - leaves a PING unanswered for `ping_timeout_s` and sends nothing else either,
 - leaves a frame or header block unfinished for a whole `ping_interval_s`,
 - or has had no stream for `idle_timeout_s`.
@@ -14,31 +14,18 @@ The watch is one task per connection. It ends a connection whose peer
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from typing import Final, cast
+from typing import cast
 
 from shared.clock import Clock
-from shared.http2.connection import Connection, ConnectionConfig, Phase
+from shared.http2.config import ConnectionConfig, WatchConfig
+from shared.http2.connection import Connection
 from shared.http2.errors import ConnectionLost, ErrorCode, ProtocolViolation
+from shared.http2.phase import ConnectionPhase
 from shared.http2.stream import Stream
 
 
-@dataclass(frozen=True, slots=True)
-class WatchConfig:
-    greeting_timeout_s: float = 10.0
-    ping_interval_s: float = 10.0
-    ping_timeout_s: float = 5.0
-    idle_timeout_s: float = 300.0
-
-    def __post_init__(self) -> None:
-        assert 0 < self.ping_timeout_s <= self.ping_interval_s <= self.idle_timeout_s
-
-
-WATCH: Final = WatchConfig()
-
-
-class Endpoint(asyncio.Protocol):
-    """One end of one connection. Subclasses say what a stream is for."""
+class ConnectionEndpoint(asyncio.Protocol):
+    """One end of one connection. A subclass decides what to do with a stream."""
 
     def __init__(self, *, client: bool, config: ConnectionConfig, watch: WatchConfig, clock: Clock) -> None:
         self._watch_config = watch
@@ -53,7 +40,7 @@ class Endpoint(asyncio.Protocol):
     # -- asyncio.Protocol ---------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass
         self._watching = self._loop.create_task(self._watch())
         self._flush()
 
@@ -80,7 +67,7 @@ class Endpoint(asyncio.Protocol):
         self.connection.pump()
         self._flush()
 
-    # -- connection.Owner ---------------------------------------------------------------------
+    # -- owner.Owner --------------------------------------------------------------------------
 
     def output_ready(self) -> None:
         if not self._flush_due:
@@ -92,27 +79,27 @@ class Endpoint(asyncio.Protocol):
 
     def stream_closed(self, stream: Stream) -> None:
         self._idle_since_s = self._clock.monotonic()
-        if self.connection.phase is Phase.RETIRING:
+        if self.connection.phase is ConnectionPhase.RETIRING:
             self._loop.call_soon(self.close_if_done)
 
     def peer_changed(self) -> None:
-        if self.connection.phase is Phase.RETIRING:
+        if self.connection.phase is ConnectionPhase.RETIRING:
             self._loop.call_soon(self.close_if_done)
 
     # -- ending -------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
-        """Somebody still needs this connection."""
+        """Whether the connection is still needed."""
         return bool(self.connection.streams)
 
     def close(self, reason: str, code: ErrorCode = ErrorCode.NO_ERROR) -> None:
-        """GOAWAY; streams that are open fail."""
+        """Send GOAWAY, fail the open streams, and close the connection."""
         self.connection.close(ConnectionLost(reason), code)
         self._hang_up()
 
     def close_if_done(self) -> None:
-        """A connection that retires goes when its last stream has gone."""
+        """Close a retiring connection if its last stream has ended."""
         if self.connection.may_close and not self.busy:
             self.close("retired")
 
@@ -122,7 +109,7 @@ class Endpoint(asyncio.Protocol):
             self._transport.abort()
 
     def _hang_up(self) -> None:
-        """What was framed is still sent, to a peer that reads."""
+        """Write what was framed, and close the connection after it."""
         self._flush()
         if self._transport is not None:
             self._transport.close()
@@ -144,7 +131,7 @@ class Endpoint(asyncio.Protocol):
         if not connection.greeted:
             self._fail("the peer sent no SETTINGS in time")
         beat = 0
-        while connection.phase is not Phase.CLOSED:
+        while connection.phase is not ConnectionPhase.CLOSED:
             beat += 1
             unfinished = connection.unfinished and connection.frames_whole
             heard = connection.receives
@@ -159,4 +146,4 @@ class Endpoint(asyncio.Protocol):
                 self.close("idle")
         await self._clock.sleep(config.ping_timeout_s)
         if self._transport is not None:
-            self._transport.abort()  # it was closed, and the peer does not read the rest
+            self._transport.abort()  # it was closed, but the peer does not read the rest

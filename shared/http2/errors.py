@@ -1,4 +1,4 @@
-"""What can go wrong on an HTTP/2 connection, before either end maps it to its own errors."""
+"""The errors of an HTTP/2 connection, before either end maps them to its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Self
 
 
 class ErrorCode(IntEnum):
-    """RFC 9113, section 7."""
+    """The error codes of RFC 9113, section 7."""
 
     NO_ERROR = 0x0
     PROTOCOL_ERROR = 0x1
@@ -26,7 +26,7 @@ class ErrorCode(IntEnum):
 
 
 def code_name(code: int) -> str:
-    """`CANCEL`, or `0x2a` for one that the RFC does not know."""
+    """The name of an error code, such as `CANCEL`, or `0x2a` for one that the RFC does not define."""
     try:
         return ErrorCode(code).name
     except ValueError:
@@ -34,11 +34,11 @@ def code_name(code: int) -> str:
 
 
 class Http2Error(Exception):
-    """Base of everything below."""
+    """The base of this module's errors."""
 
 
 class ProtocolViolation(Http2Error):
-    """The peer broke a rule or a limit of ours. It is told so by GOAWAY, and the connection ends."""
+    """The peer broke a rule or exceeded a limit. GOAWAY is sent with the code, and the connection ends."""
 
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(f"{code.name}: {message}")
@@ -46,7 +46,7 @@ class ProtocolViolation(Http2Error):
 
 
 class StreamFailed(Http2Error):
-    """Base: this stream carries nothing more, though a message on it was not complete."""
+    """The base of a stream's errors: it carries nothing more, though a message on it was not complete."""
 
     def copy(self) -> Self:
         """An equal error, to be raised. A stream never raises the one that it keeps: its traceback would
@@ -57,7 +57,7 @@ class StreamFailed(Http2Error):
 
 
 class StreamReset(StreamFailed):
-    """RST_STREAM, from the peer or from us."""
+    """A RST_STREAM, from the peer or from this end."""
 
     def __init__(self, code: int, *, by_peer: bool) -> None:
         super().__init__(f"stream reset by {'peer' if by_peer else 'us'}: {code_name(code)}")
@@ -66,7 +66,7 @@ class StreamReset(StreamFailed):
 
 
 class StreamRefused(StreamFailed):
-    """The peer says that it did nothing for this stream: it may be repeated elsewhere."""
+    """The peer did not process this stream: the request may be repeated elsewhere."""
 
 
 class ConnectionLost(StreamFailed):

@@ -1,4 +1,4 @@
-"""Frames as bytes: where they begin and end, and the few that we build by hand.
+"""Frames as bytes: splitting a byte stream into frames, and building the few that `h2` does not build.
 
 `h2` parses and judges frames. It is fed through a `Splitter` because three things must happen before
 it sees them: a frame that is too long is refused by its header, before it is buffered; GOAWAY is kept
@@ -31,7 +31,7 @@ GOAWAY: Final = 0x7
 WINDOW_UPDATE: Final = 0x8
 CONTINUATION: Final = 0x9
 REPORT: Final = 0xF1
-"""An extension of ours (RFC 9113, 5.5), on stream 0: the id of a stream, and what the server says of it when
+"""A frame type of ours (RFC 9113, 5.5), on stream 0: the id of a stream, and the server's report on it when
 its handler has ended. Sent only to a peer whose SETTINGS have `TAKES_REPORTS`."""
 TAKES_REPORTS: Final = 0xF1F1
 
@@ -46,9 +46,10 @@ _SETTING: Final = struct.Struct(">HL")
 _TWO_WORDS: Final = struct.Struct(">LL")
 
 Frame = tuple[int, int, int, int, int]
-"""type, flags, stream id, offset of its header, offset after its payload."""
-Taker = Callable[[int, int, bytes], bool]
-"""Of a frame's flags, stream id and payload. Returns whether it is dealt with: h2 must not see it then."""
+"""Type, flags, stream id, offset of the header, offset behind the payload."""
+FrameHandler = Callable[[int, int, bytes], bool]
+"""A handler of one frame, with its flags, stream id and payload. It returns True when h2 must not see the
+frame."""
 
 
 def frame(kind: int, flags: int, stream_id: int, payload: bytes) -> bytes:
@@ -73,7 +74,7 @@ def settings(values: dict[int, int]) -> bytes:
 
 
 def ignore(_flags: int, _stream_id: int, _payload: bytes) -> bool:
-    """A `Taker`."""
+    """A `FrameHandler` that drops the frame."""
     return True
 
 
@@ -86,14 +87,14 @@ def report(stream_id: int, payload: bytes) -> bytes:
 
 
 def parse_report(payload: bytes) -> tuple[int, bytes]:
-    """Stream id and what is said of the stream."""
+    """The stream id and the payload of a REPORT. Raises ProtocolViolation."""
     if len(payload) < 4:
         raise ProtocolViolation(ErrorCode.FRAME_SIZE_ERROR, "REPORT is too short")
     return int.from_bytes(payload[:4], "big"), payload[4:]
 
 
 def unpadded(payload: bytes, flags: int) -> bytes:
-    """DATA's or HEADERS' payload without padding (RFC 9113, 6.1)."""
+    """The payload of DATA or HEADERS without padding (RFC 9113, 6.1). Raises ProtocolViolation."""
     if not flags & PADDED:
         return payload
     if not payload:
@@ -104,7 +105,7 @@ def unpadded(payload: bytes, flags: int) -> bytes:
 
 
 def header_fragment(payload: bytes, flags: int, stream_id: int) -> bytes:
-    """What HEADERS brings of a header block (RFC 9113, 6.2)."""
+    """The part of a header block in HEADERS (RFC 9113, 6.2). Raises ProtocolViolation."""
     payload = unpadded(payload, flags)
     if not flags & PRIORITIZED:
         return payload
@@ -116,7 +117,7 @@ def header_fragment(payload: bytes, flags: int, stream_id: int) -> bytes:
 
 
 def parse_goaway(payload: bytes) -> tuple[int, int]:
-    """Last stream id and error code."""
+    """The last stream id and the error code of a GOAWAY. Raises ProtocolViolation."""
     if len(payload) < _TWO_WORDS.size:
         raise ProtocolViolation(ErrorCode.FRAME_SIZE_ERROR, "GOAWAY is too short")
     last_stream_id, code = _TWO_WORDS.unpack_from(payload)
@@ -144,11 +145,12 @@ class Splitter:
 
     @property
     def unfinished(self) -> bool:
-        """The peer owes us the rest of something."""
+        """Whether the peer has begun the preface, a frame or a header block and not ended it."""
         return bool(self._partial or self._preface or self._block_stream)
 
     def feed(self, data: bytes) -> tuple[bytes, list[Frame]]:
-        """The bytes to which the offsets of the frames refer, and the whole frames in them."""
+        """Split what was received. Returns the bytes that the frames' offsets refer to, and the whole
+        frames."""
         if self._partial:
             data = self._partial + data
         if self._preface:

@@ -1,10 +1,11 @@
 """Header lists, between HTTP/2's rules and what the two ends use.
 
-Ours are checked before they reach HPACK: a header that is found wrong half way through an encoded list leaves
-the compression state of the connection different at its two ends.
+Lists to send are checked before they reach HPACK: a bad header that is found half way through an encoded list
+leaves the compression state of the connection different at its two ends.
 
-The peer's are checked by RFC 9113, 8.2 and 8.3, when they come. A list is checked as a whole, not header by
-header: names are joined by line ends, and so are values, as neither may hold one. That costs a tenth.
+Received lists are checked by RFC 9113, 8.2 and 8.3, when they come. A list is checked as a whole, not header
+by header: names are joined by line ends, and so are values, as neither may hold one. That takes a tenth of
+the time.
 """
 
 from __future__ import annotations
@@ -24,24 +25,28 @@ CONNECTION_SPECIFIC: Final = frozenset(
     [b"connection", b"host", b"http2-settings", b"keep-alive", b"proxy-connection", b"te",
      b"transfer-encoding", b"upgrade"]
 )  # fmt: skip
-"""RFC 9113, 8.2.2: meant for one HTTP/1.1 connection; `host` travels as `:authority`."""
+"""Headers for one HTTP/1.1 connection (RFC 9113, 8.2.2), which are not sent. `host` travels as
+`:authority`."""
 
-CONTENT_LENGTH_DIGITS: Final = 18  # more than anybody sends, and an int of one word
+CONTENT_LENGTH_DIGITS: Final = 18  # an integer of one word, far above any real length
 SENT_NAMES_MAX: Final = 256
 RECEIVED_NAMES_MAX: Final = 256
-"""Lists of names that are kept, each no longer than a header list may be."""
+"""Lists of names whose check is cached, each no longer than a header list may be."""
 _NAME: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
 _NO_VALUE: Final = re.compile(rb"[\0\r\n]")
 
 
 class BadHeader(Http2Error):
-    """A header of ours that HTTP/2 cannot carry. The value is not shown: it may be a secret."""
+    """A header to send that HTTP/2 cannot carry. The value is not shown: it may be a secret."""
 
 
 def header_list(pseudo: HeaderList, pairs: Sequence[tuple[bytes, bytes]]) -> HeaderList:
-    """`pseudo`, and `pairs` lower-cased, stripped, without what belongs to HTTP/1.1 alone; a Host among them
-    overrules an `:authority`, which is the last of `pseudo`. Raises BadHeader, also for a list so large that
-    the peer might end the connection for it."""
+    """The header list of a message: `pseudo`, then `pairs` in lower case, stripped and without HTTP/1.1's own
+    headers.
+
+    A Host in `pairs` replaces an `:authority`, the last of `pseudo`. Raises BadHeader, also for a list so
+    large that the peer might end the connection for it.
+    """
     head = pseudo
     if pairs:
         raw_names, values = zip(*pairs, strict=True)
@@ -62,8 +67,10 @@ def header_list(pseudo: HeaderList, pairs: Sequence[tuple[bytes, bytes]]) -> Hea
 
 @lru_cache(maxsize=SENT_NAMES_MAX)
 def _sent_names(raw_names: tuple[bytes, ...]) -> tuple[tuple[bytes | None, ...], int | None]:
-    """Of a list's names, which are the same for most messages: as they are sent, None for what belongs to
-    HTTP/1.1 alone; and which is the first Host. Raises BadHeader."""
+    """The names as they are sent, with None for HTTP/1.1's own; and the index of the first Host, or None.
+
+    Cached, because most messages have the same names. Raises BadHeader.
+    """
     names = tuple(name.lower() for name in raw_names)
     for name, raw_name in zip(names, raw_names, strict=True):
         if not _NAME.fullmatch(name):
@@ -72,13 +79,13 @@ def _sent_names(raw_names: tuple[bytes, ...]) -> tuple[tuple[bytes | None, ...],
     return tuple(None if name in CONNECTION_SPECIFIC else name for name in names), host_at
 
 
-# -- the peer's -----------------------------------------------------------------------------------
+# -- received lists -------------------------------------------------------------------------------
 
 _CONNECTION_FIELDS: Final = frozenset(
     [b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"]
 )
 _NAMES: Final = re.compile(rb"((?::[a-z]+\n)*)(?:[!-9;-@\[-~]+\n)*")
-"""Pseudo-headers first, then visible ASCII without capitals and colons."""
+"""A list's names: pseudo-headers first, then visible ASCII without capitals and colons."""
 
 
 def _orders(*names: bytes) -> set[bytes]:
@@ -93,12 +100,12 @@ _REQUEST: Final = _orders(b":method", b":scheme", b":path") | _orders(
 
 
 def _malformed(what: str) -> ProtocolViolation:
-    """Names and values are not shown: they may be secrets."""
+    """The error of a malformed message. Names and values are not shown: they may be secrets."""
     return ProtocolViolation(ErrorCode.PROTOCOL_ERROR, f"malformed message: {what}")
 
 
 def _screened(head: HeaderList) -> bytes:
-    """The pseudo-headers' names. Raises ProtocolViolation."""
+    """Check a received list. Returns the names of its pseudo-headers. Raises ProtocolViolation."""
     if not head:
         return b""
     names, values = zip(*head, strict=True)
@@ -117,8 +124,11 @@ def _screened(head: HeaderList) -> bytes:
 
 @lru_cache(maxsize=RECEIVED_NAMES_MAX)
 def _judged(names: tuple[bytes, ...]) -> tuple[bytes, str, bool]:
-    """Of a list's names, which are the same for most messages: the pseudo-headers, what is wrong, and
-    whether TE is among them."""
+    """The names of the pseudo-headers, what is wrong with the list's names (empty if nothing), and whether TE
+    is among them.
+
+    Cached, because most messages have the same names.
+    """
     listed = b"%b\n" % b"\n".join(names)
     matched = _NAMES.fullmatch(listed)
     if matched is None or listed.count(b"\n") != len(names):
@@ -128,7 +138,7 @@ def _judged(names: tuple[bytes, ...]) -> tuple[bytes, str, bool]:
 
 
 def check_request(head: HeaderList) -> None:
-    """Raises ProtocolViolation."""
+    """Check a request's header list. Raises ProtocolViolation."""
     pseudo, values = _screened(head), dict(head)
     if pseudo not in (_CONNECT if values.get(b":method") == b"CONNECT" else _REQUEST):
         raise _malformed("a request's pseudo-headers")
@@ -143,7 +153,7 @@ def check_request(head: HeaderList) -> None:
 
 
 def check_response(head: HeaderList) -> bool:
-    """Whether it is an interim one. Raises ProtocolViolation."""
+    """Check a response's header list. Returns whether it is an interim response. Raises ProtocolViolation."""
     if _screened(head) != _STATUS:
         raise _malformed("a response's pseudo-headers")
     return check_status(head)
@@ -157,13 +167,13 @@ def check_status(head: HeaderList) -> bool:
 
 
 def check_trailers(head: HeaderList) -> None:
-    """Raises ProtocolViolation."""
+    """Check the header list of trailers. Raises ProtocolViolation."""
     if _screened(head):
         raise _malformed("pseudo-headers in trailers")
 
 
 def content_length(head: HeaderList) -> int | None:
-    """What the message declares, if anything. Raises ProtocolViolation."""
+    """The declared length of the message; None when it declares none. Raises ProtocolViolation."""
     declared: bytes | None = None
     for name, value in head:
         if name == b"content-length":
@@ -174,7 +184,8 @@ def content_length(head: HeaderList) -> int | None:
 
 
 class Headers(Mapping[str, str]):
-    """What the peer sent, by name without regard to case. Repeated fields are joined (RFC 9110, 5.3)."""
+    """A received header list without pseudo-headers, by name without regard to case. Repeated fields are
+    joined (RFC 9110, 5.3)."""
 
     __slots__ = ("_values",)
 
@@ -186,7 +197,7 @@ class Headers(Mapping[str, str]):
             values.setdefault(b"host", values[b":authority"])
         for name in _PSEUDO:
             values.pop(name, None)
-        self._values = values  # as they came: of a message's headers few are looked at
+        self._values = values  # decoded when looked up, as few of them are
 
     def __getitem__(self, name: str) -> str:
         return self._values[name.lower().encode()].decode("latin-1")

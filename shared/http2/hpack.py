@@ -2,13 +2,12 @@
 
 Encoding. The encoder of the `hpack` package enters every header into a table that both ends keep, and
 Huffman-codes it. On this hop most headers are ids that never come again: they push the few that do out of the
-table, are searched for in vain, and cost 40 us a request. Here every header is a literal that nobody
-remembers: 4 us, for some 200 bytes more on the wire, and no state that two ends could disagree on.
+table, are searched for in vain, and cost 40 us a request. Here every header is a literal that enters no
+table: 4 us, for some 200 bytes more on the wire, and no state that two ends could disagree on.
 
-Decoding. A block like ours (fields of the static table, literals that are not to be remembered, no Huffman
-code) means the same whatever was sent before it, and changes nothing for what comes after: it is read here,
-for a fifth of the time. Any other block, and every one that is not well-formed, is for the `hpack` package,
-which keeps the table.
+Decoding. A block of fields of the static table and literals without indexing and Huffman code depends on no
+earlier block, and no later one depends on it: it is decoded here, in a fifth of the time. Any other block,
+and every one that is not well-formed, is left to the `hpack` package, which keeps the table.
 """
 
 from __future__ import annotations
@@ -31,26 +30,26 @@ _STATIC_FIELD_LEN_MAX: Final = max(len(name) + len(value) for name, value in _ST
 _INDEX_BITS: Final = 0x0F
 _LEN_BITS: Final = 0x7F
 _LENS: Final = bytes(range(_LEN_BITS))
-"""Lengths that take one byte, each at its own place."""
+"""Lengths that take one byte, each at its own index."""
 
 _NO_TABLE: Final = b"\x20"
-"""A change of the table's size, to zero. Said once, it fits every size that the peer may allow later."""
+"""A change of the table's size to zero. Sent once, it fits every size that the peer may allow later."""
 _INDEXED: Final = {pair: bytes([0x80 | at]) for at, pair in enumerate(_STATIC, 1) if pair[1]}
 _NAMED: Final = {name: at for at, (name, _) in reversed(list(enumerate(_STATIC, 1)))}
 
 
 class LiteralEncoder:
-    """What `h2` needs of an encoder."""
+    """An HPACK encoder without a table, with the interface that `h2` expects."""
 
     def __init__(self) -> None:
         self.header_table_size = 0
-        """Set by `h2` when the peer's SETTINGS say so; of no consequence."""
+        """Set by `h2` when the peer's SETTINGS say so; without effect."""
         self._opening = _NO_TABLE
 
     def encode(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
         parts, self._opening = [self._opening], b""
         for name, value in headers:
-            # of the fields that the static table holds whole, pseudo-headers alone are sent
+            # only pseudo-headers are ever equal to a whole field of the static table
             if name[:1] == b":" and (indexed := _INDEXED.get((name, value))) is not None:
                 parts.append(indexed)
             else:
@@ -60,7 +59,7 @@ class LiteralEncoder:
 
 
 _names: Final[dict[bytes, bytes]] = {}
-"""Names as they are encoded: there are few of them, and every message says them again."""
+"""A cache of encoded names: there are few of them, and every message has them."""
 
 
 def _learned(name: bytes) -> bytes:
@@ -76,7 +75,7 @@ def _len(length: int) -> bytes:
 
 
 def _integer(flags: int, prefix_len: int, value: int) -> bytes:
-    """RFC 7541, section 5.1. `flags` are the bits beside the prefix."""
+    """An integer by RFC 7541, section 5.1. `flags` are the bits beside the prefix."""
     most = (1 << prefix_len) - 1
     if value < most:
         return bytes((flags | value,))
@@ -89,7 +88,7 @@ def _integer(flags: int, prefix_len: int, value: int) -> bytes:
 
 
 class BlockDecoder:
-    """Raises ProtocolViolation."""
+    """An HPACK decoder. Raises ProtocolViolation for a block that cannot be decoded or is too large."""
 
     def __init__(self) -> None:
         self._hpack = Decoder(max_header_list_size=HEADER_LIST_LEN_MAX)
@@ -106,7 +105,7 @@ class BlockDecoder:
 
 
 def _stateless(block: bytes) -> HeaderList | None:
-    """The block's header list; None if it is not well-formed, is large, or depends on the table."""
+    """The block's header list. None if it is not well-formed, is large, or depends on the table."""
     head: HeaderList = []
     at, size = 0, len(block)
     try:
@@ -125,7 +124,7 @@ def _stateless(block: bytes) -> HeaderList | None:
             else:
                 name, at = _string(block, at)
             length = block[at]
-            if length < _LEN_BITS:  # as `_string`, which this is for most
+            if length < _LEN_BITS:  # `_string` inlined for short values
                 start, at = at + 1, at + 1 + length
                 value = block[start:at]
             else:
@@ -137,7 +136,7 @@ def _stateless(block: bytes) -> HeaderList | None:
 
 
 def _string(block: bytes, at: int) -> tuple[bytes, int]:
-    """One without Huffman code, and where it ends. Raises IndexError."""
+    """A string without Huffman code, and the offset behind it. Raises IndexError."""
     length = block[at]
     at += 1
     if length >= _LEN_BITS:
@@ -151,7 +150,8 @@ def _string(block: bytes, at: int) -> tuple[bytes, int]:
 
 
 def _continued(block: bytes, at: int, prefix: int) -> tuple[int, int]:
-    """A number that its prefix does not hold (RFC 7541, 5.1), and where it ends. Raises IndexError."""
+    """An integer that its prefix does not hold (RFC 7541, 5.1), and the offset behind it. Raises
+    IndexError."""
     low = block[at]
     if low < 0x80:
         return prefix + low, at + 1

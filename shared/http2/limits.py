@@ -1,11 +1,11 @@
-"""Every limit of the hop, and how they relate.
+"""The limits of the hop, and the relations between them.
 
 Buffered bytes: a stream holds at most STREAM_WINDOW_LEN unread bytes, because its window is credited
 only when its bytes are consumed; a connection therefore holds at most STREAMS_MAX x STREAM_WINDOW_LEN.
 The connection window is credited on arrival and bounds only what is on its way.
 
-Floods: frames that make us work though they carry no message are paid for from token buckets. Each
-bucket is far above what an honest peer needs and far below what hurts.
+Floods: frames that cause work though they carry no message are paid for from token buckets. Each bucket is
+far above what a well-behaved peer needs and far below what hurts.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ INITIAL_WINDOW_LEN: Final = 65_535  # RFC 9113, 6.9.2: what either end assumes b
 WINDOW_LEN_MAX: Final = 2**31 - 1
 
 OUT_LEN_SOFT: Final = 64 * KIB  # DATA waits above this many bytes that are not yet with the transport
-OUT_LEN_MAX: Final = 1 * MIB  # a peer that makes us answer and does not read is cut off above this
-ABANDONED_MAX: Final = 4 * STREAMS_MAX  # closed by a reset; frames for them may still be on their way
+OUT_LEN_MAX: Final = 1 * MIB  # a peer that causes answers and does not read is cut off above this
+RESET_IDS_MAX: Final = 4 * STREAMS_MAX  # closed by a reset; frames for them may still be on their way
 
 assert FRAME_LEN_MAX <= STREAM_WINDOW_LEN <= CONNECTION_WINDOW_LEN <= WINDOW_LEN_MAX
 assert STREAM_WINDOW_LEN >= INITIAL_WINDOW_LEN, "a peer may use the initial window before it knows ours"
@@ -50,8 +50,8 @@ class Allowance:
 
 RESETS: Final = Allowance(4 * STREAMS_MAX, 4 * STREAMS_MAX)
 """Every client of a full gateway may leave at once, and clients that do nothing but leave may keep a
-gateway's whole core busy with it (2,700 resets a second): their resets are the gateway's, and must not end
-the streams of its other clients."""
+gateway's whole core busy (2,700 resets a second): the resets come from the gateway, and must not end the
+streams of its other clients."""
 PINGS: Final = Allowance(256, 32)
 SETTINGS_FRAMES: Final = Allowance(32, 2)
 PRIORITIES: Final = Allowance(2 * STREAMS_MAX, STREAMS_MAX)
@@ -61,7 +61,7 @@ assert RESETS.burst >= 2 * STREAMS_MAX, "a full connection that loses every clie
 
 
 class Budget:
-    """How much of an allowance is left. Raises ProtocolViolation when it is overdrawn."""
+    """What is left of an allowance. `spend` raises ProtocolViolation when nothing is left."""
 
     __slots__ = ("_allowance", "_at_s", "_left", "_name", "_now")
 

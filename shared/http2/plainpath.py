@@ -1,6 +1,6 @@
-"""Streams through `h2`: the twin that the fast path is tested against.
+"""The plain path: all frames of streams go through `h2`. The fast path is tested against it.
 
-h2 lets pass what RFC 9113 forbids in a few places; those are checked here too, so that the two paths agree.
+h2 accepts a few things that RFC 9113 forbids; those are checked here too, so that the two paths agree.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class PlainPath:
         self._credit_at = connection.config.connection_window_len // 16
         self._uncredited = 0
         self._dropped = 0
-        self.takers: Mapping[int, frames.Taker] = {
+        self.frame_handlers: Mapping[int, frames.FrameHandler] = {
             frames.DATA: self._check_data,
             frames.HEADERS: self._check_headers,
             frames.RST_STREAM: self._check_reset,
         }
-        self.handlers: Mapping[type[events.Event], Callable[[Any], None]] = {
+        self.event_handlers: Mapping[type[events.Event], Callable[[Any], None]] = {
             events.RequestReceived: self._on_request,
             events.ResponseReceived: self._on_response,
             events.DataReceived: self._on_data,
@@ -42,22 +42,22 @@ class PlainPath:
 
     @property
     def window(self) -> int:
-        """What the peer may still send us, all streams together, by our book."""
+        """The bytes that the peer may still send on all streams together, as this end counts them."""
         return self._h2.inbound_flow_control_window - self._dropped
 
     @property
     def uncredited(self) -> int:
-        """What arrived and was not given back yet; it is, once it is worth a frame."""
+        """Bytes that have arrived and are not given back to the window yet, until they are worth a frame."""
         return self._uncredited + self._dropped
 
     def opened(self, stream: Stream) -> None:
-        """h2 keeps the stream's windows."""
+        """Do nothing: h2 keeps the stream's windows."""
 
     def closed(self, stream: Stream) -> None:
         self._h2.forget(stream.id)
 
     def settings_changed(self) -> None:
-        """h2 has moved every window."""
+        """Do nothing: h2 has moved every window."""
 
     # -- sending ------------------------------------------------------------------------------
 
@@ -69,7 +69,7 @@ class PlainPath:
         return self._h2.local_flow_control_window(stream.id)
 
     def stream_room(self, stream: Stream) -> int:
-        """What its own window allows, whatever the connection's does."""
+        """The bytes that the stream's own window allows, whatever the connection's does."""
         return self._h2.streams[stream.id].outbound_flow_control_window
 
     def send_head(self, stream: Stream, head: HeaderList, *, end: bool) -> None:
@@ -91,7 +91,7 @@ class PlainPath:
     # -- receiving ----------------------------------------------------------------------------
 
     def _check_data(self, _flags: int, stream_id: int, payload: bytes) -> bool:
-        return self._connection.received_stray(stream_id, len(payload))
+        return self._connection.received_unexpected_data(stream_id, len(payload))
 
     def _check_headers(self, _flags: int, stream_id: int, _payload: bytes) -> bool:
         self._connection.check_opening(stream_id)
@@ -111,7 +111,7 @@ class PlainPath:
             stream.deliver_head(head)
 
     def _on_data(self, event: events.DataReceived) -> None:
-        """Of no stream, if the stream was reset a moment ago."""
+        """Deliver DATA, unless its stream was reset a moment ago."""
         self._uncredited += event.flow_controlled_length
         if (stream := self._connection.streams.get(event.stream_id)) is not None:
             stream.deliver(event.data, event.flow_controlled_length)
@@ -121,7 +121,7 @@ class PlainPath:
             self._connection.received_end(stream)
 
     def _on_reset(self, event: events.StreamReset) -> None:
-        """h2 resets by itself when a frame breaks a rule of its stream."""
+        """Handle a reset, from the peer or by h2, which resets a stream when a frame breaks a rule of it."""
         stream, code = self._connection.streams.get(event.stream_id), int(event.error_code or 0)
         if not event.remote_reset:
             self._connection.was_reset(stream, code)
@@ -133,7 +133,7 @@ class PlainPath:
             self._connection.enqueue(stream)
 
     def drop(self, length: int) -> None:
-        """DATA that h2 never saw came for a stream that was reset."""
+        """Count DATA of a stream that was reset, which h2 does not see."""
         self._dropped += length
         if self.window < 0:
             raise ProtocolViolation(ErrorCode.FLOW_CONTROL_ERROR, "the peer sent more than its window")
@@ -143,7 +143,8 @@ class PlainPath:
         self._connection.collect()
 
     def credit_connection(self) -> None:
-        """Called after every read of the socket."""
+        """Give the connection's window back, if it is worth a frame. Called after every read of the
+        socket."""
         if self._uncredited + self._dropped < self._credit_at:
             return
         if self._uncredited:

@@ -1,15 +1,17 @@
-"""Connections to one origin, and who gets a stream on which.
+"""The connections to one origin, and the queue of requests that wait for a stream.
 
-Decided synchronously (`_serve`), whenever something changed: a stream ended, SETTINGS or GOAWAY came, a
-connection was made or lost. Making a connection is a task of the pool's own, one at a time; no request owns
-it, so a request that is cancelled takes nothing down with it.
+Streams are assigned synchronously (`_serve`), whenever something changed: a stream ended, SETTINGS or GOAWAY
+came, a connection was made or lost. Making a connection is a task of the pool's own, one at a time; no
+request owns it, so a request that is cancelled cancels nothing else.
 
 Rules.
 
-1. The first connection with room is used, so that those which load does not need fall idle and expire.
-2. Who waits, waits in one line; a stream is opened for the first in it at the moment that there is room.
-3. A connection is asked for only while somebody waits, and never beyond `connections_max`.
-4. Failing to connect fails everybody in line, unless there are connections left that will serve them.
+1. The first connection with room is used, so that the connections that the load does not need fall idle and
+   expire.
+2. Requests wait in one queue; a stream is opened for the first of them as soon as there is room.
+3. A connection is made only while requests wait, and there are never more than `connections_max`.
+4. A failed connection attempt fails all waiting requests, unless there are connections left that will serve
+   them.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from typing import Final
 
 import httpx
 
-from shared.http2.connection import Phase
-from shared.http2.endpoint import Endpoint
+from shared.http2.endpoint import ConnectionEndpoint
 from shared.http2.headers import HeaderList
+from shared.http2.phase import ConnectionPhase
 from shared.http2.stream import Stream
 
 WAITING_MAX: Final = 4096
@@ -32,7 +34,7 @@ WAITING_MAX: Final = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """A place in the line: what to open once there is room."""
+    """A place in the queue, and what to open once there is room."""
 
     head: HeaderList
     end: bool
@@ -42,15 +44,16 @@ class Place:
 
 class OriginPool:
     def __init__(
-        self, connect: Callable[[OriginPool, float], Awaitable[Endpoint]], connections_max: int
+        self, connect: Callable[[OriginPool, float], Awaitable[ConnectionEndpoint]], connections_max: int
     ) -> None:
-        """`connect` is told for how long somebody is ready to wait, in seconds."""
+        """`connect` is called with the pool and the longest time that a waiting request allows for it, in
+        seconds."""
         assert connections_max > 0
         self._connect = connect
         self._connections_max = connections_max
         self._waiting: deque[Place] = deque()
         self._connecting: asyncio.Task[None] | None = None
-        self.endpoints: list[Endpoint] = []
+        self.endpoints: list[ConnectionEndpoint] = []
 
     @property
     def waiting(self) -> int:
@@ -61,7 +64,7 @@ class OriginPool:
         return bool(self.endpoints or self._waiting or self._connecting)
 
     def open_now(self, head: HeaderList, *, end: bool) -> Stream | None:
-        """A stream on which `head` was sent, if there is room and nobody waits for it."""
+        """A stream on which `head` was sent. None when there is no room, or others wait for it."""
         if not self._waiting and (endpoint := self._with_room()) is not None:
             return endpoint.connection.open(head, end=end)
         return None
@@ -69,7 +72,8 @@ class OriginPool:
     async def open(
         self, head: HeaderList, *, end: bool, connect_timeout_s: float | None, pool_timeout_s: float | None
     ) -> Stream:
-        """The same, in turn, once there is room. Raises ConnectError, ConnectTimeout, PoolTimeout."""
+        """A stream on which `head` was sent, once its turn has come. Raises ConnectError, ConnectTimeout,
+        PoolTimeout."""
         if len(self._waiting) >= WAITING_MAX:
             raise httpx.PoolTimeout("too many requests wait for a stream")
         place = Place(head, end, connect_timeout_s, asyncio.get_running_loop().create_future())
@@ -91,15 +95,15 @@ class OriginPool:
             del place  # it may hold an error, whose traceback holds this frame
 
     def _leave(self, place: Place) -> None:
-        """A stream that was opened for somebody who has just left is closed again."""
+        """Leave the queue. A stream that was opened for the place already is reset."""
         if place in self._waiting:
             self._waiting.remove(place)
         if place.opened.done() and not place.opened.cancelled() and place.opened.exception() is None:
             place.opened.result().reset()
 
     def changed(self) -> None:
-        """Something happened to a connection; called by it, at any time."""
-        self.endpoints = [one for one in self.endpoints if one.connection.phase is not Phase.CLOSED]
+        """Note that a connection has changed. Connections call it, at any time."""
+        self.endpoints = [one for one in self.endpoints if one.connection.phase is not ConnectionPhase.CLOSED]
         self._serve()
 
     async def close(self) -> None:
@@ -110,7 +114,7 @@ class OriginPool:
         for endpoint in list(self.endpoints):
             endpoint.close("the transport is closed")
 
-    def _with_room(self) -> Endpoint | None:
+    def _with_room(self) -> ConnectionEndpoint | None:
         for endpoint in self.endpoints:
             if endpoint.connection.streams_room > 0:
                 return endpoint
@@ -118,7 +122,7 @@ class OriginPool:
 
     def _serve(self) -> None:
         while self._waiting:
-            if self._waiting[0].opened.done():  # cancelled, and about to leave
+            if self._waiting[0].opened.done():  # cancelled, and about to leave the queue
                 self._waiting.popleft()
             elif (endpoint := self._with_room()) is not None:
                 place = self._waiting.popleft()
@@ -130,8 +134,9 @@ class OriginPool:
 
     @property
     def _live(self) -> int:
-        """Those that retire make place for others; they end by themselves."""
-        return sum(one.connection.phase is Phase.OPEN for one in self.endpoints)
+        """The number of connections that accept streams. Those that retire do not count; they end by
+        themselves."""
+        return sum(one.connection.phase is ConnectionPhase.OPEN for one in self.endpoints)
 
     async def _grow(self) -> None:
         patience_s = max((place.connect_timeout_s or 0.0 for place in self._waiting), default=0.0)
@@ -148,5 +153,5 @@ class OriginPool:
     def _fail_waiting(self, error: httpx.TransportError) -> None:
         for place in self._waiting:
             if not place.opened.done():
-                place.opened.set_exception(type(error)(str(error)))  # one each, for their tracebacks
+                place.opened.set_exception(type(error)(str(error)))  # its own: each gets a traceback
         self._waiting.clear()

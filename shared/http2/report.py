@@ -1,29 +1,31 @@
-"""A server's last words on a stream, which a reset does not cut off.
+"""A server's report on a stream, which a reset does not cut off.
 
-What a stream cost is known only when its handler has ended, and by then the client may have reset it. So the
-server says it in a frame of the connection's (`frames.REPORT`), once for every stream whose handler has
-something to say, and right after its end. A client that has not read a stream to its end waits a moment for
-it.
+The cost of a stream is known only when its handler has ended, and by then the client may have reset it. So
+the server sends it in a frame of the connection (`frames.REPORT`), once for every stream whose handler has
+something to report, right after the stream's end. A client that has not read a stream to its end waits a
+moment for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 
+from shared.http2.limits import RESET_IDS_MAX
+
 
 class Report:
-    """What is said of one stream. Nothing is expected until the stream is over, ended or reset."""
+    """The report on one stream. It is not expected before the stream is over, ended or reset."""
 
     __slots__ = ("_is_due", "_waiter", "payload")
 
     def __init__(self) -> None:
         self.payload: bytes | None = None
-        """None until it came."""
+        """The payload; None until it came."""
         self._is_due = False
         self._waiter: asyncio.Future[None] | None = None
 
     async def wait(self, within_s: float) -> bytes | None:
-        """The payload; None when none is expected, or none came in time."""
+        """Wait for the payload. None when none is expected, or none came in time."""
         if self._is_due:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -37,18 +39,50 @@ class Report:
 
     @property
     def is_due(self) -> bool:
-        """Whether somebody may still wait for it."""
+        """Whether the report is expected and has not come."""
         return self._is_due
 
     def expect(self) -> bool:
-        """The stream is over. Returns whether there is something to wait for."""
+        """Expect the report, as the stream is over. Returns whether there is something to wait for."""
         self._is_due = self.payload is None
         return self._is_due
 
     def deliver(self, payload: bytes | None) -> None:
-        """It came, or with None it never will."""
+        """Take the payload, or with None the news that none will come."""
         self._is_due = False
         if payload is not None:
             self.payload = payload
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+class AwaitedReports:
+    """The reports on a client's streams that are over, by their ids, oldest first, and of a bounded
+    number."""
+
+    __slots__ = ("_reports",)
+
+    def __init__(self) -> None:
+        self._reports: dict[int, Report] = {}
+
+    @property
+    def are_due(self) -> bool:
+        """Whether at least one of them is expected and has not come."""
+        return any(report.is_due for report in self._reports.values())
+
+    def expect(self, stream_id: int, report: Report) -> None:
+        """Await the report of a stream that is over, unless it came before."""
+        if report.expect():
+            self._reports[stream_id] = report
+            if len(self._reports) > RESET_IDS_MAX:
+                self._reports.pop(next(iter(self._reports))).deliver(None)
+
+    def pop(self, stream_id: int) -> Report | None:
+        """Remove and return the report of a stream. None when none is awaited."""
+        return self._reports.pop(stream_id, None)
+
+    def give_up(self) -> None:
+        """Await none of them any more."""
+        for report in self._reports.values():
+            report.deliver(None)
+        self._reports.clear()

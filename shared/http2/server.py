@@ -1,4 +1,4 @@
-"""A small HTTP/2 server: one task for each request, cancelled when nobody waits for its answer.
+"""A small HTTP/2 server: one task for each request, cancelled when its stream or connection ends.
 
 Rules.
 
@@ -22,10 +22,12 @@ from urllib.parse import unquote
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import InvalidRequest
 from shared.http import ClientGone
-from shared.http2.connection import Connection, ConnectionConfig, Phase
-from shared.http2.endpoint import WATCH, Endpoint, WatchConfig
+from shared.http2.config import WATCH, ConnectionConfig, WatchConfig
+from shared.http2.connection import Connection
+from shared.http2.endpoint import ConnectionEndpoint
 from shared.http2.errors import ConnectionLost, ErrorCode, StreamFailed
 from shared.http2.headers import HeaderList, Headers, header_list
+from shared.http2.phase import ConnectionPhase
 from shared.http2.stream import Stream
 from shared.request_body import read_body
 
@@ -63,7 +65,7 @@ class ServerRequest:
     async def body(
         self, *, len_max: int, deadline_s: float, hold: Callable[[int], None] = lambda _: None
     ) -> bytes:
-        """All of it. Raises BodyTooLarge, BodyTimeout, InvalidRequest."""
+        """Read the whole body. Raises BodyTooLarge, BodyTimeout, InvalidRequest."""
         try:
             return await read_body(
                 self.headers,
@@ -81,7 +83,8 @@ class ServerRequest:
 
 
 class ServerResponder:
-    """One answer: `send`, or `start_stream`, `write`..., `finish`. ClientGone when nobody will read it."""
+    """One answer: `send`, or `start_stream`, `write`..., `finish`. They raise ClientGone when the stream has
+    failed."""
 
     __slots__ = ("_connection", "_head_only", "_stream", "started")
 
@@ -104,7 +107,8 @@ class ServerResponder:
         self._respond(_response_head(status, headers), end=self._head_only)
 
     async def write(self, data: bytes) -> None:
-        """Returns when the bytes are framed: the peer's windows had room, and so had the socket."""
+        """Write a piece of the body. Returns when it is framed: the peer's windows had room, and so had the
+        socket."""
         assert self.started
         if not self._head_only:
             await self._write(data)
@@ -116,18 +120,18 @@ class ServerResponder:
             raise ClientGone from error
 
     async def finish(self) -> None:
-        """The last byte was written. A request body that is still coming is declined."""
+        """End the answer. A request body that is still coming is declined."""
         assert self.started
         self._stream.finish()
         if self._stream.error is not None:
             raise ClientGone from self._stream.error
 
     def abort(self) -> None:
-        """Whatever was not framed yet is dropped; never fails."""
+        """Reset the stream, and drop what was not framed yet. Never fails."""
         self._stream.reset(ErrorCode.CANCEL)
 
     def report(self, data: bytes) -> None:
-        """Tell a peer that takes reports what became of this stream, whether or not it was reset."""
+        """Send a report on this stream to a peer that takes reports, whether or not the stream was reset."""
         self._connection.report(self._stream.id, data)
 
     def _respond(self, head: HeaderList, *, end: bool) -> None:
@@ -149,14 +153,14 @@ class Handler(Protocol):
     async def __call__(self, request: ServerRequest, responder: ServerResponder, /) -> None: ...
 
 
-class ServerEndpoint(Endpoint):
+class ServerEndpoint(ConnectionEndpoint):
     def __init__(self, server: Http2Server) -> None:
         super().__init__(client=False, config=server.config, watch=server.watch, clock=server.clock)
         self._server = server
         self._handlers: dict[Stream, asyncio.Task[None]] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if self._server.draining:  # one write tells our SETTINGS and GOAWAY: nothing is sent in vain
+        if self._server.draining:  # SETTINGS and GOAWAY are one write, so the client sends no request
             self.connection.close(ConnectionLost("draining"))
             super().connection_made(transport)
             transport.close()
@@ -190,13 +194,13 @@ class ServerEndpoint(Endpoint):
             coroutine = task.get_coro()
             assert asyncio.iscoroutine(coroutine)
             if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
-                self._loop.call_soon(task.cancel)  # once it has begun: who never runs cannot tell its end
+                self._loop.call_soon(task.cancel)  # after its begin: one that never ran could not report
             else:
                 task.cancel()
 
     def peer_changed(self) -> None:
         super().peer_changed()
-        if self.connection.phase is Phase.CLOSED:
+        if self.connection.phase is ConnectionPhase.CLOSED:
             self._server.forget(self)
 
     def _handled(self, stream: Stream) -> None:
@@ -205,7 +209,7 @@ class ServerEndpoint(Endpoint):
         self._server.forget(self)
 
     async def _handle(self, stream: Stream) -> None:
-        """Runs the handler, and leaves the stream ended, whatever the handler did."""
+        """Run the handler, and end the stream whatever the handler did."""
         request = ServerRequest(self.connection, stream)
         responder = ServerResponder(self.connection, stream, head_only=request.method == "HEAD")
         code = ErrorCode.INTERNAL_ERROR
@@ -213,10 +217,10 @@ class ServerEndpoint(Endpoint):
             await self._server.handler(request, responder)
             if stream.sent_all:
                 code = ErrorCode.NO_ERROR  # the rest of the request's body is not needed
-            elif stream.error is None:  # else there was nobody left to finish it for
+            elif stream.error is None:  # otherwise the client has left
                 log.error("http2.unfinished method=%s path=%s", request.method, request.path)
         except ClientGone:
-            pass  # reset already: there is nobody to tell
+            pass  # the stream was reset already
         except Exception:
             log.exception("http2.handler_failed method=%s path=%s", request.method, request.path)
         finally:
@@ -224,7 +228,7 @@ class ServerEndpoint(Endpoint):
 
 
 class Http2Server:
-    """Serves every connection that `protocol` is put on.
+    """A server for every connection whose protocol is made by `protocol`.
 
     `handler` gets each request. `wait_closed` returns when the last connection and handler are gone.
     """
@@ -251,22 +255,23 @@ class Http2Server:
 
     @property
     def streams(self) -> int:
-        """Open ones, on all connections, and those whose handlers still unwind."""
+        """The number of open streams on all connections, and of ended ones whose handlers still unwind."""
         return sum(one.open for one in self.endpoints)
 
     def retire(self) -> None:
-        """GOAWAY: what runs may finish, peers open their next streams elsewhere."""
+        """Send GOAWAY on every connection: streams that run may finish, peers open their next streams
+        elsewhere."""
         self.draining = True
         for endpoint in list(self.endpoints):
             endpoint.connection.retire()
 
     async def drain(self) -> None:
-        """Finishes what runs and accepts nothing new. The caller bounds it, and calls `close` after."""
+        """Finish what runs and accept nothing new. The caller bounds it, and calls `close` after."""
         self.retire()
         await self.wait_closed()
 
     async def close(self) -> None:
-        """Ends every connection now; handlers are cancelled and waited for."""
+        """End every connection now. Handlers are cancelled, and awaited."""
         self.draining = True
         for endpoint in list(self.endpoints):
             endpoint.close("the server closes")
@@ -278,8 +283,8 @@ class Http2Server:
             await self._all_gone.wait()
 
     def forget(self, endpoint: ServerEndpoint) -> None:
-        """Once its connection is closed and its last handler is done."""
-        if endpoint.connection.phase is Phase.CLOSED and not endpoint.busy:
+        """Drop an endpoint once its connection is closed and its last handler has ended."""
+        if endpoint.connection.phase is ConnectionPhase.CLOSED and not endpoint.busy:
             self.endpoints.discard(endpoint)
             if not self.endpoints:
                 self._all_gone.set()

@@ -1,7 +1,7 @@
-"""One port, two protocols: the first bytes of a connection say which.
+"""HTTP/1.1 and HTTP/2 on one port, told apart by the first bytes of a connection.
 
-The HTTP/2 preface begins with `PRI * HTTP/2.0`, which is no HTTP/1.1 request that anybody sends, and was
-chosen for that. On TLS, ALPN has decided before the first byte. A peer that says nothing is hung up on.
+The HTTP/2 preface begins with `PRI * HTTP/2.0`, which was chosen because no HTTP/1.1 client sends it. On TLS,
+ALPN has decided before the first byte. A connection on which nothing is sent is closed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shared.http2.sockets import bound_transport
 
 
 class SniffingProtocol(asyncio.Protocol):
-    """Hands the transport to one of two protocols, with the bytes it has read."""
+    """A protocol that passes its transport to one of two others, with the bytes that it has read."""
 
     def __init__(
         self,
@@ -36,27 +36,27 @@ class SniffingProtocol(asyncio.Protocol):
         self._watching: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass
         bound_transport(self._transport)
         tls: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
         if tls is not None and tls.selected_alpn_protocol() is not None:
-            self._hand_over(self._http2 if tls.selected_alpn_protocol() == "h2" else self._http1)
+            self._switch_to(self._http2 if tls.selected_alpn_protocol() == "h2" else self._http1)
         else:
             self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     def data_received(self, data: bytes) -> None:
         self._heard += data
         if self._heard.startswith(PREFACE):
-            self._hand_over(self._http2)
+            self._switch_to(self._http2)
         elif not PREFACE.startswith(self._heard):
-            self._hand_over(self._http1)
+            self._switch_to(self._http1)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         if self._watching is not None:
             self._watching.cancel()
 
-    def _hand_over(self, factory: Callable[[], asyncio.Protocol]) -> None:
+    def _switch_to(self, factory: Callable[[], asyncio.Protocol]) -> None:
         transport = self._transport
         assert transport is not None
         if self._watching is not None:

@@ -1,9 +1,9 @@
-"""One stream, as its reader and its writer see it.
+"""A stream, for its reader, its writer and its connection.
 
-Reading. DATA is queued as it comes; `read` hands over everything queued as one piece, and only then
-is the peer allowed to send that much more. So a stream that nobody reads holds one window of bytes
-and no more, and costs nobody else anything. `pass_on` is `read` in a loop, without waking the reader's
-task for each piece: what came is handed over at the end of the connection's turn (`Connection.receive`).
+Reading. DATA is queued as it comes; `read` returns everything queued as one piece, and only then is the peer
+allowed to send that much more. So a stream that is not read holds one window of bytes and no more, and does
+not hold up any other. `pass_on` is `read` in a loop, without waking the reader's task for each piece: what
+came is passed on at the end of the connection's turn (`Connection.receive`).
 
 Writing. `write` returns when its last byte has been framed. Until the windows allow that, the bytes
 stay the caller's own (a view, no copy); the connection takes them as they fit, in turns with the
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shared.http2.connection import Connection
 
 BODILESS: Final = frozenset([(b":status", b"204"), (b":status", b"304")])
-"""Whatever they declare (RFC 9110, 8.6), nothing comes."""
+"""Statuses of responses without a body, whatever length they declare (RFC 9110, 8.6)."""
 
 
 class Stream:
@@ -64,13 +64,13 @@ class Stream:
         self.pending: memoryview | None = None  # what `write` could not yet send
         self.queued = False  # in the connection's backlog
         self.left: int | None = None  # bytes that the peer declared and did not send yet
-        self.send_window = 0  # kept by the fast path alone, like the next
+        self.send_window = 0  # kept by the fast path alone, like `receive_window`
         self.receive_window = 0
-        self.report: Report | None = None  # a client's: where the server's last words on it go
+        self.report: Report | None = None  # at a client, where the server's report goes
         self._connection = connection
         self._chunks: deque[bytes] = deque()
-        self._reader: asyncio.Future[bool] | None = None  # whether the reader is to go on reading
-        self._accept: Callable[[bytes], bool] | None = None  # the reader's, while it passes on
+        self._reader: asyncio.Future[bool] | None = None  # its result: whether the reader is to go on reading
+        self._accept: Callable[[bytes], bool] | None = None  # the reader's, during `pass_on`
         self._writer: asyncio.Future[bool] | None = None
 
     def __repr__(self) -> str:
@@ -86,7 +86,7 @@ class Stream:
     # -- for the reader -----------------------------------------------------------------------
 
     async def wait_head(self) -> HeaderList:
-        """The peer's header list. Raises StreamFailed if none will come."""
+        """Wait for the peer's header list. Raises StreamFailed if none will come."""
         assert self._reader is None, "one reader at a time"
         try:
             while self.head is None:
@@ -99,26 +99,27 @@ class Stream:
         return self.head
 
     async def read(self) -> bytes | None:
-        """All bytes that are queued, at least one; None at the end. Raises StreamFailed when cut off."""
+        """All bytes that are queued, at least one. None at the end. Raises StreamFailed when cut off."""
         while not self._chunks:
             if self.received_all:
                 return None
             if self.error is not None:
                 raise self.error.copy()
             await self._wait_to_read()
-        return self.take()
+        return self.read_nowait()
 
     async def pass_on(self, accept: Callable[[bytes], bool]) -> bool:
-        """Calls `accept` with all bytes that are queued, now and whenever more came, for as long as it
-        returns True. Returns False at the end, and True when there may be more that was not accepted.
+        """Call `accept` with all bytes that are queued, now and whenever more came, for as long as it returns
+        True.
 
-        Raises StreamFailed when cut off, and what `accept` raises.
+        Returns False at the end, and True when there may be more that was not accepted. Raises StreamFailed
+        when cut off, and what `accept` raises.
         """
         self._accept = accept
         try:
             while True:
                 if self._chunks:
-                    if not accept(self.take()):
+                    if not accept(self.read_nowait()):
                         return True
                 elif self.received_all:
                     return False
@@ -129,21 +130,21 @@ class Stream:
         finally:
             self._accept = None
 
-    def hand_over(self) -> None:
-        """What came in this turn, to a reader who passes on. One that was woken reads by itself."""
+    def flush_to_reader(self) -> None:
+        """Pass the bytes of this turn to a reader in `pass_on`. A reader that was woken reads by itself."""
         reader = self._reader
         if reader is None or reader.done() or self._accept is None:
             return
         try:
-            if not self._accept(self.take()):
+            if not self._accept(self.read_nowait()):
                 reader.set_result(False)
         except Exception as error:
             reader.set_exception(error)
         finally:
             del reader  # it may hold an error, whose traceback holds this frame
 
-    def take(self) -> bytes:
-        """What is queued, perhaps nothing; the peer may send that much more."""
+    def read_nowait(self) -> bytes:
+        """The queued bytes, perhaps none. The peer may send that much more."""
         chunks = self._chunks
         data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         chunks.clear()
@@ -168,8 +169,8 @@ class Stream:
 
     # -- for the writer -----------------------------------------------------------------------
 
-    def offer(self, data: bytes | memoryview, *, end: bool = False) -> memoryview | None:
-        """Frames what fits now; returns the rest, if any. Raises StreamFailed if nobody will read it.
+    def write_nowait(self, data: bytes | memoryview, *, end: bool = False) -> memoryview | None:
+        """Frame what fits now. Returns the rest, or None. Raises StreamFailed when the stream has failed.
 
         `end`: nothing comes after `data`. When it fits one frame, that frame ends the stream, which saves
         both sides another; `finish` is to be called all the same.
@@ -181,9 +182,9 @@ class Stream:
         return self._connection.send(self, data, end=end)
 
     async def write(self, data: bytes | memoryview, *, end: bool = False) -> None:
-        """Returns when all of `data` is framed. `end` as in `offer`. Raises StreamFailed when the peer will
-        not read it."""
-        rest = self.offer(data, end=end)
+        """Frame all of `data`, and wait until that is done. `end` as in `write_nowait`. Raises StreamFailed
+        when the stream has failed."""
+        rest = self.write_nowait(data, end=end)
         if rest is None:
             return
         self.pending = rest
@@ -195,28 +196,28 @@ class Stream:
             self._writer = self.pending = None
 
     def finish(self) -> None:
-        """END_STREAM. A stream that the peer has ended already needs none."""
+        """Send END_STREAM, unless it was sent already or the stream has failed."""
         assert self.pending is None, "finish during a write"
         if self.error is None and not self.sent_all:
             self._connection.end(self)
 
     def reset(self, code: ErrorCode = ErrorCode.CANCEL) -> None:
-        """RST_STREAM if the stream is open; never fails."""
+        """Send RST_STREAM if the stream is open. Never fails."""
         if self.open:
             self._connection.reset(self, StreamReset(code, by_peer=False), code)
 
     # -- for the connection -------------------------------------------------------------------
 
     def deliver_head(self, head: HeaderList) -> None:
-        """Raises ProtocolViolation for a content-length that is none."""
+        """Take the peer's header list. Raises ProtocolViolation for an invalid content-length."""
         self.head = head
         if self.left is None and head[0] not in BODILESS:
             self.left = content_length(head)
         _wake(self._reader)
 
     def deliver(self, data: bytes, flow_len: int) -> None:
-        """`flow_len` counts padding too, which is consumed by arriving. Raises ProtocolViolation when it is
-        more than was declared."""
+        """Queue DATA. `flow_len` counts padding too, which is consumed by arriving. Raises ProtocolViolation
+        when more comes than was declared."""
         length = len(data)
         if self.left is not None:
             self.left -= length
@@ -226,7 +227,7 @@ class Stream:
             if self._accept is None:
                 _wake(self._reader)
             elif not self._chunks:
-                self._connection.handing_over.append(self)
+                self._connection.to_flush.append(self)
             self._chunks.append(data)
             self.buffered += length
         if flow_len != length:
@@ -235,14 +236,14 @@ class Stream:
                 self._credit()
 
     def deliver_end(self) -> None:
-        """Raises ProtocolViolation when more was declared."""
+        """Take the peer's end of the message. Raises ProtocolViolation when more was declared."""
         if self.left:
             raise ProtocolViolation(ErrorCode.PROTOCOL_ERROR, "a message shorter than its content-length")
         self.received_all = True
         _wake(self._reader)
 
     def written(self) -> None:
-        """The last of `pending` was framed."""
+        """Wake the writer, as the last of `pending` was framed."""
         self.pending = None
         _wake(self._writer)
 

@@ -1,7 +1,7 @@
-"""One request, one picture: what both services' logs say about a request, put together.
+"""The trace of one request: its completed lines in both services' logs, put together.
 
     reading (lines of a log -> typed lines) -> join (typed lines -> requests) -> table (requests -> text)
 
-Logs are not trusted: any process may have written a line, and callers choose the ids. Whatever is read is
-held to the schema of `shared.completed_line` and bounded, and nothing but printable text comes out.
+Logs are not trusted: any process may have written a line, and callers choose the ids. Every line is checked
+against the schema of `shared.completed_line` and bounded, and the output is printable text alone.
 """

@@ -1,8 +1,8 @@
-"""From lines to requests: which lines are about the same one.
+"""The join of completed lines to requests.
 
-Callers choose request ids, so several requests may have the same, and even the same trace. What tells them
-apart is the span: an engine's line names the gateway's as its parent. A gateway that asks several engines for
-one request is the parent of all their lines.
+Callers choose request ids, so several requests may have the same one, and even the same trace. They are told
+apart by their spans: an engine's line names the gateway's span as its parent. A gateway that asks several
+engines for one request is the parent of all their lines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shared.completed_line import EngineLine, GatewayLine, Line
 
 
 class Trace(Struct, frozen=True, omit_defaults=True):
-    """What is known of one request."""
+    """The completed lines of one request."""
 
     request_id: str
     gateway: GatewayLine | None = None
@@ -25,7 +25,7 @@ class Trace(Struct, frozen=True, omit_defaults=True):
 
     @property
     def ended_s(self) -> float:
-        """When the last line was written, in seconds since 1970."""
+        """The time at which the last line was written, in seconds since 1970."""
         lines = [*self.engines, *([self.gateway] if self.gateway else [])]
         return max(line.ts.timestamp() for line in lines)
 

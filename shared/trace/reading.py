@@ -1,4 +1,4 @@
-"""The completed lines of one request id, out of logs that hold anything else besides."""
+"""The completed lines of one request id, picked from logs with any other lines."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from msgspec import Struct
 from shared.completed_line import EVENT, EngineLine, GatewayLine, Line
 
 LINE_LEN_MAX: Final = 64 * 1024
-"""Bytes of a line that is looked at. A completed line has a few thousand at most."""
+"""Bytes of the longest line that is read. A completed line has a few thousand at most."""
 LINES_MAX: Final = 1000
-"""Completed lines that are kept. Callers may use an id as often as they like."""
+"""The most completed lines that are kept. Callers may use an id as often as they like."""
 
 
 class _Head(Struct):
-    """What tells whether a line is a completed line, and whose."""
+    """The fields by which a completed line, its service and its request are recognised."""
 
     event: str = ""
     service: str = ""
@@ -32,23 +32,23 @@ _DECODE: Final[dict[str, Callable[[bytes], Line]]] = {
 
 
 class DamagedLine(ValueError):
-    """A line that seems to be about the request, and is none that a service writes."""
+    """The error of a line that seems to be about the request, and fits no service's schema."""
 
 
 class Reading:
-    """What was found so far, in the order in which it was read."""
+    """The completed lines found so far, in the order in which they were read."""
 
     def __init__(self, request_id: str) -> None:
         self.lines: list[Line] = []
         self.damaged = 0
-        """Lines that name the request's end and could not be read."""
+        """The number of lines that name the request's end and could not be read."""
         self.left_out = 0
-        """Lines that came when there were `LINES_MAX` already."""
+        """The number of lines that came after the first `LINES_MAX`."""
         self._request_id = request_id
         self._marks = (f'"{request_id}"'.encode(), f'"{EVENT}"'.encode())
 
     def read(self, log: BinaryIO) -> None:
-        """Go through a log to its end. Raises OSError."""
+        """Read a log to its end. Raises OSError."""
         for text in bounded_lines(log):
             if not all(mark in text for mark in self._marks):
                 continue
@@ -76,8 +76,8 @@ def bounded_lines(log: BinaryIO) -> Iterator[bytes]:
 
 
 def parse(text: bytes) -> Line | None:
-    """The completed line in a line of a log; None when it is another one. What stands before the JSON, as
-    containers' runtimes put it there, is passed over. Raises DamagedLine."""
+    """The completed line in a line of a log; None when it is another one. A prefix before the JSON, as
+    container runtimes write it, is skipped. Raises DamagedLine."""
     json = text[max(0, text.find(b"{")) :]
     try:
         head = _decode_head(json)

@@ -1,10 +1,10 @@
-"""A request for people: what happened in words, then every stage with its times.
+"""A request as readable text: what happened in words, then every stage with its times.
 
 The two services have an axis each, from the request's headers to its end there. The engine's lies within the
-gateway's `wait` and `relay`; where exactly, their clocks do not tell.
+gateway's `wait` and `relay`; their clocks do not say where exactly.
 
-Whatever a line holds is shown as printable text on one line: no control character, which a terminal could
-obey, and no line end, which could forge a row.
+Every value is shown as printable text on one line: no control character, which a terminal could obey, and no
+line end, which could forge a row.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from shared.trace.join import Trace
 SHOWN_LEN_MAX: Final = 300
 """Characters of one value that are shown."""
 REST_MS_MIN: Final = 0.1
-"""Time between stages that is worth a row."""
+"""The shortest time between stages that has a row, in milliseconds."""
 BETWEEN: Final = ("preempted", "stalled")
-"""Stages of the engine that come in between others: they have no beginning of their own."""
+"""Stages of the engine that come in between others, so that they have no beginning of their own."""
 _UNPRINTABLE: Final = "\N{REPLACEMENT CHARACTER}"
 
 
 def printable(text: str) -> str:
-    """The text as it can be shown on one line of a terminal: what is not printable appears as U+FFFD."""
+    """The text as it can be shown on one line of a terminal: characters that are not printable become
+    U+FFFD."""
     shown = "".join(char if char.isprintable() else _UNPRINTABLE for char in text[:SHOWN_LEN_MAX])
     return shown if len(text) <= SHOWN_LEN_MAX else f"{shown}..."
 
@@ -76,9 +77,9 @@ def _gateway(line: GatewayLine) -> Iterator[str]:
     if line.quota_meter is not None:
         yield _row("", f"refused by the {line.quota_scope}'s quota of {line.quota_meter}")
     is_counted = line.prompt_exact or line.prompt_tokens
-    told = _tokens(line) if is_counted else "the prompt was not counted"
+    tokens = _tokens(line) if is_counted else "the prompt was not counted"
     exact = "" if line.prompt_exact or not is_counted else " (estimated)"
-    yield _row("", f"{told}{exact}; reserved {line.reserved_tokens}, charged {line.settled_tokens}")
+    yield _row("", f"{tokens}{exact}; reserved {line.reserved_tokens}, charged {line.settled_tokens}")
 
 
 def _engine_tokens(line: EngineLine) -> Iterator[str]:
@@ -106,7 +107,7 @@ def _end(label: str, line: Line) -> Iterator[str]:
 
 
 def _missing(trace: Trace) -> str | None:
-    """What to say of engines that were asked and of which there is no line."""
+    """The note about engines that were asked and have no line. None when no line is missing."""
     asked = 0 if trace.gateway is None else trace.gateway.attempts
     missing = asked - len(trace.engines)
     if missing <= 0:

@@ -16,7 +16,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from gateway.bench.subjects import Engine, Subject, gateway, paced_engine
+from gateway.bench.subjects import Engine, ServerUnderTest, gateway, paced_engine
 from shared.bench.figures import Figure, at_most, figure, write
 
 WARM = 80
@@ -46,7 +46,7 @@ async def _run(engine: Engine, checkout: Path | None, requests: int) -> int:
     return int(found[1].replace(",", ""))
 
 
-async def _ask(subject: Subject, requests: int) -> None:
+async def _ask(subject: ServerUnderTest, requests: int) -> None:
     request = subject.chat(16, stream=False)
 
     async def ask() -> None:

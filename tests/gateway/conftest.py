@@ -26,6 +26,8 @@ PATIENCE_S = 10.0
 """Nothing takes this long; a test that is wrong fails then instead of hanging."""
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+PROMPT = "user:hi\nassistant:"
+"""The prompt that the fake engine's template makes of `CHAT`, with one token per byte."""
 
 
 def settings(
@@ -48,6 +50,15 @@ def settings(
         ],
     }
     return settings | sections
+
+
+async def error_of(answer: aiohttp.ClientResponse) -> dict[str, Any]:
+    assert answer.headers["x-request-id"]
+    body = await answer.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    error: dict[str, Any] = body["error"]
+    return error
 
 
 async def until(condition: Callable[[], bool]) -> None:

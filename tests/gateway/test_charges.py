@@ -35,7 +35,7 @@ def settled(line: dict[str, Any], protocol: str, used: int) -> None:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-async def test_a_client_that_leaves_before_the_first_token(
+async def test_a_disconnect_before_the_first_token_is_charged_what_was_computed(
     house: House, protocol: str, streaming: bool
 ) -> None:
     house.engine.script, house.engine.reports = Script([asyncio.Event()]), ENDS
@@ -47,7 +47,7 @@ async def test_a_client_that_leaves_before_the_first_token(
     await house.at_rest()
 
 
-async def test_a_client_that_leaves_in_the_middle(house: House, protocol: str) -> None:
+async def test_a_disconnect_in_the_middle_is_charged_what_was_computed(house: House, protocol: str) -> None:
     house.engine.script, house.engine.reports = stream(chunk("a"), asyncio.Event()), ENDS
     client = await RawClient.of(house)
     client.post(body(stream=True))
@@ -57,7 +57,7 @@ async def test_a_client_that_leaves_in_the_middle(house: House, protocol: str) -
     await house.at_rest()
 
 
-async def test_a_slow_reader(open_house: Open, protocol: str) -> None:
+async def test_a_slow_client_timeout_is_charged_what_was_computed(open_house: Open, protocol: str) -> None:
     house = await open_house(timeouts={"slow_client_s": 0.05})
     house.engine.script, house.engine.reports = Script([chunk("x" * 1000)] * 20_000), ENDS
     client = await RawClient.of(house, receive_buffer_len=4096)
@@ -70,7 +70,9 @@ async def test_a_slow_reader(open_house: Open, protocol: str) -> None:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-async def test_a_deadline_of_the_gateways(open_house: Open, protocol: str, streaming: bool) -> None:
+async def test_a_timeout_of_the_gateways_is_charged_what_was_computed(
+    open_house: Open, protocol: str, streaming: bool
+) -> None:
     house = await open_house(timeouts={"total_s": 0.1, "first_token_s": 0.1})
     house.engine.script, house.engine.reports = Script([asyncio.Event()]), ENDS
     async with house.chat(stream=streaming) as answer:
@@ -79,7 +81,7 @@ async def test_a_deadline_of_the_gateways(open_house: Open, protocol: str, strea
     await house.at_rest()
 
 
-async def test_a_deadline_of_the_callers_own(house: House) -> None:
+async def test_a_timeout_of_the_callers_is_charged_what_was_computed(house: House) -> None:
     """The engine answers with an error, and says what it had computed until then."""
     told = {sse.CLOSING_HEADER: sse.encode_closing(closing(10, 40_256, "request_timeout")).decode()}
     house.engine.script = refusal(504, "request_timeout", **{sse.CLOSING_HEADER.replace("-", "_"): ""})
@@ -92,7 +94,7 @@ async def test_a_deadline_of_the_callers_own(house: House) -> None:
     await house.at_rest()
 
 
-async def test_an_abort(house: House, protocol: str) -> None:
+async def test_an_abort_is_charged_what_was_computed(house: House, protocol: str) -> None:
     house.engine.script, house.engine.reports = stream(chunk("a"), asyncio.Event()), ENDS
     async with house.chat(stream=True, headers={"x-request-id": "mine"}) as answer:
         await answer.content.readuntil(b"\n\n")
@@ -104,7 +106,7 @@ async def test_an_abort(house: House, protocol: str) -> None:
     await house.at_rest()
 
 
-async def test_an_engine_that_breaks_off_before_it_answers(house: House) -> None:
+async def test_a_connection_lost_before_the_answer_is_charged_the_reservation(house: House) -> None:
     house.engine.script = Script([CUT, HEADERS])
     async with house.chat() as answer:
         assert answer.status == 502
@@ -122,7 +124,7 @@ async def test_a_refusal_costs_nothing(house: House, code: str) -> None:
     await house.at_rest()
 
 
-async def test_a_refusal_that_has_cost_something_is_not_asked_for_again_elsewhere(open_house: Open) -> None:
+async def test_a_refusal_with_a_cost_is_not_retried_elsewhere(open_house: Open) -> None:
     """The engine was drained in the middle of the answer. Another would compute all of it once more."""
     async with FakeEngine(bundle=byte_bundle()) as other:
         house = await open_house(other.url)
@@ -156,9 +158,7 @@ async def test_a_stream_that_fails_before_its_first_token_says_afterwards_what_i
     await house.at_rest()
 
 
-async def test_an_engine_that_says_nothing_is_waited_for_no_longer_than_stated(
-    house: House, protocol: str
-) -> None:
+async def test_the_wait_for_an_engines_report_times_out(house: House, protocol: str) -> None:
     house.engine.script = stream(chunk("a"), asyncio.Event())
     client = await RawClient.of(house)
     client.post(body(stream=True))
@@ -175,7 +175,7 @@ async def test_an_engine_that_says_nothing_is_waited_for_no_longer_than_stated(
 
 @pytest.mark.parametrize("limits", [{"tokens_per_min": 400}, {"token_budget": 2000}])
 @pytest.mark.parametrize("n", [1, 64])
-async def test_an_open_maximum_of_a_limited_caller_is_closed(
+async def test_a_request_without_a_maximum_is_given_one_where_tokens_are_limited(
     open_house: Open, limits: dict[str, int], n: int
 ) -> None:
     house = await limited(open_house, limits, {})
@@ -201,7 +201,7 @@ async def test_a_stated_maximum_and_a_caller_without_limits_are_left_alone(open_
     assert "max_tokens" not in free.engine.seen[-1].body
 
 
-async def test_an_open_maximum_leaves_something_of_a_budget_to_the_next(open_house: Open) -> None:
+async def test_a_request_without_a_maximum_leaves_some_budget_to_the_next(open_house: Open) -> None:
     house = await limited(open_house, {"token_budget": 100_000}, {})
     for _ in range(3):
         async with house.chat() as answer:
@@ -222,7 +222,7 @@ async def test_a_budget_says_what_is_left_of_it(open_house: Open) -> None:
     assert "max_tokens" in message
 
 
-async def test_nothing_is_asked_of_who_cannot_pay_for_a_token(open_house: Open) -> None:
+async def test_a_caller_without_a_token_left_is_refused_before_dispatch(open_house: Open) -> None:
     """The seat is refused, so the body is not read: no work before its reservation."""
     house = await limited(open_house, {"token_budget": 0}, {})
     client = await RawClient.of(house)

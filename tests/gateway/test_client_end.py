@@ -92,7 +92,7 @@ def client_of(wire: Any) -> Client:
     return Client(wire, Watch(1.0), slow_client_s=1.0)
 
 
-async def test_no_value_begins_a_line_of_its_own() -> None:
+async def test_a_header_value_with_a_line_end_is_refused() -> None:
     wire = Wire()
     for value in ("a\r\nset-cookie: b", "a\nb", "a\rb", "a\r\n"):
         with pytest.raises(ValueError, match="line end"):

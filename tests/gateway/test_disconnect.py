@@ -58,7 +58,7 @@ async def left_at(house: House, stage: str) -> None:
     await house.at_rest()
 
 
-async def test_while_the_body_is_sent(house: House) -> None:
+async def test_disconnect_while_the_body_is_sent(house: House) -> None:
     client = await RawClient.of(house)
     client.post(b'{"model":', length=1000)
     await until(lambda: len(house.gateway.live) == 1)
@@ -67,7 +67,7 @@ async def test_while_the_body_is_sent(house: House) -> None:
     assert not house.engine.seen
 
 
-async def test_while_the_prompt_is_counted(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_disconnect_while_the_prompt_is_counted(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     counting = asyncio.Event()
 
     async def forever(*_: object) -> Any:
@@ -84,7 +84,7 @@ async def test_while_the_prompt_is_counted(house: House, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("granted", [False, True], ids=["before the grant", "after the grant"])
-async def test_while_the_quota_is_reserved(
+async def test_disconnect_while_the_quota_is_reserved(
     house: House, monkeypatch: pytest.MonkeyPatch, granted: bool
 ) -> None:
     """A store over the network answers late: the grant may stand although nobody heard of it."""
@@ -109,7 +109,7 @@ async def test_while_the_quota_is_reserved(
     assert house.store.ledger.settled == 0
 
 
-async def test_while_a_connection_is_opened(open_house: Open) -> None:
+async def test_disconnect_while_a_connection_to_the_engine_is_opened(open_house: Open) -> None:
     """A listener whose backlog is full answers nothing at all."""
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
@@ -134,7 +134,7 @@ async def test_while_a_connection_is_opened(open_house: Open) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "unary"])
-async def test_before_the_headers(house: House, is_stream: bool) -> None:
+async def test_disconnect_before_the_engines_headers(house: House, is_stream: bool) -> None:
     house.engine.script = Script([asyncio.Event(), HEADERS])
     client = await RawClient.of(house)
     client.post(body(stream=is_stream))
@@ -147,7 +147,7 @@ async def test_before_the_headers(house: House, is_stream: bool) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "unary"])
-async def test_before_the_first_token(house: House, is_stream: bool) -> None:
+async def test_disconnect_before_the_first_token(house: House, is_stream: bool) -> None:
     script = stream(asyncio.Event()) if is_stream else unary()
     house.engine.script = Script([HEADERS, asyncio.Event()], 200, script.content_type)
     client = await RawClient.of(house)
@@ -159,7 +159,7 @@ async def test_before_the_first_token(house: House, is_stream: bool) -> None:
     await left_at(house, "wait")
 
 
-async def test_in_the_middle_of_a_stream(house: House) -> None:
+async def test_disconnect_in_the_middle_of_a_stream(house: House) -> None:
     house.engine.script = stream(chunk("a"), asyncio.Event())
     client = await RawClient.of(house)
     client.post(body(stream=True))
@@ -173,7 +173,7 @@ async def test_in_the_middle_of_a_stream(house: House) -> None:
     assert line["settled_tokens"] == line["reserved_tokens"], "nobody told what was computed"
 
 
-async def test_while_tokens_pour(house: House) -> None:
+async def test_disconnect_from_a_fast_stream(house: House) -> None:
     """The client is noticed to be gone by a write that fails, too."""
     house.engine.script = Script([chunk("x" * 1000)] * 20_000)
     client = await RawClient.of(house)
@@ -185,7 +185,7 @@ async def test_while_tokens_pour(house: House) -> None:
     await left_at(house, "relay")
 
 
-async def test_in_the_middle_of_a_large_unary_answer(house: House) -> None:
+async def test_disconnect_in_the_middle_of_a_large_unary_answer(house: House) -> None:
     house.engine.script = Script([HEADERS, b"x" * 1_000_000, asyncio.Event()], 200, "application/json")
     client = await RawClient.of(house)
     client.post(body())
@@ -196,7 +196,7 @@ async def test_in_the_middle_of_a_large_unary_answer(house: House) -> None:
     await left_at(house, "relay")
 
 
-async def test_by_closing_its_half_of_the_connection(house: House) -> None:
+async def test_a_half_closed_connection_is_a_disconnect(house: House) -> None:
     house.engine.script = stream(chunk("a"), asyncio.Event())
     client = await RawClient.of(house)
     client.post(body(stream=True))
@@ -208,7 +208,7 @@ async def test_by_closing_its_half_of_the_connection(house: House) -> None:
     client.leave()
 
 
-async def test_a_hundred_at_random_moments_leave_nothing(house: House) -> None:
+async def test_a_hundred_disconnects_at_random_moments_leak_nothing(house: House) -> None:
     def script(_: object) -> Script:
         return stream(*(chunk(str(i)) for i in range(50)))
 
@@ -238,7 +238,7 @@ async def streaming(house: House) -> AsyncIterator[tuple[House, Callable[[], Any
         yield house, answer.read
 
 
-async def test_delete_ends_a_stream_with_an_error_event(streaming: tuple[House, Any]) -> None:
+async def test_abort_by_delete_ends_a_stream_with_an_error_event(streaming: tuple[House, Any]) -> None:
     house, read = streaming
     url = f"{house.url}/v1/requests/mine"
     async with house.client.delete(url, headers=house.headers) as answer:
@@ -255,7 +255,7 @@ async def test_delete_ends_a_stream_with_an_error_event(streaming: tuple[House, 
     await house.at_rest()
 
 
-async def test_delete_ends_a_unary_call_with_499(house: House) -> None:
+async def test_abort_by_delete_ends_a_unary_request_with_499(house: House) -> None:
     house.engine.script = Script([asyncio.Event()])
     pending = asyncio.ensure_future(house.chat(headers={"x-request-id": "mine"}).__aenter__())
     await house.engine.arrived.wait()
@@ -268,7 +268,7 @@ async def test_delete_ends_a_unary_call_with_499(house: House) -> None:
     await house.at_rest()
 
 
-async def test_delete_reaches_exactly_ones_own(streaming: tuple[House, Any]) -> None:
+async def test_abort_by_delete_ends_only_requests_of_the_same_tenant(streaming: tuple[House, Any]) -> None:
     house, _ = streaming
     other = {"authorization": "Bearer other-key"}
     for request_id, headers in (("mine", other), ("min", house.headers), ("mine2", house.headers)):
@@ -281,7 +281,7 @@ async def test_delete_reaches_exactly_ones_own(streaming: tuple[House, Any]) -> 
 
 
 @pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "unary"])
-async def test_a_client_that_hangs_up_at_the_end_is_served(house: House, is_stream: bool) -> None:
+async def test_a_disconnect_after_the_last_event_is_logged_as_ok(house: House, is_stream: bool) -> None:
     house.engine.script = stream(chunk("a")) if is_stream else unary()
     for _ in range(20):
         client = await RawClient.of(house)
@@ -295,7 +295,7 @@ async def test_a_client_that_hangs_up_at_the_end_is_served(house: House, is_stre
     await house.at_rest()
 
 
-async def test_a_client_that_hangs_up_at_the_engines_error_was_told(house: House) -> None:
+async def test_a_disconnect_after_the_engines_error_event_is_no_cancellation(house: House) -> None:
     event = error_event(EngineFailed("The engine failed."))
     comment = closing_comment(closing(reason="engine_failed"))
     house.engine.script = Script([chunk("a"), event + comment, asyncio.Event()])
@@ -308,7 +308,7 @@ async def test_a_client_that_hangs_up_at_the_engines_error_was_told(house: House
     await house.at_rest()
 
 
-async def test_a_client_that_leaves_while_it_settles_is_settled(
+async def test_a_disconnect_during_settlement_does_not_stop_it(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     house.engine.script = unary()
@@ -331,7 +331,7 @@ async def test_a_client_that_leaves_while_it_settles_is_settled(
     await house.at_rest()
 
 
-async def test_an_abort_that_comes_when_all_is_sent_changes_nothing(
+async def test_an_abort_after_the_whole_answer_changes_nothing(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     house.engine.script = stream(chunk("a"))

@@ -21,7 +21,7 @@ def protocol() -> str:
     return "http2"
 
 
-async def test_the_only_engine_drains(house: House) -> None:
+async def test_a_drain_of_the_only_engine_is_503_with_retry_after(house: House) -> None:
     """Streams that run are finished; new requests are refused, with when to come back."""
     go_on = asyncio.Event()
 
@@ -50,7 +50,7 @@ async def test_the_only_engine_drains(house: House) -> None:
     await house.at_rest()
 
 
-async def test_another_engine_takes_over(open_house: Open) -> None:
+async def test_requests_to_a_draining_engine_are_retried_on_another(open_house: Open) -> None:
     async with FakeEngine(bundle=byte_bundle()) as other:
         house: House = await open_house(other.url)
         house.engine.drain()
@@ -64,7 +64,7 @@ async def test_another_engine_takes_over(open_house: Open) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["http1", "http2"])
-async def test_a_request_that_another_engine_took_over_keeps_nothing(open_house: Open) -> None:
+async def test_a_request_retried_on_another_engine_leaks_nothing(open_house: Open) -> None:
     """What the first engine's failure refers to goes with the request, without a garbage collection."""
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))

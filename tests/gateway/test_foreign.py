@@ -90,7 +90,7 @@ async def front(protocol: str, log: io.StringIO) -> AsyncIterator[Front]:
             yield front
 
 
-async def test_a_whole_answer_and_its_usage(front: Front) -> None:
+async def test_a_foreign_unary_answer_is_charged_by_its_usage(front: Front) -> None:
     done = await front.chat("hello")
     assert done.choices[0].message.content == TEXT
     line = await front.line()
@@ -99,7 +99,7 @@ async def test_a_whole_answer_and_its_usage(front: Front) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["hello", "crlf"])
-async def test_a_stream_and_its_usage(front: Front, prompt: str) -> None:
+async def test_a_foreign_stream_is_charged_by_its_usage(front: Front, prompt: str) -> None:
     stream = await front.chat(prompt, stream=True, stream_options={"include_usage": True})
     *chunks, last = [chunk async for chunk in stream]
     assert "".join(chunk.choices[0].delta.content for chunk in chunks) == TEXT
@@ -122,7 +122,7 @@ async def test_usage_that_the_client_did_not_ask_for_is_charged_and_not_shown(
     assert line["events"] == len(WORDS) + 1
 
 
-async def test_a_stream_that_tells_no_usage_is_charged_what_was_reserved(front: Front) -> None:
+async def test_a_foreign_stream_without_usage_is_charged_its_reservation(front: Front) -> None:
     stream = await front.chat("mute", stream=True, max_tokens=50)
     assert len([chunk async for chunk in stream]) == len(WORDS)
     line = await front.line()
@@ -131,7 +131,7 @@ async def test_a_stream_that_tells_no_usage_is_charged_what_was_reserved(front: 
     assert line["settled_tokens"] == line["reserved_tokens"] == line["prompt_tokens"] + 50
 
 
-async def test_a_client_that_leaves_is_told_to_the_app(front: Front, protocol: str) -> None:
+async def test_a_disconnect_cancels_the_request_at_a_foreign_engine(front: Front, protocol: str) -> None:
     stream = await front.chat("endless", stream=True)
     await anext(stream)
     await stream.close()
@@ -157,7 +157,7 @@ async def left(url: str, protocol: str) -> int:
     ("prompt", "error", "reason"),
     [("bad", openai.BadRequestError, "refused"), ("busy", openai.InternalServerError, "refused")],
 )
-async def test_errors_in_its_own_envelope(
+async def test_a_foreign_engines_errors_are_mapped_to_openais_envelope(
     front: Front, streaming: bool, prompt: str, error: type[openai.APIStatusError], reason: str
 ) -> None:
     status, message = foreign_app.REFUSALS[prompt]
@@ -169,7 +169,7 @@ async def test_errors_in_its_own_envelope(
     assert line["settled_tokens"] == 0
 
 
-async def test_an_engine_without_http2_is_told_with_the_setting_to_change(log: io.StringIO) -> None:
+async def test_an_engine_without_http2_is_502_and_the_log_names_the_setting(log: io.StringIO) -> None:
     """When its profile is asked for, at startup, and in the line of a request that came all the same."""
     async with granian("http1") as url, Gateway(load(configured(url, "http2"), {})) as gateway:
         front = Front(gateway, url, log)
@@ -223,7 +223,7 @@ async def test_the_event_with_usage_alone_can_be_hidden(size: int) -> None:
     assert stream.usage.completion_tokens == USAGE["completion_tokens"]
 
 
-async def test_what_is_no_event_is_not_held_back_for_ever() -> None:
+async def test_bytes_without_an_event_boundary_are_not_held_back_for_ever() -> None:
     data = b"x" * (TAIL_LEN + 100) + EVENT + b"the rest"
     stream = ForeignStream(Chunks(*(data[at : at + 50] for at in range(0, len(data), 50))), hides_usage=True)
     assert len(await stream.read()) > TAIL_LEN
@@ -249,5 +249,5 @@ async def test_no_usage_is_made_up(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": -1}, {"prompt_tokens": "many"}])
-def test_usage_that_is_none(usage: Any) -> None:
+def test_malformed_usage_is_ignored(usage: Any) -> None:
     assert usage_of(json.dumps({"usage": usage}).encode()) is None

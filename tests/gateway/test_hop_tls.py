@@ -63,12 +63,12 @@ def hop(files: Path, ca: str, cert: str | None) -> HopConfig:
 
 
 @pytest.mark.parametrize("protocol", ["http2", "http1"])
-async def test_both_ends_show_who_they_are(engine: str, files: Path, protocol: str) -> None:
+async def test_mutual_tls_between_gateway_and_engine(engine: str, files: Path, protocol: str) -> None:
     assert await ask(engine, protocol, hop(files, "ours", "ours")) == b"/hello"
 
 
 @pytest.mark.parametrize("protocol", ["http2", "http1"])
-async def test_an_engine_of_another_authority_is_not_talked_to(
+async def test_an_engine_with_a_certificate_of_another_authority_is_refused(
     engine: str, files: Path, protocol: str
 ) -> None:
     with pytest.raises(UpstreamUnreachable):
@@ -77,14 +77,14 @@ async def test_an_engine_of_another_authority_is_not_talked_to(
 
 @pytest.mark.parametrize("cert", [None, "another"])
 @pytest.mark.parametrize("protocol", ["http2", "http1"])
-async def test_a_gateway_without_our_certificate_gets_nothing(
+async def test_a_gateway_without_a_client_certificate_is_refused(
     engine: str, files: Path, protocol: str, cert: str | None
 ) -> None:
     with pytest.raises(Exception, match=r"reached|broke off|went away"):
         await ask(engine, protocol, hop(files, "ours", cert))
 
 
-def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+def test_unusable_tls_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "x.pem").write_text("nothing")
     path = str(tmp_path / "x.pem")
     with pytest.raises(UnusableTls, match=r"x\.pem"):
@@ -95,7 +95,9 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         client_context(cert=str(tmp_path / "missing.pem"))
 
 
-async def test_no_context_is_made_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_tls_context_is_made_where_none_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[str | None] = []
 
     def make(*, ca: str | None, cert: str | None, key: str | None) -> None:

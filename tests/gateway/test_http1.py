@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 import httpx
 import pytest
 
-from gateway.relay.http1 import Http1Transport, ResponseStream
+from gateway.relay.http1 import Http1ResponseStream, Http1Transport
 from tests.gateway.conftest import PATIENCE_S, until
 
 
@@ -49,11 +49,11 @@ async def transport() -> AsyncIterator[Http1Transport]:
 
 async def get(
     transport: Http1Transport, url: str, connected: Callable[[], None] | None = None
-) -> ResponseStream:
+) -> Http1ResponseStream:
     return await transport.exchange("GET", url, [], b"", connected=connected)
 
 
-async def test_a_connection_is_kept_and_told_of(
+async def test_a_connection_is_reused_and_the_caller_is_told(
     server: tuple[Server, str], transport: Http1Transport
 ) -> None:
     told: list[int] = []
@@ -111,7 +111,7 @@ async def test_a_server_that_speaks_no_http(
         await whole()
 
 
-async def test_nobody_there(transport: Http1Transport) -> None:
+async def test_an_unreachable_server_is_a_connect_error(transport: Http1Transport) -> None:
     async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(httpx.ConnectError):
             await get(transport, "http://127.0.0.1:1")

@@ -38,7 +38,7 @@ SECRET = "sk-upstream-0123"
         ("1e3", 2.5, 2.5),
     ],
 )
-def test_a_caller_may_ask_for_less_and_never_for_more(
+def test_a_caller_may_shorten_its_deadlines_and_never_extend_them(
     asked: str | None, most_s: float | None, told: float | None
 ) -> None:
     assert bound_s(QUEUE_TIMEOUT_HEADER, asked, most_s) == told
@@ -47,7 +47,7 @@ def test_a_caller_may_ask_for_less_and_never_for_more(
 @pytest.mark.parametrize(
     "asked", ["", "inf", "nan", "-1", "0", "soon", "\udcff", "1" * 8000, "1e300", "86401", "0x10"]
 )
-async def test_a_deadline_that_is_none_is_refused_by_name(asked: str) -> None:
+async def test_an_invalid_deadline_header_is_refused_by_name(asked: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         bound_s(QUEUE_TIMEOUT_HEADER, asked, None)
     assert refused.value.param == QUEUE_TIMEOUT_HEADER
@@ -87,7 +87,7 @@ async def test_deadlines_of_the_model_the_class_and_the_tenant(open_house: Open)
         ("flex", None, None),
     ],
 )
-async def test_another_engine_is_sent_openais_fields_alone(
+async def test_a_foreign_engine_is_sent_openais_fields_alone(
     open_house: Open, tier_max: str, asked: str | None, sent: str | None
 ) -> None:
     house = await open_house(
@@ -137,7 +137,7 @@ async def test_an_engine_is_shown_the_gateways_key_and_not_the_callers(
     assert SECRET not in repr(house.gateway.config)
 
 
-async def test_without_one_an_engine_is_shown_none(house: House) -> None:
+async def test_without_credentials_no_authorization_header_is_sent(house: House) -> None:
     house.engine.script = unary()
     async with house.chat() as answer:
         assert answer.status == 200
@@ -157,7 +157,7 @@ def test_a_key_from_the_environment() -> None:
 
 
 @pytest.mark.parametrize("value", ["", " ", "two words", "new\nline", "\u00e4", "x" * 9000])
-def test_keys_that_are_none_are_told_together_and_not_shown(tmp_path: Path, value: str) -> None:
+def test_invalid_engine_keys_are_reported_together_and_not_shown(tmp_path: Path, value: str) -> None:
     models = [model(api_key_env="KEY"), model(api_key_env="GONE"), model(api_key_file=str(tmp_path / "no"))]
     with pytest.raises(ConfigError) as caught:
         Credentials(models, {"KEY": value})

@@ -74,7 +74,7 @@ async def started(config: Path) -> AsyncIterator[Process]:
             await process.wait()
 
 
-async def test_sigterm_lets_open_streams_finish_and_exits_with_0(tmp_path: Path) -> None:
+async def test_sigterm_drains_open_streams_and_exits_with_0(tmp_path: Path) -> None:
     config = tmp_path / "gateway.toml"
     headers = {"authorization": f"Bearer {KEY}"}
     go_on = asyncio.Event()

@@ -87,7 +87,9 @@ def test_a_wait_is_exactly_long_enough(per_min: int, level: int, amount: int) ->
 
 
 @given(LIMITS, st.lists(st.tuples(st.integers(0, 90_000), st.integers(1, 50)), max_size=60))
-def test_never_more_than_the_limit_and_what_drained(per_min: int, arrivals: list[tuple[int, int]]) -> None:
+def test_grants_never_exceed_the_limit_and_what_has_drained(
+    per_min: int, arrivals: list[tuple[int, int]]
+) -> None:
     """In any time T at most `limit` and `limit` per minute of T pass."""
     level, now_ms, passed = 0, 0, []
     for elapsed_ms, amount in arrivals:
@@ -123,14 +125,14 @@ def clock_and_store(request: pytest.FixtureRequest) -> tuple[VirtualClock, Quota
 Both = tuple[VirtualClock, QuotaStore]
 
 
-async def test_exactly_the_limit_passes_however_many_ask(clock_and_store: Both) -> None:
+async def test_concurrent_reservations_never_exceed_the_limit(clock_and_store: Both) -> None:
     _, store = clock_and_store
     who = [subject(requests_per_min=100)]
     decisions = await asyncio.gather(*(take(store, rid(i), who, 1) for i in range(1000)))
     assert sum(d.refusal is None for d in decisions) == 100
 
 
-async def test_requests_come_back_as_time_passes(clock_and_store: Both) -> None:
+async def test_the_request_quota_drains_with_time(clock_and_store: Both) -> None:
     clock, store = clock_and_store
     who = [subject(requests_per_min=2)]
     for i in range(2):
@@ -172,20 +174,20 @@ async def test_usage_above_the_reservation_is_debt(clock_and_store: Both) -> Non
     assert (await take(store, rid(4), who, 1)).refusal is None
 
 
-async def test_what_can_never_fit_is_told_no_time(clock_and_store: Both) -> None:
+async def test_a_request_larger_than_its_quota_has_no_retry_after(clock_and_store: Both) -> None:
     _, store = clock_and_store
     refusal = (await take(store, rid(1), [subject(tokens_per_min=10)], 11)).refusal
     assert refusal == Refusal(Meter.TOKENS, Scope.KEY, 10, None)
 
 
-async def test_a_limit_of_nothing_lets_nothing_through(clock_and_store: Both) -> None:
+async def test_a_quota_of_zero_admits_nothing(clock_and_store: Both) -> None:
     _, store = clock_and_store
     for name, limits in (("requests", QuotaLimits(requests_per_min=0)), ("seats", QuotaLimits(concurrent=0))):
         assert (await take(store, rid(name), [Subject(Scope.KEY, "k", limits)], 0)).refusal is not None
     assert (await take(store, rid(1), [subject(token_budget=0)], 1)).refusal is not None
 
 
-async def test_all_subjects_or_none(clock_and_store: Both) -> None:
+async def test_a_reservation_charges_all_subjects_or_none(clock_and_store: Both) -> None:
     _, store = clock_and_store
     key, tenant = subject(tokens_per_min=1000), subject("t", Scope.TENANT, tokens_per_min=100)
     refusal = (await take(store, rid(1), [key, tenant], 500)).refusal
@@ -199,7 +201,7 @@ async def test_all_subjects_or_none(clock_and_store: Both) -> None:
     assert (tokens.limit, tokens.remaining) == (100, 20)
 
 
-async def test_the_refusal_that_lasts_longest_is_told(clock_and_store: Both) -> None:
+async def test_of_several_refusals_the_one_with_the_longest_wait_is_returned(clock_and_store: Both) -> None:
     _, store = clock_and_store
     who = [subject(requests_per_min=1, concurrent=1, token_budget=5)]
     await take(store, rid(1), who, 5)
@@ -218,7 +220,7 @@ async def test_a_budget_does_not_refill_but_is_refunded(clock_and_store: Both) -
     assert (await take(store, rid(4), who, 40)).refusal is None
 
 
-async def test_settling_is_idempotent_and_unknown_ids_are_nothing(clock_and_store: Both) -> None:
+async def test_settle_is_idempotent_and_ignores_unknown_reservations(clock_and_store: Both) -> None:
     _, store = clock_and_store
     who = [subject(concurrent=1, token_budget=100)]
     await take(store, rid(1), who, 50)
@@ -286,7 +288,7 @@ async def test_a_seat_is_taken_before_any_token(clock_and_store: Both) -> None:
 
 
 @pytest.mark.parametrize("limits", [QuotaLimits(tokens_per_min=0), QuotaLimits(token_budget=0)])
-async def test_who_cannot_pay_for_a_token_gets_no_seat_for_some(
+async def test_a_subject_without_a_token_left_gets_no_seat_for_a_request_with_tokens(
     clock_and_store: Both, limits: QuotaLimits
 ) -> None:
     _, store = clock_and_store

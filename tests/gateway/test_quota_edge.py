@@ -8,9 +8,8 @@ import pytest
 
 from gateway.exchange import duration
 from gateway.identity.keys import hash_key
-from tests.gateway.conftest import KEY, House, Open
+from tests.gateway.conftest import KEY, PROMPT, House, Open, error_of
 from tests.gateway.fake_engine import chunk, stream, unary
-from tests.gateway.test_pipeline import PROMPT, error_of
 
 SOON = {"1s", *(f"{ms}ms" for ms in range(500, 1000))}
 """A second, and what was left of it when the answer was written."""
@@ -25,7 +24,7 @@ async def limited(open_house: Open, key_limits: dict[str, int], tenant_limits: d
     return house
 
 
-async def test_the_headers_are_on_every_answer(open_house: Open) -> None:
+async def test_ratelimit_headers_are_on_every_answer(open_house: Open) -> None:
     house = await limited(open_house, {"requests_per_min": 60}, {"tokens_per_min": 6000})
     async with house.chat(max_tokens=82) as answer:
         headers = answer.headers
@@ -46,12 +45,12 @@ async def test_the_headers_are_on_every_answer(open_house: Open) -> None:
             assert answer.headers["x-ratelimit-limit-tokens"] == "6000"
 
 
-async def test_without_limits_there_are_no_such_headers(house: House) -> None:
+async def test_without_quotas_there_are_no_ratelimit_headers(house: House) -> None:
     async with house.chat() as answer:
         assert not [name for name in answer.headers if "ratelimit" in name.lower()]
 
 
-async def test_too_many_requests(open_house: Open) -> None:
+async def test_the_request_quota_refuses_with_429_and_retry_after(open_house: Open) -> None:
     house = await limited(open_house, {"requests_per_min": 1}, {})
     async with house.chat():
         pass
@@ -69,7 +68,7 @@ async def test_too_many_requests(open_house: Open) -> None:
     assert len(house.engine.seen) == 1
 
 
-async def test_too_many_tokens(open_house: Open) -> None:
+async def test_the_token_quota_refuses_with_429_and_retry_after(open_house: Open) -> None:
     house = await limited(open_house, {}, {"tokens_per_min": 200})
     async with house.chat(max_tokens=100):
         pass
@@ -92,7 +91,7 @@ async def test_a_small_limit_lets_a_request_without_a_maximum_through(open_house
     assert (await house.line())["reserved_tokens"] == len(PROMPT) + 50
 
 
-async def test_a_spent_budget(open_house: Open) -> None:
+async def test_a_spent_budget_is_429_without_retry(open_house: Open) -> None:
     house = await limited(open_house, {"token_budget": 100}, {})
     async with house.chat(max_tokens=50):
         pass
@@ -105,7 +104,7 @@ async def test_a_spent_budget(open_house: Open) -> None:
         assert answer.status == 200, "what was not used came back"
 
 
-async def test_concurrency_ends_with_the_request(open_house: Open) -> None:
+async def test_the_concurrency_quota_is_released_with_the_request(open_house: Open) -> None:
     house = await limited(open_house, {"concurrent": 1}, {})
     go_on = asyncio.Event()
     house.engine.script = stream(chunk("a"), go_on)

@@ -36,7 +36,7 @@ async def test_stream(house: House, sdk: AsyncOpenAI) -> None:
     assert [event.choices[0].delta.content async for event in events] == ["a", "b"]
 
 
-async def test_a_stream_that_breaks_raises(house: House, sdk: AsyncOpenAI) -> None:
+async def test_the_sdk_raises_when_a_stream_breaks(house: House, sdk: AsyncOpenAI) -> None:
     house.engine.script = Script([chunk("a"), CUT])
     events = await sdk.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
     with pytest.raises(openai.APIError, match="broke off"):

@@ -29,7 +29,7 @@ async def test_a_cancellation_is_raised_once_the_work_is_done() -> None:
 
 
 @pytest.mark.parametrize("is_cancelled", [True, False])
-async def test_an_error_keeps_nothing_of_whom_it_went_through(is_cancelled: bool) -> None:
+async def test_an_error_of_shielded_work_leaves_no_reference_cycle(is_cancelled: bool) -> None:
     go_on = asyncio.Event()
 
     async def work() -> None:

@@ -66,7 +66,7 @@ async def test_every_call_is_over_in_time_and_only_those_that_reserve_raise(how:
 
 
 @pytest.mark.parametrize("call", ["enter", "reserve"])
-async def test_what_cannot_be_reserved_is_not_done(open_house: Open, call: str) -> None:
+async def test_a_request_that_cannot_reserve_is_503_and_not_dispatched(open_house: Open, call: str) -> None:
     store = BrokenStore()
     store.fails = {call, "windows", "settle"}
     house = await open_house(quotas=broken(store))
@@ -78,7 +78,7 @@ async def test_what_cannot_be_reserved_is_not_done(open_house: Open, call: str) 
     assert (line["error_code"], line["attempts"]) == ("quota_unavailable", 0)
 
 
-async def test_an_answer_whose_settlement_fails_is_an_answer(open_house: Open) -> None:
+async def test_a_settlement_that_fails_does_not_spoil_the_answer(open_house: Open) -> None:
     store = BrokenStore()
     store.fails = {"settle"}
     house = await open_house(quotas=broken(store))
@@ -118,7 +118,7 @@ async def test_readyz_says_that_the_store_does_not_answer_and_that_it_does_again
         assert probe.status == 200
 
 
-async def test_work_that_crashes_is_begun_anew_ever_more_slowly_and_is_down_meanwhile() -> None:
+async def test_background_work_that_crashes_is_restarted_with_backoff() -> None:
     clock = VirtualClock()
     begun = 0
 
@@ -183,7 +183,7 @@ async def test_an_identity_that_does_not_answer_is_a_503(
     await house.at_rest()
 
 
-async def test_a_client_that_cancels_while_it_is_identified_leaves_nothing_behind(open_house: Open) -> None:
+async def test_a_disconnect_during_identification_leaks_nothing(open_house: Open) -> None:
     identity = SilentIdentity()
     house = await open_house(identity_of=lambda _: identity)
     asking = asyncio.create_task(house.client.get(f"{house.url}/v1/models", headers=house.headers))

@@ -46,7 +46,7 @@ async def ended(house: House, reason: str, status: int) -> None:
 
 
 @pytest.mark.parametrize("head_is_sent", [False, True])
-async def test_first_token(open_house: Open, level: Set, head_is_sent: bool) -> None:
+async def test_first_token_timeout(open_house: Open, level: Set, head_is_sent: bool) -> None:
     """Whether the engine's headers came or not: a head is no token."""
     never = asyncio.Event()
     steps: list[Step] = [HEADERS, never] if head_is_sent else [never, HEADERS]
@@ -58,21 +58,21 @@ async def test_first_token(open_house: Open, level: Set, head_is_sent: bool) -> 
     await ended(house, "first_token_timeout", 504)
 
 
-async def test_a_comment_is_no_token(open_house: Open) -> None:
+async def test_a_comment_does_not_stop_the_first_token_timeout(open_house: Open) -> None:
     house = await open_house(timeouts={"first_token_s": SOON_S})
     house.engine.script = Script([b": ping\n\n", asyncio.Event()])
     async with house.chat(stream=True) as answer:
         assert answer.status == 504
 
 
-async def test_a_comment_between_tokens_is_none_either(open_house: Open) -> None:
+async def test_a_comment_does_not_stop_the_inter_token_timeout(open_house: Open) -> None:
     house = await open_house(timeouts={"inter_token_s": SOON_S, "total_s": 40 * SOON_S})
     house.engine.script = Script([chunk("a"), *[b": ping\n\n"] * 1_000_000])
     async with house.chat(stream=True) as answer:
         assert b"inter_token_timeout" in await answer.read()
 
 
-async def test_between_tokens(open_house: Open, level: Set) -> None:
+async def test_inter_token_timeout(open_house: Open, level: Set) -> None:
     house = await open_house(**level(inter_token_s=SOON_S))
     house.engine.script = stream(chunk("a"), asyncio.Event())
     async with house.chat(stream=True) as answer:
@@ -83,7 +83,7 @@ async def test_between_tokens(open_house: Open, level: Set) -> None:
     await ended(house, "inter_token_timeout", 200)
 
 
-async def test_total(open_house: Open, level: Set) -> None:
+async def test_total_timeout(open_house: Open, level: Set) -> None:
     house = await open_house(**level(total_s=20 * SOON_S))
     house.engine.script = stream(chunk("a"), asyncio.Event())
     async with house.chat(stream=True) as answer:
@@ -91,7 +91,7 @@ async def test_total(open_house: Open, level: Set) -> None:
     await ended(house, "total_timeout", 200)
 
 
-async def test_a_unary_answer_waits_for_the_total_alone(open_house: Open, level: Set) -> None:
+async def test_a_unary_answer_is_bounded_by_the_total_timeout_alone(open_house: Open, level: Set) -> None:
     house = await open_house(**level(total_s=4 * SOON_S, first_token_s=SOON_S, inter_token_s=SOON_S))
     house.engine.script = Script([asyncio.Event()])
     async with house.chat() as answer:
@@ -100,7 +100,7 @@ async def test_a_unary_answer_waits_for_the_total_alone(open_house: Open, level:
     await ended(house, "total_timeout", 504)
 
 
-async def test_connecting(open_house: Open, level: Set) -> None:
+async def test_connect_timeout(open_house: Open, level: Set) -> None:
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         deaf.listen(0)
@@ -121,7 +121,7 @@ async def test_connecting(open_house: Open, level: Set) -> None:
             filler.close()
 
 
-async def test_a_client_that_stops_reading(open_house: Open, level: Set) -> None:
+async def test_slow_client_timeout(open_house: Open, level: Set) -> None:
     """Pressure reaches the engine: it is not read beyond what bounded buffers hold."""
     house = await open_house(**level(slow_client_s=10 * SOON_S))
     house.engine.script = Script([chunk("x" * 1000)] * 100_000)
@@ -138,7 +138,9 @@ async def test_a_client_that_stops_reading(open_house: Open, level: Set) -> None
     "said", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-a: "], ids=["nothing", "half a head"]
 )
 @pytest.mark.parametrize("before", [b"", b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"], ids=["at first", "next"])
-async def test_a_client_that_asks_nothing_is_hung_up_on(open_house: Open, before: bytes, said: bytes) -> None:
+async def test_an_idle_connection_is_closed_after_its_timeout(
+    open_house: Open, before: bytes, said: bytes
+) -> None:
     house = await open_house(timeouts={"idle_s": SOON_S})
     client = await RawClient.of(house)
     client.writer.write(before + said)
@@ -148,7 +150,7 @@ async def test_a_client_that_asks_nothing_is_hung_up_on(open_house: Open, before
     assert answer.startswith(b"HTTP/1.1 200") if before else not answer
 
 
-async def test_a_slow_client_holds_up_nobody_else(open_house: Open) -> None:
+async def test_backpressure_of_a_slow_client_holds_up_no_other_stream(open_house: Open) -> None:
     house = await open_house()
     house.engine.script = lambda seen: Script(
         [chunk("x" * 1000)] * (100_000 if "big" in str(seen.body) else 3)
@@ -163,7 +165,7 @@ async def test_a_slow_client_holds_up_nobody_else(open_house: Open) -> None:
     slow.leave()
 
 
-async def test_the_most_specific_wins_longer_or_shorter(open_house: Open) -> None:
+async def test_the_most_specific_timeout_wins_longer_or_shorter(open_house: Open) -> None:
     house = await open_house(
         timeouts={"total_s": SOON_S, "inter_token_s": SOON_S},
         model={"timeouts": {"total_s": SOON_S, "first_token_s": 30, "inter_token_s": 60}},
@@ -205,7 +207,7 @@ async def test_the_watch_raises_its_reason() -> None:
     assert await outcome(watch, work) is FirstTokenTimeout
 
 
-async def test_the_total_wins_over_a_later_deadline() -> None:
+async def test_the_total_timeout_wins_over_a_later_deadline() -> None:
     watch = Watch(0.01)
 
     async def work() -> None:
@@ -215,7 +217,7 @@ async def test_the_total_wins_over_a_later_deadline() -> None:
 
 
 @pytest.mark.parametrize(("first_s", "then_s"), [(10, 0.01), (0.01, 0.02)], ids=["shorter", "longer"])
-async def test_another_total_counts_from_the_start(first_s: float, then_s: float) -> None:
+async def test_a_changed_total_timeout_counts_from_the_start(first_s: float, then_s: float) -> None:
     watch = Watch(first_s)
 
     async def work() -> None:
@@ -239,7 +241,7 @@ async def test_a_deadline_can_be_moved_both_ways() -> None:
     assert await outcome(watch, work) is InterTokenTimeout
 
 
-async def test_what_is_expected_again_has_as_long_as_before() -> None:
+async def test_a_renewed_deadline_has_its_full_time() -> None:
     watch = Watch(10)
 
     async def work() -> None:
@@ -254,7 +256,7 @@ async def test_what_is_expected_again_has_as_long_as_before() -> None:
     assert await outcome(watch, work) is InterTokenTimeout
 
 
-async def test_the_total_wins_over_what_is_expected_again() -> None:
+async def test_the_total_timeout_wins_over_a_renewed_deadline() -> None:
     watch = Watch(0.02)
 
     async def work() -> None:
@@ -265,7 +267,7 @@ async def test_the_total_wins_over_what_is_expected_again() -> None:
     assert await outcome(watch, work) is TotalTimeout
 
 
-async def test_ending_twice_or_after_the_end_changes_nothing() -> None:
+async def test_ending_a_watch_twice_or_after_its_end_changes_nothing() -> None:
     watch = Watch(10)
 
     async def work() -> None:
@@ -277,7 +279,7 @@ async def test_ending_twice_or_after_the_end_changes_nothing() -> None:
     await asyncio.sleep(0)
 
 
-async def test_a_cancellation_from_elsewhere_passes_and_wins() -> None:
+async def test_a_cancellation_from_outside_wins_over_a_timeout() -> None:
     watch = Watch(10)
 
     async def work() -> None:

@@ -251,7 +251,7 @@ async def served(path: Path, streams: Streams, options: Sequence[str]) -> dict[s
     """An engine as its operators start it: how long until it is ready, and a load through its API."""
     # The other rows need nothing that speaks HTTP.
     from engine.bench.load import Load, Sample, Server, measure, warm_up
-    from shared.bench.client import Endpoint
+    from shared.bench.client import ApiServer
     from shared.bench.services import free_port, service
 
     load = Load(streams.count, rounds=1, prompt_len=streams.prompt, output_len=streams.outputs)
@@ -260,7 +260,7 @@ async def served(path: Path, streams: Streams, options: Sequence[str]) -> dict[s
     began_s = time.perf_counter()
     async with service(argv, f"http://127.0.0.1:{port}/readyz") as process:
         ready_s = time.perf_counter() - began_s
-        server = Server("", Endpoint(f"http://127.0.0.1:{port}/v1"), path.name, (process.pid,))
+        server = Server("", ApiServer(f"http://127.0.0.1:{port}/v1"), path.name, (process.pid,))
         sample, rng = Sample(), random.Random(2)
         await warm_up(server, load.prompt_len)
         await measure(server, load, rng, sample)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from gateway.bench.attack import Attack, Ends, Who
-from gateway.bench.attackers import Outcome, send
+from gateway.bench.attackers import RequestOutcome, send
 from gateway.bench.neighbourhood import (
     CORE_MEMORY_MAX,
     ENGINE_MEMORY_MAX,
@@ -84,7 +84,7 @@ class House:
         for process in self.processes:
             process.rest = rest_bytes(process.pid)
 
-    async def attacked(self, attack: Attack) -> list[Outcome]:
+    async def attacked(self, attack: Attack) -> list[RequestOutcome]:
         """Run an attack beside the victim, to its end and to both services' rest. Every request of the victim
         gets what it gets alone, every answer to the attack is one that it may have, and each process keeps
         to its memory."""
@@ -108,7 +108,7 @@ class House:
         held = gauges(self.admin_url)["held_bytes"], gauges(self.engine_url)["held_bytes"]
         return not any(held) and gateway_at_rest(self.admin_url) and engine_at_rest(self.engine_url)
 
-    def gateway_lines(self, outcomes: Sequence[Outcome]) -> dict[str, Line]:
+    def gateway_lines(self, outcomes: Sequence[RequestOutcome]) -> dict[str, Line]:
         """The completed line that the gateway wrote for each of these requests, by its id."""
         return self._lines(self.gateway, {outcome.request_id for outcome in outcomes})
 
@@ -128,7 +128,7 @@ class House:
         until(are_there)
         return found
 
-    def has_reached_engine(self, outcomes: Sequence[Outcome]) -> bool:
+    def has_reached_engine(self, outcomes: Sequence[RequestOutcome]) -> bool:
         """Whether the engine has completed any of these requests."""
         ids = {outcome.request_id for outcome in outcomes}
         return any(line["request_id"] in ids for line in self.engine.completed)

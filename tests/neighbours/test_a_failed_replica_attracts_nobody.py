@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from gateway.bench.attack import Attack, Ends, Law, Who, chat
-from gateway.bench.attackers import Outcome, send
+from gateway.bench.attackers import RequestOutcome, send
 from gateway.bench.victim import CHATS
 from tests.neighbours.conftest import House, engines, gateway
 from tests.services import PATIENCE_S, Line, Service, engine_url, gauges, until
@@ -86,9 +86,9 @@ def name_of(service: Service) -> str:
     return engine_url(service).removeprefix("http://")
 
 
-def replicas_of(house: House, outcomes: list[Outcome]) -> dict[str, list[Outcome]]:
+def replicas_of(house: House, outcomes: list[RequestOutcome]) -> dict[str, list[RequestOutcome]]:
     lines = house.gateway_lines(outcomes)
-    found: dict[str, list[Outcome]] = {}
+    found: dict[str, list[RequestOutcome]] = {}
     for outcome in outcomes:
         found.setdefault(lines[outcome.request_id]["replica"], []).append(outcome)
     return found

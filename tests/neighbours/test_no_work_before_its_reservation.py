@@ -10,9 +10,7 @@ from tests.neighbours.conftest import House
 
 
 @pytest.mark.parametrize("attack", against(Law.RESERVATION), ids=lambda attack: attack.name)
-async def test_a_key_that_may_do_nothing_is_refused_by_its_requests_heads(
-    house: House, attack: Attack
-) -> None:
+async def test_a_key_without_quota_is_refused_before_its_body_is_read(house: House, attack: Attack) -> None:
     outcomes = await house.attacked(attack)
     assert not house.has_reached_engine(outcomes)
     if attack.statuses == {429}:

@@ -28,7 +28,7 @@ ENGINE_GAUGES = (
 GATEWAY_GAUGES = ("held_bytes", "http2_streams", "requests_in_flight")
 
 
-async def test_memory_does_not_climb_however_often_requests_are_refused_left_or_served(house: House) -> None:
+async def test_memory_does_not_grow_over_refused_cancelled_and_served_requests(house: House) -> None:
     attacks: list[Attack] = [named(name) for name in MIX]
     for attack in attacks:  # what is allocated once is allocated now
         await house.attacked(attack)

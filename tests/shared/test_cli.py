@@ -1,24 +1,18 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
 import importlib.util
-import io
 import json
 import os
-import signal
 import socket
 import stat
 import subprocess
 import sys
 import tomllib
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-import httpx
 import pytest
 import trustme
 
@@ -29,13 +23,9 @@ from gateway.development import development_config, development_key
 from gateway.identity.keys import KeyTable, key_problem
 from shared import cli
 from shared.arguments import closest
-from shared.cli import running, service, supervisor, up
+from shared.cli import running, service, up
 from shared.cli.running import Running
-from shared.cli.supervisor import ServiceSpec
 from shared.config import to_toml
-
-CHILD = Path(__file__).with_name("cli_child.py")
-PATIENCE_S = 60
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +77,7 @@ def exits(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str
         (("--versoin",), "did you mean --version?"),
     ],
 )
-def test_a_wrong_option_says_what_is_right(
+def test_a_misspelt_option_is_answered_with_the_right_one(
     capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], says: str
 ) -> None:
     code, out, err = exits(capsys, *argv)
@@ -108,7 +98,7 @@ def test_a_wrong_option_says_what_is_right(
         ("PENSTOCK_API_KEY", " key", "no space at its ends\n"),
     ],
 )
-def test_a_variable_that_up_cannot_heed_is_named(
+def test_a_variable_that_up_does_not_allow_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variable: str, value: str, says: str
 ) -> None:
     monkeypatch.setenv(variable, value)
@@ -182,7 +172,7 @@ def test_a_missing_extra_is_named(
     assert exits(capsys, "up")[0] == 1
 
 
-def test_likeness() -> None:
+def test_closest_finds_the_most_similar_name() -> None:
     assert closest("--prot", ["--port", "--host"]) == "--port"
     assert closest("--zzzzz", ["--port", "--host"]) is None
 
@@ -258,7 +248,7 @@ def test_a_plan_without_options_serves_the_demo_model() -> None:
     assert plan.running.model == up.DEMO_NAME
 
 
-def test_options_find_their_way(tmp_path: Path) -> None:
+def test_options_reach_the_service_that_they_are_for(tmp_path: Path) -> None:
     argv = ("--port", "0", "--model", str(tmp_path), "--api-key", "k", "--log-dir", str(tmp_path / "logs"))
     plan = plan_of(*argv, "--alias", "a", "*", "--alias", "b", "--max-model-len", "128")
     engine, gateway = plan.services
@@ -281,7 +271,7 @@ def test_up_takes_the_model_from_the_environment(monkeypatch: pytest.MonkeyPatch
     assert plan_of("--port", "0").running.model == up.DEMO_NAME
 
 
-def test_a_drain_that_is_asked_for_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drain_time_of_an_option_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = plan_of("--port", "0")
     assert plain.services[0].argv[-2:] == ("--drain-timeout-s", str(up.DRAIN_S))
     assert plain.grace_s == up.DRAIN_S + up.ENDING_S
@@ -349,7 +339,7 @@ def test_the_url_has_a_name_that_the_certificate_is_for(
     assert plan.certificate_names == names
 
 
-def test_a_certificate_that_cannot_be_used_is_said_to_be(
+def test_an_unusable_tls_certificate_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -409,261 +399,3 @@ def test_the_announcement_names_a_command_that_a_shell_finds(
     chat = line.removeprefix("In another terminal: ").partition(". ")[0]
     assert chat == ("penstock chat" if is_active else f"{own / 'penstock'} chat")
     subprocess.run(["sh", "-c", f"{chat} --help"], check=True, capture_output=True)
-
-
-# -- supervision ----------------------------------------------------------------------------------
-
-
-class Screen(io.StringIO):
-    """Standard output, and a way to wait for what appears on it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._changed = asyncio.Event()
-
-    def write(self, text: str) -> int:
-        self._changed.set()
-        return super().write(text)
-
-    async def shows(self, text: str) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while text not in self.getvalue():
-                self._changed.clear()
-                await self._changed.wait()
-
-
-@dataclass
-class Stage:
-    """Two fake services under `supervise`, in the test's own process."""
-
-    directory: Path
-    habits: dict[str, tuple[str, ...]]
-    start_deadline_s: float = PATIENCE_S
-    grace_s: float = PATIENCE_S
-    screen: Screen = field(default_factory=Screen)
-    plan: up.Plan = field(init=False)
-    task: asyncio.Task[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        specs = []
-        for name in ("engine", "gateway"):
-            port = free_port()
-            argv = (sys.executable, str(CHILD), name, str(port), str(self.diary), *self.habits.get(name, ()))
-            log, url = self.directory / f"{name}.log", f"http://127.0.0.1:{port}"
-            specs.append(ServiceSpec(name, argv, log, url, self.start_deadline_s))
-        ours = Running(url=f"{specs[1].url}/v1", key="k", model="m", pid=os.getpid())
-        self.plan = up.Plan(tuple(specs), ours, self.directory, self.grace_s)
-        self.task = asyncio.create_task(up.supervise(self.plan, self.screen))
-
-    @property
-    def diary(self) -> Path:
-        return self.directory / "diary"
-
-    def events(self) -> list[str]:
-        lines = self.diary.read_text().splitlines() if self.diary.exists() else []
-        return [" ".join(line.split()[:2]) for line in lines]
-
-    def pid(self, name: str) -> int:
-        lines = (line.split() for line in self.diary.read_text().splitlines())
-        return next(int(words[2]) for words in lines if words[:2] == [name, "started"])
-
-    async def ends(self) -> int:
-        async with asyncio.timeout(PATIENCE_S):
-            return await self.task
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
-
-
-Staging = Callable[..., Stage]
-
-
-@pytest.fixture
-async def staging(tmp_path: Path) -> AsyncIterator[Staging]:
-    stages: list[Stage] = []
-
-    def start(
-        start_deadline_s: float = PATIENCE_S, grace_s: float = PATIENCE_S, **habits: tuple[str, ...]
-    ) -> Stage:
-        stages.append(Stage(tmp_path, habits, start_deadline_s, grace_s))
-        return stages[-1]
-
-    yield start
-    for stage in stages:
-        stage.task.cancel()
-        await asyncio.gather(stage.task, return_exceptions=True)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().remove_signal_handler(number)
-
-
-def is_alive(pid: int) -> bool:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, 0)
-        return True
-    return False
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_up_starts_in_order_and_stops_in_the_opposite(staging: Staging, number: signal.Signals) -> None:
-    stage = staging()
-    await stage.screen.shows("Ctrl-C here stops both")
-    assert stage.events() == ["engine started", "gateway started"]
-    assert running.read_running() == stage.plan.running
-    os.kill(os.getpid(), number)
-    assert await stage.ends() == 0
-    assert stage.events()[2:] == ["gateway stopped", "engine stopped"]
-    assert running.read_running() is None
-    shown = stage.screen.getvalue()
-    assert f"Logs are in {stage.directory}" in shown
-    assert "engine   warming up ... " in shown
-    assert "Ready after " in shown
-
-
-async def test_a_second_signal_kills(staging: Staging) -> None:
-    stage = staging(gateway=("stubborn",))
-    await stage.screen.shows("Ready after")
-    os.kill(os.getpid(), signal.SIGINT)
-    await stage.screen.shows("Ctrl-C again stops at once")
-    os.kill(os.getpid(), signal.SIGINT)
-    assert await stage.ends() == 0
-    assert "engine stopped" not in stage.events()
-    assert not is_alive(stage.pid("gateway"))
-    assert not is_alive(stage.pid("engine"))
-
-
-async def test_a_child_that_will_not_stop_is_killed_in_time(staging: Staging) -> None:
-    stage = staging(grace_s=0.1, gateway=("stubborn",), engine=("stubborn",))
-    await stage.screen.shows("Ready after")
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert await stage.ends() == 0
-    assert not is_alive(stage.pid("gateway"))
-    assert not is_alive(stage.pid("engine"))
-
-
-async def test_a_child_that_does_not_start_is_named_with_its_reason(staging: Staging) -> None:
-    stage = staging(gateway=("dies",))
-    assert await stage.ends() == 1
-    shown = stage.screen.getvalue()
-    assert "penstock up: the gateway exited with status 3\n" in shown
-    assert "\n    error no.way reason=cannot\n    Traceback: plain text\n" in shown
-    assert stage.events() == ["engine started", "gateway started", "engine stopped"]
-
-
-async def test_a_child_that_never_gets_ready_is_given_up(staging: Staging) -> None:
-    stage = staging(start_deadline_s=1.0, engine=("never-ready",))
-    assert await stage.ends() == 1
-    assert "the engine does not answer that it is well" in stage.screen.getvalue()
-    assert "engine stopped" in stage.events() or not is_alive(stage.pid("engine"))
-
-
-async def test_a_child_that_dies_takes_the_other_with_it(staging: Staging) -> None:
-    stage = staging()
-    await stage.screen.shows("Ready after")
-    async with httpx.AsyncClient() as client:
-        with contextlib.suppress(httpx.RemoteProtocolError):
-            await client.get(f"{stage.plan.services[0].url}/die")
-    assert await stage.ends() == 1
-    assert "the engine exited with status 7\n" in stage.screen.getvalue()
-    assert "error it.hurts reason=asked to" in stage.screen.getvalue()
-    assert stage.events()[2:] == ["gateway stopped"]
-    assert running.read_running() is None
-
-
-async def test_a_child_that_is_killed_is_said_to_be(staging: Staging) -> None:
-    stage = staging()
-    await stage.screen.shows("Ready after")
-    os.kill(stage.pid("engine"), signal.SIGKILL)
-    assert await stage.ends() == 1
-    assert "the engine was killed by signal 9" in stage.screen.getvalue()
-
-
-async def test_a_child_that_can_serve_no_more_counts_as_dead(
-    staging: Staging, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor, "LIVE_POLL_S", 0.01)
-    stage = staging(engine=("sick",))
-    assert await stage.ends() == 1
-    assert "the engine does not answer that it is well" in stage.screen.getvalue()
-    assert stage.events()[2:] == ["gateway stopped", "engine stopped"]
-
-
-async def test_a_signal_while_starting_stops_what_has_started(staging: Staging) -> None:
-    stage = staging(engine=("never-ready",))
-    await stage.screen.shows("warming up")
-    os.kill(os.getpid(), signal.SIGINT)
-    assert await stage.ends() == 0
-    assert stage.events() == ["engine started", "engine stopped"]
-
-
-PARENT = """
-import asyncio, sys
-from pathlib import Path
-from shared.cli.supervisor import Service, ServiceSpec
-async def main():
-    spec = ServiceSpec("child", tuple(sys.argv[2:]), Path(sys.argv[1]), f"http://127.0.0.1:{sys.argv[5]}", 60)
-    service = await Service.start(spec)
-    await service.ready(lambda line: None)
-    print(service.pid, flush=True)
-    await service.failed()
-asyncio.run(main())
-"""
-
-
-async def test_children_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    child = [sys.executable, str(CHILD), "child", str(free_port()), str(tmp_path / "diary")]
-    parent = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", PARENT, str(tmp_path / "log"), *child, stdout=asyncio.subprocess.PIPE
-    )
-    assert parent.stdout is not None
-    pidfd = os.pidfd_open(int(await parent.stdout.readline()))
-    ended = asyncio.Event()
-    asyncio.get_running_loop().add_reader(pidfd, ended.set)
-    parent.kill()
-    await parent.wait()
-    async with asyncio.timeout(PATIENCE_S):
-        await ended.wait()
-    asyncio.get_running_loop().remove_reader(pidfd)
-    os.close(pidfd)
-    assert "child stopped" in (tmp_path / "diary").read_text()
-
-
-@pytest.mark.parametrize(
-    ("line", "shown"),
-    [
-        (
-            '{"ts":"t","level":"info","service":"s","logger":"l","event":"e","n":1,"s":"x y"}',
-            "info e n=1 s=x y",
-        ),
-        ('{"event":"e","exception":[{"exc_type":"E","exc_value":"v","frames":[]}]}', "e exception=E: v"),
-        ("plain", "plain"),
-        ("[1]", "[1]"),
-        ("x" * 1000, "x" * supervisor.LINE_LEN_MAX),
-    ],
-)
-def test_log_lines_are_readable(line: str, shown: str) -> None:
-    assert supervisor.readable(line) == shown
-
-
-def test_the_tail_of_a_long_log_is_its_end(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text("".join(f"line {number}\n" for number in range(100_000)))
-    lines = supervisor.log_tail(log).splitlines()
-    assert len(lines) == supervisor.TAIL_LINES
-    assert lines[-1] == "    line 99999"
-
-
-def test_a_log_that_has_grown_is_moved_aside_once(tmp_path: Path) -> None:
-    log = tmp_path / "engine.log"
-    log.touch()
-    with log.open("ab", buffering=0) as writer:
-        for number in range(3):
-            writer.write(b"%d" % number * 10)
-            supervisor.keep_short(log, len_max=11)
-            writer.write(b".")
-            supervisor.keep_short(log, len_max=11)
-    assert log.read_bytes() == b""
-    assert (tmp_path / "engine.old.log").read_bytes() == b"2" * 10 + b"."
-    assert len(list(tmp_path.iterdir())) == 2

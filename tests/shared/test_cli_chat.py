@@ -199,7 +199,7 @@ def test_one_message_to_any_server(url: str, capsys: pytest.CaptureFixture[str])
     assert asked == [("Bearer k", "first", "Hi")]
 
 
-def test_the_up_beside_it_is_found(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_up_is_found(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     running.write_running(Running(url=url, key="dev", model="demo", pid=os.getpid()))
     assert cli.main(["chat", "-m", "Hi"]) == 0
     monkeypatch.setenv(running.KEY_VARIABLE, "env")
@@ -237,7 +237,7 @@ def test_a_conversation_ends_with_its_input(
 
 
 @pytest.mark.parametrize("word", ["/quit", "/exit"])
-def test_words_that_leave(
+def test_quit_and_exit_end_the_conversation(
     url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], word: str
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{word}\nHi\n"))
@@ -393,12 +393,12 @@ def test_tls_where_there_is_none_is_said_to_be(url: str, capsys: pytest.CaptureF
 
 
 @pytest.mark.usefixtures("url")
-def test_nobody_there_is_said_plainly(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_server_is_reported_plainly(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["chat", "--url", "http://127.0.0.1:1/v1", "-m", "Hi"]) == 1
     assert "nothing answers at http://127.0.0.1:1/v1" in capsys.readouterr().err
 
 
-def test_a_reader_who_leaves_is_no_crash(url: str) -> None:
+def test_a_closed_pipe_is_no_crash(url: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     argv = [sys.executable, "-m", "shared.cli", "chat", "--url", url, "-m", "Hi"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from shared.tokenizer import Tokenizer, TokenizerBundle
-from tests.shared.test_tokenizer import (
+from tests.shared.toy_tokenizers import (
     BOTH,
     BYTE_LEVEL,
     HARD,

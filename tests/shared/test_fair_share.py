@@ -10,7 +10,7 @@ from shared.fair_share import FairShare
 def greedy(share: FairShare, tenant: str) -> int:
     """Take one unit after the other until refused. Returns how many were taken."""
     taken = 0
-    while share.take(tenant, 1):
+    while share.acquire(tenant, 1):
         taken += 1
     return taken
 
@@ -33,7 +33,7 @@ def test_tenants_that_come_and_go_end_with_equal_parts() -> None:
     share = FairShare(1000)
     for _ in range(200):  # each gives a little back and takes what it can
         for tenant in ("a", "b", "c"):
-            share.give_back(tenant, share.held_by(tenant) // 10)
+            share.release(tenant, share.held_by(tenant) // 10)
             greedy(share, tenant)
     parts = [share.held_by(tenant) for tenant in ("a", "b", "c")]
     assert max(parts) - min(parts) <= 40
@@ -42,28 +42,28 @@ def test_tenants_that_come_and_go_end_with_equal_parts() -> None:
 
 def test_one_large_amount_may_be_held_alone_and_leaves_the_others_their_part() -> None:
     share = FairShare(256)
-    assert not share.take("a", 1000)
-    assert share.take("a", 1000, alone=True)
-    assert not share.take("a", 1, alone=True), "it holds something already"
-    assert share.take("b", 40)
-    share.give_back("a", 1000)
-    share.give_back("b", 40)
+    assert not share.acquire("a", 1000)
+    assert share.acquire("a", 1000, alone=True)
+    assert not share.acquire("a", 1, alone=True), "it holds something already"
+    assert share.acquire("b", 40)
+    share.release("a", 1000)
+    share.release("b", 40)
     assert share.held == 0
     assert greedy(share, "b") == share.most
 
 
-def test_what_is_no_tenants_has_the_whole_capacity() -> None:
+def test_requests_without_a_tenant_have_the_whole_capacity() -> None:
     share = FairShare(100)
     assert greedy(share, "") == 100
-    assert not share.take("a", 1)
+    assert not share.acquire("a", 1)
 
 
 def test_a_capacity_of_one_serves_one() -> None:
     share = FairShare(1)
-    assert share.take("a", 1)
-    assert not share.take("b", 1)
-    share.give_back("a", 1)
-    assert share.take("b", 1)
+    assert share.acquire("a", 1)
+    assert not share.acquire("b", 1)
+    share.release("a", 1)
+    assert share.acquire("b", 1)
 
 
 @given(
@@ -78,9 +78,9 @@ def test_all_together_never_hold_more_than_the_capacity_but_for_one_large_amount
     for tenant, amount, alone in moves:
         if amount < 0:
             amount = min(-amount, model[tenant])
-            share.give_back(tenant, amount)
+            share.release(tenant, amount)
             model[tenant] -= amount
-        elif share.take(tenant, amount, alone=alone):
+        elif share.acquire(tenant, amount, alone=alone):
             model[tenant] += amount
             largest = max(largest, amount) if alone else largest
         assert {tenant: share.held_by(tenant) for tenant in "abcd"} == model

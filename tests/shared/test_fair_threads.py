@@ -120,7 +120,7 @@ async def test_jobs_of_one_tenant_take_turns(bench: Bench) -> None:
     assert "short" not in bench.done[6:]
 
 
-async def test_a_caller_who_leaves_stops_its_job_and_closes_it(bench: Bench) -> None:
+async def test_a_cancelled_caller_stops_its_job_and_closes_it(bench: Bench) -> None:
     bench.gate.clear()
     running = asyncio.create_task(bench.threads.run("a", bench.job("running", 1000)))
     waiting = asyncio.create_task(bench.threads.run("a", bench.job("waiting", 1000)))

@@ -130,7 +130,7 @@ class StuckStream(io.StringIO):
 
 
 @pytest.mark.usefixtures("stream")
-def test_a_stuck_reader_costs_lines_not_time() -> None:
+def test_a_stuck_reader_of_the_log_drops_lines_and_blocks_no_caller() -> None:
     stuck = StuckStream()
     logs.configure("test", stream=stuck)
     log = logs.get("x")

@@ -13,7 +13,7 @@ from shared.openai import ChatMessage, ChatRequest, CompletionRequest
 from shared.prompts import prompt_slices, text_slices
 from shared.tokenizer import Tokenizer
 from tests.shared.test_text_slices import sentence_piece
-from tests.shared.test_tokenizer import BYTE_LEVEL, bundle_of, byte_level, with_bos
+from tests.shared.toy_tokenizers import BYTE_LEVEL, bundle_of, byte_level, with_bos
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 CHATTY = Tokenizer(bundle_of(byte_level(), TEMPLATE))

@@ -9,14 +9,14 @@ from shared.timeouts import TIMEOUT_S_MAX, stated_timeout_s
 @pytest.mark.parametrize(
     ("value", "expected"), [(None, None), ("5", 5.0), ("0.25", 0.25), ("86400", TIMEOUT_S_MAX)]
 )
-def test_the_callers_bounds_are_seconds(value: str | None, expected: float | None) -> None:
+def test_timeout_headers_are_in_seconds(value: str | None, expected: float | None) -> None:
     assert stated_timeout_s("x-request-timeout", value) == expected
 
 
 @pytest.mark.parametrize(
     "value", ["", "soon", "0", "-1", "nan", "inf", "86401", "5s", "1" * 8000, "\udcff", "1e300"]
 )
-def test_a_bound_that_is_none_is_refused(value: str) -> None:
+def test_an_invalid_timeout_header_is_refused(value: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         stated_timeout_s("x-request-timeout", value)
     assert refused.value.param == "x-request-timeout"

@@ -19,7 +19,7 @@ import pytest
 
 from shared.openai import ChatMessage, ChatRequest
 from shared.tokenizer import Tokenizer, TokenizerBundle, UnusableTokenizer
-from tests.shared.test_tokenizer import byte_level, sentencepiece, with_bos
+from tests.shared.toy_tokenizers import byte_level, sentencepiece, with_bos
 
 DRAWN = 120
 TEMPLATE = (

@@ -157,7 +157,7 @@ def test_added_tokens_are_as_the_library_took_them_and_not_as_the_file_has_them(
         ),
     ],
 )
-def test_what_others_write_around_a_text_is_left_out(post: processors.PostProcessor) -> None:
+def test_tokens_of_a_post_processor_are_left_out(post: processors.PostProcessor) -> None:
     tokenizer = processed(post)
     encoder = encoder_of(tokenizer)
     assert encoder is not None
@@ -187,7 +187,7 @@ def test_the_models_options_are_the_librarys(options: dict[str, Any]) -> None:
         assert encoder.encode(text) == tokenizer.encode(text).ids
 
 
-def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_words_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(words, "KEPT_MAX", 8)
     encoder = encoder_of(KNOWN["gpt2"])
     assert encoder is not None

@@ -182,8 +182,7 @@ def paged_decode(
     head_dim = q.shape[2]
     tile = tile or tile_tokens(keys.shape[2], head_dim, q.dtype)
     assert head_dim in HEAD_DIMS, f"head size {head_dim} is none of {HEAD_DIMS}"
-    assert all(t.is_contiguous() for t in (q[0], keys, values))
-    assert tables.stride(1) == 1
+    assert all((tables.stride(1) == 1, *(t.is_contiguous() for t in (q[0], keys, values))))
     out = q.new_empty(q.shape) if out is None else out
     launch(
         decode_kernel,

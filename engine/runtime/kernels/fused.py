@@ -121,9 +121,8 @@ def norm_rotate_store(
     tokens = len(qkv)
     _, kv_heads, page_size, head_dim = keys.shape
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
-    cos, sin = angles
-    assert all(t.is_contiguous() for t in (qkv, cos, sin, keys, values))
-    assert cos.numel() == tokens * head_dim // 2
+    assert all(t.is_contiguous() for t in (qkv, *angles, keys, values))
+    assert angles[0].numel() == tokens * head_dim // 2
     q = qkv.new_empty(tokens, heads, head_dim)
     q_blocks = triton.cdiv(heads, HEADS_BLOCK)
     grid = (tokens, q_blocks + triton.cdiv(kv_heads, HEADS_BLOCK))

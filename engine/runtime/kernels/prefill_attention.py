@@ -82,9 +82,8 @@ def paged_prefill(
     _, kv_heads, page_size, _ = keys.shape
     group, tile = heads // kv_heads, tile_tokens(page_size, head_dim, q.dtype, TILE_BYTES_MAX)
     assert head_dim in HEAD_DIMS, f"head size {head_dim} is none of {HEAD_DIMS}"
-    assert group <= BLOCK_M
+    assert all((group <= BLOCK_M, tables.stride(1) == 1))
     assert all(t.is_contiguous() for t in (q[0], keys, values, chunks, tiles))
-    assert tables.stride(1) == 1
     out = q.new_empty(q.shape) if out is None else out
     launch(
         prefill_kernel,

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Final
 
 from shared.generation_keys import GENERATION_KEYS
-from shared.model_files import NO_EFFECT, USED, KeyTable, only
+from shared.model_files import NO_EFFECT, USED, KeyMeanings, only
 
 _READ: Final = (
     "architectures",
@@ -89,7 +89,7 @@ _OF_THE_LIBRARY: Final = (
     "transformers_version",
     "use_bfloat16",
 )
-CONFIG_KEYS: Final[KeyTable] = {
+CONFIG_KEYS: Final[KeyMeanings] = {
     **dict.fromkeys((*GENERATION_KEYS, *_READ), USED),
     **dict.fromkeys((*_OF_TRAINING, *_OF_TOKENS, *_OF_OTHER_TASKS, *_OF_THE_LIBRARY), NO_EFFECT),
     "attention_chunk_size": only(None),

@@ -22,14 +22,14 @@ from typing import Any, Final
 
 import msgspec
 
-from shared.model_files import USED, KeyTable, shown, unexplained
+from shared.model_files import USED, KeyMeanings, shown, unexplained
 
 DEFAULT_THETA: Final = 10_000.0
 SUPPORTED_TYPES: Final = ("default", "llama3")
 _ORIGINAL_LEN: Final = "original_max_position_embeddings"
 _BY_LAYER_TYPE: Final = ("full_attention", "sliding_attention")
 _LLAMA3: Final = ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL_LEN)
-_KEYS: Final[Mapping[str, KeyTable]] = {
+_KEYS: Final[Mapping[str, KeyMeanings]] = {
     kind: dict.fromkeys(("rope_type", "type", "rope_theta", "partial_rotary_factor", *own), USED)
     for kind, own in (("default", ()), ("llama3", _LLAMA3))
 }

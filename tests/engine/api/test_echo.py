@@ -15,7 +15,7 @@ from engine.api.echo import starts_of
 from shared import prompts, text_slices
 from shared.tokenizer import Tokenizer, TokenizerBundle
 from tests.shared.test_prompts import finish
-from tests.shared.test_tokenizer import HARD, byte_level, sentencepiece, with_bos
+from tests.shared.toy_tokenizers import HARD, byte_level, sentencepiece, with_bos
 
 
 def echoed(tokenizer: Tokenizer, text: str | None, ids: list[int]) -> tuple[str, list[int]]:

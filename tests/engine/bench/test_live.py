@@ -12,14 +12,14 @@ import pytest
 from engine.bench import live
 from engine.bench.live import LIVE, Served
 from engine.bench.virtual import Request
-from shared.bench.client import Endpoint
+from shared.bench.client import ApiServer
 from shared.bench.streams import BenchFailed
 
 SHORT, LONG = Request(0.0, 50, 16), Request(0.0, 1000, 32)
 
 
 @asynccontextmanager
-async def server(status: str = "200 OK") -> AsyncIterator[tuple[Endpoint, list[dict[str, object]]]]:
+async def server(status: str = "200 OK") -> AsyncIterator[tuple[ApiServer, list[dict[str, object]]]]:
     """A server that answers every request with three events; yields its endpoint and the bodies that it
     received."""
     bodies: list[dict[str, object]] = []
@@ -39,7 +39,7 @@ async def server(status: str = "200 OK") -> AsyncIterator[tuple[Endpoint, list[d
     listening = await asyncio.start_server(answer, "127.0.0.1", 0)
     async with listening:
         port = listening.sockets[0].getsockname()[1]
-        yield Endpoint(f"http://127.0.0.1:{port}/v1"), bodies
+        yield ApiServer(f"http://127.0.0.1:{port}/v1"), bodies
 
 
 async def test_each_request_is_sent_and_timed() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.bench.client import Connection, Endpoint, Exchange
+from shared.bench.client import ApiServer, LoadConnection, TimedRequest
 
 EVENT = b'data: {"choices":[],"n":%d}\n\n'
 USAGE = (
@@ -36,8 +36,8 @@ class FakeTransport(asyncio.Transport):
         self.written += data
 
 
-async def exchange(pieces: list[bytes]) -> Exchange:
-    connection = Connection()
+async def exchange(pieces: list[bytes]) -> TimedRequest:
+    connection = LoadConnection()
     connection.connection_made(FakeTransport())
     task = asyncio.ensure_future(connection.exchange(b"GET"))
     await asyncio.sleep(0)
@@ -79,4 +79,4 @@ async def test_a_refusal_is_an_error_with_its_body() -> None:
 
 def test_a_url_without_a_host_is_refused() -> None:
     with pytest.raises(ValueError, match="not a URL with a host"):
-        asyncio.run(Endpoint("nonsense").connect())
+        asyncio.run(ApiServer("nonsense").connect())

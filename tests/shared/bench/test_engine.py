@@ -14,13 +14,13 @@ import pytest
 from engine.bench import served as engine
 from engine.bench.load import BenchFailed, Load, Sample, Server, alone, token_times
 from engine.bench.served import TOKENS_TARGET, add_arguments
-from shared.bench.client import Endpoint, Exchange
+from shared.bench.client import ApiServer, TimedRequest
 
 USAGE = b'data: {"usage":{"prompt_tokens":1,"completion_tokens":%d,"total_tokens":1}}'
 
 
-def exchange(*times: float, tokens: int) -> Exchange:
-    return Exchange(sent_at=1.0, event_times=list(times), last_event=USAGE % tokens)
+def exchange(*times: float, tokens: int) -> TimedRequest:
+    return TimedRequest(sent_at=1.0, event_times=list(times), last_event=USAGE % tokens)
 
 
 def test_events_that_bring_no_token_are_no_gaps() -> None:
@@ -55,7 +55,7 @@ async def test_servers_take_turns_and_are_compared(monkeypatch: pytest.MonkeyPat
         into.add([exchange(1.1, 1.2, tokens=2)], elapsed_s=1.0 if server.name == "" else 2.0)
 
     monkeypatch.setattr(engine, "measure", measure)
-    servers = [Server(name, Endpoint("http://h"), "m") for name in ("", "against, ")]
+    servers = [Server(name, ApiServer("http://h"), "m") for name in ("", "against, ")]
     figures = await engine._in_turns(servers, Load(1, 1, 1, 2), 3, random.Random(0))
     assert turns == ["", "against, "] * 3
     [ratio] = [figure for figure in figures if figure.name == "1 stream: output, ratio"]
@@ -63,10 +63,10 @@ async def test_servers_take_turns_and_are_compared(monkeypatch: pytest.MonkeyPat
     assert len(figures) == 15
 
 
-def test_whose_turn_it_is_not_is_stopped_until_it_is_over() -> None:
+def test_servers_are_stopped_while_it_is_not_their_turn() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as waiting:
         measured, other = (
-            Server(name, Endpoint("http://h"), "m", pids) for name, pids in (("", ()), ("b", (waiting.pid,)))
+            Server(name, ApiServer("http://h"), "m", pids) for name, pids in (("", ()), ("b", (waiting.pid,)))
         )
         with contextlib.suppress(BenchFailed), alone(measured, [measured, other]):
             assert os.WIFSTOPPED(os.waitpid(waiting.pid, os.WUNTRACED)[1])

@@ -13,10 +13,10 @@ import pytest
 
 from gateway.bench.paced_engine import EVENT_LEN, MODEL, Http1Connection, PacedEngine, Ticker
 from gateway.bench.streams import Load, _against, _ours
-from shared.bench.client import Endpoint
+from shared.bench.client import ApiServer
 from shared.bench.figures import at_most
 from shared.bench.services import demo_model
-from shared.bench.streams import BenchFailed, Window, streaming
+from shared.bench.streams import BenchFailed, Measurement, streaming
 
 PATIENCE_S = 10.0
 
@@ -43,7 +43,7 @@ def engine() -> PacedEngine:
 
 
 @pytest.fixture
-async def endpoint(engine: PacedEngine) -> AsyncIterator[Endpoint]:
+async def endpoint(engine: PacedEngine) -> AsyncIterator[ApiServer]:
     served: list[Served] = []
 
     def serve() -> Served:
@@ -51,7 +51,7 @@ async def endpoint(engine: PacedEngine) -> AsyncIterator[Endpoint]:
         return served[-1]
 
     async with await asyncio.get_running_loop().create_server(serve, "127.0.0.1", 0) as server:
-        yield Endpoint(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1")
+        yield ApiServer(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1")
         await until(lambda: all(one.left for one in served))
 
 
@@ -67,12 +67,12 @@ async def ticking(engine: PacedEngine) -> AsyncIterator[None]:
     task.cancel()
 
 
-def request(endpoint: Endpoint, max_tokens: int = 100_000, event_len: int | None = None) -> bytes:
+def request(endpoint: ApiServer, max_tokens: int = 100_000, event_len: int | None = None) -> bytes:
     body = {"model": MODEL, "stream": True, "max_tokens": max_tokens, "event_len": event_len}
     return endpoint.request("/chat/completions", msgspec.json.encode(body))
 
 
-async def test_only_what_comes_between_the_marks_counts(engine: PacedEngine, endpoint: Endpoint) -> None:
+async def test_only_what_comes_between_the_marks_counts(engine: PacedEngine, endpoint: ApiServer) -> None:
     cpu = iter([1.0, 1.5])
     async with contextlib.AsyncExitStack() as stack:
         async with ticking(engine):
@@ -91,7 +91,7 @@ async def test_only_what_comes_between_the_marks_counts(engine: PacedEngine, end
     assert window.cpu_us_per_event == pytest.approx(0.5e6 / 6)
 
 
-async def test_a_stream_that_ends_under_measure_spoils_it(engine: PacedEngine, endpoint: Endpoint) -> None:
+async def test_a_stream_that_ends_under_measure_spoils_it(engine: PacedEngine, endpoint: ApiServer) -> None:
     async with contextlib.AsyncExitStack() as stack:
         async with ticking(engine):
             streams = await stack.enter_async_context(streaming(endpoint, request(endpoint, max_tokens=1), 1))
@@ -107,13 +107,13 @@ async def test_a_refusal_is_told() -> None:
         writer.close()
 
     async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
-        endpoint = Endpoint(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1")
+        endpoint = ApiServer(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1")
         with pytest.raises(BenchFailed, match="429"):
             async with streaming(endpoint, request(endpoint), 1):
                 pass
 
 
-async def test_the_engine_says_who_waits_and_what_it_wrote(engine: PacedEngine, endpoint: Endpoint) -> None:
+async def test_the_engine_says_who_waits_and_what_it_wrote(engine: PacedEngine, endpoint: ApiServer) -> None:
     fat_len = 64 * 1024
     async with contextlib.AsyncExitStack() as stack, ticking(engine):
         live = await stack.enter_async_context(streaming(endpoint, request(endpoint), 1))
@@ -128,8 +128,8 @@ async def test_the_engine_says_who_waits_and_what_it_wrote(engine: PacedEngine, 
         assert still == stalled, "nothing more was written"
 
 
-def window(events: int, cpu_s: float) -> Window:
-    return Window(seconds=1.0, events=events, cpu_s=cpu_s, gaps_ms=[20.0], progressed=100)
+def window(events: int, cpu_s: float) -> Measurement:
+    return Measurement(seconds=1.0, events=events, cpu_s=cpu_s, gaps_ms=[20.0], progressed=100)
 
 
 def test_a_load_that_was_not_delivered_is_not_measured() -> None:
@@ -143,7 +143,7 @@ def test_a_load_that_was_not_delivered_is_not_measured() -> None:
     assert (cost.value, cost.ok, delivered.ok) == (10, True, True)
 
 
-def test_others_are_told_beside_us() -> None:
+def test_peers_figures_stand_beside_the_gateways() -> None:
     load, ours = Load(streams=100, interval_ms=20), window(5000, 0.05)
     theirs, ratio = _against(load, ours, "nginx", window(5000, 0.1), at_most(1.3))
     assert (theirs.value, ratio.value, ratio.ok) == (20, 0.5, True)

@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import httpx
+
 from shared.http2.client import ClientEndpoint, Http2Transport
-from shared.http2.connection import ConnectionConfig
+from shared.http2.config import ConnectionConfig
 from shared.http2.server import Http2Server, ServerRequest, ServerResponder
 
 Handler = Callable[[ServerRequest, ServerResponder], Awaitable[None]]
@@ -106,3 +108,7 @@ class Silent:
             raise
         finally:
             self.running -= 1
+
+
+def client(transport: Http2Transport) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=transport, timeout=None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shared.http2 import frames
-from shared.http2.connection import Connection, ConnectionConfig
+from shared.http2.config import ConnectionConfig
+from shared.http2.connection import Connection
 from shared.http2.headers import HeaderList
 from shared.http2.stream import Stream
 
@@ -48,7 +49,7 @@ class End:
 
     def write(self, stream: Stream, data: bytes) -> None:
         """`Stream.write` without the waiting."""
-        rest = stream.offer(data)
+        rest = stream.write_nowait(data)
         if rest is not None:
             stream.pending = rest
             self.connection.enqueue(stream)

@@ -2,24 +2,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 import httpx
 import pytest
 
 from shared.http import CONNECTED
-from shared.http2 import frames, limits
-from shared.http2.client import STREAM_EXTENSION, Http2Transport, NotHttp2, RequestUnprocessed
-from shared.http2.connection import ConnectionConfig, Phase
-from shared.http2.endpoint import WatchConfig
+from shared.http2 import limits
+from shared.http2.client import STREAM_EXTENSION, Http2Transport, RequestUnprocessed
+from shared.http2.config import ConnectionConfig
 from shared.http2.errors import ErrorCode
+from shared.http2.phase import ConnectionPhase
 from shared.http2.server import Http2Server, ServerEndpoint, ServerRequest, ServerResponder
 from shared.http2.stream import Stream
-from tests.fakes import VirtualClock
 from tests.shared.http2.loopback import (
     EVENTS,
-    PATIENCE_S,
     Silent,
+    client,
     echo,
     endpoints,
     hello,
@@ -27,10 +25,6 @@ from tests.shared.http2.loopback import (
     serving,
     until,
 )
-
-
-def client(transport: Http2Transport) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=transport, timeout=None)
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "fast"])
@@ -118,7 +112,7 @@ async def test_an_answer_may_come_before_the_request_is_complete() -> None:
             await until(lambda: not endpoints(transport)[0].connection.streams)
 
 
-async def test_the_raw_stream_hands_over_all_that_is_queued() -> None:
+async def test_the_raw_stream_returns_all_that_is_queued() -> None:
     async def events(request: ServerRequest, responder: ServerResponder) -> None:
         await responder.start_stream(200, EVENTS)
         for i in range(100):
@@ -147,7 +141,7 @@ async def test_the_caller_is_told_when_a_request_is_dispatched() -> None:
         assert len(told) == 1
 
 
-async def test_origins_that_are_not_used_any_more_make_place(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pools_of_unused_origins_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shared.http2.client.ORIGINS_MAX", 2)
     transport = Http2Transport()
     async with client(transport) as http, serving(hello) as first, serving(hello) as third:
@@ -183,11 +177,11 @@ async def test_a_response_left_unfinished_cancels_the_handler(fast: bool, events
             assert await answer.extensions[STREAM_EXTENSION].read()
         await until(lambda: silent.cancelled == 1)
         (endpoint,) = endpoints(transport)
-        assert endpoint.connection.phase is Phase.OPEN
+        assert endpoint.connection.phase is ConnectionPhase.OPEN
         assert not endpoint.connection.streams
 
 
-async def test_a_request_cancelled_while_it_waits_for_a_stream_leaves_no_place_in_line() -> None:
+async def test_a_request_cancelled_while_it_waits_for_a_stream_leaves_the_queue() -> None:
     silent = Silent()
     transport = Http2Transport(connections_max=1)
     async with serving(silent, streams_max=1) as served, client(transport) as http:
@@ -232,7 +226,7 @@ async def test_a_full_connection_opens_further_ones() -> None:
         await until(lambda: silent.cancelled == 35)
 
 
-async def test_beyond_the_last_connection_requests_wait_in_line() -> None:
+async def test_requests_queue_when_all_connections_are_full() -> None:
     gate = asyncio.Event()
 
     async def gated(request: ServerRequest, responder: ServerResponder) -> None:
@@ -297,7 +291,7 @@ class RefusingServer(Http2Server):
         return Refusing(self)
 
 
-async def test_a_refused_stream_is_repeated_if_its_body_can_be() -> None:
+async def test_a_refused_stream_is_retried_if_its_body_can_be_sent_again() -> None:
     server = RefusingServer(echo)
 
     async def once() -> AsyncIterator[bytes]:
@@ -330,7 +324,7 @@ async def test_a_restarted_server_is_connected_to_again() -> None:
             assert (await http.get(url)).status_code == 200
 
 
-async def test_a_server_that_vanishes_fails_what_runs() -> None:
+async def test_a_lost_connection_fails_open_streams() -> None:
     silent = Silent(start=True)
     async with serving(silent) as served, client(Http2Transport()) as http:
         unanswered = Silent()
@@ -348,173 +342,3 @@ async def test_a_server_that_vanishes_fails_what_runs() -> None:
             with pytest.raises(httpx.ReadError):
                 await call
         await until(lambda: silent.cancelled == unanswered.cancelled == 1)
-
-
-# -- timeouts and strangers -----------------------------------------------------------------------
-
-
-class Deaf(asyncio.Protocol):
-    """Greets as an HTTP/2 server, if told to, and then does not read."""
-
-    def __init__(self, greeting: bytes = b"") -> None:
-        self.greeting = greeting
-        self.heard = b""
-
-    def connection_made(self, transport: Any) -> None:
-        self.transport = transport
-        if self.greeting:
-            transport.write(self.greeting)
-
-    def data_received(self, data: bytes) -> None:
-        self.heard += data
-
-
-async def test_a_server_that_does_not_greet_is_a_connect_timeout() -> None:
-    async with listening(Deaf) as listener, client(Http2Transport()) as http:
-        url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-        with pytest.raises(httpx.ConnectTimeout):
-            await http.get(url, timeout=httpx.Timeout(None, connect=0.01))
-
-
-async def test_who_is_ready_to_wait_longer_for_a_greeting_does() -> None:
-    """The connection's own limit is for those who say nothing of their own."""
-    loop = asyncio.get_running_loop()
-    greeted_by = loop.time() + 0.05
-    deaf: list[Deaf] = []
-
-    def slow() -> Deaf:
-        deaf.append(Deaf())
-        return deaf[-1]
-
-    transport = Http2Transport(watch=WatchConfig(greeting_timeout_s=0.01))
-    async with listening(slow) as listener, client(transport) as http:
-        url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-        with pytest.raises((httpx.ConnectTimeout, NotHttp2)):
-            await http.get(url)
-        call = asyncio.create_task(http.get(url, timeout=httpx.Timeout(None, connect=PATIENCE_S)))
-        await until(lambda: loop.time() > greeted_by)
-        assert not call.done()
-        deaf[-1].transport.write(frames.settings({0x3: 100}))
-        await until(lambda: any(endpoint.connection.streams for endpoint in endpoints(transport)))
-        call.cancel()
-
-
-async def test_an_http_1_server_is_a_connect_error_that_says_so() -> None:
-    def http1() -> Deaf:
-        return Deaf(b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\n")
-
-    async with listening(http1) as listener, client(Http2Transport()) as http:
-        url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-        with pytest.raises(NotHttp2, match="does not serve HTTP/2"):
-            await http.get(url)
-
-
-async def test_nobody_listening_and_nobody_of_that_name() -> None:
-    async with listening(Deaf) as listener:
-        url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-    async with client(Http2Transport()) as http:
-        errors = await asyncio.gather(*(http.get(url) for _ in range(20)), return_exceptions=True)
-        assert {type(error) for error in errors} == {httpx.ConnectError}
-        assert len({id(error) for error in errors}) == 20, "tracebacks are not shared"
-        with pytest.raises(httpx.ConnectError):
-            await http.get("http://" + "a" * 70 + ".invalid/")
-        with pytest.raises(httpx.UnsupportedProtocol):
-            await http.get("ftp://127.0.0.1/")
-
-
-async def test_read_and_write_timeouts() -> None:
-    silent = Silent(start=True)
-    async with serving(silent) as served, client(Http2Transport()) as http:
-        with pytest.raises(httpx.ReadTimeout):
-            await http.get(served.url, timeout=httpx.Timeout(None, read=0.01))
-        await until(lambda: silent.cancelled == 1)
-        silent.start = False
-        with pytest.raises(httpx.ReadTimeout):
-            await http.get(served.url, timeout=httpx.Timeout(None, read=0.01))
-        with pytest.raises(httpx.WriteTimeout):
-            await http.post(served.url, content=bytes(1_000_000), timeout=httpx.Timeout(None, write=0.01))
-        await until(lambda: silent.cancelled == 3)
-
-
-async def test_a_header_that_cannot_be_carried_harms_nobody_else() -> None:
-    async with serving(hello) as served, client(Http2Transport()) as http:
-        for value in ("two\nlines", "x" * limits.SENT_HEADER_LIST_LEN_MAX):
-            with pytest.raises(httpx.LocalProtocolError):
-                await http.get(served.url, headers={"x-bad": value})
-        assert (await http.get(served.url)).status_code == 200
-
-
-async def tick(clock: VirtualClock, seconds: float) -> None:
-    await until(lambda: clock.sleeping == 1)
-    clock.advance(seconds)
-
-
-async def test_a_peer_that_stops_reading_is_given_up_after_an_unanswered_ping() -> None:
-    clock = VirtualClock()
-    greeting = frames.settings({0x3: 100})
-    transport = Http2Transport(clock=clock)
-    async with listening(lambda: Deaf(greeting)) as listener, client(transport) as http:
-        url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-        call = asyncio.create_task(http.get(url))
-        await until(
-            lambda: len(endpoints(transport)) == 1 and bool(endpoints(transport)[0].connection.streams)
-        )
-        await tick(clock, 10.0)
-        await tick(clock, 4.9)
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert not call.done()
-        await tick(clock, 0.2)
-        with pytest.raises(httpx.ReadError, match="PING"):
-            await call
-
-
-async def test_an_idle_connection_expires_and_a_busy_one_does_not() -> None:
-    clock = VirtualClock()
-    transport = Http2Transport(clock=clock)
-    silent = Silent()
-    async with serving(silent) as served, client(transport) as http:
-        call = asyncio.create_task(http.get(served.url))
-        await until(lambda: silent.running == 1)
-        (endpoint,) = endpoints(transport)
-        connection = endpoint.connection
-        await tick(clock, 10.0)
-
-        async def beat(heard: int) -> int:
-            """From one PING's answer to the next PING."""
-            await until(lambda: connection.receives > heard or connection.phase is Phase.CLOSED)
-            for _ in range(2):
-                await until(lambda: clock.sleeping == 1 or not endpoints(transport))
-                heard = connection.receives
-                clock.advance(5.0)
-            return heard
-
-        heard = connection.receives
-        for _ in range(20):
-            heard = await beat(heard)
-        assert endpoints(transport) == [endpoint]
-        call.cancel()
-        await until(lambda: silent.cancelled == 1)
-        for _ in range(20):
-            if endpoints(transport):
-                heard = await beat(heard)
-        await until(lambda: not endpoints(transport) and not served.server.endpoints)
-
-
-async def test_closing_the_transport_fails_what_waits() -> None:
-    silent = Silent()
-    transport = Http2Transport(connections_max=1)
-    async with serving(silent, streams_max=1) as served:
-        http = client(transport)
-        running = asyncio.create_task(http.get(served.url))
-        await until(lambda: silent.running == 1)
-        waiting = asyncio.create_task(http.get(served.url))
-        (pool,) = transport._pools.values()
-        await until(lambda: pool.waiting == 1)
-        await http.aclose()
-        async with asyncio.timeout(PATIENCE_S):
-            with pytest.raises(httpx.ReadError):
-                await running
-            with pytest.raises(httpx.ConnectError):
-                await waiting
-        await until(lambda: silent.cancelled == 1)

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.http2 import frames, limits
-from shared.http2.connection import ConnectionConfig, Phase
+from shared.http2.config import ConnectionConfig
 from shared.http2.errors import ConnectionLost, ErrorCode, ProtocolViolation, StreamRefused, StreamReset
+from shared.http2.phase import ConnectionPhase
 from shared.http2.stream import Stream
 from tests.shared.http2.pair import REQUEST, RESPONSE, End, Pair
 
@@ -29,7 +30,7 @@ def drain(pair: Pair, stream: Stream) -> bytes:
     received = bytearray()
     while True:
         pair.settle()
-        data = stream.take()
+        data = stream.read_nowait()
         if not data:
             return bytes(received)
         received += data
@@ -42,14 +43,14 @@ def test_a_request_and_its_answer(pair: Pair) -> None:
     pair.client.write(ours, b"question")
     ours.finish()
     pair.settle()
-    assert theirs.take() == b"question"
+    assert theirs.read_nowait() == b"question"
     assert theirs.received_all
     pair.server.connection.respond(theirs, RESPONSE, end=False)
     pair.server.write(theirs, b"answer")
     theirs.finish()
     pair.settle()
     assert ours.head == RESPONSE
-    assert ours.take() == b"answer"
+    assert ours.read_nowait() == b"answer"
     assert ours.received_all
     assert not pair.client.connection.streams
     assert not pair.server.connection.streams
@@ -58,7 +59,7 @@ def test_a_request_and_its_answer(pair: Pair) -> None:
     pair.check_laws()
 
 
-def test_an_unread_stream_holds_one_window_and_no_more(pair: Pair) -> None:
+def test_backpressure_an_unread_stream_holds_one_window_and_no_more(pair: Pair) -> None:
     ours, theirs = pair.exchange(end=True)
     pair.server.write(theirs, bytes(10 * limits.STREAM_WINDOW_LEN))
     pair.settle()
@@ -110,7 +111,7 @@ def test_data_after_our_reset_is_credited_to_the_connection(pair: Pair) -> None:
     assert theirs.error.code == ErrorCode.CANCEL
     assert not pair.server.connection.streams
     pair.check_laws()
-    assert pair.client.connection.phase is Phase.OPEN
+    assert pair.client.connection.phase is ConnectionPhase.OPEN
 
 
 def test_a_reset_before_headers_keeps_the_header_compression_whole(pair: Pair) -> None:
@@ -133,10 +134,10 @@ def test_a_message_that_ended_is_readable_though_the_stream_was_reset_after(pair
     theirs.finish()
     theirs.reset(ErrorCode.NO_ERROR)
     pair.settle()
-    assert ours.take() == b"too large"
+    assert ours.read_nowait() == b"too large"
     assert ours.received_all
     with pytest.raises(StreamReset):
-        ours.offer(b"more")
+        ours.write_nowait(b"more")
 
 
 def test_interim_responses_and_trailers_are_passed_over(pair: Pair) -> None:
@@ -149,7 +150,7 @@ def test_interim_responses_and_trailers_are_passed_over(pair: Pair) -> None:
     pair.server.connection.path.send_head(theirs, [(b"x-checksum", b"1")], end=True)
     pair.settle()
     assert ours.head == RESPONSE
-    assert ours.take() == b"answer"
+    assert ours.read_nowait() == b"answer"
     assert ours.received_all
 
 
@@ -181,14 +182,14 @@ def test_the_connection_window_wakes_every_waiting_stream(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_a_peer_that_ignores_our_window_is_cut_off(fast: bool) -> None:
+def test_a_peer_that_exceeds_a_window_is_disconnected(fast: bool) -> None:
     pair = Pair(ConnectionConfig(fast=fast))
     ours, _ = pair.exchange(end=True)
     chunk = frames.frame(frames.DATA, 0, ours.id, bytes(limits.FRAME_LEN_MAX))
     with pytest.raises(ProtocolViolation) as caught:
         pair.client.connection.receive(5 * chunk)
     assert caught.value.code == ErrorCode.FLOW_CONTROL_ERROR
-    assert pair.client.connection.phase is Phase.CLOSED
+    assert pair.client.connection.phase is ConnectionPhase.CLOSED
     assert ours.error is not None
 
 
@@ -210,10 +211,10 @@ def test_padding_is_credited_and_a_content_length_is_held_to(fast: bool) -> None
     ours, theirs = pair.request(head=head)
     padded = frames.frame(frames.DATA, frames.PADDED, ours.id, b"\x03abc" + bytes(3))
     pair.server.connection.receive(padded)
-    assert theirs.take() == b"abc"
+    assert theirs.read_nowait() == b"abc"
     assert theirs.uncredited == 7
     pair.server.connection.receive(frames.frame(frames.DATA, frames.END_STREAM, ours.id, b"def"))
-    assert theirs.take() == b"def"
+    assert theirs.read_nowait() == b"def"
     assert theirs.received_all
     path = pair.server.connection.path
     assert path.window + path.uncredited == limits.CONNECTION_WINDOW_LEN
@@ -233,7 +234,7 @@ def test_goaway_fails_what_was_not_processed_and_lets_the_rest_finish(pair: Pair
     pair.server.write(served, b"the rest")
     served.finish()
     pair.settle()
-    assert first.take() == b"the rest"
+    assert first.read_nowait() == b"the rest"
     assert first.received_all
     assert pair.client.connection.may_close
 
@@ -261,7 +262,7 @@ def test_streams_beyond_the_limit_are_refused_one_by_one() -> None:
     for stream_id in (1, 3, 5):
         pair.server.connection.receive(frames.frame(frames.HEADERS, flags, stream_id, head))
     assert [stream.id for stream in pair.server.opened] == [1, 3]
-    assert pair.server.connection.phase is Phase.OPEN
+    assert pair.server.connection.phase is ConnectionPhase.OPEN
 
 
 def test_a_lost_connection_fails_every_stream(pair: Pair) -> None:
@@ -271,7 +272,7 @@ def test_a_lost_connection_fails_every_stream(pair: Pair) -> None:
     raised = []
     for stream in streams * 3:
         with pytest.raises(ConnectionLost, match="gone") as caught:
-            stream.offer(b"more")
+            stream.write_nowait(b"more")
         raised.append(caught.value)
         assert len(caught.traceback) <= 3, "tracebacks do not grow"
         assert stream.error is not None
@@ -335,7 +336,7 @@ class Run:
             self.wrote[near] += data
             end.write(near, data)
         elif action == "read":
-            self.read[near] += near.take()
+            self.read[near] += near.read_nowait()
         elif action == "end" and writable:
             near.finish()
         elif action == "reset" and near.open:
@@ -349,7 +350,7 @@ class Run:
             self.pair.settle()
             progress = False
             for stream in itertools.chain.from_iterable(self.streams):
-                data = stream.take()
+                data = stream.read_nowait()
                 self.read[stream] += data
                 progress |= bool(data)
 
@@ -382,7 +383,7 @@ def test_bytes_in_are_bytes_out_and_no_credit_is_lost(
             if near.id in run.clean:
                 assert run.wrote[writer] == run.read[reader]
     for connection in (pair.client.connection, pair.server.connection):
-        assert connection.phase is Phase.OPEN
+        assert connection.phase is ConnectionPhase.OPEN
         assert all(stream.open for stream in connection.streams.values()), "what ended is kept nowhere"
         assert not connection._backlog
-        assert not connection.handing_over
+        assert not connection.to_flush

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.http2 import frames, limits
-from shared.http2.connection import ConnectionConfig, Phase
+from shared.http2.config import ConnectionConfig
 from shared.http2.errors import ErrorCode, ProtocolViolation
+from shared.http2.phase import ConnectionPhase
 from tests.shared.http2.pair import REQUEST, End
 
 GREETING = frames.PREFACE + frames.settings({})
@@ -73,12 +74,12 @@ def test_a_flood_is_refused(server: End, name: str) -> None:
     violation = flood(server, FLOODS[name], 10_000)
     assert violation is not None
     assert violation.code == ErrorCode.ENHANCE_YOUR_CALM
-    assert server.connection.phase is Phase.CLOSED
+    assert server.connection.phase is ConnectionPhase.CLOSED
     assert violation.code.to_bytes(4, "big") in server.connection.take_output(), "GOAWAY says why"
 
 
 @pytest.mark.parametrize("name", FLOODS)
-def test_the_same_at_an_honest_rate_is_not(server: End, name: str) -> None:
+def test_the_same_frames_at_a_normal_rate_are_accepted(server: End, name: str) -> None:
     def slowly(i: int) -> bytes:
         server.now_s += 1.0
         return FLOODS[name](i)
@@ -86,7 +87,7 @@ def test_the_same_at_an_honest_rate_is_not(server: End, name: str) -> None:
     assert flood(server, slowly, 6_000) is None
 
 
-def test_every_client_of_a_full_gateway_may_leave_at_once(server: End) -> None:
+def test_disconnects_of_all_clients_at_once_are_no_flood(server: End) -> None:
     assert flood(server, rapid_reset, 2 * limits.STREAMS_MAX) is None
 
 
@@ -123,11 +124,11 @@ def test_a_frame_that_is_too_long_is_refused_by_its_header(server: End) -> None:
     assert caught.value.code == ErrorCode.FRAME_SIZE_ERROR
 
 
-def test_a_peer_that_makes_us_answer_and_does_not_read_is_cut_off(server: End) -> None:
+def test_a_peer_that_causes_answers_and_does_not_read_is_disconnected(server: End) -> None:
     server.connection.paused = True
 
     answers = 0
-    while server.connection.phase is not Phase.CLOSED:
+    while server.connection.phase is not ConnectionPhase.CLOSED:
         server.now_s += 1.0
         answers += 1
         with contextlib.suppress(ProtocolViolation):
@@ -139,7 +140,7 @@ def test_a_peer_that_makes_us_answer_and_does_not_read_is_cut_off(server: End) -
 @pytest.mark.parametrize(
     "first", [b"GET / HTTP/1.1\r\n\r\n", frames.PREFACE + frames.frame(frames.PING, 0, 0, bytes(8))]
 )
-def test_what_is_not_http_2_is_refused(first: bytes) -> None:
+def test_bytes_that_are_not_http_2_are_refused(first: bytes) -> None:
     end = End(client=False, config=ConnectionConfig())
     with pytest.raises(ProtocolViolation):
         end.connection.receive(first)
@@ -153,7 +154,7 @@ def test_frames_may_arrive_byte_by_byte(server: End) -> None:
     for byte in opening + body:
         server.connection.receive(bytes([byte]))
     (stream,) = server.opened
-    assert stream.take() == b"abcdef"
+    assert stream.read_nowait() == b"abcdef"
     assert stream.received_all
     assert not server.connection.unfinished
 
@@ -176,7 +177,7 @@ junk = st.lists(
 @pytest.mark.parametrize("client", [False, True])
 @given(junk=junk, cut=st.integers(0, 300))
 @settings(max_examples=150, deadline=None)
-def test_whatever_comes_is_accepted_or_refused_as_a_violation(
+def test_random_bytes_are_accepted_or_raise_protocol_violation(
     client: bool, fast: bool, junk: list[tuple[int, int, int, bytes]], cut: int
 ) -> None:
     end = End(client=client, config=ConnectionConfig(fast=fast))

@@ -31,7 +31,7 @@ known = st.sampled_from(
 
 
 @given(st.lists(st.lists(fields | known, max_size=8), min_size=1, max_size=4))
-def test_every_list_is_read_as_it_was(heads: list[Head]) -> None:
+def test_every_header_list_survives_encoding_and_decoding(heads: list[Head]) -> None:
     encoder, decoder = LiteralEncoder(), Decoder()
     decoder.max_header_list_size = 2**20
     for head in heads:
@@ -47,7 +47,7 @@ def test_whatever_table_the_peer_allows(table_len: int) -> None:
 
 
 @given(st.lists(st.lists(fields | known, max_size=8), min_size=1, max_size=4))
-def test_ours_is_read_without_a_table_and_as_it_was(heads: list[Head]) -> None:
+def test_encoded_blocks_decode_without_a_table(heads: list[Head]) -> None:
     encoder = LiteralEncoder()
     encoder.encode([])  # which says that there is no table
     assert [_stateless(encoder.encode(head)) for head in heads] == heads
@@ -76,7 +76,7 @@ pieces = st.sampled_from(
 
 
 @given(st.lists(pieces | st.binary(max_size=4), max_size=10).map(b"".join))
-def test_whatever_comes_is_read_as_others_read_it(block: bytes) -> None:
+def test_random_blocks_decode_as_the_hpack_package_decodes_them(block: bytes) -> None:
     try:
         expected = [tuple(field) for field in Decoder().decode(block, raw=True)]
     except HPACKError:

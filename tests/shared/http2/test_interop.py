@@ -22,7 +22,7 @@ import pytest
 
 from shared.http2 import limits
 from shared.http2.client import STREAM_EXTENSION, Http2Transport
-from shared.http2.connection import ConnectionConfig
+from shared.http2.config import ConnectionConfig
 from shared.http2.server import ServerRequest, ServerResponder
 from tests.shared.http2.loopback import EVENTS, PATIENCE_S, Silent, echo, endpoints, serving, until
 
@@ -86,7 +86,7 @@ async def test_curl(fast: bool, tmp_path: Path) -> None:
         assert await run("curl", *curl, *version, served.url + "/events") == b"2"
 
 
-async def test_a_curl_that_is_killed_is_noticed(fast: bool) -> None:
+async def test_a_disconnect_of_curl_cancels_the_handler(fast: bool) -> None:
     silent = Silent(start=True)
     async with serving(silent, fast=fast) as served:
         process = await asyncio.create_subprocess_exec(

@@ -11,7 +11,9 @@ import pytest
 from shared.http import ClientGone
 from shared.http2 import limits
 from shared.http2.client import STREAM_EXTENSION, Http2Transport
-from shared.http2.connection import Connection, ConnectionConfig, Phase
+from shared.http2.config import ConnectionConfig
+from shared.http2.connection import Connection
+from shared.http2.phase import ConnectionPhase
 from shared.http2.server import ServerRequest, ServerResponder
 from tests.shared.http2.loopback import EVENTS, endpoints, serving, until
 
@@ -29,7 +31,7 @@ def client(transport: Http2Transport) -> httpx.AsyncClient:
 
 def assert_whole(connection: Connection) -> None:
     """No stream, no waiter, no credit is left behind."""
-    assert connection.phase is Phase.OPEN
+    assert connection.phase is ConnectionPhase.OPEN
     assert not connection.streams
     assert not connection._backlog
     assert connection.path.window + connection.path.uncredited == connection.config.connection_window_len
@@ -79,7 +81,9 @@ async def test_concurrent_streams_all_progress(config: ConnectionConfig, count: 
         await until(lambda: room_is_whole(far.connection, near.connection))
 
 
-async def test_stalled_streams_stall_nobody_else_and_hold_one_window_each(config: ConnectionConfig) -> None:
+async def test_backpressure_stalled_streams_hold_one_window_each_and_stall_no_other(
+    config: ConnectionConfig,
+) -> None:
     stalled_written: dict[str, int] = {}
 
     async def pour(request: ServerRequest, responder: ServerResponder) -> None:
@@ -165,7 +169,7 @@ async def leave(http: httpx.AsyncClient, url: str, rng: random.Random) -> None:
     await asyncio.wait([call])
 
 
-async def test_a_thousand_random_endings_leave_nothing_behind(config: ConnectionConfig) -> None:
+async def test_a_thousand_random_ends_of_streams_leak_nothing(config: ConnectionConfig) -> None:
     """Calls end before headers, during the stream, during the upload, or well."""
     rng = random.Random(7)
     moody = Moody()

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from shared.http2.connection import ConnectionConfig
+from shared.http2.config import ConnectionConfig
 from shared.http2.errors import ErrorCode, StreamReset
 from shared.http2.stream import Stream
 from tests.shared.http2.pair import Pair
@@ -38,7 +38,7 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-async def test_what_came_in_one_turn_is_one_piece_in_that_turn(pair: Pair) -> None:
+async def test_bytes_of_one_turn_are_passed_on_as_one_piece_in_that_turn(pair: Pair) -> None:
     ours, theirs = pair.exchange()
     reader = Reader(ours)
     await turns()
@@ -65,7 +65,7 @@ async def test_what_was_queued_before_comes_first(pair: Pair) -> None:
     reader.task.cancel()
 
 
-async def test_a_reader_without_room_closes_its_window_and_goes_on_where_it_was(pair: Pair) -> None:
+async def test_backpressure_a_reader_without_room_closes_its_window_and_resumes(pair: Pair) -> None:
     """Nothing beyond one window is taken from the peer, and nothing is lost, doubled or reordered."""
     ours, theirs = pair.exchange()
     window = pair.client.connection.config.stream_window_len
@@ -89,7 +89,7 @@ async def test_a_reader_without_room_closes_its_window_and_goes_on_where_it_was(
     reader.task.cancel()
 
 
-async def test_a_stream_that_is_cut_off(pair: Pair) -> None:
+async def test_a_stream_that_is_cut_off_raises_stream_failed(pair: Pair) -> None:
     ours, theirs = pair.exchange()
     reader = Reader(ours)
     await turns()
@@ -121,7 +121,7 @@ async def test_an_error_of_the_readers_is_the_readers_alone(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("room", [1, 2], ids=["full", "cancelled"])
-async def test_nothing_is_handed_to_a_reader_who_has_left(pair: Pair, room: int) -> None:
+async def test_nothing_is_passed_to_a_cancelled_reader(pair: Pair, room: int) -> None:
     """From that moment, though its task has not run yet."""
     ours, theirs = pair.exchange()
     reader = Reader(ours, room)
@@ -135,4 +135,4 @@ async def test_nothing_is_handed_to_a_reader_who_has_left(pair: Pair, room: int)
     assert reader.pieces == [b"a"]
     await turns()
     assert reader.task.done()
-    assert ours.take() == b"b"
+    assert ours.read_nowait() == b"b"

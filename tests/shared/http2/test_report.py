@@ -8,8 +8,9 @@ import pytest
 
 from shared.http2 import client, frames, limits
 from shared.http2.client import Http2Transport
-from shared.http2.connection import ConnectionConfig, Phase
+from shared.http2.config import ConnectionConfig
 from shared.http2.errors import ConnectionLost, ProtocolViolation
+from shared.http2.phase import ConnectionPhase
 from shared.http2.report import Report
 from shared.http2.server import ServerRequest, ServerResponder
 from tests.shared.http2.loopback import EVENTS, PATIENCE_S, Silent, endpoints, serving, until
@@ -40,7 +41,7 @@ class Counting:
 
 
 @both_paths
-async def test_the_report_of_a_stream_that_the_client_left(fast: bool) -> None:
+async def test_the_report_of_a_stream_that_the_client_reset(fast: bool) -> None:
     async with serving(Counting(), fast=fast) as served:
         transport = Http2Transport(config=ConnectionConfig(fast=fast))
         report = Report()
@@ -118,7 +119,7 @@ async def test_a_connection_that_retires_waits_for_the_report_of_its_last_stream
         await until(lambda: handler.silent.running == 1)
         [endpoint] = endpoints(transport)
         served.server.retire()
-        await until(lambda: endpoint.connection.phase is Phase.RETIRING)
+        await until(lambda: endpoint.connection.phase is ConnectionPhase.RETIRING)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
@@ -137,7 +138,7 @@ async def test_a_connection_that_retires_waits_for_reports_no_longer_than_stated
         endpoint.connection.retire()
         await answer.aclose()
         assert report.is_due
-        await until(lambda: endpoint.connection.phase is Phase.CLOSED)
+        await until(lambda: endpoint.connection.phase is ConnectionPhase.CLOSED)
         assert not report.is_due
         await transport.aclose()
 
@@ -163,7 +164,7 @@ async def test_nothing_is_waited_for_without_a_reset_or_from_a_server_that_repor
     assert await report.wait(PATIENCE_S) is None
 
 
-async def test_a_report_that_does_not_come_is_waited_for_no_longer_than_said() -> None:
+async def test_the_wait_for_a_report_times_out() -> None:
     report = Report()
     report.expect()
     assert await report.wait(0.0) is None
@@ -183,13 +184,13 @@ def test_reports_go_only_to_peers_that_take_them() -> None:
 def test_reports_that_are_awaited_are_bounded() -> None:
     pair = Pair()
     reports = []
-    for _ in range(limits.ABANDONED_MAX + 2):
+    for _ in range(limits.RESET_IDS_MAX + 2):
         stream = pair.client.connection.open(REQUEST, end=True)
         stream.report = Report()
         reports.append(stream.report)
         stream.reset()
     due = [report.is_due for report in reports]
-    assert due == [False, False, *[True] * limits.ABANDONED_MAX]
+    assert due == [False, False, *[True] * limits.RESET_IDS_MAX]
 
 
 def test_a_malformed_report_ends_the_connection_and_one_of_no_stream_does_not() -> None:

@@ -13,8 +13,9 @@ from shared.errors import BodyTimeout, BodyTooLarge, InvalidRequest
 from shared.http import ClientGone
 from shared.http2 import frames, limits
 from shared.http2.client import STREAM_EXTENSION, Http2Transport
-from shared.http2.connection import ConnectionConfig, Phase
+from shared.http2.config import ConnectionConfig
 from shared.http2.errors import ErrorCode
+from shared.http2.phase import ConnectionPhase
 from shared.http2.server import Http2Server, ServerRequest, ServerResponder
 from shared.http2.sockets import SEND_BUFFER_LEN, UNSENT_LEN_MAX, bound_transport
 from shared.listening import bound_socket
@@ -116,7 +117,7 @@ async def test_a_handler_that_fails_resets_its_stream_alone(caplog: pytest.LogCa
         assert (await http.get(served.url + "/fine")).content == b"fine"
 
 
-async def test_write_waits_while_the_client_does_not_read() -> None:
+async def test_backpressure_write_waits_while_the_client_does_not_read() -> None:
     written = 0
 
     async def pour(request: ServerRequest, responder: ServerResponder) -> None:
@@ -138,7 +139,7 @@ async def test_write_waits_while_the_client_does_not_read() -> None:
         assert written <= read + limits.STREAM_WINDOW_LEN
 
 
-async def test_a_blocked_write_ends_when_the_client_leaves() -> None:
+async def test_a_disconnect_ends_a_blocked_write() -> None:
     ends: list[str] = []
 
     async def pour(request: ServerRequest, responder: ServerResponder) -> None:
@@ -175,7 +176,9 @@ async def test_drain_finishes_open_streams_and_then_closes() -> None:
         calls = [asyncio.create_task(http.get(served.url)) for _ in range(50)]
         await until(lambda: sum(len(one.connection.streams) for one in served.server.endpoints) == 50)
         drain = asyncio.create_task(served.server.drain())
-        await until(lambda: all(one.connection.phase is Phase.RETIRING for one in served.server.endpoints))
+        await until(
+            lambda: all(one.connection.phase is ConnectionPhase.RETIRING for one in served.server.endpoints)
+        )
         for _ in range(50):
             await asyncio.sleep(0)
         assert not drain.done()
@@ -246,7 +249,7 @@ async def clocked(handler: Handler, clock: VirtualClock) -> tuple[Http2Server, a
     ],
     ids=["silent", "half a preface", "never answers a PING", "half a frame"],
 )
-async def test_a_peer_that_says_too_little_is_hung_up_on(says: bytes, waits_s: list[float]) -> None:
+async def test_a_silent_peer_is_disconnected_after_a_timeout(says: bytes, waits_s: list[float]) -> None:
     clock = VirtualClock()
     server, listener = await clocked(hello, clock)
     peer = await raw(listener.sockets[0].getsockname()[1])
@@ -271,7 +274,9 @@ async def test_a_peer_that_says_too_little_is_hung_up_on(says: bytes, waits_s: l
     ],
     ids=["frame", "header block"],
 )
-async def test_a_peer_that_drips_a_frame_or_a_header_block_is_hung_up_on(begins: bytes, drop: bytes) -> None:
+async def test_a_peer_that_drips_a_frame_or_a_header_block_is_disconnected(
+    begins: bytes, drop: bytes
+) -> None:
     clock = VirtualClock()
     server, listener = await clocked(hello, clock)
     peer = await raw(listener.sockets[0].getsockname()[1])

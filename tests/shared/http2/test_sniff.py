@@ -72,7 +72,7 @@ async def test_the_first_bytes_may_come_one_by_one(says: bytes, expected: bytes)
 
 
 @pytest.mark.parametrize("says", [b"", frames.PREFACE[:5]])
-async def test_who_says_nothing_is_hung_up_on(says: bytes) -> None:
+async def test_a_silent_connection_is_closed_after_its_timeout(says: bytes) -> None:
     clock = VirtualClock()
     async with both(clock) as (port, _):
         peer = await raw(port)
@@ -83,7 +83,7 @@ async def test_who_says_nothing_is_hung_up_on(says: bytes) -> None:
             await peer.lost.wait()
 
 
-async def test_who_leaves_before_a_word_leaves_nothing_behind() -> None:
+async def test_a_disconnect_before_the_first_byte_leaks_nothing() -> None:
     clock = VirtualClock()
     before = len(asyncio.all_tasks())
     async with both(clock) as (port, _):

@@ -80,7 +80,7 @@ async def test_curl_by_alpn_and_mutual_tls(certificates: Certificates, tmp_path:
     [lambda certificates: certificates.calling(), lambda certificates: None],
     ids=["we show no certificate", "we do not trust theirs"],
 )
-async def test_who_is_not_identified_is_a_connect_error(
+async def test_a_tls_handshake_without_a_valid_certificate_is_a_connect_error(
     certificates: Certificates, calling: Callable[[Certificates], ssl.SSLContext | None]
 ) -> None:
     tls = certificates.serving(alpn=["h2"], mutual=True)

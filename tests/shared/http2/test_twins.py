@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.http2 import frames, limits
-from shared.http2.connection import Connection, ConnectionConfig
+from shared.http2.config import ConnectionConfig
+from shared.http2.connection import Connection
 from shared.http2.errors import ErrorCode, ProtocolViolation
 from shared.http2.headers import HeaderList
 from shared.http2.hpack import LiteralEncoder
@@ -177,7 +178,7 @@ class Twin:
         if what == "reset":
             stream.reset()
         elif what == "take":
-            stream.take()
+            stream.read_nowait()
         elif stream.error is None and stream not in self.begun:
             self.begun.add(stream)
             connection.respond(stream, RESPONSE, end=what == "finish")
@@ -185,7 +186,7 @@ class Twin:
             if what == "finish":
                 stream.finish()
             else:
-                stream.pending = stream.offer(b"w" * 700)
+                stream.pending = stream.write_nowait(b"w" * 700)
                 connection.enqueue(stream)
 
     def seen(self) -> dict[str, Any]:
@@ -197,7 +198,7 @@ class Twin:
             "streams": [seen(stream) for stream in self.known],
             "open": {one.id: path.stream_room(one) for one in connection.streams.values()},
             "windows": (path.window, path.uncredited, path.connection_room),
-            "answers": answered(connection.take_output(), connection.abandoned),
+            "answers": answered(connection.take_output(), connection.reset_ids),
         }
 
 
@@ -213,7 +214,7 @@ def refused(code: ErrorCode) -> int:
     return ErrorCode.PROTOCOL_ERROR if code in near else code
 
 
-def answered(output: bytes, abandoned: dict[int, None]) -> list[tuple[int, int, int, bytes]]:
+def answered(output: bytes, reset_ids: dict[int, None]) -> list[tuple[int, int, int, bytes]]:
     """The frames; but GOAWAY's message is an end's own, and h2 answers HEADERS for a stream that was reset by
     resetting it again, where RFC 9113, 5.1 would have them dropped."""
     output, whole = frames.Splitter(b"").feed(frames.settings({}) + output)
@@ -226,7 +227,7 @@ def answered(output: bytes, abandoned: dict[int, None]) -> list[tuple[int, int, 
         one
         for one in told
         if one[0] != frames.GOAWAY
-        and not (one[0] == frames.RST_STREAM and one[2] in abandoned and one[3] == again)
+        and not (one[0] == frames.RST_STREAM and one[2] in reset_ids and one[3] == again)
     ]
 
 
@@ -271,7 +272,7 @@ def check_agreement(client: bool, script: list[Step]) -> None:
 @pytest.mark.parametrize("client", [False, True], ids=["server", "client"])
 @given(script=scripts)
 @settings(max_examples=200, deadline=None)
-def test_the_twins_agree(client: bool, script: list[Step]) -> None:
+def test_both_paths_agree_on_random_histories(client: bool, script: list[Step]) -> None:
     check_agreement(client, script)
 
 
@@ -322,7 +323,7 @@ FRAMES: list[Step] = [
 
 
 @pytest.mark.parametrize("client", [False, True], ids=["server", "client"])
-def test_they_agree_on_every_frame_in_every_state(client: bool) -> None:
+def test_both_paths_agree_on_every_frame_in_every_state(client: bool) -> None:
     """And on what comes after: the compression table is whole, and so are the windows."""
     own = RESPONSE if client else REQUEST
     after: list[Step] = [
@@ -336,7 +337,7 @@ def test_they_agree_on_every_frame_in_every_state(client: bool) -> None:
 
 
 @pytest.mark.parametrize("client", [False, True], ids=["server", "client"])
-def test_they_agree_on_every_header_at_every_place(client: bool) -> None:
+def test_both_paths_agree_on_every_header_at_every_place(client: bool) -> None:
     """Of a message, and of its trailers; and on every header that is missing."""
     own = RESPONSE if client else REQUEST
     state = [call("GET")] if client else []

@@ -25,7 +25,7 @@ def test_an_error_is_copied_with_all_that_it_says(error: StreamReset | StreamRef
     assert (type(copied), str(copied), vars(copied)) == (type(error), str(error), vars(error))
 
 
-async def test_the_reader_of_a_stream_that_was_reset() -> None:
+async def test_a_reset_stream_leaves_its_reader_without_a_reference_cycle() -> None:
     async def abort(_: ServerRequest, responder: ServerResponder) -> None:
         await responder.start_stream(200, EVENTS)
         responder.abort()
@@ -40,7 +40,7 @@ async def test_the_reader_of_a_stream_that_was_reset() -> None:
             await until(lambda: not left(Stream))
 
 
-async def test_the_writer_to_a_client_that_left() -> None:
+async def test_a_disconnect_leaves_the_writer_without_a_reference_cycle() -> None:
     gone = asyncio.Event()
 
     async def endless(_: ServerRequest, responder: ServerResponder) -> None:
@@ -66,7 +66,7 @@ async def test_the_writer_to_a_client_that_left() -> None:
             await until(lambda: not left(Stream))
 
 
-async def test_whoever_takes_what_is_passed_on_and_fails() -> None:
+async def test_a_failing_accept_function_leaves_no_reference_cycle() -> None:
     class Full(Exception):
         pass
 
@@ -88,7 +88,7 @@ async def test_whoever_takes_what_is_passed_on_and_fails() -> None:
             await until(lambda: not left(Stream, Full))
 
 
-async def test_a_place_in_line_for_a_connection_that_cannot_be_made() -> None:
+async def test_a_failed_connect_leaves_waiting_requests_without_a_reference_cycle() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}/"
@@ -99,7 +99,7 @@ async def test_a_place_in_line_for_a_connection_that_cannot_be_made() -> None:
                 await until(lambda: not left(Place))
 
 
-async def test_a_handler_that_knows_that_its_client_left_is_no_failure(
+async def test_a_handler_that_raises_client_gone_is_no_failure(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def resigned(_: ServerRequest, responder: ServerResponder) -> None:

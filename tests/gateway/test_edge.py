@@ -1,0 +1,153 @@
+"""The edge around the pipeline: probes, metrics, the drain, bounds of connections, and what is not logged."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import msgspec
+import pytest
+
+from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House, Open, error_of, until
+from tests.gateway.fake_engine import (
+    chunk,
+    stream,
+    unary,
+)
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def test_a_name_that_chat_answers_is_a_model_by_itself(open_house: Open) -> None:
+    """`*` takes any name, in either place."""
+    house = await open_house(model={"aliases": ["*"]})
+    async with house.chat(model="made-up") as answer:
+        assert answer.status == 200
+    async with house.get("/v1/models/made-up") as answer:
+        assert (await answer.json())["id"] == "made-up"
+    async with house.get("/v1/models") as answer:
+        assert [model["id"] for model in (await answer.json())["data"]] == ["tiny"]
+
+
+@pytest.mark.parametrize(("chunk_len", "status"), [(1, 400), (64, 400), (2048, 200)])
+async def test_a_body_in_chunks_of_a_few_bytes_is_refused(house: House, chunk_len: int, status: int) -> None:
+    """Each costs as much as a large one. The long prompt of the second is what is refused there."""
+    text = "x" * (20_000 if chunk_len < 2048 else 2_000)
+    body = msgspec.json.encode({**CHAT, "messages": [{"role": "user", "content": text}]})
+    pieces = [body[i : i + chunk_len] for i in range(0, len(body), chunk_len)]
+    framed = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", house.gateway.port)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+    writer.write(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+    await writer.drain()
+    writer.write(framed)
+    answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
+    assert answer.split(b" ", 2)[1] == b"%d" % status
+    writer.close()
+    line = await house.line()
+    assert (line.get("error_code") == "context_length_exceeded") == (chunk_len == 64)
+
+
+async def test_probes_are_open(house: House) -> None:
+    for path in ("/livez", "/readyz", "/startupz"):
+        async with house.client.get(house.url + path) as answer:
+            assert answer.status == 200
+            assert answer.headers["x-request-id"]
+
+
+async def test_metrics_are_on_the_admin_port_alone(open_house: Open) -> None:
+    house = await open_house(admin={"port": 0})
+    house.engine.script = unary()
+    async with house.chat():
+        pass
+    await house.line()
+    async with house.client.get(f"http://127.0.0.1:{house.gateway.admin_port}/metrics") as answer:
+        text = await answer.text()
+    assert 'penstock_gateway_requests_total{end_reason="ok",endpoint="/v1/chat/completions"' in text
+    assert "penstock_gateway_requests_in_flight 0.0" in text
+    async with house.get("/metrics") as answer:
+        assert answer.status == 404
+
+
+async def test_open_streams_finish_while_the_gateway_drains(house: House) -> None:
+    go_on = asyncio.Event()
+    house.engine.script = stream(chunk("a"), go_on, chunk("b"))
+    async with house.chat(stream=True) as answer:
+        drain = asyncio.create_task(house.gateway.drain())
+        await until(lambda: not house.gateway.lifecycle.is_ready)
+        async with house.client.get(house.url + "/readyz") as probe:
+            assert probe.status == 503
+        async with house.client.get(house.url + "/livez") as probe:
+            assert probe.status == 200
+        async with house.chat() as refused:
+            assert refused.status == 503
+            assert refused.headers["x-should-retry"] == "true"
+        assert not drain.done()
+        go_on.set()
+        assert await answer.read() == chunk("a") + chunk("b") + DONE
+    await drain
+
+
+async def test_requests_that_outlast_the_drain_end_with_an_error(open_house: Open) -> None:
+    house = await open_house(timeouts={"drain_s": 0.05})
+    house.engine.script = stream(chunk("a"), asyncio.Event())
+    async with house.chat(stream=True) as answer:
+        await house.gateway.drain()
+        body = await answer.read()
+    assert b"gateway_stopped" in body
+    assert DONE not in body
+    assert (await house.line())["end_reason"] == "drain"
+    await house.at_rest()
+
+
+async def test_more_requests_than_allowed_are_refused_at_once(open_house: Open) -> None:
+    house = await open_house(limits={"live_max": 1})
+    go_on = asyncio.Event()
+    house.engine.script = stream(chunk("a"), go_on)
+    async with house.chat(stream=True) as answer:
+        async with house.chat() as refused:
+            assert refused.status == 503
+            assert (await error_of(refused))["code"] == "queue_full"
+        go_on.set()
+        await answer.read()
+
+
+async def test_idle_connections_are_closed_to_make_room_for_new_ones(open_house: Open) -> None:
+    house = await open_house(limits={"connections_max": 2})
+    held = [await asyncio.open_connection("127.0.0.1", house.gateway.port) for _ in range(20)]
+    async with house.get("/v1/models") as answer:
+        assert answer.status == 200
+    async with asyncio.timeout(PATIENCE_S):
+        for reader, _ in held[:-1]:
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+    await until(lambda: "gateway.connections_full" in house.log.getvalue())
+    assert house.log.getvalue().count("gateway.connections_full") == 1
+    for _, writer in held:
+        writer.transport.abort()
+
+
+async def test_where_every_connection_has_a_request_a_new_one_is_closed(open_house: Open) -> None:
+    house = await open_house(limits={"connections_max": 1})
+    go_on = asyncio.Event()
+    house.engine.script = stream(chunk("a"), go_on)
+    async with house.chat(stream=True) as answer:
+        reader, writer = await asyncio.open_connection("127.0.0.1", house.gateway.port)
+        async with asyncio.timeout(PATIENCE_S):
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+        writer.transport.abort()
+        go_on.set()
+        assert (await answer.read()).endswith(DONE)
+
+
+async def test_no_prompt_text_and_no_answer_text_is_logged(house: House) -> None:
+    house.engine.script = stream(chunk("canary-answer"))
+    async with house.chat(stream=True, messages=[{"role": "user", "content": "canary-prompt"}]) as answer:
+        await answer.read()
+    async with house.chat(messages=[{"role": "user", "content": ["canary-prompt"]}]) as answer:
+        assert answer.status == 400
+        assert "canary" not in await answer.text()
+    await house.lines(2)
+    assert "canary" not in house.log.getvalue()
+    assert KEY not in house.log.getvalue()

@@ -1,0 +1,38 @@
+"""Request bodies for the tests of validation, and the refusal of a bad one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from shared.errors import InvalidRequest
+from shared.openai import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
+from shared.validation import parse
+
+REQUESTS: list[type[GenerationRequest]] = [ChatRequest, CompletionRequest]
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+MESSAGE = {"role": "assistant", "content": "hi"}
+COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hi"}
+MINIMAL: dict[type, dict[str, Any]] = {ChatRequest: CHAT, CompletionRequest: COMPLETION}
+
+
+def chat(**fields: Any) -> bytes:
+    return json.dumps({**CHAT, **fields}).encode()
+
+
+def completion(**fields: Any) -> bytes:
+    return json.dumps({**COMPLETION, **fields}).encode()
+
+
+def refused(body: bytes, type_: type[msgspec.Struct] = ChatRequest) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(body, type_)
+    assert caught.value.status == 400
+    return caught.value
