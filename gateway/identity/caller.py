@@ -10,7 +10,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from gateway.config import QuotaLimits
+from gateway.config import QuotaLimits, Tier
 from shared.ids import KeyId, TenantId
 
 
@@ -42,6 +42,8 @@ class Principal:
     """Of the tenant's models, those that the key may use; `*` is all."""
     limits: QuotaLimits
     """The key's own, beside its tenant's."""
+    service_tier: Tier | None = None
+    """The highest tier of its requests, where it is below the tenant's; None leaves the tenant's."""
 
 
 class Identity(Protocol):

@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from gateway.accounts import IdentityOf, by_keys
+from gateway.accounts import IdentityOf
 from gateway.admission.memory_store import MemoryStore
 from gateway.admission.quota import QuotaStore
 from gateway.app import Gateway
@@ -136,7 +136,7 @@ async def open_house(log: io.StringIO, protocol: str) -> AsyncIterator[Open]:
             bundle: Any = ...,
             max_model_len: int = 4096,
             quotas: QuotaStore | None = None,
-            identity_of: IdentityOf = by_keys,
+            identity_of: IdentityOf | None = None,
             **sections: Any,
         ) -> House:
             engine = FakeEngine(
