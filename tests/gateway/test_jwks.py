@@ -122,6 +122,13 @@ async def test_keys_are_fetched_again_in_time(idp: Idp) -> None:
     assert [await idp.status(idp.token(key)) for key in (OLD, NEW)] == [401, 200]
 
 
+async def test_a_reload_by_hand_fetches_at_once(idp: Idp) -> None:
+    idp.server.keys = (OLD, NEW)
+    idp.house.gateway.reload()
+    await until(lambda: idp.server.asked == 2 and idp.task.done())
+    assert await idp.status(idp.token(NEW)) == 200
+
+
 ROTATIONS = 4
 CALLERS = 8
 BETWEEN = 100

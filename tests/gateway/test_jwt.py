@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from gateway.accounts import TERMS_MAX, Accounts
+from gateway.accounts import TERMS_MAX, Accounts, AccountsReader
 from gateway.admission.quota import Scope
 from gateway.config import (
     GatewayConfig,
@@ -30,7 +30,7 @@ from gateway.config import (
 from gateway.edge_config import IssuerConfig
 from gateway.identity import jwt
 from gateway.identity.caller import Caller, Principal
-from gateway.identity.callers import Callers
+from gateway.identity.callers import Callers, callers_of
 from gateway.identity.jwks import KEYS_MAX, SET_LEN_MAX, BadKeys, FileKeys, KeySources, keys_of, secret_of
 from gateway.identity.jwt import TOKEN_LEN_MAX, TokenTable, subject_id
 from gateway.identity.keys import KeyTable
@@ -568,6 +568,37 @@ def test_a_bad_file_is_told_at_the_start_and_refused_whole_later(tmp_path: Path,
         sources.of([good, configs[1]])
     assert sources.of([good])["idp"] is kept["idp"], "what was read is kept over a reload"
     assert isinstance(kept["idp"], FileKeys)
+
+
+def test_issuers_and_grants_are_read_again_and_a_bad_one_is_refused_whole(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.toml"
+    own = as_toml(issuer(tmp_path / "k", EC))
+
+    def write(issuers: list[dict[str, Any]], **grant: Any) -> None:
+        config = load(settings("http://a", issuers=issuers, grants=[GRANT | grant]), {})
+        path.write_text(to_toml(config))
+
+    write([own], models=["tiny"])
+    sources = KeySources(VirtualClock())
+    reader = AccountsReader(
+        load(path, {}), path, VirtualClock(), lambda config: callers_of(config, sources, frozenset)
+    )
+
+    def models() -> tuple[str, ...]:
+        found = reader.now.identity.identify(Caller(f"Bearer {EC.token()}", None), NOW_S)
+        assert isinstance(found, Done)
+        principal: Principal = found.result
+        return principal.models
+
+    assert models() == ("tiny",)
+    write([own])
+    reader.reload()
+    assert models() == ("*",)
+    before = reader.now
+    write([own, own | {"id": "two", "issuer": "https://two.test/", "jwks_file": "missing"}], models=["tiny"])
+    reader.reload()
+    assert reader.now is before
+    assert models() == ("*",)
 
 
 # -- who is asked ---------------------------------------------------------------------------------
