@@ -30,9 +30,8 @@ from gateway.edge import Edge
 from gateway.endpoints import ENDPOINTS
 from gateway.engines import EngineProfile, Engines, fetch_profile
 from gateway.exchange import LiveRequests
-from gateway.identity.caller import Identity
+from gateway.identity.caller import Identity, Revoked
 from gateway.identity.callers import callers_of
-from gateway.identity.certificates import Revoked
 from gateway.identity.jwks import KeySources
 from gateway.listener import PublicServer, listen
 from gateway.pipeline import Pipeline

@@ -13,19 +13,13 @@ Rules:
 from __future__ import annotations
 
 import asyncio
-import re
 import ssl
-from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, cast
-
-from cryptography import x509
-from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPublicKeyTypes
+from typing import Any, Final
 
 from gateway.edge_config import TlsConfig
-from gateway.identity.certificates import Revoked
+from gateway.identity.caller import Revoked
 from gateway.identity.jwks import FileVersion, file_version
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
@@ -33,9 +27,6 @@ from shared.tls import HTTP1, UnusableTls, server_context
 
 POLL_S: Final = 1.0
 """The time between two looks at the files, in seconds."""
-CRL_LEN_MAX: Final = 4 * 1024 * 1024
-"""The largest file of revocation lists, in bytes."""
-_CRL: Final = re.compile(rb"-----BEGIN X509 CRL-----.+?-----END X509 CRL-----", re.DOTALL)
 _NOTHING: Final[Revoked] = frozenset()
 
 log = logs.get(__name__)
@@ -126,50 +117,11 @@ def _load(config: TlsConfig) -> _Loaded:
         named = (config.crl, config.client_ca)
         is_told = any(path in problem for problem in problems for path in named)
         try:
-            revoked = _NOTHING if is_told else _revoked(config.crl, config.client_ca)
+            from gateway.identity.certificates import revoked_in  # as `gateway.identity.callers` does
+
+            revoked = _NOTHING if is_told else revoked_in(config.crl, config.client_ca)
         except UnusableTls as error:
             problems += str(error).splitlines()
     if problems:
         raise UnusableTls("\n".join(problems))
     return _Loaded(context, revoked)
-
-
-def _revoked(crl: str, client_ca: str) -> Revoked:
-    """The certificates that the lists in a file revoke. Raises UnusableTls where a list is none of the
-    authorities'."""
-    try:
-        authorities = x509.load_pem_x509_certificates(Path(client_ca).read_bytes())
-        lists = list(_lists(crl))
-    except (OSError, ValueError) as error:
-        raise UnusableTls(f"cannot use {crl} with {client_ca}: {error}") from error
-    found: set[tuple[x509.Name, int]] = set()
-    for revocations in lists:
-        name = revocations.issuer.rfc4514_string()
-        if not any(_has_signed(authority, revocations) for authority in authorities):
-            raise UnusableTls(f"cannot use {crl}: no authority in {client_ca} has signed the list of {name}")
-        if (until := revocations.next_update_utc) is not None and until < datetime.now(UTC):
-            log.warning("tls.revocations_expired", path=crl, issuer=name, until=until.isoformat())
-        found |= {(revocations.issuer, revocation.serial_number) for revocation in revocations}
-    return frozenset(found)
-
-
-def _lists(crl: str) -> Iterator[x509.CertificateRevocationList]:
-    """Raises OSError or ValueError."""
-    with Path(crl).open("rb") as file:
-        data = file.read(CRL_LEN_MAX + 1)
-    if len(data) > CRL_LEN_MAX:
-        raise ValueError(f"larger than {CRL_LEN_MAX} bytes")
-    found = _CRL.findall(data)
-    if not found:
-        raise ValueError("it holds no revocation list in PEM")
-    for pem in found:
-        yield x509.load_pem_x509_crl(pem)
-
-
-def _has_signed(authority: x509.Certificate, revocations: x509.CertificateRevocationList) -> bool:
-    if authority.subject != revocations.issuer:
-        return False
-    try:
-        return revocations.is_signature_valid(cast(CertificateIssuerPublicKeyTypes, authority.public_key()))
-    except TypeError:  # an authority with a key that signs nothing
-        return False

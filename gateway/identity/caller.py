@@ -13,6 +13,9 @@ from msgspec import Struct
 from gateway.config import QuotaLimits, Tier
 from shared.ids import KeyId, TenantId
 
+Revoked = frozenset[tuple[bytes, int]]
+"""Certificates that are revoked: their issuers' names in DER, and their serial numbers."""
+
 
 class Caller(Struct, frozen=True):
     """One request's claims about who sends it."""

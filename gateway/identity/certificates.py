@@ -7,30 +7,39 @@ or has expired since.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Final
+import re
+from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final, cast
 
 from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPublicKeyTypes
 from cryptography.x509.oid import ExtensionOID
 from msgspec import Struct
 
 from gateway.config import CertificateConfig
 from gateway.identity.bounded import BoundedDict
-from gateway.identity.caller import Principal
+from gateway.identity.caller import Principal, Revoked
+from shared import logs
 from shared.errors import Unauthenticated
 from shared.ids import KeyId, TenantId
+from shared.tls import UnusableTls
 
 KNOWN_MAX: Final = 4096
 """Certificates that have been read, of some kilobytes each."""
+CRL_LEN_MAX: Final = 4 * 1024 * 1024
+"""The largest file of revocation lists, in bytes."""
+_CRL: Final = re.compile(rb"-----BEGIN X509 CRL-----.+?-----END X509 CRL-----", re.DOTALL)
 
-Revoked = frozenset[tuple[x509.Name, int]]
-"""The certificates that are revoked: their issuers' names and their serial numbers."""
+log = logs.get(__name__)
 
 
 class _Known(Struct, frozen=True, eq=False):
     """A certificate that has been read."""
 
-    issuer: x509.Name
+    issuer: bytes
+    """The issuer's name in DER."""
     serial: int
     until_s: float
     """The end of its validity, on the wall clock."""
@@ -75,7 +84,7 @@ class CertificateTable:
             found = [entry for name in _names_in(read) if (entry := self._by_name.get(name)) is not None]
             until_s = read.not_valid_after_utc.timestamp()
             _, principal = min(found, key=lambda entry: entry[0], default=(0, None))
-            return _Known(read.issuer, read.serial_number, until_s, principal)
+            return _Known(read.issuer.public_bytes(), read.serial_number, until_s, principal)
         except (ValueError, TypeError) as error:  # OpenSSL took it, and cryptography reads more strictly
             kind = type(error).__name__
             raise Unauthenticated(
@@ -103,3 +112,48 @@ def _names_in(certificate: x509.Certificate) -> list[tuple[str, str]]:
     dns = extension.value.get_values_for_type(x509.DNSName)
     uris = extension.value.get_values_for_type(x509.UniformResourceIdentifier)
     return [*(("dns", name.lower()) for name in dns), *(("uri", uri) for uri in uris), *names]
+
+
+# -- revocation lists -----------------------------------------------------------------------------
+
+
+def revoked_in(crl: str, client_ca: str) -> Revoked:
+    """The certificates that the lists in a file revoke. Raises UnusableTls where a list is none of the
+    authorities'."""
+    try:
+        authorities = x509.load_pem_x509_certificates(Path(client_ca).read_bytes())
+        lists = list(_lists(crl))
+    except (OSError, ValueError) as error:
+        raise UnusableTls(f"cannot use {crl} with {client_ca}: {error}") from error
+    found: set[tuple[bytes, int]] = set()
+    for revocations in lists:
+        name = revocations.issuer.rfc4514_string()
+        if not any(_has_signed(authority, revocations) for authority in authorities):
+            raise UnusableTls(f"cannot use {crl}: no authority in {client_ca} has signed the list of {name}")
+        if (until := revocations.next_update_utc) is not None and until < datetime.now(UTC):
+            log.warning("tls.revocations_expired", path=crl, issuer=name, until=until.isoformat())
+        issuer = revocations.issuer.public_bytes()
+        found |= {(issuer, revocation.serial_number) for revocation in revocations}
+    return frozenset(found)
+
+
+def _lists(crl: str) -> Iterator[x509.CertificateRevocationList]:
+    """Raises OSError or ValueError."""
+    with Path(crl).open("rb") as file:
+        data = file.read(CRL_LEN_MAX + 1)
+    if len(data) > CRL_LEN_MAX:
+        raise ValueError(f"larger than {CRL_LEN_MAX} bytes")
+    found = _CRL.findall(data)
+    if not found:
+        raise ValueError("it holds no revocation list in PEM")
+    for pem in found:
+        yield x509.load_pem_x509_crl(pem)
+
+
+def _has_signed(authority: x509.Certificate, revocations: x509.CertificateRevocationList) -> bool:
+    if authority.subject != revocations.issuer:
+        return False
+    try:
+        return revocations.is_signature_valid(cast(CertificateIssuerPublicKeyTypes, authority.public_key()))
+    except TypeError:  # an authority with a key that signs nothing
+        return False

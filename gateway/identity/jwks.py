@@ -27,13 +27,12 @@ import re
 import ssl
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import httpx
 import msgspec
-from jwt.algorithms import get_default_algorithms
-from jwt.exceptions import PyJWTError
 
 from gateway.edge_config import REFRESH_S_MIN, IssuerConfig
 from shared import logs
@@ -41,6 +40,9 @@ from shared.clock import Clock
 from shared.config import ConfigError
 from shared.metrics import Counter
 from shared.tls import UnusableTls, client_context
+
+if TYPE_CHECKING:
+    from jwt.algorithms import Algorithm
 
 SET_LEN_MAX: Final = 256 * 1024
 """The largest key file, in bytes."""
@@ -121,7 +123,15 @@ _FITTING: Final = {
     ("OKP", "Ed25519"): frozenset({"EdDSA"}),
 }
 """The algorithms of each kind of key: its `kty` and curve."""
-_ALGORITHMS: Final = get_default_algorithms()
+
+
+@cache
+def algorithms() -> dict[str, Algorithm]:
+    """PyJWT's implementations, by their names. Imported at first use: with cryptography they take 9 MiB, for
+    which a gateway without issuers has no use."""
+    from jwt.algorithms import get_default_algorithms
+
+    return get_default_algorithms()
 
 
 def keys_of(data: bytes) -> tuple[tuple[VerificationKey, ...], list[str]]:
@@ -160,30 +170,35 @@ def _key_of(raw: msgspec.Raw) -> VerificationKey:
     fitting = _FITTING.get((jwk.kty, jwk.crv))
     if fitting is None:
         raise BadKeys("is of a kind that is not used here")
-    algorithms = fitting if jwk.alg is None else fitting & {jwk.alg}
-    if not algorithms:
+    fitting = fitting if jwk.alg is None else fitting & {jwk.alg}
+    if not fitting:
         raise BadKeys("has an algorithm that does not go with its kind")
+    from jwt.exceptions import PyJWTError
+
     public = {name: text for name, text in msgspec.structs.asdict(jwk).items() if isinstance(text, str)}
     try:
-        material = _ALGORITHMS[min(algorithms)].from_jwk(public)
+        material = algorithms()[min(fitting)].from_jwk(public)
     except (PyJWTError, ValueError, TypeError, KeyError) as error:
         raise BadKeys(f"is malformed ({type(error).__name__})") from None
     if jwk.kty == "RSA" and not RSA_BITS_MIN <= material.key_size <= RSA_BITS_MAX:
         raise BadKeys(f"is not {RSA_BITS_MIN} to {RSA_BITS_MAX} bits long")
-    return VerificationKey(jwk.kid, algorithms, msgspec.json.encode(jwk), material)
+    return VerificationKey(jwk.kid, fitting, msgspec.json.encode(jwk), material)
 
 
-def secret_of(data: bytes, algorithms: Sequence[str]) -> VerificationKey:
-    """The shared secret that a file holds, without the line end after it. Raises BadKeys."""
+def secret_of(data: bytes, names: Sequence[str]) -> VerificationKey:
+    """The shared secret that a file holds, without the line end after it, for the algorithms of these names.
+    Raises BadKeys."""
+    from jwt.exceptions import PyJWTError
+
     secret = data.removesuffix(b"\n").removesuffix(b"\r")
-    needed = max(int(name.removeprefix("HS")) // 8 for name in algorithms)
+    needed = max(int(name.removeprefix("HS")) // 8 for name in names)
     if len(secret) < needed:
-        raise BadKeys(f"holds {len(secret)} bytes; {max(algorithms)} needs at least {needed} (RFC 7518)")
+        raise BadKeys(f"holds {len(secret)} bytes; {max(names)} needs at least {needed} (RFC 7518)")
     try:
-        material = _ALGORITHMS[max(algorithms)].prepare_key(secret)
+        material = algorithms()[max(names)].prepare_key(secret)
     except PyJWTError:
         raise BadKeys("holds a public key or a JSON Web Key, which is no secret") from None
-    return VerificationKey(None, frozenset(algorithms), secret, material)
+    return VerificationKey(None, frozenset(names), secret, material)
 
 
 def _parsed(data: bytes, config: IssuerConfig) -> tuple[tuple[VerificationKey, ...], list[str]]:

@@ -26,14 +26,20 @@ from collections.abc import Awaitable, Iterable, Mapping
 from typing import Annotated, Any, Final, NoReturn, TypeVar
 
 import msgspec
-from jwt.algorithms import get_default_algorithms
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from gateway.config import GrantConfig
 from gateway.edge_config import IssuerConfig
 from gateway.identity.bounded import BoundedDict
 from gateway.identity.caller import Principal
-from gateway.identity.jwks import KID, REFETCH_WAIT_S, WAITING_MAX, IssuerKeys, VerificationKey
+from gateway.identity.jwks import (
+    KID,
+    REFETCH_WAIT_S,
+    WAITING_MAX,
+    IssuerKeys,
+    VerificationKey,
+    algorithms,
+)
 from gateway.shield import Done
 from shared.errors import IdentityUnavailable, Unauthenticated
 from shared.ids import KeyId, TenantId
@@ -52,7 +58,6 @@ _SHOWN: Final = re.compile(r"[A-Za-z0-9._~+/:@-]{1,100}")
 _TIME: Final = Meta(ge=0, le=2**53)
 _Time = Annotated[int, _TIME] | Annotated[float, _TIME]
 _Text = Annotated[str, Meta(min_length=1)]
-_ALGORITHMS: Final = get_default_algorithms()
 
 Claims = Mapping[str, Any]
 T = TypeVar("T")
@@ -205,7 +210,7 @@ class TokenTable:
     def _accept(self, read: _Read, key: VerificationKey, digest: bytes) -> Principal:
         """Check the signature and look for what is granted."""
         issuer, registered = read.issuer, read.registered
-        if not _ALGORITHMS[read.header.alg].verify(read.signed, key.material, read.signature):
+        if not algorithms()[read.header.alg].verify(read.signed, key.material, read.signature):
             _refuse("wrong signature", issuer)
         principal = self._granted(read)
         until_s = registered.exp + issuer.config.skew_s

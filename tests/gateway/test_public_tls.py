@@ -4,9 +4,11 @@ certificates name callers; certificates, authorities and revocation lists are re
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import ssl
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -20,9 +22,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from gateway import listener, public_tls
-from gateway.config import QuotaLimits
+from gateway.config import CertificateConfig, QuotaLimits
 from gateway.edge_config import TlsConfig
 from gateway.identity.caller import Caller, Principal
+from gateway.identity.certificates import CertificateTable
 from gateway.public_tls import PublicTls
 from shared.errors import Unauthenticated
 from shared.ids import KeyId, TenantId
@@ -30,7 +33,9 @@ from shared.tls import UnusableTls
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import PATIENCE_S, House, Open, until
 from tests.gateway.fake_engine import chunk, stream
+from tests.gateway.issuers import AUDIENCE, ISS, Key, jwk_set
 
+DAY = timedelta(days=1)
 URI = "spiffe://prod/billing"
 
 
@@ -53,12 +58,15 @@ class Pki:
     def trust_clients_of(self, authority: trustme.CA) -> None:
         self._write("clients.ca", authority.cert_pem.bytes())
 
-    def revoke(self, *certificates: trustme.LeafCert, signer: trustme.CA | None = None) -> None:
-        """Write the list of the clients' authority; `signer` signs it in its place."""
+    def revoke(
+        self, *certificates: trustme.LeafCert, signer: trustme.CA | None = None, until: timedelta = DAY
+    ) -> None:
+        """Write the list of the clients' authority, good for `until` from now; `signer` signs it in its
+        place."""
         own = x509.load_pem_x509_certificate(self.clients.cert_pem.bytes())
         private = (signer or self.clients).private_key_pem.bytes()
         now = datetime.now(UTC)
-        revocations = x509.CertificateRevocationListBuilder(own.subject, now, now + timedelta(days=1))
+        revocations = x509.CertificateRevocationListBuilder(own.subject, now - DAY, now + until)
         for certificate in certificates:
             serial = read(certificate).serial_number
             entry = x509.RevokedCertificateBuilder(serial, now).build()
@@ -204,16 +212,32 @@ async def test_a_certificates_quota_is_its_own(open_house: Open, pki: Pki) -> No
     assert statuses == [200, 429, 200]
 
 
-async def test_the_order_is_key_then_certificate_and_a_wrong_key_does_not_fall_back(
+async def test_the_order_is_key_or_token_then_certificate_and_what_is_wrong_does_not_fall_back(
     open_house: Open, pki: Pki
 ) -> None:
-    house = await open_house(listen=pki.settings(), certificates=ENTRIES)
-    context = named(pki, "batch.test")
-    assert await status(house, context, house.headers) == 200
-    assert await status(house, context, {"authorization": "Bearer wrong"}) == 401
-    assert await status(house, context, {"authorization": "Bearer a.b.c"}) == 401
-    assert await status(house, context) == 200
-    assert [line.get("key_id") for line in await house.lines(4)] == ["k1", None, None, "by-dns"]
+    signer = Key("k")
+    (pki.directory / "keys.json").write_bytes(jwk_set(signer))
+    idp = {"id": "idp", "issuer": ISS, "audiences": [AUDIENCE], "algorithms": ["ES256"]}
+    house = await open_house(
+        listen=pki.settings(),
+        certificates=ENTRIES,
+        issuers=[idp | {"jwks_file": pki.path("keys.json")}],
+        grants=[{"issuer": "idp", "tenant": "other"}],
+    )
+    context, now_s = named(pki, "batch.test"), time.time()
+    cases = [
+        (house.headers["authorization"], 200, "k1"),
+        (f"Bearer {signer.token(now_s)}", 200, "idp:"),
+        (None, 200, "by-dns"),
+        ("Bearer wrong", 401, ""),
+        (f"Bearer {Key('k', number=1).token(now_s)}", 401, ""),
+        ("Bearer a.b.c", 401, ""),
+        ("Basic a", 401, ""),
+    ]
+    for at, (authorization, expected, key_id) in enumerate(cases):
+        headers = {} if authorization is None else {"authorization": authorization}
+        assert await status(house, context, headers) == expected
+        assert (await house.lines(at + 1))[at].get("key_id", "").startswith(key_id)
 
 
 async def test_a_required_certificate_is_required_of_everybody(open_house: Open, pki: Pki) -> None:
@@ -267,6 +291,58 @@ async def test_a_revoked_certificate_opens_nothing_any_more_also_on_its_open_con
         await status(house, contexts[0], house.headers)
     assert await status(house, contexts[1]) == 200
     assert any("is revoked" in line.get("error_detail", "") for line in await house.lines(7))
+
+
+async def test_an_expired_list_lets_in_no_certificate_and_everybody_else(open_house: Open, pki: Pki) -> None:
+    pki.revoke(until=-DAY / 2)
+    house = await open_house(listen=pki.settings(), certificates=ENTRIES)
+    await until(lambda: bool(events(house.log, "tls.revocations_expired")))
+    with pytest.raises(aiohttp.ClientError):
+        await status(house, named(pki, "batch.test"))
+    assert await status(house, pki.client(), house.headers) == 200
+
+
+def test_a_certificate_expires_on_an_open_connection_too(pki: Pki) -> None:
+    leaf = pki.clients.issue_cert("batch.test", not_after=datetime.now(UTC) + DAY)
+    der = read(leaf).public_bytes(Encoding.DER)
+    table = CertificateTable([CertificateConfig("by-dns", "acme", dns="batch.test")], frozenset)
+    end_s = read(leaf).not_valid_after_utc.timestamp()
+    first = table.check(der, end_s - 1)
+    assert first is not None
+    assert table.check(der, end_s - 1) is first, "read once"
+    with pytest.raises(Unauthenticated, match="expired"):
+        table.check(der, end_s)
+    with pytest.raises(Unauthenticated, match="malformed"):
+        table.check(der[:-1], end_s - 1)
+
+
+def test_the_first_entry_that_fits_counts(pki: Pki) -> None:
+    der = read(pki.clients.issue_cert("b.test", "a.test")).public_bytes(Encoding.DER)
+    entries = [CertificateConfig(f"of-{name}", "acme", dns=f"{name}.test") for name in ("a", "b", "a")]
+    principal = CertificateTable(entries, frozenset).check(der, 0)
+    assert principal is not None
+    assert principal.key == "of-a"
+
+
+def shake(client: ssl.SSLContext, server: ssl.SSLContext, session: ssl.SSLSession | None) -> ssl.SSLObject:
+    """The client's end of a handshake in memory."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    near = client.wrap_bio(to_client, to_server, server_hostname="127.0.0.1", session=session)
+    far = server.wrap_bio(to_server, to_client, server_side=True)
+    for _ in range(4):
+        for end in (near, far):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    return near
+
+
+async def test_no_session_is_resumed_past_a_reload(pki: Pki, log: io.StringIO) -> None:
+    tls, client = PublicTls(TlsConfig(**pki.settings()["tls"])), named(pki, "batch.test")
+    client.maximum_version = ssl.TLSVersion.TLSv1_2  # whose sessions are there at once
+    session = shake(client, tls.context, None).session
+    assert shake(client, tls.context, session).session_reused
+    await tls._read()
+    assert not shake(client, tls.context, session).session_reused
 
 
 async def test_everything_is_renewed_while_a_stream_runs(open_house: Open, pki: Pki) -> None:
