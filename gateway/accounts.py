@@ -26,6 +26,7 @@ from gateway.config import (
     load,
     timeouts_of,
 )
+from gateway.identity.bounded import BoundedDict
 from gateway.identity.caller import Identity, Principal
 from gateway.identity.keys import KeyTable
 from gateway.identity.tenant import TenantPolicy
@@ -37,6 +38,9 @@ POLL_S: Final = 1.0
 assert POLL_S <= 5, "a revoked key is refused within five seconds"
 OPERATORS: Final = "operators"
 TERMS_MAX: Final = 16 * 1024
+"""The number of callers and models whose terms are kept; the oldest make room."""
+RELOADED: Final = ("keys", "tenants", "tiers", "issuers", "grants", "certificates")
+"""The parts of the configuration that are read again."""
 
 log = logs.get(__name__)
 
@@ -78,9 +82,13 @@ class Accounts:
     tenants: TenantPolicy
     timeouts: TimeoutsConfig
     """Everybody's."""
-    _terms: dict[tuple[Principal, str | None], Terms] = field(default_factory=dict, repr=False)
+    _terms: BoundedDict[tuple[Principal, str | None], Terms] = field(
+        default_factory=lambda: BoundedDict(TERMS_MAX), repr=False
+    )
     """Worked out once: most requests come on terms that others came on before."""
-    _subjects: dict[Principal, tuple[Subject, ...]] = field(default_factory=dict, repr=False)
+    _subjects: BoundedDict[Principal, tuple[Subject, ...]] = field(
+        default_factory=lambda: BoundedDict(TERMS_MAX), repr=False
+    )
 
     @classmethod
     def of(cls, config: GatewayConfig, identity_of: IdentityOf) -> Self:
@@ -96,8 +104,8 @@ class Accounts:
         limits = [limit for s in subjects for limit in (s.limits.tokens_per_min, s.limits.token_budget)]
         tokens_max = min((limit for limit in limits if limit is not None), default=None)
         terms = Terms(model, tenant, timeouts, subjects, tokens_max)
-        if model_name in model.names and len(self._terms) < TERMS_MAX:  # callers make up names behind a `*`
-            self._terms[principal, model_name] = terms
+        if model_name in model.names:  # callers make up names behind a `*`
+            self._terms.put((principal, model_name), terms)
         return terms
 
     def subjects(self, principal: Principal) -> tuple[Subject, ...]:
@@ -110,8 +118,7 @@ class Accounts:
             Subject(Scope.TENANT, principal.tenant, tenant.limits),
         )
         subjects = tuple(subject for subject in both if subject.limits != QuotaLimits())
-        if len(self._subjects) < TERMS_MAX:
-            self._subjects[principal] = subjects
+        self._subjects.put(principal, subjects)
         return subjects
 
 
@@ -142,17 +149,15 @@ class AccountsReader:
         self._seen = self._version()
         try:
             config = load(self._path, os.environ)
+            admin = replace(self._config.admin, keys=config.admin.keys)
+            taken = replace(self._config, admin=admin, **{name: getattr(config, name) for name in RELOADED})
+            self.now = Accounts.of(taken, self._identity_of)
         except ConfigError as error:
             log.error("config.rejected", path=self._path, problems=list(error.problems))
             return list(error.problems)
-        admin = replace(self._config.admin, keys=config.admin.keys)
-        taken = replace(
-            self._config, keys=config.keys, tenants=config.tenants, tiers=config.tiers, admin=admin
-        )
         if taken != config:
-            log.warning("config.restart_needed", path=self._path, read="keys, tenants and tiers alone")
+            log.warning("config.restart_needed", path=self._path, read=f"{', '.join(RELOADED)} alone")
         self._config = taken
-        self.now = Accounts.of(taken, self._identity_of)
         log.info("config.reloaded", path=self._path, keys=len(config.keys), tenants=len(config.tenants))
         return []
 

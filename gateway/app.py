@@ -1,7 +1,8 @@
 """The gateway as a process: its parts, put together; its start and its end.
 
 On SIGTERM or SIGINT the gateway is no longer ready and refuses new requests. Open ones may finish within
-`drain_s`; those that do not end with an error of their own. On SIGHUP keys and tenants are read again.
+`drain_s`; those that do not end with an error of their own. On SIGHUP the
+parts of the configuration that can be read again, certificates and issuers' keys are.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import asyncio
 import gc
 import os
 import signal
-import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -18,20 +18,24 @@ from typing import Final
 
 from aiohttp import web
 
-from gateway.accounts import AccountsReader, IdentityOf, by_keys
+from gateway.accounts import AccountsReader, IdentityOf
 from gateway.admin import Admin
 from gateway.admission.guarded_store import GuardedStore
 from gateway.admission.memory_store import LEASE_TTL_MS, MemoryStore
 from gateway.admission.quota import QuotaStore
 from gateway.admission.validate import warm
 from gateway.background import Background, Work
-from gateway.config import GatewayConfig, ModelConfig, TlsConfig, timeouts_of
+from gateway.config import GatewayConfig, ModelConfig, timeouts_of
 from gateway.edge import Edge
 from gateway.endpoints import ENDPOINTS
 from gateway.engines import EngineProfile, Engines, fetch_profile
 from gateway.exchange import LiveRequests
+from gateway.identity.caller import Identity, Revoked
+from gateway.identity.callers import callers_of
+from gateway.identity.jwks import KeySources
 from gateway.listener import PublicServer, listen
 from gateway.pipeline import Pipeline
+from gateway.public_tls import PublicTls
 from gateway.record import HELD_BYTES, HTTP2_STREAMS, IN_FLIGHT
 from gateway.relay.credentials import Credentials
 from gateway.relay.upstream import Upstream
@@ -45,7 +49,6 @@ from shared.lifecycle import Lifecycle, Phase, on_stop_signals
 from shared.listening import http1_options
 from shared.loops import loop_name, watch_lag
 from shared.probes import Health
-from shared.tls import HTTP1, server_context
 
 RENEW_S: Final = LEASE_TTL_MS / 1000 / 3
 """The time between two renewals of the open requests' leases, in seconds."""
@@ -65,12 +68,14 @@ class Gateway:
         *,
         path: Path | None = None,
         quotas: QuotaStore | None = None,
-        identity_of: IdentityOf = by_keys,
+        identity_of: IdentityOf | None = None,
         env: Mapping[str, str] = os.environ,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """`path` is the file that keys and tenants are read from again; None where there is none. `env` has
-        the keys of models that name a variable. Raises ConfigError when a model's key is missing."""
+        """`path` is the file that keys and tenants are read from again; None where there is none.
+        `identity_of` names callers in place of what the configuration says. `env` has the keys of models that
+        name a variable. Raises ConfigError when a model's key or an issuer's file is missing, or UnusableTls.
+        """
         credentials = Credentials(config.models, env)
         self.config = config
         self.lifecycle = Lifecycle()
@@ -78,7 +83,9 @@ class Gateway:
         self._guarded = None if quotas is None else GuardedStore(quotas)
         store = self._guarded or self.quotas
         self.live = LiveRequests(config.limits.live_max)
-        self.accounts = AccountsReader(config, path, clock, identity_of)
+        self._tls = None if config.listen.tls is None else PublicTls(config.listen.tls, clock)
+        self._key_sources = KeySources(clock)
+        self.accounts = AccountsReader(config, path, clock, identity_of or self._identity_of)
         self.replicas = Replicas(config.models, clock)
         self._upstream = upstream = Upstream(config.hop, config.models)
         self._threads = FairThreads(config.limits.tokenizer_threads)
@@ -101,7 +108,13 @@ class Gateway:
             config, self.accounts, pipeline, self.live, self.engines, store, self._health, clock
         )
         self._clock = clock
-        own: dict[str, Work] = {"configuration": self.accounts.watch, "lease renewal": self._renew_leases}
+        own: dict[str, Work] = {
+            "configuration": self.accounts.watch,
+            "lease renewal": self._renew_leases,
+            "issuers' keys": self._key_sources.watch,
+        }
+        if self._tls is not None:
+            own["certificates"] = self._tls.watch
         self._background = Background(own, clock)
         self._tokenizers = Background(self.engines.works(), clock)  # without one, prompts are estimated
         self._stack = AsyncExitStack()
@@ -118,7 +131,8 @@ class Gateway:
             stack.callback(self._threads.close)
             await stack.enter_async_context(self._background)
             await stack.enter_async_context(self._tokenizers)
-            tls = _public_tls(address.tls)
+            await self._key_sources.first()
+            tls = None if self._tls is None else self._tls.context
             buffer_len = self.config.limits.send_buffer_len
             public = PublicServer(self._edge, self.config)
             self.port = await listen(
@@ -154,6 +168,19 @@ class Gateway:
         )
         log.info("gateway.drained", clean=clean)
 
+    def reload(self) -> None:
+        """Read again what is read again when it changes: the configuration, certificates, issuers' keys."""
+        self.accounts.reload()
+        self._key_sources.reload()
+        if self._tls is not None:
+            self._tls.reload()
+
+    def _identity_of(self, config: GatewayConfig) -> Identity:
+        return callers_of(config, self._key_sources, self._revoked)
+
+    def _revoked(self) -> Revoked:
+        return frozenset() if self._tls is None else self._tls.revoked
+
     async def _renew_leases(self) -> None:
         while True:
             await self._clock.sleep(RENEW_S if self._store_is_well else RENEW_AGAIN_S)
@@ -188,10 +215,6 @@ def _profiles(
     return fetch
 
 
-def _public_tls(tls: TlsConfig | None) -> ssl.SSLContext | None:
-    return server_context(tls.cert, tls.key, protocols=[HTTP1]) if tls is not None else None
-
-
 def _stopped() -> GatewayStopped:
     return GatewayStopped("The gateway was stopped before the answer's end.")
 
@@ -202,7 +225,7 @@ async def serve(config: GatewayConfig, path: Path) -> None:
     on_stop_signals(lambda _: now.set() if stop.is_set() else stop.set())
     watch_lag()
     async with Gateway(config, path=path) as gateway:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.accounts.reload)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.reload)
         gc.collect()
         gc.freeze()  # a full collection would look through all modules, and stop every stream for 15 ms
         await stop.wait()

@@ -6,7 +6,8 @@ Each field below declares a setting (`shared.settings`): `live_max` in `[limits]
 Of the settings that bound a request in time, the most specific one wins, each by itself: the tenant's, its
 service tier's, the model's, the one in `[timeouts]`.
 
-Keys, tenants and tiers are read again when the file changes; everything else takes a restart.
+Keys, tenants, tiers, issuers, grants and certificates are read again when the file changes; everything else
+takes a restart.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
+from gateway.edge_config import ISSUERS_MAX, HopConfig, Id, IssuerConfig, ListenConfig, Name, Seconds
 from shared import config
 from shared.config import ConfigError
 from shared.fair_share import FairShare
@@ -40,59 +42,15 @@ ENTRIES_MAX: Final = 10_000
 REPLICAS_MAX: Final = 256
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
-_S_MAX: Final = 86_400.0
 _BASE_URL: Final = re.compile(r"https?://[^/?#@\s]+(/[^?#\s]*)?")
 
 Bytes = Annotated[int, Unit("bytes")]
-Seconds = Annotated[float, Meta(gt=0.0, le=_S_MAX)]
 Quota = Annotated[int, Meta(ge=0, le=QUOTA_MAX)]
-Name = Annotated[str, Meta(min_length=1, max_length=256)]
-Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
-"""An id, which logs, metrics and a header of the hop show."""
-
 KeyHash = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
 
 HASH_PREFIX: Final = "sha256:"
 ANY: Final = "*"
 ALL_MODELS: Final = (ANY,)
-
-
-@dataclass(frozen=True, slots=True)
-class TlsConfig:
-    """A server's certificate."""
-
-    cert: Text
-    """File with the certificate chain, PEM."""
-    key: Text
-    """File with its private key, PEM."""
-
-
-@dataclass(frozen=True, slots=True)
-class HopConfig:
-    """TLS towards engines."""
-
-    ca: Text | None = None
-    """File with the authorities that are trusted when a replica's URL is https, PEM. Unset: the system's."""
-    cert: Text | None = None
-    """File with the gateway's own certificate chain, PEM, for engines that ask for one (mTLS)."""
-    key: Text | None = None
-    """File with its private key, PEM."""
-
-    def __post_init__(self) -> None:
-        if (self.cert is None) != (self.key is None):
-            raise ConfigError(["cert and key belong together"])
-
-
-@dataclass(frozen=True, slots=True)
-class ListenConfig:
-    """The public listener."""
-
-    host: Text = "127.0.0.1"
-    """Address to listen on."""
-    port: Port = 8000
-    """Port to listen on; 0 takes any free one, which the log line gateway.listening names."""
-    tls: TlsConfig | None = None
-    """Serve https. Unset: plain text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,6 +320,64 @@ class KeyConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class GrantConfig:
+    """What the holder of a token may use. The first grant whose issuer and claim fit is the holder's; where
+    none fits, the token is refused."""
+
+    issuer: Id
+    """Id of the issuer of the token."""
+    claim: tuple[Name, ...] = ()
+    """Name of the claim that is looked at; within nested claims, the names from the outermost to the
+    innermost. Unset: every token of the issuer fits."""
+    value: Name | None = None
+    """The claim must be this text, number or truth, or a list with it; of the claim scope, one of its
+    words."""
+    tenant: Id | None = None
+    """Id of the tenant that the holder belongs to."""
+    tenant_claim: tuple[Name, ...] = ()
+    """Name of the claim that is the tenant's id, in place of tenant."""
+    models: tuple[Name, ...] = ALL_MODELS
+    """Those of the tenant's models that the holder may use; * is all."""
+    service_tier: Tier | None = None
+    """The highest tier of the holder's requests, where it is below the tenant's."""
+    limits: QuotaLimits = QuotaLimits()
+    """Quotas of each subject (claim sub) alone, beside its tenant's."""
+
+    def __post_init__(self) -> None:
+        if bool(self.claim) != (self.value is not None):
+            raise ConfigError(["claim and value belong together"])
+        if (self.tenant is None) != bool(self.tenant_claim):
+            raise ConfigError(["needs exactly one of tenant and tenant_claim"])
+
+
+@dataclass(frozen=True, slots=True)
+class CertificateConfig:
+    """What the holder of a client certificate may use. The first entry whose name the certificate has is the
+    holder's."""
+
+    id: Id
+    """The holder's name in logs and quotas; no key has the same."""
+    tenant: Id
+    """Id of the tenant that the holder belongs to."""
+    dns: Name | None = None
+    """DNS name in the certificate's subjectAltName, in full; * stands for nothing else."""
+    uri: Name | None = None
+    """URI in its subjectAltName, such as spiffe://prod/billing."""
+    subject: Name | None = None
+    """Its whole subject as RFC 4514 writes it, such as CN=billing,O=Acme."""
+    models: tuple[Name, ...] = ALL_MODELS
+    """Those of the tenant's models that the holder may use; * is all."""
+    service_tier: Tier | None = None
+    """The highest tier of the holder's requests, where it is below the tenant's."""
+    limits: QuotaLimits = QuotaLimits()
+    """Quotas of the holder alone, beside its tenant's."""
+
+    def __post_init__(self) -> None:
+        if sum(name is not None for name in (self.dns, self.uri, self.subject)) != 1:
+            raise ConfigError(["needs exactly one of dns, uri and subject"])
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayConfig:
     """The whole configuration. Raises ConfigError where its parts contradict each other."""
 
@@ -371,6 +387,12 @@ class GatewayConfig:
     """The clients that may use them, each with its quotas."""
     keys: Annotated[tuple[KeyConfig, ...], Meta(max_length=ENTRIES_MAX)] = ()
     """The keys of the tenants."""
+    issuers: Annotated[tuple[IssuerConfig, ...], Meta(max_length=ISSUERS_MAX)] = ()
+    """Those whose tokens (JWT) name callers."""
+    grants: Annotated[tuple[GrantConfig, ...], Meta(max_length=ENTRIES_MAX)] = ()
+    """What the holders of tokens may use."""
+    certificates: Annotated[tuple[CertificateConfig, ...], Meta(max_length=ENTRIES_MAX)] = ()
+    """The client certificates that name callers, and what they may use."""
     listen: ListenConfig = ListenConfig()
     """The public listener."""
     admin: AdminConfig = AdminConfig()
@@ -428,7 +450,10 @@ def _contradictions(config: GatewayConfig) -> Iterator[str]:
     tenant_ids = {tenant.id for tenant in config.tenants}
     yield from _repeated("models", (name for model in config.models for name in model.names))
     yield from _repeated("tenants", (tenant.id for tenant in config.tenants))
-    yield from _repeated("keys", (key.id for key in config.keys))
+    yield from _repeated("issuers", (issuer.id for issuer in config.issuers))
+    yield from _repeated("issuers", (issuer.issuer for issuer in config.issuers))
+    key_ids = [*(key.id for key in config.keys), *(entry.id for entry in config.certificates)]
+    yield from _repeated("keys", key_ids)
     yield from _repeated("keys", (key.hash for key in config.keys))
     protocols: dict[str, HopProtocol] = {}
     for model in config.models:
@@ -441,12 +466,30 @@ def _contradictions(config: GatewayConfig) -> Iterator[str]:
                 yield f"models.{model.name}: {url!r} has another protocol in another model"
     for tenant in config.tenants:
         yield from _unknown(f"tenants.{tenant.id}", tenant.models, model_names)
+    yield from _unknown_names(config, model_names, tenant_ids)
     for key in config.keys:
-        yield from _unknown(f"keys.{key.id}", key.models, model_names)
-        if key.tenant not in tenant_ids:
-            yield f"keys.{key.id}: there is no tenant {key.tenant!r}"
         if key.expires is not None and key.expires.tzinfo is None:
             yield f"keys.{key.id}: expires must say its offset, as 2030-01-31T00:00:00Z does"
+
+
+def _unknown_names(config: GatewayConfig, model_names: set[str], tenant_ids: set[str]) -> Iterator[str]:
+    """The models, tenants and issuers that keys, certificates and grants name, and that do not exist."""
+    issuer_ids = {issuer.id for issuer in config.issuers}
+    for at, grant in enumerate(config.grants):
+        if grant.issuer not in issuer_ids:
+            yield f"grants[{at}]: there is no issuer {grant.issuer!r}"
+    tls = config.listen.tls
+    if config.certificates and (tls is None or tls.client_certificates == "none"):
+        yield "certificates: listen.tls.client_certificates must be optional or required"
+    holders: list[tuple[str, KeyConfig | CertificateConfig | GrantConfig]] = [
+        *((f"keys.{key.id}", key) for key in config.keys),
+        *((f"certificates.{entry.id}", entry) for entry in config.certificates),
+        *((f"grants[{at}]", grant) for at, grant in enumerate(config.grants)),
+    ]
+    for where, holder in holders:
+        yield from _unknown(where, holder.models, model_names)
+        if holder.tenant is not None and holder.tenant not in tenant_ids:
+            yield f"{where}: there is no tenant {holder.tenant!r}"
 
 
 def _is_base_url(text: str) -> bool:

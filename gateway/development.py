@@ -12,13 +12,12 @@ from typing import Final
 from gateway.config import (
     GatewayConfig,
     KeyConfig,
-    ListenConfig,
     ModelConfig,
     QuotaLimits,
     TenantConfig,
     TimeoutsConfig,
-    TlsConfig,
 )
+from gateway.edge_config import ListenConfig, TlsConfig, is_loopback
 from gateway.identity.keys import hash_key
 
 ID: Final = "development"
@@ -29,6 +28,13 @@ UNLIMITED: Final = QuotaLimits()
 def development_key() -> str:
     """A new key, for one run."""
     return f"sk-penstock-{secrets.token_urlsafe(18)}"
+
+
+def _listen(host: str, port: int, tls: tuple[str, str] | None) -> ListenConfig:
+    """Plain text is served on whatever address was asked for: what runs here is for development."""
+    if tls is not None:
+        return ListenConfig(host, port, TlsConfig(*tls))
+    return ListenConfig(host, port, plaintext=not is_loopback(host))
 
 
 def development_config(
@@ -47,7 +53,7 @@ def development_config(
     both PEM. Raises ConfigError."""
     names = tuple(name for name in dict.fromkeys(aliases) if name != model)
     return GatewayConfig(
-        listen=ListenConfig(host, port, TlsConfig(*tls) if tls is not None else None),
+        listen=_listen(host, port, tls),
         timeouts=TimeoutsConfig(drain_s=drain_s),
         models=(ModelConfig(model, (engine_url,), aliases=names),),
         tenants=(TenantConfig(ID, limits=limits),),

@@ -8,6 +8,7 @@ import ipaddress
 import re
 import ssl
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -22,16 +23,34 @@ class UnusableTls(Exception):
 
 
 def server_context(
-    cert: str, key: str, *, client_ca: str | None = None, protocols: Sequence[str]
+    cert: str,
+    key: str,
+    *,
+    client_ca: str | None = None,
+    crl: str | None = None,
+    is_client_required: bool = True,
+    protocols: Sequence[str],
 ) -> ssl.SSLContext:
-    """With `client_ca`, only clients with a certificate of it are let in (mTLS). Raises UnusableTls."""
+    """With `client_ca`, clients show a certificate of it (mTLS), and where it is required only those are let
+    in. With `crl`, a file with the revocation lists of the authorities that sign clients' certificates, only
+    those of which that list says nothing. Raises UnusableTls, with a line for each problem."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(list(protocols))
-    _load_own(context, cert, key)
+    problems = []
+    files = [partial(_load_own, context, cert, key)]
+    files += [partial(_load_trusted, context, file) for file in (client_ca, crl) if file is not None]
+    for load in files:
+        try:
+            load()
+        except UnusableTls as error:
+            problems.append(str(error))
+    if problems:
+        raise UnusableTls("\n".join(problems))
     if client_ca is not None:
-        _load_trusted(context, client_ca)
-        context.verify_mode = ssl.CERT_REQUIRED
+        context.verify_mode = ssl.CERT_REQUIRED if is_client_required else ssl.CERT_OPTIONAL
+    if crl is not None:
+        context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
     return context
 
 

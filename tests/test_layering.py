@@ -100,9 +100,10 @@ def test_imports_keep_to_their_floor(path: Path) -> None:
 
 
 GATEWAY_LEVELS = (
+    {"edge_config"},
     {"config", "hygiene", "endpoints", "background", "shield", "client"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
-    {"accounts", "engines", "record", "development"},
+    {"accounts", "public_tls", "engines", "record", "development"},
     {"exchange"},
     {"outbound", "admin"},
     {"pipeline"},  # the only one that knows the order of the stages

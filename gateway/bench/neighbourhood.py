@@ -13,11 +13,11 @@ from gateway.config import (
     GatewayConfig,
     KeyConfig,
     LimitsConfig,
-    ListenConfig,
     ModelConfig,
     QuotaLimits,
     TenantConfig,
 )
+from gateway.edge_config import ListenConfig
 from gateway.identity.keys import hash_key
 from shared.memory import core_memory_max, engine_memory_max, gateway_memory_max
 

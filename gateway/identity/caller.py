@@ -10,8 +10,11 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from gateway.config import QuotaLimits
+from gateway.config import QuotaLimits, Tier
 from shared.ids import KeyId, TenantId
+
+Revoked = frozenset[tuple[bytes, int]]
+"""Certificates that are revoked: their issuers' names in DER, and their serial numbers."""
 
 
 class Caller(Struct, frozen=True):
@@ -42,6 +45,8 @@ class Principal:
     """Of the tenant's models, those that the key may use; `*` is all."""
     limits: QuotaLimits
     """The key's own, beside its tenant's."""
+    service_tier: Tier | None = None
+    """The highest tier of its requests, where it is below the tenant's; None leaves the tenant's."""
 
 
 class Identity(Protocol):

@@ -7,14 +7,17 @@ to others is nobody's business.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from dataclasses import replace
+from typing import Final, get_args
 
-from gateway.config import ANY, ModelConfig, TenantConfig, TiersConfig
+from gateway.config import ANY, ModelConfig, TenantConfig, Tier, TiersConfig
 from gateway.identity.caller import Principal
 from shared.errors import InvalidRequest, ModelNotFound
 from shared.ids import TenantId
 
 NAME_SHOWN_LEN: Final = 100
+TIERS: Final[tuple[Tier, ...]] = get_args(Tier)
+"""From the lowest to the highest."""
 
 
 class TenantPolicy:
@@ -33,8 +36,13 @@ class TenantPolicy:
         }
 
     def tenant(self, principal: Principal) -> TenantConfig:
-        """The tenant's settings, with unset ones taken from its service tier."""
-        return self._tenants[principal.tenant]
+        """The tenant's settings, with unset ones taken from its service tier, and with the caller's own tier
+        where that is lower."""
+        tenant = self._tenants[principal.tenant]
+        own = principal.service_tier
+        if own is None or TIERS.index(own) >= TIERS.index(tenant.service_tier):
+            return tenant
+        return replace(tenant, service_tier=own)
 
     def resolve(self, principal: Principal, name: str | None) -> ModelConfig:
         """The model behind a name or alias; without a name, the only one there is.
@@ -60,7 +68,7 @@ class TenantPolicy:
         return [(name, model) for name, model in self._names.items() if self._allows(principal, model)]
 
     def _allows(self, principal: Principal, model: ModelConfig) -> bool:
-        return _allows(self.tenant(principal).models, model) and _allows(principal.models, model)
+        return _allows(self._tenants[principal.tenant].models, model) and _allows(principal.models, model)
 
 
 def _allows(allowed: tuple[str, ...], model: ModelConfig) -> bool:

@@ -21,7 +21,8 @@ from typing import Final
 import httpx
 import msgspec
 
-from gateway.config import HopConfig, HopProtocol, ModelConfig
+from gateway.config import HopProtocol, ModelConfig
+from gateway.edge_config import HopConfig
 from gateway.relay.http1 import Http1Transport
 from gateway.shield import shielded
 from shared import errors

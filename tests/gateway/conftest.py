@@ -11,13 +11,14 @@ import aiohttp
 import msgspec
 import pytest
 
-from gateway.accounts import IdentityOf, by_keys
+from gateway.accounts import IdentityOf
 from gateway.admission.memory_store import MemoryStore
 from gateway.admission.quota import QuotaStore
 from gateway.app import Gateway
 from gateway.config import load
 from gateway.identity.keys import hash_key
 from shared import logs
+from shared.clock import SYSTEM_CLOCK, Clock
 from tests.gateway.fake_engine import FakeEngine, byte_bundle
 
 KEY = "dev-key"
@@ -147,7 +148,8 @@ async def open_house(log: io.StringIO, protocol: str) -> AsyncIterator[Open]:
             bundle: Any = ...,
             max_model_len: int = 4096,
             quotas: QuotaStore | None = None,
-            identity_of: IdentityOf = by_keys,
+            identity_of: IdentityOf | None = None,
+            clock: Clock = SYSTEM_CLOCK,
             **sections: Any,
         ) -> House:
             engine = FakeEngine(
@@ -155,7 +157,9 @@ async def open_house(log: io.StringIO, protocol: str) -> AsyncIterator[Open]:
             )
             await stack.enter_async_context(engine)
             config = load(settings(engine.url, *more_urls, protocol=protocol, **sections), {})
-            gateway = await stack.enter_async_context(Gateway(config, quotas=quotas, identity_of=identity_of))
+            gateway = await stack.enter_async_context(
+                Gateway(config, quotas=quotas, identity_of=identity_of, clock=clock)
+            )
             await until(lambda: gateway.engines.of(config.models[0]).profile is not None)
             client = await stack.enter_async_context(aiohttp.ClientSession())
             return House(gateway, engine, client, log)

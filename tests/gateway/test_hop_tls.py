@@ -9,7 +9,8 @@ import pytest
 import trustme
 
 from engine.api.app import HttpServer
-from gateway.config import HopConfig, ModelConfig
+from gateway.config import ModelConfig
+from gateway.edge_config import HopConfig
 from gateway.relay import upstream
 from gateway.relay.upstream import Outbound, Upstream
 from shared.errors import UpstreamUnreachable

@@ -189,7 +189,7 @@ def test_terms_are_kept_for_names_of_the_configuration_alone() -> None:
     here, caller = accounts(), principal("all")
     for name in ("big", "gpt-4", "small", "whatever", "anything"):
         here.terms(caller, name)
-    assert [name for _, name in here._terms] == ["big", "gpt-4", "small"]
+    assert [name for _, name in here._terms._entries] == ["big", "gpt-4", "small"]
 
 
 def test_a_long_name_is_not_repeated_whole(policy: TenantPolicy) -> None:

@@ -1,0 +1,162 @@
+"""The settings of the public listener, of TLS, and of those who sign tokens: the part of the configuration
+(`gateway.config`) that says how the gateway is reached and whom it trusts."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Final, Literal
+from urllib.parse import urlsplit
+
+from msgspec import Meta
+
+from shared.config import ConfigError
+from shared.settings import Port, Text
+
+AUDIENCES_MAX: Final = 16
+ISSUERS_MAX: Final = 32
+SKEW_S_MAX: Final = 60.0
+REFRESH_S_MIN: Final = 30.0
+"""The shortest time between two fetches of keys that an unknown key id causes, in seconds."""
+HMAC_PREFIX: Final = "HS"
+"""The beginning of the names of the algorithms that take a shared secret."""
+
+Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+"""An id, which logs, metrics and a header of the hop show."""
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Seconds = Annotated[float, Meta(gt=0.0, le=86_400.0)]
+Algorithm = Literal[
+    "HS256", "HS384", "HS512", "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384",
+    "ES512", "EdDSA",
+]  # fmt: skip
+"""A signature algorithm of JWS (RFC 7518, RFC 8037)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TlsConfig:
+    """A server's certificate, and whether it asks clients for theirs. The files are read again when they
+    change."""
+
+    cert: Text
+    """File with the certificate chain, PEM."""
+    key: Text
+    """File with its private key, PEM."""
+    client_certificates: Literal["none", "optional", "required"] = "none"
+    """Whether clients are asked for a certificate (mTLS). optional: one that is shown must be good. required:
+    without one there is no connection, for probes neither."""
+    client_ca: Text | None = None
+    """File with the authorities whose clients are let in, PEM."""
+    crl: Text | None = None
+    """File with a revocation list of each authority that signs clients' certificates, PEM. Unset: nothing is
+    revoked."""
+
+    def __post_init__(self) -> None:
+        if (self.client_certificates == "none") != (self.client_ca is None):
+            raise ConfigError(["client_ca belongs to client_certificates that are optional or required"])
+        if self.crl is not None and self.client_ca is None:
+            raise ConfigError(["crl needs client_ca, whose authorities sign it"])
+
+
+@dataclass(frozen=True, slots=True)
+class HopConfig:
+    """TLS towards engines."""
+
+    ca: Text | None = None
+    """File with the authorities that are trusted when a replica's URL is https, PEM. Unset: the system's."""
+    cert: Text | None = None
+    """File with the gateway's own certificate chain, PEM, for engines that ask for one (mTLS)."""
+    key: Text | None = None
+    """File with its private key, PEM."""
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            raise ConfigError(["cert and key belong together"])
+
+
+@dataclass(frozen=True, slots=True)
+class ListenConfig:
+    """The public listener."""
+
+    host: Text = "127.0.0.1"
+    """Address to listen on."""
+    port: Port = 8000
+    """Port to listen on; 0 takes any free one, which the log line gateway.listening names."""
+    tls: TlsConfig | None = None
+    """Serve https. Unset: plain text."""
+    plaintext: bool = False
+    """Serve plain text on an address beyond this machine: only where TLS ends in front of the gateway, since
+    keys and prompts can be read on the way."""
+
+    def __post_init__(self) -> None:
+        if self.tls is None and not self.plaintext and not is_loopback(self.host):
+            raise ConfigError(
+                [
+                    f"host {self.host!r} is reached from other machines: give tls, or set plaintext = true "
+                    "where TLS ends in front of the gateway"
+                ]
+            )
+        if self.tls is not None and self.plaintext:
+            raise ConfigError(["plaintext and tls exclude each other"])
+
+
+@dataclass(frozen=True, slots=True)
+class IssuerConfig:
+    """Somebody who signs tokens (JWT) that this gateway accepts."""
+
+    id: Id
+    """Its name in logs and metrics, and the first part of its callers' key ids."""
+    issuer: Name
+    """The claim iss of its tokens, character for character."""
+    audiences: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=AUDIENCES_MAX)]
+    """The claim aud of its tokens names one of these at least."""
+    algorithms: Annotated[tuple[Algorithm, ...], Meta(min_length=1)]
+    """The signature algorithms that it uses: those with a shared secret (HS...), or others, never both."""
+    jwks_url: Name | None = None
+    """https URL of its public keys, a JWK set. It is asked directly, not through a proxy."""
+    jwks_file: Text | None = None
+    """File with its public keys, a JWK set. It is read again when it changes."""
+    secret_file: Text | None = None
+    """File with the secret that it shares with this gateway, at least as long as the signature. It is read
+    again when it changes."""
+    ca: Text | None = None
+    """File with the authorities that are trusted when keys are fetched, PEM. Unset: the system's."""
+    skew_s: Annotated[float, Meta(ge=0.0, le=SKEW_S_MAX)] = 30.0
+    """How far its clock may be off."""
+    refresh_s: Annotated[float, Meta(ge=REFRESH_S_MIN, le=86_400.0)] = 300.0
+    """Time between two fetches of its keys. A token with an unknown key id causes one earlier."""
+    stale_s: Annotated[float, Meta(ge=REFRESH_S_MIN, le=86_400.0)] = 3600.0
+    """How long its keys are trusted when they cannot be fetched any more; then its tokens get 503."""
+
+    def __post_init__(self) -> None:
+        if problems := list(_issuer_problems(self)):
+            raise ConfigError(problems)
+
+
+def _issuer_problems(issuer: IssuerConfig) -> Iterator[str]:
+    if sum(one is not None for one in (issuer.jwks_url, issuer.jwks_file, issuer.secret_file)) != 1:
+        yield "needs exactly one of jwks_url, jwks_file and secret_file"
+    is_secret = issuer.secret_file is not None
+    if any(name.startswith(HMAC_PREFIX) != is_secret for name in issuer.algorithms):
+        yield "algorithms HS... need secret_file, all others jwks_url or jwks_file"
+    if issuer.jwks_url is not None and not _is_https(issuer.jwks_url):
+        yield f"jwks_url {issuer.jwks_url!r} is no https URL"
+    if issuer.stale_s < issuer.refresh_s:
+        yield "stale_s must be at least refresh_s"
+
+
+def _is_https(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        named = parts.scheme == "https" and bool(parts.hostname) and parts.port != 0
+        return named and parts.username is None and text.isprintable() and " " not in text
+    except ValueError:  # a port or an IPv6 address that is none
+        return False
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a listener on `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
