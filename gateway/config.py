@@ -24,21 +24,30 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
-from gateway.edge_config import ISSUERS_MAX, HopConfig, Id, IssuerConfig, ListenConfig, Name, Seconds
+from gateway.edge_config import (
+    ENTRIES_MAX,
+    ISSUERS_MAX,
+    AdminConfig,
+    HopConfig,
+    Id,
+    IssuerConfig,
+    KeyHash,
+    ListenConfig,
+    Name,
+    Seconds,
+)
 from shared import config
 from shared.config import ConfigError
 from shared.fair_share import FairShare
 from shared.holding import memory_max
 from shared.ids import KeyId, TenantId
 from shared.openai import BODY_LEN_MAX, TOKENS_MAX
-from shared.settings import LogLevel, Port, Text, Unit
+from shared.settings import LogLevel, Unit
 
 ENV_PREFIX: Final = "PENSTOCK_GATEWAY_"
 HEADINGS: Final[Mapping[str, str]] = {}
 """None within the top level: the file has sections."""
 QUOTA_MAX: Final = 10**9
-ENTRIES_MAX: Final = 10_000
-"""The most keys, and the most tenants: they are held in memory, each with its usage."""
 REPLICAS_MAX: Final = 256
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
@@ -46,41 +55,10 @@ _BASE_URL: Final = re.compile(r"https?://[^/?#@\s]+(/[^?#\s]*)?")
 
 Bytes = Annotated[int, Unit("bytes")]
 Quota = Annotated[int, Meta(ge=0, le=QUOTA_MAX)]
-KeyHash = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
 
 HASH_PREFIX: Final = "sha256:"
 ANY: Final = "*"
 ALL_MODELS: Final = (ANY,)
-
-
-@dataclass(frozen=True, slots=True)
-class OperatorKeyConfig:
-    """A key of an operator. It opens the admin listener's changes, and nothing on the public port."""
-
-    id: Id
-    """The keyid of a minted key; any name for a development key. Audit lines name it."""
-    hash: KeyHash = field(repr=False)
-    """sha256: and the hex digest of the whole key."""
-    expires: datetime | None = None
-    """When it stops working, with the offset from UTC. Unset: never."""
-    disabled: bool = False
-    """Whether the key is revoked."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdminConfig:
-    """A second listener: `/metrics` and the probes for everybody who reaches it, changes for operators' keys.
-
-    It is not on the public port because label values name tenants and models.
-    """
-
-    host: Text = "127.0.0.1"
-    """Address that /metrics and the probes are served on, without authentication: for the operator's network
-    only."""
-    port: Port | None = None
-    """Port for them. Unset: there is no such listener."""
-    keys: Annotated[tuple[OperatorKeyConfig, ...], Meta(max_length=ENTRIES_MAX)] = ()
-    """Keys that may change something. Without one nobody may."""
 
 
 @dataclass(frozen=True, slots=True)

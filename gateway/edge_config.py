@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Annotated, Final, Literal
 from urllib.parse import urlsplit
 
@@ -14,6 +15,8 @@ from msgspec import Meta
 from shared.config import ConfigError
 from shared.settings import Port, Text
 
+ENTRIES_MAX: Final = 10_000
+"""The most keys, and the most tenants: they are held in memory, each with its usage."""
 AUDIENCES_MAX: Final = 16
 ISSUERS_MAX: Final = 32
 SKEW_S_MAX: Final = 60.0
@@ -24,6 +27,7 @@ HMAC_PREFIX: Final = "HS"
 
 Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 """An id, which logs, metrics and a header of the hop show."""
+KeyHash = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Seconds = Annotated[float, Meta(gt=0.0, le=86_400.0)]
 Algorithm = Literal[
@@ -160,3 +164,33 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorKeyConfig:
+    """A key of an operator. It opens the admin listener's changes, and nothing on the public port."""
+
+    id: Id
+    """The keyid of a minted key; any name for a development key. Audit lines name it."""
+    hash: KeyHash = field(repr=False)
+    """sha256: and the hex digest of the whole key."""
+    expires: datetime | None = None
+    """When it stops working, with the offset from UTC. Unset: never."""
+    disabled: bool = False
+    """Whether the key is revoked."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdminConfig:
+    """A second listener: `/metrics` and the probes for everybody who reaches it, changes for operators' keys.
+
+    It is not on the public port because label values name tenants and models.
+    """
+
+    host: Text = "127.0.0.1"
+    """Address that /metrics and the probes are served on, without authentication: for the operator's network
+    only."""
+    port: Port | None = None
+    """Port for them. Unset: there is no such listener."""
+    keys: Annotated[tuple[OperatorKeyConfig, ...], Meta(max_length=ENTRIES_MAX)] = ()
+    """Keys that may change something. Without one nobody may."""

@@ -9,7 +9,6 @@ from typing import Final
 
 from gateway.bench.attack import MIB, MODEL, POOR_TOKEN_BUDGET, POOR_TOKENS_PER_MIN, Who
 from gateway.config import (
-    AdminConfig,
     GatewayConfig,
     KeyConfig,
     LimitsConfig,
@@ -17,7 +16,7 @@ from gateway.config import (
     QuotaLimits,
     TenantConfig,
 )
-from gateway.edge_config import ListenConfig
+from gateway.edge_config import AdminConfig, ListenConfig
 from gateway.identity.keys import hash_key
 from shared.memory import core_memory_max, engine_memory_max, gateway_memory_max
 

@@ -8,7 +8,7 @@ import json
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,16 @@ import trustme
 from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from jwt.algorithms import get_default_algorithms
+
+from gateway.config import GrantConfig
+from gateway.edge_config import IssuerConfig
+from gateway.identity.caller import Principal
+from gateway.identity.jwks import KeySources
+from gateway.identity.jwt import TokenTable
+from gateway.shield import Done
+from shared.config import to_toml
+from shared.ids import TenantId
+from tests.fakes import VirtualClock
 
 ISS = "https://idp.test/"
 AUDIENCE = "penstock"
@@ -148,3 +158,42 @@ class KeyServer:
         if self.answer is not None:
             return await self.answer(request)
         return web.Response(body=jwk_set(*self.keys), content_type="application/json")
+
+
+EC = Key("ec-1")
+RSA = Key("rsa-1", "RS256")
+ED = Key("ed-1", "EdDSA")
+SECRET = b"0123456789abcdef0123456789abcdef"
+EVERYBODY = GrantConfig("idp", tenant="acme")
+
+
+def issuer(path: Path, *keys: Key, **more: Any) -> IssuerConfig:
+    """An issuer whose keys are in a file."""
+    path.write_bytes(jwk_set(*keys))
+    base = IssuerConfig(
+        "idp", ISS, (AUDIENCE,), ("ES256", "RS256", "EdDSA"), jwks_file=str(path), skew_s=30.0
+    )
+    return replace(base, **more)
+
+
+def table(*issuers: IssuerConfig, grants: tuple[GrantConfig, ...] = (EVERYBODY,)) -> TokenTable:
+    tenants = [TenantId("acme"), TenantId("other")]
+    return TokenTable(issuers, grants, tenants, KeySources(VirtualClock()).of(issuers))
+
+
+def identify(tokens: TokenTable, token: str, now_s: float = NOW_S) -> Principal:
+    found = tokens.identify(token, now_s)
+    assert isinstance(found, Done), "nothing is waited for"
+    principal: Principal = found.result
+    return principal
+
+
+GRANT = {"issuer": "idp", "tenant": "acme"}
+
+
+def as_toml(config: IssuerConfig) -> dict[str, Any]:
+    """The settings of an issuer as a file has them."""
+    return tomllib.loads(to_toml(config))
+
+
+ISSUER = IssuerConfig("idp", ISS, (AUDIENCE,), ("ES256",), jwks_file="keys.json")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import io
 import json
-import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +13,9 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from gateway.accounts import TERMS_MAX, Accounts, AccountsReader
+from gateway.accounts import TERMS_MAX, Accounts
 from gateway.admission.quota import Scope
 from gateway.config import (
-    GatewayConfig,
     GrantConfig,
     ModelConfig,
     QuotaLimits,
@@ -29,47 +26,37 @@ from gateway.config import (
 )
 from gateway.edge_config import IssuerConfig
 from gateway.identity import jwt
-from gateway.identity.caller import Caller, Principal
-from gateway.identity.callers import Callers, callers_of
-from gateway.identity.jwks import KEYS_MAX, SET_LEN_MAX, BadKeys, FileKeys, KeySources, keys_of, secret_of
+from gateway.identity.caller import Principal
+from gateway.identity.jwks import KeySources
 from gateway.identity.jwt import TOKEN_LEN_MAX, TokenTable, subject_id
 from gateway.identity.keys import KeyTable
 from gateway.identity.tenant import TenantPolicy
-from gateway.shield import Done
-from shared.config import ConfigError, to_toml
 from shared.errors import Unauthenticated
 from shared.ids import TenantId
 from shared.listening import HEADER_LEN_MAX
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import House, Open, settings
-from tests.gateway.issuers import ALGORITHMS, AUDIENCE, ISS, NOW_S, Key, b64, claims_at, jwk_set
-
-EC = Key("ec-1")
-RSA = Key("rsa-1", "RS256")
-ED = Key("ed-1", "EdDSA")
-SECRET = b"0123456789abcdef0123456789abcdef"
-EVERYBODY = GrantConfig("idp", tenant="acme")
-
-
-def issuer(path: Path, *keys: Key, **more: Any) -> IssuerConfig:
-    """An issuer whose keys are in a file."""
-    path.write_bytes(jwk_set(*keys))
-    base = IssuerConfig(
-        "idp", ISS, (AUDIENCE,), ("ES256", "RS256", "EdDSA"), jwks_file=str(path), skew_s=30.0
-    )
-    return replace(base, **more)
-
-
-def table(*issuers: IssuerConfig, grants: tuple[GrantConfig, ...] = (EVERYBODY,)) -> TokenTable:
-    tenants = [TenantId("acme"), TenantId("other")]
-    return TokenTable(issuers, grants, tenants, KeySources(VirtualClock()).of(issuers))
-
-
-def identify(tokens: TokenTable, token: str, now_s: float = NOW_S) -> Principal:
-    found = tokens.identify(token, now_s)
-    assert isinstance(found, Done), "nothing is waited for"
-    principal: Principal = found.result
-    return principal
+from tests.gateway.issuers import (
+    ALGORITHMS,
+    AUDIENCE,
+    EC,
+    ED,
+    EVERYBODY,
+    GRANT,
+    ISS,
+    ISSUER,
+    NOW_S,
+    RSA,
+    SECRET,
+    Key,
+    as_toml,
+    b64,
+    claims_at,
+    identify,
+    issuer,
+    jwk_set,
+    table,
+)
 
 
 @pytest.fixture
@@ -301,14 +288,6 @@ async def test_every_hostile_token_is_a_401_whose_log_does_not_show_it(
         assert all(len(part) < 12 or part not in house.log.getvalue() for part in token.split("."))
 
 
-GRANT = {"issuer": "idp", "tenant": "acme"}
-
-
-def as_toml(config: IssuerConfig) -> dict[str, Any]:
-    """The settings of an issuer as a file has them."""
-    return tomllib.loads(to_toml(config))
-
-
 def bearer(token: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"}
 
@@ -411,9 +390,6 @@ def test_terms_of_thousands_of_subjects_make_room_for_others() -> None:
     assert here.terms(late, "tiny") is here.terms(late, "tiny"), "who comes late is remembered too"
 
 
-ISSUER = IssuerConfig("idp", ISS, (AUDIENCE,), ("ES256",), jwks_file="keys.json")
-
-
 def test_a_subjects_id_is_its_issuers_and_its_own() -> None:
     other = replace(ISSUER, id="other", issuer="https://other.test/")
     ids = [subject_id(one, sub) for one in (ISSUER, other) for sub in ("a@b.test", "a@b.test ", "\u200b")]
@@ -481,195 +457,3 @@ def test_a_grants_limits_and_tier_are_in_the_callers_terms(tmp_path: Path) -> No
     policy = TenantPolicy(config.models, [higher], config.tiers)
     above = replace(identify(tokens, EC.token(scope="infer")), service_tier="priority")
     assert policy.tenant(above).service_tier == "flex", "a grant never widens its tenant"
-
-
-# -- keys of issuers ------------------------------------------------------------------------------
-
-
-def changed(key: Key, **members: Any) -> bytes:
-    jwk = {name: value for name, value in {**key.jwk, **members}.items() if value is not ...}
-    return json.dumps({"keys": [jwk]}).encode()
-
-
-@pytest.mark.parametrize(
-    ("data", "problem"),
-    [
-        (b"", "no JWK set"),
-        (b"[]", "no JWK set"),
-        (b"\xff", "no JWK set"),
-        (b'{"keys": ' + b"[" * 100_000, "no JWK set"),
-        (b'{"keys": []}', "no key that can be used"),
-        (b'{"keys": [1]}', "no JSON Web Key"),
-        (json.dumps({"keys": [EC.jwk] * (KEYS_MAX + 1)}).encode(), "65 keys"),
-        (changed(EC, use="enc"), "not for signatures"),
-        (changed(EC, key_ops=["encrypt"]), "not for signatures"),
-        (changed(EC, alg="RS256"), "does not go with its kind"),
-        (changed(EC, alg="HS256"), "does not go with its kind"),
-        (changed(EC, x="AAAA"), "malformed"),
-        (changed(EC, crv="P-384"), "does not go with its kind"),
-        (changed(EC, crv="secp256k1", alg=...), "kind that is not used"),
-        (changed(EC, kid="a b"), "128 plain characters"),
-        (changed(EC, kty="oct", k="AAAA", crv=...), "kind that is not used"),
-        (changed(RSA, n=b64(b"\xff" * 192)), "2048 to 4096 bits"),
-    ],
-)
-def test_a_key_that_cannot_be_used_is_told_and_left_out(data: bytes, problem: str) -> None:
-    with pytest.raises(BadKeys, match=problem):
-        keys_of(data)
-
-
-def test_one_bad_key_does_not_spoil_the_set() -> None:
-    data = json.dumps({"keys": [EC.jwk, {"kty": "oct"}, EC.jwk, ED.jwk]}).encode()
-    keys, problems = keys_of(data)
-    assert [key.kid for key in keys] == [EC.kid, ED.kid]
-    assert len(problems) == 2
-
-
-def test_a_private_keys_public_part_alone_is_read() -> None:
-    private = ALGORITHMS["ES256"].to_jwk(EC.private, as_dict=True) | {"kid": "x"}
-    [key], _ = keys_of(json.dumps({"keys": [private]}).encode())
-    assert not hasattr(key.material, "private_numbers")
-    assert private["d"].encode() not in key.source
-
-
-@pytest.mark.parametrize(
-    ("secret", "problem"),
-    [
-        (SECRET[:-1], "31 bytes"),
-        (b"", "0 bytes"),
-        (
-            RSA.private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo),
-            "public key",
-        ),
-        (json.dumps(RSA.jwk).encode(), "JSON Web Key"),
-    ],
-)
-def test_what_is_no_secret_is_told(secret: bytes, problem: str) -> None:
-    with pytest.raises(BadKeys, match=problem) as caught:
-        secret_of(secret, ["HS256"])
-    assert not secret or secret.decode() not in str(caught.value)
-    assert SECRET not in repr(secret_of(SECRET, ["HS256"])).encode()
-
-
-def test_a_bad_file_is_told_at_the_start_and_refused_whole_later(tmp_path: Path, log: io.StringIO) -> None:
-    bad, missing = tmp_path / "bad", tmp_path / "missing"
-    bad.write_bytes(b"x" * (SET_LEN_MAX + 1))
-    configs = [
-        replace(ISSUER, jwks_file=str(bad)),
-        replace(ISSUER, id="two", issuer="https://two.test/", jwks_file=str(missing)),
-    ]
-    sources = KeySources(VirtualClock())
-    with pytest.raises(ConfigError) as caught:
-        sources.of(configs)
-    assert len(caught.value.problems) == 2
-    good = issuer(tmp_path / "good", EC)
-    kept = sources.of([good])
-    with pytest.raises(ConfigError):
-        sources.of([good, configs[1]])
-    assert sources.of([good])["idp"] is kept["idp"], "what was read is kept over a reload"
-    assert isinstance(kept["idp"], FileKeys)
-
-
-def test_issuers_and_grants_are_read_again_and_a_bad_one_is_refused_whole(tmp_path: Path) -> None:
-    path = tmp_path / "gateway.toml"
-    own = as_toml(issuer(tmp_path / "k", EC))
-
-    def write(issuers: list[dict[str, Any]], **grant: Any) -> None:
-        config = load(settings("http://a", issuers=issuers, grants=[GRANT | grant]), {})
-        path.write_text(to_toml(config))
-
-    write([own], models=["tiny"])
-    sources = KeySources(VirtualClock())
-    reader = AccountsReader(
-        load(path, {}), path, VirtualClock(), lambda config: callers_of(config, sources, frozenset)
-    )
-
-    def models() -> tuple[str, ...]:
-        found = reader.now.identity.identify(Caller(f"Bearer {EC.token()}", None), NOW_S)
-        assert isinstance(found, Done)
-        principal: Principal = found.result
-        return principal.models
-
-    assert models() == ("tiny",)
-    write([own])
-    reader.reload()
-    assert models() == ("*",)
-    before = reader.now
-    write([own, own | {"id": "two", "issuer": "https://two.test/", "jwks_file": "missing"}], models=["tiny"])
-    reader.reload()
-    assert reader.now is before
-    assert models() == ("*",)
-
-
-# -- who is asked ---------------------------------------------------------------------------------
-
-
-def test_a_token_is_told_from_a_key_by_its_form(tmp_path: Path) -> None:
-    config = load(settings("http://a"), {})
-    both = Callers(KeyTable(config.keys), table(issuer(tmp_path / "k", EC)), None)
-
-    def key_of(authorization: str) -> str:
-        found = both.identify(Caller(authorization, None), NOW_S)
-        assert isinstance(found, Done)
-        return str(found.result.key)
-
-    assert key_of("Bearer dev-key") == "k1"
-    assert key_of(f"bearer  {EC.token()} ").startswith("idp:")
-    for wrong in ("", "Basic a.b.c", "Bearer a.b", "Bearer a.b.c", f"Bearer {EC.token()}x"):
-        with pytest.raises(Unauthenticated):
-            key_of(wrong)
-
-
-@pytest.mark.parametrize(
-    ("sections", "problem"),
-    [
-        ({"issuers": [{"jwks_file": ..., "jwks_url": "http://a/keys"}]}, "no https URL"),
-        ({"issuers": [{"jwks_file": ..., "jwks_url": "https://u:p@a/keys"}]}, "no https URL"),
-        ({"issuers": [{"jwks_url": "https://a/keys"}]}, "exactly one of"),
-        ({"issuers": [{"jwks_file": ...}]}, "exactly one of"),
-        ({"issuers": [{"algorithms": ["HS256"]}]}, "need secret_file"),
-        ({"issuers": [{"algorithms": ["HS256", "ES256"]}]}, "need secret_file"),
-        ({"issuers": [{"algorithms": ["none"]}]}, "one of"),
-        ({"issuers": [{"jwks_file": ..., "secret_file": "s"}]}, "need secret_file"),
-        ({"issuers": [{"skew_s": 61}]}, "at most 60|0 to 60"),
-        ({"issuers": [{"refresh_s": 600, "stale_s": 300}]}, "stale_s"),
-        ({"issuers": [{"audiences": []}]}, "audiences"),
-        ({"issuers": [{}, {}]}, "2 times"),
-        ({"grants": [{"issuer": "nobody"}]}, "no issuer 'nobody'"),
-        ({"grants": [{"tenant": "nobody"}]}, "no tenant 'nobody'"),
-        ({"grants": [{"tenant": ...}]}, "exactly one of tenant"),
-        ({"grants": [{"tenant_claim": ["t"]}]}, "exactly one of tenant"),
-        ({"grants": [{"claim": ["t"]}]}, "belong together"),
-        ({"grants": [{"models": ["ghost"]}]}, "no model 'ghost'"),
-        ({"certificates": [{"id": "c", "tenant": "acme", "dns": "a"}]}, "client_certificates must be"),
-        ({"listen": {"host": "0.0.0.0"}}, "plaintext = true"),
-        ({"listen": {"host": "gateway.test"}}, "plaintext = true"),
-        ({"listen": {"plaintext": True, "tls": {"cert": "c", "key": "k"}}}, "exclude each other"),
-        (
-            {"listen": {"tls": {"cert": "c", "key": "k", "client_certificates": "optional"}}},
-            "client_ca belongs",
-        ),
-        ({"listen": {"tls": {"cert": "c", "key": "k", "client_ca": "a"}}}, "client_ca belongs"),
-        ({"listen": {"tls": {"cert": "c", "key": "k", "crl": "a"}}}, "crl needs client_ca"),
-    ],
-)
-def test_a_configuration_that_contradicts_itself_is_told(sections: dict[str, Any], problem: str) -> None:
-    base = {"id": "idp", "issuer": ISS, "audiences": ["a"], "algorithms": ["ES256"], "jwks_file": "k"}
-    full: dict[str, Any] = {"issuers": [base], "grants": [GRANT]}
-    for name, value in sections.items():
-        defaults: Any = {"issuers": base, "grants": GRANT}.get(name)
-        full[name] = value if defaults is None else [_without({**defaults, **one}) for one in value]
-    with pytest.raises(ConfigError, match=problem):
-        load(settings("http://a", **full), {})
-
-
-def _without(section: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in section.items() if value is not ...}
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
-def test_plain_text_is_served_to_this_machine_without_asking(host: str) -> None:
-    config = load(settings("http://a", listen={"host": host}), {})
-    assert isinstance(config, GatewayConfig)
-    asked = load(settings("http://a", listen={"host": "0.0.0.0", "plaintext": True}), {})
-    assert asked.listen.plaintext

@@ -1,0 +1,155 @@
+"""The keys that issuers sign tokens with: which are taken, and what becomes of a bad file."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from gateway.accounts import AccountsReader
+from gateway.config import (
+    load,
+)
+from gateway.identity.caller import Caller, Principal
+from gateway.identity.callers import callers_of
+from gateway.identity.jwks import KEYS_MAX, SET_LEN_MAX, BadKeys, FileKeys, KeySources, keys_of, secret_of
+from gateway.shield import Done
+from shared.config import ConfigError, to_toml
+from tests.fakes import VirtualClock
+from tests.gateway.conftest import settings
+from tests.gateway.issuers import (
+    ALGORITHMS,
+    EC,
+    ED,
+    GRANT,
+    ISSUER,
+    NOW_S,
+    RSA,
+    SECRET,
+    Key,
+    as_toml,
+    b64,
+    issuer,
+)
+
+# -- keys of issuers ------------------------------------------------------------------------------
+
+
+def changed(key: Key, **members: Any) -> bytes:
+    jwk = {name: value for name, value in {**key.jwk, **members}.items() if value is not ...}
+    return json.dumps({"keys": [jwk]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (b"", "no JWK set"),
+        (b"[]", "no JWK set"),
+        (b"\xff", "no JWK set"),
+        (b'{"keys": ' + b"[" * 100_000, "no JWK set"),
+        (b'{"keys": []}', "no key that can be used"),
+        (b'{"keys": [1]}', "no JSON Web Key"),
+        (json.dumps({"keys": [EC.jwk] * (KEYS_MAX + 1)}).encode(), "65 keys"),
+        (changed(EC, use="enc"), "not for signatures"),
+        (changed(EC, key_ops=["encrypt"]), "not for signatures"),
+        (changed(EC, alg="RS256"), "does not go with its kind"),
+        (changed(EC, alg="HS256"), "does not go with its kind"),
+        (changed(EC, x="AAAA"), "malformed"),
+        (changed(EC, crv="P-384"), "does not go with its kind"),
+        (changed(EC, crv="secp256k1", alg=...), "kind that is not used"),
+        (changed(EC, kid="a b"), "128 plain characters"),
+        (changed(EC, kty="oct", k="AAAA", crv=...), "kind that is not used"),
+        (changed(RSA, n=b64(b"\xff" * 192)), "2048 to 4096 bits"),
+    ],
+)
+def test_a_key_that_cannot_be_used_is_told_and_left_out(data: bytes, problem: str) -> None:
+    with pytest.raises(BadKeys, match=problem):
+        keys_of(data)
+
+
+def test_one_bad_key_does_not_spoil_the_set() -> None:
+    data = json.dumps({"keys": [EC.jwk, {"kty": "oct"}, EC.jwk, ED.jwk]}).encode()
+    keys, problems = keys_of(data)
+    assert [key.kid for key in keys] == [EC.kid, ED.kid]
+    assert len(problems) == 2
+
+
+def test_a_private_keys_public_part_alone_is_read() -> None:
+    private = ALGORITHMS["ES256"].to_jwk(EC.private, as_dict=True) | {"kid": "x"}
+    [key], _ = keys_of(json.dumps({"keys": [private]}).encode())
+    assert not hasattr(key.material, "private_numbers")
+    assert private["d"].encode() not in key.source
+
+
+@pytest.mark.parametrize(
+    ("secret", "problem"),
+    [
+        (SECRET[:-1], "31 bytes"),
+        (b"", "0 bytes"),
+        (
+            RSA.private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo),
+            "public key",
+        ),
+        (json.dumps(RSA.jwk).encode(), "JSON Web Key"),
+    ],
+)
+def test_what_is_no_secret_is_told(secret: bytes, problem: str) -> None:
+    with pytest.raises(BadKeys, match=problem) as caught:
+        secret_of(secret, ["HS256"])
+    assert not secret or secret.decode() not in str(caught.value)
+    assert SECRET not in repr(secret_of(SECRET, ["HS256"])).encode()
+
+
+def test_a_bad_file_is_told_at_the_start_and_refused_whole_later(tmp_path: Path, log: io.StringIO) -> None:
+    bad, missing = tmp_path / "bad", tmp_path / "missing"
+    bad.write_bytes(b"x" * (SET_LEN_MAX + 1))
+    configs = [
+        replace(ISSUER, jwks_file=str(bad)),
+        replace(ISSUER, id="two", issuer="https://two.test/", jwks_file=str(missing)),
+    ]
+    sources = KeySources(VirtualClock())
+    with pytest.raises(ConfigError) as caught:
+        sources.of(configs)
+    assert len(caught.value.problems) == 2
+    good = issuer(tmp_path / "good", EC)
+    kept = sources.of([good])
+    with pytest.raises(ConfigError):
+        sources.of([good, configs[1]])
+    assert sources.of([good])["idp"] is kept["idp"], "what was read is kept over a reload"
+    assert isinstance(kept["idp"], FileKeys)
+
+
+def test_issuers_and_grants_are_read_again_and_a_bad_one_is_refused_whole(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.toml"
+    own = as_toml(issuer(tmp_path / "k", EC))
+
+    def write(issuers: list[dict[str, Any]], **grant: Any) -> None:
+        config = load(settings("http://a", issuers=issuers, grants=[GRANT | grant]), {})
+        path.write_text(to_toml(config))
+
+    write([own], models=["tiny"])
+    sources = KeySources(VirtualClock())
+    reader = AccountsReader(
+        load(path, {}), path, VirtualClock(), lambda config: callers_of(config, sources, frozenset)
+    )
+
+    def models() -> tuple[str, ...]:
+        found = reader.now.identity.identify(Caller(f"Bearer {EC.token()}", None), NOW_S)
+        assert isinstance(found, Done)
+        principal: Principal = found.result
+        return principal.models
+
+    assert models() == ("tiny",)
+    write([own])
+    reader.reload()
+    assert models() == ("*",)
+    before = reader.now
+    write([own, own | {"id": "two", "issuer": "https://two.test/", "jwks_file": "missing"}], models=["tiny"])
+    reader.reload()
+    assert reader.now is before
+    assert models() == ("*",)
