@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import ssl
+import tomllib
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
