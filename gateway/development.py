@@ -49,8 +49,7 @@ def development_config(
     limits: QuotaLimits = UNLIMITED,
     drain_s: float = TimeoutsConfig().drain_s,
 ) -> GatewayConfig:
-    """A configuration for development. `tls` are the paths of a certificate chain and of its private key,
-    both PEM. Raises ConfigError."""
+    """`tls` are the paths of a certificate chain and of its private key, both PEM. Raises ConfigError."""
     names = tuple(name for name in dict.fromkeys(aliases) if name != model)
     return GatewayConfig(
         listen=_listen(host, port, tls),

@@ -36,7 +36,7 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineProfile:
-    """What an engine says about a model."""
+    """The facts that an engine reports about a model."""
 
     bundle: TokenizerBundle | None
     """The engine's tokenizer. None for an engine of another make, which has none to give."""

@@ -81,7 +81,7 @@ class PublicServer(web.Server):
         self._write_buffer_len = config.limits.write_buffer_len
         self._connections_max = config.limits.connections_max
         self._warned_at_s = -math.inf
-        """When the log last said that connections are cut, in seconds on the loop's clock."""
+        """The time of the last warning that connections are cut, in seconds on the loop's clock."""
         self._options = http1_options(config.timeouts.idle_s)
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:

@@ -266,7 +266,8 @@ class Pipeline:
         return asked.maximum_each(decision.granted) if asked.is_open else None
 
     def _apply_decision(self, exchange: Exchange, decision: Decision, tokens: int) -> None:
-        """Raises what a refusal means. `tokens`: the least that was asked for."""
+        """Note a decision of the quotas, and raise the error of a refusal. `tokens` is the least that was
+        asked for."""
         exchange.windows, exchange.decision = decision.windows, decision
         observe_decision(decision)
         if decision.refusal is not None:

@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def option_names(self) -> list[str]:
-        """The long options."""
+        """The names of the long options."""
         return [name for name in self._option_string_actions if name.startswith("--")]
 
     def parse_known_args(  # type: ignore[override]

@@ -13,11 +13,12 @@ from typing import Final, Protocol
 
 class Clock(Protocol):
     def monotonic(self) -> float:
-        """Seconds since an arbitrary start; never goes back. For durations and deadlines."""
+        """The time since an arbitrary start, in seconds, which never goes back. For durations and
+        deadlines."""
         ...
 
     def wall(self) -> float:
-        """Seconds since the Unix epoch; may jump. For what people read."""
+        """The time since the Unix epoch, in seconds, which may jump. For times that are shown."""
         ...
 
     async def sleep(self, seconds: float) -> None: ...

@@ -34,7 +34,7 @@ Milliseconds = Annotated[float, Meta(ge=0.0, le=1e12)]
 
 
 class CompletedLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What both services say about a request."""
+    """The fields that both services' lines have."""
 
     ts: Annotated[datetime, Meta(tz=True)]
     """When the line was written: the end of the request, on this service's clock."""
@@ -91,7 +91,7 @@ class CompletedLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class GatewayLine(CompletedLine, frozen=True, kw_only=True):
-    """What the gateway says about a request."""
+    """The completed line of the gateway."""
 
     service: Literal["gateway"]
     key_id: str | None = None
@@ -152,7 +152,7 @@ class GatewayLine(CompletedLine, frozen=True, kw_only=True):
 
 
 class EngineLine(CompletedLine, frozen=True, kw_only=True):
-    """What the engine says about a request. Where it has several sequences, each time is that of the
+    """The completed line of the engine. Where the request has several sequences, each time is that of the
     slowest."""
 
     service: Literal["engine"]
@@ -190,7 +190,7 @@ Line = GatewayLine | EngineLine
 
 
 def schema_problem(line: Mapping[str, object]) -> str | None:
-    """How a line as it was written differs from the schema; None when it does not."""
+    """The difference between a line as it was written and the schema; None when there is none."""
     kind = GatewayLine if line.get("service") == "gateway" else EngineLine
     if unknown := line.keys() - set(kind.__struct_fields__):
         return f"no field of {kind.__name__}: {', '.join(sorted(unknown))}"

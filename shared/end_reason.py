@@ -1,4 +1,4 @@
-"""How a request ended: one word for both services' completed lines, metrics and closing comments.
+"""The end of a request: one word for both services' completed lines, metrics and closing comments.
 
 The word says what ended the request, and the status says what its client was told; the two differ where an
 answer had begun before the request failed. A request that is refused, and one whose client leaves, has the

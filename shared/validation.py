@@ -52,7 +52,7 @@ class Parsed(Struct, Generic[T], frozen=True):
     """The first field that asks for what no engine of ours can do. None without one."""
 
     def require_supported(self) -> None:
-        """Raises UnsupportedParameter if a field is unsupported."""
+        """Refuse an unsupported field. Raises UnsupportedParameter."""
         if (param := self.unsupported) is not None:
             raise UnsupportedParameter(f"{param}: this server cannot do what it asks for.", param=param)
 
@@ -66,8 +66,11 @@ class Parsed(Struct, Generic[T], frozen=True):
 
 
 def refuse_excess(census: Census) -> None:
-    """Raises InvalidRequest for a body with too many values. It can never be served, however much memory is
-    free, so this is checked before memory is reserved for it."""
+    """Refuse a body with too many values. Raises InvalidRequest.
+
+    Such a body can never be served, however much memory is free, so this is checked before memory is
+    reserved.
+    """
     if census.excess is not None:
         raise InvalidRequest(f"The body has {census.excess}.")
 

@@ -1,4 +1,4 @@
-"""What the hop alone costs: a bare relay over our HTTP/2 against the same relay over aiohttp's HTTP/1.1.
+"""The cost of the hop alone: a bare relay over our HTTP/2 against the same relay over aiohttp's HTTP/1.1.
 
 A process serves paced event streams, by HTTP/2 and HTTP/1.1 on one port; another relays them to this process.
 The relay's CPU time, as the kernel counts it, is divided by the events that arrive here. The relay has none

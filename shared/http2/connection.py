@@ -309,12 +309,12 @@ class Connection:
         self._floods.by_type[frames.RST_STREAM].spend()
 
     def check_known(self, stream_id: int) -> None:
-        """Raises ProtocolViolation if this stream was never opened."""
+        """Check that this stream was opened at some time. Raises ProtocolViolation."""
         if stream_id % 2 != 1 or stream_id > max(self._opened_id, self._accepted_id):
             raise ProtocolViolation(ErrorCode.PROTOCOL_ERROR, f"a frame of stream {stream_id}, which is idle")
 
     def check_opening(self, stream_id: int) -> None:
-        """Raises ProtocolViolation unless HEADERS may come: the stream is new, open, or was reset."""
+        """Check that HEADERS may come: the stream is new, open, or was reset. Raises ProtocolViolation."""
         if stream_id in self.streams or stream_id in self.reset_ids:
             return
         if self.client or stream_id % 2 != 1 or stream_id <= self._accepted_id:

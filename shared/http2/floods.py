@@ -9,7 +9,7 @@ from shared.http2 import frames, limits
 
 
 class FloodBudgets:
-    """What one peer may still send of such frames. They raise ProtocolViolation when nothing is left."""
+    """The budgets of one peer. Spending raises ProtocolViolation when nothing is left."""
 
     __slots__ = ("by_type", "empty_frames")
 

@@ -61,7 +61,7 @@ assert RESETS.burst >= 2 * STREAMS_MAX, "a full connection that loses every clie
 
 
 class Budget:
-    """What is left of an allowance. `spend` raises ProtocolViolation when nothing is left."""
+    """The rest of an allowance. `spend` raises ProtocolViolation when nothing is left."""
 
     __slots__ = ("_allowance", "_at_s", "_left", "_name", "_now")
 
