@@ -28,6 +28,7 @@ from gateway.config import (
 from gateway.identity.caller import Identity, Principal
 from gateway.identity.keys import KeyTable
 from gateway.identity.tenant import TenantPolicy
+from gateway.quota_config import QuotaFail
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.config import ConfigError
@@ -67,6 +68,8 @@ class Accounts:
     tenants: TenantPolicy
     timeouts: TimeoutsConfig
     """Everybody's."""
+    quota_fail: QuotaFail = "closed"
+    """The fail mode of tenants that state none."""
     _terms: dict[tuple[Principal, str | None], Terms] = field(default_factory=dict, repr=False)
     """Worked out once: most requests come on terms that others came on before."""
     _subjects: dict[Principal, tuple[Subject, ...]] = field(default_factory=dict, repr=False)
@@ -74,7 +77,16 @@ class Accounts:
     @classmethod
     def of(cls, config: GatewayConfig, identity_of: IdentityOf) -> Self:
         tenants = TenantPolicy(config.models, config.tenants, config.tiers)
-        return cls(identity_of(config), tenants, config.timeouts)
+        return cls(identity_of(config), tenants, config.timeouts, config.quotas.fail)
+
+    @property
+    def serve_without_store(self) -> bool:
+        """Whether some tenant is served while the quota store cannot be asked: one without limits, or
+        one whose fail mode is local."""
+        return any(
+            tenant.limits == QuotaLimits() or (tenant.quota_fail or self.quota_fail) == "local"
+            for tenant in self.tenants.all()
+        )
 
     def terms(self, principal: Principal, model_name: str | None) -> Terms:
         """Raises as `TenantPolicy.resolve`."""
@@ -94,9 +106,10 @@ class Accounts:
         if (known := self._subjects.get(principal)) is not None:
             return known
         tenant = self.tenants.tenant(principal)
+        fail = tenant.quota_fail or self.quota_fail
         both = (
-            Subject(Scope.KEY, principal.key, principal.limits),
-            Subject(Scope.TENANT, principal.tenant, tenant.limits),
+            Subject(Scope.KEY, principal.key, principal.limits, principal.tenant, fail),
+            Subject(Scope.TENANT, principal.tenant, tenant.limits, principal.tenant, fail),
         )
         subjects = tuple(subject for subject in both if subject.limits != QuotaLimits())
         if len(self._subjects) < TERMS_MAX:

@@ -14,15 +14,15 @@ import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
 from gateway.accounts import AccountsReader, IdentityOf, by_keys
 from gateway.admin import Admin
-from gateway.admission.guarded_store import GuardedStore
-from gateway.admission.memory_store import LEASE_TTL_MS, MemoryStore
-from gateway.admission.quota import QuotaStore
+from gateway.admission.guarded_store import GuardedStore, SharedStore
+from gateway.admission.memory_store import MemoryStore
+from gateway.admission.quota import LEASE_TTL_MS, QuotaStore
 from gateway.admission.validate import warm
 from gateway.background import Background, Work
 from gateway.config import GatewayConfig, ModelConfig, TlsConfig, timeouts_of
@@ -32,6 +32,7 @@ from gateway.engines import EngineProfile, Engines, fetch_profile
 from gateway.exchange import LiveRequests
 from gateway.listener import PublicServer, listen
 from gateway.pipeline import Pipeline
+from gateway.quota_config import QuotasConfig
 from gateway.record import HELD_BYTES, HTTP2_STREAMS, IN_FLIGHT
 from gateway.relay.credentials import Credentials
 from gateway.relay.upstream import Upstream
@@ -47,10 +48,13 @@ from shared.loops import loop_name, watch_lag
 from shared.probes import Health
 from shared.tls import HTTP1, server_context
 
+if TYPE_CHECKING:
+    from gateway.admission.redis_store import RedisStore
+
 RENEW_S: Final = LEASE_TTL_MS / 1000 / 3
 """The time between two renewals of the open requests' leases, in seconds."""
-RENEW_AGAIN_S: Final = 1.0
-"""The same while the store does not answer."""
+PROBE_S: Final = 0.5
+"""The same while a store that is shared does not answer."""
 assert RENEW_S * 2 < LEASE_TTL_MS / 1000, "one renewal may fail before a lease expires"
 
 log = logs.get(__name__)
@@ -64,18 +68,21 @@ class Gateway:
         config: GatewayConfig,
         *,
         path: Path | None = None,
-        quotas: QuotaStore | None = None,
+        quotas: SharedStore | None = None,
         identity_of: IdentityOf = by_keys,
         env: Mapping[str, str] = os.environ,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """`path` is the file that keys and tenants are read from again; None where there is none. `env` has
-        the keys of models that name a variable. Raises ConfigError when a model's key is missing."""
+        """`path` is the file that keys and tenants are read from again; None where there is none. `quotas` is
+        used in place of the store that the configuration names. `env` has the keys of models that name a
+        variable. Raises ConfigError when a model's key, or the store's, is missing."""
         credentials = Credentials(config.models, env)
         self.config = config
         self.lifecycle = Lifecycle()
-        self.quotas = quotas or MemoryStore(clock)
-        self._guarded = None if quotas is None else GuardedStore(quotas)
+        self._redis = None if quotas is not None else _redis_store(config.quotas, env)
+        shared = quotas or self._redis
+        self.quotas: QuotaStore = shared or MemoryStore(clock)
+        self._guarded = None if shared is None else GuardedStore(shared, config.quotas.gateways, clock)
         store = self._guarded or self.quotas
         self.live = LiveRequests(config.limits.live_max)
         self.accounts = AccountsReader(config, path, clock, identity_of)
@@ -118,6 +125,10 @@ class Gateway:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._upstream.aclose)
             stack.callback(self._threads.close)
+            if self._redis is not None:
+                stack.push_async_callback(self._redis.aclose)
+            if self._guarded is not None:
+                await self._guarded.renew([])  # the first probe; until one succeeds, the store is down
             await stack.enter_async_context(self._background)
             await stack.enter_async_context(self._tokenizers)
             tls = _public_tls(address.tls)
@@ -156,9 +167,16 @@ class Gateway:
         log.info("gateway.drained", clean=clean)
 
     async def _renew_leases(self) -> None:
+        if self._guarded is None:
+            while True:
+                await self._clock.sleep(RENEW_S)
+                await self.quotas.renew(self.live.reservations())
         while True:
-            await self._clock.sleep(RENEW_S if self._store_is_well else RENEW_AGAIN_S)
-            await (self._guarded or self.quotas).renew(self.live.reservations())
+            due_s = self._clock.monotonic() + RENEW_S
+            await self._clock.sleep(PROBE_S)
+            while self._guarded.is_well and self._clock.monotonic() < due_s:
+                await self._clock.sleep(PROBE_S)
+            await self._guarded.renew(self.live.reservations())
 
     @property
     def _store_is_well(self) -> bool:
@@ -166,7 +184,7 @@ class Gateway:
 
     def _problems(self) -> list[str]:
         """For `/readyz`: names of what does not work, and without which requests cannot be served."""
-        store = [] if self._store_is_well else ["quota store"]
+        store = [] if self._store_is_well or self.accounts.now.serve_without_store else ["quota store"]
         return [*store, *self._background.down]
 
 
@@ -180,6 +198,17 @@ def _profiles(
         return fetch_profile(upstream, model, connect_s, credentials.headers(model))
 
     return fetch
+
+
+def _redis_store(config: QuotasConfig, env: Mapping[str, str]) -> RedisStore | None:
+    """The store in Redis, not yet connected; None where quotas are kept in memory. Raises ConfigError."""
+    if config.store == "memory":
+        return None
+    # Only here: a gateway that keeps quotas in memory has no use for a client of Redis.
+    from gateway.admission.redis_links import links_of
+    from gateway.admission.redis_store import RedisStore
+
+    return RedisStore(links_of(config, env), config.key_prefix)
 
 
 def _public_tls(tls: TlsConfig | None) -> ssl.SSLContext | None:

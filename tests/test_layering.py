@@ -100,7 +100,8 @@ def test_imports_keep_to_their_floor(path: Path) -> None:
 
 
 GATEWAY_LEVELS = (
-    {"config", "hygiene", "endpoints", "background", "shield", "client"},
+    {"quota_config"},
+    {"config", "secret", "hygiene", "endpoints", "background", "shield", "client"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
     {"accounts", "engines", "record", "admin", "development"},
     {"exchange"},

@@ -36,6 +36,10 @@ class TenantPolicy:
         """The tenant's settings, with unset ones taken from its service tier."""
         return self._tenants[principal.tenant]
 
+    def all(self) -> Iterable[TenantConfig]:
+        """The settings of every tenant."""
+        return self._tenants.values()
+
     def resolve(self, principal: Principal, name: str | None) -> ModelConfig:
         """The model behind a name or alias; without a name, the only one there is.
 

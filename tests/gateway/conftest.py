@@ -12,13 +12,22 @@ import msgspec
 import pytest
 
 from gateway.accounts import IdentityOf, by_keys
+from gateway.admission.guarded_store import SharedStore
 from gateway.admission.memory_store import MemoryStore
-from gateway.admission.quota import QuotaStore
 from gateway.app import Gateway
 from gateway.config import load
 from gateway.identity.keys import hash_key
 from shared import logs
 from tests.gateway.fake_engine import FakeEngine, byte_bundle
+from tests.gateway.redis_server import RedisServer, redis_server
+
+
+@pytest.fixture(scope="session")
+def redis() -> Iterator[RedisServer]:
+    """A Redis that the tests of a process share: each has keys of its own, and leaves the server as it is."""
+    with redis_server() as server:
+        yield server
+
 
 KEY = "dev-key"
 OTHER_KEY = "other-key"
@@ -135,7 +144,7 @@ async def open_house(log: io.StringIO, protocol: str) -> AsyncIterator[Open]:
             *more_urls: str,
             bundle: Any = ...,
             max_model_len: int = 4096,
-            quotas: QuotaStore | None = None,
+            quotas: SharedStore | None = None,
             identity_of: IdentityOf = by_keys,
             **sections: Any,
         ) -> House:
