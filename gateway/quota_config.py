@@ -81,12 +81,16 @@ def redis_hosts(url: str) -> tuple[tuple[str, int], ...]:
         raise ValueError("user and password are no part of it: see username, password_env, password_file")
     if (match := _REDIS_URL.fullmatch(url)) is None:
         raise ValueError("must be like redis://host:6379/0 or rediss://host:6379")
-    hosts = []
+    hosts: list[tuple[str, int]] = []
     for text in match["hosts"].split(","):
-        parts = urlsplit(f"//{text}")
-        if not parts.hostname or parts.port == 0:
+        try:
+            parts = urlsplit(f"//{text}")
+            host, port = parts.hostname, REDIS_PORT if parts.port is None else parts.port
+        except ValueError:  # a port or an IPv6 address that is none
+            host, port = None, 0
+        if host is None or port == 0:
             raise ValueError("each host must be like redis-0.example:6379")
-        hosts.append((parts.hostname, parts.port or REDIS_PORT))
+        hosts.append((host, port))
     return tuple(hosts)
 
 

@@ -144,7 +144,7 @@ async def open_house(log: io.StringIO, protocol: str) -> AsyncIterator[Open]:
             *more_urls: str,
             bundle: Any = ...,
             max_model_len: int = 4096,
-            quotas: SharedStore | None = None,
+            store: SharedStore | None = None,
             identity_of: IdentityOf = by_keys,
             **sections: Any,
         ) -> House:
@@ -153,7 +153,7 @@ async def open_house(log: io.StringIO, protocol: str) -> AsyncIterator[Open]:
             )
             await stack.enter_async_context(engine)
             config = load(settings(engine.url, *more_urls, protocol=protocol, **sections), {})
-            gateway = await stack.enter_async_context(Gateway(config, quotas=quotas, identity_of=identity_of))
+            gateway = await stack.enter_async_context(Gateway(config, quotas=store, identity_of=identity_of))
             await until(lambda: gateway.engines.of(config.models[0]).profile is not None)
             client = await stack.enter_async_context(aiohttp.ClientSession())
             return House(gateway, engine, client, log)

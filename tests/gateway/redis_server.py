@@ -39,8 +39,10 @@ def redis_command() -> str:
 class RedisServer:
     """A server of its own on a free port, which keeps nothing on disk."""
 
-    def __init__(self, directory: Path, *options: str) -> None:
+    def __init__(self, directory: Path, *options: str, tls: bool = False) -> None:
+        """`tls`: instead of plain text; the options name the certificates."""
         self.port = free_port()
+        self._ports = ["--port", "0", "--tls-port"] if tls else ["--port"]
         self._directory = directory
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
@@ -57,7 +59,7 @@ class RedisServer:
 
     def start(self) -> None:
         """Listening when this returns, and empty."""
-        options = ["--port", str(self.port), "--save", "", "--appendonly", "no", "--bind", "127.0.0.1"]
+        options = [*self._ports, str(self.port), "--save", "", "--appendonly", "no", "--bind", "127.0.0.1"]
         options += ["--dir", str(self._directory), "--daemonize", "no", *self._options]
         with open(self._directory / f"{self.port}.log", "ab") as log:
             self._process = subprocess.Popen([redis_command(), *options], stdout=log, stderr=log)
@@ -89,10 +91,10 @@ class RedisServer:
 
 
 @contextlib.contextmanager
-def redis_server(*options: str) -> Iterator[RedisServer]:
+def redis_server(*options: str, tls: bool = False) -> Iterator[RedisServer]:
     """A running server, and a directory that is gone with it."""
     with tempfile.TemporaryDirectory(prefix="penstock-redis-") as directory:
-        server = RedisServer(Path(directory), *options)
+        server = RedisServer(Path(directory), *options, tls=tls)
         try:
             yield server
         finally:

@@ -112,7 +112,7 @@ async def test_a_request_that_an_outage_divides_is_settled_with_both_stores() ->
 async def test_what_cannot_be_reserved_is_not_done(open_house: Open, call: str) -> None:
     store = BrokenStore()
     store.fails = {call, "windows", "settle"}
-    house = await open_house(quotas=broken(store))
+    house = await open_house(store=broken(store))
     async with house.chat() as answer:
         assert answer.status == 503
         assert (await answer.json())["error"]["code"] == "quota_unavailable"
@@ -124,7 +124,7 @@ async def test_what_cannot_be_reserved_is_not_done(open_house: Open, call: str) 
 async def test_an_answer_whose_settlement_fails_is_an_answer(open_house: Open) -> None:
     store = BrokenStore()
     store.fails = {"settle"}
-    house = await open_house(quotas=broken(store))
+    house = await open_house(store=broken(store))
     async with house.chat() as answer:
         assert answer.status == 200
         await answer.read()
@@ -135,7 +135,7 @@ async def test_an_answer_whose_settlement_fails_is_an_answer(open_house: Open) -
 async def test_a_refusal_is_one_line_though_its_windows_cannot_be_asked_for(open_house: Open) -> None:
     store = BrokenStore()
     store.fails = {"windows"}
-    house = await open_house(quotas=broken(store))
+    house = await open_house(store=broken(store))
     async with house.get("/v1/models/none") as answer:
         assert answer.status == 404
         assert (await answer.json())["error"]["code"] == "model_not_found"
@@ -145,7 +145,7 @@ async def test_a_refusal_is_one_line_though_its_windows_cannot_be_asked_for(open
 async def test_readyz_says_that_the_store_does_not_answer_and_that_it_does_again(open_house: Open) -> None:
     store = BrokenStore()
     tenants = [{"id": name, "limits": {"concurrent": 9}} for name in ("acme", "other")]
-    house = await open_house(quotas=broken(store), admin={"port": 0}, tenants=tenants)
+    house = await open_house(store=broken(store), admin={"port": 0}, tenants=tenants)
     store.fails = set(CALLS)
     async with house.chat() as answer:
         assert answer.status == 503
@@ -167,7 +167,7 @@ async def test_readyz_is_well_while_some_tenant_is_served_without_the_store(open
         {"id": "acme", "limits": {"concurrent": 9}, "quota_fail": "local"},
         {"id": "other", "limits": {"concurrent": 9}},
     ]
-    house = await open_house(quotas=broken(store), tenants=tenants)
+    house = await open_house(store=broken(store), tenants=tenants)
     store.fails = set(CALLS)
     async with house.chat() as answer:
         assert answer.status == 200
