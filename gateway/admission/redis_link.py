@@ -131,6 +131,8 @@ class RedisLink:
         self._timeout_s: Final = timeout_s
         self._connect_s: Final = connect_s
         self._tls: Final = tls
+        self._loop: asyncio.AbstractEventLoop
+        """The loop of the first probe, which comes before any call."""
         self._wire: _Wire | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._waiting: deque[_Call] = deque()
@@ -146,12 +148,14 @@ class RedisLink:
         """Why it went down the last time."""
 
     def call(self, *words: Word) -> asyncio.Future[Any]:
-        """The reply. Raises StoreUnavailable, here or in the future, and ScriptMissing."""
+        """The reply, a list that begins with the server's time in ms. Raises StoreUnavailable, here or in the
+        future, and ScriptMissing."""
         self.require_up()
         return self._ask(words)
 
     async def probe(self, *words: Word) -> None:
         """Ask a server that may be down. If it answers, it is up. Raises StoreUnavailable."""
+        self._loop = asyncio.get_running_loop()
         await self._connected()
         await self._ask(words)
         if not self.is_up:
@@ -171,7 +175,7 @@ class RedisLink:
     @property
     def server_ms(self) -> int:
         """The server's time now, in ms since the epoch; no later than it is there."""
-        return int(asyncio.get_running_loop().time() * 1000 + self._ahead_ms)
+        return int(self._loop.time() * 1000 + self._ahead_ms)
 
     async def aclose(self) -> None:
         """Calls without an answer fail."""
@@ -185,7 +189,7 @@ class RedisLink:
     def _ask(self, words: Command) -> asyncio.Future[Any]:
         if len(self._waiting) >= WAITING_MAX:
             raise StoreUnavailable("too many calls wait")
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         call = _Call(loop.create_future(), _packed(words), loop.time() + self._timeout_s)
         self._waiting.append(call)
         if self._wire is None:
@@ -208,13 +212,12 @@ class RedisLink:
             self._down("a reply to no call")
             return
         future = self._waiting.popleft().future
-        if isinstance(reply, list) and reply and isinstance(reply[0], int):
-            self._ahead_ms = reply[0] - asyncio.get_running_loop().time() * 1000
-        elif isinstance(reply, hiredis.ReplyError):
+        if isinstance(reply, hiredis.ReplyError):
             error = self._error(str(reply))
             if not future.done():
                 future.set_exception(error)
             return
+        self._ahead_ms = reply[0] - self._loop.time() * 1000
         if not future.done():
             future.set_result(reply)
 
@@ -229,7 +232,7 @@ class RedisLink:
     def _look(self) -> None:
         """Rule 1."""
         self._timer = None
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         if not self._waiting:
             self._is_overdue = False
             return
@@ -268,7 +271,7 @@ class RedisLink:
 
     def _connect_soon(self) -> asyncio.Task[None]:
         if self._connecting is None:
-            self._connecting = asyncio.get_running_loop().create_task(self._connect())
+            self._connecting = self._loop.create_task(self._connect())
         return self._connecting
 
     async def _connect(self) -> None:
@@ -277,8 +280,9 @@ class RedisLink:
             async with asyncio.timeout(self._connect_s):
                 host, port = await self._find()
                 name = host if self._tls is not None else None
-                loop = asyncio.get_running_loop()
-                await loop.create_connection(lambda: wire, host, port, ssl=self._tls, server_hostname=name)
+                await self._loop.create_connection(
+                    lambda: wire, host, port, ssl=self._tls, server_hostname=name
+                )
                 await self._greet(wire)
             self._take(wire)
         except Exception as error:
@@ -299,7 +303,7 @@ class RedisLink:
                 raise ConnectionError(reply or "closed while it was greeted")
         seconds, microseconds = map(int, reply)
         server_ms = seconds * 1000 + microseconds / 1000
-        self._ahead_ms = server_ms - asyncio.get_running_loop().time() * 1000
+        self._ahead_ms = server_ms - self._loop.time() * 1000
 
     def _take(self, wire: _Wire) -> None:
         """Rule 3."""

@@ -50,6 +50,8 @@ RENEWED_MAX: Final = 256
 ENCODED_MAX: Final = 16 * 1024
 _SEATED: Final = Decision(None, None)
 _NO_SEAT: Final = -2
+_FOR_THE_CALLER: Final = ("enter", "reserve")
+"""Operations that are not to be done once their caller no longer waits; the others are right however late."""
 
 
 class Links(Protocol):
@@ -101,7 +103,7 @@ class RedisStore:
             return _SEATED
         self._links.of(subjects[0].tenant).require_up()
         held = self._hold(reservation, subjects)
-        reply = await self._reserving("enter", reservation, held.subjects, int(needs_tokens))
+        reply = await self._run("enter", reservation, held.subjects, int(needs_tokens))
         if reply[1] == 0:
             return _SEATED
         del self._held[reservation]
@@ -115,7 +117,7 @@ class RedisStore:
             return Decision(None, Windows(), most)
         self._links.of(subjects[0].tenant).require_up()
         held = self._hold(reservation, subjects)
-        reply = await self._reserving("reserve", reservation, held.subjects, least, most)
+        reply = await self._run("reserve", reservation, held.subjects, least, most)
         holdings = _holdings(subjects, reply)
         if (granted := reply[1]) >= 0:
             return Decision(None, quota.windows_of(holdings), granted)
@@ -170,14 +172,6 @@ class RedisStore:
             held = self._held[reservation] = _Held(tuple(subjects))
         return held
 
-    async def _reserving(
-        self, operation: str, reservation: ReservationId, subjects: tuple[Subject, ...], a: int, b: int = 0
-    ) -> list[int]:
-        """A call that is not to be done when its caller no longer waits for it."""
-        link = self._links.of(subjects[0].tenant)
-        not_after_ms = link.server_ms + link.timeout_ms if self._clock is None else 0
-        return await self._run(operation, reservation, subjects, a, b, not_after_ms)
-
     async def _run(
         self,
         operation: str,
@@ -185,24 +179,21 @@ class RedisStore:
         subjects: tuple[Subject, ...],
         a: int = 0,
         b: int = 0,
-        not_after_ms: int = 0,
     ) -> list[int]:
+        link = self._links.of(subjects[0].tenant)
+        now_ms, not_after_ms = 0, 0  # by the server's clock, and at any time
+        if self._clock is not None:
+            now_ms = self._now_ms()
+        elif operation in _FOR_THE_CALLER:
+            not_after_ms = link.server_ms + link.timeout_ms
         keys, limits = self._encoded(subjects)
-        numbers = self._now_ms(), not_after_ms, self._lease_ttl_ms, a, b
-        words = (len(keys), *keys, operation, reservation, *numbers, *limits)
-        return await self._eval(subjects[0].tenant, words)
+        numbers = now_ms, not_after_ms, self._lease_ttl_ms, a, b
+        return await _eval(link, (len(keys), *keys, operation, reservation, *numbers, *limits))
 
     async def _renew(self, tenant: TenantId, reservations: Sequence[ReservationId]) -> None:
         numbers = self._now_ms(), 0, self._lease_ttl_ms, 0, 0
-        await self._eval(tenant, (2, *self._tenant_keys(tenant), "renew", "", *numbers, *reservations))
-
-    async def _eval(self, tenant: TenantId, words: tuple[Word, ...]) -> list[int]:
-        link = self._links.of(tenant)
-        try:
-            reply: list[int] = await link.call("EVALSHA", SCRIPT_SHA, *words)
-        except ScriptMissing:  # so nothing was done
-            reply = await link.call("EVAL", SCRIPT, *words)
-        return reply
+        words: tuple[Word, ...] = *self._tenant_keys(tenant), "renew", "", *numbers, *reservations
+        await _eval(self._links.of(tenant), (2, *words))
 
     def _probe(self, link: RedisLink) -> tuple[Word, ...]:
         numbers = self._now_ms(), 0, self._lease_ttl_ms, 0, 0
@@ -224,6 +215,14 @@ class RedisStore:
         of_tenant = keys[0].removesuffix("leases")
         accounts = (f"{of_tenant}{subject.scope}:{quote(subject.id, safe='')}" for subject in subjects)
         return (*keys, *accounts), tuple(word for subject in subjects for word in _words(subject.limits))
+
+
+async def _eval(link: RedisLink, words: tuple[Word, ...]) -> list[int]:
+    try:
+        reply: list[int] = await link.call("EVALSHA", SCRIPT_SHA, *words)
+    except ScriptMissing:  # so nothing was done
+        reply = await link.call("EVAL", SCRIPT, *words)
+    return reply
 
 
 def _words(limits: QuotaLimits) -> Iterable[Word]:

@@ -1,8 +1,9 @@
 """What quotas cost the gateway: a seat, a reservation and a settlement, in memory and in Redis.
 
-This process does what a gateway does for each request's quotas, from 1 caller and from many, and nothing else; its
-CPU time is divided by the requests. Redis is a process of its own, `redis-server` unless --redis names one. The
-third row sends the same calls through redis-py's pool of connections. Only the ratios of one run mean anything.
+This process does what a gateway does for each request's quotas, from 1 caller and from many, and
+nothing else; its CPU time is divided by the requests. Redis is a process of its own, started here unless
+--redis names one. The third row sends the same calls through redis-py's pool of connections. Only the
+ratios of one run mean anything.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import shutil
 import time
 import uuid
@@ -77,8 +79,8 @@ async def _run(options: argparse.Namespace) -> list[Figure]:
             for name, row in measured.items():
                 figures += row.figures(f"{callers} callers: {name}")
             ours, pooled = measured["Redis"].cpu_us, measured["Redis, redis-py's pool"].cpu_us
-            ratio = figure(f"{callers} callers: Redis / redis-py's pool", ours / pooled, "x", POOL_RATIO_TARGET)
-            figures.append(ratio)
+            name = f"{callers} callers: Redis / redis-py's pool"
+            figures.append(figure(name, ours / pooled, "x", POOL_RATIO_TARGET))
     return figures
 
 
@@ -123,10 +125,14 @@ async def _caller(store: QuotaStore, requests: int, latencies_s: list[float]) ->
             lambda name=name: store.reserve(name, _SUBJECTS, 500, 500),
             lambda name=name: store.settle(name, 300),
         ):
-            if await call() is None:  # type: ignore[no-untyped-call]
+            if await call() is None:
                 raise BenchFailed("a reservation was lost")
             at.append(now())
-        latencies_s += [after - before for before, after in zip(at, at[1:], strict=False)]
+        latencies_s += [after - before for before, after in itertools.pairwise(at)]
+
+
+def _prefix() -> str:
+    return f"bench-{uuid.uuid4().hex[:8]}"
 
 
 # -- the stores -----------------------------------------------------------------------------------
@@ -153,7 +159,7 @@ async def _server() -> AsyncIterator[str]:
 @contextlib.asynccontextmanager
 async def _ours(url: str) -> AsyncIterator[QuotaStore]:
     config = QuotasConfig(store="redis", url=url, timeout_s=TIMEOUT_S)
-    store = RedisStore(links_of(config, {}), f"bench-{uuid.uuid4().hex}")
+    store = RedisStore(links_of(config, {}), _prefix())
     try:
         async with asyncio.timeout(START_S):
             while not store.is_well:
@@ -180,7 +186,7 @@ class _Pool:
         pass
 
     async def call(self, *words: Word) -> Any:
-        return await self.client.execute_command(*words)
+        return await self.client.execute_command(*words)  # type: ignore[no-untyped-call]
 
     def of(self, tenant: TenantId) -> RedisLink:
         return cast(RedisLink, self)
@@ -196,7 +202,7 @@ class _Pool:
 async def _pooled(url: str, connections: int) -> AsyncIterator[QuotaStore]:
     pool = _Pool(url, connections)
     await pool.client.script_load(SCRIPT)
-    store = RedisStore(pool, f"bench-{uuid.uuid4().hex}")
+    store = RedisStore(pool, _prefix())
     try:
         yield store
     finally:

@@ -110,11 +110,15 @@ async def test_an_acl_user_that_may_use_its_own_keys_alone_is_enough(
 ) -> None:
     quotas = in_redis(own.url, username="penstock", password_file=str(tmp_path / "password"))
     (tmp_path / "password").write_text(PASSWORD + "\n")
-    own.admin.execute_command(
-        *("ACL", "SETUSER", "penstock", "on", f">{PASSWORD}", f"~{quotas['key_prefix']}:*", "-@all"),
-        *("+@read", "+@write", "+@scripting", "+time", "+client|setname", "-@dangerous"),
+    own.admin.acl_setuser(
+        "penstock",
+        enabled=True,
+        passwords=[f"+{PASSWORD}"],
+        keys=[f"{quotas['key_prefix']}:*"],
+        categories=["+@read", "+@write", "+@scripting", "-@dangerous"],
+        commands=["+time", "+client|setname"],
     )
-    own.admin.execute_command("ACL", "SETUSER", "default", "off")
+    own.admin.acl_setuser("default", enabled=False)
     house = await opened(open_house, quotas, ACME, LOCAL)
     async with house.chat() as answer:
         assert answer.status == 200
