@@ -35,7 +35,7 @@ GRACE_S: Final = 0.002
 reads its sockets: an answer that is there already gets its turn."""
 REFUSALS: Final = frozenset(
     {
-        *("READONLY", "OOM", "MISCONF", "NOREPLICAS", "LOADING", "MASTERDOWN", "CLUSTERDOWN", "MOVED", "ASK"),
+        *("READONLY", "OOM", "MISCONF", "NOREPLICAS", "LOADING", "MASTERDOWN", "CLUSTERDOWN"),
         *("BUSY", "NOAUTH", "NOPERM", "LATE", "UNKILLABLE"),
     }
 )
@@ -61,6 +61,10 @@ class ScriptMissing(StoreUnavailable):
 def _packed(words: Command) -> bytes:
     packed: bytes = hiredis.pack_command(words)  # type: ignore[arg-type]  # its stub means tuples of one word
     return packed
+
+
+class Moved(StoreUnavailable):
+    """Another node of the Cluster has the keys, or is about to; this one has done nothing."""
 
 
 class _Call:
@@ -225,6 +229,8 @@ class RedisLink:
         code = said.partition(" ")[0]
         if code == "NOSCRIPT":
             return ScriptMissing(said)
+        if code in ("MOVED", "ASK", "TRYAGAIN"):
+            return Moved(said)
         if code in REFUSALS:
             self._down(said[:200])
         return StoreUnavailable(said[:200])

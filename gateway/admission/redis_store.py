@@ -17,10 +17,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from urllib.parse import quote
 
 from msgspec import Struct
@@ -37,7 +37,8 @@ from gateway.admission.quota import (
     Usage,
     Windows,
 )
-from gateway.admission.redis_link import RedisLink, ScriptMissing, Word
+from gateway.admission.redis_link import Moved, RedisLink, ScriptMissing, Word
+from gateway.admission.redis_links import Links, tag_of
 from gateway.config import QuotaLimits
 from shared.clock import Clock
 from shared.ids import TenantId
@@ -52,18 +53,6 @@ _SEATED: Final = Decision(None, None)
 _NO_SEAT: Final = -2
 _FOR_THE_CALLER: Final = ("enter", "reserve")
 """Operations that are not to be done once their caller no longer waits; the others are right however late."""
-
-
-class Links(Protocol):
-    """Connections to where tenants' quotas are kept, one for each server."""
-
-    def of(self, tenant: TenantId) -> RedisLink:
-        """The connection to the server of a tenant."""
-        ...
-
-    def all(self) -> Iterable[RedisLink]: ...
-
-    async def aclose(self) -> None: ...
 
 
 class _Held(Struct):
@@ -90,11 +79,12 @@ class RedisStore:
         self._clock: Final = clock
         self._encoded = lru_cache(ENCODED_MAX)(self._encode)
         self._held: dict[ReservationId, _Held] = {}
+        self._knows_servers = False
 
     @property
     def is_well(self) -> bool:
-        """Whether the last call of every link came back."""
-        return all(link.is_up for link in self._links.all())
+        """Whether all servers are known, and the last call of each came back."""
+        return self._knows_servers and all(link.is_up for link in self._links.all())
 
     async def enter(
         self, reservation: ReservationId, subjects: Sequence[Subject], *, needs_tokens: bool
@@ -138,21 +128,28 @@ class RedisStore:
 
     async def renew(self, reservations: Sequence[ReservationId]) -> None:
         """Rule 2."""
-        probed = (link.probe(*self._probe(link)) for link in self._links.all())
-        for problem in await asyncio.gather(*probed, return_exceptions=True):
-            if problem is not None:
+        if not self.is_well:
+            await self._links.refresh()
+            self._knows_servers = True
+        probes = (link.probe(*self._probe(link)) for link in self._links.all())
+        probed = await asyncio.gather(*probes, return_exceptions=True)
+        renewed = await asyncio.gather(*self._renewals(reservations), return_exceptions=True)
+        for problem in (*probed, *renewed):
+            if isinstance(problem, BaseException):
                 raise problem
+
+    def _renewals(self, reservations: Sequence[ReservationId]) -> Iterable[Awaitable[object]]:
+        """Leases to extend, and settlements that could not be sent before."""
         by_tenant: defaultdict[TenantId, list[ReservationId]] = defaultdict(list)
         for reservation in reservations:
             if (held := self._held.get(reservation)) is not None and held.used is None:
                 by_tenant[held.subjects[0].tenant].append(reservation)
-        calls = [
-            self._renew(tenant, renewed[i : i + RENEWED_MAX])
-            for tenant, renewed in by_tenant.items()
-            for i in range(0, len(renewed), RENEWED_MAX)
-        ]
-        unsettled = [(name, held.used) for name, held in self._held.items() if held.used is not None]
-        await asyncio.gather(*calls, *(self.settle(name, used) for name, used in unsettled))
+        for tenant, renewed in by_tenant.items():
+            for i in range(0, len(renewed), RENEWED_MAX):
+                yield self._renew(tenant, renewed[i : i + RENEWED_MAX])
+        for name, held in self._held.items():
+            if held.used is not None:
+                yield self.settle(name, held.used)
 
     async def windows(self, subjects: Sequence[Subject]) -> Windows:
         if not subjects:
@@ -188,23 +185,35 @@ class RedisStore:
             not_after_ms = link.server_ms + link.timeout_ms
         keys, limits = self._encoded(subjects)
         numbers = now_ms, not_after_ms, self._lease_ttl_ms, a, b
-        return await _eval(link, (len(keys), *keys, operation, reservation, *numbers, *limits))
+        return await self._eval(link, (len(keys), *keys, operation, reservation, *numbers, *limits))
 
     async def _renew(self, tenant: TenantId, reservations: Sequence[ReservationId]) -> None:
         numbers = self._now_ms(), 0, self._lease_ttl_ms, 0, 0
         words: tuple[Word, ...] = *self._tenant_keys(tenant), "renew", "", *numbers, *reservations
-        await _eval(self._links.of(tenant), (2, *words))
+        await self._eval(self._links.of(tenant), (2, *words))
+
+    async def _eval(self, link: RedisLink, words: tuple[Word, ...]) -> list[int]:
+        try:
+            try:
+                reply: list[int] = await link.call("EVALSHA", SCRIPT_SHA, *words)
+            except ScriptMissing:  # so nothing was done
+                reply = await link.call("EVAL", SCRIPT, *words)
+        except Moved:
+            self._knows_servers = False
+            raise
+        return reply
 
     def _probe(self, link: RedisLink) -> tuple[Word, ...]:
         numbers = self._now_ms(), 0, self._lease_ttl_ms, 0, 0
-        return "EVAL", SCRIPT, 1, f"{self._prefix}:probe", "probe", "", *numbers
+        key = f"{self._prefix}:{{{self._links.tag_of(link)}}}:probe"
+        return "EVAL", SCRIPT, 1, key, "probe", "", *numbers
 
     def _now_ms(self) -> int:
         """0: by the server's clock."""
         return 0 if self._clock is None else int(self._clock.monotonic() * 1000)
 
     def _tenant_keys(self, tenant: TenantId) -> tuple[str, str]:
-        of_tenant = f"{self._prefix}:{{{quote(tenant, safe='')}}}"
+        of_tenant = f"{self._prefix}:{{{tag_of(tenant)}}}"
         return f"{of_tenant}:leases", f"{of_tenant}:reservations"
 
     def _encode(self, subjects: tuple[Subject, ...]) -> tuple[tuple[str, ...], tuple[Word, ...]]:
@@ -215,14 +224,6 @@ class RedisStore:
         of_tenant = keys[0].removesuffix("leases")
         accounts = (f"{of_tenant}{subject.scope}:{quote(subject.id, safe='')}" for subject in subjects)
         return (*keys, *accounts), tuple(word for subject in subjects for word in _words(subject.limits))
-
-
-async def _eval(link: RedisLink, words: tuple[Word, ...]) -> list[int]:
-    try:
-        reply: list[int] = await link.call("EVALSHA", SCRIPT_SHA, *words)
-    except ScriptMissing:  # so nothing was done
-        reply = await link.call("EVAL", SCRIPT, *words)
-    return reply
 
 
 def _words(limits: QuotaLimits) -> Iterable[Word]:

@@ -194,6 +194,12 @@ class _Pool:
     def all(self) -> Iterable[RedisLink]:
         return (cast(RedisLink, self),)
 
+    def tag_of(self, link: RedisLink) -> str:
+        return "probe"
+
+    async def refresh(self) -> None:
+        pass
+
     async def aclose(self) -> None:
         await self.client.aclose()
 

@@ -42,11 +42,20 @@ class RedisServer:
     def __init__(self, directory: Path, *options: str, tls: bool = False) -> None:
         """`tls`: instead of plain text; the options name the certificates."""
         self.port = free_port()
+        self.bus_port = 0
+        """A Cluster node's other port."""
         self._ports = ["--port", "0", "--tls-port"] if tls else ["--port"]
         self._directory = directory
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
+
+    @classmethod
+    def at(cls, port: int) -> RedisServer:
+        """One that is not started here."""
+        server = cls.__new__(cls)
+        server.port = port
+        return server
 
     @property
     def url(self) -> str:
