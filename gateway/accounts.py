@@ -30,6 +30,7 @@ from gateway.identity.bounded import BoundedDict
 from gateway.identity.caller import Identity, Principal
 from gateway.identity.keys import KeyTable
 from gateway.identity.tenant import TenantPolicy
+from gateway.quota_config import QuotaFail
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.config import ConfigError
@@ -82,6 +83,8 @@ class Accounts:
     tenants: TenantPolicy
     timeouts: TimeoutsConfig
     """Everybody's."""
+    quota_fail: QuotaFail = "closed"
+    """The fail mode of tenants that state none."""
     _terms: BoundedDict[tuple[Principal, str | None], Terms] = field(
         default_factory=lambda: BoundedDict(TERMS_MAX), repr=False
     )
@@ -93,7 +96,17 @@ class Accounts:
     @classmethod
     def of(cls, config: GatewayConfig, identity_of: IdentityOf) -> Self:
         tenants = TenantPolicy(config.models, config.tenants, config.tiers)
-        return cls(identity_of(config), operators_of(config), tenants, config.timeouts)
+        quota_fail = config.quotas.fail
+        return cls(identity_of(config), operators_of(config), tenants, config.timeouts, quota_fail)
+
+    @property
+    def serve_without_store(self) -> bool:
+        """Whether some tenant is served while the quota store cannot be asked: one without limits, or
+        one whose fail mode is local."""
+        return any(
+            tenant.limits == QuotaLimits() or (tenant.quota_fail or self.quota_fail) == "local"
+            for tenant in self.tenants.all()
+        )
 
     def terms(self, principal: Principal, model_name: str | None) -> Terms:
         """The terms on which the principal uses the model. Raises the errors of `TenantPolicy.resolve`."""
@@ -113,9 +126,10 @@ class Accounts:
         if (known := self._subjects.get(principal)) is not None:
             return known
         tenant = self.tenants.tenant(principal)
+        fail = tenant.quota_fail or self.quota_fail
         both = (
-            Subject(Scope.KEY, principal.key, principal.limits),
-            Subject(Scope.TENANT, principal.tenant, tenant.limits),
+            Subject(Scope.KEY, principal.key, principal.limits, principal.tenant, fail),
+            Subject(Scope.TENANT, principal.tenant, tenant.limits, principal.tenant, fail),
         )
         subjects = tuple(subject for subject in both if subject.limits != QuotaLimits())
         self._subjects.put(principal, subjects)

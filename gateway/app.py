@@ -14,15 +14,15 @@ import signal
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
 from gateway.accounts import AccountsReader, IdentityOf
 from gateway.admin import Admin
-from gateway.admission.guarded_store import GuardedStore
-from gateway.admission.memory_store import LEASE_TTL_MS, MemoryStore
-from gateway.admission.quota import QuotaStore
+from gateway.admission.guarded_store import GuardedStore, SharedStore
+from gateway.admission.memory_store import MemoryStore
+from gateway.admission.quota import LEASE_TTL_MS, QuotaStore
 from gateway.admission.validate import warm
 from gateway.background import Background, Work
 from gateway.config import GatewayConfig, ModelConfig, timeouts_of
@@ -36,6 +36,7 @@ from gateway.identity.jwks import KeySources
 from gateway.listener import PublicServer, listen
 from gateway.pipeline import Pipeline
 from gateway.public_tls import PublicTls
+from gateway.quota_config import QuotasConfig
 from gateway.record import HELD_BYTES, HTTP2_STREAMS, IN_FLIGHT
 from gateway.relay.credentials import Credentials
 from gateway.relay.upstream import Upstream
@@ -50,10 +51,13 @@ from shared.listening import http1_options
 from shared.loops import loop_name, watch_lag
 from shared.probes import Health
 
+if TYPE_CHECKING:
+    from gateway.admission.redis_store import RedisStore
+
 RENEW_S: Final = LEASE_TTL_MS / 1000 / 3
 """The time between two renewals of the open requests' leases, in seconds."""
-RENEW_AGAIN_S: Final = 1.0
-"""The same while the store does not answer."""
+PROBE_S: Final = 0.5
+"""The same while a store that is shared does not answer."""
 assert RENEW_S * 2 < LEASE_TTL_MS / 1000, "one renewal may fail before a lease expires"
 
 log = logs.get(__name__)
@@ -67,20 +71,23 @@ class Gateway:
         config: GatewayConfig,
         *,
         path: Path | None = None,
-        quotas: QuotaStore | None = None,
+        quotas: SharedStore | None = None,
         identity_of: IdentityOf | None = None,
         env: Mapping[str, str] = os.environ,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """`path` is the file that keys and tenants are read from again; None where there is none.
-        `identity_of` names callers in place of what the configuration says. `env` has the keys of models that
-        name a variable. Raises ConfigError when a model's key or an issuer's file is missing, or UnusableTls.
+        `quotas` is used in place of the store that the configuration names, and `identity_of` in place of
+        what it says of callers. `env` has the keys of models that name a variable. Raises ConfigError when a
+        key or a file of a model, an issuer or the store is missing, or UnusableTls.
         """
         credentials = Credentials(config.models, env)
         self.config = config
         self.lifecycle = Lifecycle()
-        self.quotas = quotas or MemoryStore(clock)
-        self._guarded = None if quotas is None else GuardedStore(quotas)
+        self._redis = None if quotas is not None else _redis_store(config.quotas, env)
+        shared = quotas or self._redis
+        self.quotas: QuotaStore = shared or MemoryStore(clock)
+        self._guarded = None if shared is None else GuardedStore(shared, config.quotas.gateways, clock)
         store = self._guarded or self.quotas
         self.live = LiveRequests(config.limits.live_max)
         self._tls = None if config.listen.tls is None else PublicTls(config.listen.tls, clock)
@@ -92,30 +99,14 @@ class Gateway:
         self.engines = Engines(config.models, _profiles(config, upstream, credentials), clock)
         memory = FairShare(config.limits.request_memory)
         _set_gauges(self.live, upstream, memory)
-        pipeline = Pipeline(
-            config,
-            self.engines,
-            store,
-            self.replicas,
-            upstream,
-            credentials,
-            self.live,
-            self._threads,
-            memory,
-        )
+        parts = self.engines, store, self.replicas, upstream, credentials, self.live, self._threads, memory
+        pipeline = Pipeline(config, *parts)
         self._health = Health(self.lifecycle, self._problems)
         self._edge = Edge(
             config, self.accounts, pipeline, self.live, self.engines, store, self._health, clock
         )
         self._clock = clock
-        own: dict[str, Work] = {
-            "configuration": self.accounts.watch,
-            "lease renewal": self._renew_leases,
-            "issuers' keys": self._key_sources.watch,
-        }
-        if self._tls is not None:
-            own["certificates"] = self._tls.watch
-        self._background = Background(own, clock)
+        self._background = Background(self._works(), clock)
         self._tokenizers = Background(self.engines.works(), clock)  # without one, prompts are estimated
         self._stack = AsyncExitStack()
         self.port = 0
@@ -123,12 +114,25 @@ class Gateway:
         self.admin_port: int | None = None
         """The admin listener's port. None until it listens, and where there is none."""
 
+    def _works(self) -> dict[str, Work]:
+        """By name: what goes on in the background, without which the gateway is not ready."""
+        works: dict[str, Work] = {
+            "configuration": self.accounts.watch,
+            "lease renewal": self._renew_leases,
+            "issuers' keys": self._key_sources.watch,
+        }
+        return works if self._tls is None else works | {"certificates": self._tls.watch}
+
     async def __aenter__(self) -> Gateway:
         address, admin = self.config.listen, self.config.admin
         warm(endpoint.shape for endpoint in ENDPOINTS.values())
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._upstream.aclose)
             stack.callback(self._threads.close)
+            if self._redis is not None:
+                stack.push_async_callback(self._redis.aclose)
+            if self._guarded is not None:
+                await self._guarded.renew([])  # the first probe; until one succeeds, the store is down
             await stack.enter_async_context(self._background)
             await stack.enter_async_context(self._tokenizers)
             await self._key_sources.first()
@@ -182,9 +186,16 @@ class Gateway:
         return frozenset() if self._tls is None else self._tls.revoked
 
     async def _renew_leases(self) -> None:
+        if self._guarded is None:
+            while True:
+                await self._clock.sleep(RENEW_S)
+                await self.quotas.renew(self.live.reservations())
         while True:
-            await self._clock.sleep(RENEW_S if self._store_is_well else RENEW_AGAIN_S)
-            await (self._guarded or self.quotas).renew(self.live.reservations())
+            due_s = self._clock.monotonic() + RENEW_S
+            await self._clock.sleep(PROBE_S)
+            while self._guarded.is_well and self._clock.monotonic() < due_s:
+                await self._clock.sleep(PROBE_S)
+            await self._guarded.renew(self.live.reservations())
 
     @property
     def _store_is_well(self) -> bool:
@@ -192,7 +203,7 @@ class Gateway:
 
     def _problems(self) -> list[str]:
         """For `/readyz`: names of what does not work, and without which requests cannot be served."""
-        store = [] if self._store_is_well else ["quota store"]
+        store = [] if self._store_is_well or self.accounts.now.serve_without_store else ["quota store"]
         return [*store, *self._background.down]
 
 
@@ -213,6 +224,17 @@ def _profiles(
         return fetch_profile(upstream, model, connect_s, credentials.headers(model))
 
     return fetch
+
+
+def _redis_store(config: QuotasConfig, env: Mapping[str, str]) -> RedisStore | None:
+    """The store in Redis, not yet connected; None where quotas are kept in memory. Raises ConfigError."""
+    if config.store == "memory":
+        return None
+    # Only here: a gateway that keeps quotas in memory has no use for a client of Redis.
+    from gateway.admission.redis_links import links_of
+    from gateway.admission.redis_store import RedisStore
+
+    return RedisStore(links_of(config, env), config.key_prefix)
 
 
 def _stopped() -> GatewayStopped:

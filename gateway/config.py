@@ -36,6 +36,7 @@ from gateway.edge_config import (
     Name,
     Seconds,
 )
+from gateway.quota_config import QuotaFail, QuotasConfig
 from shared import config
 from shared.config import ConfigError
 from shared.fair_share import FairShare
@@ -248,6 +249,8 @@ class TenantConfig:
     """Names (not aliases) of the models that it may use; * is all."""
     limits: QuotaLimits = QuotaLimits()
     """Quotas of all its keys together."""
+    quota_fail: QuotaFail | None = None
+    """Wins over fail in [quotas]."""
     service_tier: Tier = "priority"
     """The highest tier that its requests may have."""
     timeouts: TimeoutOverrides | None = None
@@ -383,6 +386,8 @@ class GatewayConfig:
     """Time limits of every request."""
     tiers: TiersConfig = TiersConfig()
     """Common settings of the tenants of a service tier."""
+    quotas: QuotasConfig = field(default_factory=QuotasConfig)
+    """Where the usage of quotas is counted."""
     admission: AdmissionConfig = AdmissionConfig()
     """How requests are checked and counted before they are let in."""
     log_level: LogLevel = "info"

@@ -19,6 +19,7 @@ from gateway.config import (
 )
 from gateway.edge_config import ListenConfig, TlsConfig, is_loopback
 from gateway.identity.keys import hash_key
+from gateway.quota_config import QuotasConfig
 
 ID: Final = "development"
 """The id of the tenant, and of its key."""
@@ -47,14 +48,17 @@ def development_config(
     host: str = "127.0.0.1",
     tls: tuple[str, str] | None = None,
     limits: QuotaLimits = UNLIMITED,
+    redis: str | None = None,
     drain_s: float = TimeoutsConfig().drain_s,
 ) -> GatewayConfig:
-    """`tls` are the paths of a certificate chain and of its private key, both PEM. Raises ConfigError."""
+    """`tls` are the paths of a certificate chain and of its private key, both PEM. `redis` is the URL of the
+    server that keeps quotas; None keeps them in memory. Raises ConfigError."""
     names = tuple(name for name in dict.fromkeys(aliases) if name != model)
     return GatewayConfig(
         listen=_listen(host, port, tls),
         timeouts=TimeoutsConfig(drain_s=drain_s),
         models=(ModelConfig(model, (engine_url,), aliases=names),),
         tenants=(TenantConfig(ID, limits=limits),),
+        quotas=QuotasConfig() if redis is None else QuotasConfig("redis", redis),
         keys=(KeyConfig(ID, hash_key(key), ID),),
     )

@@ -100,8 +100,8 @@ def test_imports_keep_to_their_floor(path: Path) -> None:
 
 
 GATEWAY_LEVELS = (
-    {"edge_config"},
-    {"config", "hygiene", "endpoints", "background", "shield", "client"},
+    {"edge_config", "quota_config"},
+    {"config", "secret", "hygiene", "endpoints", "background", "shield", "client"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
     {"accounts", "public_tls", "engines", "record", "development"},
     {"exchange"},
@@ -249,6 +249,7 @@ REACHED_BY_NAME = {
         "'gateway.config'": "`up` asks for the gateway's drain",
         "'gateway.development'": "`up` asks the gateway for its configuration",
         "'gateway.identity.keys'": "the gateway says what a key must be",
+        "'gateway.quota_config'": "the gateway says what Redis' URL must be",
     },
 }
 """By file: each module that is imported, looked for or started by a string or an expression, and why."""

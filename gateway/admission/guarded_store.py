@@ -2,111 +2,159 @@
 
 Rules
 
-1. Every call is over within `CALL_TIMEOUT_S`.
-2. A seat or a reservation that cannot be asked for is refused, with a 503 that asks for a retry: what is not
-   reserved is not done.
-3. Whatever else fails is told in the log and changes nothing: a request has the end that it has, though it
-   could not be settled, and its lease lapses by itself.
-4. `is_well` says whether the last call came back. Leases are renewed all the time, so it becomes true again
-   without any request.
+1. The store bounds its calls in time, and knows when it is down: it then answers at once.
+2. While it cannot be asked, each tenant gets what its `fail` says. *closed*: no seat and no tokens, but a 503
+   that asks for a retry. *local*: a memory store of this process decides, with this gateway's part of each
+   limit. It knows what was used during outages alone.
+3. A request may have its seat from one store and its tokens from the other. It is settled with both.
+4. Nothing else that fails changes anything: a request has the end that it has, though it could not be
+   settled. The store settles it later, or its lease lapses by itself.
+5. Leases are renewed at intervals, and much more often while the store is down: each renewal is the probe
+   that finds it well again.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Final, ParamSpec, TypeVar
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final, Protocol
 
+from gateway.admission.memory_store import MemoryStore
 from gateway.admission.quota import (
     Decision,
     QuotaStore,
     ReservationId,
     Settlement,
+    StoreUnavailable,
     Subject,
     Windows,
 )
-from gateway.shield import Done
+from gateway.config import QuotaLimits
 from shared import logs
+from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import QuotaUnavailable
-from shared.metrics import Counter
+from shared.metrics import Counter, Gauge
 
-CALL_TIMEOUT_S: Final = 2.0
+SHARES_MAX: Final = 16 * 1024
 
 log = logs.get(__name__)
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 FAILURES: Final = Counter(
     "penstock_gateway_quota_store_failures", "Calls that the quota store did not answer.", ["call"]
 )
+WITHOUT_STORE: Final = Counter(
+    "penstock_gateway_quota_without_store",
+    "Seats and reservations that were asked for while the quota store could not be asked.",
+    ["fail"],
+)
+STORE_UP: Final = Gauge("penstock_gateway_quota_store_up", "1 while the quota store can be asked.")
+
+
+class SharedStore(QuotaStore, Protocol):
+    """A store that other processes share."""
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it can be asked."""
+        ...
 
 
 class GuardedStore:
-    """A `QuotaStore` around one that may fail. Answers that are there at once pass as they are."""
+    """A `QuotaStore` around one that may fail."""
 
-    def __init__(self, store: QuotaStore, timeout_s: float = CALL_TIMEOUT_S) -> None:
+    def __init__(self, store: SharedStore, gateways: int = 1, clock: Clock = SYSTEM_CLOCK) -> None:
+        """`gateways`: processes that share the store; each allows this part of a limit on its own."""
         self._store: Final = store
-        self._timeout_s: Final = timeout_s
-        self.is_well = True
+        self._local: Final = MemoryStore(clock)
+        self._share = lru_cache(SHARES_MAX)(lambda subjects: tuple(_share(s, gateways) for s in subjects))
+        STORE_UP.set_function(lambda: float(store.is_well))
 
-    def enter(
+    @property
+    def is_well(self) -> bool:
+        """Whether the store can be asked."""
+        return self._store.is_well
+
+    async def enter(
         self, reservation: ReservationId, subjects: Sequence[Subject], *, needs_tokens: bool
-    ) -> Awaitable[Decision]:
+    ) -> Decision:
         """Raises QuotaUnavailable."""
-        return self._ask(self._store.enter, reservation, subjects, needs_tokens=needs_tokens)
+        try:
+            return await self._store.enter(reservation, subjects, needs_tokens=needs_tokens)
+        except StoreUnavailable as error:
+            local = self._without_store("enter", error, subjects)
+        return _of_share(await self._local.enter(reservation, local, needs_tokens=needs_tokens))
 
-    def reserve(
+    async def reserve(
         self, reservation: ReservationId, subjects: Sequence[Subject], least: int, most: int
-    ) -> Awaitable[Decision]:
+    ) -> Decision:
         """Raises QuotaUnavailable."""
-        return self._ask(self._store.reserve, reservation, subjects, least, most)
+        if not self._local.holds(reservation):
+            try:
+                return await self._store.reserve(reservation, subjects, least, most)
+            except StoreUnavailable as error:
+                self._without_store("reserve", error, subjects)
+        local = self._share(tuple(subjects))
+        return _of_share(await self._local.reserve(reservation, local, least, most))
 
-    def settle(self, reservation: ReservationId, tokens: int) -> Awaitable[Settlement | None]:
-        """None, too, when the store did not answer: the reserved tokens stay charged."""
-        return self._or_else(None, self._store.settle, reservation, tokens)
+    async def settle(self, reservation: ReservationId, tokens: int) -> Settlement | None:
+        """None, too, when the store did not answer: it settles later, or the reserved tokens stay charged."""
+        local = await self._local.settle(reservation, tokens)
+        try:
+            return await self._store.settle(reservation, tokens) or local
+        except StoreUnavailable as error:
+            self._failed("settle", error)
+            return local
 
-    def renew(self, reservations: Sequence[ReservationId]) -> Awaitable[None]:
-        return self._or_else(None, self._store.renew, reservations)
+    async def renew(self, reservations: Sequence[ReservationId]) -> None:
+        """Extend the leases, and find out whether the store is well."""
+        await self._local.renew(reservations)
+        try:
+            await self._store.renew(reservations)
+        except StoreUnavailable as error:
+            self._failed("renew", error)
 
-    def windows(self, subjects: Sequence[Subject]) -> Awaitable[Windows]:
+    async def windows(self, subjects: Sequence[Subject]) -> Windows:
         """Empty when the store did not answer."""
-        return self._or_else(Windows(), self._store.windows, subjects)
-
-    def _ask(self, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> Awaitable[T]:
-        answer = call(*args, **kwargs)
-        return answer if isinstance(answer, Done) else self._bounded(answer, call.__name__)
-
-    async def _bounded(self, answer: Awaitable[T], call: str) -> T:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                result = await answer
-        except Exception as error:
-            self._failed(error, call)
-            raise QuotaUnavailable(
-                "Quotas cannot be asked for at the moment. Please try again.",
-                retry_after_s=1.0,
-                detail=f"{call}: {type(error).__name__}",
-            ) from None
-        if not self.is_well:
-            self.is_well = True
-            log.warning("quota.store_answers_again")
-        return result
+            return await self._store.windows(subjects)
+        except StoreUnavailable as error:
+            self._failed("windows", error)
+            return Windows()
 
-    def _or_else(
-        self, default: T, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
-    ) -> Awaitable[T]:
-        answer = self._ask(call, *args, **kwargs)
-        return answer if isinstance(answer, Done) else self._survived(default, answer)
+    def _without_store(
+        self, call: str, error: StoreUnavailable, subjects: Sequence[Subject]
+    ) -> tuple[Subject, ...]:
+        """Rule 2: the subjects with their part of the limits. Raises QuotaUnavailable."""
+        self._failed(call, error)
+        fail = subjects[0].fail if subjects else "closed"
+        WITHOUT_STORE.inc(fail)
+        if fail == "closed":
+            raise _unavailable(f"{call}: {error}") from None
+        return self._share(tuple(subjects))
 
-    async def _survived(self, default: T, answer: Awaitable[T]) -> T:
-        try:
-            return await answer
-        except QuotaUnavailable:
-            return default
-
-    def _failed(self, error: Exception, call: str) -> None:
+    def _failed(self, call: str, error: StoreUnavailable) -> None:
         FAILURES.inc(call)
-        if self.is_well or call == "settle":  # each of which leaves tokens charged that were not used
-            log.error("quota.store_failed", call=call, error=f"{type(error).__name__}: {error}"[:200])
-        self.is_well = False
+        log.debug("quota.store_failed", call=call, error=str(error)[:200])
+
+
+def _share(subject: Subject, gateways: int) -> Subject:
+    """The subject with the part of its limits that one of so many gateways has."""
+    limits = subject.limits
+    parts = (
+        None if limit is None else limit // gateways
+        for limit in (limits.requests_per_min, limits.tokens_per_min, limits.concurrent, limits.token_budget)
+    )
+    return Subject(subject.scope, subject.id, QuotaLimits(*parts), subject.tenant, subject.fail)
+
+
+def _of_share(decision: Decision) -> Decision:
+    """What waiting does not help now may be had of the whole limit, once that can be asked for. Raises
+    QuotaUnavailable."""
+    if decision.refusal is not None and decision.refusal.retry_after_ms is None:
+        raise _unavailable(f"more {decision.refusal.meter} than this gateway's part of the limit")
+    return decision
+
+
+def _unavailable(detail: str) -> QuotaUnavailable:
+    message = "Quotas cannot be asked for at the moment. Please try again."
+    return QuotaUnavailable(message, retry_after_s=1.0, detail=detail)

@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from gateway.admission import quota
 from gateway.admission.quota import (
+    LEASE_TTL_MS,
     Decision,
     Holding,
     ReservationId,
@@ -30,7 +31,6 @@ from gateway.admission.quota import (
 from gateway.shield import Done
 from shared.clock import SYSTEM_CLOCK, Clock
 
-LEASE_TTL_MS: Final = 60_000
 _EMPTY: Final = Usage()
 _SEATED: Final = Done(Decision(None, None))
 
@@ -70,9 +70,10 @@ class MemoryStore:
     def enter(
         self, reservation: ReservationId, subjects: Sequence[Subject], *, needs_tokens: bool
     ) -> Done[Decision]:
-        assert reservation not in self._reservations
         now_ms = self._now_ms()
         self._expire(now_ms)
+        if reservation in self._reservations:
+            return _SEATED
         holdings = self._holdings(subjects, now_ms)
         refusal = quota.decide(holdings, seats=1, tokens=1 if needs_tokens else 0)
         if refusal is None:
@@ -89,7 +90,8 @@ class MemoryStore:
         self._expire(now_ms)
         holdings = self._holdings(subjects, now_ms)
         entry = self._reservations.get(reservation)
-        assert entry is None or not entry.tokens, "tokens are reserved once"
+        if entry is not None and entry.tokens:
+            return Done(Decision(None, quota.windows_of(holdings), entry.tokens))
         seats = 1 if entry is None else 0
         refusal = quota.decide(holdings, seats=seats, tokens=least)
         if refusal is not None:
@@ -132,8 +134,12 @@ class MemoryStore:
 
     @property
     def live(self) -> int:
-        """Reservations held."""
+        """The number of reservations that are held."""
         return len(self._reservations)
+
+    def holds(self, reservation: ReservationId) -> bool:
+        """Whether this reservation is held, as far as was noticed: its lease may have run out."""
+        return reservation in self._reservations
 
     def _holdings(self, subjects: Sequence[Subject], now_ms: int) -> list[Holding]:
         usage = self._usage
@@ -159,7 +165,8 @@ class MemoryStore:
                 return
             del self._reservations[reservation]
             for subject in entry.subjects:
-                self._usage[subject.scope, subject.id] = quota.expire(self._of(subject, now_ms))
+                account = subject.scope, subject.id
+                self._usage[account] = quota.expire(self._usage[account])
             self._book(Settlement(entry.tokens, entry.tokens))
 
     def _book(self, settlement: Settlement) -> None:
@@ -171,9 +178,6 @@ class MemoryStore:
         else:
             ledger.overdrawn += settlement.overdrawn
         assert ledger.balanced, ledger
-
-    def _of(self, subject: Subject, now_ms: int) -> Usage:
-        return self._usage.get((subject.scope, subject.id), _EMPTY).at(subject.limits, now_ms)
 
     def _now_ms(self) -> int:
         return int(self._monotonic() * 1000)

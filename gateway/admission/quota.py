@@ -29,9 +29,13 @@ from typing import Final, NewType, Protocol
 from msgspec import Struct
 
 from gateway.config import QUOTA_MAX, QuotaLimits
+from gateway.quota_config import QuotaFail
+from shared.ids import TenantId
 
 ReservationId = NewType("ReservationId", str)
 
+LEASE_TTL_MS: Final = 60_000
+"""The time to live of a lease that is not renewed."""
 WEIGHT: Final = 60_000
 assert QUOTA_MAX * WEIGHT < 2**53, "levels stay exact where numbers are doubles"
 BUSY_RETRY_MS: Final = 1_000
@@ -57,11 +61,15 @@ class Scope(StrEnum):
 
 
 class Subject(Struct, frozen=True):
-    """Somebody whose quotas a request counts against."""
+    """A key or a tenant whose quotas a request counts against."""
 
     scope: Scope
     id: str
     limits: QuotaLimits
+    tenant: TenantId
+    """The tenant itself, or the one that the key belongs to. A request's subjects all have the same."""
+    fail: QuotaFail = "closed"
+    """The answer to its requests while the store of quotas cannot be asked; the tenant's setting."""
 
 
 class Usage(Struct, frozen=True):
@@ -77,7 +85,7 @@ class Usage(Struct, frozen=True):
     live: int = 0
     """The leases that the subject holds: its requests that are admitted and neither settled nor expired."""
     spent: int = 0
-    """Tokens against the budget: used and reserved."""
+    """Tokens against the budget: used and reserved. Kept where there is a budget, as the levels are."""
 
     def at(self, limits: QuotaLimits, now_ms: int) -> Usage:
         elapsed_ms = now_ms - self.at_ms
@@ -146,9 +154,14 @@ Holding = tuple[Subject, Usage]
 """A subject and its current usage."""
 
 
+class StoreUnavailable(Exception):
+    """The store did not do what it was asked, or nobody knows whether it did."""
+
+
 class QuotaStore(Protocol):
-    """Where usage lives. Each call is atomic, whoever else calls at the same moment. A store that need not
-    wait answers with `shield.Done`."""
+    """Where usage lives. Each call is atomic, and a repeated one changes nothing. A store that need not wait
+    answers with `shield.Done`; one that may wait bounds every call in time. Each raises StoreUnavailable when
+    the store cannot be asked."""
 
     def enter(
         self, reservation: ReservationId, subjects: Sequence[Subject], *, needs_tokens: bool
@@ -163,8 +176,9 @@ class QuotaStore(Protocol):
     def reserve(
         self, reservation: ReservationId, subjects: Sequence[Subject], least: int, most: int
     ) -> Awaitable[Decision]:
-        """Reserve between `least` and `most` tokens of every subject, or of none, once per reservation. A
-        seat whose lease ran out meanwhile is taken anew, or refused."""
+        """Reserve between `least` and `most` tokens of every subject, or of none, once per reservation: asked
+        again, the tokens that it has are granted. A seat whose lease ran out meanwhile is taken anew, or
+        refused."""
         ...
 
     def settle(self, reservation: ReservationId, tokens: int) -> Awaitable[Settlement | None]:
@@ -247,7 +261,7 @@ def charge(limits: QuotaLimits, usage: Usage, seats: int, tokens: int) -> Usage:
         usage.tokens + tokens * WEIGHT if limits.tokens_per_min is not None else 0,
         usage.at_ms,
         usage.live + seats,
-        usage.spent + tokens,
+        usage.spent + tokens if limits.token_budget is not None else 0,
     )
 
 
@@ -257,7 +271,8 @@ def settle(limits: QuotaLimits, usage: Usage, settlement: Settlement) -> Usage:
     assert usage.live > 0, "a lease is given back once"
     difference = settlement.settled - settlement.reserved
     tokens = charged(usage.tokens, limits.tokens_per_min, difference)
-    return Usage(usage.requests, tokens, usage.at_ms, usage.live - 1, max(0, usage.spent + difference))
+    spent = max(0, usage.spent + difference) if limits.token_budget is not None else 0
+    return Usage(usage.requests, tokens, usage.at_ms, usage.live - 1, spent)
 
 
 def expire(usage: Usage) -> Usage:

@@ -44,6 +44,10 @@ class TenantPolicy:
             return tenant
         return replace(tenant, service_tier=own)
 
+    def all(self) -> Iterable[TenantConfig]:
+        """The settings of every tenant."""
+        return self._tenants.values()
+
     def resolve(self, principal: Principal, name: str | None) -> ModelConfig:
         """The model behind a name or alias; without a name, the only one there is.
 

@@ -6,17 +6,12 @@ Rule: never in a log, an error or a `repr`. The caller's key is no credential he
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Final
 
 from gateway.config import ModelConfig
+from gateway.secret import read_secret
 from shared.config import ConfigError
-
-TOKEN_LEN_MAX: Final = 8 * 1024
-"""Characters; some tokens hold a whole certificate's worth of claims."""
-_TOKEN: Final = re.compile(rf"[!-~]{{1,{TOKEN_LEN_MAX}}}")
 
 
 class Credentials:
@@ -30,7 +25,7 @@ class Credentials:
         problems: list[str] = []
         for model in models:
             try:
-                if (token := _read(model, env)) is not None:
+                if (token := read_secret(model.api_key_env, model.api_key_file, env)) is not None:
                     self._by_model[model.name] = token
             except ValueError as error:
                 problems.append(f"models.{model.name}: {error}")
@@ -41,21 +36,3 @@ class Credentials:
         """The headers for requests to this model's replicas; empty without a token."""
         token = self._by_model.get(model.name)
         return () if token is None else ((b"authorization", f"Bearer {token}".encode()),)
-
-
-def _read(model: ModelConfig, env: Mapping[str, str]) -> str | None:
-    """Raises ValueError; its message is for the operator, and does not show the token."""
-    if model.api_key_env is not None:
-        where, text = f"the environment variable {model.api_key_env}", env.get(model.api_key_env, "")
-    elif model.api_key_file is not None:
-        where = model.api_key_file
-        try:
-            text = Path(where).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{where} cannot be read: {type(error).__name__}") from None
-    else:
-        return None
-    token = text.strip()
-    if not _TOKEN.fullmatch(token):
-        raise ValueError(f"{where} holds no key")
-    return token

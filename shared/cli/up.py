@@ -104,6 +104,10 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.add_argument("--tls-key", metavar="FILE", type=spelt(Text), help="its private key, PEM")
     parser.add_argument(
+        "--redis", metavar="URL", type=checked(_redis_problem, is_secret=True),
+        help="where quotas are counted, such as redis://127.0.0.1:6379 (default: in the gateway's memory)",
+    )  # fmt: skip
+    parser.add_argument(
         "--log-dir",
         type=Path,
         metavar="DIR",
@@ -115,6 +119,14 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
 def _key_problem(key: str) -> str | None:
     problem: str | None = reach("gateway.identity.keys").key_problem(key)
     return problem
+
+
+def _redis_problem(url: str) -> str | None:
+    try:
+        reach("gateway.quota_config").redis_hosts(url)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def run(options: argparse.Namespace) -> int:
@@ -218,6 +230,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
         aliases=options.alias,
         engine_url=engine_url,
         tls=tls,
+        redis=options.redis,
         drain_s=DRAIN_S,
     )
     running.write_private(config, f"# Written by `penstock up`.\n{to_toml(gateway_config)}".encode())

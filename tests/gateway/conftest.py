@@ -12,14 +12,23 @@ import msgspec
 import pytest
 
 from gateway.accounts import IdentityOf
+from gateway.admission.guarded_store import SharedStore
 from gateway.admission.memory_store import MemoryStore
-from gateway.admission.quota import QuotaStore
 from gateway.app import Gateway
 from gateway.config import load
 from gateway.identity.keys import hash_key
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from tests.gateway.fake_engine import FakeEngine, byte_bundle
+from tests.gateway.redis_server import RedisServer, redis_server
+
+
+@pytest.fixture(scope="session")
+def redis() -> Iterator[RedisServer]:
+    """A Redis that the tests of a process share: each has keys of its own, and leaves the server as it is."""
+    with redis_server() as server:
+        yield server
+
 
 KEY = "dev-key"
 OTHER_KEY = "other-key"
@@ -147,7 +156,7 @@ async def open_house(log: io.StringIO, protocol: str) -> AsyncIterator[Open]:
             *more_urls: str,
             bundle: Any = ...,
             max_model_len: int = 4096,
-            quotas: QuotaStore | None = None,
+            store: SharedStore | None = None,
             identity_of: IdentityOf | None = None,
             clock: Clock = SYSTEM_CLOCK,
             **sections: Any,
@@ -158,7 +167,7 @@ async def open_house(log: io.StringIO, protocol: str) -> AsyncIterator[Open]:
             await stack.enter_async_context(engine)
             config = load(settings(engine.url, *more_urls, protocol=protocol, **sections), {})
             gateway = await stack.enter_async_context(
-                Gateway(config, quotas=quotas, identity_of=identity_of, clock=clock)
+                Gateway(config, quotas=store, identity_of=identity_of, clock=clock)
             )
             await until(lambda: gateway.engines.of(config.models[0]).profile is not None)
             client = await stack.enter_async_context(aiohttp.ClientSession())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Final, TypeVar
 
 import pytest
@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gateway.admission.memory_store import LEASE_TTL_MS, MemoryStore
+from gateway.admission.memory_store import MemoryStore
 from gateway.admission.quota import (
     BUSY_RETRY_MS,
     GRANT_SHARE,
+    LEASE_TTL_MS,
     WEIGHT,
     Decision,
     Meter,
@@ -33,7 +34,9 @@ from gateway.admission.quota import (
     wait_ms,
 )
 from gateway.config import QuotaLimits
+from shared.ids import TenantId
 from tests.fakes import VirtualClock
+from tests.gateway.redis_server import RedisServer, redis_store
 
 T = TypeVar("T")
 
@@ -41,7 +44,11 @@ LIMITS: Final = st.integers(1, 10**9)
 
 
 def subject(id_: str = "k", scope: Scope = Scope.KEY, **limits: int | None) -> Subject:
-    return Subject(scope, id_, QuotaLimits(**limits))
+    return of_limits(QuotaLimits(**limits), id_, scope)
+
+
+def of_limits(limits: QuotaLimits, id_: str = "k", scope: Scope = Scope.KEY) -> Subject:
+    return Subject(scope, id_, limits, TenantId("t"))
 
 
 def remaining(window: Window | None) -> int:
@@ -112,14 +119,17 @@ def test_time_that_runs_backwards_drains_nothing() -> None:
 
 # -- the contract of a store ----------------------------------------------------------------------
 
-MakeStore = Callable[[VirtualClock], QuotaStore]
 
-
-@pytest.fixture(params=[MemoryStore])
-def clock_and_store(request: pytest.FixtureRequest) -> tuple[VirtualClock, QuotaStore]:
+@pytest.fixture(params=["memory", "redis"])
+async def clock_and_store(
+    request: pytest.FixtureRequest, redis: RedisServer
+) -> AsyncIterator[tuple[VirtualClock, QuotaStore]]:
     clock = VirtualClock()
-    make: MakeStore = request.param
-    return clock, make(clock)
+    if request.param == "memory":
+        yield clock, MemoryStore(clock)
+        return
+    async with redis_store(redis, clock=clock) as store:
+        yield clock, store
 
 
 Both = tuple[VirtualClock, QuotaStore]
@@ -183,7 +193,7 @@ async def test_a_request_larger_than_its_quota_has_no_retry_after(clock_and_stor
 async def test_a_quota_of_zero_admits_nothing(clock_and_store: Both) -> None:
     _, store = clock_and_store
     for name, limits in (("requests", QuotaLimits(requests_per_min=0)), ("seats", QuotaLimits(concurrent=0))):
-        assert (await take(store, rid(name), [Subject(Scope.KEY, "k", limits)], 0)).refusal is not None
+        assert (await take(store, rid(name), [of_limits(limits)], 0)).refusal is not None
     assert (await take(store, rid(1), [subject(token_budget=0)], 1)).refusal is not None
 
 
@@ -292,7 +302,7 @@ async def test_a_subject_without_a_token_left_gets_no_seat_for_a_request_with_to
     clock_and_store: Both, limits: QuotaLimits
 ) -> None:
     _, store = clock_and_store
-    who = [Subject(Scope.KEY, "k", limits)]
+    who = [of_limits(limits)]
     assert (await store.enter(rid(1), who, needs_tokens=True)).refusal is not None
     assert (await store.enter(rid(2), who, needs_tokens=False)).refusal is None
 
@@ -323,6 +333,20 @@ async def test_an_open_maximum_is_granted_a_share_of_what_is_left(clock_and_stor
     assert refusal == Refusal(Meter.BUDGET, Scope.KEY, 1000, None, 350)
     assert (await take(store, rid(5), who, 350, 10_000)).granted == 350
     assert (await take(store, rid(6), [subject("free")], 10, 10_000)).granted == 10_000
+
+
+async def test_a_repeated_call_changes_nothing(clock_and_store: Both) -> None:
+    _, store = clock_and_store
+    who = [subject(requests_per_min=10, concurrent=2, token_budget=100)]
+    for _ in range(3):
+        assert (await store.enter(rid(1), who, needs_tokens=True)).refusal is None
+    first = await store.reserve(rid(1), who, 10, 1000)
+    assert await store.reserve(rid(1), who, 10, 1000) == first
+    assert first.windows is not None
+    assert remaining(first.windows.requests) == 9
+    assert (await store.enter(rid(2), who, needs_tokens=True)).refusal is None
+    assert (await store.reserve(rid(2), who, 75, 75)).refusal is None
+    assert await store.settle(rid(1), 25) == Settlement(25, 25)
 
 
 # -- law 4 ----------------------------------------------------------------------------------------

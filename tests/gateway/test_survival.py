@@ -1,4 +1,4 @@
-"""A quota store that fails or hangs, and background work that crashes: requests end as they should, and the
+"""A quota store that fails, and background work that crashes: requests end as they should, and the
 gateway goes on."""
 
 from __future__ import annotations
@@ -9,67 +9,110 @@ from typing import Any, cast
 
 import pytest
 
-from gateway.admission.guarded_store import GuardedStore
+from gateway.admission.guarded_store import GuardedStore, SharedStore
 from gateway.admission.memory_store import MemoryStore
-from gateway.admission.quota import QuotaStore, ReservationId
+from gateway.admission.quota import (
+    Meter,
+    ReservationId,
+    Scope,
+    Settlement,
+    StoreUnavailable,
+    Subject,
+)
 from gateway.background import RESTART_S_MAX, RESTART_S_MIN, Background
+from gateway.config import QuotaLimits
 from gateway.identity.caller import Caller, Principal
+from gateway.quota_config import QuotaFail
 from shared.errors import QuotaUnavailable
+from shared.ids import TenantId
 from tests.fakes import VirtualClock
-from tests.gateway.conftest import Open, until
+from tests.gateway.conftest import OTHER_KEY, Open, until
 
 CALLS = ("enter", "reserve", "settle", "renew", "windows")
 
 
 class BrokenStore:
-    """A `QuotaStore` in memory that answers later; chosen calls fail, or never come back."""
+    """A `SharedStore` in memory that answers later; chosen calls fail. It is down once a call failed, and up
+    when a renewal succeeds."""
 
     def __init__(self) -> None:
         self.store = MemoryStore()
         self.fails: set[str] = set()
-        self.hangs: set[str] = set()
+        self.is_well = True
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         async def call(*args: Any, **kwargs: Any) -> Any:
             await asyncio.sleep(0)
-            if name in self.hangs:
-                await asyncio.Event().wait()
             if name in self.fails:
-                raise ConnectionError("the store is gone")
+                self.is_well = False
+                raise StoreUnavailable("the store is gone")
+            self.is_well = self.is_well or name == "renew"
             return await getattr(self.store, name)(*args, **kwargs)
 
-        call.__name__ = name
         return call
 
 
-def broken(store: BrokenStore) -> QuotaStore:
-    return cast(QuotaStore, store)
+def broken(store: BrokenStore) -> SharedStore:
+    return cast(SharedStore, store)
 
 
-@pytest.mark.parametrize("how", ["fails", "hangs"])
-async def test_every_call_is_over_in_time_and_only_those_that_reserve_raise(how: str) -> None:
+def limited(fail: QuotaFail, tenant: str = "acme", **limits: int) -> list[Subject]:
+    return [Subject(Scope.TENANT, tenant, QuotaLimits(**limits), TenantId(tenant), fail)]
+
+
+async def test_only_calls_that_reserve_raise() -> None:
     store = BrokenStore()
-    getattr(store, how).update(CALLS)
-    guarded = GuardedStore(broken(store), timeout_s=0.01)
-    reservation = ReservationId("r")
+    store.fails.update(CALLS)
+    guarded = GuardedStore(broken(store))
+    reservation, closed = ReservationId("r"), limited("closed", concurrent=1)
     with pytest.raises(QuotaUnavailable):
-        await guarded.enter(reservation, [], needs_tokens=True)
+        await guarded.enter(reservation, closed, needs_tokens=True)
     with pytest.raises(QuotaUnavailable):
-        await guarded.reserve(reservation, [], 1, 2)
+        await guarded.reserve(reservation, closed, 1, 2)
     assert await guarded.settle(reservation, 1) is None
     await guarded.renew([reservation])
-    assert (await guarded.windows([])).requests is None
+    assert (await guarded.windows(closed)).requests is None
     assert not guarded.is_well
-    getattr(store, how).clear()
+    store.fails.clear()
     await guarded.renew([])
     assert guarded.is_well
+
+
+async def test_a_tenant_whose_fail_mode_is_local_has_its_part_of_each_limit() -> None:
+    store = BrokenStore()
+    store.fails.update(CALLS)
+    guarded = GuardedStore(broken(store), gateways=3)
+    local = limited("local", requests_per_min=10, tokens_per_min=300, concurrent=9)
+    decisions = [await guarded.enter(ReservationId(str(i)), local, needs_tokens=True) for i in range(5)]
+    assert [d.refusal is None for d in decisions] == [True] * 3 + [False] * 2
+    refusal = decisions[3].refusal
+    assert refusal is not None
+    assert (refusal.meter, refusal.limit) == (Meter.REQUESTS, 3)
+    assert (await guarded.reserve(ReservationId("0"), local, 60, 60)).granted == 60
+    with pytest.raises(QuotaUnavailable):  # the whole limit would allow it, so this is no refusal for good
+        await guarded.reserve(ReservationId("1"), local, 150, 150)
+    with pytest.raises(QuotaUnavailable):
+        await guarded.enter(ReservationId("x"), limited("closed", "other", concurrent=1), needs_tokens=False)
+
+
+async def test_a_request_that_an_outage_divides_is_settled_with_both_stores() -> None:
+    store = BrokenStore()
+    guarded = GuardedStore(broken(store))
+    local, reservation = limited("local", concurrent=1, token_budget=100), ReservationId("r")
+    await guarded.enter(reservation, local, needs_tokens=True)
+    store.fails = {"reserve"}
+    assert (await guarded.reserve(reservation, local, 50, 50)).granted == 50
+    assert (await guarded.settle(reservation, 30)) == Settlement(0, 30)
+    store.fails = set()
+    assert store.store.live == 0
+    assert (await guarded.reserve(ReservationId("next"), local, 71, 71)).refusal is not None, "70 are left"
 
 
 @pytest.mark.parametrize("call", ["enter", "reserve"])
 async def test_a_request_that_cannot_reserve_is_503_and_not_dispatched(open_house: Open, call: str) -> None:
     store = BrokenStore()
     store.fails = {call, "windows", "settle"}
-    house = await open_house(quotas=broken(store))
+    house = await open_house(store=broken(store))
     async with house.chat() as answer:
         assert answer.status == 503
         assert (await answer.json())["error"]["code"] == "quota_unavailable"
@@ -81,7 +124,7 @@ async def test_a_request_that_cannot_reserve_is_503_and_not_dispatched(open_hous
 async def test_a_settlement_that_fails_does_not_spoil_the_answer(open_house: Open) -> None:
     store = BrokenStore()
     store.fails = {"settle"}
-    house = await open_house(quotas=broken(store))
+    house = await open_house(store=broken(store))
     async with house.chat() as answer:
         assert answer.status == 200
         await answer.read()
@@ -92,7 +135,7 @@ async def test_a_settlement_that_fails_does_not_spoil_the_answer(open_house: Ope
 async def test_a_refusal_is_one_line_though_its_windows_cannot_be_asked_for(open_house: Open) -> None:
     store = BrokenStore()
     store.fails = {"windows"}
-    house = await open_house(quotas=broken(store))
+    house = await open_house(store=broken(store))
     async with house.get("/v1/models/none") as answer:
         assert answer.status == 404
         assert (await answer.json())["error"]["code"] == "model_not_found"
@@ -101,7 +144,8 @@ async def test_a_refusal_is_one_line_though_its_windows_cannot_be_asked_for(open
 
 async def test_readyz_says_that_the_store_does_not_answer_and_that_it_does_again(open_house: Open) -> None:
     store = BrokenStore()
-    house = await open_house(quotas=broken(store), admin={"port": 0})
+    tenants = [{"id": name, "limits": {"concurrent": 9}} for name in ("acme", "other")]
+    house = await open_house(store=broken(store), admin={"port": 0}, tenants=tenants)
     store.fails = set(CALLS)
     async with house.chat() as answer:
         assert answer.status == 503
@@ -112,8 +156,23 @@ async def test_readyz_says_that_the_store_does_not_answer_and_that_it_does_again
     async with house.client.get(house.url + "/livez") as probe:
         assert probe.status == 200, "a restart would not help"
     store.fails = set()
+    await until(lambda: store.is_well)
+    async with house.client.get(house.url + "/readyz") as probe:
+        assert probe.status == 200
+
+
+async def test_readyz_is_well_while_some_tenant_is_served_without_the_store(open_house: Open) -> None:
+    store = BrokenStore()
+    tenants = [
+        {"id": "acme", "limits": {"concurrent": 9}, "quota_fail": "local"},
+        {"id": "other", "limits": {"concurrent": 9}},
+    ]
+    house = await open_house(store=broken(store), tenants=tenants)
+    store.fails = set(CALLS)
     async with house.chat() as answer:
         assert answer.status == 200
+    async with house.chat(headers={"authorization": f"Bearer {OTHER_KEY}"}) as answer:
+        assert answer.status == 503
     async with house.client.get(house.url + "/readyz") as probe:
         assert probe.status == 200
 
@@ -146,18 +205,6 @@ async def test_background_work_that_crashes_is_restarted_with_backoff() -> None:
         await until(lambda: begun == 10)
         assert background.down == []
         assert pauses_s[-1] == RESTART_S_MAX
-
-
-async def test_a_failed_renewal_does_not_end_renewals() -> None:
-    """The gateway's loop of renewals asks again soon, and every time."""
-    store = BrokenStore()
-    store.fails = {"renew"}
-    guarded = GuardedStore(broken(store))
-    for _ in range(3):
-        await guarded.renew([])
-    store.fails = set()
-    await guarded.renew([])
-    assert guarded.is_well
 
 
 class SilentIdentity:

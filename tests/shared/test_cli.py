@@ -72,6 +72,8 @@ def exits(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str
         (("up", "--model", ""), "argument --model: must not be empty"),
         (("up", "--host", ""), "argument --host: must not be empty"),
         (("up", "--tls-cert", "c.pem"), "--tls-cert and --tls-key belong together"),
+        (("up", "--redis", "localhost"), "argument --redis: must be like redis://host:6379/0"),
+        (("up", "--redis", "redis://:secret@a"), "argument --redis: user and password are no part of it"),
         (("up", "--tls-client-ca", "ca.pem"), "there is no option --tls-client-ca"),
         (("up", "--max-num-seqs", "9", "--max-step-tokens", "8"), "(8) must be at least --max-num-seqs (9)"),
         (("--versoin",), "did you mean --version?"),
@@ -250,12 +252,15 @@ def test_a_plan_without_options_serves_the_demo_model() -> None:
 
 def test_options_reach_the_service_that_they_are_for(tmp_path: Path) -> None:
     argv = ("--port", "0", "--model", str(tmp_path), "--api-key", "k", "--log-dir", str(tmp_path / "logs"))
-    plan = plan_of(*argv, "--alias", "a", "*", "--alias", "b", "--max-model-len", "128")
+    more = ("--alias", "a", "*", "--alias", "b", "--max-model-len", "128")
+    plan = plan_of(*argv, *more, "--redis", "redis://127.0.0.1:6379/1")
     engine, gateway = plan.services
     assert plan.running == Running(url=f"{gateway.url}/v1", key="k", model=tmp_path.name, pid=os.getpid())
     assert plan.aliases == ("a", "*", "b")
     assert engine.argv[-2:] == ("--max-model-len", "128")
     assert engine.log == tmp_path / "logs" / "engine.log"
+    config = load_gateway_config(tmp_path / "logs" / "gateway.toml", {})
+    assert (config.quotas.store, config.quotas.url) == ("redis", "redis://127.0.0.1:6379/1")
     assert plan_of("--port", "0", "--model", "Qwen/Qwen3-0.6B").running.model == "Qwen3-0.6B"
     assert plan_of("--port", "0", "--host", "0.0.0.0").running.url.startswith("http://127.0.0.1:")
 

@@ -1,0 +1,335 @@
+"""One connection to a Redis server that all of a process's calls share, made anew whenever it is lost.
+
+A pool of connections costs several times as much as the calls: each has a socket to be written, polled and
+read. Here the calls of one turn of the event loop leave in one write, and replies are matched by their order.
+
+Rules:
+
+1. Every call ends within `timeout_s`, which is the same for all: the oldest is the first to be late, so one
+   timer watches over all of them. A late one means that the connection is stuck; all that wait on it fail.
+2. A link is *up* or *down*. It goes down when a call is late, when the server cannot be reached, or when it
+   says that it does not do what it is for (`REFUSALS`). While it is down calls fail at once: nobody waits for
+   a server that is known not to answer. A probe that succeeds brings it up again.
+3. What was sent on a connection that broke is sent once more on the next one, within its time: calls are
+   idempotent. Nothing else is ever repeated.
+4. A caller that is cancelled leaves its future in the line, so that the order holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import hiredis
+
+from gateway.admission.quota import StoreUnavailable
+from shared import logs
+
+WAITING_MAX: Final = 16_384
+"""Calls without an answer; further ones fail at once."""
+GRACE_S: Final = 0.002
+"""The time between a deadline and its enforcement. An event loop that was held up runs its timers before it
+reads its sockets: an answer that is there already gets its turn."""
+REFUSALS: Final = frozenset(
+    {
+        *("READONLY", "OOM", "MISCONF", "NOREPLICAS", "LOADING", "MASTERDOWN", "CLUSTERDOWN"),
+        *("BUSY", "NOAUTH", "NOPERM", "LATE", "UNKILLABLE"),
+    }
+)
+"""The first words of error replies that tell about the server as a whole, not about one call."""
+
+log = logs.get(__name__)
+
+Word = str | int | bytes
+Command = tuple[Word, ...]
+
+
+class Address(NamedTuple):
+    """Where a server listens."""
+
+    host: str
+    port: int
+
+
+class ScriptMissing(StoreUnavailable):
+    """The server does not know the script, and has done nothing."""
+
+
+def _packed(words: Command) -> bytes:
+    packed: bytes = hiredis.pack_command(words)  # type: ignore[arg-type]  # its stub means tuples of one word
+    return packed
+
+
+class Moved(StoreUnavailable):
+    """Another node of the Cluster has the keys, or is about to; this one has done nothing."""
+
+
+class _Call:
+    __slots__ = ("command", "deadline", "future", "is_resent")
+
+    def __init__(self, future: asyncio.Future[Any], command: bytes, deadline: float) -> None:
+        self.future = future
+        self.command = command
+        self.deadline = deadline
+        """When it is late, by the loop's clock."""
+        self.is_resent = False
+
+
+class _Wire(asyncio.Protocol):
+    """One TCP connection. Replies, errors as values, go to `heard`."""
+
+    def __init__(self) -> None:
+        self._reader = hiredis.Reader()
+        self._transport: asyncio.Transport | None = None
+        self.heard: Callable[[Any], None] = lambda _: None
+        self.lost: Callable[[], None] = lambda: None
+        self.is_open = True
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport) or hasattr(transport, "write")
+        self._transport = transport  # type: ignore[assignment]  # uvloop's is no subclass
+
+    def data_received(self, data: bytes) -> None:
+        reader = self._reader
+        reader.feed(data)
+        try:
+            while (reply := reader.gets()) is not False:
+                self.heard(reply)
+        except hiredis.ProtocolError:
+            self.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_open = False
+        self.lost()
+
+    def write(self, data: bytes) -> None:
+        assert self._transport is not None
+        self._transport.write(data)
+
+    def abort(self) -> None:
+        """Close it at once. Nothing more is heard of it."""
+        self.heard, self.lost = (lambda _: None), (lambda: None)
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class RedisLink:
+    """Calls to one server: `await link.call(...)`."""
+
+    def __init__(
+        self,
+        find: Callable[[], Awaitable[Address]],
+        greeting: Sequence[Command],
+        *,
+        timeout_s: float,
+        connect_s: float,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """`find` tells where the server is at the moment. `greeting` is sent first on each connection; an
+        error in reply to any of it means that the connection is of no use."""
+        self._find: Final = find
+        self._greeting: Final = tuple(greeting)
+        self._timeout_s: Final = timeout_s
+        self._connect_s: Final = connect_s
+        self._tls: Final = tls
+        self._loop: asyncio.AbstractEventLoop
+        """The loop of the first probe, which comes before any call."""
+        self._wire: _Wire | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._waiting: deque[_Call] = deque()
+        """Calls without an answer, in the order in which they were made."""
+        self._unsent: list[bytes] = []
+        """Commands of this turn of the loop."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_overdue = False
+        self._ahead_ms = 0.0
+        """The server's clock less the loop's."""
+        self.is_up = False
+        self.problem = "not asked yet"
+        """Why it went down the last time."""
+
+    def call(self, *words: Word) -> asyncio.Future[Any]:
+        """The reply, a list that begins with the server's time in ms. Raises StoreUnavailable, here or in the
+        future, and ScriptMissing."""
+        self.require_up()
+        return self._ask(words)
+
+    async def probe(self, *words: Word) -> None:
+        """Ask a server that may be down. If it answers, it is up. Raises StoreUnavailable."""
+        self._loop = asyncio.get_running_loop()
+        await self._connected()
+        await self._ask(words)
+        if not self.is_up:
+            log.warning("redis.up")
+        self.is_up = True
+
+    def require_up(self) -> None:
+        """Raises StoreUnavailable when it is down."""
+        if not self.is_up:
+            raise StoreUnavailable(self.problem)
+
+    @property
+    def timeout_ms(self) -> int:
+        """How long a call may take."""
+        return int(self._timeout_s * 1000)
+
+    @property
+    def server_ms(self) -> int:
+        """The server's time now, in ms since the epoch; no later than it is there."""
+        return int(self._loop.time() * 1000 + self._ahead_ms)
+
+    async def aclose(self) -> None:
+        """Calls without an answer fail."""
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.wait([self._connecting])
+        self._down("closed", is_expected=True)
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    def _ask(self, words: Command) -> asyncio.Future[Any]:
+        if len(self._waiting) >= WAITING_MAX:
+            raise StoreUnavailable("too many calls wait")
+        loop = self._loop
+        call = _Call(loop.create_future(), _packed(words), loop.time() + self._timeout_s)
+        self._waiting.append(call)
+        if self._wire is None:
+            self._connect_soon()
+        else:
+            self._unsent.append(call.command)
+            if len(self._unsent) == 1:
+                loop.call_soon(self._flush)
+        if self._timer is None:
+            self._timer = loop.call_at(call.deadline, self._look)
+        return call.future
+
+    def _flush(self) -> None:
+        if self._wire is not None and self._unsent:
+            self._wire.write(b"".join(self._unsent))
+            self._unsent.clear()
+
+    def _heard(self, reply: Any) -> None:
+        if not self._waiting:  # nobody asked
+            self._down("a reply to no call")
+            return
+        future = self._waiting.popleft().future
+        if isinstance(reply, hiredis.ReplyError):
+            error = self._error(str(reply))
+            if not future.done():
+                future.set_exception(error)
+            return
+        self._ahead_ms = reply[0] - self._loop.time() * 1000
+        if not future.done():
+            future.set_result(reply)
+
+    def _error(self, said: str) -> StoreUnavailable:
+        code = said.partition(" ")[0]
+        if code == "NOSCRIPT":
+            return ScriptMissing(said)
+        if code in ("MOVED", "ASK", "TRYAGAIN"):
+            return Moved(said)
+        if code in REFUSALS:
+            self._down(said[:200])
+        return StoreUnavailable(said[:200])
+
+    def _look(self) -> None:
+        """Rule 1."""
+        self._timer = None
+        loop = self._loop
+        if not self._waiting:
+            self._is_overdue = False
+            return
+        deadline = self._waiting[0].deadline
+        if loop.time() < deadline:
+            self._is_overdue = False
+            self._timer = loop.call_at(deadline, self._look)
+        elif not self._is_overdue:
+            self._is_overdue = True
+            self._timer = loop.call_later(GRACE_S, self._look)
+        else:
+            self._is_overdue = False
+            self._down(f"no answer within {self._timeout_s:g} s")
+
+    def _down(self, problem: str, *, is_expected: bool = False) -> None:
+        """Rule 2. An attempt to connect goes on: it has a time of its own, which may be longer."""
+        if self.is_up and not is_expected:
+            log.error("redis.down", problem=problem)
+        self.is_up, self.problem = False, problem
+        if self._wire is not None:
+            self._wire.abort()
+            self._wire = None
+        self._unsent.clear()
+        waiting, self._waiting = self._waiting, deque()
+        for call in waiting:
+            if not call.future.done():
+                call.future.set_exception(StoreUnavailable(problem))
+
+    # -- the connection ---------------------------------------------------------------------------
+
+    async def _connected(self) -> None:
+        if self._wire is None:
+            await asyncio.wait([self._connect_soon()])
+        if self._wire is None:
+            raise StoreUnavailable(self.problem)
+
+    def _connect_soon(self) -> asyncio.Task[None]:
+        if self._connecting is None:
+            self._connecting = self._loop.create_task(self._connect())
+        return self._connecting
+
+    async def _connect(self) -> None:
+        wire = _Wire()
+        try:
+            async with asyncio.timeout(self._connect_s):
+                host, port = await self._find()
+                name = host if self._tls is not None else None
+                await self._loop.create_connection(
+                    lambda: wire, host, port, ssl=self._tls, server_hostname=name
+                )
+                await self._greet(wire)
+            self._take(wire)
+        except Exception as error:
+            self._down(f"{type(error).__name__}: {error}"[:200])
+        finally:
+            if self._wire is not wire:
+                wire.abort()
+            self._connecting = None
+
+    async def _greet(self, wire: _Wire) -> None:
+        replies: asyncio.Queue[Any] = asyncio.Queue()
+        wire.heard, wire.lost = replies.put_nowait, lambda: replies.put_nowait(None)
+        wire.write(b"".join(map(_packed, (*self._greeting, ("TIME",)))))
+        reply: Any = None
+        for _ in (*self._greeting, "TIME"):
+            reply = await replies.get()
+            if reply is None or isinstance(reply, hiredis.ReplyError):
+                raise ConnectionError(reply or "closed while it was greeted")
+        seconds, microseconds = map(int, reply)
+        server_ms = seconds * 1000 + microseconds / 1000
+        self._ahead_ms = server_ms - self._loop.time() * 1000
+
+    def _take(self, wire: _Wire) -> None:
+        """Rule 3."""
+        if not wire.is_open:
+            self._down("closed as soon as it was open")
+            return
+        self._wire, wire.heard, wire.lost = wire, self._heard, self._lost
+        self._waiting = deque(call for call in self._waiting if not call.future.done())
+        if self._waiting:
+            wire.write(b"".join(call.command for call in self._waiting))
+
+    def _lost(self) -> None:
+        self._wire = None
+        self._unsent.clear()
+        waiting, self._waiting = self._waiting, deque()
+        for call in waiting:
+            if call.is_resent and not call.future.done():
+                call.future.set_exception(StoreUnavailable("the connection broke twice"))
+            elif not call.future.done():
+                call.is_resent = True
+                self._waiting.append(call)
+        if self.is_up or self._waiting:
+            self._connect_soon()

@@ -1,0 +1,217 @@
+"""The server that keeps a tenant's quotas: a single one, the primary that Sentinels name, or a Cluster node.
+
+redis-py asks Sentinels where the primary is whenever a connection is made, and nodes which slots they have
+whenever the links are refreshed. Its connections are closed after that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, Protocol
+from urllib.parse import quote
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+from redis.crc import key_slot
+from redis.exceptions import RedisError
+
+from gateway.admission.quota import StoreUnavailable
+from gateway.admission.redis_link import Address, Command, RedisLink
+from gateway.quota_config import QuotasConfig, redis_database, redis_hosts
+from gateway.secret import read_secret
+from shared.config import ConfigError
+from shared.ids import TenantId
+from shared.tls import UnusableTls, client_context
+
+CLIENT_NAME: Final = "penstock-gateway"
+
+
+class Links(Protocol):
+    """Connections to where tenants' quotas are kept, one for each server."""
+
+    def of(self, tenant: TenantId) -> RedisLink:
+        """The connection to the server of a tenant. Raises StoreUnavailable when no server is known."""
+        ...
+
+    def all(self) -> Iterable[RedisLink]:
+        """The connections to all servers that are known."""
+        ...
+
+    def tag_of(self, link: RedisLink) -> str:
+        """A hash tag of keys that are on this server."""
+        ...
+
+    async def refresh(self) -> None:
+        """Find out which servers there are. Raises StoreUnavailable when none of them tells."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        ...
+
+
+def links_of(config: QuotasConfig, env: Mapping[str, str]) -> Links:
+    """Raises ConfigError when a password or a certificate cannot be read."""
+    assert config.url is not None
+    try:
+        password = read_secret(config.password_env, config.password_file, env)
+        tls = client_context(ca=config.ca) if config.url.startswith("rediss:") else None
+    except (ValueError, UnusableTls) as error:
+        raise ConfigError([f"quotas: {error}"]) from None
+    servers = _Servers(config, password, tls)
+    return ClusterLinks(servers) if config.cluster else OneLink(servers)
+
+
+def tag_of(tenant: TenantId) -> str:
+    """The hash tag of all keys of a tenant, without its braces."""
+    return quote(tenant, safe="")
+
+
+class OneLink:
+    """A single server, or the primary of a group: all tenants are on it."""
+
+    def __init__(self, servers: _Servers) -> None:
+        find = servers.primary if servers.config.sentinel is not None else servers.first
+        self._link: Final = RedisLink(find, servers.greeting, **servers.options)
+
+    def of(self, tenant: TenantId) -> RedisLink:
+        return self._link
+
+    def all(self) -> tuple[RedisLink, ...]:
+        return (self._link,)
+
+    def tag_of(self, link: RedisLink) -> str:
+        return "probe"
+
+    async def refresh(self) -> None:
+        """Nothing: each connection is made to the server that is the right one then."""
+
+    async def aclose(self) -> None:
+        await self._link.aclose()
+
+
+class ClusterLinks:
+    """The nodes of a Cluster that have slots: all keys of a tenant are on one of them."""
+
+    def __init__(self, servers: _Servers) -> None:
+        self._servers: Final = servers
+        self._links: dict[Address, RedisLink] = {}
+        self._ranges: list[tuple[int, int, Address]] = []
+        """The first slot, the last one, and the node that has them."""
+
+    def of(self, tenant: TenantId) -> RedisLink:
+        slot = key_slot(tag_of(tenant).encode())
+        for first, last, address in self._ranges:
+            if first <= slot <= last:
+                return self._links[address]
+        raise StoreUnavailable(f"no node is known to have slot {slot}")
+
+    def all(self) -> list[RedisLink]:
+        return list(self._links.values())
+
+    def tag_of(self, link: RedisLink) -> str:
+        number = 0
+        while self.of(TenantId(str(number))) is not link:
+            number += 1
+        return str(number)
+
+    async def refresh(self) -> None:
+        ranges = await self._servers.slots(self._links)
+        owners = {address for _, _, address in ranges}
+        gone = [self._links.pop(address) for address in set(self._links) - owners]
+        for address in owners - set(self._links):
+            self._links[address] = self._servers.link_to(address)
+        self._ranges = ranges
+        await asyncio.gather(*(link.aclose() for link in gone))
+
+    async def aclose(self) -> None:
+        await asyncio.gather(*(link.aclose() for link in self._links.values()))
+
+
+class _Servers:
+    """What is known of the servers, and how they are asked."""
+
+    def __init__(self, config: QuotasConfig, password: str | None, tls: ssl.SSLContext | None) -> None:
+        assert config.url is not None
+        self.config: Final = config
+        self.options: Final[dict[str, Any]] = {
+            "timeout_s": config.timeout_s,
+            "connect_s": config.connect_s,
+            "tls": tls,
+        }
+        self.greeting: Final = _greeting(config, password)
+        self._hosts: Final = tuple(Address(*host) for host in redis_hosts(config.url))
+        self._asking: Final[dict[str, Any]] = {
+            "socket_timeout": config.connect_s,
+            "socket_connect_timeout": config.connect_s,
+            "retry": Retry(NoBackoff(), 0),
+            **({} if tls is None else {"ssl": True, "ssl_ca_certs": config.ca}),
+        }
+        """Options of redis-py's clients."""
+        self._credentials: Final[dict[str, Any]] = {"username": config.username, "password": password}
+
+    def link_to(self, address: Address) -> RedisLink:
+        """A connection to this very server."""
+
+        async def find() -> Address:
+            return address
+
+        return RedisLink(find, self.greeting, **self.options)
+
+    async def first(self) -> Address:
+        """The server that the URL names."""
+        return self._hosts[0]
+
+    async def primary(self) -> Address:
+        """The primary that the Sentinels agree on. Raises redis.RedisError when none knows it."""
+        assert self.config.sentinel is not None
+        sentinel = Sentinel(self._hosts, sentinel_kwargs=self._asking)  # type: ignore[no-untyped-call]
+        try:
+            return Address(*await sentinel.discover_master(self.config.sentinel))
+        finally:
+            for client in sentinel.sentinels:
+                await client.aclose()
+
+    async def slots(self, known: Iterable[Address]) -> list[tuple[int, int, Address]]:
+        """The ranges of slots and the nodes that have them, as the first node says that tells. Raises
+        StoreUnavailable when none does."""
+        problem = ""
+        for host, port in dict.fromkeys((*known, *self._hosts)):
+            client = Redis(host=host, port=port, **self._credentials, **self._asking)
+            client.set_response_callback("CLUSTER SLOTS", _as_it_came)
+            try:
+                async with asyncio.timeout(self.config.connect_s):
+                    told = await client.cluster("SLOTS")
+                if told:
+                    return [(first, last, _address(owner, host)) for first, last, owner, *_ in told]
+            except (RedisError, OSError, TimeoutError) as error:
+                problem = f"{type(error).__name__}: {error}"
+            finally:
+                with contextlib.suppress(RedisError, OSError):
+                    await client.aclose()
+        raise StoreUnavailable(f"no node tells the Cluster's slots: {problem}"[:200])
+
+
+def _greeting(config: QuotasConfig, password: str | None) -> list[Command]:
+    assert config.url is not None
+    commands: list[Command] = []
+    if password is not None:
+        commands.append(("AUTH", config.username or "default", password))
+    if database := redis_database(config.url):
+        commands.append(("SELECT", database))
+    return [*commands, ("CLIENT", "SETNAME", CLIENT_NAME)]
+
+
+def _as_it_came(response: Any, **_: Any) -> Any:
+    """A reply: redis-py's own form of it depends on its version."""
+    return response
+
+
+def _address(node: list[Any], asked: str) -> Address:
+    """Where a node is. One that does not know its own name is where it was asked."""
+    return Address(node[0].decode() if node[0] else asked, node[1])

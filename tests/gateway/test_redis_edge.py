@@ -1,0 +1,172 @@
+"""Gateways with quotas in Redis, as clients and operators meet them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+
+from gateway.app import Gateway
+from gateway.config import load
+from shared.config import ConfigError
+from tests.gateway.conftest import OTHER_KEY, House, Open, error_of, settings, until
+from tests.gateway.fake_engine import unary
+from tests.gateway.redis_server import PATIENT_S, RedisServer, redis_server
+
+OTHER = {"headers": {"authorization": f"Bearer {OTHER_KEY}"}}
+PASSWORD = "correct-horse-battery"
+
+
+@pytest.fixture
+def protocol() -> str:
+    """Only one: what the gateway speaks to engines makes no difference here."""
+    return "http2"
+
+
+@pytest.fixture
+def own() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+def in_redis(url: str, **more: Any) -> dict[str, Any]:
+    prefix = f"test-{uuid.uuid4().hex}"
+    return {"store": "redis", "url": url, "timeout_s": PATIENT_S, "key_prefix": prefix, **more}
+
+
+async def opened(open_house: Open, quotas: dict[str, Any], *tenants: dict[str, Any], **more: Any) -> House:
+    house: House = await open_house(quotas=quotas, tenants=list(tenants), **more)
+    house.engine.script = unary()
+    return house
+
+
+ACME = {"id": "acme", "limits": {"requests_per_min": 3, "tokens_per_min": 100_000}}
+LOCAL = {"id": "other", "limits": {"requests_per_min": 4}, "quota_fail": "local"}
+
+
+async def test_two_gateways_count_together(open_house: Open, redis: RedisServer) -> None:
+    quotas = in_redis(redis.url)
+    houses = [await opened(open_house, quotas, ACME, LOCAL) for _ in range(2)]
+    statuses = []
+    for i in range(5):
+        async with houses[i % 2].chat(max_tokens=10) as answer:
+            statuses.append(answer.status)
+            assert answer.headers["x-ratelimit-limit-requests"] == "3"
+    assert statuses == [200, 200, 200, 429, 429]
+    line = (await houses[0].lines(5))[0]  # of both: they write into one log
+    assert line["settled_tokens"] == line["prompt_tokens"] + line["completion_tokens"]
+    keys = redis.admin.keys(f"{quotas['key_prefix']}:*:reservations")
+    assert keys == [], "all is settled"
+
+
+async def test_each_tenant_has_its_fail_mode_while_redis_is_down_and_the_gateway_recovers_by_itself(
+    open_house: Open, own: RedisServer
+) -> None:
+    quotas = in_redis(own.url, gateways=2)
+    house = await opened(open_house, quotas, ACME, LOCAL, admin={"port": 0})
+    async with house.chat() as answer:
+        assert answer.status == 200
+    own.kill()
+    async with house.chat() as answer:
+        assert answer.status == 503
+        assert (await error_of(answer))["code"] == "quota_unavailable"
+        assert answer.headers["retry-after"] == "1"
+    statuses = []
+    for _ in range(3):
+        async with house.chat(**OTHER) as answer:
+            statuses.append(answer.status)
+    assert statuses == [200, 200, 429], "two of the four requests a minute are this gateway's"
+    metrics = f"http://127.0.0.1:{house.gateway.admin_port}/metrics"
+    async with house.client.get(metrics) as answer:
+        text = await answer.text()
+    assert "penstock_gateway_quota_store_up 0.0" in text
+    assert 'penstock_gateway_quota_without_store_total{fail="local"}' in text
+    own.start()
+    await until(lambda: house.gateway._store_is_well)
+    async with house.chat() as answer:
+        assert answer.status == 200
+
+
+async def test_a_gateway_that_starts_without_its_redis_is_not_ready_until_it_is_there(
+    open_house: Open, own: RedisServer
+) -> None:
+    own.kill()
+    house = await opened(open_house, in_redis(own.url), ACME, {**LOCAL, "quota_fail": "closed"})
+    async with house.client.get(f"{house.url}/readyz") as probe:
+        assert probe.status == 503
+    own.start()
+    await until(lambda: house.gateway._store_is_well)
+    async with house.client.get(f"{house.url}/readyz") as probe:
+        assert probe.status == 200
+
+
+async def test_an_acl_user_that_may_use_its_own_keys_alone_is_enough(
+    open_house: Open, own: RedisServer, tmp_path: Path
+) -> None:
+    quotas = in_redis(own.url, username="penstock", password_file=str(tmp_path / "password"))
+    (tmp_path / "password").write_text(PASSWORD + "\n")
+    own.admin.acl_setuser(
+        "penstock",
+        enabled=True,
+        passwords=[f"+{PASSWORD}"],
+        keys=[f"{quotas['key_prefix']}:*"],
+        categories=["+@read", "+@write", "+@scripting", "-@dangerous"],
+        commands=["+time", "+client|setname"],
+    )
+    own.admin.acl_setuser("default", enabled=False)
+    house = await opened(open_house, quotas, ACME, LOCAL)
+    async with house.chat() as answer:
+        assert answer.status == 200
+    assert PASSWORD not in house.log.getvalue()
+
+
+async def test_redis_over_tls(open_house: Open, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    server = authority.issue_cert("127.0.0.1")
+    server.private_key_and_cert_chain_pem.write_to_path(tmp_path / "server.pem")
+    files = [f"--tls-{name}-file" for name in ("cert", "key")]
+    options = [word for name in files for word in (name, str(tmp_path / "server.pem"))]
+    options += ["--tls-ca-cert-file", str(tmp_path / "ca.pem"), "--tls-auth-clients", "no"]
+    with redis_server(*options, tls=True) as own:
+        url = own.url.replace("redis:", "rediss:")
+        house = await opened(open_house, in_redis(url, ca=str(tmp_path / "ca.pem")), ACME, LOCAL)
+        async with house.chat() as answer:
+            assert answer.status == 200
+        strangers = await opened(open_house, in_redis(url), ACME, LOCAL)
+        async with strangers.chat() as answer:
+            assert answer.status == 503, "its certificate is not of an authority that the system trusts"
+
+
+@pytest.mark.parametrize(
+    ("quotas", "problem"),
+    [
+        ({"store": "redis"}, 'quotas: store = "redis" needs url'),
+        ({"url": "redis://user:secret@host"}, "quotas: url: user and password are no part of it"),
+        ({"url": "http://host"}, "quotas: url: must be like redis://host:6379/0"),
+        ({"url": "redis://a:1,b:2"}, "quotas: url: several hosts are Sentinels"),
+        ({"url": "redis://a:0"}, "quotas: url: each host must be like"),
+        ({"url": "redis://a:x"}, "quotas: url: "),
+        ({"sentinel": "m", "cluster": True}, "quotas: cluster and sentinel exclude each other"),
+        ({"password_env": "A", "password_file": "b"}, "password_env and password_file exclude each other"),
+        ({"gateways": 0}, "quotas.gateways: must be a whole number from 1 to 10000"),
+        ({"fail": "open"}, "quotas.fail: must be one of closed, local"),
+    ],
+)
+def test_a_mistake_in_the_settings_is_named_and_no_secret_is_shown(
+    quotas: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(settings("http://engine", quotas=quotas), {})
+    assert problem in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_password_that_cannot_be_read_is_named_at_the_start() -> None:
+    quotas = {"store": "redis", "url": "redis://host", "password_env": "REDIS_PASSWORD"}
+    with pytest.raises(ConfigError, match="quotas: the environment variable REDIS_PASSWORD holds no key"):
+        Gateway(load(settings("http://engine", quotas=quotas), {}), env={})

@@ -1,0 +1,393 @@
+"""Quotas in Redis: equal to those in memory, exact over several gateways, and what outages do. What any store
+does is in `test_quota.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from typing import Final, TypeVar
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+
+from gateway.admission.guarded_store import GuardedStore
+from gateway.admission.memory_store import MemoryStore
+from gateway.admission.quota import (
+    QuotaStore,
+    ReservationId,
+    Scope,
+    Settlement,
+    StoreUnavailable,
+    Subject,
+)
+from gateway.admission.redis_store import RedisStore
+from gateway.config import QuotaLimits
+from gateway.quota_config import QuotaFail
+from shared.errors import QuotaUnavailable
+from shared.ids import TenantId
+from tests.fakes import VirtualClock
+from tests.gateway.conftest import until
+from tests.gateway.redis_server import RedisServer, redis_server, redis_store
+
+T = TypeVar("T")
+
+ACME: Final = TenantId("acme")
+PATIENCE_S: Final = 30.0
+
+
+def tenant(id_: str = "acme", fail: QuotaFail = "closed", **limits: int | None) -> tuple[Subject, ...]:
+    return (Subject(Scope.TENANT, id_, QuotaLimits(**limits), TenantId(id_), fail),)
+
+
+def rid(name: object) -> ReservationId:
+    return ReservationId(str(name))
+
+
+async def admitted(store: QuotaStore, name: object, who: tuple[Subject, ...]) -> bool:
+    return (await store.enter(rid(name), who, needs_tokens=False)).refusal is None
+
+
+# -- equal to the store in memory -----------------------------------------------------------------
+
+
+class Twins(RuleBasedStateMachine):
+    """The stores in memory and in Redis, told the same, answer the same."""
+
+    server: RedisServer
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.clock = VirtualClock()
+        self.stack = AsyncExitStack()
+        self.memory = MemoryStore(self.clock)
+        store = self.stack.enter_async_context(redis_store(self.server, clock=self.clock))
+        self.redis: RedisStore = self.runner.run(store)
+        self.names = 0
+
+    def both(self, call: Callable[[QuotaStore], Awaitable[T]]) -> T:
+        async def awaited(store: QuotaStore) -> T:
+            return await call(store)
+
+        expected = self.runner.run(awaited(self.memory))
+        assert self.runner.run(awaited(self.redis)) == expected
+        return expected
+
+    def subjects(self, which: int, limits: list[QuotaLimits]) -> tuple[Subject, ...]:
+        both = (Subject(Scope.KEY, "k é", limits[0], ACME), Subject(Scope.TENANT, ACME, limits[1], ACME))
+        return both[:which] if which else both[1:]
+
+    limits = st.builds(
+        QuotaLimits,
+        st.none() | st.integers(0, 40),
+        st.none() | st.integers(0, 9000),
+        st.none() | st.integers(0, 4),
+        st.none() | st.integers(0, 60_000),
+    )
+    some = st.lists(limits, min_size=2, max_size=2)
+
+    @rule(which=st.integers(0, 2), limits=some, needs_tokens=st.booleans())
+    def enter(self, which: int, limits: list[QuotaLimits], needs_tokens: bool) -> None:
+        self.names += 1
+        who, name = self.subjects(which, limits), rid(self.names)
+        self.both(lambda store: store.enter(name, who, needs_tokens=needs_tokens))
+
+    @rule(back=st.integers(0, 5), limits=some, least=st.integers(0, 6000), more=st.integers(0, 9000))
+    def reserve(self, back: int, limits: list[QuotaLimits], least: int, more: int) -> None:
+        name = rid(self.names - back)
+        held = self.redis._held.get(name)
+        who = held.subjects if held is not None else self.subjects(2, limits)
+        self.both(lambda store: store.reserve(name, who, least, least + more))
+
+    @rule(back=st.integers(0, 8), tokens=st.integers(0, 20_000))
+    def settle(self, back: int, tokens: int) -> None:
+        self.both(lambda store: store.settle(rid(self.names - back), tokens))
+
+    @rule(back=st.integers(0, 8))
+    def renew(self, back: int) -> None:
+        names = [rid(self.names - i) for i in range(back)]
+        self.both(lambda store: store.renew(names))
+
+    @rule(limits=some)
+    def windows(self, limits: list[QuotaLimits]) -> None:
+        who = self.subjects(2, limits)
+        self.both(lambda store: store.windows(who))
+
+    @rule(ms=st.integers(0, 500) | st.integers(0, 90_000))
+    def wait(self, ms: int) -> None:
+        self.clock.advance(ms / 1000)
+
+    def teardown(self) -> None:
+        self.runner.run(self.stack.aclose())
+        self.runner.close()
+
+
+def test_memory_and_redis_answer_alike_step_by_step(redis: RedisServer) -> None:
+    Twins.server = redis
+    run_state_machine_as_test(
+        Twins, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
+    )
+
+
+# -- exact over several gateways ------------------------------------------------------------------
+
+ASKER: Final = """
+import asyncio, os, sys
+from gateway.admission.quota import Scope, Subject
+from gateway.admission.redis_links import links_of
+from gateway.admission.redis_store import RedisStore
+from gateway.config import QuotaLimits
+from gateway.quota_config import QuotasConfig
+
+async def main(url, prefix, name):
+    store = RedisStore(links_of(QuotasConfig(store="redis", url=url, timeout_s=5.0), os.environ), prefix)
+    await store.renew([])
+    who = (Subject(Scope.TENANT, "acme", QuotaLimits(concurrent=100), "acme"),)
+    asked = (store.enter(f"{name}-{i}", who, needs_tokens=False) for i in range(334))
+    print(sum(decision.refusal is None for decision in await asyncio.gather(*asked)))
+    await store.aclose()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def test_a_thousand_callers_of_three_processes_share_a_limit_of_a_hundred(redis: RedisServer) -> None:
+    prefix = f"test-{uuid.uuid4().hex}"
+    asker = sys.executable, "-c", ASKER, redis.url, prefix
+    processes = [
+        await asyncio.create_subprocess_exec(*asker, str(i), stdout=asyncio.subprocess.PIPE) for i in range(3)
+    ]
+    async with asyncio.timeout(PATIENCE_S):
+        said = [(await process.communicate())[0] for process in processes]
+    assert sum(int(text.split()[-1]) for text in said) == 100
+
+
+async def test_a_thousand_callers_of_three_stores_share_a_hundred_requests_a_minute(
+    redis: RedisServer,
+) -> None:
+    prefix, clock, who = f"test-{uuid.uuid4().hex}", VirtualClock(), tenant(requests_per_min=100)
+    async with AsyncExitStack() as stack:
+        one = [redis_store(redis, prefix=prefix, clock=clock) for _ in range(3)]
+        stores = [await stack.enter_async_context(store) for store in one]
+        asked = (admitted(stores[i % 3], i, who) for i in range(1000))
+        assert sum(await asyncio.gather(*asked)) == 100
+
+
+async def test_leases_of_a_process_that_died_are_gone_within_their_time_to_live(redis: RedisServer) -> None:
+    prefix, who = f"test-{uuid.uuid4().hex}", tenant(concurrent=2, token_budget=100)
+    clock = VirtualClock()
+    async with redis_store(redis, prefix=prefix, clock=clock, lease_ttl_ms=1000) as dead:
+        await admitted(dead, "a", who)
+        await dead.reserve(rid("a"), who, 60, 60)
+        await admitted(dead, "b", who)
+    async with redis_store(redis, prefix=prefix, clock=clock, lease_ttl_ms=1000) as store:
+        assert not await admitted(store, 1, who)
+        clock.advance(1)
+        assert await admitted(store, 2, who)
+        assert await admitted(store, 3, who)
+        refusal = (await store.reserve(rid(2), who, 41, 41)).refusal
+        assert refusal is not None, "what it had reserved counts as used"
+        assert refusal.remaining == 40
+
+
+async def test_a_settlement_that_is_sent_twice_settles_once(redis: RedisServer) -> None:
+    """As a store does that did not hear the answer to the first."""
+    who = tenant(token_budget=100)
+    async with redis_store(redis) as store:
+        await admitted(store, 1, who)
+        await store.reserve(rid(1), who, 50, 50)
+        held = store._held[rid(1)]
+        assert await store.settle(rid(1), 20) == Settlement(50, 20)
+        store._held[rid(1)] = held
+        assert await store.settle(rid(1), 20) is None
+        assert (await store.reserve(rid(2), who, 80, 80)).refusal is None
+
+
+async def test_what_has_drained_leaves_no_key_for_ever_and_a_spent_budget_does(redis: RedisServer) -> None:
+    prefix = f"test-{uuid.uuid4().hex}"
+    async with redis_store(redis, prefix=prefix) as store:
+        for who in (tenant("drains", requests_per_min=5, tokens_per_min=9), tenant("spends", token_budget=9)):
+            name = rid(who[0].tenant)
+            await store.enter(name, who, needs_tokens=True)
+            await store.reserve(name, who, 5, 5)
+            await store.settle(name, 5)
+    names = ("drains", "spends")
+    ttl = {name: redis.admin.pttl(f"{prefix}:{{{name}}}:tenant:{name}") for name in names}
+    assert ttl["drains"] > 0
+    assert ttl["spends"] == -1
+    assert not redis.admin.exists(f"{prefix}:{{drains}}:leases", f"{prefix}:{{drains}}:reservations")
+
+
+async def test_a_call_whose_caller_has_given_up_does_nothing(redis: RedisServer) -> None:
+    who = tenant(concurrent=1)
+    async with redis_store(redis) as store:
+        link = store._links.of(ACME)
+        link._ahead_ms -= 60_000  # as if it had been sent a minute ago
+        with pytest.raises(StoreUnavailable, match="LATE"):
+            await admitted(store, 1, who)
+        await store.renew([])
+        assert await admitted(store, 2, who)
+
+
+async def test_a_script_that_the_server_has_forgotten_is_sent_again(redis: RedisServer) -> None:
+    who = tenant(concurrent=1)
+    with redis_server() as own:
+        async with redis_store(own) as store:
+            own.admin.script_flush()
+            assert await admitted(store, 1, who)
+            assert store.is_well
+
+
+async def test_a_connection_that_breaks_is_made_anew_without_a_failure(redis: RedisServer) -> None:
+    who = tenant(concurrent=5)
+    with redis_server() as own:
+        async with redis_store(own) as store:
+            for i in range(3):
+                own.admin.client_kill_filter(_type="normal", skipme=True)
+                assert await admitted(store, i, who)
+                assert store.is_well
+
+
+# -- outages --------------------------------------------------------------------------------------
+
+
+class Outage:
+    """A server, and a guarded store of which each call is over in 50 ms."""
+
+    def __init__(self, server: RedisServer, store: RedisStore) -> None:
+        self.server = server
+        self.store = store
+        self.guarded = GuardedStore(store, gateways=2)
+        self.names = 0
+
+    async def answers(self, fail: QuotaFail) -> str:
+        """What one more request of a tenant with this fail mode gets: at most 4 at once, 2 of them here."""
+        self.names += 1
+        who = tenant(fail, fail, concurrent=4)
+        try:
+            decision = await self.guarded.enter(rid(self.names), who, needs_tokens=False)
+        except QuotaUnavailable:
+            return "503"
+        return "admitted" if decision.refusal is None else f"429 of {decision.refusal.limit}"
+
+    async def shows_both_fail_modes(self) -> None:
+        """And keeps nobody waiting: no call reaches the connection while it is down."""
+        assert await self.answers("closed") == "503"
+        assert not self.guarded.is_well
+        assert [await self.answers("local") for _ in range(3)] == ["admitted", "admitted", "429 of 2"]
+        link = self.store._links.of(ACME)
+        assert not link._waiting
+
+    async def recovers(self) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not self.guarded.is_well:
+                await self.guarded.renew([])
+        assert await self.answers("closed") == "admitted"
+
+
+@contextlib.asynccontextmanager
+async def outage(server: RedisServer) -> AsyncIterator[Outage]:
+    async with redis_store(server, timeout_s=0.05, connect_s=0.2) as store:
+        await up(store)
+        yield Outage(server, store)
+
+
+async def up(store: RedisStore) -> None:
+    """On a machine that is busy a first call may be late."""
+    while not store.is_well:
+        with contextlib.suppress(StoreUnavailable):
+            await store.renew([])
+
+
+@pytest.fixture
+def own() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+async def test_a_redis_that_is_stopped(own: RedisServer) -> None:
+    async with outage(own) as house:
+        own.stop_still()
+        await house.shows_both_fail_modes()
+        await house.guarded.renew([])
+        assert not house.guarded.is_well, "it accepts a connection, and does not answer"
+        own.go_on()
+        await house.recovers()
+
+
+async def test_a_redis_that_is_killed_and_restarted_empty(own: RedisServer) -> None:
+    async with outage(own) as house:
+        assert await house.answers("closed") == "admitted"
+        own.kill()
+        await house.shows_both_fail_modes()
+        own.start()
+        await house.recovers()
+        assert await house.guarded.settle(rid(1), 0) is None, "it is forgotten"
+
+
+async def test_a_redis_that_pauses_its_clients(own: RedisServer) -> None:
+    async with outage(own) as house:
+        own.admin.client_pause(timeout=60_000, all=False)  # all of it would keep this one waiting, too
+        await house.shows_both_fail_modes()
+        own.admin.client_unpause()
+        await house.recovers()
+
+
+async def test_a_redis_that_is_out_of_memory(own: RedisServer) -> None:
+    async with outage(own) as house:
+        own.admin.config_set("maxmemory-policy", "noeviction")
+        own.admin.config_set("maxmemory", "1mb")
+        await house.shows_both_fail_modes()
+        await house.guarded.renew([])
+        assert not house.guarded.is_well, "it answers, and takes no writes"
+        own.admin.config_set("maxmemory", "0")
+        await house.recovers()
+
+
+async def test_a_redis_that_has_become_a_replica(own: RedisServer, redis: RedisServer) -> None:
+    async with outage(own) as house:
+        own.admin.replicaof("127.0.0.1", redis.port)
+        await house.shows_both_fail_modes()
+        await house.guarded.renew([])
+        assert not house.guarded.is_well
+        own.admin.replicaof("NO", "ONE")
+        await house.recovers()
+
+
+async def test_a_redis_without_the_replicas_that_it_must_have(own: RedisServer) -> None:
+    async with outage(own) as house:
+        own.admin.config_set("min-replicas-to-write", 1)
+        await house.shows_both_fail_modes()
+        own.admin.config_set("min-replicas-to-write", 0)
+        await house.recovers()
+
+
+async def test_what_could_not_be_settled_is_settled_when_the_store_is_well(own: RedisServer) -> None:
+    async with outage(own) as house:
+        who = tenant("t", concurrent=4, token_budget=100)
+        await house.guarded.enter(rid("r"), who, needs_tokens=True)
+        await house.guarded.reserve(rid("r"), who, 100, 100)
+        own.admin.config_set("min-replicas-to-write", 1)
+        assert await house.guarded.settle(rid("r"), 10) is None
+        own.admin.config_set("min-replicas-to-write", 0)
+        await house.recovers()
+        assert (await house.guarded.reserve(rid("next"), who, 90, 90)).refusal is None
+
+
+async def test_a_call_that_a_stopped_server_finds_when_it_goes_on_does_nothing(own: RedisServer) -> None:
+    async with outage(own) as house:
+        own.stop_still()
+        assert await house.answers("closed") == "503"
+        # Later than the caller waited, by the clock that both read.
+        started = asyncio.get_running_loop().time()
+        await until(lambda: asyncio.get_running_loop().time() > started + 0.1)
+        own.go_on()
+        await house.recovers()
+        keys = own.admin.keys("*{closed}:reservations")
+        assert [own.admin.hlen(key) for key in keys] == [1], "the one after the recovery"

@@ -1,0 +1,186 @@
+"""Quotas in a Cluster of three nodes, and in a group whose primary Sentinels replace."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import redis
+from redis.crc import key_slot
+
+from gateway.admission.quota import StoreUnavailable
+from gateway.admission.redis_links import tag_of
+from gateway.admission.redis_store import RedisStore
+from shared.bench.services import free_port
+from shared.ids import TenantId
+from tests.gateway.redis_server import RedisServer, redis_command, redis_server, redis_store
+from tests.gateway.test_redis_store import admitted, rid, tenant
+
+PATIENCE_S: Final = 30.0
+SLOTS: Final = 16_384
+PRIMARY: Final = "penstock"
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 -- a server that is another process sets no event
+            await asyncio.sleep(0.01)
+
+
+async def until_well(store: RedisStore) -> None:
+    """Renew until it is, as a gateway does."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            with contextlib.suppress(StoreUnavailable):
+                await store.renew([])
+            if store.is_well:
+                return
+            await asyncio.sleep(0.01)
+
+
+# -- a Cluster ------------------------------------------------------------------------------------
+
+
+class Cluster:
+    """Three primaries without replicas, each with a third of the slots."""
+
+    def __init__(self, nodes: list[RedisServer]) -> None:
+        self.nodes = nodes
+
+    @property
+    def url(self) -> str:
+        return "redis://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
+
+    @property
+    def tenants(self) -> list[str]:
+        """The name of a tenant of each node."""
+        found: dict[int, str] = {}
+        for i in range(100):
+            slot = key_slot(tag_of(TenantId(f"t{i}")).encode())
+            found.setdefault(slot * 3 // SLOTS, f"t{i}")
+        return [found[i] for i in range(3)]
+
+    async def form(self) -> None:
+        bounds = [-(-SLOTS * i // 3) for i in range(4)]
+        for i, node in enumerate(self.nodes):
+            node.admin.execute_command("CLUSTER", "ADDSLOTSRANGE", bounds[i], bounds[i + 1] - 1)  # type: ignore[no-untyped-call]
+            meet = "CLUSTER", "MEET", "127.0.0.1", self.nodes[0].port, self.nodes[0].bus_port
+            node.admin.execute_command(*meet)  # type: ignore[no-untyped-call]
+        await eventually(lambda: all(self._is_formed(node) for node in self.nodes))
+
+    def _is_formed(self, node: RedisServer) -> bool:
+        info = node.admin.cluster("INFO")
+        return bool(info["cluster_state"] == "ok" and info["cluster_known_nodes"] == "3")
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    with ExitStack() as stack:
+        nodes = []
+        for _ in range(3):
+            bus_port = free_port()
+            options = ["--cluster-enabled", "yes", "--cluster-port", str(bus_port)]
+            options += ["--cluster-node-timeout", "500", "--cluster-require-full-coverage", "no"]
+            node = stack.enter_context(redis_server(*options))
+            node.bus_port = bus_port
+            nodes.append(node)
+        formed = Cluster(nodes)
+        await formed.form()
+        yield formed
+
+
+async def test_tenants_are_counted_on_the_nodes_that_have_their_slots(cluster: Cluster) -> None:
+    one = [redis_store(cluster.nodes[0], prefix="test", url=cluster.url, cluster=True) for _ in range(2)]
+    async with one[0] as a, one[1] as b:
+        for name in cluster.tenants:
+            who = tenant(name, concurrent=10)
+            asked = (admitted((a, b)[i % 2], f"{name}{i}", who) for i in range(100))
+            assert sum(await asyncio.gather(*asked)) == 10
+        for node, name in zip(cluster.nodes, cluster.tenants, strict=True):
+            assert f"test:{{{name}}}:tenant:{name}" in node.admin.keys("*")
+
+
+async def test_a_node_that_dies_is_down_for_its_own_tenants_alone(cluster: Cluster) -> None:
+    async with redis_store(cluster.nodes[0], url=cluster.url, cluster=True, connect_s=0.5) as store:
+        cluster.nodes[0].kill()
+        dead, *living = cluster.tenants
+        with pytest.raises(StoreUnavailable):
+            await admitted(store, 0, tenant(dead, concurrent=10))
+        for name in living:
+            assert await admitted(store, name, tenant(name, concurrent=10))
+        assert not store.is_well
+
+
+async def test_slots_that_move_are_followed(cluster: Cluster) -> None:
+    moved = cluster.tenants[0]
+    slot = key_slot(moved.encode())
+    async with redis_store(cluster.nodes[0], url=cluster.url, cluster=True) as store:
+        assert await admitted(store, 1, tenant(moved, concurrent=10))
+        assert await store.settle(rid(1), 0) is not None
+        cluster.nodes[0].admin.flushall()
+        to = cluster.nodes[1].admin.cluster("MYID")
+        for node in cluster.nodes:
+            node.admin.execute_command("CLUSTER", "SETSLOT", slot, "NODE", to)  # type: ignore[no-untyped-call]
+        with pytest.raises(StoreUnavailable, match="MOVED"):
+            await admitted(store, 2, tenant(moved, concurrent=10))
+        assert await admitted(store, 3, tenant(cluster.tenants[2], concurrent=10)), "others are not concerned"
+        await until_well(store)
+        assert await admitted(store, 4, tenant(moved, concurrent=10))
+
+
+# -- Sentinels ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def sentinels(primary: RedisServer) -> Iterator[list[int]]:
+    """The ports of three that watch the primary."""
+    with tempfile.TemporaryDirectory(prefix="penstock-sentinel-") as directory, ExitStack() as stack:
+        ports = [free_port() for _ in range(3)]
+        for port in ports:
+            config = Path(directory) / f"{port}.conf"
+            config.write_text(
+                f"port {port}\nbind 127.0.0.1\ndir {directory}\n"
+                f"sentinel monitor {PRIMARY} 127.0.0.1 {primary.port} 2\n"
+                f"sentinel down-after-milliseconds {PRIMARY} 300\n"
+                f"sentinel failover-timeout {PRIMARY} 5000\n"
+            )
+            command = [redis_command(), str(config), "--sentinel"]
+            process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+            stack.callback(process.kill)
+        yield ports
+
+
+async def test_the_primary_that_sentinels_choose_is_used_after_a_failover() -> None:
+    with ExitStack() as stack:
+        primary = stack.enter_context(redis_server())
+        replica = stack.enter_context(redis_server("--replicaof", "127.0.0.1", str(primary.port)))
+        await eventually(lambda: bool(replica.admin.info("replication")["master_link_status"] == "up"))
+        ports = stack.enter_context(sentinels(primary))
+        watchers = [RedisServer.at(port).admin for port in ports]
+        await eventually(lambda: all(_knows_all(watcher) for watcher in watchers))
+        url = "redis://" + ",".join(f"127.0.0.1:{port}" for port in ports)
+        who = tenant(concurrent=2)
+        async with redis_store(primary, url=url, sentinel=PRIMARY, connect_s=1.0) as store:
+            assert await admitted(store, 1, who)
+            await eventually(lambda: bool(replica.admin.keys("*:reservations")))
+            primary.kill()
+            with pytest.raises(StoreUnavailable):
+                await admitted(store, 2, who)
+            await until_well(store)
+            assert await admitted(store, 3, who)
+            assert not await admitted(store, 4, who), "what was replicated still counts"
+            assert replica.admin.info("replication")["role"] == "master"
+
+
+def _knows_all(watcher: redis.Redis) -> bool:
+    with contextlib.suppress(OSError):
+        state: Any = watcher.sentinel_master(PRIMARY)
+        return bool(state["num-slaves"] == 1 and state["num-other-sentinels"] == 2)
+    return False
