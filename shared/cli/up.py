@@ -90,6 +90,18 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         default=os.environ.get(running.KEY_VARIABLE) or None,
         help=f"development key, any string (default: ${running.KEY_VARIABLE}, or a new one each time)",
     )  # fmt: skip
+    _add_addresses(parser)
+    parser.add_argument(
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="where the services' logs go (default: a directory that is named at the start)",
+    )
+    parser.set_defaults(run=run, takes_more=True, parser=parser)
+
+
+def _add_addresses(parser: Parser) -> None:
+    """Where the gateway listens, and which Redis it asks."""
     parser.add_argument(
         "--host", type=spelt(Text), default="127.0.0.1", help="address to listen on (default: 127.0.0.1)"
     )
@@ -107,13 +119,6 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         "--redis", metavar="URL", type=checked(_redis_problem, is_secret=True),
         help="where quotas are counted, such as redis://127.0.0.1:6379 (default: in the gateway's memory)",
     )  # fmt: skip
-    parser.add_argument(
-        "--log-dir",
-        type=Path,
-        metavar="DIR",
-        help="where the services' logs go (default: a directory that is named at the start)",
-    )
-    parser.set_defaults(run=run, takes_more=True, parser=parser)
 
 
 def _key_problem(key: str) -> str | None:
