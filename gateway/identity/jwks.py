@@ -25,6 +25,7 @@ import asyncio
 import math
 import re
 import ssl
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -208,7 +209,7 @@ def _parsed(data: bytes, config: IssuerConfig) -> tuple[tuple[VerificationKey, .
     return keys_of(data)
 
 
-class IssuerKeys:
+class IssuerKeys(ABC):
     """The keys of one issuer at this moment, and where they come from."""
 
     def __init__(self, config: IssuerConfig) -> None:
@@ -235,19 +236,19 @@ class IssuerKeys:
             return fitting[0] if len(fitting) == 1 else None
         return next((key for key in fitting if key.kid == kid), None)
 
+    @abstractmethod
     def poll(self) -> None:
         """Read them again when it is time to."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reload(self) -> None:
         """Read them again now."""
-        raise NotImplementedError
 
     def refetch(self) -> asyncio.Task[None] | None:
         """The fetch in progress, or one that this begins; None where none may be begun now."""
         return None
 
-    async def aclose(self) -> None:
+    async def aclose(self) -> None:  # noqa: B027 -- a file has nothing in progress
         """End what is in progress."""
 
     def _take(self, data: bytes) -> None:
