@@ -302,8 +302,8 @@ class KeyConfig:
 
 @dataclass(frozen=True, slots=True)
 class GrantConfig:
-    """What the holder of a token may use. The first grant whose issuer and claim fit is the holder's; where
-    none fits, the token is refused."""
+    """What the holder of a token may use. The first grant that fits the token's issuer and claims is the
+    holder's; a token that none fits is refused."""
 
     issuer: Id
     """Id of the issuer of the token."""
@@ -333,8 +333,8 @@ class GrantConfig:
 
 @dataclass(frozen=True, slots=True)
 class CertificateConfig:
-    """What the holder of a client certificate may use. The first entry whose name the certificate has is the
-    holder's."""
+    """What the holder of a client certificate may use. The first entry that fits a name of the certificate is
+    the holder's."""
 
     id: Id
     """The holder's name in logs and quotas; no key has the same."""
@@ -369,7 +369,7 @@ class GatewayConfig:
     keys: Annotated[tuple[KeyConfig, ...], Meta(max_length=ENTRIES_MAX)] = ()
     """The keys of the tenants."""
     issuers: Annotated[tuple[IssuerConfig, ...], Meta(max_length=ISSUERS_MAX)] = ()
-    """Those whose tokens (JWT) name callers."""
+    """The signers of tokens (JWT) that name callers."""
     grants: Annotated[tuple[GrantConfig, ...], Meta(max_length=ENTRIES_MAX)] = ()
     """What the holders of tokens may use."""
     certificates: Annotated[tuple[CertificateConfig, ...], Meta(max_length=ENTRIES_MAX)] = ()

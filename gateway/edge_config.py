@@ -1,5 +1,5 @@
-"""The settings of the public listener, of TLS, and of those who sign tokens: the part of the configuration
-(`gateway.config`) that says how the gateway is reached and whom it trusts."""
+"""The settings of the public listener, of TLS and of the issuers of tokens: the part of the configuration
+(`gateway.config`) that says how the gateway is reached and which signatures it trusts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TlsConfig:
     """Whether clients are asked for a certificate (mTLS). optional: one that is shown must be good. required:
     without one there is no connection, for probes neither."""
     client_ca: Text | None = None
-    """File with the authorities whose clients are let in, PEM."""
+    """File with the authorities that sign clients' certificates, PEM."""
     crl: Text | None = None
     """File with a revocation list of each authority that signs clients' certificates, PEM. Unset: nothing is
     revoked."""
@@ -59,7 +59,7 @@ class TlsConfig:
         if (self.client_certificates == "none") != (self.client_ca is None):
             raise ConfigError(["client_ca belongs to client_certificates that are optional or required"])
         if self.crl is not None and self.client_ca is None:
-            raise ConfigError(["crl needs client_ca, whose authorities sign it"])
+            raise ConfigError(["crl needs client_ca, with the authorities that sign it"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class ListenConfig:
 
 @dataclass(frozen=True, slots=True)
 class IssuerConfig:
-    """Somebody who signs tokens (JWT) that this gateway accepts."""
+    """A signer of tokens (JWT) that this gateway accepts."""
 
     id: Id
     """Its name in logs and metrics, and the first part of its callers' key ids."""

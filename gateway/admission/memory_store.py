@@ -1,8 +1,8 @@
 """Quotas in this process's memory: the embedded default.
 
 One event loop, no await inside a call: every call is atomic. Usage lives as long as the process, so
-a restart forgives it, budgets too. The number of accounts is bounded by the keys and tenants that
-the configuration knows.
+a restart forgives it, budgets too. An account is forgotten when it was not used for `IDLE_MS`, owes nothing
+of a budget, and there are many: tokens name subjects that the configuration does not know.
 
 Leases all have the same time to live, so the reservations stay in the order of their expiry when a
 renewal moves to the end.
@@ -10,6 +10,7 @@ renewal moves to the end.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -31,6 +32,13 @@ from gateway.admission.quota import (
 from gateway.shield import Done
 from shared.clock import SYSTEM_CLOCK, Clock
 
+ACCOUNTS_MIN: Final = 20_000
+"""The number of accounts up to which none is forgotten."""
+IDLE_MS: Final = 3_600_000
+"""How long an account is not used before it is forgotten. Its buckets have drained within a minute, but for
+what an answer took above its reservation."""
+LOOKS: Final = 2
+"""The number of accounts that are looked at for each new one. Two look faster than one fills."""
 _EMPTY: Final = Usage()
 _SEATED: Final = Done(Decision(None, None))
 
@@ -61,7 +69,8 @@ class MemoryStore:
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._monotonic = clock.monotonic
-        self._usage: dict[tuple[Scope, str], Usage] = {}
+        self._usage: OrderedDict[tuple[Scope, str], Usage] = OrderedDict()
+        """By account; first those that were looked at longest ago."""
         self._reservations: dict[ReservationId, _Reservation] = {}
         """The open reservations, in the order of their expiry."""
         self._none_expires_before_ms = 0
@@ -149,9 +158,20 @@ class MemoryStore:
         charged: list[Holding] = []
         for subject, before in holdings:
             usage = quota.charge(subject.limits, before, seats, tokens)
+            if (subject.scope, subject.id) not in self._usage:
+                self._forget_idle(usage.at_ms)
             self._usage[subject.scope, subject.id] = usage
             charged.append((subject, usage))
         return charged
+
+    def _forget_idle(self, now_ms: int) -> None:
+        """Look at a few accounts, and forget those that are idle."""
+        if len(self._usage) < ACCOUNTS_MIN:
+            return
+        for _ in range(LOOKS):
+            account, usage = self._usage.popitem(last=False)
+            if usage.live or usage.spent or now_ms - usage.at_ms < IDLE_MS:
+                self._usage[account] = usage
 
     def _expire(self, now_ms: int) -> None:
         """Settle the reservations whose leases have run out as if all their tokens had been used."""

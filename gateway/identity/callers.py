@@ -1,4 +1,4 @@
-"""All ways to say who calls, in one order:
+"""All ways to name a caller, in one order:
 
 1. What the `Authorization` header holds decides, where there is one. It is a token (JWT) where issuers are
    configured and it has the form of one, at least two dots; else it is a key. Minted keys have no dots.
@@ -6,8 +6,7 @@
 
 The first that is shown decides alone. A key that is revoked does not fall back on the certificate that came
 with it: else revoking it would change its caller's rights instead of ending them. And a certificate that is
-revoked or has expired is refused whatever else is shown: what it was asked for, a connection of this client,
-is over.
+revoked or has expired is refused whatever else is shown, as it would be in the handshake of a new connection.
 """
 
 from __future__ import annotations

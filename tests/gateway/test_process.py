@@ -112,6 +112,31 @@ async def test_sighup_reads_the_keys_again(tmp_path: Path) -> None:
             assert answer.status == 401
 
 
+async def test_sighup_renews_the_certificate_and_keeps_open_connections(tmp_path: Path) -> None:
+    authority, trust = trustme.CA(), ssl.create_default_context()
+    authority.configure_trust(trust)
+    own, config = tmp_path / "own.pem", tmp_path / "gateway.toml"
+
+    def shown(writer: asyncio.StreamWriter) -> bytes:
+        der: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        return der
+
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(own)
+    tls = f'tls = {{ cert = "{own}", key = "{own}" }}'
+    config.write_text(toml("http://127.0.0.1:1").replace("port = 0", f"port = 0\n{tls}"))
+    async with started(config) as gateway:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port, ssl=trust)
+        authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(own)
+        gateway.process.send_signal(signal.SIGHUP)
+        await gateway.until_logged("tls.reloaded")
+        _, newer = await asyncio.open_connection("127.0.0.1", gateway.port, ssl=trust)
+        assert shown(newer) != shown(writer)
+        writer.write(b"GET /livez HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert b" 200 " in await asyncio.wait_for(reader.readline(), PATIENCE_S)
+        for end in (writer, newer):
+            end.close()
+
+
 def test_a_wrong_configuration_is_told_and_ends_with_2(tmp_path: Path) -> None:
     config = tmp_path / "gateway.toml"
     config.write_text(toml("ftp://x", 'models = ["ghost"]'))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gateway.admission.memory_store import MemoryStore
+from gateway.admission import memory_store
+from gateway.admission.memory_store import IDLE_MS, MemoryStore
 from gateway.admission.quota import (
     BUSY_RETRY_MS,
     GRANT_SHARE,
@@ -426,3 +427,25 @@ class Law4(RuleBasedStateMachine):
 
 TestLaw4 = Law4.TestCase
 TestLaw4.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+
+
+async def test_accounts_that_nobody_uses_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens name subjects without end, each with an account of its own."""
+    monkeypatch.setattr(memory_store, "ACCOUNTS_MIN", 10)
+    clock = VirtualClock()
+    store = MemoryStore(clock)
+
+    async def use(*names: str, **limits: Any) -> None:
+        for name in names:
+            decision = await take(store, rid(name), [subject(name, **limits)], 1)
+            assert decision.refusal is None
+            await store.settle(rid(name), 1 if "token_budget" in limits else 0)
+
+    await use("spender", token_budget=2)
+    await use(*(f"first-{number}" for number in range(100)), concurrent=1)
+    assert len(store._usage) == 101, "nobody has been idle yet"
+    clock.advance(IDLE_MS / 1000)
+    await use(*(f"second-{number}" for number in range(100)), concurrent=1)
+    assert len(store._usage) == 101
+    assert not any(name.startswith("first") for _, name in store._usage)
+    assert (await take(store, rid("more"), [subject("spender", token_budget=2)], 2)).refusal is not None
