@@ -31,9 +31,6 @@ from shared import logs
 
 WAITING_MAX: Final = 16_384
 """Calls without an answer; further ones fail at once."""
-GRACE_S: Final = 0.002
-"""The time between a deadline and its enforcement. An event loop that was held up runs its timers before it
-reads its sockets: an answer that is there already gets its turn."""
 REFUSALS: Final = frozenset(
     {
         *("READONLY", "OOM", "MISCONF", "NOREPLICAS", "LOADING", "MASTERDOWN", "CLUSTERDOWN"),
@@ -145,7 +142,6 @@ class RedisLink:
         self._unsent: list[bytes] = []
         """Commands of this turn of the loop."""
         self._timer: asyncio.TimerHandle | None = None
-        self._is_overdue = False
         self._ahead_ms = self._ahead_before_ms = -math.inf
         """The server's clock less the loop's: the most since the last probe, and between the two before. A
         reply that the loop was late to read shows less."""
@@ -240,21 +236,14 @@ class RedisLink:
         return StoreUnavailable(said[:200])
 
     def _look(self) -> None:
-        """Rule 1."""
+        """Rule 1. An event loop that was held up reads its sockets before it runs its timers."""
         self._timer = None
-        loop = self._loop
         if not self._waiting:
-            self._is_overdue = False
             return
         deadline = self._waiting[0].deadline
-        if loop.time() < deadline:
-            self._is_overdue = False
-            self._timer = loop.call_at(deadline, self._look)
-        elif not self._is_overdue:
-            self._is_overdue = True
-            self._timer = loop.call_later(GRACE_S, self._look)
+        if self._loop.time() < deadline:
+            self._timer = self._loop.call_at(deadline, self._look)
         else:
-            self._is_overdue = False
             self._down(f"no answer within {self._timeout_s:g} s")
 
     def _down(self, problem: str, *, is_expected: bool = False) -> None:
