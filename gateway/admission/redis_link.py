@@ -18,6 +18,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -30,9 +31,6 @@ from shared import logs
 
 WAITING_MAX: Final = 16_384
 """Calls without an answer; further ones fail at once."""
-GRACE_S: Final = 0.002
-"""The time between a deadline and its enforcement. An event loop that was held up runs its timers before it
-reads its sockets: an answer that is there already gets its turn."""
 REFUSALS: Final = frozenset(
     {
         *("READONLY", "OOM", "MISCONF", "NOREPLICAS", "LOADING", "MASTERDOWN", "CLUSTERDOWN"),
@@ -144,9 +142,9 @@ class RedisLink:
         self._unsent: list[bytes] = []
         """Commands of this turn of the loop."""
         self._timer: asyncio.TimerHandle | None = None
-        self._is_overdue = False
-        self._ahead_ms = 0.0
-        """The server's clock less the loop's."""
+        self._ahead_ms = self._ahead_before_ms = -math.inf
+        """The server's clock less the loop's: the most since the last probe, and between the two before. A
+        reply that the loop was late to read shows less."""
         self.is_up = False
         self.problem = "not asked yet"
         """Why it went down the last time."""
@@ -161,9 +159,10 @@ class RedisLink:
         """Ask a server that may be down. If it answers, it is up. Raises StoreUnavailable."""
         self._loop = asyncio.get_running_loop()
         await self._connected()
+        self._ahead_before_ms, self._ahead_ms = self._ahead_ms, -math.inf
         await self._ask(words)
         if not self.is_up:
-            log.warning("redis.up")
+            log.info("redis.up")
         self.is_up = True
 
     def require_up(self) -> None:
@@ -178,8 +177,8 @@ class RedisLink:
 
     @property
     def server_ms(self) -> int:
-        """The server's time now, in ms since the epoch; no later than it is there."""
-        return int(self._loop.time() * 1000 + self._ahead_ms)
+        """The server's time now, in ms since the epoch; too early by the time that the fastest reply took."""
+        return int(self._loop.time() * 1000 + max(self._ahead_ms, self._ahead_before_ms))
 
     async def aclose(self) -> None:
         """Calls without an answer fail."""
@@ -221,7 +220,8 @@ class RedisLink:
             if not future.done():
                 future.set_exception(error)
             return
-        self._ahead_ms = reply[0] - self._loop.time() * 1000
+        if (ahead_ms := reply[0] - self._loop.time() * 1000) > self._ahead_ms:
+            self._ahead_ms = ahead_ms
         if not future.done():
             future.set_result(reply)
 
@@ -236,21 +236,14 @@ class RedisLink:
         return StoreUnavailable(said[:200])
 
     def _look(self) -> None:
-        """Rule 1."""
+        """Rule 1. An event loop that was held up reads its sockets before it runs its timers."""
         self._timer = None
-        loop = self._loop
         if not self._waiting:
-            self._is_overdue = False
             return
         deadline = self._waiting[0].deadline
-        if loop.time() < deadline:
-            self._is_overdue = False
-            self._timer = loop.call_at(deadline, self._look)
-        elif not self._is_overdue:
-            self._is_overdue = True
-            self._timer = loop.call_later(GRACE_S, self._look)
+        if self._loop.time() < deadline:
+            self._timer = self._loop.call_at(deadline, self._look)
         else:
-            self._is_overdue = False
             self._down(f"no answer within {self._timeout_s:g} s")
 
     def _down(self, problem: str, *, is_expected: bool = False) -> None:
@@ -309,7 +302,7 @@ class RedisLink:
                 raise ConnectionError(reply or "closed while it was greeted")
         seconds, microseconds = map(int, reply)
         server_ms = seconds * 1000 + microseconds / 1000
-        self._ahead_ms = server_ms - self._loop.time() * 1000
+        self._ahead_ms = self._ahead_before_ms = server_ms - self._loop.time() * 1000
 
     def _take(self, wire: _Wire) -> None:
         """Rule 3."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -17,14 +18,14 @@ from typing import Any, Final
 
 import redis
 
-from gateway.admission.quota import LEASE_TTL_MS
+from gateway.admission.quota import LEASE_TTL_MS, StoreUnavailable
 from gateway.admission.redis_links import links_of
 from gateway.admission.redis_store import RedisStore
 from gateway.quota_config import QuotasConfig
 from shared.bench.services import free_port
 from shared.clock import Clock
 
-START_S: Final = 10.0
+START_S: Final = 30.0
 SERVER: Final = "redis-server"
 PATIENT_S: Final = 5.0
 """The time limit of a store's calls where none is to be late, however busy the machine is."""
@@ -110,6 +111,15 @@ def redis_server(*options: str, tls: bool = False) -> Iterator[RedisServer]:
             server.kill()
 
 
+async def until_well(store: RedisStore) -> None:
+    """Renew until it is, as a gateway does."""
+    async with asyncio.timeout(START_S):
+        while not store.is_well:
+            with contextlib.suppress(StoreUnavailable):
+                await store.renew([])
+            await asyncio.sleep(0)
+
+
 @contextlib.asynccontextmanager
 async def redis_store(
     server: RedisServer,
@@ -124,7 +134,7 @@ async def redis_store(
     prefix = f"test-{uuid.uuid4().hex}" if prefix is None else prefix
     store = RedisStore(links_of(config, os.environ), prefix, lease_ttl_ms=lease_ttl_ms, clock=clock)
     try:
-        await store.renew([])
+        await until_well(store)
         yield store
     finally:
         await store.aclose()

@@ -17,10 +17,9 @@ from redis.crc import key_slot
 
 from gateway.admission.quota import StoreUnavailable
 from gateway.admission.redis_links import tag_of
-from gateway.admission.redis_store import RedisStore
 from shared.bench.services import free_port
 from shared.ids import TenantId
-from tests.gateway.redis_server import RedisServer, redis_command, redis_server, redis_store
+from tests.gateway.redis_server import RedisServer, redis_command, redis_server, redis_store, until_well
 from tests.gateway.test_redis_store import admitted, rid, tenant
 
 PATIENCE_S: Final = 30.0
@@ -31,17 +30,6 @@ PRIMARY: Final = "penstock"
 async def eventually(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 -- a server that is another process sets no event
-            await asyncio.sleep(0.01)
-
-
-async def until_well(store: RedisStore) -> None:
-    """Renew until it is, as a gateway does."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            with contextlib.suppress(StoreUnavailable):
-                await store.renew([])
-            if store.is_well:
-                return
             await asyncio.sleep(0.01)
 
 
