@@ -67,8 +67,15 @@ class Admin:
     """The handlers of the admin listener."""
 
     def __init__(
-        self, health: Health, accounts: AccountsReader, live: LiveRequests, clock: Clock = SYSTEM_CLOCK
+        self,
+        health: Health,
+        accounts: AccountsReader,
+        reload: Callable[[], list[str]],
+        live: LiveRequests,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        """`reload` reads the configuration again, and returns what is wrong with it."""
+        self._read_again = reload
         self._health = health
         self._accounts = accounts
         self._live = live
@@ -119,7 +126,7 @@ class Admin:
         return probe_response(self._health, request, tells_problems=True)
 
     def _reload(self, request: web.BaseRequest, operator: Principal) -> web.Response:
-        problems = self._accounts.reload()
+        problems = self._read_again()
         log.info("admin.change", operator=operator.key, action="reload", problems=len(problems))
         if problems:
             told = "\n".join(problems)[:PROBLEMS_LEN_MAX]

@@ -144,7 +144,7 @@ class Gateway:
             )
             if admin.port is not None:
                 options = http1_options(self.config.timeouts.idle_s)
-                handlers = Admin(self._health, self.accounts, self.live, self._clock)
+                handlers = Admin(self._health, self.accounts, self.reload, self.live, self._clock)
                 private = web.Server(handlers.handle, **options)
                 self.admin_port = await listen(
                     stack, private, admin.host, admin.port, send_buffer_len=buffer_len
@@ -172,12 +172,14 @@ class Gateway:
         )
         log.info("gateway.drained", clean=clean)
 
-    def reload(self) -> None:
-        """Read again what is read again when it changes: the configuration, certificates, issuers' keys."""
-        self.accounts.reload()
+    def reload(self) -> list[str]:
+        """Read again what is read again when it changes: the configuration, certificates, issuers' keys.
+        Returns what is wrong with the configuration."""
+        problems = self.accounts.reload()
         self._key_sources.reload()
         if self._tls is not None:
             self._tls.reload()
+        return problems
 
     def _identity_of(self, config: GatewayConfig) -> Identity:
         return callers_of(config, self._key_sources, self._revoked)
