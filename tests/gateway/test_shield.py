@@ -42,7 +42,7 @@ async def test_an_error_keeps_nothing_of_whom_it_went_through(is_cancelled: bool
         await shielded(work())
         del held
 
-    with uncollected() as left:
+    with uncollected(Held) as left:
         task = asyncio.create_task(cleaning_up())
         await asyncio.sleep(0)
         if is_cancelled:
@@ -53,4 +53,4 @@ async def test_an_error_keeps_nothing_of_whom_it_went_through(is_cancelled: bool
             await task
         del task
         await asyncio.sleep(0)
-        assert not left(Held)
+        assert not left()

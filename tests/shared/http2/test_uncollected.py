@@ -31,13 +31,13 @@ async def test_the_reader_of_a_stream_that_was_reset() -> None:
         responder.abort()
 
     async with serving(abort) as served, Http2Transport() as transport:
-        with uncollected() as left:
+        with uncollected(Stream) as left:
             answer = await transport.exchange("GET", served.url + "/", [], b"")
             with pytest.raises(httpx.RemoteProtocolError):
                 await answer.read()
             await answer.aclose()
             del answer
-            await until(lambda: not left(Stream))
+            await until(lambda: not left())
 
 
 async def test_the_writer_to_a_client_that_left() -> None:
@@ -57,13 +57,13 @@ async def test_the_writer_to_a_client_that_left() -> None:
             raise
 
     async with serving(endless) as served, Http2Transport() as transport:
-        with uncollected() as left:
+        with uncollected(Stream) as left:
             answer = await transport.exchange("GET", served.url + "/", [], b"")
             await answer.read()
             await answer.aclose()
             del answer
             await gone.wait()
-            await until(lambda: not left(Stream))
+            await until(lambda: not left())
 
 
 async def test_whoever_takes_what_is_passed_on_and_fails() -> None:
@@ -79,13 +79,13 @@ async def test_whoever_takes_what_is_passed_on_and_fails() -> None:
         return True
 
     async with serving(Silent(start=True, events=True)) as served, Http2Transport() as transport:
-        with uncollected() as left:
+        with uncollected(Stream, Full) as left:
             answer = await transport.exchange("GET", served.url + "/", [], b"")
             with pytest.raises(Full):
                 await answer.pass_on(accept)
             await answer.aclose()
             del answer
-            await until(lambda: not left(Stream, Full))
+            await until(lambda: not left())
 
 
 async def test_a_place_in_line_for_a_connection_that_cannot_be_made() -> None:
@@ -93,10 +93,10 @@ async def test_a_place_in_line_for_a_connection_that_cannot_be_made() -> None:
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}/"
         async with Http2Transport() as transport:
-            with uncollected() as left:
+            with uncollected(Place) as left:
                 with pytest.raises(httpx.ConnectError):
                     await transport.exchange("GET", url, [], b"")
-                await until(lambda: not left(Place))
+                await until(lambda: not left())
 
 
 async def test_a_handler_that_knows_that_its_client_left_is_no_failure(
