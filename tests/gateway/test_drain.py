@@ -69,11 +69,11 @@ async def test_a_request_retried_on_another_engine_leaks_nothing(open_house: Ope
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         house: House = await open_house(f"http://127.0.0.1:{nobody.getsockname()[1]}")
-        with uncollected() as left:
+        with uncollected(Exchange) as left:
             for _ in range(4):
                 async with house.chat(stream=True) as answer:
                     assert answer.status == 200
                     await answer.read()
             assert any(line["attempts"] == 2 for line in await house.lines(4))
             await house.at_rest()
-            await until(lambda: not left(Exchange))
+            await until(lambda: not left())

@@ -42,7 +42,7 @@ async def test_an_error_of_shielded_work_leaves_no_reference_cycle(is_cancelled:
         await shielded(work())
         del held
 
-    with uncollected() as left:
+    with uncollected(Held) as left:
         task = asyncio.create_task(cleaning_up())
         await asyncio.sleep(0)
         if is_cancelled:
@@ -53,4 +53,4 @@ async def test_an_error_of_shielded_work_leaves_no_reference_cycle(is_cancelled:
             await task
         del task
         await asyncio.sleep(0)
-        assert not left(Held)
+        assert not left()

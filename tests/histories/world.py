@@ -223,7 +223,7 @@ class _World:
 
     async def _live(self, gateway: Gateway) -> None:
         setting = self._setting
-        with uncollected() as left:
+        with uncollected(*OF_A_REQUEST) as left:
             async with asyncio.TaskGroup() as tasks:
                 for history in setting.histories:
                     tasks.create_task(self._call(gateway.port, history))
@@ -234,7 +234,7 @@ class _World:
                     tasks.create_task(self._trouble(at_s, trouble, replica))
             await until(lambda: not len(gateway.live) and all(one.is_idle for one in self._replicas))
             await asyncio.sleep(TURN_S)
-            for one in left(*OF_A_REQUEST):
+            for one in left():
                 self._remains.kept.append(_described(one))
 
     # -- who is there -----------------------------------------------------------------------------

@@ -184,7 +184,7 @@ async def test_a_request_that_has_ended_is_gone_without_a_garbage_collection(
     served: Served, streams: bool
 ) -> None:
     body, core = {**CHAT, "stream": streams, "n": 2}, served.core
-    with uncollected() as left:
+    with uncollected(Exchange, Generation, RequestOutput, ChoiceOutput) as left:
         served.says("the lazy dog")
         assert (await served.http.post("/v1/chat/completions", json=body)).status_code == 200
         served.says("the lazy dog", ends=False)
@@ -192,7 +192,7 @@ async def test_a_request_that_has_ended_is_gone_without_a_garbage_collection(
         await until(lambda: len(core.running) == 2)
         await until(lambda: all(row.sent == len(row.script) for row in core.running.values()))
         writer.transport.abort()
-        await until(lambda: not left(Exchange, Generation, RequestOutput, ChoiceOutput))
+        await until(lambda: not left())
 
 
 @pytest.mark.parametrize("streams", [True, False])

@@ -31,13 +31,13 @@ async def test_a_reset_stream_leaves_its_reader_without_a_reference_cycle() -> N
         responder.abort()
 
     async with serving(abort) as served, Http2Transport() as transport:
-        with uncollected() as left:
+        with uncollected(Stream) as left:
             answer = await transport.exchange("GET", served.url + "/", [], b"")
             with pytest.raises(httpx.RemoteProtocolError):
                 await answer.read()
             await answer.aclose()
             del answer
-            await until(lambda: not left(Stream))
+            await until(lambda: not left())
 
 
 async def test_a_disconnect_leaves_the_writer_without_a_reference_cycle() -> None:
@@ -57,13 +57,13 @@ async def test_a_disconnect_leaves_the_writer_without_a_reference_cycle() -> Non
             raise
 
     async with serving(endless) as served, Http2Transport() as transport:
-        with uncollected() as left:
+        with uncollected(Stream) as left:
             answer = await transport.exchange("GET", served.url + "/", [], b"")
             await answer.read()
             await answer.aclose()
             del answer
             await gone.wait()
-            await until(lambda: not left(Stream))
+            await until(lambda: not left())
 
 
 async def test_a_failing_accept_function_leaves_no_reference_cycle() -> None:
@@ -79,13 +79,13 @@ async def test_a_failing_accept_function_leaves_no_reference_cycle() -> None:
         return True
 
     async with serving(Silent(start=True, events=True)) as served, Http2Transport() as transport:
-        with uncollected() as left:
+        with uncollected(Stream, Full) as left:
             answer = await transport.exchange("GET", served.url + "/", [], b"")
             with pytest.raises(Full):
                 await answer.pass_on(accept)
             await answer.aclose()
             del answer
-            await until(lambda: not left(Stream, Full))
+            await until(lambda: not left())
 
 
 async def test_a_failed_connect_leaves_waiting_requests_without_a_reference_cycle() -> None:
@@ -93,10 +93,10 @@ async def test_a_failed_connect_leaves_waiting_requests_without_a_reference_cycl
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}/"
         async with Http2Transport() as transport:
-            with uncollected() as left:
+            with uncollected(Place) as left:
                 with pytest.raises(httpx.ConnectError):
                     await transport.exchange("GET", url, [], b"")
-                await until(lambda: not left(Place))
+                await until(lambda: not left())
 
 
 async def test_a_handler_that_raises_client_gone_is_no_failure(
