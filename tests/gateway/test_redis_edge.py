@@ -12,6 +12,7 @@ import trustme
 
 from gateway.app import Gateway
 from gateway.config import load
+from gateway.quota_config import QuotasConfig
 from shared.config import ConfigError
 from tests.gateway.conftest import OTHER_KEY, House, Open, error_of, settings, until
 from tests.gateway.fake_engine import unary
@@ -164,6 +165,10 @@ def test_a_mistake_in_the_settings_is_named_and_no_secret_is_shown(
         load(settings("http://engine", quotas=quotas), {})
     assert problem in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+def test_no_request_waits_longer_than_50_ms_by_default() -> None:
+    assert QuotasConfig().timeout_s == 0.05
 
 
 def test_a_password_that_cannot_be_read_is_named_at_the_start() -> None:
