@@ -128,7 +128,7 @@ class Setting:
         limits: dict[str, Json] = {
             "free": {},
             "budget": {"token_budget": BUDGET},
-            "rate": {"tokens_per_min": 3_000, "requests_per_min": 40},
+            "rate": {"tokens_per_min": 3_000, "requests_per_min": 40, "token_budget": 1_000_000},
             "seats": {"concurrent": 6, "token_budget": 1_000_000},
         }
         tiers = {"free": "priority", "budget": "default", "rate": "flex", "seats": "priority"}
