@@ -46,6 +46,11 @@ _MALFORMED: Final = b"\0" * 2 * CHUNK_LEN_MIN
 log = logs.get(__name__)
 
 
+class BrokenBody(web.RequestPayloadError, TimeoutError):
+    """A request's body broke off within something malformed. It is a TimeoutError too because aiohttp, which
+    reads what a handler left of a body, expects no other error there: it would log one as a crash."""
+
+
 class ListenFailed(Exception):
     """A listener cannot be opened; the message is for the operator."""
 
@@ -159,6 +164,15 @@ class _Protocol(RequestHandler):
         if self._head_len > HEAD_LEN_MAX:
             self._is_refused = True
             super().data_received(_MALFORMED)
+        if self._is_refused:
+            self._break_off_body()
+
+    def _break_off_body(self) -> None:
+        """Fail the body that is being received, of which nothing more is read. aiohttp's parser forgets a
+        body within which it meets something malformed, and its reader would wait until its time limit."""
+        request = self._current_request
+        if request is not None and not request.content.is_eof():
+            request.content.set_exception(BrokenBody("what follows is malformed"))
 
     def _is_chunked(self, data: bytes) -> bool:
         request = self._current_request

@@ -39,9 +39,8 @@ class LineCheck:
             write(event, fields, level)
 
         def checked_write_line(line: Struct, level: str) -> None:
-            fields = msgspec.json.decode(msgspec.json.encode(line))
-            if fields.get("event") == EVENT:
-                self._check(fields, level)
+            if getattr(line, "event", None) == EVENT:
+                self._check(msgspec.json.decode(msgspec.json.encode(line)), level)
             write_line(line, level)
 
         logs.write = checked_write

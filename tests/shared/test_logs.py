@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from datetime import datetime, timedelta
 from typing import Any
 
+import msgspec
 import pytest
 import structlog
 from hypothesis import given
@@ -203,3 +204,29 @@ def test_a_line_of_a_level_that_is_not_shown_is_not_written(stream: io.StringIO)
     logs.configure("test", level="warning", stream=stream)
     logs.write("e", {})
     assert not lines(stream)
+
+
+class _Line(msgspec.Struct, omit_defaults=True):
+    event: str
+    detail: str = ""
+    prompt: str = ""
+    unset: str | None = None
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (_Line("e", detail="a\ud800b"), {"detail": "a\\ud800b"}),
+        (_Line("e", detail="x" * 10_000, prompt=CANARY), {"prompt": logs.REDACTED}),
+    ],
+    ids=["lone surrogate", "long text"],
+)
+def test_a_typed_line_that_json_or_the_bound_refuses_is_written_with_what_fits(
+    stream: io.StringIO, line: _Line, expected: dict[str, object]
+) -> None:
+    logs.write_line(line, "info")
+    (written,) = lines(stream)
+    assert written["event"] == "e"
+    assert expected.items() <= written.items()
+    assert "unset" not in written
+    assert len(str(written["detail"])) < 10_000

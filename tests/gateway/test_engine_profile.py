@@ -1,0 +1,112 @@
+"""What the gateway asks an engine about a model, and what it says when the answer cannot be used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+import msgspec
+import pytest
+
+from gateway.admission.tokens import estimate
+from gateway.config import ModelConfig
+from gateway.engines import EngineProfile, fetch_profile
+from gateway.relay.upstream import Upstream
+from shared.errors import ApiError, ConnectTimeout, ModelNotFound, UpstreamFailed, UpstreamUnreachable
+from shared.ids import TOKENIZER_HEADER
+from shared.openai import CompletionRequest
+from tests.gateway.fake_engine import byte_bundle
+
+MODELS = "/v1/models"
+TOKENIZER = "/penstock/tokenizer"
+LISTED = msgspec.json.encode({"data": [{"id": "tiny", "max_model_len": 4096}]})
+BUNDLE = byte_bundle()
+A, B = "http://a", "http://b"
+Answer = tuple[Mapping[str, str], bytes] | ApiError | TimeoutError
+
+
+@dataclass
+class FakeUpstream:
+    """Answers by URL and path."""
+
+    answers: dict[tuple[str, str], Answer]
+    asked: list[tuple[str, str]] = field(default_factory=list)
+
+    async def fetch(self, protocol: str, url: str, path: str, *_: object) -> tuple[Mapping[str, str], bytes]:
+        self.asked.append((url, path))
+        answer = self.answers[url, path]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def engine(
+    models: Answer = ({}, LISTED), tokenizer: Answer = ({}, b"{}"), url: str = "http://a"
+) -> FakeUpstream:
+    return FakeUpstream({(url, MODELS): models, (url, TOKENIZER): tokenizer})
+
+
+async def profile_of(upstream: FakeUpstream, *urls: str) -> EngineProfile:
+    model = ModelConfig("tiny", urls or (A,))
+    return await fetch_profile(cast(Upstream, upstream), model, 1.0, ())
+
+
+@pytest.mark.parametrize(
+    ("upstream", "message"),
+    [
+        (engine(models=({}, b"<html>")), "The engine's list of models cannot be read."),
+        (engine(models=({}, b'{"data": [{"id": "other"}]}')), "The engine does not serve this model."),
+        (engine(tokenizer=({}, b"<html>")), "The engine's tokenizer cannot be read."),
+        (
+            engine(tokenizer=({TOKENIZER_HEADER: "sha256:0"}, msgspec.json.encode(BUNDLE))),
+            "The engine's tokenizer is damaged.",
+        ),
+        (engine(models=TimeoutError()), "The engine did not answer in time."),
+    ],
+    ids=["no list", "another model", "no tokenizer", "another hash", "no answer"],
+)
+async def test_an_answer_that_cannot_be_used_is_an_error_that_says_which(
+    upstream: FakeUpstream, message: str
+) -> None:
+    with pytest.raises(UpstreamFailed) as caught:
+        await profile_of(upstream)
+    assert caught.value.message == message
+
+
+@pytest.mark.parametrize("error", [ConnectTimeout("late"), UpstreamUnreachable("gone")])
+async def test_an_engine_that_vanishes_before_its_tokenizer_is_not_taken_for_a_foreign_one(
+    error: ApiError,
+) -> None:
+    """Its requests would be estimated, and their token ids not be sent."""
+    with pytest.raises(type(error)):
+        await profile_of(engine(tokenizer=error))
+
+
+async def test_an_engine_without_a_tokenizer_to_give_is_a_foreign_one() -> None:
+    assert (await profile_of(engine(tokenizer=ModelNotFound("no such path")))).bundle is None
+
+
+async def test_the_next_replica_is_asked_when_one_fails() -> None:
+    good = engine(tokenizer=({TOKENIZER_HEADER: BUNDLE.hash}, msgspec.json.encode(BUNDLE)), url=B)
+    upstream = FakeUpstream({(A, MODELS): UpstreamUnreachable("gone"), **good.answers})
+    assert await profile_of(upstream, f"{A}/", f"{B}/") == EngineProfile(BUNDLE, 4096, None)
+    assert upstream.asked == [(A, MODELS), (B, MODELS), (B, TOKENIZER)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "longest", "prompts"),
+    [
+        ("x" * 9, 3, 3, 1),
+        ([1, 2, 3], 3, 3, 1),
+        (["x" * 8, "x" * 4], 5, 3, 2),
+        ([[1, 2, 3], [4]], 4, 3, 2),
+    ],
+    ids=["text", "ids", "texts", "lists of ids"],
+)
+def test_without_a_tokenizer_texts_are_estimated_and_ids_are_counted(
+    prompt: str | list[str | int | list[int]], tokens: int, longest: int, prompts: int
+) -> None:
+    count = estimate(CompletionRequest(model="tiny", prompt=prompt))
+    assert (count.prompt_tokens, count.longest, count.prompts) == (tokens, longest, prompts)
+    assert not count.is_exact

@@ -1,0 +1,133 @@
+"""Requests that a proxy in front may read otherwise are refused, and the refusal names what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from gateway import hygiene
+from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House
+from tests.gateway.fake_engine import unary
+
+BODY = msgspec.json.encode(CHAT)
+LINE = b"POST /v1/chat/completions HTTP/1.1\r\n"
+HOST = b"host: here\r\n"
+REST = b"authorization: Bearer %b\r\ncontent-length: %d\r\n\r\n" % (KEY.encode(), len(BODY))
+WIDE = b"".join(b"x-%d: %b\r\n" % (i, b"y" * 8000) for i in range(5))
+assert len(WIDE) > hygiene.HEAD_LEN_MAX
+
+
+@pytest.fixture
+def protocol() -> str:
+    """The hop's protocol, which none of these requests reaches."""
+    return "http2"
+
+
+async def answered(house: House, request: bytes) -> tuple[int, bytes]:
+    """The status and the body of the gateway's answer to these bytes, after any 100."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", house.gateway.port)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            writer.write(request)
+            while (status := int((head := await reader.readuntil(b"\r\n\r\n")).split()[1])) == 100:
+                pass
+            lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+            return status, await reader.readexactly(int(lengths[0].partition(b":")[2]))
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("request_head", "param", "message"),
+    [
+        (LINE + HOST + WIDE, None, "The request's headers are too large."),
+        (LINE.replace(b"1.1", b"2.0") + HOST, None, "The request's version must be HTTP/1.0 or HTTP/1.1."),
+        (
+            LINE + HOST + b"Authorization: Bearer other-key\r\n",
+            "authorization",
+            "The header authorization is given more than once.",
+        ),
+        (LINE + b"host: a/x?y\r\n", "host", "The header host names no host."),
+    ],
+    ids=["headers too large", "version", "header twice", "host"],
+)
+async def test_a_head_that_a_proxy_may_read_otherwise_is_refused_by_name(
+    house: House, request_head: bytes, param: str | None, message: str
+) -> None:
+    status, body = await answered(house, request_head + REST + BODY)
+    error = msgspec.json.decode(body)["error"]
+    assert (status, error["message"], error["param"]) == (400, message, param)
+    assert not house.engine.seen
+
+
+async def test_a_transfer_encoding_other_than_chunked_is_refused_by_name(house: House) -> None:
+    framing = b"authorization: Bearer %b\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n" % KEY.encode()
+    status, body = await answered(house, LINE + HOST + framing)
+    error = msgspec.json.decode(body)["error"]
+    assert (status, error["param"]) == (400, "transfer-encoding")
+    assert error["message"] == "The only transfer-encoding is chunked."
+
+
+async def test_a_body_that_waits_for_100_continue_is_asked_for_and_served(house: House) -> None:
+    house.engine.script = unary()
+    reader, writer = await asyncio.open_connection("127.0.0.1", house.gateway.port)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            writer.write(LINE + HOST + b"expect: 100-continue\r\n" + REST)
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            writer.write(BODY)
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+    finally:
+        writer.close()
+    assert (await house.line())["status"] == 200
+
+
+async def test_a_body_with_a_broken_chunk_is_refused_and_holds_nothing(house: House) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", house.gateway.port)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            writer.write(LINE + HOST + b"authorization: Bearer %b\r\n" % KEY.encode())
+            writer.write(b"expect: 100-continue\r\ntransfer-encoding: chunked\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\n")  # the gateway has begun to read the body
+            writer.write(b"2\r\n{}\r\nno length\r\n")
+            answer = await reader.read()
+    finally:
+        writer.close()
+    line = await house.line()
+    assert (line["stage"], line["end_reason"]) == ("body", "refused")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.") == 1, "one answer to one request"
+    assert b"not framed as its headers say" in answer
+    assert '"level":"error"' not in house.log.getvalue()
+    await house.at_rest()
+
+
+async def test_a_broken_body_that_nobody_reads_closes_the_connection_without_an_alarm(house: House) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", house.gateway.port)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            writer.write(
+                b"GET /v1/models HTTP/1.1\r\n" + HOST + b"authorization: Bearer %b\r\n" % KEY.encode()
+            )
+            writer.write(b"transfer-encoding: chunked\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\n")  # the answer is there, and the rest of the body awaited
+            writer.write(b"no length\r\n")
+            assert b"HTTP/1." not in await reader.read()
+    finally:
+        writer.close()
+    await house.line()
+    assert '"level":"error"' not in house.log.getvalue()
+
+
+async def test_a_client_that_leaves_within_its_body_is_logged_as_such_and_holds_nothing(house: House) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", house.gateway.port)
+    async with asyncio.timeout(PATIENCE_S):
+        writer.write(LINE + HOST + b"expect: 100-continue\r\n" + REST)
+        await reader.readuntil(b"\r\n\r\n")
+    writer.write(BODY[:5])
+    writer.close()
+    line = await house.line()
+    assert (line["stage"], line["end_reason"]) == ("body", "client_cancel")
+    await house.at_rest()
