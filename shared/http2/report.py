@@ -9,6 +9,7 @@ moment for it.
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 
 from shared.http2.limits import RESET_IDS_MAX
 
@@ -63,7 +64,7 @@ class AwaitedReports:
     __slots__ = ("_reports",)
 
     def __init__(self) -> None:
-        self._reports: dict[int, Report] = {}
+        self._reports: OrderedDict[int, Report] = OrderedDict()
 
     @property
     def are_due(self) -> bool:
@@ -75,7 +76,7 @@ class AwaitedReports:
         if report.expect():
             self._reports[stream_id] = report
             if len(self._reports) > RESET_IDS_MAX:
-                self._reports.pop(next(iter(self._reports))).deliver(None)
+                self._reports.popitem(last=False)[1].deliver(None)
 
     def pop(self, stream_id: int) -> Report | None:
         """Remove and return the report of a stream. None when none is awaited."""
