@@ -16,6 +16,7 @@ import jinja2
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shared.clock import SYSTEM_CLOCK, Clock
@@ -49,7 +50,8 @@ class ChatTemplate:
             **special_tokens,
         }
         """The variables of every rendering, beside the messages. The template's own `generate` would collect
-        them from two dicts each time, and pass every block through a generator of its own."""
+        them from two dicts each time, and pass every block through a generator of its own; its `new_context`
+        would note for each rendering which of them are globals, which `include` alone asks."""
         self._knows_developer = "developer" in source
 
     def render(self, messages: list[ChatMessage]) -> str:
@@ -59,7 +61,8 @@ class ChatTemplate:
         room = RENDERED_LEN_MAX
         try:
             seen = {**self._given, "messages": [self._plain(message) for message in messages]}
-            for block in self._template.root_render_func(self._template.new_context(seen, shared=True)):
+            context = Context(self._template.environment, seen, self._template.name, self._template.blocks)
+            for block in self._template.root_render_func(context):
                 blocks.append(block)
                 room -= len(block)
                 if room < 0:

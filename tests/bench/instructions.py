@@ -25,6 +25,10 @@ RUNS = 3
 """Runs of each length. The least counts, as a start may do more: it compiles what was changed, or waits."""
 CONNECTIONS = 8
 RATIO_TARGET = at_most(1.03)
+VALGRIND = (
+    *("env", "PYTHONHASHSEED=0"),  # other seeds, other collisions
+    *("valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null"),
+)
 _TOTAL = re.compile(r"I\s+refs:\s+([\d,]+)")
 
 
@@ -38,8 +42,7 @@ async def instructions(checkout: Path | None, requests: int) -> float:
 async def _run(engine: Engine, checkout: Path | None, requests: int) -> int:
     """Instructions of a gateway's whole life with so many requests in it."""
     with tempfile.NamedTemporaryFile() as log:
-        valgrind = ("valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null")
-        async with gateway(engine, checkout, (*valgrind, f"--log-file={log.name}")) as subject:
+        async with gateway(engine, checkout, (*VALGRIND, f"--log-file={log.name}")) as subject:
             await _ask(subject, requests)
         found = _TOTAL.search(log.read().decode())
     assert found is not None, "valgrind wrote no total"
