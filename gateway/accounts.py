@@ -101,7 +101,7 @@ class Accounts:
 
     @property
     def serve_without_store(self) -> bool:
-        """Whether some tenant is served while the quota store cannot be asked: one without limits, or
+        """True if some tenant is served while the quota store cannot be asked: one without limits, or
         one whose fail mode is local."""
         return any(
             tenant.limits == QuotaLimits() or (tenant.quota_fail or self.quota_fail) == "local"

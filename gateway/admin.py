@@ -81,12 +81,12 @@ class Admin:
         self._live = live
         self._clock = clock
         self._open: Final[Mapping[str, Open]] = {**dict.fromkeys(PROBES, self._probe), "/metrics": _metrics}
-        """By path, for GET and HEAD."""
+        """The handlers of GET and HEAD, by path."""
         self._changes: Final[Mapping[str, tuple[str, Change]]] = {
             RELOAD: ("POST", self._reload),
             REQUESTS: ("DELETE", self._abort),
         }
-        """By path, or by its beginning where that ends with a slash: the method, and what it does."""
+        """The writes' methods and handlers, by path, or by its beginning where that ends with a slash."""
 
     async def handle(self, request: web.BaseRequest) -> web.Response:
         """Answer one request, whatever happens."""

@@ -115,7 +115,7 @@ class Gateway:
         """The admin listener's port. None until it listens, and where there is none."""
 
     def _works(self) -> dict[str, Work]:
-        """By name: what goes on in the background, without which the gateway is not ready."""
+        """The tasks in the background without which the gateway is not ready, by name."""
         works: dict[str, Work] = {
             "configuration": self.accounts.watch,
             "lease renewal": self._renew_leases,

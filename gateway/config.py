@@ -289,7 +289,7 @@ class KeyConfig:
     expires: datetime | None = None
     """When it stops working, with the offset from UTC. Unset: never."""
     disabled: bool = False
-    """Whether the key is revoked."""
+    """True if the key is revoked."""
 
     @property
     def key_id(self) -> KeyId:
@@ -302,7 +302,7 @@ class KeyConfig:
 
 @dataclass(frozen=True, slots=True)
 class GrantConfig:
-    """What the holder of a token may use. The first grant that fits the token's issuer and claims is the
+    """The rights of a token's holder. The first grant that fits the token's issuer and claims is the
     holder's; a token that none fits is refused."""
 
     issuer: Id
@@ -333,7 +333,7 @@ class GrantConfig:
 
 @dataclass(frozen=True, slots=True)
 class CertificateConfig:
-    """What the holder of a client certificate may use. The first entry that fits a name of the certificate is
+    """The rights of a client certificate's holder. The first entry that fits a name of the certificate is
     the holder's."""
 
     id: Id
@@ -371,7 +371,7 @@ class GatewayConfig:
     issuers: Annotated[tuple[IssuerConfig, ...], Meta(max_length=ISSUERS_MAX)] = ()
     """The signers of tokens (JWT) that name callers."""
     grants: Annotated[tuple[GrantConfig, ...], Meta(max_length=ENTRIES_MAX)] = ()
-    """What the holders of tokens may use."""
+    """The rights of tokens' holders."""
     certificates: Annotated[tuple[CertificateConfig, ...], Meta(max_length=ENTRIES_MAX)] = ()
     """The client certificates that name callers, and what they may use."""
     listen: ListenConfig = ListenConfig()

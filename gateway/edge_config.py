@@ -47,7 +47,7 @@ class TlsConfig:
     key: Text
     """File with its private key, PEM."""
     client_certificates: Literal["none", "optional", "required"] = "none"
-    """Whether clients are asked for a certificate (mTLS). optional: one that is shown must be good. required:
+    """True if clients are asked for a certificate (mTLS). optional: one that is shown must be good. required:
     without one there is no connection, for probes neither."""
     client_ca: Text | None = None
     """File with the authorities that sign clients' certificates, PEM."""
@@ -159,7 +159,7 @@ def _is_https(text: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a listener on `host`."""
+    """True if only this machine reaches a listener on `host`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -177,7 +177,7 @@ class OperatorKeyConfig:
     expires: datetime | None = None
     """When it stops working, with the offset from UTC. Unset: never."""
     disabled: bool = False
-    """Whether the key is revoked."""
+    """True if the key is revoked."""
 
 
 @dataclass(frozen=True, slots=True)

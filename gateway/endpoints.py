@@ -47,7 +47,7 @@ class Endpoint(Struct, frozen=True):
 
     @property
     def generates(self) -> bool:
-        """Whether its requests generate tokens, which are counted and reserved."""
+        """True if its requests generate tokens, which are counted and reserved."""
         return issubclass(self.shape, GenerationRequest)
 
 

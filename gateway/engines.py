@@ -45,7 +45,7 @@ class EngineProfile:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the profile is complete. An engine of ours that is still loading knows its tokenizer, and
+        """True if the profile is complete. An engine of ours that is still loading knows its tokenizer, and
         not yet its context length."""
         return self.bundle is None or self.max_model_len is not None
 
@@ -66,7 +66,7 @@ class Known:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the engine is known to be of another make. False while its profile is unknown."""
+        """True if the engine is known to be of another make. False while its profile is unknown."""
         return self.profile is not None and self.profile.bundle is None
 
     def observe(self, tokenizer_hash: str | None) -> None:

@@ -55,9 +55,9 @@ class Exchange(Struct, eq=False):
     progress: Progress
     principal: Principal | None = None
     is_seated: bool = False
-    """Whether the request has asked for its seat, so that it has a lease to renew."""
+    """True if the request has asked for its seat, so that it has a lease to renew."""
     streams: bool = False
-    """Whether the request asks for a stream. False until its body has been parsed."""
+    """True if the request asks for a stream. False until its body has been parsed."""
     reserved: int = 0
     """The tokens reserved."""
     decision: Decision | None = None

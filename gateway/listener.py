@@ -138,7 +138,7 @@ class _Protocol(RequestHandler):
         self._head_len = 0
         """The number of bytes received of a head that is not complete yet."""
         self._is_refused = False
-        """Whether something malformed was received, so that nothing more is read."""
+        """True if something malformed was received, so that nothing more is read."""
 
     def data_received(self, data: bytes) -> None:
         """Parse what was received, by rule 2.

@@ -34,7 +34,7 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """What the files hold."""
+    """The files' contents."""
 
     context: ssl.SSLContext
     revoked: Revoked
@@ -63,7 +63,7 @@ class PublicTls:
         self.context.current = loaded.context
         self.revoked = loaded.revoked
         self._asked = False
-        """Whether the files are to be read at the next look, changed or not."""
+        """True if the files are to be read at the next look, changed or not."""
 
     def reload(self) -> None:
         """Have the files read again by `watch`, changed or not."""

@@ -32,7 +32,7 @@ class QuotasConfig:
     sentinel: Text | None = None
     """Sentinel's name of the primary: the hosts in url are Sentinels. Unset: they are not."""
     cluster: bool = False
-    """Whether the hosts in url are nodes of a Cluster."""
+    """True if the hosts in url are nodes of a Cluster."""
     username: Text | None = None
     """ACL user. Unset: the default one."""
     password_env: Text | None = None
@@ -52,7 +52,7 @@ class QuotasConfig:
     gateways: Annotated[int, Meta(ge=1, le=10_000), Unit("processes")] = 1
     """Gateway processes that share the store: with fail = "local" each allows this part of every limit."""
     key_prefix: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,64}$")] = "penstock"
-    """What the keys in Redis begin with."""
+    """The beginning of all keys in Redis."""
 
     def __post_init__(self) -> None:
         problems = []

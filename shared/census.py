@@ -44,7 +44,7 @@ class Census(Struct, frozen=True):
     fields: int
     strings: int
     is_narrow: bool = True
-    """Whether all text is ASCII, also where it is escaped."""
+    """True if all text is ASCII, also where it is escaped."""
 
     @property
     def excess(self) -> str | None:

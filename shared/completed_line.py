@@ -61,7 +61,7 @@ class CompletedLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     stage: str
     """The stage in which the request ended, before anything that is done afterwards."""
     stream: bool
-    """Whether a stream was asked for. False as long as the body was not read."""
+    """True if a stream was asked for. False as long as the body was not read."""
     total_ms: Milliseconds
     """From the request's headers to its end."""
     tenant: str | None = None
@@ -73,7 +73,7 @@ class CompletedLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     error_param: str | None = None
     """The parameter to change, where the error names one."""
     error_detail: str | None = None
-    """What the error says to the operator, where it says more than its code; the client is never sent it."""
+    """The error's text for the operator, where it says more than its code; the client is never sent it."""
     prompt_tokens: WholeNumber | None = None
     """Tokens of all prompts. In the engine's line only those of prompts that it began to compute, and None
     for a request that ended before it was submitted to the core."""
@@ -101,7 +101,7 @@ class GatewayLine(CompletedLine, frozen=True, kw_only=True):
     attempts: WholeNumber
     """Engines that were asked, one after the other."""
     prompt_exact: bool
-    """Whether `prompt_tokens` was counted, by the engine or with the model's tokenizer; False for an
+    """True if `prompt_tokens` was counted, by the engine or with the model's tokenizer; False for an
     estimate."""
     reserved_tokens: WholeNumber
     """Tokens that the quotas granted before dispatch."""

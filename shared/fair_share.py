@@ -59,7 +59,7 @@ class FairShare:
         return f"{self.held} held, {own} by the tenant, {amount} more, capacity {self.capacity}"
 
     def may_acquire(self, tenant: str, amount: int, *, alone: bool = False) -> bool:
-        """Whether `amount` more are within the tenant's limit."""
+        """True if `amount` more are within the tenant's limit."""
         own = self._held.get(tenant, 0)
         if alone and not own:
             return self._counted < self.capacity

@@ -122,7 +122,7 @@ _plain: Final = msgspec.json.Decoder(list[_PlainMessage])
 
 
 def _are_plain(messages: list[ChatMessage], raw: Raw) -> bool:
-    """Whether all messages have a role, a text and perhaps a name alone, as most have, so that no field is
+    """True if all messages have a role, a text and perhaps a name alone, as most have, so that no field is
     unknown or unsupported."""
     for message in messages:
         if type(message.content) is not str:

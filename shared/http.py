@@ -53,7 +53,7 @@ class Request(Protocol):
 class Responder(Protocol):
     @property
     def started(self) -> bool:
-        """Whether a status has been sent, so that none can be sent any more."""
+        """True if a status has been sent, so that none can be sent any more."""
         ...
 
     async def send(self, status: int, headers: Mapping[str, str], body: bytes) -> None: ...

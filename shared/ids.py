@@ -43,7 +43,7 @@ def mint_request_id() -> RequestId:
 
 
 def is_request_id(text: str) -> bool:
-    """Whether the text is 1 to 64 of `A-Za-z0-9._-`."""
+    """True if the text is 1 to 64 of `A-Za-z0-9._-`."""
     return _WELL_FORMED.fullmatch(text) is not None
 
 

@@ -167,7 +167,7 @@ class GenerationRequest(Struct, kw_only=True):
 
     @property
     def echoes(self) -> bool:
-        """Whether the prompt is repeated in the answer."""
+        """True if the prompt is repeated in the answer."""
         return False
 
 

@@ -41,7 +41,7 @@ class Probe(Struct, frozen=True, omit_defaults=True):
     phase: str
     """The service's `shared.lifecycle.Phase`."""
     ok: bool
-    """Whether the answer's status is 200."""
+    """True if the answer's status is 200."""
     problems: list[str] = []
 
 

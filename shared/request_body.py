@@ -34,7 +34,7 @@ def check_head(headers: Mapping[str, str], len_max: int) -> None:
 
 
 def awaits_continue(headers: Mapping[str, str]) -> bool:
-    """Whether the client waits for an interim answer before it sends the body."""
+    """True if the client waits for an interim answer before it sends the body."""
     return headers.get("expect", "").lower() == "100-continue"
 
 

@@ -99,7 +99,7 @@ class Kind:
 
     @property
     def is_optional(self) -> bool:
-        """Whether None is a value of it."""
+        """True if None is a value of it."""
         return any(base is types.NoneType for base, _ in _options(self.type))
 
     @property
@@ -120,12 +120,12 @@ class Kind:
 
     @property
     def is_switch(self) -> bool:
-        """Whether the setting is true or false."""
+        """True if the setting is true or false."""
         return self.base is bool
 
     @property
     def is_size(self) -> bool:
-        """Whether the setting is a number of bytes."""
+        """True if the setting is a number of bytes."""
         return self.base is int and self.unit == "bytes"
 
     def convert(self, value: object) -> Any:
@@ -248,17 +248,17 @@ class Setting:
 
     @property
     def is_required(self) -> bool:
-        """Whether there is no default."""
+        """True if there is no default."""
         return self.default is MISSING
 
     @property
     def is_option(self) -> bool:
-        """Whether a command line can give it: it is at the top level, and no section or list."""
+        """True if a command line can give it: it is at the top level, and no section or list."""
         return "." not in self.path and self.kind.section is None and self.kind.item is None
 
     @property
     def can_be_denied(self) -> bool:
-        """Whether it is a switch with a `NO_` variable, which turns off what is on or left open."""
+        """True if it is a switch with a `NO_` variable, which turns off what is on or left open."""
         return self.kind.is_switch and self.default is not False
 
     @property

@@ -150,12 +150,12 @@ class TailScanner:
 
     @property
     def saw_done(self) -> bool:
-        """Whether the last event forwarded was the one that ends a whole answer."""
+        """True if the last event forwarded was the one that ends a whole answer."""
         return self._tail == self._end
 
     @property
     def at_boundary(self) -> bool:
-        """Whether the forwarded bytes end a whole event, so that another may be appended."""
+        """True if the forwarded bytes end a whole event, so that another may be appended."""
         return self._tail.endswith(_BOUNDARY)
 
     def _comment_start(self, data: bytes) -> int | None:
@@ -174,7 +174,7 @@ class TailScanner:
 
 
 def _may_be_comment(data: bytes) -> bool:
-    """Whether `data`, the end of all bytes so far, is the comment or a beginning of it."""
+    """True if `data`, the end of all bytes so far, is the comment or a beginning of it."""
     if not data.startswith(_COMMENT):
         return _COMMENT.startswith(data)
     rest = data.partition(b"\n")[2]

@@ -226,7 +226,7 @@ class Stages:
         return dict(zip(layout.fields, _milliseconds(seconds), strict=True))
 
     def milliseconds(self, names: tuple[str, ...]) -> tuple[float | None, ...]:
-        """What each of these stages took; None for one that is not over or was never entered."""
+        """The time of each of these stages; None for one that is not over or was never entered."""
         layout, seconds = self._taken()
         return _picker(layout.names, names)([*_milliseconds(seconds), None])
 

@@ -104,7 +104,7 @@ class Slicer:
 
 
 def _sentence_piece(spec: dict[str, Any]) -> bool | None:
-    """Whether a slice keeps the space that it begins with. None for a tokenizer of another kind."""
+    """True if a slice keeps the space that it begins with. None for a tokenizer of another kind."""
     normalizer, pre = spec.get("normalizer"), spec.get("pre_tokenizer")
     replaced = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     match normalizer, pre:

@@ -34,7 +34,7 @@ class Decoder(Protocol):
     """The part of a `Tokenizer` that a stream uses."""
 
     def is_textless(self, token_id: int, skip_special_tokens: bool) -> bool:
-        """Whether decoding passes over this token: a special one, or an id without a token."""
+        """True if decoding passes over this token: a special one, or an id without a token."""
         ...
 
     def piece_bytes(self, token_id: int) -> bytes | None:
@@ -63,12 +63,12 @@ class DecodeStream:
         self._context = tail[: last_whole + 1]
         """The tokens that the library is to decode the next one after."""
         self._is_first = not tail
-        """Whether there is no text before the next token."""
+        """True if there is no text before the next token."""
         begun = b"".join(piece for piece in pieces[last_whole + 1 :] if piece is not None)
         self._unfinished = _decoded(begun)[1]
         """The first bytes of a character that is not finished."""
         self._is_prompts = bool(self._unfinished)
-        """Whether the unfinished character began in the prompt."""
+        """True if the unfinished character began in the prompt."""
 
     def step(self, token_id: int) -> str:
         """The whole characters that this token completes."""
@@ -108,13 +108,13 @@ def _decoded(data: bytes) -> tuple[str, bytes]:
 
 
 def _is_surrogate(data: bytes) -> bool:
-    """Whether `data` begins with half of a surrogate pair, which is no character: Python's decoder would wait
+    """True if `data` begins with half of a surrogate pair, which is no character: Python's decoder would wait
     for its end."""
     return b"\xed\xa0" <= data < b"\xee"
 
 
 def _begins_well(data: bytes) -> bool:
-    """Whether the first bytes are a character, or may become one."""
+    """True if the first bytes are a character, or may become one."""
     if _is_surrogate(data):
         return False
     try:

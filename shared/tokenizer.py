@@ -230,7 +230,7 @@ class Tokenizer:
         return pieces[token_id]
 
     def _is_special(self, token_id: int) -> bool:
-        """Whether decoding leaves the token out. The flags of a token that was declared twice need not say
+        """True if decoding leaves the token out. The flags of a token that was declared twice need not say
         so."""
         return bool(self.decode([token_id], False)) and not self.decode([token_id], True)
 
@@ -245,7 +245,7 @@ class Tokenizer:
         return DecodeStream(self, prompt_ids, skip_special_tokens)
 
     def is_textless(self, token_id: int, skip_special_tokens: bool) -> bool:
-        """Whether decoding passes over this token: a special one, or an id without a token."""
+        """True if decoding passes over this token: a special one, or an id without a token."""
         return token_id >= self.vocab_size or (skip_special_tokens and token_id in self._special_ids)
 
 

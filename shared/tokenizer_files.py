@@ -102,9 +102,9 @@ class AddedToken(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     lstrip: bool = False
     rstrip: bool = False
     normalized: bool | None = None
-    """Whether it is searched for in normalised text. None for the default: unless it is special."""
+    """True if it is searched for in normalised text. None for the default: unless it is special."""
     special: bool = False
-    """Whether answers leave it out."""
+    """True if answers leave it out."""
     id: int | None = None
     """The id that it is declared with. None for the next free one."""
 

@@ -127,7 +127,7 @@ def _split(pattern: str) -> Split:
 
 
 def _keeps_text(post: dict[str, Any]) -> bool:
-    """Whether the post-processor, without special tokens, leaves a text's ids as they are, and once."""
+    """True if the post-processor, without special tokens, leaves a text's ids as they are, and once."""
     match post:
         case {"type": "Sequence", "processors": processors}:
             return all(map(_keeps_text, processors))
@@ -137,7 +137,7 @@ def _keeps_text(post: dict[str, Any]) -> bool:
 
 
 def cuts_words(pre: dict[str, Any]) -> bool:
-    """Whether `pre` is a byte-level pre-tokenizer that is known here and cuts words apart."""
+    """True if `pre` is a byte-level pre-tokenizer that is known here and cuts words apart."""
     return _splits(pre) is not None and any(
         stage.get("use_regex", True) if stage["type"] == "ByteLevel" else _regex_of(stage) in _WORDS
         for stage in _stages(pre)

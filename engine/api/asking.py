@@ -118,7 +118,7 @@ class Asked:
     stop_strings: Sequence[str]
     stop_ids: frozenset[int]
     discards: bool
-    """Whether to drop the one token that the core always samples, because `max_tokens` was 0."""
+    """True to drop the one token that the core always samples, because `max_tokens` was 0."""
     ignored_header: str
     share: Share
     choices: Sequence[Choice]

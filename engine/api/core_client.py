@@ -138,7 +138,7 @@ class CoreClient:
         self.stats: CoreStats | None = None
         self.failure: str | None = None
         self.answers = True
-        """Whether the core answered the last Ping in time."""
+        """True if the core answered the last Ping in time."""
         self._ponged = asyncio.Event()
         self._pinged = 0
 

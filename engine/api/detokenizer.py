@@ -112,7 +112,7 @@ class Detokenizer:
         self.released_len = 0
         """Number of characters that were released."""
         self.stopped = False
-        """Whether a stop string has completed. The text then ends at `released_len`, and further
+        """True if a stop string has completed. The text then ends at `released_len`, and further
         tokens do not count."""
 
     def push(self, token_id: int) -> str:

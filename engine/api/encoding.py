@@ -75,7 +75,7 @@ class Heading:
     model: str
     system_fingerprint: str
     sends_usage: bool
-    """Whether `stream_options.include_usage` was set. Usage is then null on every chunk but the last."""
+    """True if `stream_options.include_usage` was set. Usage is then null on every chunk but the last."""
     sends_token_ids: bool
     logprobs: int | None
 
@@ -384,7 +384,7 @@ class CompletionEncoder:
         )
 
     def _has_preface(self, index: int) -> bool:
-        """Whether the first chunk of a choice holds more than text."""
+        """True if the first chunk of a choice holds more than text."""
         return self._heading.sends_token_ids or self._echoes[index] is not None
 
     def _echo(self, delta: Delta) -> Echo | None:

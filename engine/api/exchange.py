@@ -73,11 +73,11 @@ class Exchange:
         self.model: str | None = None
         """The model that was asked for. None until the body was read."""
         self.streams = False
-        """Whether a stream was asked for. False until the body was read."""
+        """True if a stream was asked for. False until the body was read."""
         self.is_quiet = False
-        """Whether the completed line is logged at level debug, as those of probes and scrapes are."""
+        """True if the completed line is logged at level debug, as those of probes and scrapes are."""
         self.is_served = False
-        """Whether the last byte that means something to the client has been written."""
+        """True if the last byte that means something to the client has been written."""
         self.fate: ApiError | None = None
         """The error that ended the request while its client did not read, and so could not be told."""
         self.is_generation = False

@@ -52,7 +52,7 @@ class Entry(NamedTuple):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What one choice has produced since its last delta. It is a Struct because one is made for every
+    """The output of one choice since its last delta. It is a Struct because one is made for every
     event."""
 
     index: int
@@ -95,7 +95,7 @@ class ChoiceOutput:
         self._stop_token_ids = stop_token_ids
         self._keeps_entries = keeps_entries
         self._discards = discards
-        """Whether to drop the one token that the core always samples, because `max_tokens` was 0."""
+        """True to drop the one token that the core always samples, because `max_tokens` was 0."""
 
         self._text: list[str] = []
         self._entries: list[Entry] = []
@@ -124,7 +124,7 @@ class ChoiceOutput:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the core has begun the sequence. Its prompt then counts as computed."""
+        """True if the core has begun the sequence. Its prompt then counts as computed."""
         return self._queue_s is not None
 
     @property
@@ -138,7 +138,7 @@ class ChoiceOutput:
 
     @property
     def is_behind(self) -> bool:
-        """Whether so much is unsent that the client cannot be reading, and the sequence should
+        """True if so much is unsent that the client cannot be reading, and the sequence should
         pause."""
         passed = self._unsent_tokens >= UNSENT_TOKENS_MAX or self._unsent_text_len >= UNSENT_TEXT_LEN_MAX
         return passed and not self.output.is_whole
@@ -273,7 +273,7 @@ class RequestOutput:
         self.open = choices
         """The number of choices that have not finished."""
         self.is_whole = whole
-        """Whether the answer is not streamed, so that its handler waits until every choice has
+        """True if the answer is not streamed, so that its handler waits until every choice has
         finished."""
         self._on_end = on_end
         """Called when nothing more will come. The handler may still be waiting for its client
@@ -286,7 +286,7 @@ class RequestOutput:
 
     @property
     def is_done(self) -> bool:
-        """Whether every choice has finished and everything was taken."""
+        """True if every choice has finished and everything was taken."""
         return not self.open and not self._news
 
     def tell(self, choice: ChoiceOutput) -> None:

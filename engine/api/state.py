@@ -1,4 +1,4 @@
-"""What all handlers share: the core, the model, the life of the service, and the requests in progress."""
+"""The state that all handlers share: core, model, life of the service, and requests in progress."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class EngineState:
 
     @property
     def is_ready(self) -> bool:
-        """Whether new work is taken."""
+        """True if new work is taken."""
         return self.lifecycle.is_ready and self.core.answers
 
     def _problems(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""What streams that run feel of a long prompt that arrives: their gaps before it, and while it is read."""
+"""The effect of a long prompt on streams that run: their gaps before it, and while it is read."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from shared.bench.figures import quantile
 STREAMS: Final = 8
 PROMPT_LEN: Final = 4000
 OWN_PROMPT_LEN: Final = 50
-"""Of the streams that run."""
+"""The prompt tokens of each stream that runs."""
 BEFORE_S: Final = 3.0
 """For so long the streams run undisturbed."""
 SETTLE_TOKENS: Final = 8
-"""Of every stream, not counted: until all of them run."""
+"""Tokens of every stream that are not counted: until all of them run."""
 POLL_S: Final = 0.01
 
 

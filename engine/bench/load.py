@@ -98,7 +98,7 @@ class Load:
 
 @dataclass(slots=True)
 class Sample:
-    """What a server did with a load, in as many pieces as it was measured in. Times in ms."""
+    """A server's figures under a load, in as many pieces as it was measured in. Times in ms."""
 
     tokens: int = 0
     elapsed_s: float = 0.0
@@ -161,7 +161,7 @@ def token_times(exchange: TimedRequest) -> list[float]:
 
 
 def completion_tokens(exchange: TimedRequest) -> int:
-    """What the server says; where it says nothing, one token an event."""
+    """The number that the server states; where it states none, one token an event."""
     usage = exchange.usage
     return usage.completion_tokens if usage is not None else len(exchange.event_times)
 

@@ -48,7 +48,7 @@ SEQUENCES: Final = (32, 256)
 PROMPT_LEN: Final = 64
 OUTPUT_LEN: Final = 200
 ROUNDS: Final = (False, True, True, False)
-"""Whether steps overlap, by round."""
+"""True if steps overlap, by round."""
 PAGE_SIZE: Final = 64
 IDLE_SHARE_MAX: Final = 0.02
 

@@ -54,7 +54,7 @@ class Workload:
     """The shape of the Gamma distribution of gaps between arrivals; 1.0 is a Poisson process, less is
     burstier."""
     has_exact_shares: bool = False
-    """Whether the kinds' shares are exact. Otherwise each request's kind is drawn by itself, and one short
+    """True if the kinds' shares are exact. Otherwise each request's kind is drawn by itself, and one short
     run may have far more work than another."""
 
     def is_short(self, request: Request) -> bool:

@@ -109,7 +109,7 @@ class Allocator:
         return self.pages.match(identities[:pages_len])
 
     def fits(self, sequence: Sequence, prefix: Prefix, victims: Collection[Sequence] = ()) -> bool:
-        """Whether `sequence` could be admitted once `victims` and all stalled sequences are preempted.
+        """True if `sequence` could be admitted once `victims` and all stalled sequences are preempted.
 
         It needs a slot, pages for all its known tokens, and beside running sequences the watermark as well;
         with a protected sequence it needs the pages that all of them may need to grow to their ends (rule C).
@@ -131,7 +131,7 @@ class Allocator:
         return pages_for(sequence.kv_len_max, self._runner.page_size)
 
     def may_preempt(self, now: float) -> bool:
-        """Whether any waiting sequence could preempt a running one, as far as classes, slots and shares tell
+        """True if any waiting sequence could preempt a running one, as far as classes, slots and shares tell
         without looking at each pair."""
         waiting = self._waiting.unpaused
         highest = max((s.service_class for s in waiting), default=min(ServiceClass))
@@ -224,7 +224,7 @@ class Allocator:
     # -- growth -----------------------------------------------------------------------------------
 
     def must_wait(self) -> bool:
-        """Whether a running sequence has to be preempted, and cannot be before the step in flight is
+        """True if a running sequence has to be preempted, and cannot be before the step in flight is
         committed (rule I)."""
         if not self._in_flight:
             self._preemption_awaits_commit = False

@@ -83,7 +83,7 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def needs_history(self) -> bool:
-        """Whether the choice of the next token looks at the tokens before it."""
+        """True if the choice of the next token looks at the tokens before it."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
@@ -166,7 +166,7 @@ class CoreReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
     load_s: float
     warmup_s: float
     overlap: bool = False
-    """Whether a step is planned while another is computed."""
+    """True if a step is planned while another is computed."""
 
 
 class CoreFailed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
@@ -355,7 +355,7 @@ class RunnerInfo(msgspec.Struct, array_like=True, frozen=True):
     page_copy_s: float = 0.0
     """Time to copy a page there or back, measured while warming up, in seconds; 0.0: not measured."""
     is_async: bool = False
-    """Whether it computes beside the host: `launch` returns before the plan is executed."""
+    """True if it computes beside the host: `launch` returns before the plan is executed."""
 
 
 class Pending(Protocol):

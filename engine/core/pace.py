@@ -127,7 +127,7 @@ class PlanBuilder:
     """Running sequences with more than one token to compute, also those that this plan admits; the one that
     has run for longest comes first."""
     has_chunk: bool = False
-    """Whether any chunk of a prompt has a row."""
+    """True if any chunk of a prompt has a row."""
     reserved_tokens: int = 0
     """Part of the tokens that is set aside for the first prefill, and not in `tokens_left`."""
     reserved_s: float = 0.0

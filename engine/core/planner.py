@@ -151,7 +151,7 @@ class Planner:
                 blocked.add(candidate, runs=sequence.tenant in allocator.holdings.slots)
 
     def _is_coming(self, sequence: Sequence, prefix: Prefix, builder: PlanBuilder) -> bool:
-        """Whether a chunk of this very plan, or of a step in flight, works towards the next page that
+        """True if a chunk of this very plan, or of a step in flight, works towards the next page that
         `sequence` lacks (rule D)."""
         if sequence.pages or prefix.host_pages or not self.config.prefix_cache:
             return False

@@ -122,7 +122,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence is not paused: then the next plan has rows, unless they wait for a step in
+        """True if any sequence is not paused: then the next plan has rows, unless they wait for a step in
         flight."""
         return len(self._sequences) > len(self._paused)
 

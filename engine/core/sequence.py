@@ -169,7 +169,7 @@ class Sequence:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next plan may compute for it: it is not paused, and its last token is not coming
+        """True if the next plan may compute for it: it is not paused, and its last token is not coming
         yet."""
         coming_len = len(self.tokens) + self.coming - self.prompt_len
         return self.paused_at is None and coming_len < self.sampling.max_tokens
@@ -192,7 +192,7 @@ class Sequence:
         return len(self.tokens) - 1
 
     def is_protected(self, preemptions_max: int) -> bool:
-        """Whether it was preempted as often as rule C allows; yields are not counted."""
+        """True if it was preempted as often as rule C allows; yields are not counted."""
         return self.preemptions - self.yields >= preemptions_max
 
     @property

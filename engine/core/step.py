@@ -46,4 +46,4 @@ class News:
     started: list[Started] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     is_due: bool = False
-    """Whether a report is due in any case, since a step was committed or a sequence was paused."""
+    """True if a report is due in any case, since a step was committed or a sequence was paused."""

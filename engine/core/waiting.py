@@ -26,7 +26,7 @@ class Candidate:
 
     sequence: Sequence
     in_turn: bool
-    """Whether it is the oldest in its turn: no other of its tenant may pass it, and none of any tenant while
+    """True if it is the oldest in its turn: no other of its tenant may pass it, and none of any tenant while
     its own tenant runs nothing."""
 
 

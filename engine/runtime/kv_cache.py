@@ -39,7 +39,7 @@ CACHE_MARGIN: Final = 0.25
 PAGES_MIN: Final = 2
 SWAP_BYTES_DEFAULT: Final = 4 << 30
 KV_SHARE_DEFAULT: Final = 0.5
-"""Of the host memory that is free once the weights are loaded, what the KV cache takes unless it is told."""
+"""The KV cache's default part of the host memory that is free once the weights are loaded."""
 SWAP_SHARE_DEFAULT: Final = 0.25
 """Share of the memory that is free before the cache is allocated. The default is the lesser of this share and
 `SWAP_BYTES_DEFAULT`."""

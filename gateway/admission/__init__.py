@@ -1,1 +1,1 @@
-"""What a request asks for, what it weighs, and whether its caller's quotas allow it."""
+"""Admission: a request's fields, its weight, and its caller's quotas."""

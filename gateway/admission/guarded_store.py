@@ -55,7 +55,7 @@ class SharedStore(QuotaStore, Protocol):
 
     @property
     def is_well(self) -> bool:
-        """Whether it can be asked."""
+        """True if it can be asked."""
         ...
 
 
@@ -71,7 +71,7 @@ class GuardedStore:
 
     @property
     def is_well(self) -> bool:
-        """Whether the store can be asked."""
+        """True if the store can be asked."""
         return self._store.is_well
 
     async def enter(
@@ -148,8 +148,8 @@ def _share(subject: Subject, gateways: int) -> Subject:
 
 
 def _of_share(decision: Decision) -> Decision:
-    """What waiting does not help now may be had of the whole limit, once that can be asked for. Raises
-    QuotaUnavailable."""
+    """The decision about this gateway's part of a limit. Where waiting would not end its refusal, the
+    whole limit may have room, and can be asked later. Raises QuotaUnavailable."""
     if decision.refusal is not None and decision.refusal.retry_after_ms is None:
         raise _unavailable(f"more {decision.refusal.meter} than this gateway's part of the limit")
     return decision

@@ -70,7 +70,7 @@ class MemoryStore:
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._monotonic = clock.monotonic
         self._usage: OrderedDict[tuple[Scope, str], Usage] = OrderedDict()
-        """By account; first those that were looked at longest ago."""
+        """Usage by account; first the accounts that were looked at longest ago."""
         self._reservations: dict[ReservationId, _Reservation] = {}
         """The open reservations, in the order of their expiry."""
         self._none_expires_before_ms = 0
@@ -147,7 +147,7 @@ class MemoryStore:
         return len(self._reservations)
 
     def holds(self, reservation: ReservationId) -> bool:
-        """Whether this reservation is held, as far as was noticed: its lease may have run out."""
+        """True if this reservation is held, as far as was noticed: its lease may have run out."""
         return reservation in self._reservations
 
     def _holdings(self, subjects: Sequence[Subject], now_ms: int) -> list[Holding]:

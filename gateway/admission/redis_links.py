@@ -134,7 +134,7 @@ class ClusterLinks:
 
 
 class _Servers:
-    """What is known of the servers, and how they are asked."""
+    """The servers, as far as they are known, and how they are asked."""
 
     def __init__(self, config: QuotasConfig, password: str | None, tls: ssl.SSLContext | None) -> None:
         assert config.url is not None

@@ -83,7 +83,7 @@ class RedisStore:
 
     @property
     def is_well(self) -> bool:
-        """Whether all servers are known, and the last call of each came back."""
+        """True if all servers are known, and the last call of each came back."""
         return self._knows_servers and all(link.is_up for link in self._links.all())
 
     async def enter(

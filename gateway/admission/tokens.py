@@ -40,9 +40,9 @@ PromptRequest = ChatRequest | CompletionRequest
 
 class Count(Struct, frozen=True):
     prompt_tokens: int
-    """Of all prompts together."""
+    """The tokens of all prompts together."""
     longest: int
-    """Of the longest of them."""
+    """The tokens of the longest of them."""
     prompts: int
     extension: PromptExtension | None
     """The ids, when they were counted and not estimated."""
@@ -61,7 +61,7 @@ class Span(Struct, frozen=True):
     """Tokens of one choice."""
     most_each: int
     is_open: bool = False
-    """Whether the request states no maximum and its caller's tokens are limited: then it is given one."""
+    """True if the request states no maximum and its caller's tokens are limited: then it is given one."""
 
     @property
     def least(self) -> int:
@@ -72,7 +72,7 @@ class Span(Struct, frozen=True):
         return self.prompt_tokens + self.choices * self.most_each
 
     def maximum_each(self, granted: int) -> int:
-        """What each choice may generate, so that all together stay within what was granted."""
+        """The most tokens of each choice, so that all together stay within what was granted."""
         return max(1, (granted - self.prompt_tokens) // self.choices)
 
 

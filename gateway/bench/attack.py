@@ -89,7 +89,7 @@ class Attack:
     share_sent: float = 1.0
     """The fraction of the body that is sent."""
     reads: bool = True
-    """Whether the sender reads its answer while it waits for its cue."""
+    """True if the sender reads its answer while it waits for its cue."""
     chunk_len: int | None = None
     """The bytes of each chunk of a chunked body. None for a body with a Content-Length."""
     headers: Mapping[str, str] = field(default_factory=dict)

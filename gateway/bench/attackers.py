@@ -53,7 +53,7 @@ class RequestOutcome(msgspec.Struct, frozen=True):
     """The code of the error that was the answer, or that ended it. None without an error."""
     is_stream: bool
     is_done: bool
-    """Whether a stream was read to its `[DONE]`."""
+    """True if a stream was read to its `[DONE]`."""
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class _Received:
 
     @property
     def is_whole(self) -> bool:
-        """Whether an answer with a Content-Length has been read to its end. The server may keep the
+        """True if an answer with a Content-Length has been read to its end. The server may keep the
         connection open."""
         head, found, _ = self.head.lower().partition(b"\r\n\r\n")
         _, is_stated, value = head.partition(b"\r\ncontent-length: ")

@@ -56,7 +56,7 @@ class StreamStats(msgspec.Struct):
     written_len: int
     """Bytes of events that were written."""
     waits: bool
-    """Whether the reader is behind by a whole tick."""
+    """True if the reader is behind by a whole tick."""
 
 
 class Stats(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""What quotas cost the gateway: a seat, a reservation and a settlement, in memory and in Redis.
+"""The cost of quotas to the gateway: a seat, a reservation and a settlement, in memory and in Redis.
 
 This process does what a gateway does for each request's quotas, from 1 caller and from many, and
 nothing else; its CPU time is divided by the requests. Redis is a process of its own, started here unless
@@ -92,7 +92,7 @@ class _Row:
         """Per request."""
         self.wall_s = wall_s
         self.latencies_s = latencies_s
-        """Of the three calls of a request, each."""
+        """The three calls of a request, each by itself."""
 
     def figures(self, name: str) -> Iterable[Figure]:
         yield figure(f"{name}: CPU", self.cpu_us, "us/request")

@@ -18,7 +18,7 @@ class BoundedDict(Generic[K, V]):
         self._entries: Final[OrderedDict[K, V]] = OrderedDict()  # a dict walks over what was removed
         self._len_max = len_max
         self.get: Final = self._entries.get
-        """As a dict has it. A hit changes nothing."""
+        """The value, as `dict.get` has it. A hit changes nothing."""
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -1,4 +1,4 @@
-"""What is known of a caller before it is named, and the seam behind which it is named."""
+"""A caller before it is named, and the seam behind which it is named."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Principal:
     key: KeyId
     tenant: TenantId
     models: tuple[str, ...]
-    """Of the tenant's models, those that the key may use; `*` is all."""
+    """The names of the tenant's models that the key may use; `*` is all."""
     limits: QuotaLimits
     """The key's own, beside its tenant's."""
     service_tier: Tier | None = None

@@ -218,12 +218,12 @@ class IssuerKeys(ABC):
 
     @property
     def is_trusted(self) -> bool:
-        """Whether there are keys that may be used now."""
+        """True if there are keys that may be used now."""
         return bool(self._keys)
 
     @property
     def is_certain(self) -> bool:
-        """Whether a key that is not here does not exist, as far as can be known."""
+        """True if a key that is not here does not exist, as far as can be known."""
         return True
 
     def find(self, kid: str | None, algorithm: str) -> VerificationKey | None:

@@ -51,7 +51,7 @@ VERIFIED_MAX: Final = 16 * 1024
 SUB_LEN_MAX: Final = 255
 SUBJECT_DIGITS: Final = 32
 TYPES: Final = frozenset({"jwt", "at+jwt", "application/jwt", "application/at+jwt"})
-"""What a token may be (header `typ`), in lower case: RFC 7519 and, for access tokens, RFC 9068."""
+"""The types that a token may name (header `typ`), in lower case (RFC 7519; RFC 9068 for access tokens)."""
 
 _SEGMENTS: Final = re.compile(r"([A-Za-z0-9_-]+)\.([A-Za-z0-9_-]+)\.([A-Za-z0-9_-]+)")
 _SHOWN: Final = re.compile(r"[A-Za-z0-9._~+/:@-]{1,100}")
@@ -100,7 +100,7 @@ class _Issuer(Struct, frozen=True, eq=False):
 
 
 class _Verified(Struct, frozen=True):
-    """What is remembered of a good token."""
+    """A good token, as far as it is remembered."""
 
     principal: Principal
     keys: IssuerKeys

@@ -66,12 +66,12 @@ def mint_key(env: str) -> MintedKey:
 
 
 def hash_key(text: str) -> str:
-    """What the configuration holds instead of the key: `sha256:<hex>`."""
+    """The hash that the configuration holds instead of the key: `sha256:<hex>`."""
     return HASH_PREFIX + _digest(text).hex()
 
 
 def key_problem(text: str) -> str | None:
-    """What a key must be to fit into an Authorization header; None when it is that."""
+    """The rule that a key breaks, so that it does not fit into an Authorization header. None when it does."""
     if _PRINTABLE.fullmatch(text) and text == text.strip():
         return None
     return f"must be 1 to {KEY_LEN_MAX} printable ASCII characters, no space at its ends"

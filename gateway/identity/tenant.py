@@ -1,4 +1,4 @@
-"""What a tenant may use, and how long it may take.
+"""The models that a tenant may use, and the time that they may take.
 
 A model that a caller may not use answers 404 like one that does not exist: which models are served
 to others is nobody's business.

@@ -57,14 +57,14 @@ class Progress(Struct, eq=False):
     """The usage in a unary answer of an engine of another make. None for any other answer, and without
     one."""
     complete: bool = False
-    """Whether all bytes are on their way to the client."""
+    """True if all bytes are on their way to the client."""
     dispatched: bool = False
-    """Whether a replica was sent the request, or part of it."""
+    """True if a replica was sent the request, or part of it."""
     refused: bool = False
-    """Whether the engine answered with an error of its own. Unless it reports otherwise, nothing was
+    """True if the engine answered with an error of its own. Unless it reports otherwise, nothing was
     computed."""
     lost: bool = False
-    """Whether a replica broke off after it was sent the request, so that what it computed is unknown."""
+    """True if a replica broke off after it was sent the request, so that what it computed is unknown."""
     report: Report = field(default_factory=Report)
     """The engine's report on the request, which comes even when the answer was cut off."""
 
@@ -85,18 +85,18 @@ class Progress(Struct, eq=False):
 
     @property
     def awaits_report(self) -> bool:
-        """Whether a report on what was computed has not come, and still may."""
+        """True if a report on what was computed has not come, and still may."""
         return self.dispatched and self.report.is_due and self.closing is None
 
     @property
     def delivered(self) -> bool:
-        """Whether the client was sent all that there is, so that a disconnect is no cancellation. SDKs
+        """True if the client was sent all that there is, so that a disconnect is no cancellation. SDKs
         disconnect at the last event."""
         return self.complete or self.scanner.saw_done or self.broken
 
     @property
     def broken(self) -> bool:
-        """Whether the engine ended its stream with an error event of its own, which was passed on."""
+        """True if the engine ended its stream with an error event of its own, which was passed on."""
         return self.scanner.closing is not None and not self.scanner.saw_done
 
 
@@ -112,7 +112,7 @@ class Relay(Struct, frozen=True, eq=False):
     adds."""
     dialect: Dialect
     hides_usage: bool = False
-    """Whether an engine of another make was asked for usage that the client did not ask for."""
+    """True if an engine of another make was asked for usage that the client did not ask for."""
 
     async def run(self, answer: Answer) -> None:
         """Pass the answer on. Raises the error that the engine answers with, UpstreamFailed or ClientGone."""

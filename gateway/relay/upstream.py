@@ -58,7 +58,7 @@ class Outbound(msgspec.Struct, frozen=True):
     headers: HeaderPairs
     content: bytes = b""
     asks_for_usage: bool = False
-    """Whether the gateway asks an engine of another make for usage that the client did not ask for."""
+    """True if the gateway asks an engine of another make for usage that the client did not ask for."""
 
 
 class Response(typing.Protocol):
@@ -104,7 +104,7 @@ class Answer:
         self.status: Final = response.status
         self.headers: Final = response.headers
         self.finished = False
-        """Whether the whole answer was read."""
+        """True if the whole answer was read."""
         self._stream: Final = response
 
     @property

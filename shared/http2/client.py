@@ -106,7 +106,7 @@ class ClientEndpoint(ConnectionEndpoint):
         self._pool = pool
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._lingers = False
-        """Whether no stream is open any more and the connection is kept for reports alone."""
+        """True if no stream is open any more and the connection is kept for reports alone."""
 
     def close_if_done(self) -> None:
         """Close a retiring connection after its last stream, and after the reports on its streams, though no

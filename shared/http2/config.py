@@ -13,7 +13,7 @@ class ConnectionConfig:
     """Bounds of a connection, and the path of its streams. Lengths are in bytes."""
 
     fast: bool = True
-    """Whether streams go beside h2 (`fastpath`) or through it (`plainpath`)."""
+    """True if streams go beside h2 (`fastpath`) or through it (`plainpath`)."""
     stream_window_len: int = limits.STREAM_WINDOW_LEN
     connection_window_len: int = limits.CONNECTION_WINDOW_LEN
     streams_max: int = limits.STREAMS_MAX

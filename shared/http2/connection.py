@@ -125,17 +125,17 @@ class Connection:
 
     @property
     def may_close(self) -> bool:
-        """Whether the connection retires, no stream runs, and no announced stream is still on its way."""
+        """True if the connection retires, no stream runs, and no announced stream is still on its way."""
         return self.phase is ConnectionPhase.RETIRING and not self.streams and not self._announcing
 
     @property
     def awaits_reports(self) -> bool:
-        """Whether the server has yet to report on a stream that is over. False at a server."""
+        """True if the server has yet to report on a stream that is over. False at a server."""
         return self._awaited.are_due
 
     @property
     def unfinished(self) -> bool:
-        """Whether the peer has begun a frame or a header block and not ended it."""
+        """True if the peer has begun a frame or a header block and not ended it."""
         return self._splitter.unfinished
 
     @property

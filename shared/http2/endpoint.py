@@ -90,7 +90,7 @@ class ConnectionEndpoint(asyncio.Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether the connection is still needed."""
+        """True if the connection is still needed."""
         return bool(self.connection.streams)
 
     def close(self, reason: str, code: ErrorCode = ErrorCode.NO_ERROR) -> None:

@@ -145,7 +145,7 @@ class Splitter:
 
     @property
     def unfinished(self) -> bool:
-        """Whether the peer has begun the preface, a frame or a header block and not ended it."""
+        """True if the peer has begun the preface, a frame or a header block and not ended it."""
         return bool(self._partial or self._preface or self._block_stream)
 
     def feed(self, data: bytes) -> tuple[bytes, list[Frame]]:

@@ -40,7 +40,7 @@ class Report:
 
     @property
     def is_due(self) -> bool:
-        """Whether the report is expected and has not come."""
+        """True if the report is expected and has not come."""
         return self._is_due
 
     def expect(self) -> bool:
@@ -68,7 +68,7 @@ class AwaitedReports:
 
     @property
     def are_due(self) -> bool:
-        """Whether at least one of them is expected and has not come."""
+        """True if at least one of them is expected and has not come."""
         return any(report.is_due for report in self._reports.values())
 
     def expect(self, stream_id: int, report: Report) -> None:
