@@ -24,7 +24,7 @@ from engine.core.messages import (
     RunnerInfo,
     RunResult,
     SamplingParams,
-    SlotStart,
+    SlotAssignment,
     TokenLogprobs,
 )
 
@@ -126,7 +126,7 @@ def solo(prompt_ids: Sequence[int], sampling: SamplingParams, vocab_size: int) -
 class SlotState:
     """The state that a real runner keeps for a slot."""
 
-    start: SlotStart
+    start: SlotAssignment
     tokens: list[int]
     table: list[int] = field(default_factory=list)
     computed_len: int | None = None

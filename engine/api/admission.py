@@ -20,7 +20,7 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 from msgspec import Meta
 
-from engine.core.messages import CoreReady, SamplingParams, ServiceClass
+from engine.core.messages import RunnerInfo, SamplingParams, ServiceClass
 from shared.errors import ContextLengthExceeded, InvalidRequest, NeverFits
 from shared.holding import TOKEN_BYTES
 from shared.openai import TOKENS_MAX, GenerationRequest
@@ -58,7 +58,7 @@ class Limits:
         return min(self.max_model_len, self.kv_tokens + 1)
 
     @staticmethod
-    def of(core: CoreReady) -> Limits:
+    def of(core: RunnerInfo) -> Limits:
         return Limits(core.max_model_len, core.pages * core.page_size, core.vocab_size)
 
 

@@ -43,6 +43,7 @@ from engine.core.messages import (
     Ping,
     Pong,
     ResumeSequences,
+    RunnerInfo,
     SamplingParams,
     ServiceClass,
     StepOutput,
@@ -134,7 +135,7 @@ class CoreClient:
         """The error for every new request; None while requests are taken."""
         self.settled = asyncio.Event()
         """Set once the core is ready, or has failed to become ready."""
-        self.info: CoreReady | None = None
+        self.info: RunnerInfo | None = None
         self.stats: CoreStats | None = None
         self.failure: str | None = None
         self.answers = True
@@ -330,11 +331,11 @@ class CoreClient:
                     self._ponged.set()
                 case CoreProgress(stage):
                     log.info("core.progress", stage=stage)
-                case CoreReady():
-                    self.info = message
+                case CoreReady(runner, overlap):
+                    self.info = runner
                     self.settled.set()
                     self._ponged.set()
-                    log.info("core.ready", **msgspec.structs.asdict(message))
+                    log.info("core.ready", overlap=overlap, **msgspec.structs.asdict(runner))
                 case CoreFailed(failure):
                     return failure
 

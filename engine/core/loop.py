@@ -107,7 +107,7 @@ class CoreLoop:
     def run(self) -> None:
         """Serve until `StopCore` or `Disconnected`. Another failure is sent as `CoreFailed`, then raised."""
         try:
-            self._outbox.send(_ready(self._runner, self._overlap))
+            self._outbox.send(CoreReady(self._runner.info, self._overlap))
             step = self._overlapped_step if self._overlap else self._plain_step
             while self._take_in():
                 step()
@@ -167,21 +167,6 @@ class CoreLoop:
                 case StopCore():
                     return False
         return True
-
-
-def _ready(runner: Runner, overlap: bool) -> CoreReady:
-    info = runner.info
-    return CoreReady(
-        pages=info.pages,
-        page_size=info.page_size,
-        slots=info.slots,
-        max_model_len=info.max_model_len,
-        vocab_size=info.vocab_size,
-        dtype=info.dtype,
-        load_s=info.load_s,
-        warmup_s=info.warmup_s,
-        overlap=overlap,
-    )
 
 
 def last_words(error: BaseException) -> str:

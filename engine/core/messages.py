@@ -154,8 +154,8 @@ CoreInput = AddSequence | AbortSequences | PauseSequences | ResumeSequences | Pi
 # -- core -> API process --------------------------------------------------------------------------
 
 
-class CoreReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
-    """The core is ready: weights are loaded, memory is measured, the runner is warm."""
+class RunnerInfo(msgspec.Struct, array_like=True, frozen=True):
+    """The properties of a runner that is warm."""
 
     pages: int
     page_size: int
@@ -165,6 +165,20 @@ class CoreReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
     dtype: str
     load_s: float
     warmup_s: float
+    page_bytes: int = 0
+    """Size of one page in all layers, in bytes."""
+    host_pages: int = 0
+    """Pages in host memory for swapped sequences; 0: there is no such memory."""
+    page_copy_s: float = 0.0
+    """Time to copy a page there or back, measured while warming up, in seconds; 0.0: not measured."""
+    is_async: bool = False
+    """True if it computes beside the host: `launch` returns before the plan is executed."""
+
+
+class CoreReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
+    """The core is ready: weights are loaded, memory is measured, the runner is warm."""
+
+    runner: RunnerInfo
     overlap: bool = False
     """True if a step is planned while another is computed."""
 
@@ -279,7 +293,7 @@ CoreOutput = CoreReady | CoreFailed | CoreProgress | Pong | StepOutput
 # -- core <-> runner ------------------------------------------------------------------------------
 
 
-class SlotStart(msgspec.Struct, array_like=True, frozen=True):
+class SlotAssignment(msgspec.Struct, array_like=True, frozen=True):
     """A sequence gets a slot: for the first time, or again after a preemption or a stall."""
 
     slot: int
@@ -302,7 +316,7 @@ class Plan(msgspec.Struct, array_like=True, frozen=True):
     step: int
     left: list[int]
     """The slots whose sequences finished, were aborted, preempted or stalled since the last plan."""
-    seated: list[SlotStart]
+    seated: list[SlotAssignment]
     grown: list[tuple[int, list[int]]]
     """Pairs of a slot and the pages appended to its page table. Page p of a slot holds its tokens
     `[p * page_size, (p + 1) * page_size)`. A seated slot starts from an empty table; of the pages it
@@ -335,27 +349,6 @@ class RunResult(msgspec.Struct, array_like=True, frozen=True):
 
 NUMERIC_FAILURE = -1
 """The token of a row whose logits were not finite."""
-
-
-class RunnerInfo(msgspec.Struct, array_like=True, frozen=True):
-    """The properties of a runner that is warm."""
-
-    pages: int
-    page_size: int
-    slots: int
-    max_model_len: int
-    vocab_size: int
-    dtype: str
-    load_s: float
-    warmup_s: float
-    page_bytes: int = 0
-    """Size of one page in all layers, in bytes."""
-    host_pages: int = 0
-    """Pages in host memory for swapped sequences; 0: there is no such memory."""
-    page_copy_s: float = 0.0
-    """Time to copy a page there or back, measured while warming up, in seconds; 0.0: not measured."""
-    is_async: bool = False
-    """True if it computes beside the host: `launch` returns before the plan is executed."""
 
 
 class Pending(Protocol):

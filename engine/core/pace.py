@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from engine.core.cost import StepCost, Work
-from engine.core.messages import SlotStart
+from engine.core.messages import SlotAssignment
 from engine.core.sequence import Sequence
 
 PROMPT_TOKENS_MIN: Final = 4
@@ -117,7 +117,7 @@ class PlanBuilder:
     """Time that further chunks may take together, by the estimates of `cost`; below zero when it is
     exceeded."""
     cost: StepCost = field(default_factory=StepCost)
-    seated: list[SlotStart] = field(default_factory=list)
+    seated: list[SlotAssignment] = field(default_factory=list)
     """The sequences that this plan admits, as the runner is told of them."""
     grown: dict[int, list[int]] = field(default_factory=dict)
     """The pages that page tables gain, by slot."""

@@ -22,7 +22,7 @@ from engine.core import pace
 from engine.core.allocator import Allocator
 from engine.core.config import SchedulerConfig
 from engine.core.cost import CostLearner
-from engine.core.messages import RunnerInfo, ServiceClass, SlotStart, Started
+from engine.core.messages import RunnerInfo, ServiceClass, SlotAssignment, Started
 from engine.core.pace import PlanBuilder
 from engine.core.policy import Circumstances
 from engine.core.sequence import LifePhase, Sequence, Status
@@ -177,7 +177,7 @@ class Planner:
             self.prefix_hit_tokens += cached_len
             self.tenants.charge(sequence.tenant, sequence.prompt_len - cached_len)
             news.started.append(Started(sequence.handle, cached_len, sequence.spent_s[LifePhase.QUEUE]))
-        seated = SlotStart(slot, sequence.tokens.tolist(), sequence.prompt_len, sequence.sampling)
+        seated = SlotAssignment(slot, sequence.tokens.tolist(), sequence.prompt_len, sequence.sampling)
         builder.seated.append(seated)
         builder.grown[slot] = list(sequence.pages)
         builder.prefills.append(sequence)

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.core.messages import Plan, SamplingParams, SlotStart
+from engine.core.messages import Plan, SamplingParams, SlotAssignment
 
 TEMPERATURE_MIN: Final = 2.0**-126
 """The lowest temperature that logits are divided by, float32's smallest normal number. At a lower one the
@@ -128,7 +128,7 @@ class Seats(ABC):
             self._place(slot, index, [page])
 
     @abstractmethod
-    def _take(self, start: SlotStart, seat: Seat) -> None:
+    def _take(self, start: SlotAssignment, seat: Seat) -> None:
         """Store the tokens and the parameters of a sequence that is seated."""
 
     @abstractmethod

@@ -26,7 +26,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from engine.core.messages import Plan, SamplingParams, SlotStart
+from engine.core.messages import Plan, SamplingParams, SlotAssignment
 from engine.runtime.config import RunnerConfig
 from engine.runtime.hardware import usable_cores
 from engine.runtime.host.runner import HostRunner
@@ -158,7 +158,7 @@ def _seat(runner: HostRunner, streams: int, steps: int) -> list[float]:
     for slot in range(streams):
         ids = [(7 * slot + 3 * i) % runner.info.vocab_size for i in range(PROMPT_LEN)]
         own = list(range(slot * pages, (slot + 1) * pages))
-        seat = SlotStart(slot, ids, PROMPT_LEN, sampling)
+        seat = SlotAssignment(slot, ids, PROMPT_LEN, sampling)
         plan = Plan(0, [], [seat], [(slot, own)], [slot], [0], [PROMPT_LEN], [True])
         taken_s.append(_timed(runner, plan))
     return taken_s

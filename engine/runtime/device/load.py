@@ -25,7 +25,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engine.core.messages import Plan, RunnerInfo, SamplingParams, SlotStart
+from engine.core.messages import Plan, RunnerInfo, SamplingParams, SlotAssignment
 from engine.runtime.attention import AttentionSpec
 from engine.runtime.attention.build import Bounds, build_backends
 from engine.runtime.backends import Backend, Choice, Chosen, Need, choose
@@ -264,7 +264,7 @@ def largest_plans(info: RunnerInfo, tokens: int) -> Iterator[Plan]:
         if longest < 1:
             return
         slots = list(range(len(lengths)))
-        seated = [SlotStart(slot, [0] * n, n, asked) for slot, n in zip(slots, lengths, strict=True)]
+        seated = [SlotAssignment(slot, [0] * n, n, asked) for slot, n in zip(slots, lengths, strict=True)]
         grown = [(slot, [0] * -(-n // info.page_size)) for slot, n in zip(slots, lengths, strict=True)]
         yield Plan(0, left, seated, grown, slots, [0] * len(slots), lengths, [True] * len(slots))
         left = slots

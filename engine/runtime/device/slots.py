@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.core.messages import Plan, SlotStart
+from engine.core.messages import Plan, SlotAssignment
 from engine.runtime.batch import PackedBatch, rows_of
 from engine.runtime.device.sampling import DeviceSampling
 from engine.runtime.device.transfer import upload
@@ -44,7 +44,7 @@ class DeviceSlots(Seats):
         self.page_table = torch.zeros(slots + 1, self.pages_per_sequence, dtype=torch.int32, device=device)
         self.page_table[self.padding_slot] = padding_page
         self.sampling = DeviceSampling.empty(slots + 1, vocab_size, device)
-        self._seated: list[SlotStart] = []
+        self._seated: list[SlotAssignment] = []
         self._placed: dict[int, int] = {}
         """The pages to be sent, by place in the flattened page table; a later entry replaces an earlier
         one."""
@@ -64,14 +64,14 @@ class DeviceSlots(Seats):
         for slot in slots:
             self.seat(slot).known_len += 1
 
-    def _take(self, start: SlotStart, seat: Seat) -> None:
+    def _take(self, start: SlotAssignment, seat: Seat) -> None:
         self._seated.append(start)
 
     def _place(self, slot: int, index: int, pages: Sequence[int]) -> None:
         begin = slot * self.pages_per_sequence + index
         self._placed |= zip(range(begin, begin + len(pages)), pages, strict=True)
 
-    def _send_seated(self, seated: Sequence[SlotStart]) -> None:
+    def _send_seated(self, seated: Sequence[SlotAssignment]) -> None:
         width = self.tokens.shape[1]
         lengths = [len(start.token_ids) for start in seated]
         places = [start.slot * width + np.arange(n) for start, n in zip(seated, lengths, strict=True)]

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.core.messages import SamplingParams, SlotStart
+from engine.core.messages import SamplingParams, SlotAssignment
 from engine.runtime.seats import Seat, Seats, temperature_of
 
 
@@ -67,7 +67,7 @@ class HostSlots(Seats):
             if seat.history is not None:
                 seat.history[0].index_add_(0, kept[row : row + 1], _ONE)
 
-    def _take(self, start: SlotStart, seat: Seat) -> None:
+    def _take(self, start: SlotAssignment, seat: Seat) -> None:
         ids = torch.tensor(start.token_ids, dtype=torch.int32)
         self.tokens[start.slot, : seat.known_len] = ids
         self.columns.seat(start.slot, start.sampling, self.vocab_size)

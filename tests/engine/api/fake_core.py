@@ -20,6 +20,7 @@ from engine.core.messages import (
     Ping,
     Pong,
     ResumeSequences,
+    RunnerInfo,
     Started,
     StepOutput,
     StopCore,
@@ -56,7 +57,7 @@ class FakeCore:
     ) -> None:
         """`is_silent`: it starts, and never says that it is ready."""
         self.script = script
-        self.info = CoreReady(pages, page_size, 8, max_model_len, vocab_size, "float32", 0.1, 0.1)
+        self.info = RunnerInfo(pages, page_size, 8, max_model_len, vocab_size, "float32", 0.1, 0.1)
         self.is_silent = is_silent
         self.is_held = False
         self.admits = True
@@ -78,7 +79,7 @@ class FakeCore:
 
     async def start(self) -> None:
         if not self.is_silent:
-            self.say(self.info)
+            self.say(CoreReady(self.info))
         self._task = asyncio.create_task(self._run())
 
     async def receive(self) -> CoreOutput:

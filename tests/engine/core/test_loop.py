@@ -109,7 +109,7 @@ def test_the_loop_sends_ready_first_then_one_message_per_step() -> None:
     world.loop.run()
     ready, *_ = world.outbox.messages
     assert isinstance(ready, CoreReady)
-    assert (ready.pages, ready.page_size, ready.slots) == (64, 4, 8)
+    assert (ready.runner.pages, ready.runner.page_size, ready.runner.slots) == (64, 4, 8)
     steps = world.outbox.steps
     assert [step.step for step in steps] == list(range(1, len(steps) + 1))
     for handle in (1, 2):

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.core.messages import Plan, SamplingParams, SlotStart
+from engine.core.messages import Plan, SamplingParams, SlotAssignment
 from engine.runtime import starting
 from engine.runtime.batch import assemble
 from engine.runtime.config import Kernels, RunnerConfig
@@ -226,7 +226,7 @@ def our_logprobs(path: Path, kernels: Kernels, heard: list[str]) -> Tensor:
     pages = -(-TOKENS // PAGE_SIZE)
     model = network.attach(KVCache(geometry, pages))
     slots = HostSlots(1, TOKENS, PAGE_SIZE, config.vocab_size)
-    start = SlotStart(0, tokens(config.vocab_size), TOKENS, SamplingParams(seed=0, max_tokens=1))
+    start = SlotAssignment(0, tokens(config.vocab_size), TOKENS, SamplingParams(seed=0, max_tokens=1))
     slots.apply(Plan(0, [], [start], [(0, list(range(pages)))], [], [], [], []))
     rows = [(0, PROMPT_LEN), *((at, 1) for at in range(PROMPT_LEN, TOKENS))]
     steps = [Plan(0, [], [], [], [0], [at], [length], [False]) for at, length in rows]

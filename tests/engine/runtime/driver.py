@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.core.messages import Plan, RunResult, SamplingParams, SlotStart, TokenLogprobs
+from engine.core.messages import Plan, RunResult, SamplingParams, SlotAssignment, TokenLogprobs
 from engine.runtime.host.runner import HostRunner
 
 if TYPE_CHECKING:  # it imports Triton, which a CPU's tests do without
@@ -50,7 +50,7 @@ class Driver:
         self._moved: list[tuple[int, list[int]]] = []
         self._poison = poison
         self._left: list[int] = []
-        self._seated: list[SlotStart] = []
+        self._seated: list[SlotAssignment] = []
         if poison:
             self._spoil(self._free)
             self._spoil_host(self._host_free)
@@ -64,7 +64,7 @@ class Driver:
     ) -> Life:
         life = Life(list(tokens), prompt_len or len(tokens), sampling)
         self.lives[slot] = life
-        self._seated.append(SlotStart(slot, list(tokens), life.prompt_len, sampling))
+        self._seated.append(SlotAssignment(slot, list(tokens), life.prompt_len, sampling))
         return life
 
     def leave(self, slot: int) -> None:
@@ -89,7 +89,7 @@ class Driver:
     def swap_in(self, slot: int, life: Life) -> None:
         """It takes a slot again, and its pages come back by the next step."""
         self.lives[slot] = life
-        self._seated.append(SlotStart(slot, list(life.tokens), life.prompt_len, life.sampling))
+        self._seated.append(SlotAssignment(slot, list(life.tokens), life.prompt_len, life.sampling))
         count = len(life.host_pages)
         life.pages, self._free = self._free[:count], self._free[count:]
         self._swapped_in += zip(life.host_pages, life.pages, strict=True)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.messages import Plan, SamplingParams, SlotStart
+from engine.core.messages import Plan, SamplingParams, SlotAssignment
 from engine.runtime.attention import AttentionSpec
 from engine.runtime.batch import assemble
 from engine.runtime.config import RunnerConfig
@@ -125,7 +125,7 @@ class Stage:
         free = random.Random(seed).sample(range(10 * MAX_LEN // size), 10 * MAX_LEN // size)
         greedy = SamplingParams(seed=0, max_tokens=1)
         tokens = [[(7 * i + 13 * j + j * j) % VOCAB for j in range(end)] for i, end in enumerate(ends)]
-        seated = [SlotStart(i, ids, len(ids), greedy) for i, ids in enumerate(tokens)]
+        seated = [SlotAssignment(i, ids, len(ids), greedy) for i, ids in enumerate(tokens)]
         grown = [(i, [free.pop() for _ in range(-(-end // size))]) for i, end in enumerate(ends)]
         self.slots.apply(Plan(0, [], seated, grown, [], [], [], []))
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.messages import NUMERIC_FAILURE, Plan, SamplingParams, SlotStart
+from engine.core.messages import NUMERIC_FAILURE, Plan, SamplingParams, SlotAssignment
 from engine.runtime.device.runner import DeviceRunner
 from engine.runtime.host.runner import HostRunner
 from tests.engine.models import VOCAB_SIZE, reference_greedy
@@ -89,7 +89,7 @@ def test_launching_waits_for_nothing(path: Path) -> None:
     later plans have taken their place on the device."""
     runner = load_fake(path, max_num_seqs=len(COMPANY), kv_cache_memory=1 << 20)
     asked = company()
-    seated = [SlotStart(slot, ids, len(ids), params) for slot, (ids, params) in enumerate(asked)]
+    seated = [SlotAssignment(slot, ids, len(ids), params) for slot, (ids, params) in enumerate(asked)]
     grown = [(slot, [3 * slot, 3 * slot + 1, 3 * slot + 2]) for slot in range(len(asked))]
     slots, known = list(range(len(asked))), [len(ids) for ids, _ in asked]
     plans = [Plan(0, [], seated, grown, slots, [0] * len(slots), known, [True] * len(slots))]

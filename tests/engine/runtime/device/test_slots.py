@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.messages import Plan, SamplingParams, SlotStart
+from engine.core.messages import Plan, SamplingParams, SlotAssignment
 from engine.runtime.device import sampling
 from engine.runtime.device import slots as module
 from engine.runtime.device.slots import DeviceBatch, DeviceSlots
@@ -31,8 +31,8 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def start(slot: int, ids: list[int], prompt_len: int, **asked: Any) -> SlotStart:
-    return SlotStart(slot, ids, prompt_len, SamplingParams(**{"seed": slot, "max_tokens": 9} | asked))
+def start(slot: int, ids: list[int], prompt_len: int, **asked: Any) -> SlotAssignment:
+    return SlotAssignment(slot, ids, prompt_len, SamplingParams(**{"seed": slot, "max_tokens": 9} | asked))
 
 
 def plan(**changes: Any) -> Plan:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.messages import Plan, SamplingParams, SlotStart
+from engine.core.messages import Plan, SamplingParams, SlotAssignment
 from engine.runtime.attention import AttentionSpec
 from engine.runtime.batch import assemble
 from engine.runtime.host import torch_paged
@@ -72,7 +72,7 @@ class Stage:
     def run(self) -> Tensor:
         """First the past is written by the cache's own means, then the rows attend."""
         greedy = SamplingParams(seed=0, max_tokens=1)
-        seated = [SlotStart(i, [0] * (s + n), s + n, greedy) for i, (s, n) in enumerate(self.rows)]
+        seated = [SlotAssignment(i, [0] * (s + n), s + n, greedy) for i, (s, n) in enumerate(self.rows)]
         self.slots.apply(Plan(0, [], seated, list(enumerate(self.owned)), [], [], [], []))
         for i, (k, v) in enumerate(self.past):
             if len(k):

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.core.messages import NUMERIC_FAILURE, Plan, SamplingParams, SlotStart
+from engine.core.messages import NUMERIC_FAILURE, Plan, SamplingParams, SlotAssignment
 from engine.runtime.host import sampler
 from engine.runtime.host.philox import uniforms
 from engine.runtime.host.sampler import inverse_cdf
@@ -33,7 +33,7 @@ class Seats:
 
     def add(self, sampling: SamplingParams, prompt: Sequence[int] = (1,), output: Sequence[int] = ()) -> None:
         slot = len(self.slots.tokens) - 1 - len(self.taken)  # slots are not rows
-        start = SlotStart(slot, [*prompt, *output], len(prompt), sampling)
+        start = SlotAssignment(slot, [*prompt, *output], len(prompt), sampling)
         self.slots.apply(Plan(0, [], [start], [], [], [], [], []))
         self.taken.append(slot)
 

@@ -18,7 +18,15 @@ import pytest
 import torch
 
 from engine.core.config import SchedulerConfig
-from engine.core.messages import AddSequence, CoreStats, FinishReason, Plan, Runner, SamplingParams, SlotStart
+from engine.core.messages import (
+    AddSequence,
+    CoreStats,
+    FinishReason,
+    Plan,
+    Runner,
+    SamplingParams,
+    SlotAssignment,
+)
 from engine.core.scheduler import Scheduler
 from engine.runtime.config import RunnerConfig
 from engine.runtime.errors import BadRunnerConfig, RankLost
@@ -132,7 +140,7 @@ def test_two_ranks_say_what_one_says(tiny_model: MakeModel, family: str, overrid
 
 
 def plan(step: int) -> Plan:
-    start = SlotStart(0, [5, 6, 7], 3, SamplingParams(seed=1, max_tokens=9, temperature=0.0))
+    start = SlotAssignment(0, [5, 6, 7], 3, SamplingParams(seed=1, max_tokens=9, temperature=0.0))
     return Plan(step, [], [start], [(0, [0])], [0], [0], [3], [True])
 
 

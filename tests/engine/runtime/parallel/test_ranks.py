@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.messages import Plan, SamplingParams, SlotStart
+from engine.core.messages import Plan, SamplingParams, SlotAssignment
 from engine.runtime.config import RunnerConfig
 from engine.runtime.errors import CollectiveFailed, RankLost
 from engine.runtime.parallel import ranks as parallel_ranks
@@ -206,7 +206,7 @@ def test_closing_is_no_loss(stage: Callable[..., Stage]) -> None:
 
 def test_a_plan_larger_than_any_buffer(stage: Callable[..., Stage]) -> None:
     running = stage("obey")
-    start = SlotStart(0, list(range(1_000_000)), 1_000_000, SamplingParams(seed=1, max_tokens=1))
+    start = SlotAssignment(0, list(range(1_000_000)), 1_000_000, SamplingParams(seed=1, max_tokens=1))
     running.ranks.send(Execute(msgspec.structs.replace(PLAN, seated=[start])))
     running.until_done()
     assert not running.reasons
@@ -218,7 +218,7 @@ def test_a_plan_that_a_stopped_rank_does_not_take_in(stage: Callable[..., Stage]
     running.ranks.serve()
     running.ranks.send(Execute(PLAN))
     running.clock.advance(30.1)
-    start = SlotStart(0, list(range(1_000_000)), 1_000_000, SamplingParams(seed=1, max_tokens=1))
+    start = SlotAssignment(0, list(range(1_000_000)), 1_000_000, SamplingParams(seed=1, max_tokens=1))
     with pytest.raises(RankLost, match="no answer from rank 1 for 30 s"):
         running.ranks.send(Execute(msgspec.structs.replace(PLAN, seated=[start])))
 
