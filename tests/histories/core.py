@@ -13,12 +13,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from engine.core.config import SchedulerConfig
-from engine.core.loop import CoreLoop, _ready, last_words
+from engine.core.loop import CoreLoop, last_words
 from engine.core.messages import (
     AddSequence,
     CoreFailed,
     CoreInput,
     CoreOutput,
+    CoreReady,
     Pending,
     Plan,
     RunnerInfo,
@@ -113,7 +114,7 @@ class InProcessCore:
     # -- CoreLink ---------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        self._tell(_ready(self.runner, False))
+        self._tell(CoreReady(self.runner.info, False))
         self._task = asyncio.create_task(self._run())
 
     async def receive(self) -> CoreOutput:
