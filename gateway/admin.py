@@ -26,7 +26,7 @@ from gateway.accounts import AccountsReader
 from gateway.client.responses import error_response, json_response
 from gateway.exchange import LiveRequests
 from gateway.hygiene import check, path_of
-from gateway.identity.caller import Caller, Principal
+from gateway.identity.caller import Principal
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import (
@@ -34,8 +34,10 @@ from shared.errors import (
     InternalError,
     InvalidRequest,
     MethodNotAllowed,
+    PermissionDenied,
     RequestAborted,
     RouteNotFound,
+    Unauthenticated,
     forget_frames,
 )
 from shared.ids import REQUEST_ID_HEADER, RequestId, accept_request_id
@@ -117,8 +119,13 @@ class Admin:
 
     async def _change(self, request: web.BaseRequest, method: str, change: Change) -> web.Response:
         """Rule 1: who calls is asked before what for."""
-        caller = Caller(request.headers.get("authorization"), request.transport)
-        operator = await self._accounts.now.operators.identify(caller, self._clock.wall())
+        authorization = request.headers.get("authorization")
+        try:
+            operator = self._accounts.now.operators.authenticate(authorization, self._clock.wall())
+        except Unauthenticated:
+            if self._accounts.keys.has(authorization):
+                raise PermissionDenied("This key is a tenant's: it opens the public port alone.") from None
+            raise
         _check_method(request, method)
         return change(request, operator)
 

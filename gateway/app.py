@@ -11,7 +11,7 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -33,6 +33,7 @@ from gateway.exchange import LiveRequests
 from gateway.identity.caller import Identity, Revoked
 from gateway.identity.callers import callers_of
 from gateway.identity.jwks import KeySources
+from gateway.identity.keys import KeyTable
 from gateway.listener import PublicServer, listen
 from gateway.pipeline import Pipeline
 from gateway.public_tls import PublicTls
@@ -43,9 +44,10 @@ from gateway.relay.upstream import Upstream
 from gateway.routing.replicas import Replicas
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
-from shared.errors import GatewayStopped
+from shared.errors import GatewayStopped, KeyRevoked
 from shared.fair_share import FairShare
 from shared.fair_threads import FairThreads
+from shared.ids import KeyId, TenantId
 from shared.lifecycle import Lifecycle, Phase, on_stop_signals
 from shared.listening import http1_options
 from shared.loops import loop_name, watch_lag
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
 
 RENEW_S: Final = LEASE_TTL_MS / 1000 / 3
 """The time between two renewals of the open requests' leases, in seconds."""
+KEYS_SHOWN_MAX: Final = 20
+"""The number of keys that the log line about revoked ones names."""
 PROBE_S: Final = 0.5
 """The same while a store that is shared does not answer."""
 assert RENEW_S * 2 < LEASE_TTL_MS / 1000, "one renewal may fail before a lease expires"
@@ -93,6 +97,7 @@ class Gateway:
         self._tls = None if config.listen.tls is None else PublicTls(config.listen.tls, clock)
         self._key_sources = KeySources(clock)
         self.accounts = AccountsReader(config, path, clock, identity_of or self._identity_of)
+        self.accounts.on_revoked = self._end_revoked
         self.replicas = Replicas(config.models, clock)
         self._upstream = upstream = Upstream(config.hop, config.models)
         self._threads = FairThreads(config.limits.tokenizer_threads)
@@ -181,11 +186,15 @@ class Gateway:
             self._tls.reload()
         return problems
 
-    def _identity_of(self, config: GatewayConfig) -> Identity:
-        return callers_of(config, self._key_sources, self._revoked)
+    def _identity_of(self, config: GatewayConfig, keys: KeyTable, tenants: Iterable[TenantId]) -> Identity:
+        return callers_of(config, keys, tenants, self._key_sources, self._revoked)
 
     def _revoked(self) -> Revoked:
         return frozenset() if self._tls is None else self._tls.revoked
+
+    def _end_revoked(self, keys: Collection[KeyId]) -> None:
+        ended = self.live.end_keys(keys, self.accounts.now, _revoked_key)
+        log.info("keys.revoked", keys=list(keys)[:KEYS_SHOWN_MAX], ended=ended)
 
     async def _renew_leases(self) -> None:
         if self._guarded is None:
@@ -237,6 +246,10 @@ def _redis_store(config: QuotasConfig, env: Mapping[str, str]) -> RedisStore | N
     from gateway.admission.redis_store import RedisStore
 
     return RedisStore(links_of(config, env), config.key_prefix)
+
+
+def _revoked_key() -> KeyRevoked:
+    return KeyRevoked("This API key has been revoked.")
 
 
 def _stopped() -> GatewayStopped:

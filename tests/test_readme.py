@@ -24,7 +24,8 @@ from engine.config import EngineConfig
 from engine.config import build_parser as engine_parser
 from gateway import __main__ as gateway_main
 from gateway import config, hygiene
-from gateway.config import LimitsConfig, TimeoutsConfig
+from gateway.config import TimeoutsConfig
+from gateway.edge_config import LimitsConfig
 from gateway.identity.keys import KeyTable, hash_key
 from gateway.routing import replicas
 from shared import (

@@ -241,10 +241,10 @@ def test_keys_tenants_and_their_classes_alone_are_read_again(tmp_path: Path, log
     assert named(reader, "Bearer y", 0).key == "k2"
     principal = named(reader, "Bearer x", 0)
     assert reader.now.tenants.resolve(principal, "small").upstream_model == "demo"
-    assert msgspec.json.encode(reader._config.models)
+    assert msgspec.json.encode(reader.config.models)
     write(path, FULL.replace("first_token_s = 5", "first_token_s = 6"))
     reader.reload()
-    assert reader._config.timeouts.first_token_s == 5
+    assert reader.config.timeouts.first_token_s == 5
     logs.close()
     events = [msgspec.json.decode(line)["event"] for line in log.getvalue().splitlines()]
     assert events == ["config.reloaded", "config.reloaded", "config.restart_needed", "config.reloaded"]

@@ -135,7 +135,10 @@ def test_issuers_and_grants_are_read_again_and_a_bad_one_is_refused_whole(tmp_pa
     write([own], models=["tiny"])
     sources = KeySources(VirtualClock())
     reader = AccountsReader(
-        load(path, {}), path, VirtualClock(), lambda config: callers_of(config, sources, frozenset)
+        load(path, {}),
+        path,
+        VirtualClock(),
+        lambda config, keys, tenants: callers_of(config, keys, tenants, sources, frozenset),
     )
 
     def models() -> tuple[str, ...]:
