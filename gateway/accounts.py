@@ -13,6 +13,7 @@ Rules:
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,8 @@ from shared.ids import KeyId, TenantId
 POLL_S: Final = 1.0
 assert POLL_S <= 5, "a revoked key is refused within five seconds"
 OPERATORS: Final = "operators"
+WITHDRAWN_AT_ONCE: Final = 1000
+"""The number of keys that are forgotten before other tasks have their turn."""
 TERMS_MAX: Final = 16 * 1024
 """The number of callers and models whose terms are kept; the oldest make room."""
 RELOADED: Final = ("keys", "tenants", "tiers", "issuers", "grants", "certificates")
@@ -230,6 +233,16 @@ class AccountsReader:
         own = self._in_file["keys"]
         put = [key for key in keys if key.id not in own]
         self._change_keys(put, [id_ for id_ in removed if id_ not in own])
+
+    async def withdraw_keys(self, keys: Collection[KeyId]) -> None:
+        """Forget keys of the directory, of which it is not known any more whether they work. Nobody has
+        revoked them: their requests in progress run on."""
+        own = self._in_file["keys"]
+        for at, id_ in enumerate(keys):
+            if id_ not in own:
+                self.keys.remove(id_)
+            if at % WITHDRAWN_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     # -- inside -----------------------------------------------------------------------------------
 

@@ -26,6 +26,9 @@ from gateway.admission.quota import LEASE_TTL_MS, QuotaStore
 from gateway.admission.validate import warm
 from gateway.background import Background, Work
 from gateway.config import GatewayConfig, ModelConfig, timeouts_of
+from gateway.directory.admin_routes import DirectoryRoutes
+from gateway.directory.file_directory import FileDirectory
+from gateway.directory.registry import Registry
 from gateway.edge import Edge
 from gateway.endpoints import ENDPOINTS
 from gateway.engines import EngineProfile, Engines, fetch_profile
@@ -55,6 +58,7 @@ from shared.probes import Health
 
 if TYPE_CHECKING:
     from gateway.admission.redis_store import RedisStore
+    from gateway.directory.follower import Follower
 
 RENEW_S: Final = LEASE_TTL_MS / 1000 / 3
 """The time between two renewals of the open requests' leases, in seconds."""
@@ -98,6 +102,9 @@ class Gateway:
         self._key_sources = KeySources(clock)
         self.accounts = AccountsReader(config, path, clock, identity_of or self._identity_of)
         self.accounts.on_revoked = self._end_revoked
+        self._follower = _follower(config, self.accounts, env, clock)
+        kept = self._follower.directory if self._follower else FileDirectory(path, self.accounts, env)
+        self._registry = Registry(kept, self.accounts, clock)
         self.replicas = Replicas(config.models, clock)
         self._upstream = upstream = Upstream(config.hop, config.models)
         self._threads = FairThreads(config.limits.tokenizer_threads)
@@ -126,6 +133,8 @@ class Gateway:
             "lease renewal": self._renew_leases,
             "issuers' keys": self._key_sources.watch,
         }
+        if self._follower is not None:
+            works["directory"] = self._follower.watch
         return works if self._tls is None else works | {"certificates": self._tls.watch}
 
     async def __aenter__(self) -> Gateway:
@@ -138,6 +147,9 @@ class Gateway:
                 stack.push_async_callback(self._redis.aclose)
             if self._guarded is not None:
                 await self._guarded.renew([])  # the first probe; until one succeeds, the store is down
+            if self._follower is not None:
+                stack.push_async_callback(self._follower.directory.aclose)
+            await self._follow()
             await stack.enter_async_context(self._background)
             await stack.enter_async_context(self._tokenizers)
             await self._key_sources.first()
@@ -149,7 +161,8 @@ class Gateway:
             )
             if admin.port is not None:
                 options = http1_options(self.config.timeouts.idle_s)
-                handlers = Admin(self._health, self.accounts, self.reload, self.live, self._clock)
+                directory = DirectoryRoutes(self._registry, self._follow)
+                handlers = Admin(self._health, self.accounts, self.reload, self.live, directory, self._clock)
                 private = web.Server(handlers.handle, **options)
                 self.admin_port = await listen(
                     stack, private, admin.host, admin.port, send_buffer_len=buffer_len
@@ -186,6 +199,11 @@ class Gateway:
             self._tls.reload()
         return problems
 
+    async def _follow(self) -> None:
+        """Take over what was changed in the directory in Redis, if there is one and it can be asked."""
+        if self._follower is not None:
+            await self._follower.refresh()
+
     def _identity_of(self, config: GatewayConfig, keys: KeyTable, tenants: Iterable[TenantId]) -> Identity:
         return callers_of(config, keys, tenants, self._key_sources, self._revoked)
 
@@ -215,7 +233,8 @@ class Gateway:
     def _problems(self) -> list[str]:
         """For `/readyz`: names of what does not work, and without which requests cannot be served."""
         store = [] if self._store_is_well or self.accounts.now.serve_without_store else ["quota store"]
-        return [*store, *self._background.down]
+        is_followed = self._follower is None or self._follower.is_current
+        return [*store, *([] if is_followed else ["directory"]), *self._background.down]
 
 
 def _set_gauges(live: LiveRequests, upstream: Upstream, memory: FairShare) -> None:
@@ -250,6 +269,19 @@ def _redis_store(config: QuotasConfig, env: Mapping[str, str]) -> RedisStore | N
 
 def _revoked_key() -> KeyRevoked:
     return KeyRevoked("This API key has been revoked.")
+
+
+def _follower(
+    config: GatewayConfig, accounts: AccountsReader, env: Mapping[str, str], clock: Clock
+) -> Follower | None:
+    """What follows the directory in Redis; None where it is in the file. Raises ConfigError."""
+    if config.directory.store == "file":
+        return None
+    from gateway.directory.follower import Follower
+    from gateway.directory.redis_directory import open_directory
+
+    directory = open_directory(config.quotas, accounts, env)
+    return Follower(directory, accounts, config.directory.stale_s, clock)
 
 
 def _stopped() -> GatewayStopped:

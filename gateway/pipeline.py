@@ -205,6 +205,8 @@ class Pipeline:
             exchange.watch.expect(IDENTITY_S, IdentityUnavailable, "Callers cannot be told at the moment.")
             principal = await found
             exchange.watch.relax()
+        if principal.tenant not in exchange.accounts.tenants.ids:
+            raise Unauthenticated("The tenant of this API key does not exist any more.")
         exchange.principal = principal
         exchange.record.key, exchange.record.tenant = principal.key, principal.tenant
         if principal.endpoints is not ALL_ENDPOINTS:
