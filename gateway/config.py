@@ -427,28 +427,28 @@ def _contradictions(config: GatewayConfig) -> Iterator[str]:
             if protocols.setdefault(url.rstrip("/"), model.protocol) != model.protocol:
                 yield f"models.{model.name}: {url!r} has another protocol in another model"
     for tenant in config.tenants:
-        yield from (f"tenants.{tenant.id}: {p}" for p in tenant_problems(tenant, model_names))
+        yield from (f"tenants.{tenant.id}.{p}" for p in tenant_problems(tenant, model_names))
     for key in config.keys:
-        yield from (f"keys.{key.id}: {p}" for p in key_problems(key, model_names, tenant_ids))
+        yield from (f"keys.{key.id}.{p}" for p in key_problems(key, model_names, tenant_ids))
     yield from _unknown_names(config, model_names, tenant_ids)
     if config.directory.store == "redis" and config.quotas.url is None:
         yield 'directory: store = "redis" needs url in [quotas]'
 
 
 def tenant_problems(tenant: TenantConfig, model_names: Container[str]) -> Iterator[str]:
-    """The problems of a tenant that no single setting shows."""
+    """The problems of a tenant that no single setting shows, each as `field: problem`."""
     yield from _unknown(tenant.models, model_names)
 
 
 def key_problems(key: KeyConfig, model_names: Container[str], tenant_ids: Container[str]) -> Iterator[str]:
-    """The problems of a key that no single setting shows."""
+    """The problems of a key that no single setting shows, each as `field: problem`."""
     yield from _unknown(key.models, model_names)
     if key.tenant not in tenant_ids:
-        yield f"there is no tenant {key.tenant!r}"
+        yield f"tenant: there is no tenant {key.tenant!r}"
     for name in ("created", "expires", "previous_expires"):
         moment: datetime | None = getattr(key, name)
         if moment is not None and moment.tzinfo is None:
-            yield f"{name} must say its offset, as 2030-01-31T00:00:00Z does"
+            yield f"{name}: must say its offset, as 2030-01-31T00:00:00Z does"
 
 
 def _unknown_names(config: GatewayConfig, model_names: set[str], tenant_ids: set[str]) -> Iterator[str]:
@@ -465,9 +465,9 @@ def _unknown_names(config: GatewayConfig, model_names: set[str], tenant_ids: set
         *((f"grants[{at}]", grant) for at, grant in enumerate(config.grants)),
     ]
     for where, holder in holders:
-        yield from (f"{where}: {problem}" for problem in _unknown(holder.models, model_names))
+        yield from (f"{where}.{problem}" for problem in _unknown(holder.models, model_names))
         if holder.tenant is not None and holder.tenant not in tenant_ids:
-            yield f"{where}: there is no tenant {holder.tenant!r}"
+            yield f"{where}.tenant: there is no tenant {holder.tenant!r}"
 
 
 def _repeated(section: str, names: Iterable[str]) -> Iterator[str]:
@@ -479,4 +479,4 @@ def _repeated(section: str, names: Iterable[str]) -> Iterator[str]:
 def _unknown(names: Iterable[str], known: Container[str]) -> Iterator[str]:
     for name in names:
         if name != ANY and name not in known:
-            yield f"there is no model {name!r}"
+            yield f"models: there is no model {name!r}"

@@ -172,12 +172,12 @@ def test_contradictions_are_told_at_once() -> None:
             f"keys: '{hash_key('x')}' is given 2 times",
             "models.a: 'ftp://a' is no base URL like http://host:port",
             "models.b: 'http://user@host' is no base URL like http://host:port",
-            "tenants.t: there is no model 'ghost'",
-            "keys.k: there is no model 'ghost'",
-            "keys.k: there is no tenant 'nobody'",
-            "keys.k: there is no model 'ghost'",
-            "keys.k: there is no tenant 'nobody'",
-            "keys.k: expires must say its offset, as 2030-01-31T00:00:00Z does",
+            "tenants.t.models: there is no model 'ghost'",
+            "keys.k.models: there is no model 'ghost'",
+            "keys.k.tenant: there is no tenant 'nobody'",
+            "keys.k.models: there is no model 'ghost'",
+            "keys.k.tenant: there is no tenant 'nobody'",
+            "keys.k.expires: must say its offset, as 2030-01-31T00:00:00Z does",
         ]
     )
 
