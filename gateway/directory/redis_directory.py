@@ -119,15 +119,13 @@ class RedisDirectory:
         reply = await self._ask("list", kind, tenant or "", after, limit)
         found = []
         for place, raw in zip(reply[1::2], reply[2::2], strict=True):
-            try:
-                found.append(decode(TYPES[kind], raw))
-            except ConfigError as error:
-                log.warning("directory.entry_unreadable", at=_shown(place), problems=error.problems)
+            if (record := _readable(TYPES[kind], place, raw)) is not None:
+                found.append(record)
         return found
 
     async def get(self, kind: Kind, id_: str) -> Record | None:
         [_, raw] = await self._ask("get", kind, id_)
-        return decode(TYPES[kind], raw) if raw else None
+        return _readable(TYPES[kind], id_.encode(), raw)
 
     async def change(self, type_: type[R], id_: str, edit: Edit[R], if_match: str | None) -> Change:
         kind = kind_of(type_)
@@ -139,7 +137,7 @@ class RedisDirectory:
             [_, raw] = await self._ask("get", kind, id_)
             if raw == tried:  # it was done, though the reply was lost and the call sent again
                 return change
-            before = decode(type_, raw) if raw else None
+            before = _readable(type_, id_.encode(), raw)
             check_match(before, if_match)
             change = Change(before, edit(before))
             tried = b"" if change.after is None else encode(change.after)
@@ -217,6 +215,15 @@ class RedisDirectory:
             self._knows_servers = False
             raise
         return reply
+
+
+def _readable(type_: type[R], at: bytes, raw: bytes) -> R | None:
+    """An entry; None where there is none, and for one that cannot be read, which can only be replaced."""
+    try:
+        return decode(type_, raw) if raw else None
+    except ConfigError as error:
+        log.warning("directory.entry_unreadable", at=_shown(at), problems=list(error.problems))
+        return None
 
 
 def _shown(id_: bytes) -> str:

@@ -108,6 +108,17 @@ class World:
         while await self.status(key, at=at) != status:  # each request is a turn of the loop
             pass
 
+    async def line(self, event: str, text: str = "") -> dict[str, Any]:
+        """The last line of this event that holds the text, once there is one."""
+        found: list[dict[str, Any]] = []
+
+        def is_there() -> bool:
+            found[:] = [line for line in self.logged(event) if text in str(line)]
+            return bool(found)
+
+        await until(is_there)
+        return found[-1]
+
     def logged(self, event: str) -> list[dict[str, Any]]:
         """The lines of this event."""
         lines = map(msgspec.json.decode, self.log.getvalue().splitlines())
