@@ -167,8 +167,8 @@ class _Builder:
 
 
 def to_toml(value: Any, path: str = "") -> str:
-    """A file that `load` makes the value of a dataclass from, or the part of one below the header of the table
-    at `path`. Settings that have their defaults are left out."""
+    """A file that `load` makes the value of a dataclass from, or the part of one that is below the header of
+    the table at `path`. Settings that have their defaults are left out."""
     return "\n".join(_lines(value, path)) + "\n"
 
 

@@ -237,6 +237,9 @@ REACHED_BY_NAME = {
     "shared/bench/services.py": {"'engine.demo'": "the demo model's directory"},
     "shared/cli/__init__.py": {"f'shared.cli.{name}'": "a command is imported when it is asked for"},
     "shared/cli/bench.py": {"BENCHES[name][0]": "a bench is its service's own"},
+    "shared/cli/keys.py": {
+        "'gateway.directory.local'": "the gateway changes its file, or what its Redis holds"
+    },
     "shared/cli/service.py": {
         "*MODULES[service]": "a command starts a service",
         "module": "`reach`, through which the launcher looks into a service",
