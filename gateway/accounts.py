@@ -46,8 +46,8 @@ from shared.ids import KeyId, TenantId
 POLL_S: Final = 1.0
 assert POLL_S <= 5, "a revoked key is refused within five seconds"
 OPERATORS: Final = "operators"
-WITHDRAWN_AT_ONCE: Final = 1000
-"""The number of keys that are forgotten before other tasks have their turn."""
+AT_ONCE: Final = 1000
+"""The number of keys that are added or removed before other tasks have their turn."""
 TERMS_MAX: Final = 16 * 1024
 """The number of callers and models whose terms are kept; the oldest make room."""
 RELOADED: Final = ("keys", "tenants", "tiers", "issuers", "grants", "certificates")
@@ -151,6 +151,29 @@ class Accounts:
         return subjects
 
 
+class _Read(Struct, frozen=True):
+    """A file that was read, and what it changes."""
+
+    taken: GatewayConfig
+    """The configuration with what is read again; all else as it was."""
+    is_whole: bool
+    """Whether that is all that the file says."""
+    changed: Sequence[KeyConfig]
+    """The keys that are new or other than before."""
+    gone: Sequence[KeyId]
+    ids: Mapping[Kind, Set[str]]
+
+
+def _read(path: Path, before: GatewayConfig) -> _Read:
+    """Read a file. Raises ConfigError."""
+    config = load(path, os.environ)
+    admin = replace(before.admin, keys=config.admin.keys)
+    taken = replace(before, admin=admin, **{name: getattr(config, name) for name in RELOADED})
+    gone = {key.id: key for key in before.keys}
+    changed = [key for key in taken.keys if gone.pop(key.id, None) != key]
+    return _Read(taken, taken == config, changed, [key.key_id for key in gone.values()], _ids_of(taken))
+
+
 class AccountsReader:
     """The accounts, read again when the file changes, with what the directory adds.
 
@@ -177,28 +200,33 @@ class AccountsReader:
         self._clock = clock
         self._seen = self._version()
         self._in_file = _ids_of(config)
+        self._reading: Final = asyncio.Lock()
         self.now = self._accounts_of(config)
 
-    def reload(self) -> list[str]:
-        """Read the file again, changed or not. Returns what is wrong with it: then the old one stays."""
+    async def reload(self) -> list[str]:
+        """Read the file again, changed or not. Returns what is wrong with it: then the old one stays.
+
+        A file of 10,000 keys takes half a second to read and to check, which another thread does.
+        """
         if self._path is None:
             return ["there is no file"]
-        self._seen = self._version()
-        try:
-            config = load(self._path, os.environ)
-            admin = replace(self.config.admin, keys=config.admin.keys)
-            taken = replace(self.config, admin=admin, **{name: getattr(config, name) for name in RELOADED})
-            self.now = self._accounts_of(taken)
-        except ConfigError as error:
-            log.error("config.rejected", path=self._path, problems=list(error.problems))
-            return list(error.problems)
-        if taken != config:
-            log.warning("config.restart_needed", path=self._path, read=f"{', '.join(RELOADED)} alone")
-        before, self.config, self._in_file = self.config, taken, _ids_of(taken)
-        log.info("config.reloaded", path=self._path, keys=len(config.keys), tenants=len(config.tenants))
-        gone = {key.id: key for key in before.keys}
-        changed = [key for key in taken.keys if gone.pop(key.id, None) != key]
-        self._change_keys(changed, [key.key_id for key in gone.values()])
+        async with self._reading:
+            self._seen = self._version()
+            try:
+                read = await asyncio.to_thread(_read, self._path, self.config)
+                self.now = self._accounts_of(read.taken)
+            except ConfigError as error:
+                log.error("config.rejected", path=self._path, problems=list(error.problems))
+                return list(error.problems)
+            if not read.is_whole:
+                log.warning("config.restart_needed", path=self._path, read=f"{', '.join(RELOADED)} alone")
+            self.config, self._in_file = read.taken, read.ids
+            counts = {"keys": len(read.taken.keys), "tenants": len(read.taken.tenants)}
+            log.info("config.reloaded", path=self._path, **counts)
+            for at in range(0, len(read.changed), AT_ONCE):
+                self._change_keys(read.changed[at : at + AT_ONCE], ())
+                await asyncio.sleep(0)
+            self._change_keys((), read.gone)
         return []
 
     async def watch(self) -> None:
@@ -206,7 +234,7 @@ class AccountsReader:
         while self._path is not None:
             await self._clock.sleep(POLL_S)
             if self._version() != self._seen:
-                self.reload()
+                await self.reload()
 
     # -- the directory's part ---------------------------------------------------------------------
 
@@ -241,7 +269,7 @@ class AccountsReader:
         for at, id_ in enumerate(keys):
             if id_ not in own:
                 self.keys.remove(id_)
-            if at % WITHDRAWN_AT_ONCE == 0:
+            if at % AT_ONCE == 0:
                 await asyncio.sleep(0)
 
     # -- inside -----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ Rules:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Final
 
@@ -75,7 +75,7 @@ class Admin:
         self,
         health: Health,
         accounts: AccountsReader,
-        reload: Callable[[], list[str]],
+        reload: Callable[[], Awaitable[list[str]]],
         live: LiveRequests,
         directory: DirectoryRoutes,
         clock: Clock = SYSTEM_CLOCK,
@@ -144,7 +144,7 @@ class Admin:
         return probe_response(self._health, request, tells_problems=True)
 
     async def _reload(self, asked: Asked) -> web.Response:
-        problems = self._read_again()
+        problems = await self._read_again()
         log.info("admin.change", operator=asked.operator.key, action="reload", problems=len(problems))
         if problems:
             told = "\n".join(problems)[:PROBLEMS_LEN_MAX]

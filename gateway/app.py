@@ -190,10 +190,10 @@ class Gateway:
         )
         log.info("gateway.drained", clean=clean)
 
-    def reload(self) -> list[str]:
+    async def reload(self) -> list[str]:
         """Read again what is read again when it changes: the configuration, certificates, issuers' keys.
         Returns what is wrong with the configuration."""
-        problems = self.accounts.reload()
+        problems = await self.accounts.reload()
         self._key_sources.reload()
         if self._tls is not None:
             self._tls.reload()
@@ -294,7 +294,9 @@ async def serve(config: GatewayConfig, path: Path) -> None:
     on_stop_signals(lambda _: now.set() if stop.is_set() else stop.set())
     watch_lag()
     async with Gateway(config, path=path) as gateway:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.reload)
+        hangup = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup.set)
+        reloading = asyncio.create_task(_reload_at(hangup, gateway))
         gc.collect()
         gc.freeze()  # a full collection would look through all modules, and stop every stream for 15 ms
         await stop.wait()
@@ -305,3 +307,12 @@ async def serve(config: GatewayConfig, path: Path) -> None:
         if not draining.done():
             gateway.live.end_all(_stopped)
         await draining
+        reloading.cancel()
+
+
+async def _reload_at(hangup: asyncio.Event, gateway: Gateway) -> None:
+    """Reload at each signal."""
+    while True:
+        await hangup.wait()
+        hangup.clear()
+        await gateway.reload()

@@ -174,6 +174,10 @@ class TierConfig:
     """Wins over the model's request_timeout_s."""
 
 
+PLAIN: Final = TierConfig()
+"""A service tier whose tenants have nothing in common."""
+
+
 @dataclass(frozen=True, slots=True)
 class TiersConfig:
     """The settings of each `Tier`."""
@@ -223,6 +227,8 @@ class TenantConfig:
 
     def as_one_of(self, tier: TierConfig) -> TenantConfig:
         """The tenant's settings, with unset ones taken from its tier."""
+        if tier == PLAIN:
+            return self
         own, common = self.timeouts, tier.timeouts
         return replace(
             self,

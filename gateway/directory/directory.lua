@@ -1,7 +1,8 @@
 -- The directory in Redis: tenants and keys, and which of them changed when.
 --
 -- KEYS  1 state    hash: epoch (a name of this directory), version (the number of changes), floor (of the
---                  changes that the log has forgotten), lost (the epoch of a directory that was here)
+--                  changes that the log has forgotten), keys and tenants (how many there are), lost (the epoch
+--                  of a directory that was here)
 --       2 log      list: one text `head:kind/id` for each change after `floor`; head is a random name of it
 --       3 keys     hash: id -> JSON
 --       4 tenants  hash: id -> JSON
@@ -28,7 +29,7 @@ end
 
 -- since EPOCH VERSION HEAD LIMIT: the changes after a place that the caller has reached.
 local function since(epoch_known, version_known, head_known, limit)
-  local state = redis.call('HMGET', STATE, 'epoch', 'version', 'floor', 'lost')
+  local state = redis.call('HMGET', STATE, 'epoch', 'version', 'floor', 'lost', 'keys', 'tenants')
   local epoch, version, floor = state[1], tonumber(state[2] or 0), tonumber(state[3] or 0)
   if not epoch then
     -- Whoever comes next must not take a directory that was lost for an empty one.
@@ -37,6 +38,10 @@ local function since(epoch_known, version_known, head_known, limit)
     return {now_ms, 'load', '', 0, ''}
   end
   if epoch_known ~= '' and epoch_known ~= epoch then return {now_ms, 'lost'} end
+  -- A server that may evict keys has taken a whole hash.
+  for kind, at in pairs({keys = 5, tenants = 6}) do
+    if redis.call('HLEN', HASH[kind]) < tonumber(state[at] or 0) then return {now_ms, 'lost'} end
+  end
   version_known = tonumber(version_known)
   local is_known = epoch_known == epoch and version_known >= floor and version_known <= version
     and head_known == (head_at(version_known, floor) or false)
@@ -89,11 +94,13 @@ local function put(kind, id, expected, json, place, tenant, epoch_known, new_epo
     if #keys > 0 then return {now_ms, 'used'} end
     redis.call('HDEL', HASH[kind], id)
     redis.call('ZREM', ORDER[kind], place)
+    if current ~= '' then redis.call('HINCRBY', STATE, kind, -1) end
   else
     if current == '' and redis.call('HLEN', HASH[kind]) >= tonumber(count_max) then return {now_ms, 'full'} end
     if tenant ~= '' and redis.call('HEXISTS', HASH.tenants, tenant) == 0 then return {now_ms, 'tenant'} end
     redis.call('HSET', HASH[kind], id, json)
     redis.call('ZADD', ORDER[kind], 0, place)
+    if current == '' then redis.call('HINCRBY', STATE, kind, 1) end
   end
   if not epoch then redis.call('HSET', STATE, 'epoch', new_epoch, 'version', 0, 'floor', 0) end
   redis.call('HINCRBY', STATE, 'version', 1)

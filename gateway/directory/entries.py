@@ -143,14 +143,16 @@ def parse(type_: type[R], fields: Mapping[str, Any], check: Callable[[R], Iterat
     ConfigError with all that is wrong, also with what `check` finds in the fields that can be read."""
     fields = {name: value for name, value in fields.items() if value is not None}
     problems: list[str] = []
+    left_out: set[str] = set()  # fields with problems: the others are looked at again without them
     while True:
         try:
             found = load(type_, fields, {}, NO_VARIABLES)
         except ConfigError as error:
-            problems += [problem for problem in error.problems if problem not in problems]
+            problems += [problem for problem in error.problems if _first_name(problem) not in left_out]
             bad = {_first_name(problem) for problem in error.problems} & fields.keys()
             if not bad:
                 raise ConfigError(problems) from None
+            left_out |= bad
             fields = {name: value for name, value in fields.items() if name not in bad}
             continue
         problems += [] if check is None else check(found)

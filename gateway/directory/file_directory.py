@@ -58,7 +58,7 @@ class FileDirectory:
         if self._path is None:
             raise Conflict("The gateway has no file that could be edited.")
         change = await asyncio.to_thread(self._change, self._path, type_, id_, edit, if_match)
-        self._accounts.reload()
+        await self._accounts.reload()
         return change
 
     def _change(self, path: Path, type_: type[R], id_: str, edit: Edit[R], if_match: str | None) -> Change:

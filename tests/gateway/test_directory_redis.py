@@ -22,10 +22,12 @@ from gateway.directory.entries import encode, etag_of, place_of
 from gateway.directory.follower import SLICE, Follower
 from gateway.directory.redis_directory import RawEntry
 from gateway.identity.keys import hash_key
+from shared.clock import SYSTEM_CLOCK
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import KEY, House, until
 from tests.gateway.directory_world import World, directory_world
 from tests.gateway.fake_engine import chunk, stream
+from tests.gateway.issuers import EC, as_toml, issuer
 from tests.gateway.redis_server import RedisServer, redis_server
 
 
@@ -202,6 +204,17 @@ async def test_a_new_directory_is_begun_when_the_operator_says_so(world: World, 
     )
 
 
+@pytest.mark.parametrize("name", ["keys", "tenants", "state"])
+async def test_what_a_server_evicts_takes_no_key_away(world: World, own: RedisServer, name: str) -> None:
+    await world.open()
+    await world.ask("PUT", "tenants/made", {})
+    made = await world.key(tenant="made")
+    raw(own).delete(at(world, name))
+    await follower(world).refresh()
+    await world.line("directory.down", "lost")
+    assert await world.status(made["key"]) == 200
+
+
 async def test_changes_that_a_failover_has_lost_are_lost_for_every_gateway(
     world: World, own: RedisServer
 ) -> None:
@@ -232,6 +245,42 @@ async def test_a_gateway_that_has_missed_more_changes_than_are_kept_reads_all(
         raw(own).hincrby(at(world, "state"), "floor", 1)
     await follower(world, 1).refresh()
     assert [await world.status(one["key"], at=1) for one in (gone, made)] == [401, 200]
+
+
+async def test_an_acl_user_that_may_use_its_own_keys_alone_is_enough(
+    world: World, own: RedisServer, tmp_path: Path
+) -> None:
+    (tmp_path / "password").write_text("correct-horse\n")
+    user = {"username": "penstock", "password_file": str(tmp_path / "password")}
+    world.write(quotas={"url": own.url, "key_prefix": world.prefix, **user})
+    own.admin.acl_setuser(
+        "penstock",
+        enabled=True,
+        passwords=["+correct-horse"],
+        keys=[f"{world.prefix}:*"],
+        categories=["+@read", "+@write", "+@scripting", "-@dangerous"],
+        commands=["+time", "+client|setname"],
+    )
+    own.admin.acl_setuser("default", enabled=False)
+    await world.open()
+    made = await world.key()
+    await world.ask("POST", f"keys/{made['id']}/rotate")
+    assert (await world.ask("GET", "keys")).status == 200
+    assert (await world.ask("DELETE", f"keys/{made['id']}")).status == 200
+    assert await problems(world) == []
+
+
+async def test_a_token_may_name_a_tenant_of_the_directory(world: World, tmp_path: Path) -> None:
+    now_s = int(SYSTEM_CLOCK.wall())
+    issuers = [as_toml(issuer(tmp_path / "issuer", EC))]
+    world.write(issuers=issuers, grants=[{"issuer": issuers[0]["id"], "tenant_claim": ["team"]}])
+    await world.open()
+    token = EC.token(now_s, team="made")
+    assert await world.status(token) == 401
+    await world.ask("PUT", "tenants/made", {})
+    assert await world.status(token) == 200
+    await world.ask("DELETE", "tenants/made")
+    assert await world.status(token) == 401
 
 
 # -- garbage --------------------------------------------------------------------------------------
@@ -304,7 +353,7 @@ async def test_the_file_wins_over_an_entry_of_the_same_id(world: World, own: Red
     assert (refused.status, refused.code) == (409, "conflict")
     assert (await world.ask("DELETE", "keys/k1")).code == "conflict"
     world.write(tenants=[{"id": "acme"}, {"id": "other"}, {"id": "made", "limits": {"requests_per_min": 0}}])
-    assert world.gateways[0].reload() == []
+    assert await world.gateways[0].reload() == []
     house = House(world.gateways[0], world.engine, world.client, world.log)
     bearer = {"authorization": f"Bearer {made['key']}"}
     async with house.client.get(f"{house.url}/v1/models", headers=bearer) as answer:
@@ -313,7 +362,7 @@ async def test_the_file_wins_over_an_entry_of_the_same_id(world: World, own: Red
     assert [tenant["id"] for tenant in listed["data"]] == ["acme", "made", "other"]
     assert listed["fixed"] == ["acme", "made", "other"]
     world.write()
-    assert world.gateways[0].reload() == []
+    assert await world.gateways[0].reload() == []
     async with house.client.get(f"{house.url}/v1/models", headers=bearer) as answer:
         assert answer.headers["x-ratelimit-limit-requests"] == "5"
 

@@ -173,7 +173,7 @@ async def test_a_revoked_keys_streams_end_where_the_tenant_asks_for_it_and_no_ot
                 if way == "disabled":
                     kept.insert(0, replace(config.keys[0], disabled=True))
                 path.write_text(to_toml(replace(config, keys=tuple(kept))))
-                assert gateway.reload() == []
+                assert await gateway.reload() == []
                 if on_revoke == "end":
                     rest = await one.read()
                     assert b'"code":"key_revoked"' in rest
@@ -204,7 +204,7 @@ async def test_a_revoked_keys_request_that_has_no_answer_yet_gets_401(
             asking = asyncio.create_task(house.chat(stream=True).__aenter__())
             await until(lambda: bool(engine.active))
             path.write_text(to_toml(replace(config, keys=config.keys[1:])))
-            gateway.reload()
+            await gateway.reload()
             answer = await asking
             assert (answer.status, (await error_of(answer))["code"]) == (401, "key_revoked")
             await house.at_rest()

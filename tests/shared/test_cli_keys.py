@@ -55,7 +55,7 @@ async def keys(*words: str) -> int:
 
 async def effective(world: World) -> None:
     """Let the gateway take the change over, as it does by itself every second."""
-    world.gateways[0].accounts.reload()
+    await world.gateways[0].accounts.reload()
     await world.gateways[0]._follow()
 
 
