@@ -47,7 +47,7 @@ POLL_S: Final = 1.0
 assert POLL_S <= 5, "a revoked key is refused within five seconds"
 OPERATORS: Final = "operators"
 AT_ONCE: Final = 1000
-"""The number of keys that are added or removed before other tasks have their turn."""
+"""The number of keys that are replaced before other tasks have their turn."""
 TERMS_MAX: Final = 16 * 1024
 """The number of callers and models whose terms are kept; the oldest make room."""
 RELOADED: Final = ("keys", "tenants", "tiers", "issuers", "grants", "certificates")
@@ -200,6 +200,7 @@ class AccountsReader:
         self._clock = clock
         self._seen = self._version()
         self._in_file = _ids_of(config)
+        self.keys.declared = self._in_file["keys"]
         self._reading: Final = asyncio.Lock()
         self.now = self._accounts_of(config)
 
@@ -220,7 +221,7 @@ class AccountsReader:
                 return list(error.problems)
             if not read.is_whole:
                 log.warning("config.restart_needed", path=self._path, read=f"{', '.join(RELOADED)} alone")
-            self.config, self._in_file = read.taken, read.ids
+            self.config, self._in_file, self.keys.declared = read.taken, read.ids, read.ids["keys"]
             counts = {"keys": len(read.taken.keys), "tenants": len(read.taken.tenants)}
             log.info("config.reloaded", path=self._path, **counts)
             for at in range(0, len(read.changed), AT_ONCE):
@@ -261,16 +262,6 @@ class AccountsReader:
         own = self._in_file["keys"]
         put = [key for key in keys if key.id not in own]
         self._change_keys(put, [id_ for id_ in removed if id_ not in own])
-
-    async def withdraw_keys(self, keys: Collection[KeyId]) -> None:
-        """Forget keys of the directory, of which it is not known any more whether they work. Nobody has
-        revoked them: their requests in progress run on."""
-        own = self._in_file["keys"]
-        for at, id_ in enumerate(keys):
-            if id_ not in own:
-                self.keys.remove(id_)
-            if at % AT_ONCE == 0:
-                await asyncio.sleep(0)
 
     # -- inside -----------------------------------------------------------------------------------
 

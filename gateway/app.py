@@ -315,4 +315,7 @@ async def _reload_at(hangup: asyncio.Event, gateway: Gateway) -> None:
     while True:
         await hangup.wait()
         hangup.clear()
-        await gateway.reload()
+        try:
+            await gateway.reload()
+        except Exception:
+            log.exception("gateway.reload_failed")

@@ -99,7 +99,7 @@ class Follower:
             try:
                 await self._catch_up()
             except StoreUnavailable as error:
-                await self._failed(str(error))
+                self._failed(str(error))
                 return
             self._heard_s = self._clock.monotonic()
             self._accounts.keys.is_complete = True
@@ -107,7 +107,7 @@ class Follower:
                 log.info("directory.up", **{kind: len(ids) for kind, ids in self._known.items()})
             self._problem = None
 
-    async def _failed(self, problem: str) -> None:
+    def _failed(self, problem: str) -> None:
         """Rule 4."""
         if problem != self._problem:
             log.error("directory.down", problem=problem)
@@ -115,8 +115,6 @@ class Follower:
         if self.is_current and self._clock.monotonic() - self._heard_s >= self._stale_s:
             log.error("directory.stale", stale_s=self._stale_s, keys=len(self._known["keys"]))
             self._accounts.keys.is_complete = False
-            await self._accounts.withdraw_keys([KeyId(id_) for id_ in self._known["keys"]])
-            self._known["keys"].clear()
 
     async def _catch_up(self) -> None:
         """Raises StoreUnavailable."""
@@ -134,7 +132,8 @@ class Follower:
 
     async def _read_all(self, place: Place) -> None:
         """Read all entries, and forget those that are gone. `place` is one that comes before the reading."""
-        self._refused, self._is_whole, file = 0, True, self._accounts.config
+        self._refused, self._is_whole, self._has_orphans = 0, False, False
+        file = self._accounts.config
         seen: dict[Kind, set[str]] = {"tenants": set(), "keys": set()}  # keys come after their tenants
         for kind, ids in seen.items():
             cursor = FIRST
@@ -154,7 +153,8 @@ class Follower:
             await asyncio.sleep(0)
         if self._refused > REFUSED_SHOWN_MAX:
             log.error("directory.entries_refused", count=self._refused)
-        self._place, self._file, self.directory.epoch = place, file, place.epoch
+        self._place, self._file, self._is_whole = place, file, True
+        self.directory.epoch = place.epoch
 
     def _take(self, entries: Sequence[RawEntry]) -> None:
         """Take over entries, the last of each id. A tenant comes before its keys, and goes after them."""

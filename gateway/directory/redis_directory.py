@@ -116,11 +116,15 @@ class RedisDirectory:
     # -- as `Directory` has it --------------------------------------------------------------------
 
     async def page(self, kind: Kind, tenant: str | None, after: str, limit: int) -> Sequence[Record]:
-        reply = await self._ask("list", kind, tenant or "", after, limit)
-        found = []
-        for place, raw in zip(reply[1::2], reply[2::2], strict=True):
-            if (record := _readable(TYPES[kind], place, raw)) is not None:
-                found.append(record)
+        found: list[Record] = []
+        while len(found) < limit:
+            reply = await self._ask("list", kind, tenant or "", after, limit - len(found))
+            entries = list(zip(reply[1::2], reply[2::2], strict=True))
+            if not entries:
+                break
+            records = (_readable(TYPES[kind], place, raw) for place, raw in entries)
+            found += [record for record in records if record is not None]
+            after = entries[-1][0]
         return found
 
     async def get(self, kind: Kind, id_: str) -> Record | None:

@@ -108,7 +108,7 @@ class Registry:
         both = sorted([*own, *(r for r in found if not self._is_shadowed(kind, r))], key=place_of)
         shown = both[:limit]
         is_last = len(both) <= limit and len(found) <= limit
-        next_ = None if is_last or not shown else place_of(shown[-1])
+        next_ = None if is_last else place_of((shown or found)[-1])
         return Page([view_of(record) for record in shown], [r.id for r in shown if r.id in ids], next_)
 
     async def get(self, kind: Kind, id_: str) -> Shown:

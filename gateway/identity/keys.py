@@ -22,7 +22,7 @@ import math
 import re
 import secrets
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from typing import Final, Self
 
@@ -117,13 +117,16 @@ class KeyTable:
     """The keys that open. It is changed in place: a request looks its key up once, and goes on with the
     principal that it found."""
 
-    __slots__ = ("_by_digest", "_by_id", "is_complete")
+    __slots__ = ("_by_digest", "_by_id", "declared", "is_complete")
 
     def __init__(self, keys: Iterable[KeyConfig] = ()) -> None:
         self._by_id: Final[dict[KeyId, _Record]] = {}
         self._by_digest: Final[dict[bytes, _Record]] = {}
         self.is_complete = True
-        """Whether a key that is not here is unknown. If not, it may be one that could not be read yet."""
+        """Whether what is here is all there is. If not, only the `declared` keys are known to work, and a
+        key that is not here may be one that could not be read."""
+        self.declared: Set[str] = frozenset()
+        """The ids of the keys that the configuration file has."""
         for key in keys:
             self.put(key)
 
@@ -166,7 +169,7 @@ class KeyTable:
 
         Raises:
             Unauthenticated: whatever is wrong; `detail` says what, for the operator.
-            IdentityUnavailable: the key is not here, and not all keys could be read yet.
+            IdentityUnavailable: it is not known at the moment whether the key works.
         """
         text = _bearer(authorization)
         digest = _digest(text)
@@ -176,7 +179,7 @@ class KeyTable:
         record = by_id or by_digest
         is_current = hmac.compare_digest(digest, _DUMMY if record is None else record.digest)
         is_previous = hmac.compare_digest(digest, _DUMMY if record is None else record.previous)
-        if record is None and not self.is_complete:
+        if not self.is_complete and (record is None or record.principal.key not in self.declared):
             raise IdentityUnavailable("API keys cannot be looked up at the moment.", retry_after_s=1.0)
         if record is None or not (is_current or is_previous):
             named = f" with id {minted[1]}" if minted else ""

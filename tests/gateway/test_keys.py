@@ -82,6 +82,9 @@ def test_a_key_that_takes_over_anothers_hash_keeps_it_when_that_one_goes() -> No
 def test_an_unknown_key_is_no_mistake_of_its_caller_while_the_keys_are_not_known() -> None:
     table = KeyTable([key("here")])
     table.is_complete = False
+    with pytest.raises(IdentityUnavailable):
+        table.authenticate("Bearer here", NOW_S)
+    table.declared = {"k"}
     assert opens(table, "here")
     with pytest.raises(IdentityUnavailable):
         table.authenticate("Bearer elsewhere", NOW_S)
