@@ -238,7 +238,8 @@ REACHED_BY_NAME = {
     "shared/cli/__init__.py": {"f'shared.cli.{name}'": "a command is imported when it is asked for"},
     "shared/cli/bench.py": {"BENCHES[name][0]": "a bench is its service's own"},
     "shared/cli/keys.py": {
-        "'gateway.directory.local'": "the gateway changes its file, or what its Redis holds"
+        "'gateway.directory.local'": "the gateway changes its file, or what its Redis holds",
+        "'gateway.identity.keys'": "the gateway says what a new key is",
     },
     "shared/cli/service.py": {
         "*MODULES[service]": "a command starts a service",

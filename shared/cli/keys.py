@@ -1,4 +1,4 @@
-"""The command `penstock keys`: create, list, rotate and revoke API keys.
+"""The command `penstock keys`: create, list, rotate and revoke API keys, or mint one that is kept nowhere.
 
 They are those of a gateway's file, of the Redis that the file names, or of a running gateway that is asked
 through its admin listener.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -28,6 +29,7 @@ OPERATOR_VARIABLE: Final = "PENSTOCK_ADMIN_KEY"
 """The variable with the operator's key, for --admin-url."""
 ANSWER_S: Final = 30.0
 PAGE: Final = "200"
+ENV_HELP: Final = "the part of the key before its id (default: live)"
 COLUMNS: Final = ("id", "tenant", "state", "expires", "models", "endpoints", "labels")
 
 
@@ -104,6 +106,12 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     revoke = actions.add_parser("revoke", parents=[where], help="revoke a key")
     revoke.add_argument("id", metavar="ID", type=checked(_id_problem))
     revoke.add_argument("--delete", action="store_true", help="also remove it from the list")
+    mint = actions.add_parser(
+        "mint",
+        help="show a new key and its hash, kept nowhere: for files that others write, and [[admin.keys]]",
+    )
+    mint.add_argument("--env", metavar="NAME", type=checked(_env_problem), default="live", help=ENV_HELP)
+    mint.add_argument("--json", action="store_true", help="answer in JSON")
     parser.set_defaults(run=run)
 
 
@@ -135,7 +143,7 @@ def _add_create(parser: Parser) -> None:
         "--label", metavar="TEXT", action="append", dest="labels", help="a note for operators"
     )
     parser.add_argument("--expires", metavar="TIME", help="when it stops working: 2030-01-31T00:00:00Z")
-    parser.add_argument("--env", metavar="NAME", help="the part of the key before its id (default: live)")
+    parser.add_argument("--env", metavar="NAME", type=checked(_env_problem), help=ENV_HELP)
 
 
 def _url_problem(url: str) -> str | None:
@@ -148,6 +156,10 @@ def _url_problem(url: str) -> str | None:
         if parsed.scheme in ("http", "https") and parsed.host
         else "must be a URL like http://127.0.0.1:9090"
     )
+
+
+def _env_problem(text: str) -> str | None:
+    return None if re.fullmatch("[a-z0-9]{1,16}", text) else "must be 1 to 16 of a-z 0-9"
 
 
 def _id_problem(text: str) -> str | None:
@@ -165,6 +177,9 @@ def run(options: argparse.Namespace) -> int:
     """Do one action. Returns the process's exit code."""
     terminal.prepare()
     try:
+        if options.action == "mint":
+            _mint(options)
+            return 0
         gateway = _gateway(options)
         match options.action:
             case "create":
@@ -281,6 +296,18 @@ def _decoded(raw: bytes, type_: Any) -> Any:
         return msgspec.json.decode(raw, type=type_)
     except msgspec.DecodeError:
         raise KeysFailed("the answer is none of a gateway of this version") from None
+
+
+def _mint(options: argparse.Namespace) -> None:
+    """Show a new key. Raises KeysFailed where the gateway is not installed."""
+    if problem := missing_extra("gateway"):
+        raise KeysFailed(problem)
+    minted = reach("gateway.identity.keys").mint_key(options.env)
+    if options.json:
+        print(msgspec.json.encode({"id": minted.id, "hash": minted.hash, "key": minted.text}).decode())
+        return
+    print(minted.text)
+    sys.stderr.write(f'id = "{minted.id}"\nhash = "{minted.hash}"\n')
 
 
 # -- what is shown --------------------------------------------------------------------------------

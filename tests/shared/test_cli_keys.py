@@ -7,13 +7,15 @@ import io
 import json
 import os
 import re
+import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gateway.config import load
+from gateway.config import KeyConfig, load
+from gateway.identity.keys import KeyTable
 from shared import cli
 from shared.cli import running
 from shared.cli.keys import OPERATOR_VARIABLE
@@ -136,6 +138,17 @@ def test_without_options_the_keys_are_those_of_the_penstock_up_that_runs(
     assert len(load(file, {}).keys) == 2
 
 
+def test_a_minted_key_is_kept_nowhere_and_is_the_one_of_its_hash(capsys: Out) -> None:
+    assert cli.main(["keys", "mint", "--env", "prod"]) == 0
+    text, entry = capsys.readouterr()
+    told = tomllib.loads(entry)
+    assert re.fullmatch(rf"sk_prod_{told['id']}_[A-Za-z0-9]{{32}}\n", text)
+    table = KeyTable([KeyConfig(told["id"], told["hash"], "acme")])
+    assert table.authenticate(f"Bearer {text.strip()}", 0.0).key == told["id"]
+    assert cli.main(["keys", "mint", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["key"].startswith("sk_live_")
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
@@ -144,6 +157,7 @@ def test_without_options_the_keys_are_those_of_the_penstock_up_that_runs(
         (["list", "--config", "a", "--admin-url", "http://a"], "not allowed with"),
         (["list", "--admin-url", "ftp://a"], "must be a URL like"),
         (["rotate", "a/b"], "must be 1 to 64 of"),
+        (["mint", "--env", "A"], "must be 1 to 16 of a-z 0-9"),
         ([], "the following arguments are required: ACTION"),
     ],
 )
