@@ -145,7 +145,7 @@ class Admin:
 
     async def _reload(self, asked: Asked) -> web.Response:
         problems = await self._read_again()
-        log.info("admin.change", operator=asked.operator.key, action="reload", problems=len(problems))
+        _audit(asked, {"action": "reload", "problems": len(problems)})
         if problems:
             told = "\n".join(problems)[:PROBLEMS_LEN_MAX]
             raise InvalidRequest(f"The configuration was not taken:\n{told}")
@@ -154,8 +154,13 @@ class Admin:
     async def _abort(self, asked: Asked) -> web.Response:
         request_id = RequestId(asked.id)
         ended = self._live.end(None, request_id, _aborted)
-        log.info("admin.change", operator=asked.operator.key, action="abort", aborted=request_id, ended=ended)
+        _audit(asked, {"action": "abort", "aborted": request_id, "ended": ended})
         return json_response(HTTPStatus.OK, msgspec.json.encode(AbortResponse(request_id, ended)), {})
+
+
+def _audit(asked: Asked, fields: Mapping[str, object]) -> None:
+    """Rule 2."""
+    logs.audit("admin.change", {"logger": __name__, "operator": asked.operator.key, **fields})
 
 
 def _aborted() -> ApiError:

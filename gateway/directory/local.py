@@ -36,7 +36,7 @@ def call(
 
     `id_` is the key's; of a list, the place behind which it begins.
     """
-    logs.configure("keys", level="warning" if operation == "list" else "info", stream=sys.stderr)
+    logs.configure("keys", level="warning", stream=sys.stderr)
     try:
         return asyncio.run(_call(file, operation, id_, fields, env))
     except ConfigError as error:

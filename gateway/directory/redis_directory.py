@@ -222,12 +222,17 @@ class RedisDirectory:
 
 
 def _readable(type_: type[R], at: bytes, raw: bytes) -> R | None:
-    """An entry; None where there is none, and for one that cannot be read, which can only be replaced."""
+    """The entry at a place or of an id. None where there is none, and for one that cannot be read, which can
+    only be replaced."""
     try:
-        return decode(type_, raw) if raw else None
+        found = decode(type_, raw) if raw else None
+        if found is None or found.id.encode() == at.rpartition(b"/")[2]:
+            return found
+        problems = ["it has another id than its place"]
     except ConfigError as error:
-        log.warning("directory.entry_unreadable", at=_shown(at), problems=list(error.problems))
-        return None
+        problems = list(error.problems)
+    log.warning("directory.entry_unreadable", at=_shown(at), problems=problems)
+    return None
 
 
 def _shown(id_: bytes) -> str:

@@ -13,7 +13,7 @@ Rules:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Final
@@ -27,6 +27,7 @@ from gateway.directory.entries import (
     NO_VARIABLES,
     Change,
     Directory,
+    Edit,
     KeyView,
     R,
     Record,
@@ -48,8 +49,6 @@ PATCHABLE: Final = frozenset({"models", "endpoints", "limits", "env", "labels", 
 """The fields of a key that can be changed after its creation."""
 CREATABLE: Final = (PATCHABLE | {"tenant"}) - {"disabled"}
 _KEYID: Final = re.compile(rf"[a-z0-9]{{{KEYID_LEN}}}")
-
-log = logs.get(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +220,7 @@ class Registry:
     # -- inside -----------------------------------------------------------------------------------
 
     async def _change(
-        self, type_: type[R], id_: str, edit: Any, if_match: str | None, action: str, by: str
+        self, type_: type[R], id_: str, edit: Edit[R], if_match: str | None, action: str, by: str
     ) -> Change:
         """Make a change, and write its audit line."""
         change = await self._directory.change(type_, id_, edit, if_match)
@@ -229,8 +228,8 @@ class Registry:
             return change
         kind = "tenant" if type_ is TenantConfig else "key"
         before, after = _differences(change)
-        names = {"from": before, "to": after}
-        log.info("admin.change", operator=by, action=f"{kind}.{action}", target=id_, **names)
+        fields = {"operator": by, "action": f"{kind}.{action}", "target": id_, "from": before, "to": after}
+        logs.audit("admin.change", {"logger": __name__, **fields})
         return change
 
     async def _parsed_key(
@@ -275,7 +274,12 @@ class Registry:
         return datetime.fromtimestamp(int(self._clock.wall()), UTC)
 
 
-def _parsed(type_: type[R], given: Mapping[str, Any], check: Any, problems: Sequence[str]) -> R:
+def _parsed(
+    type_: type[R],
+    given: Mapping[str, Any],
+    check: Callable[[R], Iterator[str]],
+    problems: Sequence[str],
+) -> R:
     """As `parse`, with further problems that are known already."""
     try:
         found = parse(type_, given, check)
@@ -300,18 +304,9 @@ def _merged(key: KeyConfig, patch: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a key with those of a merge patch. Moments are texts."""
     merged: dict[str, Any] = msgspec.to_builtins(key)
     for name, value in patch.items():
-        old = merged.get(name)
-        if isinstance(old, dict) and isinstance(value, dict):
-            both = {**old, **value}
-            merged[name] = {inner: new for inner, new in both.items() if new is not None}
-        else:
-            merged[name] = value
-    return {
-        name: {inner: one for inner, one in value.items() if one is not None}
-        if isinstance(value, dict)
-        else value
-        for name, value in merged.items()
-    }
+        is_table = isinstance(value, dict) and isinstance(merged.get(name), dict)
+        merged[name] = merged[name] | value if is_table else value
+    return merged
 
 
 def _minted(key: KeyConfig, text: str) -> MintedView:

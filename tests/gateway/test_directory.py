@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from gateway.accounts import POLL_S
+from shared import logs
 from shared.clock import SYSTEM_CLOCK
 from shared.errors import Unauthenticated
 from tests.gateway.conftest import KEY, OTHER_KEY, until
@@ -297,6 +298,14 @@ async def test_every_change_leaves_an_audit_line_and_no_secret_is_in_any_log_or_
     told = world.log.getvalue() + str(shown.body)
     for key in (made["key"], rotated.body["key"]):
         assert key.rpartition("_")[2] not in told
+
+
+async def test_audit_lines_are_written_at_whatever_level(world: World) -> None:
+    logs.configure("gateway", level="error", stream=world.log)
+    await world.key()
+    await world.ask("POST", "reload")
+    await until(lambda: len(world.logged("admin.change")) == 2)
+    assert not world.logged("config.reloaded")
 
 
 async def test_two_operators_at_once_lose_no_change(world: World) -> None:

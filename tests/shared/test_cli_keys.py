@@ -12,16 +12,21 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
+from gateway.app import Gateway
 from gateway.config import KeyConfig, load
+from gateway.development import development_config
 from gateway.identity.keys import KeyTable
 from shared import cli
 from shared.cli import running
 from shared.cli.keys import OPERATOR_VARIABLE
 from shared.cli.running import Running, write_running
+from shared.config import to_toml
 from tests.gateway.conftest import KEY
 from tests.gateway.directory_world import OPERATOR, World, directory_world
+from tests.gateway.fake_engine import FakeEngine, byte_bundle
 from tests.gateway.redis_server import RedisServer, redis_server
 
 Out = pytest.CaptureFixture[str]
@@ -117,6 +122,30 @@ async def test_a_change_of_the_file_leaves_an_audit_line_with_the_users_name(
         [line] = [json.loads(line) for line in capsys.readouterr().err.splitlines() if "admin.change" in line]
         assert (line["action"], line["service"]) == ("key.create", "keys")
         assert line["operator"].startswith("os:")
+
+
+async def test_what_penstock_up_keeps_in_redis_is_changed_by_its_file(
+    tmp_path: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch, redis: RedisServer
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    redis.admin.flushall()
+    async with FakeEngine(bundle=byte_bundle()) as engine:
+        config = development_config(port=0, key="dev", model="tiny", engine_url=engine.url, redis=redis.url)
+        file = tmp_path / "gateway.toml"
+        running.write_private(file, to_toml(config).encode())
+        write_running(Running("http://127.0.0.1:1/v1", "k", "m", os.getpid(), config=str(file)))
+        assert await keys("create", "--tenant", "development") == 0
+        made = capsys.readouterr().out.strip()
+        async with Gateway(load(file, {}), path=file) as gateway, aiohttp.ClientSession() as client:
+            for key, status in (("dev", 200), (made, 200), ("other", 401)):
+                url, bearer = f"http://127.0.0.1:{gateway.port}/v1/models", {"authorization": f"Bearer {key}"}
+                async with client.get(url, headers=bearer) as answer:
+                    assert answer.status == status
+    assert made.split("_")[2] not in text_of(file)
+
+
+def text_of(file: Path) -> str:
+    return file.read_text()
 
 
 def test_without_options_the_keys_are_those_of_the_penstock_up_that_runs(
