@@ -381,6 +381,39 @@ async def test_the_file_wins_over_an_entry_of_the_same_id(world: World, own: Red
         assert answer.headers["x-ratelimit-limit-requests"] == "5"
 
 
+async def test_a_key_of_the_file_stands_before_that_of_the_directory_as_long_as_it_is_there(
+    world: World, own: RedisServer
+) -> None:
+    await world.open()
+    await world.open()
+    made = await world.key()
+    await follower(world, 1).refresh()
+    declared = {"id": made["id"], "hash": hash_key("the file's"), "tenant": "acme"}
+    world.write(keys=[declared])
+    assert await world.gateways[0].reload() == []
+    assert [await world.status(key) for key in (made["key"], "the file's")] == [401, 200]
+    changed = await world.ask("PATCH", f"keys/{made['id']}", {"labels": ["a"]}, at=1)
+    assert changed.status == 200, "the other gateway has not read its file again"
+    await follower(world).refresh()
+    assert [await world.status(key) for key in (made["key"], "the file's")] == [401, 200]
+    world.write()
+    assert await world.gateways[0].reload() == []
+    await follower(world).refresh()
+    assert [await world.status(key) for key in (made["key"], "the file's")] == [200, 401]
+
+
+async def test_a_key_in_redis_of_a_tenant_that_the_file_has_no_longer_is_refused(
+    world: World, own: RedisServer
+) -> None:
+    await world.open()
+    gone, kept = await world.key(tenant="other"), await world.key()
+    world.write(tenants=[{"id": "acme"}], keys=[])
+    assert await world.gateways[0].reload() == []
+    for _ in range(2):
+        assert [await world.status(one["key"]) for one in (gone, kept)] == [401, 200]
+        await follower(world).refresh()
+
+
 # -- size -----------------------------------------------------------------------------------------
 
 
