@@ -255,4 +255,4 @@ class AdminConfig:
     port: Port | None = None
     """Port for them. Unset: there is no such listener."""
     keys: Annotated[tuple[OperatorKeyConfig, ...], Meta(max_length=ENTRIES_MAX)] = ()
-    """Keys that may change something. Without one nobody may."""
+    """Keys that may change something. Without one, nothing can be changed."""

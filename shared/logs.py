@@ -194,7 +194,7 @@ def write(event: str, fields: Mapping[str, object], level: str = "info") -> None
 
 
 def audit(event: str, fields: Mapping[str, object]) -> None:
-    """Write a line about a change that somebody has made, whatever the lowest level is. `fields` name the
+    """Write a line about a change that an operator has made, whatever the lowest level is. `fields` name the
     logger."""
     if _writer is not None:
         _writer.msg(render(_writer.service, "info", event, fields))

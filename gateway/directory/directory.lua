@@ -32,7 +32,7 @@ local function since(epoch_known, version_known, head_known, limit)
   local state = redis.call('HMGET', STATE, 'epoch', 'version', 'floor', 'lost', 'keys', 'tenants')
   local epoch, version, floor = state[1], tonumber(state[2] or 0), tonumber(state[3] or 0)
   if not epoch then
-    -- Whoever comes next must not take a directory that was lost for an empty one.
+    -- A gateway that starts later must not take a directory that was lost for an empty one.
     if epoch_known ~= '' then redis.call('HSET', STATE, 'lost', epoch_known) end
     if epoch_known ~= '' or state[4] then return {now_ms, 'lost'} end
     return {now_ms, 'load', '', 0, ''}
@@ -49,11 +49,13 @@ local function since(epoch_known, version_known, head_known, limit)
   local changes = redis.call('LRANGE', LOG, version_known - floor, version_known - floor + limit - 1)
   local reply = {now_ms, 'changes', epoch, version_known + #changes, head_known}
   for _, change in ipairs(changes) do
-    local head, kind, id = string.match(change, '^([^:]*):(%a+)/(.*)$')
-    reply[5] = head
-    reply[#reply + 1] = kind
-    reply[#reply + 1] = id
-    reply[#reply + 1] = redis.call('HGET', HASH[kind], id) or ''
+    local kind, id = string.match(change, '^[^:]*:(%a+)/(.*)$')
+    reply[5] = string.match(change, '^[^:]*')
+    if kind and HASH[kind] then
+      reply[#reply + 1] = kind
+      reply[#reply + 1] = id
+      reply[#reply + 1] = redis.call('HGET', HASH[kind], id) or ''
+    end
   end
   return reply
 end

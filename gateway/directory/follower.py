@@ -9,7 +9,7 @@ Rules:
 3. An entry that cannot be read is refused and logged; the one that was known before stays, and so do all
    others.
 4. While Redis cannot be asked, or has lost the directory, what was read last holds for `stale_s`. After that,
-   and before the first reading, nobody can say which keys work: a key that is not in the file gets 503, and
+   and before the first reading, it is not known which keys work: a key that is not in the file gets 503, and
    the gateway is not ready.
 """
 

@@ -171,14 +171,14 @@ class RedisDirectory:
                 raise ConfigError([f"tenant: there is no tenant {tenant!r}"])
         return bool(reply[1] == b"ok")
 
-    # -- for whoever follows the changes ----------------------------------------------------------
+    # -- for the follower -------------------------------------------------------------------------
 
     async def since(self, place: Place, limit: int) -> News:
         """At most `limit` changes after a place. Raises StoreUnavailable, and DirectoryLost."""
         reply = await self._call("since", place.epoch, place.version, place.head, limit)
         if reply[1] == b"lost":
             raise DirectoryLost("Redis has lost the directory")
-        reached = Place(reply[2].decode(), reply[3], reply[4].decode())
+        reached = Place(reply[2].decode(errors="replace"), reply[3], reply[4].decode(errors="replace"))
         if reply[1] == b"load":
             return News(reached, None)
         words = zip(reply[5::3], reply[6::3], reply[7::3], strict=True)

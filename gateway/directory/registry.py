@@ -3,8 +3,8 @@
 Rules:
 
 1. A change is made whole or not at all, and a refusal names all that is wrong with it.
-2. Each change that was made leaves an audit line, `admin.change`: who, what, and of each field that changed
-   its value before and after. Hashes of secrets are in no line and in no answer.
+2. Each change that was made leaves an audit line, `admin.change`: the operator, the action, and the values
+   before and after of each field that changed. Hashes of secrets are in no line and in no answer.
 3. A secret is shown once, in the answer to the change that made it.
 4. What would replace a whole tenant says which one it has seen; what changes some fields of an entry is made
    on the newest.

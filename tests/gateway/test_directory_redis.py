@@ -347,6 +347,32 @@ def touch(world: World, own: RedisServer, id_: str) -> None:
     raw(own).hincrby(at(world, "state"), "version", 1)
 
 
+@pytest.mark.parametrize("entry", [b"", b"garbage", b"\xff:keys/\xff", b"h:ghosts/a", b"h:keys/"])
+async def test_garbage_among_the_changes_hides_none_of_the_others(
+    world: World, own: RedisServer, entry: bytes
+) -> None:
+    await world.open()
+    raw(own).hset(at(world, "state"), mapping={"epoch": "e", "version": 1, "floor": 0})
+    raw(own).rpush(at(world, "log"), entry)
+    await follower(world).refresh()
+    made = await world.key()
+    assert await world.status(made["key"]) == 200
+
+
+async def test_a_state_that_is_garbage_is_an_outage(world: World, own: RedisServer) -> None:
+    await world.open()
+    made = await world.key()
+    raw(own).hset(at(world, "state"), mapping={"version": "x"})
+    await follower(world).refresh()
+    raw(own).hset(at(world, "state"), mapping={"epoch": b"\xff", "version": 1})
+    await follower(world).refresh()
+    raw(own).delete(at(world, "state"))
+    raw(own).set(at(world, "state"), b"garbage")
+    await follower(world).refresh()
+    assert (await world.ask("POST", "keys", {"tenant": "acme"})).code == "directory_unavailable"
+    assert await world.status(made["key"]) == 200
+
+
 async def test_a_tenant_that_can_be_read_again_brings_its_keys_back(world: World, own: RedisServer) -> None:
     await world.open()
     await world.ask("PUT", "tenants/made", {})
