@@ -103,8 +103,7 @@ class Gateway:
         self.accounts = AccountsReader(config, path, clock, identity_of or self._identity_of)
         self.accounts.on_revoked = self._end_revoked
         self._follower = _follower(config, self.accounts, env, clock)
-        kept = self._follower.directory if self._follower else FileDirectory(path, self.accounts, env)
-        self._registry = Registry(kept, self.accounts, clock)
+        self._registry = _registry(self._follower, path, self.accounts, env, clock)
         self.replicas = Replicas(config.models, clock)
         self._upstream = upstream = Upstream(config.hop, config.models)
         self._threads = FairThreads(config.limits.tokenizer_threads)
@@ -114,9 +113,8 @@ class Gateway:
         parts = self.engines, store, self.replicas, upstream, credentials, self.live, self._threads, memory
         pipeline = Pipeline(config, *parts)
         self._health = Health(self.lifecycle, self._problems)
-        self._edge = Edge(
-            config, self.accounts, pipeline, self.live, self.engines, store, self._health, clock
-        )
+        seen = pipeline, self.live, self.engines, store, self._health, clock
+        self._edge = Edge(config, self.accounts, *seen)
         self._clock = clock
         self._background = Background(self._works(), clock)
         self._tokenizers = Background(self.engines.works(), clock)  # without one, prompts are estimated
@@ -282,6 +280,18 @@ def _follower(
 
     directory = open_directory(config.quotas, accounts, env)
     return Follower(directory, accounts, config.directory.stale_s, clock)
+
+
+def _registry(
+    follower: Follower | None,
+    path: Path | None,
+    accounts: AccountsReader,
+    env: Mapping[str, str],
+    clock: Clock,
+) -> Registry:
+    """What changes keys and tenants: in Redis, where that is followed, else in the file."""
+    kept = FileDirectory(path, accounts, env) if follower is None else follower.directory
+    return Registry(kept, accounts, clock)
 
 
 def _stopped() -> GatewayStopped:

@@ -13,13 +13,16 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import redis
 
 from gateway.app import Gateway
 from gateway.config import load
+from gateway.directory.follower import Follower
 from gateway.identity.keys import hash_key
 from shared.config import to_toml
 from tests.gateway.conftest import House, settings, until
 from tests.gateway.fake_engine import FakeEngine, byte_bundle, unary
+from tests.gateway.redis_server import RedisServer
 
 OPERATOR = "the operator's"
 BOSS = {"authorization": f"Bearer {OPERATOR}"}
@@ -139,3 +142,29 @@ async def directory_world(
         world = World(store, path, engine, client, log, stack, redis_url)
         world.write(**sections)
         yield world
+
+
+def follower(world: World, at: int = 0) -> Follower:
+    found = world.gateways[at]._follower
+    assert found is not None
+    return found
+
+
+def at(world: World, name: str) -> str:
+    """A key in Redis."""
+    return f"{world.prefix}:{{~directory}}:{name}"
+
+
+def raw(own: RedisServer) -> Any:
+    """A client that does not decode."""
+    return redis.Redis(port=own.port)
+
+
+async def problems(world: World, at: int = 0) -> list[str]:
+    """What `/readyz` says on the admin listener."""
+    url = f"http://127.0.0.1:{world.gateways[at].admin_port}/readyz"
+    async with world.client.get(url) as answer:
+        body = await answer.json()
+        assert (answer.status == 200) == body["ok"]
+        told: list[str] = body.get("problems", [])
+        return told
