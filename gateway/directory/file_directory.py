@@ -3,7 +3,7 @@
 Rules:
 
 1. A change is made by one process at a time, which holds a lock on the file's folder, on what the file says
-   then.
+   then. An editor takes no lock: what it writes meanwhile is not overwritten.
 2. The new file is read as a gateway would read it before it takes the old one's place, whole and in one step:
    a change that contradicts anything else in the file is refused.
 """
@@ -16,7 +16,6 @@ import fcntl
 import os
 import tempfile
 import time
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -24,15 +23,12 @@ from typing import Final
 from gateway.accounts import AccountsReader, Kind
 from gateway.config import ENV_PREFIX, KeyConfig, load
 from gateway.directory.entries import Change, Edit, R, Record, check_match, kind_of, place_of
-from gateway.directory.toml_edit import CannotEdit, replace_table
-from shared import logs
+from gateway.directory.toml_edit import CannotEdit, document, replace_table
 from shared.errors import Conflict, DirectoryUnavailable
 
 LOCK_S: Final = 5.0
 """How long another process's change is waited for, in seconds."""
 LOCK_AGAIN_S: Final = 0.02
-
-log = logs.get(__name__)
 
 
 class FileDirectory:
@@ -67,8 +63,8 @@ class FileDirectory:
             raise Conflict(f"{variable} is set, which wins over the file.")
         try:
             with _locked(path.resolve().parent):
-                text = path.read_text("utf-8")
-                config = load(path, self._env)
+                seen, text = _version(path), path.read_text("utf-8")
+                config = load(document(text), self._env)
                 entries: Sequence[R] = getattr(config, kind)
                 at = next((at for at, record in enumerate(entries) if record.id == id_), None)
                 before = None if at is None else entries[at]
@@ -78,14 +74,22 @@ class FileDirectory:
                     raise Conflict("The tenant still has keys. Delete them first.")
                 if after != before:
                     edited = replace_table(text, kind, at, after)
-                    load(tomllib.loads(edited), self._env)
+                    load(document(edited), self._env)
+                    if _version(path) != seen:
+                        raise Conflict("The gateway's file has just been changed by hand. Try again.")
                     _replace(path.resolve(), edited)
         except CannotEdit as error:
             raise Conflict(f"The gateway's file cannot be edited: {error}.") from None
-        except OSError as error:
-            problem = f"The gateway's file cannot be written: {error.strerror}."
+        except (OSError, UnicodeDecodeError) as error:
+            problem = f"The gateway's file cannot be edited: {getattr(error, 'strerror', 'it is not UTF-8')}."
             raise DirectoryUnavailable(problem, detail=str(error)) from None
         return Change(before, after)
+
+
+def _version(path: Path) -> tuple[int, int, int]:
+    """A value that changes whenever the file does. Raises OSError."""
+    stat = path.stat()
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
 @contextlib.contextmanager

@@ -21,6 +21,14 @@ class CannotEdit(Exception):
     """The text is not written in a way that can be edited."""
 
 
+def document(text: str) -> dict[str, Any]:
+    """What a TOML text holds. Raises CannotEdit."""
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise CannotEdit(f"it is not valid TOML: {error}") from None
+
+
 def replace_table(text: str, section: str, at: int | None, record: Any) -> str:
     """The text with the table number `at` (from 0) of the list `section` replaced by one of `record`, a value
     of the dataclass of its settings. None for `at` adds a table at the end; None for `record` removes the
@@ -33,7 +41,7 @@ def replace_table(text: str, section: str, at: int | None, record: Any) -> str:
     else:
         first, last = _table(lines, section, at)
     edited = "".join([*lines[:first], new, *lines[last:]])
-    if _read(edited) != _wanted(_read(text), section, at, new):
+    if document(edited) != _wanted(document(text), section, at, new):
         raise CannotEdit(f"its {section} are not written as [[{section}]] tables")
     return edited
 
@@ -57,19 +65,12 @@ def _header(line: str) -> re.Match[str] | None:
     return _HEADER.fullmatch(line.rstrip("\r\n"))
 
 
-def _wanted(document: dict[str, Any], section: str, at: int | None, new: str) -> dict[str, Any]:
-    entries = list(document.get(section, ()))
-    table = _read(new).get(section, [])
+def _wanted(before: dict[str, Any], section: str, at: int | None, new: str) -> dict[str, Any]:
+    entries = list(before.get(section, ()))
+    table = document(new).get(section, [])
     if at is None:
         entries += table
     else:
         entries[at : at + 1] = table
-    others = {name: value for name, value in document.items() if name != section}
+    others = {name: value for name, value in before.items() if name != section}
     return {**others, section: entries} if entries else others
-
-
-def _read(text: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise CannotEdit(f"it is not valid TOML: {error}") from None

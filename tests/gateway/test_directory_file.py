@@ -17,6 +17,7 @@ import pytest
 from gateway.accounts import AccountsReader
 from gateway.config import KeyConfig, QuotaLimits, TenantConfig, load
 from gateway.directory import file_directory
+from gateway.directory.entries import check_match
 from gateway.directory.file_directory import FileDirectory
 from gateway.directory.registry import Registry
 from gateway.directory.toml_edit import CannotEdit, replace_table
@@ -138,8 +139,8 @@ def text_of(path: Path) -> str:
     return path.read_text()
 
 
-def write(path: Path, text: str) -> None:
-    path.write_text(text)
+def write(path: Path, text: str | bytes) -> None:
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
 
 
 def linked(file: Path) -> Path:
@@ -209,6 +210,29 @@ async def test_changes_by_several_at_once_are_all_made(file: Path) -> None:
     both = registry(file), registry(file)
     await asyncio.gather(*(both[n % 2].create_key({"tenant": "acme"}, "test") for n in range(6)))
     assert len(load(file, {}).keys) == 8
+
+
+async def test_what_an_editor_writes_meanwhile_is_not_overwritten(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_hand = FILE.replace("# The gateway of the tests.", "# By hand.")
+
+    def edited(*given: Any) -> None:
+        write(file, by_hand)
+        check_match(*given)
+
+    monkeypatch.setattr(file_directory, "check_match", edited)
+    with pytest.raises(Conflict, match="by hand"):
+        await registry(file).create_key({"tenant": "acme"}, "test")
+    assert text_of(file) == by_hand
+
+
+@pytest.mark.parametrize("garbage", [b"not toml [", b"\xff\xfe"])
+async def test_a_file_that_is_garbage_by_now_is_left_alone(file: Path, garbage: bytes) -> None:
+    mine = registry(file)
+    write(file, garbage)
+    with pytest.raises((Conflict, DirectoryUnavailable), match="cannot be edited"):
+        await mine.create_key({"tenant": "acme"}, "test")
 
 
 async def test_a_gateway_without_a_file_says_so(file: Path) -> None:
