@@ -1,17 +1,24 @@
 """The accounts: which callers there are, which models they may use and on what terms.
 
-They come from the configuration file, which is read again when it changes. A revoked key is refused within
-`POLL_S` of the change (at once on SIGHUP) by every gateway that has the file. Requests that were let in
-before are not cut off.
+They come from the configuration file, which is read again when it changes, and from a directory
+(`gateway.directory`) beside it. A revoked key of the file is refused within `POLL_S` of the change (at once
+on SIGHUP) by every gateway that has the file.
+
+Rules:
+
+1. What the file says wins over a tenant or key of the same id in the directory.
+2. A request has the tenants that there were when it came. Keys change in place: each is looked up once.
+3. Requests that were let in before their key was revoked run on, unless their tenant says otherwise.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Literal, Self
 
 from msgspec import Struct
 
@@ -34,10 +41,13 @@ from gateway.quota_config import QuotaFail
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.config import ConfigError
+from shared.ids import KeyId, TenantId
 
 POLL_S: Final = 1.0
 assert POLL_S <= 5, "a revoked key is refused within five seconds"
 OPERATORS: Final = "operators"
+AT_ONCE: Final = 1000
+"""The number of keys that are replaced before other tasks have their turn."""
 TERMS_MAX: Final = 16 * 1024
 """The number of callers and models whose terms are kept; the oldest make room."""
 RELOADED: Final = ("keys", "tenants", "tiers", "issuers", "grants", "certificates")
@@ -45,16 +55,19 @@ RELOADED: Final = ("keys", "tenants", "tiers", "issuers", "grants", "certificate
 
 log = logs.get(__name__)
 
+Kind = Literal["tenants", "keys"]
+"""The two kinds of entries that a directory has."""
 
-IdentityOf = Callable[[GatewayConfig], Identity]
-"""A function that makes the `Identity` of a configuration."""
-
-
-def by_keys(config: GatewayConfig) -> Identity:
-    return KeyTable(config.keys)
+IdentityOf = Callable[[GatewayConfig, KeyTable, Collection[TenantId]], Identity]
+"""A function that makes the `Identity` of a configuration, of all keys and of the ids of all tenants."""
 
 
-def operators_of(config: GatewayConfig) -> Identity:
+def by_keys(_: GatewayConfig, keys: KeyTable, __: Collection[TenantId]) -> Identity:
+    """The identity that keys alone give."""
+    return keys
+
+
+def operators_of(config: GatewayConfig) -> KeyTable:
     """Operators are looked up as callers are. Their tenant is nobody's: it opens no model."""
     keys = config.admin.keys
     return KeyTable(KeyConfig(k.id, k.hash, OPERATORS, expires=k.expires, disabled=k.disabled) for k in keys)
@@ -78,7 +91,7 @@ class Terms(Struct, frozen=True):
 class Accounts:
     identity: Identity
     """Names the callers of the public port."""
-    operators: Identity
+    operators: KeyTable
     """Names those of the admin listener who may change something."""
     tenants: TenantPolicy
     timeouts: TimeoutsConfig
@@ -94,10 +107,12 @@ class Accounts:
     )
 
     @classmethod
-    def of(cls, config: GatewayConfig, identity_of: IdentityOf) -> Self:
-        tenants = TenantPolicy(config.models, config.tenants, config.tiers)
-        quota_fail = config.quotas.fail
-        return cls(identity_of(config), operators_of(config), tenants, config.timeouts, quota_fail)
+    def of(cls, config: GatewayConfig, tenants: TenantPolicy, identity: Identity) -> Self:
+        return cls(identity, operators_of(config), tenants, config.timeouts, config.quotas.fail)
+
+    def changed(self, tenants: TenantPolicy, identity: Identity) -> Accounts:
+        """Other accounts, with these tenants and this identity."""
+        return Accounts(identity, self.operators, tenants, self.timeouts, self.quota_fail)
 
     @property
     def serve_without_store(self) -> bool:
@@ -136,8 +151,31 @@ class Accounts:
         return subjects
 
 
+class _Read(Struct, frozen=True):
+    """A file that was read, and what it changes."""
+
+    taken: GatewayConfig
+    """The configuration with what is read again; all else as it was."""
+    is_whole: bool
+    """True if that is all that the file says."""
+    changed: Sequence[KeyConfig]
+    """The keys that are new or other than before."""
+    gone: Sequence[KeyId]
+    ids: Mapping[Kind, Set[str]]
+
+
+def _read(path: Path, before: GatewayConfig) -> _Read:
+    """Read a file. Raises ConfigError."""
+    config = load(path, os.environ)
+    admin = replace(before.admin, keys=config.admin.keys)
+    taken = replace(before, admin=admin, **{name: getattr(config, name) for name in RELOADED})
+    gone = {key.id: key for key in before.keys}
+    changed = [key for key in taken.keys if gone.pop(key.id, None) != key]
+    return _Read(taken, taken == config, changed, [key.key_id for key in gone.values()], _ids_of(taken))
+
+
 class AccountsReader:
-    """The accounts, read again when the file changes.
+    """The accounts, read again when the file changes, with what the directory adds.
 
     `now` has the newest that could be read; a file with a mistake changes nothing.
     """
@@ -149,30 +187,47 @@ class AccountsReader:
         clock: Clock = SYSTEM_CLOCK,
         identity_of: IdentityOf = by_keys,
     ) -> None:
-        self.now = Accounts.of(config, identity_of)
+        self.config = config
+        """The file as it was read last, with what takes a restart as it was at the start."""
+        self.keys: Final = KeyTable(config.keys)
+        """All keys."""
+        self.on_revoked: Callable[[Collection[KeyId]], None] = lambda _: None
+        """Called with the ids of keys that have just been revoked."""
+        self._kept: dict[TenantId, TenantConfig] = {}
+        """The directory's tenants, those of the file's ids too."""
         self._identity_of = identity_of
-        self._config = config
         self._path = path
         self._clock = clock
         self._seen = self._version()
+        self._in_file = _ids_of(config)
+        self.keys.declared = self._in_file["keys"]
+        self._reading: Final = asyncio.Lock()
+        self.now = self._accounts_of(config)
 
-    def reload(self) -> list[str]:
-        """Read the file again, changed or not. Returns what is wrong with it: then the old one stays."""
+    async def reload(self) -> list[str]:
+        """Read the file again, changed or not. Returns what is wrong with it: then the old one stays.
+
+        A file of 10,000 keys takes half a second to read and to check, which another thread does.
+        """
         if self._path is None:
             return ["there is no file"]
-        self._seen = self._version()
-        try:
-            config = load(self._path, os.environ)
-            admin = replace(self._config.admin, keys=config.admin.keys)
-            taken = replace(self._config, admin=admin, **{name: getattr(config, name) for name in RELOADED})
-            self.now = Accounts.of(taken, self._identity_of)
-        except ConfigError as error:
-            log.error("config.rejected", path=self._path, problems=list(error.problems))
-            return list(error.problems)
-        if taken != config:
-            log.warning("config.restart_needed", path=self._path, read=f"{', '.join(RELOADED)} alone")
-        self._config = taken
-        log.info("config.reloaded", path=self._path, keys=len(config.keys), tenants=len(config.tenants))
+        async with self._reading:
+            self._seen = self._version()
+            try:
+                read = await asyncio.to_thread(_read, self._path, self.config)
+                self.now = self._accounts_of(read.taken)
+            except ConfigError as error:
+                log.error("config.rejected", path=self._path, problems=list(error.problems))
+                return list(error.problems)
+            if not read.is_whole:
+                log.warning("config.restart_needed", path=self._path, read=f"{', '.join(RELOADED)} alone")
+            self.config, self._in_file, self.keys.declared = read.taken, read.ids, read.ids["keys"]
+            counts = {"keys": len(read.taken.keys), "tenants": len(read.taken.tenants)}
+            log.info("config.reloaded", path=self._path, **counts)
+            for at in range(0, len(read.changed), AT_ONCE):
+                self._change_keys(read.changed[at : at + AT_ONCE], ())
+                await asyncio.sleep(0)
+            self._change_keys((), read.gone)
         return []
 
     async def watch(self) -> None:
@@ -180,7 +235,47 @@ class AccountsReader:
         while self._path is not None:
             await self._clock.sleep(POLL_S)
             if self._version() != self._seen:
-                self.reload()
+                await self.reload()
+
+    # -- the directory's part ---------------------------------------------------------------------
+
+    def is_in_file(self, kind: Kind, id_: str) -> bool:
+        """True if the file has a tenant or a key of this id."""
+        return id_ in self._in_file[kind]
+
+    def put_tenants(self, tenants: Sequence[TenantConfig], removed: Sequence[TenantId] = ()) -> None:
+        """Add, replace and remove tenants of the directory. A removed one has no keys any more."""
+        self._kept.update((TenantId(tenant.id), tenant) for tenant in tenants)
+        for id_ in removed:
+            self._kept.pop(id_, None)
+        own = self._in_file["tenants"]
+        policy = self.now.tenants.changed(
+            [tenant for tenant in tenants if tenant.id not in own], [id_ for id_ in removed if id_ not in own]
+        )
+        identity = self.now.identity
+        if policy.ids != self.now.tenants.ids:
+            identity = self._identity_of(self.config, self.keys, policy.ids)
+        self.now = self.now.changed(policy, identity)
+
+    def put_keys(self, keys: Sequence[KeyConfig], removed: Sequence[KeyId] = ()) -> None:
+        """Add, replace and remove keys of the directory."""
+        own = self._in_file["keys"]
+        put = [key for key in keys if key.id not in own]
+        self._change_keys(put, [id_ for id_ in removed if id_ not in own])
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _accounts_of(self, config: GatewayConfig) -> Accounts:
+        own = _ids_of(config)["tenants"]
+        kept = [tenant for tenant in self._kept.values() if tenant.id not in own]
+        tenants = TenantPolicy(config.models, [*config.tenants, *kept], config.tiers)
+        return Accounts.of(config, tenants, self._identity_of(config, self.keys, tenants.ids))
+
+    def _change_keys(self, put: Sequence[KeyConfig], removed: Sequence[KeyId]) -> None:
+        revoked = {key.key_id for key in put if self.keys.put(key)}
+        revoked.update(id_ for id_ in removed if self.keys.remove(id_))
+        if revoked:
+            self.on_revoked(revoked)
 
     def _version(self) -> tuple[int, int, int] | None:
         """A value that changes whenever the file does, also when it is replaced. None when there is no
@@ -190,3 +285,9 @@ class AccountsReader:
         except OSError:
             return None
         return None if stat is None else (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+
+
+def _ids_of(config: GatewayConfig) -> Mapping[Kind, Set[str]]:
+    """The ids of a file's tenants and keys. Certificates have the ids of keys: none may be given twice."""
+    keys = {key.id for key in config.keys} | {entry.id for entry in config.certificates}
+    return {"tenants": {tenant.id for tenant in config.tenants}, "keys": keys}

@@ -1,7 +1,8 @@
 """The admin listener: what operators may ask and change, and clients may not.
 
 It has an address of its own (`[admin]`, by default of this machine alone). A request goes by a table: method
-and path name a handler. Every answer has the request's id, and every error the envelope that clients know.
+and path name a handler; those of keys and tenants are in `gateway.directory`. Every answer has the request's
+id, and every error the envelope that clients know.
 
 Rules:
 
@@ -14,7 +15,8 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Final
 
@@ -24,18 +26,22 @@ from msgspec import Struct
 
 from gateway.accounts import AccountsReader
 from gateway.client.responses import error_response, json_response
+from gateway.directory.admin_routes import Asked, DirectoryRoutes, Methods, refusal
 from gateway.exchange import LiveRequests
 from gateway.hygiene import check, path_of
-from gateway.identity.caller import Caller, Principal
+from gateway.identity.caller import Principal
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
+from shared.config import ConfigError
 from shared.errors import (
     ApiError,
     InternalError,
     InvalidRequest,
     MethodNotAllowed,
+    PermissionDenied,
     RequestAborted,
     RouteNotFound,
+    Unauthenticated,
     forget_frames,
 )
 from shared.ids import REQUEST_ID_HEADER, RequestId, accept_request_id
@@ -45,14 +51,13 @@ from shared.probes import PROBES, Health, answer_probe
 from shared.telemetry import METRICS_CONTENT_TYPE, metrics_text
 
 RELOAD: Final = "/admin/v1/reload"
-REQUESTS: Final = "/admin/v1/requests/"
+REQUEST: Final = "/admin/v1/requests/{id}"
 PROBLEMS_LEN_MAX: Final = 8 * 1024
 """Characters of what is wrong with a configuration, in an answer; the log has all of it."""
 
 Open = Callable[[web.BaseRequest], web.Response]
 """Answers anybody. Raises ApiError."""
-Change = Callable[[web.BaseRequest, Principal], web.Response]
-"""Answers an operator. Raises ApiError."""
+_ID: Final = "([A-Za-z0-9._-]{1,64})"
 
 log = logs.get(__name__)
 
@@ -70,8 +75,9 @@ class Admin:
         self,
         health: Health,
         accounts: AccountsReader,
-        reload: Callable[[], list[str]],
+        reload: Callable[[], Awaitable[list[str]]],
         live: LiveRequests,
+        directory: DirectoryRoutes,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """`reload` reads the configuration again, and returns what is wrong with it."""
@@ -82,11 +88,12 @@ class Admin:
         self._clock = clock
         self._open: Final[Mapping[str, Open]] = {**dict.fromkeys(PROBES, self._probe), "/metrics": _metrics}
         """The handlers of GET and HEAD, by path."""
-        self._changes: Final[Mapping[str, tuple[str, Change]]] = {
-            RELOAD: ("POST", self._reload),
-            REQUESTS: ("DELETE", self._abort),
-        }
-        """The writes' methods and handlers, by path, or by its beginning where that ends with a slash."""
+        own: Mapping[str, Methods] = {RELOAD: {"POST": self._reload}, REQUEST: {"DELETE": self._abort}}
+        self._operators: Final[Mapping[str, Methods]] = {**own, **directory.table}
+        """The operators' handlers by method, by path."""
+        self._patterns: Final = [
+            (re.compile(path.replace("{id}", _ID)), methods) for path, methods in self._operators.items()
+        ]
 
     async def handle(self, request: web.BaseRequest) -> web.Response:
         """Answer one request, whatever happens."""
@@ -96,11 +103,14 @@ class Admin:
         except ApiError as error:
             response = error_response(error, {})
             forget_frames(error)
+        except ConfigError as error:
+            response = refusal(error)
+            forget_frames(error)
         except Exception:
             log.exception("admin.crashed", path=path_of(request))
             response = error_response(InternalError("The gateway failed; its log says how."), {})
         if not request.content.is_eof():
-            response.force_close()  # no handler reads a body
+            response.force_close()  # nothing more is read of its body
         response.headers[REQUEST_ID_HEADER] = _id_of(request)
         return response
 
@@ -108,52 +118,58 @@ class Admin:
         """Raises RouteNotFound, MethodNotAllowed, and what the handler raises."""
         path = path_of(request)
         if (handler := self._open.get(path)) is not None:
-            _check_method(request, "GET")
+            if _method(request) != "GET":
+                raise MethodNotAllowed(f"{path} takes GET.")
             return handler(request)
-        found = None if path.endswith("/") else self._changes.get(path) or self._changes.get(_folder(path))
-        if found is None:
-            raise RouteNotFound(f"There are {', '.join([*self._open, *self._changes])}.")
-        return await self._change(request, *found)
+        for pattern, methods in self._patterns:
+            if (match := pattern.fullmatch(path)) is not None:
+                operator = self._operator(request)
+                if (answer := methods.get(_method(request))) is None:
+                    raise MethodNotAllowed(f"{path} takes {', '.join(methods)}.")
+                return await answer(Asked(request, operator, match[1] if match.groups() else ""))
+        raise RouteNotFound(f"There are {', '.join([*self._open, *self._operators])}.")
 
-    async def _change(self, request: web.BaseRequest, method: str, change: Change) -> web.Response:
-        """Rule 1: who calls is asked before what for."""
-        caller = Caller(request.headers.get("authorization"), request.transport)
-        operator = await self._accounts.now.operators.identify(caller, self._clock.wall())
-        _check_method(request, method)
-        return change(request, operator)
+    def _operator(self, request: web.BaseRequest) -> Principal:
+        """Rule 1. Raises Unauthenticated, PermissionDenied."""
+        authorization = request.headers.get("authorization")
+        try:
+            return self._accounts.now.operators.authenticate(authorization, self._clock.wall())
+        except Unauthenticated:
+            if self._accounts.keys.has(authorization):
+                message = "This key is a tenant's: it opens the public port alone."
+                raise PermissionDenied(message) from None
+            raise
 
     def _probe(self, request: web.BaseRequest) -> web.Response:
         return probe_response(self._health, request, tells_problems=True)
 
-    def _reload(self, request: web.BaseRequest, operator: Principal) -> web.Response:
-        problems = self._read_again()
-        log.info("admin.change", operator=operator.key, action="reload", problems=len(problems))
+    async def _reload(self, asked: Asked) -> web.Response:
+        problems = await self._read_again()
+        _audit(asked, {"action": "reload", "problems": len(problems)})
         if problems:
             told = "\n".join(problems)[:PROBLEMS_LEN_MAX]
             raise InvalidRequest(f"The configuration was not taken:\n{told}")
         return json_response(HTTPStatus.OK, msgspec.json.encode(ReloadResponse()), {})
 
-    def _abort(self, request: web.BaseRequest, operator: Principal) -> web.Response:
-        request_id = RequestId(path_of(request).removeprefix(REQUESTS))
+    async def _abort(self, asked: Asked) -> web.Response:
+        request_id = RequestId(asked.id)
         ended = self._live.end(None, request_id, _aborted)
-        log.info("admin.change", operator=operator.key, action="abort", aborted=request_id, ended=ended)
+        _audit(asked, {"action": "abort", "aborted": request_id, "ended": ended})
         return json_response(HTTPStatus.OK, msgspec.json.encode(AbortResponse(request_id, ended)), {})
 
 
-def _folder(path: str) -> str:
-    """The path up to its last slash, and with it."""
-    return path[: path.rfind("/") + 1]
+def _audit(asked: Asked, fields: Mapping[str, object]) -> None:
+    """Rule 2."""
+    logs.audit("admin.change", {"logger": __name__, "operator": asked.operator.key, **fields})
 
 
 def _aborted() -> ApiError:
     return RequestAborted("It was aborted by an operator.")
 
 
-def _check_method(request: web.BaseRequest, method: str) -> None:
-    """`GET` answers `HEAD`, too. Raises MethodNotAllowed."""
-    asked = "GET" if request.method == "HEAD" else request.method
-    if asked != method:
-        raise MethodNotAllowed(f"{path_of(request)} takes {method}.")
+def _method(request: web.BaseRequest) -> str:
+    """`GET` answers `HEAD`, too."""
+    return "GET" if request.method == "HEAD" else request.method
 
 
 def _metrics(_: web.BaseRequest) -> web.Response:

@@ -11,7 +11,7 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -26,6 +26,9 @@ from gateway.admission.quota import LEASE_TTL_MS, QuotaStore
 from gateway.admission.validate import warm
 from gateway.background import Background, Work
 from gateway.config import GatewayConfig, ModelConfig, timeouts_of
+from gateway.directory.admin_routes import DirectoryRoutes
+from gateway.directory.file_directory import FileDirectory
+from gateway.directory.registry import Registry
 from gateway.edge import Edge
 from gateway.endpoints import ENDPOINTS
 from gateway.engines import EngineProfile, Engines, fetch_profile
@@ -33,6 +36,7 @@ from gateway.exchange import LiveRequests
 from gateway.identity.caller import Identity, Revoked
 from gateway.identity.callers import callers_of
 from gateway.identity.jwks import KeySources
+from gateway.identity.keys import KeyTable
 from gateway.listener import PublicServer, listen
 from gateway.pipeline import Pipeline
 from gateway.public_tls import PublicTls
@@ -43,9 +47,10 @@ from gateway.relay.upstream import Upstream
 from gateway.routing.replicas import Replicas
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
-from shared.errors import GatewayStopped
+from shared.errors import GatewayStopped, KeyRevoked
 from shared.fair_share import FairShare
 from shared.fair_threads import FairThreads
+from shared.ids import KeyId, TenantId
 from shared.lifecycle import Lifecycle, Phase, on_stop_signals
 from shared.listening import http1_options
 from shared.loops import loop_name, watch_lag
@@ -53,9 +58,12 @@ from shared.probes import Health
 
 if TYPE_CHECKING:
     from gateway.admission.redis_store import RedisStore
+    from gateway.directory.follower import Follower
 
 RENEW_S: Final = LEASE_TTL_MS / 1000 / 3
 """The time between two renewals of the open requests' leases, in seconds."""
+KEYS_SHOWN_MAX: Final = 20
+"""The number of keys that the log line about revoked ones names."""
 PROBE_S: Final = 0.5
 """The same while a store that is shared does not answer."""
 assert RENEW_S * 2 < LEASE_TTL_MS / 1000, "one renewal may fail before a lease expires"
@@ -93,6 +101,9 @@ class Gateway:
         self._tls = None if config.listen.tls is None else PublicTls(config.listen.tls, clock)
         self._key_sources = KeySources(clock)
         self.accounts = AccountsReader(config, path, clock, identity_of or self._identity_of)
+        self.accounts.on_revoked = self._end_revoked
+        self._follower = _follower(config, self.accounts, env, clock)
+        self._registry = _registry(self._follower, path, self.accounts, env, clock)
         self.replicas = Replicas(config.models, clock)
         self._upstream = upstream = Upstream(config.hop, config.models)
         self._threads = FairThreads(config.limits.tokenizer_threads)
@@ -102,9 +113,8 @@ class Gateway:
         parts = self.engines, store, self.replicas, upstream, credentials, self.live, self._threads, memory
         pipeline = Pipeline(config, *parts)
         self._health = Health(self.lifecycle, self._problems)
-        self._edge = Edge(
-            config, self.accounts, pipeline, self.live, self.engines, store, self._health, clock
-        )
+        seen = pipeline, self.live, self.engines, store, self._health, clock
+        self._edge = Edge(config, self.accounts, *seen)
         self._clock = clock
         self._background = Background(self._works(), clock)
         self._tokenizers = Background(self.engines.works(), clock)  # without one, prompts are estimated
@@ -121,6 +131,8 @@ class Gateway:
             "lease renewal": self._renew_leases,
             "issuers' keys": self._key_sources.watch,
         }
+        if self._follower is not None:
+            works["directory"] = self._follower.watch
         return works if self._tls is None else works | {"certificates": self._tls.watch}
 
     async def __aenter__(self) -> Gateway:
@@ -133,6 +145,9 @@ class Gateway:
                 stack.push_async_callback(self._redis.aclose)
             if self._guarded is not None:
                 await self._guarded.renew([])  # the first probe; until one succeeds, the store is down
+            if self._follower is not None:
+                stack.push_async_callback(self._follower.directory.aclose)
+            await self._follow()
             await stack.enter_async_context(self._background)
             await stack.enter_async_context(self._tokenizers)
             await self._key_sources.first()
@@ -144,7 +159,8 @@ class Gateway:
             )
             if admin.port is not None:
                 options = http1_options(self.config.timeouts.idle_s)
-                handlers = Admin(self._health, self.accounts, self.reload, self.live, self._clock)
+                directory = DirectoryRoutes(self._registry, self._follow)
+                handlers = Admin(self._health, self.accounts, self.reload, self.live, directory, self._clock)
                 private = web.Server(handlers.handle, **options)
                 self.admin_port = await listen(
                     stack, private, admin.host, admin.port, send_buffer_len=buffer_len
@@ -172,20 +188,29 @@ class Gateway:
         )
         log.info("gateway.drained", clean=clean)
 
-    def reload(self) -> list[str]:
+    async def reload(self) -> list[str]:
         """Read again what is read again when it changes: the configuration, certificates, issuers' keys.
         Returns what is wrong with the configuration."""
-        problems = self.accounts.reload()
+        problems = await self.accounts.reload()
         self._key_sources.reload()
         if self._tls is not None:
             self._tls.reload()
         return problems
 
-    def _identity_of(self, config: GatewayConfig) -> Identity:
-        return callers_of(config, self._key_sources, self._revoked)
+    async def _follow(self) -> None:
+        """Take over what was changed in the directory in Redis, if there is one and it can be asked."""
+        if self._follower is not None:
+            await self._follower.refresh()
+
+    def _identity_of(self, config: GatewayConfig, keys: KeyTable, tenants: Iterable[TenantId]) -> Identity:
+        return callers_of(config, keys, tenants, self._key_sources, self._revoked)
 
     def _revoked(self) -> Revoked:
         return frozenset() if self._tls is None else self._tls.revoked
+
+    def _end_revoked(self, keys: Collection[KeyId]) -> None:
+        ended = self.live.end_keys(keys, self.accounts.now, _revoked_key)
+        log.info("keys.revoked", keys=list(keys)[:KEYS_SHOWN_MAX], ended=ended)
 
     async def _renew_leases(self) -> None:
         if self._guarded is None:
@@ -206,7 +231,8 @@ class Gateway:
     def _problems(self) -> list[str]:
         """For `/readyz`: names of what does not work, and without which requests cannot be served."""
         store = [] if self._store_is_well or self.accounts.now.serve_without_store else ["quota store"]
-        return [*store, *self._background.down]
+        is_followed = self._follower is None or self._follower.is_current
+        return [*store, *([] if is_followed else ["directory"]), *self._background.down]
 
 
 def _set_gauges(live: LiveRequests, upstream: Upstream, memory: FairShare) -> None:
@@ -239,6 +265,35 @@ def _redis_store(config: QuotasConfig, env: Mapping[str, str]) -> RedisStore | N
     return RedisStore(links_of(config, env), config.key_prefix)
 
 
+def _revoked_key() -> KeyRevoked:
+    return KeyRevoked("This API key has been revoked.")
+
+
+def _follower(
+    config: GatewayConfig, accounts: AccountsReader, env: Mapping[str, str], clock: Clock
+) -> Follower | None:
+    """What follows the directory in Redis; None where it is in the file. Raises ConfigError."""
+    if config.directory.store == "file":
+        return None
+    from gateway.directory.follower import Follower
+    from gateway.directory.redis_directory import open_directory
+
+    directory = open_directory(config.quotas, accounts, env)
+    return Follower(directory, accounts, config.directory.stale_s, clock)
+
+
+def _registry(
+    follower: Follower | None,
+    path: Path | None,
+    accounts: AccountsReader,
+    env: Mapping[str, str],
+    clock: Clock,
+) -> Registry:
+    """What changes keys and tenants: in Redis, where that is followed, else in the file."""
+    kept = FileDirectory(path, accounts, env) if follower is None else follower.directory
+    return Registry(kept, accounts, clock)
+
+
 def _stopped() -> GatewayStopped:
     return GatewayStopped("The gateway was stopped before the answer's end.")
 
@@ -249,7 +304,9 @@ async def serve(config: GatewayConfig, path: Path) -> None:
     on_stop_signals(lambda _: now.set() if stop.is_set() else stop.set())
     watch_lag()
     async with Gateway(config, path=path) as gateway:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.reload)
+        hangup = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup.set)
+        reloading = asyncio.create_task(_reload_at(hangup, gateway))
         gc.collect()
         gc.freeze()  # a full collection would look through all modules, and stop every stream for 15 ms
         await stop.wait()
@@ -260,3 +317,15 @@ async def serve(config: GatewayConfig, path: Path) -> None:
         if not draining.done():
             gateway.live.end_all(_stopped)
         await draining
+        reloading.cancel()
+
+
+async def _reload_at(hangup: asyncio.Event, gateway: Gateway) -> None:
+    """Reload at each signal."""
+    while True:
+        await hangup.wait()
+        hangup.clear()
+        try:
+            await gateway.reload()
+        except Exception:
+            log.exception("gateway.reload_failed")

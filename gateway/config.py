@@ -12,87 +12,55 @@ takes a restart.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
-from urllib.parse import urlsplit
 
 from msgspec import Meta
 
+from gateway.directory_config import DirectoryConfig, KeyEnv, Label
 from gateway.edge_config import (
     ENTRIES_MAX,
     ISSUERS_MAX,
     AdminConfig,
+    AdmissionConfig,
     HopConfig,
     Id,
     IssuerConfig,
     KeyHash,
+    LimitsConfig,
     ListenConfig,
     Name,
     Seconds,
+    is_base_url,
 )
+from gateway.endpoints import SCOPES
 from gateway.quota_config import QuotaFail, QuotasConfig
 from shared import config
 from shared.config import ConfigError
-from shared.fair_share import FairShare
-from shared.holding import memory_max
 from shared.ids import KeyId, TenantId
-from shared.openai import BODY_LEN_MAX, TOKENS_MAX
-from shared.settings import LogLevel, Unit
+from shared.settings import LogLevel, Rule, Unit
 
 ENV_PREFIX: Final = "PENSTOCK_GATEWAY_"
 HEADINGS: Final[Mapping[str, str]] = {}
 """None within the top level: the file has sections."""
 QUOTA_MAX: Final = 10**9
 REPLICAS_MAX: Final = 256
-KIB: Final = 1024
-MIB: Final = 1024 * KIB
-_BASE_URL: Final = re.compile(r"https?://[^/?#@\s]+(/[^?#\s]*)?")
 
-Bytes = Annotated[int, Unit("bytes")]
 Quota = Annotated[int, Meta(ge=0, le=QUOTA_MAX)]
 
 HASH_PREFIX: Final = "sha256:"
 ANY: Final = "*"
 ALL_MODELS: Final = (ANY,)
-
-
-@dataclass(frozen=True, slots=True)
-class LimitsConfig:
-    """Sizes and counts that bound what the gateway holds."""
-
-    body_len_max: Annotated[Bytes, Meta(ge=KIB, le=BODY_LEN_MAX)] = BODY_LEN_MAX
-    """Length of a request body; a longer one is refused with 413."""
-    request_memory: Annotated[int, Meta(ge=MIB, le=1024**4)] = 512 * MIB
-    """Memory that the bodies of requests and what is made of them may take until they are answered, all
-    together. A tenant has three quarters of it at most; beyond it requests get 503 at once."""
-    live_max: Annotated[int, Meta(ge=1, le=100_000), Unit("requests")] = 4096
-    """Requests in progress; beyond it requests get 503 at once. A tenant has three quarters of it at most."""
-    connections_max: Annotated[int, Meta(ge=1, le=1_000_000), Unit("connections")] = 16_384
-    """Client connections, idle ones too; beyond it the oldest idle one is closed, or the newest where none is
-    idle."""
-    send_buffer_len: Annotated[Bytes, Meta(ge=4 * KIB, le=16 * MIB)] = 64 * KIB
-    """The kernel's send buffer of a client connection (SO_SNDBUF)."""
-    write_buffer_len: Annotated[Bytes, Meta(ge=KIB, le=16 * MIB)] = 16 * KIB
-    """The gateway's own buffer of a client connection: with more than this unsent, the relay stops reading
-    from the engine."""
-    tokenizer_threads: Annotated[int, Meta(ge=1, le=64)] = 2
-    """Threads that tokenize long texts and parse large bodies."""
-
-    def __post_init__(self) -> None:
-        needed = memory_max(self.body_len_max)
-        if FairShare(self.request_memory).most < needed:
-            raise ConfigError(
-                [
-                    f"request_memory must be at least {-(-needed * 4 // 3)} bytes, so that a body of "
-                    f"body_len_max ({self.body_len_max}) bytes fits into one tenant's part of it"
-                ]
-            )
+ALL_ENDPOINTS: Final = (ANY,)
+EndpointScope = Annotated[
+    str, Meta(max_length=64), Rule(f"be * or one of {', '.join(SCOPES)}", {ANY, *SCOPES}.__contains__)
+]
+LABELS_MAX: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,17 +109,6 @@ class TimeoutOverrides:
     def over(self, general: General) -> General:
         """The more general settings, with those that are set here in their place."""
         return replace(general, **{name: s for name, s in asdict(self).items() if s is not None})
-
-
-@dataclass(frozen=True, slots=True)
-class AdmissionConfig:
-    """The settings of admission."""
-
-    unknown_fields: Literal["ignore", "refuse"] = "ignore"
-    """The answer to fields of a request that OpenAI's API does not have. ignore: name them in the answer.
-    refuse: answer 400."""
-    completion_estimate: Annotated[int, Meta(ge=1, le=TOKENS_MAX), Unit("tokens")] = 1024
-    """Tokens that are reserved at least for each choice of a request that states no maximum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +174,10 @@ class TierConfig:
     """Wins over the model's request_timeout_s."""
 
 
+PLAIN: Final = TierConfig()
+"""A service tier whose tenants have nothing in common."""
+
+
 @dataclass(frozen=True, slots=True)
 class TiersConfig:
     """The settings of each `Tier`."""
@@ -260,9 +221,14 @@ class TenantConfig:
     """Wins over its tier's and the model's queue_timeout_s."""
     request_timeout_s: Seconds | None = None
     """Wins over its tier's and the model's request_timeout_s."""
+    on_revoke: Literal["finish", "end"] = "finish"
+    """What becomes of a key's requests in progress when the key is revoked. finish: they run on. end: they
+    end with the error key_revoked."""
 
     def as_one_of(self, tier: TierConfig) -> TenantConfig:
         """The tenant's settings, with unset ones taken from its tier."""
+        if tier == PLAIN:
+            return self
         own, common = self.timeouts, tier.timeouts
         return replace(
             self,
@@ -284,12 +250,29 @@ class KeyConfig:
     """Id of the tenant that it belongs to."""
     models: tuple[Name, ...] = ALL_MODELS
     """Those of the tenant's models that this key may use; * is all."""
+    endpoints: tuple[EndpointScope, ...] = ALL_ENDPOINTS
+    """The endpoints that this key may use, such as /v1/chat/completions; * is all."""
     limits: QuotaLimits = QuotaLimits()
     """Quotas of this key alone, beside its tenant's."""
+    env: KeyEnv = "live"
+    """The part of a minted key that comes before its id."""
+    labels: Annotated[tuple[Label, ...], Meta(max_length=LABELS_MAX)] = ()
+    """Texts for operators, such as the key's owner; lists show them."""
+    created: datetime | None = None
+    """When it was created, with the offset from UTC. Unset: not known."""
     expires: datetime | None = None
     """When it stops working, with the offset from UTC. Unset: never."""
     disabled: bool = False
     """True if the key is revoked."""
+    previous_hash: KeyHash | None = field(default=None, repr=False)
+    """The hash of the whole key as it was before its secret was replaced, which still works until
+    previous_expires."""
+    previous_expires: datetime | None = None
+    """When the secret before the last replacement stops working, with the offset from UTC."""
+
+    def __post_init__(self) -> None:
+        if (self.previous_hash is None) != (self.previous_expires is None):
+            raise ConfigError(["previous_hash and previous_expires belong together"])
 
     @property
     def key_id(self) -> KeyId:
@@ -388,6 +371,8 @@ class GatewayConfig:
     """Common settings of the tenants of a service tier."""
     quotas: QuotasConfig = field(default_factory=QuotasConfig)
     """Where the usage of quotas is counted."""
+    directory: DirectoryConfig = DirectoryConfig()
+    """Where tenants and keys are kept that operators change while gateways run."""
     admission: AdmissionConfig = AdmissionConfig()
     """How requests are checked and counted before they are let in."""
     log_level: LogLevel = "info"
@@ -443,20 +428,37 @@ def _contradictions(config: GatewayConfig) -> Iterator[str]:
         if model.api_key_env is not None and model.api_key_file is not None:
             yield f"models.{model.name}: api_key_env and api_key_file exclude each other"
         for url in model.replicas:
-            if not _is_base_url(url):
+            if not is_base_url(url):
                 yield f"models.{model.name}: {url!r} is no base URL like http://host:port"
             if protocols.setdefault(url.rstrip("/"), model.protocol) != model.protocol:
                 yield f"models.{model.name}: {url!r} has another protocol in another model"
     for tenant in config.tenants:
-        yield from _unknown(f"tenants.{tenant.id}", tenant.models, model_names)
-    yield from _unknown_names(config, model_names, tenant_ids)
+        yield from (f"tenants.{tenant.id}.{p}" for p in tenant_problems(tenant, model_names))
     for key in config.keys:
-        if key.expires is not None and key.expires.tzinfo is None:
-            yield f"keys.{key.id}: expires must say its offset, as 2030-01-31T00:00:00Z does"
+        yield from (f"keys.{key.id}.{p}" for p in key_problems(key, model_names, tenant_ids))
+    yield from _unknown_names(config, model_names, tenant_ids)
+    if config.directory.store == "redis" and config.quotas.url is None:
+        yield 'directory: store = "redis" needs url in [quotas]'
+
+
+def tenant_problems(tenant: TenantConfig, model_names: Container[str]) -> Iterator[str]:
+    """The problems of a tenant that no single setting shows, each as `field: problem`."""
+    yield from _unknown(tenant.models, model_names)
+
+
+def key_problems(key: KeyConfig, model_names: Container[str], tenant_ids: Container[str]) -> Iterator[str]:
+    """The problems of a key that no single setting shows, each as `field: problem`."""
+    yield from _unknown(key.models, model_names)
+    if key.tenant not in tenant_ids:
+        yield f"tenant: there is no tenant {key.tenant!r}"
+    for name in ("created", "expires", "previous_expires"):
+        moment: datetime | None = getattr(key, name)
+        if moment is not None and moment.tzinfo is None:
+            yield f"{name}: must say its offset, as 2030-01-31T00:00:00Z does"
 
 
 def _unknown_names(config: GatewayConfig, model_names: set[str], tenant_ids: set[str]) -> Iterator[str]:
-    """The models, tenants and issuers that keys, certificates and grants name, and that do not exist."""
+    """The models, tenants and issuers that certificates and grants name, and that do not exist."""
     issuer_ids = {issuer.id for issuer in config.issuers}
     for at, grant in enumerate(config.grants):
         if grant.issuer not in issuer_ids:
@@ -464,23 +466,14 @@ def _unknown_names(config: GatewayConfig, model_names: set[str], tenant_ids: set
     tls = config.listen.tls
     if config.certificates and (tls is None or tls.client_certificates == "none"):
         yield "certificates: listen.tls.client_certificates must be optional or required"
-    holders: list[tuple[str, KeyConfig | CertificateConfig | GrantConfig]] = [
-        *((f"keys.{key.id}", key) for key in config.keys),
+    holders: list[tuple[str, CertificateConfig | GrantConfig]] = [
         *((f"certificates.{entry.id}", entry) for entry in config.certificates),
         *((f"grants[{at}]", grant) for at, grant in enumerate(config.grants)),
     ]
     for where, holder in holders:
-        yield from _unknown(where, holder.models, model_names)
+        yield from (f"{where}.{problem}" for problem in _unknown(holder.models, model_names))
         if holder.tenant is not None and holder.tenant not in tenant_ids:
-            yield f"{where}: there is no tenant {holder.tenant!r}"
-
-
-def _is_base_url(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        return bool(_BASE_URL.fullmatch(text) and parts.hostname) and parts.port != 0
-    except ValueError:  # a port or an IPv6 address that is none
-        return False
+            yield f"{where}.tenant: there is no tenant {holder.tenant!r}"
 
 
 def _repeated(section: str, names: Iterable[str]) -> Iterator[str]:
@@ -489,7 +482,7 @@ def _repeated(section: str, names: Iterable[str]) -> Iterator[str]:
             yield f"{section}: {name!r} is given {count} times"
 
 
-def _unknown(where: str, names: Iterable[str], known: set[str]) -> Iterator[str]:
+def _unknown(names: Iterable[str], known: Container[str]) -> Iterator[str]:
     for name in names:
         if name != ANY and name not in known:
-            yield f"{where}: there is no model {name!r}"
+            yield f"models: there is no model {name!r}"

@@ -17,6 +17,7 @@ from gateway.config import (
     TenantConfig,
     TimeoutsConfig,
 )
+from gateway.directory_config import DirectoryConfig
 from gateway.edge_config import ListenConfig, TlsConfig, is_loopback
 from gateway.identity.keys import hash_key
 from gateway.quota_config import QuotasConfig
@@ -52,7 +53,8 @@ def development_config(
     drain_s: float = TimeoutsConfig().drain_s,
 ) -> GatewayConfig:
     """`tls` are the paths of a certificate chain and of its private key, both PEM. `redis` is the URL of the
-    server that keeps quotas; None keeps them in memory. Raises ConfigError."""
+    server that keeps quotas and further keys; None keeps them in memory and in the file. Raises
+    ConfigError."""
     names = tuple(name for name in dict.fromkeys(aliases) if name != model)
     return GatewayConfig(
         listen=_listen(host, port, tls),
@@ -60,5 +62,6 @@ def development_config(
         models=(ModelConfig(model, (engine_url,), aliases=names),),
         tenants=(TenantConfig(ID, limits=limits),),
         quotas=QuotasConfig() if redis is None else QuotasConfig("redis", redis),
+        directory=DirectoryConfig("file" if redis is None else "redis"),
         keys=(KeyConfig(ID, hash_key(key), ID),),
     )

@@ -28,7 +28,7 @@ from gateway.client.answer import Client
 from gateway.client.deadlines import Watch
 from gateway.client.responses import error_response, json_response
 from gateway.config import GatewayConfig, ModelConfig
-from gateway.endpoints import CHUNKS, ENDPOINTS
+from gateway.endpoints import CHUNKS, ENDPOINTS, MODELS, REQUESTS
 from gateway.engines import Engines
 from gateway.exchange import Exchange, LiveRequests
 from gateway.hygiene import check, path_of
@@ -61,8 +61,6 @@ from shared.probes import PROBES, Health
 from shared.sse import TailScanner
 from shared.telemetry import Stages
 
-MODELS: Final = "/v1/models"
-REQUESTS: Final = "/v1/requests/"
 UNKNOWN: Final = "unknown"
 
 log = logs.get(__name__)

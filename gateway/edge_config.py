@@ -1,9 +1,11 @@
-"""The settings of the public listener, of TLS and of the issuers of tokens: the part of the configuration
-(`gateway.config`) that says how the gateway is reached and which signatures it trusts."""
+"""The settings of the listeners, of TLS and of the issuers of tokens, and the bounds on what the gateway
+holds: the part of the configuration (`gateway.config`) that says how the gateway is reached and which
+signatures it trusts."""
 
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -13,8 +15,13 @@ from urllib.parse import urlsplit
 from msgspec import Meta
 
 from shared.config import ConfigError
-from shared.settings import Port, Text
+from shared.fair_share import FairShare
+from shared.holding import memory_max
+from shared.openai import BODY_LEN_MAX, TOKENS_MAX
+from shared.settings import Port, Text, Unit
 
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
 ENTRIES_MAX: Final = 10_000
 """The most keys, and the most tenants: they are held in memory, each with its usage."""
 AUDIENCES_MAX: Final = 16
@@ -22,12 +29,14 @@ ISSUERS_MAX: Final = 32
 SKEW_S_MAX: Final = 60.0
 REFRESH_S_MIN: Final = 30.0
 """The shortest time between two fetches of keys that an unknown key id causes, in seconds."""
+_BASE_URL: Final = re.compile(r"https?://[^/?#@\s]+(/[^?#\s]*)?")
 HMAC_PREFIX: Final = "HS"
 """The beginning of the names of the algorithms that take a shared secret."""
 
 Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 """An id, which logs, metrics and a header of the hop show."""
 KeyHash = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
+Bytes = Annotated[int, Unit("bytes")]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Seconds = Annotated[float, Meta(gt=0.0, le=86_400.0)]
 Algorithm = Literal[
@@ -105,6 +114,50 @@ class ListenConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LimitsConfig:
+    """Sizes and counts that bound what the gateway holds."""
+
+    body_len_max: Annotated[Bytes, Meta(ge=KIB, le=BODY_LEN_MAX)] = BODY_LEN_MAX
+    """Length of a request body; a longer one is refused with 413."""
+    request_memory: Annotated[int, Meta(ge=MIB, le=1024**4)] = 512 * MIB
+    """Memory that the bodies of requests and what is made of them may take until they are answered, all
+    together. A tenant has three quarters of it at most; beyond it requests get 503 at once."""
+    live_max: Annotated[int, Meta(ge=1, le=100_000), Unit("requests")] = 4096
+    """Requests in progress; beyond it requests get 503 at once. A tenant has three quarters of it at most."""
+    connections_max: Annotated[int, Meta(ge=1, le=1_000_000), Unit("connections")] = 16_384
+    """Client connections, idle ones too; beyond it the oldest idle one is closed, or the newest where none is
+    idle."""
+    send_buffer_len: Annotated[Bytes, Meta(ge=4 * KIB, le=16 * MIB)] = 64 * KIB
+    """The kernel's send buffer of a client connection (SO_SNDBUF)."""
+    write_buffer_len: Annotated[Bytes, Meta(ge=KIB, le=16 * MIB)] = 16 * KIB
+    """The gateway's own buffer of a client connection: with more than this unsent, the relay stops reading
+    from the engine."""
+    tokenizer_threads: Annotated[int, Meta(ge=1, le=64)] = 2
+    """Threads that tokenize long texts and parse large bodies."""
+
+    def __post_init__(self) -> None:
+        needed = memory_max(self.body_len_max)
+        if FairShare(self.request_memory).most < needed:
+            raise ConfigError(
+                [
+                    f"request_memory must be at least {-(-needed * 4 // 3)} bytes, so that a body of "
+                    f"body_len_max ({self.body_len_max}) bytes fits into one tenant's part of it"
+                ]
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionConfig:
+    """The settings of admission."""
+
+    unknown_fields: Literal["ignore", "refuse"] = "ignore"
+    """The answer to fields of a request that OpenAI's API does not have. ignore: name them in the answer.
+    refuse: answer 400."""
+    completion_estimate: Annotated[int, Meta(ge=1, le=TOKENS_MAX), Unit("tokens")] = 1024
+    """Tokens that are reserved at least for each choice of a request that states no maximum."""
+
+
+@dataclass(frozen=True, slots=True)
 class IssuerConfig:
     """A signer of tokens (JWT) that this gateway accepts."""
 
@@ -158,6 +211,15 @@ def _is_https(text: str) -> bool:
         return False
 
 
+def is_base_url(text: str) -> bool:
+    """True if the text is an http or https URL without a user, a query and a fragment."""
+    try:
+        parts = urlsplit(text)
+        return bool(_BASE_URL.fullmatch(text) and parts.hostname) and parts.port != 0
+    except ValueError:  # a port or an IPv6 address that is none
+        return False
+
+
 def is_loopback(host: str) -> bool:
     """True if only this machine reaches a listener on `host`."""
     try:
@@ -193,4 +255,4 @@ class AdminConfig:
     port: Port | None = None
     """Port for them. Unset: there is no such listener."""
     keys: Annotated[tuple[OperatorKeyConfig, ...], Meta(max_length=ENTRIES_MAX)] = ()
-    """Keys that may change something. Without one nobody may."""
+    """Keys that may change something. Without one, nothing can be changed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 from aiohttp import web
@@ -23,7 +23,7 @@ from gateway.relay.stream import Progress
 from shared.clock import Clock
 from shared.errors import ApiError, NotReady, Overloaded
 from shared.fair_share import FairShare
-from shared.ids import IGNORED_FIELDS_HEADER, REQUEST_ID_HEADER, RequestId, TenantId
+from shared.ids import IGNORED_FIELDS_HEADER, REQUEST_ID_HEADER, KeyId, RequestId, TenantId
 from shared.telemetry import Stages
 
 ENGINE_TIMING_LEN_MAX: Final = 1024
@@ -170,6 +170,20 @@ class LiveRequests:
             and exchange.principal is not None
             and tenant in (None, exchange.principal.tenant)
         ]
+        for exchange in found:
+            exchange.watch.end(reason())
+        return len(found)
+
+    def end_keys(self, keys: Collection[KeyId], accounts: Accounts, reason: Callable[[], ApiError]) -> int:
+        """End the requests of these keys, where their tenants ask for it. `accounts` are the newest; a tenant
+        that is not there any more counts as it was. Returns how many."""
+        found = []
+        for exchange in self._exchanges:
+            if (principal := exchange.principal) is not None and principal.key in keys:
+                is_known = principal.tenant in accounts.tenants.ids
+                tenants = (accounts if is_known else exchange.accounts).tenants
+                if tenants.tenant(principal).on_revoke == "end":
+                    found.append(exchange)
         for exchange in found:
             exchange.watch.end(reason())
         return len(found)

@@ -47,11 +47,12 @@ from gateway.admission.tokens import Count, check_fits, count_tokens, span
 from gateway.admission.validate import validate
 from gateway.client.body import read_body
 from gateway.client.deadlines import Watch
-from gateway.config import GatewayConfig, ModelConfig
+from gateway.config import ALL_ENDPOINTS, GatewayConfig, ModelConfig
 from gateway.endpoints import Dialect, Endpoint, ProxiedRequest
 from gateway.engines import Engines
 from gateway.exchange import Exchange, LiveRequests
 from gateway.identity.caller import Caller, Principal
+from gateway.identity.tenant import check_endpoint
 from gateway.outbound import outbound
 from gateway.record import observe_attempt, observe_decision
 from gateway.relay.credentials import Credentials
@@ -69,9 +70,11 @@ from shared.errors import (
     InterTokenTimeout,
     NotReady,
     Overloaded,
+    PermissionDenied,
     RateLimited,
     RequestExceedsQuota,
     TokensRateLimited,
+    Unauthenticated,
     UpstreamFailed,
     UpstreamLost,
     UpstreamUnreachable,
@@ -183,18 +186,31 @@ class Pipeline:
             return await self._send(exchange, Prepared(terms.model, request, exchange.reserved))
 
     async def authenticate(self, exchange: Exchange) -> Principal:
+        """The caller. Raises Unauthenticated, IdentityUnavailable, and PermissionDenied where it may not use
+        what it asks for."""
         exchange.stages.enter("auth")
         request = exchange.request
         caller = Caller(request.headers.get("authorization"), request.transport)
-        found = exchange.accounts.identity.identify(caller, exchange.clock.wall())
+        try:
+            found = exchange.accounts.identity.identify(caller, exchange.clock.wall())
+        except Unauthenticated:
+            if exchange.accounts.operators.has(caller.authorization):
+                raise PermissionDenied(
+                    "This key is an operator's: it opens the admin listener alone."
+                ) from None
+            raise
         if isinstance(found, Done):  # the identity is known without waiting
             principal: Principal = found.result
         else:
             exchange.watch.expect(IDENTITY_S, IdentityUnavailable, "Callers cannot be told at the moment.")
             principal = await found
             exchange.watch.relax()
+        if principal.tenant not in exchange.accounts.tenants.ids:
+            raise Unauthenticated("The tenant of this API key does not exist any more.")
         exchange.principal = principal
         exchange.record.key, exchange.record.tenant = principal.key, principal.tenant
+        if principal.endpoints is not ALL_ENDPOINTS:
+            check_endpoint(principal, exchange.path)
         return principal
 
     async def _take_seat(self, exchange: Exchange, principal: Principal, endpoint: Endpoint) -> None:

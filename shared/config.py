@@ -166,10 +166,10 @@ class _Builder:
 # -- writing --------------------------------------------------------------------------------------
 
 
-def to_toml(value: Any) -> str:
-    """A file that `load` makes the value of a dataclass from. Settings that have their defaults are left
-    out."""
-    return "\n".join(_lines(value, "")) + "\n"
+def to_toml(value: Any, path: str = "") -> str:
+    """A file that `load` makes the value of a dataclass from, or the part of one that is below the header of
+    the table at `path`. Settings that have their defaults are left out."""
+    return "\n".join(_lines(value, path)) + "\n"
 
 
 def _lines(value: Any, path: str) -> Iterator[str]:

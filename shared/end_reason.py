@@ -23,6 +23,7 @@ class EndReason(StrEnum):
     REFUSED = "refused"
     CLIENT_CANCEL = "client_cancel"
     ABORTED = "aborted"
+    KEY_REVOKED = "key_revoked"
     SLOW_CLIENT = "slow_client"
     QUEUE_TIMEOUT = "queue_timeout"
     REQUEST_TIMEOUT = "request_timeout"
@@ -42,6 +43,7 @@ MEANINGS: Final[Mapping[EndReason, str]] = {
     EndReason.REFUSED: "a mistake of the caller's, a quota, or no room for it",
     EndReason.CLIENT_CANCEL: "the client left before its answer was complete",
     EndReason.ABORTED: "the caller ended it with DELETE /v1/requests/{id}",
+    EndReason.KEY_REVOKED: "its key was revoked, and the tenant's on_revoke is end",
     EndReason.SLOW_CLIENT: "the client did not read its answer for too long",
     EndReason.QUEUE_TIMEOUT: "the engine did not begin within the caller's x-queue-timeout",
     EndReason.REQUEST_TIMEOUT: "the answer was not complete within the caller's x-request-timeout",
@@ -60,6 +62,7 @@ MEANINGS: Final[Mapping[EndReason, str]] = {
 _OF_ERROR: Final[Mapping[type[ApiError], EndReason]] = {
     errors.ApiError: EndReason.REFUSED,
     errors.RequestAborted: EndReason.ABORTED,
+    errors.KeyRevoked: EndReason.KEY_REVOKED,
     errors.SlowClient: EndReason.SLOW_CLIENT,
     errors.QueueTimeout: EndReason.QUEUE_TIMEOUT,
     errors.RequestTimeout: EndReason.REQUEST_TIMEOUT,

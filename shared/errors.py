@@ -119,10 +119,48 @@ class Unauthenticated(ApiError):
     code = "invalid_api_key"
 
 
+class KeyRevoked(Unauthenticated):
+    """The caller's key was revoked while its request was in progress."""
+
+    code = "key_revoked"
+
+
 class PermissionDenied(ApiError):
     status = HTTPStatus.FORBIDDEN
     type = "permission_error"
     code = "permission_denied"
+
+
+class NotFound(ApiError):
+    """A thing of this id does not exist."""
+
+    status = HTTPStatus.NOT_FOUND
+    type = "invalid_request_error"
+    code = "not_found"
+
+
+class Conflict(ApiError):
+    """The state of a thing, or the way in which it is kept, does not allow the change."""
+
+    status = HTTPStatus.CONFLICT
+    type = "invalid_request_error"
+    code = "conflict"
+
+
+class PreconditionFailed(ApiError):
+    """The thing has changed since the caller read it."""
+
+    status = HTTPStatus.PRECONDITION_FAILED
+    type = "invalid_request_error"
+    code = "changed_meanwhile"
+
+
+class PreconditionRequired(ApiError):
+    """The change would replace something that the caller has not said to have read."""
+
+    status = HTTPStatus.PRECONDITION_REQUIRED
+    type = "invalid_request_error"
+    code = "precondition_required"
 
 
 class ModelNotFound(ApiError):
@@ -231,6 +269,12 @@ class IdentityUnavailable(NotReady):
     """The identity provider did not answer in time, so the caller cannot be identified."""
 
     code = "identity_unavailable"
+
+
+class DirectoryUnavailable(NotReady):
+    """The store of keys and tenants does not answer, so nothing in it can be changed."""
+
+    code = "directory_unavailable"
 
 
 class EngineFailed(ApiError):

@@ -193,6 +193,13 @@ def write(event: str, fields: Mapping[str, object], level: str = "info") -> None
         _writer.msg(render(_writer.service, level, event, fields))
 
 
+def audit(event: str, fields: Mapping[str, object]) -> None:
+    """Write a line about a change that an operator has made, whatever the lowest level is. `fields` name the
+    logger."""
+    if _writer is not None:
+        _writer.msg(render(_writer.service, "info", event, fields))
+
+
 def write_line(line: msgspec.Struct, level: str) -> None:
     """Write a line that is a value of one type, which has its event, service and logger. Its fields need no
     check but its length. Defaults are left out."""

@@ -100,11 +100,11 @@ def test_imports_keep_to_their_floor(path: Path) -> None:
 
 
 GATEWAY_LEVELS = (
-    {"edge_config", "quota_config"},
-    {"config", "secret", "hygiene", "endpoints", "background", "shield", "client"},
+    {"edge_config", "quota_config", "directory_config", "endpoints"},
+    {"config", "secret", "hygiene", "background", "shield", "client"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
     {"accounts", "public_tls", "engines", "record", "development"},
-    {"exchange"},
+    {"exchange", "directory"},
     {"outbound", "admin"},
     {"pipeline"},  # the only one that knows the order of the stages
     {"edge"},
@@ -237,6 +237,10 @@ REACHED_BY_NAME = {
     "shared/bench/services.py": {"'engine.demo'": "the demo model's directory"},
     "shared/cli/__init__.py": {"f'shared.cli.{name}'": "a command is imported when it is asked for"},
     "shared/cli/bench.py": {"BENCHES[name][0]": "a bench is its service's own"},
+    "shared/cli/keys.py": {
+        "'gateway.directory.local'": "the gateway changes its file, or what its Redis holds",
+        "'gateway.identity.keys'": "the gateway says what a new key is",
+    },
     "shared/cli/service.py": {
         "*MODULES[service]": "a command starts a service",
         "module": "`reach`, through which the launcher looks into a service",

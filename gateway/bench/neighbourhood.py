@@ -11,12 +11,11 @@ from gateway.bench.attack import MIB, MODEL, POOR_TOKEN_BUDGET, POOR_TOKENS_PER_
 from gateway.config import (
     GatewayConfig,
     KeyConfig,
-    LimitsConfig,
     ModelConfig,
     QuotaLimits,
     TenantConfig,
 )
-from gateway.edge_config import AdminConfig, ListenConfig
+from gateway.edge_config import AdminConfig, LimitsConfig, ListenConfig
 from gateway.identity.keys import hash_key
 from shared.memory import core_memory_max, engine_memory_max, gateway_memory_max
 

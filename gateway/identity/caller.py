@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Awaitable
-from dataclasses import dataclass
 from typing import Protocol
 
 from msgspec import Struct
 
-from gateway.config import QuotaLimits, Tier
+from gateway.config import ALL_ENDPOINTS, QuotaLimits, Tier
 from shared.ids import KeyId, TenantId
 
 Revoked = frozenset[tuple[bytes, int]]
@@ -34,10 +33,13 @@ class Caller(Struct, frozen=True):
         return None if tls is None else tls.getpeercert(binary_form=True)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Principal:
+class Principal(Struct, frozen=True, eq=False, gc=False):
     """Who calls. Equal to itself alone: what is worked out for one is not another's, though they share a
-    key."""
+    key.
+
+    The garbage collector passes it over, since nothing in it leads back to it: to walk through those of
+    100,000 keys would hold up every stream.
+    """
 
     key: KeyId
     tenant: TenantId
@@ -47,6 +49,8 @@ class Principal:
     """The key's own, beside its tenant's."""
     service_tier: Tier | None = None
     """The highest tier of its requests, where it is below the tenant's; None leaves the tenant's."""
+    endpoints: tuple[str, ...] = ALL_ENDPOINTS
+    """The endpoints (`gateway.endpoints.SCOPES`) that it may use; `*` is all."""
 
 
 class Identity(Protocol):

@@ -11,7 +11,7 @@ revoked or has expired is refused whatever else is shown, as it would be in the 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
 from gateway.config import GatewayConfig
@@ -53,18 +53,23 @@ class Callers:
         return self._keys.identify(caller, now_s)
 
 
-def callers_of(config: GatewayConfig, sources: KeySources, revoked: Callable[[], Revoked]) -> Identity:
-    """The identity of a configuration: of keys alone, where there is nothing else. `revoked` gives the
-    certificates that are revoked now. Raises ConfigError where an issuer's keys cannot be read from their
-    file."""
-    keys, tls = KeyTable(config.keys), config.listen.tls
+def callers_of(
+    config: GatewayConfig,
+    keys: KeyTable,
+    tenants: Iterable[TenantId],
+    sources: KeySources,
+    revoked: Callable[[], Revoked],
+) -> Identity:
+    """The identity of a configuration: of keys alone, where there is nothing else. `tenants` are all that
+    tokens may name. `revoked` gives the certificates that are revoked now. Raises ConfigError where an
+    issuer's keys cannot be read from their file."""
+    tls = config.listen.tls
     signed = sources.of(config.issuers)
     tokens = certificates = None
     # Imported where they are used: what they need takes 9 MiB and 60 ms, which keys alone do not.
     if config.issuers:
         from gateway.identity.jwt import TokenTable
 
-        tenants = [TenantId(tenant.id) for tenant in config.tenants]
         tokens = TokenTable(config.issuers, config.grants, tenants, signed)
     if tls is not None and tls.client_certificates != "none":
         from gateway.identity.certificates import CertificateTable

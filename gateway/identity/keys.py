@@ -9,7 +9,8 @@ Rules:
    pepper would be one more secret to hand to every gateway and to rotate.
 3. A minted key is found by its `keyid` and compared in constant time; on a miss the same comparison
    is made against a dummy, so that the time tells nothing about which ids exist.
-4. Any other string can be registered as a development key. It is found by its full hash, whose bits
+4. A key whose secret was replaced may be shown with the one before for a while: both are compared.
+5. Any other string can be registered as a development key. It is found by its full hash, whose bits
    no caller can steer. A guessable string is as weak as it looks: development only.
 """
 
@@ -21,14 +22,16 @@ import math
 import re
 import secrets
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from typing import Final, Self
 
-from gateway.config import HASH_PREFIX, KeyConfig
+from msgspec import Struct
+
+from gateway.config import ALL_MODELS, HASH_PREFIX, KeyConfig, QuotaLimits
 from gateway.identity.caller import Caller, Principal
 from gateway.shield import Done
-from shared.errors import Unauthenticated
+from shared.errors import IdentityUnavailable, Unauthenticated
 from shared.ids import KeyId
 
 KEY_LEN_MAX: Final = 256
@@ -44,6 +47,7 @@ _MINTED: Final = re.compile(
 )
 _PRINTABLE: Final = re.compile(rf"[ -~]{{1,{KEY_LEN_MAX}}}")
 _DUMMY: Final = hashlib.sha256(secrets.token_bytes(32)).digest()
+_NO_LIMITS: Final = QuotaLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +62,11 @@ class MintedKey:
         return hash_key(self.text)
 
 
-def mint_key(env: str) -> MintedKey:
+def mint_key(env: str, keyid: str | None = None) -> MintedKey:
+    """A new key with a new secret, and with a new id unless one is given."""
     assert re.fullmatch(rf"[a-z0-9]{{1,{ENV_LEN_MAX}}}", env), env
-    keyid = "".join(secrets.choice(_KEYID_ALPHABET) for _ in range(KEYID_LEN))
+    if keyid is None:
+        keyid = "".join(secrets.choice(_KEYID_ALPHABET) for _ in range(KEYID_LEN))
     secret = "".join(secrets.choice(_SECRET_ALPHABET) for _ in range(SECRET_LEN))
     return MintedKey(KeyId(keyid), f"sk_{env}_{keyid}_{secret}")
 
@@ -77,43 +83,93 @@ def key_problem(text: str) -> str | None:
     return f"must be 1 to {KEY_LEN_MAX} printable ASCII characters, no space at its ends"
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
+class _Record(Struct, frozen=True, gc=False):
     principal: Principal
-    digest: bytes = field(repr=False)
-    disabled: bool
+    digest: bytes
+    previous: bytes
+    """The digest of the key with the secret before; one that no key has, where there is none."""
+    previous_until_s: float
+    """On the wall clock, as the other."""
+    is_disabled: bool
     expires_s: float
     """On the wall clock; infinity is never."""
 
     @classmethod
     def of(cls, key: KeyConfig) -> Self:
+        limits = _NO_LIMITS if key.limits == _NO_LIMITS else key.limits
+        models, endpoints = _all_or(key.models), _all_or(key.endpoints)
         return cls(
-            Principal(key.key_id, key.tenant_id, key.models, key.limits),
-            bytes.fromhex(key.hash.removeprefix(HASH_PREFIX)),
+            Principal(key.key_id, key.tenant_id, models, limits, None, endpoints),
+            digest_of(key.hash),
+            _DUMMY if key.previous_hash is None else digest_of(key.previous_hash),
+            -math.inf if key.previous_expires is None else key.previous_expires.timestamp(),
             key.disabled,
             math.inf if key.expires is None else key.expires.timestamp(),
         )
 
 
+def _all_or(names: tuple[str, ...]) -> tuple[str, ...]:
+    """One and the same tuple for the many keys that may use everything."""
+    return ALL_MODELS if names == ALL_MODELS else names
+
+
 class KeyTable:
-    """All keys at one moment. Immutable: a reload builds another."""
+    """The keys that open. It is changed in place: a request looks its key up once, and goes on with the
+    principal that it found."""
 
-    __slots__ = ("_by_digest", "_by_id")
+    __slots__ = ("_by_digest", "_by_id", "declared", "is_complete")
 
-    def __init__(self, keys: Iterable[KeyConfig]) -> None:
-        records = [_Record.of(key) for key in keys]
-        self._by_id: Final = {record.principal.key: record for record in records}
-        self._by_digest: Final = {record.digest: record for record in records}
+    def __init__(self, keys: Iterable[KeyConfig] = ()) -> None:
+        self._by_id: Final[dict[KeyId, _Record]] = {}
+        self._by_digest: Final[dict[bytes, _Record]] = {}
+        self.is_complete = True
+        """True if what is here is all there is. If not, only the `declared` keys are known to work, and a
+        key that is not here may be one that could not be read."""
+        self.declared: Set[str] = frozenset()
+        """The ids of the keys that the configuration file has."""
+        for key in keys:
+            self.put(key)
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def put(self, key: KeyConfig) -> bool:
+        """Add a key, or replace the one of the same id. Returns whether this revokes it: one that worked no
+        longer does, its expiry aside."""
+        record = _Record.of(key)
+        old = self._take_out(record.principal.key)
+        self._by_id[record.principal.key] = record
+        for digest in _digests(record):
+            self._by_digest[digest] = record
+        return record.is_disabled and old is not None and not old.is_disabled
+
+    def remove(self, key: KeyId) -> bool:
+        """Remove a key, if it is there. Returns whether this revokes it: it worked, its expiry aside."""
+        old = self._take_out(key)
+        return old is not None and not old.is_disabled
+
+    def _take_out(self, key: KeyId) -> _Record | None:
+        old = self._by_id.pop(key, None)
+        for digest in () if old is None else _digests(old):
+            if self._by_digest.get(digest) is old:
+                del self._by_digest[digest]
+        return old
 
     def identify(self, caller: Caller, now_s: float) -> Done[Principal]:
         """As `Identity` has it: by the `Authorization` header alone."""
         return Done(self.authenticate(caller.authorization, now_s))
+
+    def has(self, authorization: str | None) -> bool:
+        """True if an `Authorization` header holds one of these keys, be it expired or revoked."""
+        text = (authorization or "").partition(" ")[2].strip(" ")
+        return len(text) <= KEY_LEN_MAX and _digest(text) in self._by_digest
 
     def authenticate(self, authorization: str | None, now_s: float) -> Principal:
         """The caller named by an `Authorization` header.
 
         Raises:
             Unauthenticated: whatever is wrong; `detail` says what, for the operator.
+            IdentityUnavailable: it is not known at the moment whether the key works.
         """
         text = _bearer(authorization)
         digest = _digest(text)
@@ -121,16 +177,26 @@ class KeyTable:
         by_id = self._by_id.get(KeyId(minted[1] if minted else ""))
         by_digest = self._by_digest.get(digest)  # looked up in any case: a hit takes as long as a miss
         record = by_id or by_digest
-        same = hmac.compare_digest(digest, _DUMMY if record is None else record.digest)
-        if record is None or not same:
+        is_current = hmac.compare_digest(digest, _DUMMY if record is None else record.digest)
+        is_previous = hmac.compare_digest(digest, _DUMMY if record is None else record.previous)
+        if not self.is_complete and (record is None or record.principal.key not in self.declared):
+            raise IdentityUnavailable("API keys cannot be looked up at the moment.", retry_after_s=1.0)
+        if record is None or not (is_current or is_previous):
             named = f" with id {minted[1]}" if minted else ""
             raise Unauthenticated("Incorrect API key provided.", detail=f"unknown key{named}")
         key = record.principal.key
-        if record.disabled:
+        if record.is_disabled:
             raise Unauthenticated("This API key has been revoked.", detail=f"key {key} is disabled")
         if now_s >= record.expires_s:
             raise Unauthenticated("This API key has expired.", detail=f"key {key} has expired")
+        if not is_current and now_s >= record.previous_until_s:
+            detail = f"the secret of key {key} was replaced"
+            raise Unauthenticated("This API key was replaced by a newer one.", detail=detail)
         return record.principal
+
+
+def _digests(record: _Record) -> tuple[bytes, ...]:
+    return (record.digest,) if record.previous is _DUMMY else (record.digest, record.previous)
 
 
 def _bearer(authorization: str | None) -> str:
@@ -146,6 +212,11 @@ def _bearer(authorization: str | None) -> str:
             "The Authorization header is malformed. It must read 'Bearer KEY'.", detail="malformed header"
         )
     return text
+
+
+def digest_of(hash_: str) -> bytes:
+    """The digest that a configured hash spells."""
+    return bytes.fromhex(hash_.removeprefix(HASH_PREFIX))
 
 
 def _digest(text: str) -> bytes:

@@ -1,4 +1,4 @@
-"""The models that a tenant may use, and the time that they may take.
+"""The models and endpoints that a tenant and its keys may use, and the time that they may take.
 
 A model that a caller may not use answers 404 like one that does not exist: which models are served
 to others is nobody's business.
@@ -6,13 +6,14 @@ to others is nobody's business.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, KeysView
 from dataclasses import replace
 from typing import Final, get_args
 
 from gateway.config import ANY, ModelConfig, TenantConfig, Tier, TiersConfig
+from gateway.endpoints import SCOPES
 from gateway.identity.caller import Principal
-from shared.errors import InvalidRequest, ModelNotFound
+from shared.errors import InvalidRequest, ModelNotFound, PermissionDenied
 from shared.ids import TenantId
 
 NAME_SHOWN_LEN: Final = 100
@@ -23,7 +24,7 @@ TIERS: Final[tuple[Tier, ...]] = get_args(Tier)
 class TenantPolicy:
     """Models and tenants at one moment. Immutable: a reload builds another."""
 
-    __slots__ = ("_fallback", "_models", "_names", "_tenants")
+    __slots__ = ("_fallback", "_models", "_names", "_tenants", "_tiers")
 
     def __init__(
         self, models: Iterable[ModelConfig], tenants: Iterable[TenantConfig], tiers: TiersConfig
@@ -31,9 +32,22 @@ class TenantPolicy:
         self._models: Final = tuple(models)
         self._names: Final = {name: model for model in self._models for name in model.names}
         self._fallback: Final = self._names.pop(ANY, None)
-        self._tenants: Final = {
-            TenantId(tenant.id): tenant.as_one_of(tiers.of(tenant.service_tier)) for tenant in tenants
-        }
+        self._tiers: Final = tiers
+        self._tenants: Final[dict[TenantId, TenantConfig]] = {}
+        self._add(tenants)
+
+    def _add(self, tenants: Iterable[TenantConfig]) -> None:
+        for tenant in tenants:
+            self._tenants[TenantId(tenant.id)] = tenant.as_one_of(self._tiers.of(tenant.service_tier))
+
+    def changed(self, put: Iterable[TenantConfig], removed: Iterable[TenantId]) -> TenantPolicy:
+        """Another policy, with some tenants added or replaced and some removed."""
+        other = TenantPolicy(self._models, (), self._tiers)
+        other._tenants.update(self._tenants)
+        other._add(put)
+        for tenant in removed:
+            other._tenants.pop(tenant, None)
+        return other
 
     def tenant(self, principal: Principal) -> TenantConfig:
         """The tenant's settings, with unset ones taken from its service tier, and with the caller's own tier
@@ -43,6 +57,11 @@ class TenantPolicy:
         if own is None or TIERS.index(own) >= TIERS.index(tenant.service_tier):
             return tenant
         return replace(tenant, service_tier=own)
+
+    @property
+    def ids(self) -> KeysView[TenantId]:
+        """The ids of all tenants."""
+        return self._tenants.keys()
 
     def all(self) -> Iterable[TenantConfig]:
         """The settings of every tenant."""
@@ -73,6 +92,17 @@ class TenantPolicy:
 
     def _allows(self, principal: Principal, model: ModelConfig) -> bool:
         return _allows(self._tenants[principal.tenant].models, model) and _allows(principal.models, model)
+
+
+def check_endpoint(principal: Principal, path: str) -> None:
+    """Check that a caller may use the endpoint at a path. A path of no endpoint is for the router to refuse.
+    Raises PermissionDenied."""
+    scope = next((scope for scope in SCOPES if path == scope or path.startswith(f"{scope}/")), None)
+    if scope is not None and scope not in principal.endpoints and ANY not in principal.endpoints:
+        raise PermissionDenied(
+            f"This API key may not use {scope}. It is restricted to {', '.join(principal.endpoints)}.",
+            detail=f"key {principal.key} lacks the endpoint {scope}",
+        )
 
 
 def _allows(allowed: tuple[str, ...], model: ModelConfig) -> bool:

@@ -22,6 +22,7 @@ from shared.interrupts import INTERRUPTED
 
 COMMANDS: Final = {
     "up": "start an engine and a gateway, ready to be used",
+    "keys": "create, list, rotate and revoke API keys",
     "chat": "talk to a model in the terminal",
     "settings": "print what a service can be told",
     "trace": "show what became of a request, from both services' logs",

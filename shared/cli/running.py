@@ -1,4 +1,4 @@
-"""The file in which `penstock up` says where it runs, for `penstock chat`; and the user's cache directory."""
+"""The file in which `penstock up` says where it runs, for other commands; and the user's cache directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEY_VARIABLE: Final = "PENSTOCK_API_KEY"
 
 
 class Running(msgspec.Struct, frozen=True):
-    """A running `penstock up`, as `penstock chat` needs to know it."""
+    """A running `penstock up`, as `penstock chat` and `penstock keys` need to know it."""
 
     url: str
     """The OpenAI base URL, with `/v1`."""
@@ -22,6 +22,8 @@ class Running(msgspec.Struct, frozen=True):
     pid: int
     cert: str | None = None
     """The path of its certificate, PEM; None for plain HTTP."""
+    config: str | None = None
+    """The path of its gateway's file. None for one of an older version."""
 
 
 def cache_dir() -> Path:

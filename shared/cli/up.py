@@ -117,7 +117,7 @@ def _add_addresses(parser: Parser) -> None:
     parser.add_argument("--tls-key", metavar="FILE", type=spelt(Text), help="its private key, PEM")
     parser.add_argument(
         "--redis", metavar="URL", type=checked(_redis_problem, is_secret=True),
-        help="where quotas are counted, such as redis://127.0.0.1:6379 (default: in the gateway's memory)",
+        help="where quotas and keys are kept, such as redis://127.0.0.1:6379 (default: memory, and a file)",
     )  # fmt: skip
 
 
@@ -251,7 +251,9 @@ def make_plan(options: argparse.Namespace) -> Plan:
             ServiceSpec("engine", engine_argv, run_dir / "engine.log", engine_url, ENGINE_START_S),
             ServiceSpec("gateway", gateway_argv, run_dir / "gateway.log", base_url, GATEWAY_START_S, cert),
         ),
-        running=Running(url=f"{base_url}/v1", key=key, model=name, pid=os.getpid(), cert=cert),
+        running=Running(
+            url=f"{base_url}/v1", key=key, model=name, pid=os.getpid(), cert=cert, config=str(config)
+        ),
         run_dir=run_dir,
         grace_s=max(gateway_drain_s, _engine_drain_s(options.more, os.environ)) + ENDING_S,
         certificate_names=certificate_names,

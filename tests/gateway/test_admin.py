@@ -15,7 +15,7 @@ from gateway import admin
 from gateway.app import Gateway
 from gateway.config import load
 from gateway.identity.keys import hash_key
-from tests.gateway.conftest import CHAT, House, Open, until
+from tests.gateway.conftest import CHAT, House, Open, error_of, until
 from tests.gateway.fake_engine import Script
 
 OPERATOR = {"authorization": "Bearer the operator's"}
@@ -94,9 +94,10 @@ async def test_a_change_needs_an_operators_key(
 async def test_a_tenants_key_changes_nothing_and_an_operators_key_asks_no_model(open_house: Open) -> None:
     house = await open_house(admin=operator_keys())
     async with ask(house, "POST", "/admin/v1/reload", **house.headers) as answer:
-        assert answer.status == 401
+        assert answer.status == 403
+        assert "is a tenant's" in (await answer.json())["error"]["message"]
     async with house.client.get(f"{house.url}/v1/models", headers=OPERATOR) as answer:
-        assert answer.status == 401
+        assert (answer.status, (await error_of(answer))["code"]) == (403, "permission_denied")
 
 
 async def test_without_operators_keys_nothing_can_be_changed(house: House) -> None:

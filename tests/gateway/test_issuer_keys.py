@@ -124,7 +124,7 @@ def test_a_bad_file_is_told_at_the_start_and_refused_whole_later(tmp_path: Path,
     assert isinstance(kept["idp"], FileKeys)
 
 
-def test_issuers_and_grants_are_read_again_and_a_bad_one_is_refused_whole(tmp_path: Path) -> None:
+async def test_issuers_and_grants_are_read_again_and_a_bad_one_is_refused_whole(tmp_path: Path) -> None:
     path = tmp_path / "gateway.toml"
     own = as_toml(issuer(tmp_path / "k", EC))
 
@@ -135,7 +135,10 @@ def test_issuers_and_grants_are_read_again_and_a_bad_one_is_refused_whole(tmp_pa
     write([own], models=["tiny"])
     sources = KeySources(VirtualClock())
     reader = AccountsReader(
-        load(path, {}), path, VirtualClock(), lambda config: callers_of(config, sources, frozenset)
+        load(path, {}),
+        path,
+        VirtualClock(),
+        lambda config, keys, tenants: callers_of(config, keys, tenants, sources, frozenset),
     )
 
     def models() -> tuple[str, ...]:
@@ -146,10 +149,10 @@ def test_issuers_and_grants_are_read_again_and_a_bad_one_is_refused_whole(tmp_pa
 
     assert models() == ("tiny",)
     write([own])
-    reader.reload()
+    await reader.reload()
     assert models() == ("*",)
     before = reader.now
     write([own, own | {"id": "two", "issuer": "https://two.test/", "jwks_file": "missing"}], models=["tiny"])
-    reader.reload()
+    await reader.reload()
     assert reader.now is before
     assert models() == ("*",)

@@ -124,7 +124,7 @@ async def test_keys_are_fetched_again_in_time(idp: Idp) -> None:
 
 async def test_a_reload_by_hand_fetches_at_once(idp: Idp) -> None:
     idp.server.keys = (OLD, NEW)
-    idp.house.gateway.reload()
+    await idp.house.gateway.reload()
     await until(lambda: idp.server.asked == 2 and idp.task.done())
     assert await idp.status(idp.token(NEW)) == 200
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from msgspec import structs
 
 from gateway.accounts import TERMS_MAX, Accounts
 from gateway.admission.quota import Scope
@@ -455,5 +456,5 @@ def test_a_grants_limits_and_tier_are_in_the_callers_terms(tmp_path: Path) -> No
     ]
     higher = replace(config.tenants[0], service_tier="flex")
     policy = TenantPolicy(config.models, [higher], config.tiers)
-    above = replace(identify(tokens, EC.token(scope="infer")), service_tier="priority")
+    above = structs.replace(identify(tokens, EC.token(scope="infer")), service_tier="priority")
     assert policy.tenant(above).service_tier == "flex", "a grant never widens its tenant"

@@ -149,7 +149,7 @@ def test_a_wrong_configuration_is_told_and_ends_with_2(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "models.tiny: 'ftp://x' is no base URL" in done.stderr
-    assert "keys.k1: there is no model 'ghost'" in done.stderr
+    assert "keys.k1.models: there is no model 'ghost'" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -137,7 +137,7 @@ class ByCertificate:
 
 
 async def test_an_identity_may_wait_and_sees_the_clients_certificate(open_house: Open, pki: Pki) -> None:
-    house = await open_house(identity_of=lambda _: ByCertificate(), listen=pki.settings())
+    house = await open_house(identity_of=lambda *_: ByCertificate(), listen=pki.settings())
     known = pki.clients.issue_cert("client.test", common_name="the client")
     assert await status(house, pki.client(), house.headers) == 401, "the key is no longer asked for"
     assert await status(house, pki.client(known)) == 200

@@ -15,9 +15,14 @@ import pytest
 import redis
 from redis.crc import key_slot
 
+from gateway.accounts import AccountsReader
 from gateway.admission.quota import StoreUnavailable
 from gateway.admission.redis_links import tag_of
+from gateway.config import TenantConfig, load
+from gateway.directory.redis_directory import TAG, open_directory
+from gateway.quota_config import QuotasConfig
 from shared.bench.services import free_port
+from shared.errors import DirectoryUnavailable
 from shared.ids import TenantId
 from tests.gateway.redis_server import RedisServer, redis_command, redis_server, redis_store, until_well
 from tests.gateway.test_redis_store import admitted, rid, tenant
@@ -121,6 +126,28 @@ async def test_slots_that_move_are_followed(cluster: Cluster) -> None:
         assert await admitted(store, 3, tenant(cluster.tenants[2], concurrent=10)), "others are not concerned"
         await until_well(store)
         assert await admitted(store, 4, tenant(moved, concurrent=10))
+
+
+async def test_a_directory_is_on_one_node_whose_slots_may_move(cluster: Cluster) -> None:
+    config = load({"models": [{"name": "tiny", "replicas": ["http://a"]}]}, {})
+    quotas = QuotasConfig(url=cluster.url, cluster=True, key_prefix="test")
+    directory = open_directory(quotas, AccountsReader(config, None), {})
+    try:
+        await directory.change(TenantConfig, "made", lambda _: TenantConfig("made"), None)
+        assert await directory.get("tenants", "made") == TenantConfig("made")
+        [holder] = [node for node in cluster.nodes if node.admin.keys("test:{~directory}:*")]
+        [other, *_] = [node for node in cluster.nodes if node is not holder]
+        holder.admin.flushall()
+        to, slot = other.admin.cluster("MYID"), key_slot(tag_of(TAG).encode())
+        for node in cluster.nodes:
+            node.admin.execute_command("CLUSTER", "SETSLOT", slot, "NODE", to)  # type: ignore[no-untyped-call]
+        with pytest.raises(DirectoryUnavailable):
+            await directory.get("tenants", "made")
+        assert await directory.get("tenants", "made") is None, "its slot is followed"
+        await directory.change(TenantConfig, "made", lambda _: TenantConfig("made"), None)
+        assert other.admin.keys("test:{~directory}:*")
+    finally:
+        await directory.aclose()
 
 
 # -- Sentinels ------------------------------------------------------------------------------------

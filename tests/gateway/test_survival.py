@@ -222,7 +222,7 @@ async def test_an_identity_that_does_not_answer_is_a_503(
     open_house: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.pipeline.IDENTITY_S", 0.02)
-    house = await open_house(identity_of=lambda _: SilentIdentity())
+    house = await open_house(identity_of=lambda *_: SilentIdentity())
     async with house.chat() as answer:
         assert answer.status == 503
         assert (await answer.json())["error"]["code"] == "identity_unavailable"
@@ -232,7 +232,7 @@ async def test_an_identity_that_does_not_answer_is_a_503(
 
 async def test_a_disconnect_during_identification_leaks_nothing(open_house: Open) -> None:
     identity = SilentIdentity()
-    house = await open_house(identity_of=lambda _: identity)
+    house = await open_house(identity_of=lambda *_: identity)
     asking = asyncio.create_task(house.client.get(f"{house.url}/v1/models", headers=house.headers))
     await identity.asked.wait()
     asking.cancel()

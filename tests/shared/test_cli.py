@@ -255,12 +255,15 @@ def test_options_reach_the_service_that_they_are_for(tmp_path: Path) -> None:
     more = ("--alias", "a", "*", "--alias", "b", "--max-model-len", "128")
     plan = plan_of(*argv, *more, "--redis", "redis://127.0.0.1:6379/1")
     engine, gateway = plan.services
-    assert plan.running == Running(url=f"{gateway.url}/v1", key="k", model=tmp_path.name, pid=os.getpid())
+    file = tmp_path / "logs" / "gateway.toml"
+    url = f"{gateway.url}/v1"
+    assert plan.running == Running(url, "k", tmp_path.name, os.getpid(), config=str(file))
     assert plan.aliases == ("a", "*", "b")
     assert engine.argv[-2:] == ("--max-model-len", "128")
     assert engine.log == tmp_path / "logs" / "engine.log"
-    config = load_gateway_config(tmp_path / "logs" / "gateway.toml", {})
+    config = load_gateway_config(file, {})
     assert (config.quotas.store, config.quotas.url) == ("redis", "redis://127.0.0.1:6379/1")
+    assert config.directory.store == "redis"
     assert plan_of("--port", "0", "--model", "Qwen/Qwen3-0.6B").running.model == "Qwen3-0.6B"
     assert plan_of("--port", "0", "--host", "0.0.0.0").running.url.startswith("http://127.0.0.1:")
 

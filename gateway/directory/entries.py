@@ -1,0 +1,179 @@
+"""The entries of a directory: tenants and keys, the interface of what keeps them, and their JSON.
+
+An entry is a value of the very type that the configuration file has. Its JSON is canonical: every field, in
+the order of its declaration.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final, Protocol, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from gateway.accounts import Kind
+from gateway.config import KeyConfig, QuotaLimits, TenantConfig
+from shared.config import ConfigError, load
+from shared.errors import PreconditionFailed
+
+KEYS_MAX: Final = 100_000
+"""The most keys in Redis. A file has `gateway.edge_config.ENTRIES_MAX` at most."""
+TENANTS_MAX: Final = 10_000
+ENTRY_LEN_MAX: Final = 64 * 1024
+"""Bytes of an entry's JSON."""
+PAGE_MAX: Final = 200
+"""The most entries on one page of a list."""
+NO_VARIABLES: Final = "_"
+"""The prefix of no variables: an entry is not set by any."""
+ANY_VERSION: Final = "*"
+"""The value of `if_match` that fits whatever is there."""
+
+Record = TenantConfig | KeyConfig
+R = TypeVar("R", bound=TenantConfig | KeyConfig)
+Edit = Callable[[R | None], R | None]
+"""Makes an entry of the one that is there; None is no entry. It may be called again, when another change came
+first. Raises ApiError or ConfigError to leave all as it is."""
+TYPES: Final[Mapping[Kind, type[Record]]] = {"tenants": TenantConfig, "keys": KeyConfig}
+
+
+class Change(Struct, frozen=True):
+    """A change that was made: an entry before it and after it. None is no entry."""
+
+    before: Record | None
+    after: Record | None
+
+
+class Directory(Protocol):
+    """Keeps tenants and keys. Its methods raise DirectoryUnavailable while it cannot be asked."""
+
+    async def page(self, kind: Kind, tenant: str | None, after: str, limit: int) -> Sequence[Record]:
+        """At most `limit` entries in the order of `place_of`, those behind the place `after`. `tenant`
+        restricts keys to those of one tenant."""
+        ...
+
+    async def get(self, kind: Kind, id_: str) -> Record | None:
+        """An entry. None when there is none of this id."""
+        ...
+
+    async def change(self, type_: type[R], id_: str, edit: Edit[R], if_match: str | None) -> Change:
+        """Change one entry, or nothing.
+
+        Raises:
+            PreconditionFailed: the entry is not the one that `if_match`, its etag, names.
+            Conflict: the tenant still has keys, there are too many entries, or the entry cannot be changed.
+            ConfigError: the entry contradicts others.
+            what `edit` raises.
+        """
+        ...
+
+
+class KeyView(Struct, frozen=True):
+    """A key as operators see it: without the hashes of its secrets."""
+
+    id: str
+    tenant: str
+    models: tuple[str, ...]
+    endpoints: tuple[str, ...]
+    limits: QuotaLimits
+    env: str
+    labels: tuple[str, ...]
+    created: datetime | None
+    expires: datetime | None
+    disabled: bool
+    previous_expires: datetime | None
+    """When the secret before the last replacement stops working. None without one."""
+
+
+def kind_of(type_: type) -> Kind:
+    """The kind of the entries of a type."""
+    return "keys" if type_ is KeyConfig else "tenants"
+
+
+def view_of(record: Record) -> KeyView | TenantConfig:
+    """An entry as operators see it."""
+    if isinstance(record, TenantConfig):
+        return record
+    return msgspec.convert(record, KeyView, from_attributes=True)
+
+
+def place_of(record: Record) -> str:
+    """The place of an entry in lists: by the tenant's id, then by its own."""
+    return record.id if isinstance(record, TenantConfig) else f"{record.tenant}/{record.id}"
+
+
+# -- JSON -----------------------------------------------------------------------------------------
+
+
+def encode(record: Record) -> bytes:
+    """The JSON of an entry."""
+    return msgspec.json.encode(record)
+
+
+def decode(type_: type[R], raw: bytes) -> R:
+    """The entry that a JSON text is. Raises ConfigError, which names all that is wrong with it.
+
+    What this version wrote is read fast. Anything else, such as the entry of another version, is checked
+    field by field: one with a field that is not known here is refused, since the field may restrict it.
+    """
+    try:
+        found = msgspec.json.decode(raw, type=type_)
+        if encode(found) == raw:
+            return found
+    except (msgspec.DecodeError, UnicodeDecodeError, ConfigError):
+        pass  # what is wrong with it is said below
+    return parse(type_, decode_object(raw))
+
+
+def decode_object(raw: bytes) -> Mapping[str, Any]:
+    """The fields of a JSON object. Raises ConfigError."""
+    if len(raw) > ENTRY_LEN_MAX:
+        raise ConfigError([f"it is longer than {ENTRY_LEN_MAX} bytes"])
+    try:
+        found: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise ConfigError(["it is no JSON object"]) from None
+    return found
+
+
+def parse(type_: type[R], fields: Mapping[str, Any], check: Callable[[R], Iterator[str]] | None = None) -> R:
+    """The entry that fields make, which `check` has nothing against. Null stands for an unset field. Raises
+    ConfigError with all that is wrong, also with what `check` finds in the fields that can be read."""
+    fields = {name: value for name, value in fields.items() if value is not None}
+    problems: list[str] = []
+    left_out: set[str] = set()  # fields with problems: the others are looked at again without them
+    while True:
+        try:
+            found = load(type_, fields, {}, NO_VARIABLES)
+        except ConfigError as error:
+            problems += [problem for problem in error.problems if _first_name(problem) not in left_out]
+            bad = {_first_name(problem) for problem in error.problems} & fields.keys()
+            if not bad:
+                raise ConfigError(problems) from None
+            left_out |= bad
+            fields = {name: value for name, value in fields.items() if name not in bad}
+            continue
+        problems += [] if check is None else check(found)
+        if problems:
+            raise ConfigError(problems)
+        return found
+
+
+def _first_name(problem: str) -> str:
+    """The field that a problem is about: `limits` of `limits.concurrent: must ...`."""
+    return problem.partition(":")[0].partition(".")[0].partition("[")[0]
+
+
+def etag_of(record: Record) -> str:
+    """A name of an entry's content, secrets included, which differs from that of any other content."""
+    return hashlib.sha256(encode(record)).hexdigest()[:32]
+
+
+def check_match(record: Record | None, if_match: str | None) -> None:
+    """Raises PreconditionFailed when `if_match` names another content than the entry's."""
+    if if_match is None or (if_match == ANY_VERSION and record is not None):
+        return
+    if record is None or etag_of(record) != if_match.strip('"'):
+        raise PreconditionFailed("It has changed since it was read. Read it again, and decide anew.")

@@ -1,0 +1,135 @@
+"""The directory in the configuration file: its `[[tenants]]` and `[[keys]]`, for all gateways that have it.
+
+Rules:
+
+1. A change is made by one process at a time, which holds a lock on the file's folder, on what the file says
+   then. An editor takes no lock: what it writes meanwhile is not overwritten.
+2. The new file is read as a gateway would read it before it takes the old one's place, whole and in one step:
+   a change that contradicts anything else in the file is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from gateway.accounts import AccountsReader, Kind
+from gateway.config import ENV_PREFIX, KeyConfig, load
+from gateway.directory.entries import Change, Edit, R, Record, check_match, kind_of, place_of
+from gateway.directory.toml_edit import CannotEdit, document, replace_table
+from shared.errors import Conflict, DirectoryUnavailable
+
+LOCK_S: Final = 5.0
+"""How long another process's change is waited for, in seconds."""
+LOCK_AGAIN_S: Final = 0.02
+
+
+class FileDirectory:
+    """A `Directory`. What it shows is what the accounts have read."""
+
+    def __init__(
+        self, path: Path | None, accounts: AccountsReader, env: Mapping[str, str] = os.environ
+    ) -> None:
+        self._path: Final = path
+        self._accounts: Final = accounts
+        self._env: Final = env
+
+    async def page(self, kind: Kind, tenant: str | None, after: str, limit: int) -> Sequence[Record]:
+        found: Sequence[Record] = getattr(self._accounts.config, kind)
+        ours = (r for r in found if tenant is None or not isinstance(r, KeyConfig) or r.tenant == tenant)
+        return sorted((record for record in ours if place_of(record) > after), key=place_of)[:limit]
+
+    async def get(self, kind: Kind, id_: str) -> Record | None:
+        found: Sequence[Record] = getattr(self._accounts.config, kind)
+        return next((record for record in found if record.id == id_), None)
+
+    async def change(self, type_: type[R], id_: str, edit: Edit[R], if_match: str | None) -> Change:
+        if self._path is None:
+            raise Conflict("The gateway has no file that could be edited.")
+        change = await asyncio.to_thread(self._change, self._path, type_, id_, edit, if_match)
+        await self._accounts.reload()
+        return change
+
+    def _change(self, path: Path, type_: type[R], id_: str, edit: Edit[R], if_match: str | None) -> Change:
+        kind = kind_of(type_)
+        if (variable := f"{ENV_PREFIX}{kind.upper()}") in self._env:
+            raise Conflict(f"{variable} is set, which wins over the file.")
+        try:
+            with _locked(path.resolve().parent):
+                seen, text = _version(path), path.read_text("utf-8")
+                config = load(document(text), self._env)
+                entries: Sequence[R] = getattr(config, kind)
+                at = next((at for at, record in enumerate(entries) if record.id == id_), None)
+                before = None if at is None else entries[at]
+                check_match(before, if_match)
+                after = edit(before)
+                if after is None and kind == "tenants" and any(key.tenant == id_ for key in config.keys):
+                    raise Conflict("The tenant still has keys. Delete them first.")
+                if after != before:
+                    edited = replace_table(text, kind, at, after)
+                    load(document(edited), self._env)
+                    if _version(path) != seen:
+                        raise Conflict("The gateway's file has just been changed by hand. Try again.")
+                    _replace(path.resolve(), edited)
+        except CannotEdit as error:
+            raise Conflict(f"The gateway's file cannot be edited: {error}.") from None
+        except (OSError, UnicodeDecodeError) as error:
+            problem = f"The gateway's file cannot be edited: {getattr(error, 'strerror', 'it is not UTF-8')}."
+            raise DirectoryUnavailable(problem, detail=str(error)) from None
+        return Change(before, after)
+
+
+def _version(path: Path) -> tuple[int, int, int]:
+    """A value that changes whenever the file does. Raises OSError."""
+    stat = path.stat()
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock on a folder. Raises OSError, and DirectoryUnavailable when another process keeps it."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        deadline_s = time.monotonic() + LOCK_S
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline_s:
+                    raise DirectoryUnavailable("Another process changes the gateway's file.") from None
+                time.sleep(LOCK_AGAIN_S)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Replace a file in one step by one with the same owner and mode. Raises OSError."""
+    old = path.stat()
+    handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            os.fchmod(file.fileno(), old.st_mode & 0o7777)
+            if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
+                os.fchown(file.fileno(), old.st_uid, old.st_gid)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

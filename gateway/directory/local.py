@@ -1,0 +1,80 @@
+"""The operations on keys for a command on the gateway's machine, which has the gateway's file: on the file
+itself, or on the Redis that it names."""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from gateway.accounts import AccountsReader
+from gateway.config import load
+from gateway.directory.entries import PAGE_MAX
+from gateway.directory.file_directory import FileDirectory
+from gateway.directory.registry import Registry
+from shared import logs
+from shared.config import ConfigError
+from shared.errors import ApiError
+
+Operation = Literal["create", "list", "rotate", "patch", "delete"]
+
+
+class LocalFailed(Exception):
+    """The operation was not done; the message is for the operator."""
+
+
+def call(
+    file: Path, operation: Operation, id_: str, fields: Mapping[str, Any], env: Mapping[str, str]
+) -> bytes:
+    """Do one operation. Returns its answer in JSON, as the admin listener would give it. A change leaves its
+    audit line on standard error. Raises LocalFailed.
+
+    `id_` is the key's; of a list, the place behind which it begins.
+    """
+    logs.configure("keys", level="warning", stream=sys.stderr)
+    try:
+        return asyncio.run(_call(file, operation, id_, fields, env))
+    except ConfigError as error:
+        raise LocalFailed("\n".join(error.problems)) from None
+    except ApiError as error:
+        raise LocalFailed(error.message + (f" ({error.detail})" if error.detail else "")) from None
+    finally:
+        logs.close()
+
+
+async def _call(
+    file: Path, operation: Operation, id_: str, fields: Mapping[str, Any], env: Mapping[str, str]
+) -> bytes:
+    config = load(file, env)
+    accounts = AccountsReader(config, file)
+    if config.directory.store == "file":
+        registry = Registry(FileDirectory(file, accounts, env), accounts)
+        return await _ask(registry, operation, id_, fields)
+    from gateway.directory.redis_directory import open_directory  # a file needs no client of Redis
+
+    directory = open_directory(config.quotas, accounts, env)
+    try:
+        return await _ask(Registry(directory, accounts), operation, id_, fields)
+    finally:
+        await directory.aclose()
+
+
+async def _ask(registry: Registry, operation: Operation, id_: str, fields: Mapping[str, Any]) -> bytes:
+    by = f"os:{getpass.getuser()}"
+    match operation:
+        case "create":
+            return msgspec.json.encode(await registry.create_key(fields, by))
+        case "list":
+            return msgspec.json.encode(await registry.page("keys", fields.get("tenant"), id_, PAGE_MAX))
+        case "rotate":
+            return msgspec.json.encode(await registry.rotate_key(id_, fields, by, None))
+        case "patch":
+            shown = await registry.patch_key(id_, fields, by, None)
+        case "delete":
+            shown = await registry.delete_key(id_, by, None)
+    return msgspec.json.encode(shown.view)

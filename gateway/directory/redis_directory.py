@@ -1,0 +1,244 @@
+"""The directory in Redis, for all gateways together. `directory.lua` says which keys it has there.
+
+Rules:
+
+1. An entry is replaced only if it is still the one that was read: two operators' changes never overwrite each
+   other. An edit that does not depend on what the operator saw is made again on what is there now.
+2. A directory has a name, its epoch, for life. To find none, or another one, where there was one before means
+   that the data was lost: nothing is read from that, and nothing written to it. The first gateway that finds
+   the loss notes it in Redis, so that gateways which start later do not take it for a directory without keys.
+3. No request of a client's ever waits for this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from msgspec import Struct
+
+from gateway.accounts import AccountsReader, Kind
+from gateway.admission.quota import StoreUnavailable
+from gateway.admission.redis_link import Moved, ScriptMissing, Word
+from gateway.admission.redis_links import Links, links_of, tag_of
+from gateway.config import KeyConfig
+from gateway.directory.entries import (
+    ENTRY_LEN_MAX,
+    KEYS_MAX,
+    TENANTS_MAX,
+    TYPES,
+    Change,
+    Edit,
+    R,
+    Record,
+    check_match,
+    decode,
+    encode,
+    kind_of,
+    place_of,
+)
+from gateway.quota_config import QuotasConfig
+from shared import logs
+from shared.config import ConfigError
+from shared.errors import Conflict, DirectoryUnavailable
+from shared.ids import TenantId
+
+SCRIPT: Final = (Path(__file__).parent / "directory.lua").read_text()
+SCRIPT_SHA: Final = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
+"""Its name among the scripts that a server has cached."""
+TAG: Final = TenantId("~directory")
+"""The hash tag of all keys in Redis. No tenant can have this id."""
+TIMEOUT_S: Final = 1.0
+"""The time limit of a call: no request waits for it."""
+ATTEMPTS_MAX: Final = 5
+"""How often an edit is made on what is there now, when another change came first."""
+FULL: Final = {"keys": KEYS_MAX, "tenants": TENANTS_MAX}
+
+log = logs.get(__name__)
+
+
+class DirectoryLost(StoreUnavailable):
+    """Redis has no directory, or another one, where there was one before."""
+
+
+class Place(Struct, frozen=True):
+    """How much of a directory's history is known."""
+
+    epoch: str = ""
+    """The name of the directory; empty for none."""
+    version: int = 0
+    """The number of changes."""
+    head: str = ""
+    """The name of the last of them: after a failover, another change may have its number."""
+
+
+RawEntry = tuple[Kind, str, bytes]
+"""An entry's kind, id and JSON, which is empty where there is no entry."""
+
+
+class News(Struct, frozen=True):
+    """What has changed since a place."""
+
+    place: Place
+    changes: Sequence[RawEntry] | None
+    """None when the changes are not known one by one: all has to be read."""
+
+
+def open_directory(config: QuotasConfig, accounts: AccountsReader, env: Mapping[str, str]) -> RedisDirectory:
+    """The directory on the server of `[quotas]`, not yet connected. Raises ConfigError."""
+    links = links_of(replace(config, timeout_s=TIMEOUT_S), env)
+    return RedisDirectory(links, config.key_prefix, accounts)
+
+
+class RedisDirectory:
+    """A `Directory`."""
+
+    def __init__(self, links: Links, prefix: str, accounts: AccountsReader) -> None:
+        """`prefix` begins every key in Redis. What the file of `accounts` has cannot be changed here."""
+        self._links: Final = links
+        self._accounts: Final = accounts
+        self._keys: Final = tuple(
+            f"{prefix}:{{{tag_of(TAG)}}}:{name}"
+            for name in ("state", "log", "keys", "tenants", "keys-in-order", "tenants-in-order")
+        )
+        self._knows_servers = False
+        self.epoch = ""
+        """The name of the directory that changes are for; empty for any."""
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._links.aclose()
+
+    # -- as `Directory` has it --------------------------------------------------------------------
+
+    async def page(self, kind: Kind, tenant: str | None, after: str, limit: int) -> Sequence[Record]:
+        found: list[Record] = []
+        while len(found) < limit:
+            reply = await self._ask("list", kind, tenant or "", after, limit - len(found))
+            entries = list(zip(reply[1::2], reply[2::2], strict=True))
+            if not entries:
+                break
+            records = (_readable(TYPES[kind], place, raw) for place, raw in entries)
+            found += [record for record in records if record is not None]
+            after = entries[-1][0]
+        return found
+
+    async def get(self, kind: Kind, id_: str) -> Record | None:
+        [_, raw] = await self._ask("get", kind, id_)
+        return _readable(TYPES[kind], id_.encode(), raw)
+
+    async def change(self, type_: type[R], id_: str, edit: Edit[R], if_match: str | None) -> Change:
+        kind = kind_of(type_)
+        if self._accounts.is_in_file(kind, id_):
+            raise Conflict("It is declared in the gateway's file, and can be changed only there.")
+        tried: bytes | None = None
+        change = Change(None, None)
+        for _ in range(ATTEMPTS_MAX):
+            [_, raw] = await self._ask("get", kind, id_)
+            if raw == tried:  # it was done, though the reply was lost and the call sent again
+                return change
+            before = _readable(type_, id_.encode(), raw)
+            check_match(before, if_match)
+            change = Change(before, edit(before))
+            tried = b"" if change.after is None else encode(change.after)
+            if change.after == before or await self._put(kind, id_, raw, tried, change):
+                return change
+        raise Conflict("Others change it all the time. Try again.")
+
+    async def _put(self, kind: Kind, id_: str, raw: bytes, new: bytes, change: Change) -> bool:
+        """True if the entry was still `raw`, and is `new` now."""
+        if len(new) > ENTRY_LEN_MAX:
+            raise ConfigError([f"it is longer than {ENTRY_LEN_MAX} bytes"])
+        record = change.after or change.before
+        assert record is not None
+        tenant = ""
+        if isinstance(record, KeyConfig) and not self._accounts.is_in_file("tenants", record.tenant):
+            tenant = record.tenant
+        names = self.epoch, secrets.token_hex(8), secrets.token_hex(8)
+        reply = await self._ask("put", kind, id_, raw, new, place_of(record), tenant, *names, FULL[kind])
+        match reply[1]:
+            case b"lost":
+                raise DirectoryUnavailable("Redis has lost the directory: it has to be restored.")
+            case b"used":
+                raise Conflict("The tenant still has keys. Delete them first.")
+            case b"full":
+                raise Conflict(f"There are {FULL[kind]} {kind} already, and no more are allowed.")
+            case b"tenant":
+                raise ConfigError([f"tenant: there is no tenant {tenant!r}"])
+        return bool(reply[1] == b"ok")
+
+    # -- for the follower -------------------------------------------------------------------------
+
+    async def since(self, place: Place, limit: int) -> News:
+        """At most `limit` changes after a place. Raises StoreUnavailable, and DirectoryLost."""
+        reply = await self._call("since", place.epoch, place.version, place.head, limit)
+        if reply[1] == b"lost":
+            raise DirectoryLost("Redis has lost the directory")
+        reached = Place(reply[2].decode(errors="replace"), reply[3], reply[4].decode(errors="replace"))
+        if reply[1] == b"load":
+            return News(reached, None)
+        words = zip(reply[5::3], reply[6::3], reply[7::3], strict=True)
+        return News(reached, [(_kind(kind), _shown(id_), raw) for kind, id_, raw in words])
+
+    async def scan(self, kind: Kind, cursor: bytes, count: int) -> tuple[bytes, Sequence[RawEntry]]:
+        """About `count` entries, and the cursor of the next ones; it is `b"0"` before the first and after the
+        last. Raises StoreUnavailable."""
+        reply = await self._call("scan", kind, cursor, count)
+        entries = zip(reply[2::2], reply[3::2], strict=True)
+        return reply[1], [(kind, _shown(id_), raw) for id_, raw in entries]
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    async def _ask(self, *words: Word) -> list[Any]:
+        """As `_call`, for operators. Raises DirectoryUnavailable."""
+        try:
+            return await self._call(*words)
+        except StoreUnavailable as error:
+            message = "Redis cannot be asked for keys and tenants at the moment."
+            raise DirectoryUnavailable(message, detail=str(error), retry_after_s=1.0) from None
+
+    async def _call(self, *words: Word) -> list[Any]:
+        """The reply to one operation. Raises StoreUnavailable."""
+        if not self._knows_servers:
+            await self._links.refresh()
+            self._knows_servers = True
+        link = self._links.of(TAG)
+        asked: tuple[Word, ...] = (len(self._keys), *self._keys, *words)
+        if not link.is_up:
+            await link.probe("EVAL", SCRIPT, len(self._keys), *self._keys, "probe")
+        try:
+            try:
+                reply: list[Any] = await link.call("EVALSHA", SCRIPT_SHA, *asked)
+            except ScriptMissing:  # so nothing was done
+                reply = await link.call("EVAL", SCRIPT, *asked)
+        except Moved:
+            self._knows_servers = False
+            raise
+        return reply
+
+
+def _readable(type_: type[R], at: bytes, raw: bytes) -> R | None:
+    """The entry at a place or of an id. None where there is none, and for one that cannot be read, which can
+    only be replaced."""
+    try:
+        found = decode(type_, raw) if raw else None
+        if found is None or found.id.encode() == at.rpartition(b"/")[2]:
+            return found
+        problems = ["it has another id than its place"]
+    except ConfigError as error:
+        problems = list(error.problems)
+    log.warning("directory.entry_unreadable", at=_shown(at), problems=problems)
+    return None
+
+
+def _shown(id_: bytes) -> str:
+    """An id in Redis as text. One that is none of ours is shown in part."""
+    return id_[:64].decode("ascii", "backslashreplace")
+
+
+def _kind(word: bytes) -> Kind:
+    return "keys" if word == b"keys" else "tenants"

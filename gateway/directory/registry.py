@@ -1,0 +1,334 @@
+"""The operations on keys and tenants, for the admin listener and `penstock keys` alike.
+
+Rules:
+
+1. A change is made whole or not at all, and a refusal names all that is wrong with it.
+2. Each change that was made leaves an audit line, `admin.change`: the operator, the action, and the values
+   before and after of each field that changed. Hashes of secrets are in no line and in no answer.
+3. A secret is shown once, in the answer to the change that made it.
+4. What would replace a whole tenant says which one it has seen; what changes some fields of an entry is made
+   on the newest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta, Struct
+
+from gateway.accounts import AccountsReader, Kind
+from gateway.config import KeyConfig, TenantConfig, key_problems, tenant_problems
+from gateway.directory.entries import (
+    NO_VARIABLES,
+    Change,
+    Directory,
+    Edit,
+    KeyView,
+    R,
+    Record,
+    etag_of,
+    parse,
+    place_of,
+    view_of,
+)
+from gateway.identity.keys import KEYID_LEN, mint_key
+from shared import logs
+from shared.clock import SYSTEM_CLOCK, Clock
+from shared.config import ConfigError, load
+from shared.errors import Conflict, NotFound, PreconditionRequired
+
+OVERLAP_S: Final = 24 * 3600.0
+"""How long a replaced secret still works, unless the operator says otherwise, in seconds."""
+OVERLAP_S_MAX: Final = 30 * 24 * 3600.0
+PATCHABLE: Final = frozenset({"models", "endpoints", "limits", "env", "labels", "expires", "disabled"})
+"""The fields of a key that can be changed after its creation."""
+CREATABLE: Final = (PATCHABLE | {"tenant"}) - {"disabled"}
+_KEYID: Final = re.compile(rf"[a-z0-9]{{{KEYID_LEN}}}")
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The replacement of a key's secret."""
+
+    overlap_s: Annotated[float, Meta(ge=0.0, le=OVERLAP_S_MAX)] = OVERLAP_S
+    """How long the secret that is replaced still works. 0 ends every older secret at once."""
+
+
+class MintedView(KeyView, frozen=True):
+    """A key as it is shown once, with its secret."""
+
+    key: str
+    """The whole key, which is kept nowhere."""
+
+
+class Page(Struct, frozen=True):
+    """A part of a list of keys or tenants."""
+
+    data: Sequence[KeyView | TenantConfig]
+    fixed: Sequence[str]
+    """The ids of those that are declared in the gateway's file, where others are kept in Redis: they can be
+    changed in the file alone."""
+    next: str | None
+    """The value of `after` for the next page. None on the last one."""
+
+
+class Shown(Struct, frozen=True):
+    """An entry, with the name of its content."""
+
+    view: KeyView | TenantConfig
+    etag: str
+
+
+class Registry:
+    """The keys and tenants, as operators list and change them."""
+
+    def __init__(self, directory: Directory, accounts: AccountsReader, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._directory: Final = directory
+        self._accounts: Final = accounts
+        self._clock: Final = clock
+        self._is_beside_file: Final = accounts.config.directory.store != "file"
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    async def page(self, kind: Kind, tenant: str | None, after: str, limit: int) -> Page:
+        """At most `limit` entries behind the place `after`, in the order of `place_of`."""
+        found = [*await self._directory.page(kind, tenant, after, limit + 1)]
+        own: list[Record] = []
+        if self._is_beside_file:
+            declared: Sequence[Record] = getattr(self._accounts.config, kind)
+            own = [record for record in declared if place_of(record) > after]
+            own = [r for r in own if tenant is None or not isinstance(r, KeyConfig) or r.tenant == tenant]
+        ids = {record.id for record in own}
+        both = sorted([*own, *(r for r in found if not self._is_shadowed(kind, r))], key=place_of)
+        shown = both[:limit]
+        is_last = len(both) <= limit and len(found) <= limit
+        next_ = None if is_last else place_of((shown or found)[-1])
+        return Page([view_of(record) for record in shown], [r.id for r in shown if r.id in ids], next_)
+
+    async def get(self, kind: Kind, id_: str) -> Shown:
+        """One entry. Raises NotFound."""
+        record = self._declared(kind, id_) or await self._directory.get(kind, id_)
+        if record is None:
+            raise _not_found(kind, id_)
+        return Shown(view_of(record), etag_of(record))
+
+    # -- keys -------------------------------------------------------------------------------------
+
+    async def create_key(self, asked: Mapping[str, Any], by: str) -> MintedView:
+        """Create a key of some of the fields `CREATABLE`. Raises ConfigError, Conflict."""
+        env = asked.get("env")
+        is_env = isinstance(env, str) and re.fullmatch(r"[a-z0-9]{1,16}", env) is not None
+        minted = mint_key(str(env) if is_env else "live")
+        made: dict[str, Any] = {"id": minted.id, "hash": minted.hash, "created": self._now()}
+        key = await self._parsed_key({**asked, **made}, asked.keys() - CREATABLE)
+
+        def edit(before: KeyConfig | None) -> KeyConfig:
+            if before is not None:
+                raise Conflict("There is a key of this id already. Try again.")
+            return key
+
+        await self._change(KeyConfig, key.id, edit, None, "create", by)
+        return _minted(key, minted.text)
+
+    async def patch_key(self, id_: str, patch: Mapping[str, Any], by: str, if_match: str | None) -> Shown:
+        """Change some of the fields `PATCHABLE`, as a JSON merge patch (RFC 7396): null takes a field, or a
+        limit, back to its default. Raises ConfigError, NotFound, PreconditionFailed."""
+        before = await self._key(id_)
+        await self._parsed_key(_merged(before, patch), patch.keys() - PATCHABLE, before)
+
+        def edit(now: KeyConfig | None) -> KeyConfig:
+            return parse(KeyConfig, _merged(_there(now, "keys", id_), patch))
+
+        action = "revoke" if patch.get("disabled") is True else "change"
+        change = await self._change(KeyConfig, id_, edit, if_match, action, by)
+        return _shown(change)
+
+    async def rotate_key(
+        self, id_: str, asked: Mapping[str, Any], by: str, if_match: str | None
+    ) -> MintedView:
+        """Replace a key's secret. The one before works for `Rotation.overlap_s` longer. Raises ConfigError,
+        NotFound, PreconditionFailed, and Conflict while a still older one works."""
+        rotation = load(Rotation, asked, {}, NO_VARIABLES)
+        text = ""
+
+        def edit(now: KeyConfig | None) -> KeyConfig:
+            nonlocal text
+            key = _there(now, "keys", id_)
+            if key.disabled:
+                raise Conflict("The key is revoked.")
+            minted = mint_key(key.env, key.id if _KEYID.fullmatch(key.id) else None)
+            text = minted.text
+            return replace(key, hash=minted.hash, **self._previous(key, rotation))
+
+        change = await self._change(KeyConfig, id_, edit, if_match, "rotate", by)
+        assert isinstance(change.after, KeyConfig)
+        return _minted(change.after, text)
+
+    def _previous(self, key: KeyConfig, rotation: Rotation) -> dict[str, Any]:
+        """The fields of a key that say how long its secret of now works on. Two at most ever work: a third
+        would end one that callers may still use."""
+        now = self._now()
+        if not rotation.overlap_s:
+            return {"previous_hash": None, "previous_expires": None}
+        if key.previous_expires is not None and key.previous_expires > now:
+            until = f"{key.previous_expires:%Y-%m-%dT%H:%M:%SZ}"
+            raise Conflict(
+                f"The secret before this one works until {until}. Wait, or end both with an overlap_s of 0."
+            )
+        return {
+            "previous_hash": key.hash,
+            "previous_expires": now + timedelta(seconds=rotation.overlap_s),
+        }
+
+    async def delete_key(self, id_: str, by: str, if_match: str | None) -> Shown:
+        """Delete a key, which revokes it. Raises NotFound, PreconditionFailed."""
+
+        def edit(now: KeyConfig | None) -> None:
+            _there(now, "keys", id_)
+
+        return _shown(await self._change(KeyConfig, id_, edit, if_match, "delete", by))
+
+    # -- tenants ----------------------------------------------------------------------------------
+
+    async def put_tenant(self, id_: str, asked: Mapping[str, Any], by: str, if_match: str | None) -> Shown:
+        """Create a tenant, or replace the one that `if_match` names. Raises ConfigError, Conflict,
+        PreconditionFailed, and PreconditionRequired."""
+        models = self._models
+        stray = [] if asked.get("id", id_) == id_ else ["id: must be that of the path"]
+        tenant = _parsed(TenantConfig, {**asked, "id": id_}, lambda one: tenant_problems(one, models), stray)
+
+        def edit(now: TenantConfig | None) -> TenantConfig:
+            if now is not None and if_match is None:
+                raise PreconditionRequired("The tenant exists: send the etag that you have read as if-match.")
+            return tenant
+
+        return _shown(await self._change(TenantConfig, id_, edit, if_match, "put", by))
+
+    async def delete_tenant(self, id_: str, by: str, if_match: str | None) -> Shown:
+        """Delete a tenant without keys. Raises NotFound, Conflict, PreconditionFailed."""
+
+        def edit(now: TenantConfig | None) -> None:
+            _there(now, "tenants", id_)
+
+        return _shown(await self._change(TenantConfig, id_, edit, if_match, "delete", by))
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    async def _change(
+        self, type_: type[R], id_: str, edit: Edit[R], if_match: str | None, action: str, by: str
+    ) -> Change:
+        """Make a change, and write its audit line."""
+        change = await self._directory.change(type_, id_, edit, if_match)
+        if change.before == change.after:
+            return change
+        kind = "tenant" if type_ is TenantConfig else "key"
+        before, after = _differences(change)
+        fields = {"operator": by, "action": f"{kind}.{action}", "target": id_, "from": before, "to": after}
+        logs.audit("admin.change", {"logger": __name__, **fields})
+        return change
+
+    async def _parsed_key(
+        self, given: Mapping[str, Any], strays: set[str], before: KeyConfig | None = None
+    ) -> KeyConfig:
+        """A key of these fields, which contradicts nothing. `strays` are the names of those that cannot be
+        given here. Raises ConfigError."""
+        tenant = given.get("tenant")
+        is_there = isinstance(tenant, str) and await self._has_tenant(tenant)
+        known = {tenant} if isinstance(tenant, str) and is_there else set[str]()
+
+        def check(key: KeyConfig) -> Iterator[str]:
+            yield from key_problems(key, self._models, known)
+            is_new = before is None or before.expires != key.expires
+            if is_new and key.expires is not None and key.expires.timestamp() <= self._clock.wall():
+                yield "expires: is over already"
+
+        known_names = {field.name for field in fields(KeyConfig)}
+        told = [f"{name}: cannot be set here" for name in sorted(strays & known_names)]
+        return _parsed(KeyConfig, given, check, told)
+
+    async def _has_tenant(self, id_: str) -> bool:
+        return bool(self._declared("tenants", id_) or await self._directory.get("tenants", id_))
+
+    async def _key(self, id_: str) -> KeyConfig:
+        record = self._declared("keys", id_) or await self._directory.get("keys", id_)
+        return _there(record if isinstance(record, KeyConfig) else None, "keys", id_)
+
+    def _declared(self, kind: Kind, id_: str) -> Record | None:
+        """The entry of this id in the file. None when there is none."""
+        declared: Sequence[Record] = getattr(self._accounts.config, kind)
+        return next((record for record in declared if record.id == id_), None)
+
+    def _is_shadowed(self, kind: Kind, record: Record) -> bool:
+        return self._is_beside_file and self._accounts.is_in_file(kind, record.id)
+
+    @property
+    def _models(self) -> frozenset[str]:
+        return frozenset(model.name for model in self._accounts.config.models)
+
+    def _now(self) -> datetime:
+        return datetime.fromtimestamp(int(self._clock.wall()), UTC)
+
+
+def _parsed(
+    type_: type[R],
+    given: Mapping[str, Any],
+    check: Callable[[R], Iterator[str]],
+    problems: Sequence[str],
+) -> R:
+    """As `parse`, with further problems that are known already."""
+    try:
+        found = parse(type_, given, check)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    if problems:
+        raise ConfigError([*problems])
+    return found
+
+
+def _there(record: R | None, kind: Kind, id_: str) -> R:
+    if record is None:
+        raise _not_found(kind, id_)
+    return record
+
+
+def _not_found(kind: Kind, id_: str) -> NotFound:
+    return NotFound(f"There is no {kind[:-1]} {id_[:64]!r}.")
+
+
+def _merged(key: KeyConfig, patch: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a key with those of a merge patch. Moments are texts."""
+    merged: dict[str, Any] = msgspec.to_builtins(key)
+    for name, value in patch.items():
+        is_table = isinstance(value, dict) and isinstance(merged.get(name), dict)
+        merged[name] = merged[name] | value if is_table else value
+    return merged
+
+
+def _minted(key: KeyConfig, text: str) -> MintedView:
+    return MintedView(**msgspec.structs.asdict(view_of(key)), key=text)  # type: ignore[arg-type]
+
+
+def _shown(change: Change) -> Shown:
+    """An entry as a change has left it; one that was deleted, as it was."""
+    record = change.after or change.before
+    assert record is not None
+    return Shown(view_of(record), etag_of(record))
+
+
+def _differences(change: Change) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """The fields that a change has changed, before and after. None where there was, or is, no entry."""
+    before, after = (None if r is None else _fields(r) for r in (change.before, change.after))
+    if before is None or after is None:
+        return before, after
+    changed = [name for name in after if before[name] != after[name]]
+    return {name: before[name] for name in changed}, {name: after[name] for name in changed}
+
+
+def _fields(record: Record) -> dict[str, Any]:
+    told: dict[str, Any] = msgspec.to_builtins(view_of(record))
+    return told

@@ -1,0 +1,344 @@
+"""The command `penstock keys`: create, list, rotate and revoke API keys, or mint one that is kept nowhere.
+
+They are those of a gateway's file, of the Redis that the file names, or of a running gateway that is asked
+through its admin listener.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import httpx
+import msgspec
+from msgspec import Struct
+
+from shared.arguments import Parser, checked
+from shared.cli import terminal
+from shared.cli.running import read_running
+from shared.cli.service import missing_extra, reach
+from shared.ids import is_request_id
+
+OPERATOR_VARIABLE: Final = "PENSTOCK_ADMIN_KEY"
+"""The variable with the operator's key, for --admin-url."""
+ANSWER_S: Final = 30.0
+PAGE: Final = "200"
+ENV_HELP: Final = "the part of the key before its id (default: live)"
+COLUMNS: Final = ("id", "tenant", "state", "expires", "models", "endpoints", "labels")
+
+
+class KeysFailed(Exception):
+    """The operation was not done; the message is for the user."""
+
+
+class Key(Struct, frozen=True):
+    """A key as the gateway shows it."""
+
+    id: str
+    tenant: str
+    models: list[str]
+    endpoints: list[str]
+    labels: list[str]
+    expires: datetime | None = None
+    disabled: bool = False
+    previous_expires: datetime | None = None
+    key: str | None = None
+    """The whole key, with its secret. None but in the answer to what made it."""
+
+
+class Page(Struct, frozen=True):
+    """A part of the list of keys."""
+
+    data: list[msgspec.Raw]
+    next: str | None = None
+
+
+class Gateway(Protocol):
+    """What is asked: a gateway, or what it has its keys from."""
+
+    def ask(self, operation: str, id_: str, fields: Mapping[str, Any]) -> bytes:
+        """The answer in JSON. `id_` is the key's; of a list, the place behind which it begins. Raises
+        KeysFailed."""
+        ...
+
+
+# -- the command line -----------------------------------------------------------------------------
+
+
+def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add `keys` to the command line."""
+    parser = commands.add_parser(
+        "keys",
+        help="create, list, rotate and revoke API keys",
+        description="Create, list, rotate and revoke a gateway's API keys.",
+        epilog="Without --config and --admin-url they are those of the `penstock up` that runs here.",
+    )
+    where = Parser(add_help=False)
+    target = where.add_mutually_exclusive_group()
+    target.add_argument(
+        "--config", type=Path, metavar="FILE.toml", help="the gateway's file: its keys, or those in its Redis"
+    )
+    target.add_argument(
+        "--admin-url",
+        metavar="URL",
+        type=checked(_url_problem),
+        help=f"a running gateway's admin listener; the operator's key is in ${OPERATOR_VARIABLE}",
+    )
+    where.add_argument("--json", action="store_true", help="answer in JSON, one key per line")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    _add_create(actions.add_parser("create", parents=[where], help="create a key, and show it this once"))
+    listing = actions.add_parser("list", parents=[where], help="list keys, without their secrets")
+    listing.add_argument("--tenant", metavar="ID", help="only this tenant's")
+    rotate = actions.add_parser("rotate", parents=[where], help="replace a key's secret")
+    rotate.add_argument("id", metavar="ID", type=checked(_id_problem))
+    rotate.add_argument(
+        "--overlap-s",
+        type=float,
+        metavar="SECONDS",
+        help="how long the secret that is replaced still works; 0 ends it at once (default: 86400)",
+    )
+    revoke = actions.add_parser("revoke", parents=[where], help="revoke a key")
+    revoke.add_argument("id", metavar="ID", type=checked(_id_problem))
+    revoke.add_argument("--delete", action="store_true", help="also remove it from the list")
+    mint = actions.add_parser(
+        "mint",
+        help="show a new key and its hash, kept nowhere: for files that others write, and [[admin.keys]]",
+    )
+    mint.add_argument("--env", metavar="NAME", type=checked(_env_problem), default="live", help=ENV_HELP)
+    mint.add_argument("--json", action="store_true", help="answer in JSON")
+    parser.set_defaults(run=run)
+
+
+def _add_create(parser: Parser) -> None:
+    parser.add_argument("--tenant", metavar="ID", required=True, help="whose key it is")
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        action="append",
+        dest="models",
+        help="a model that it may use (default: all of the tenant's)",
+    )
+    parser.add_argument(
+        "--endpoint",
+        metavar="PATH",
+        action="append",
+        dest="endpoints",
+        help="an endpoint that it may use, such as /v1/chat/completions (default: all)",
+    )
+    parser.add_argument(
+        "--limit",
+        metavar="NAME=NUMBER",
+        action="append",
+        dest="limits",
+        type=_limit,
+        help="a quota of this key alone, such as requests_per_min=60",
+    )
+    parser.add_argument(
+        "--label", metavar="TEXT", action="append", dest="labels", help="a note for operators"
+    )
+    parser.add_argument("--expires", metavar="TIME", help="when it stops working: 2030-01-31T00:00:00Z")
+    parser.add_argument("--env", metavar="NAME", type=checked(_env_problem), help=ENV_HELP)
+
+
+def _url_problem(url: str) -> str | None:
+    try:
+        parsed = httpx.URL(url)
+    except (httpx.InvalidURL, ValueError):
+        return "must be a URL like http://127.0.0.1:9090"
+    return (
+        None
+        if parsed.scheme in ("http", "https") and parsed.host
+        else "must be a URL like http://127.0.0.1:9090"
+    )
+
+
+def _env_problem(text: str) -> str | None:
+    return None if re.fullmatch("[a-z0-9]{1,16}", text) else "must be 1 to 16 of a-z 0-9"
+
+
+def _id_problem(text: str) -> str | None:
+    return None if is_request_id(text) else "must be 1 to 64 of A-Z a-z 0-9 . _ -"
+
+
+def _limit(text: str) -> tuple[str, int]:
+    name, _, number = text.partition("=")
+    if not name or not number.isascii() or not number.isdigit():
+        raise argparse.ArgumentTypeError(f"must be like requests_per_min=60, got {text!r}")
+    return name, int(number)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do one action. Returns the process's exit code."""
+    terminal.prepare()
+    try:
+        if options.action == "mint":
+            _mint(options)
+            return 0
+        gateway = _gateway(options)
+        match options.action:
+            case "create":
+                _show_made(gateway.ask("create", "", _fields(options)), options)
+            case "list":
+                _show_list(_all(gateway, options.tenant), options)
+            case "rotate":
+                overlap = {} if options.overlap_s is None else {"overlap_s": options.overlap_s}
+                _show_made(gateway.ask("rotate", options.id, overlap), options)
+            case _:
+                operation = "delete" if options.delete else "patch"
+                fields = {} if options.delete else {"disabled": True}
+                _show_list([gateway.ask(operation, options.id, fields)], options)
+    except KeysFailed as error:
+        sys.stderr.write(f"penstock keys: {terminal.harmless(str(error))}\n")
+        return 1
+    return 0
+
+
+def _fields(options: argparse.Namespace) -> dict[str, Any]:
+    names = ("tenant", "models", "endpoints", "labels", "expires", "env")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    return {**given, "limits": dict(options.limits)} if options.limits else given
+
+
+# -- what is asked --------------------------------------------------------------------------------
+
+
+def _gateway(options: argparse.Namespace) -> Gateway:
+    """Raises KeysFailed when it is not clear which gateway is meant."""
+    if options.admin_url is not None:
+        return _Remote(options.admin_url, os.environ.get(OPERATOR_VARIABLE) or None)
+    running = read_running()
+    if options.config is None and (running is None or running.config is None):
+        raise KeysFailed("no `penstock up` runs here: name the gateway by --config or --admin-url")
+    if problem := missing_extra("gateway"):
+        raise KeysFailed(problem)
+    return _Local(options.config or Path(running.config if running and running.config else ""))
+
+
+class _Local:
+    """The gateway's file, or the Redis that it names."""
+
+    def __init__(self, file: Path) -> None:
+        self._file: Final = file
+
+    def ask(self, operation: str, id_: str, fields: Mapping[str, Any]) -> bytes:
+        local = reach("gateway.directory.local")
+        try:
+            answer: bytes = local.call(self._file, operation, id_, fields, os.environ)
+        except local.LocalFailed as error:
+            raise KeysFailed(str(error)) from None
+        return answer
+
+
+class _Remote:
+    """A running gateway's admin listener."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        if key is None:
+            raise KeysFailed(f"${OPERATOR_VARIABLE} must hold an operator's key")
+        self._url: Final = f"{url.rstrip('/')}/admin/v1/keys"
+        self._headers: Final = {"authorization": f"Bearer {key}"}
+
+    def ask(self, operation: str, id_: str, fields: Mapping[str, Any]) -> bytes:
+        method, url, query, body = "GET", f"{self._url}/{id_}", None, dict(fields)
+        match operation:
+            case "list":
+                url, query, body = self._url, {**fields, "after": id_, "limit": PAGE}, {}
+            case "create":
+                method, url = "POST", self._url
+            case "rotate":
+                method, url = "POST", f"{url}/rotate"
+            case "patch" | "delete":
+                method = operation.upper()
+        content = msgspec.json.encode(body) if body else None
+        try:
+            with httpx.Client(timeout=ANSWER_S, headers=self._headers) as client:
+                answer = client.request(method, url, params=query, content=content)
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            raise KeysFailed(f"{self._url} cannot be asked: {str(error) or type(error).__name__}") from None
+        if answer.status_code != httpx.codes.OK:
+            raise KeysFailed(_told(answer))
+        return answer.content
+
+
+class _Error(Struct):
+    message: str
+
+
+class _Refused(Struct):
+    error: _Error
+
+
+def _told(answer: httpx.Response) -> str:
+    try:
+        return msgspec.json.decode(answer.content, type=_Refused).error.message
+    except msgspec.DecodeError:
+        return f"{answer.url} answered {answer.status_code}: is it a gateway's admin listener?"
+
+
+def _all(gateway: Gateway, tenant: str | None) -> Iterator[bytes]:
+    """Every key, page by page."""
+    after: str | None = ""
+    while after is not None:
+        fields = {} if tenant is None else {"tenant": tenant}
+        page = _decoded(gateway.ask("list", after, fields), Page)
+        yield from map(bytes, page.data)
+        after = page.next
+
+
+def _decoded(raw: bytes, type_: Any) -> Any:
+    try:
+        return msgspec.json.decode(raw, type=type_)
+    except msgspec.DecodeError:
+        raise KeysFailed("the answer is none of a gateway of this version") from None
+
+
+def _mint(options: argparse.Namespace) -> None:
+    """Show a new key. Raises KeysFailed where the gateway is not installed."""
+    if problem := missing_extra("gateway"):
+        raise KeysFailed(problem)
+    minted = reach("gateway.identity.keys").mint_key(options.env)
+    if options.json:
+        print(msgspec.json.encode({"id": minted.id, "hash": minted.hash, "key": minted.text}).decode())
+        return
+    print(minted.text)
+    sys.stderr.write(f'id = "{minted.id}"\nhash = "{minted.hash}"\n')
+
+
+# -- what is shown --------------------------------------------------------------------------------
+
+
+def _show_made(answer: bytes, options: argparse.Namespace) -> None:
+    made = _decoded(answer, Key)
+    if options.json:
+        print(answer.decode())
+        return
+    print(made.key)
+    note = f"Key {made.id} of {made.tenant}. It is shown this once."
+    if made.previous_expires is not None:
+        note += f" The secret before it works until {made.previous_expires:%Y-%m-%d %H:%M:%S} UTC."
+    sys.stderr.write(f"{terminal.harmless(note)}\n")
+
+
+def _show_list(answers: Iterator[bytes] | Sequence[bytes], options: argparse.Namespace) -> None:
+    if options.json:
+        for answer in answers:
+            print(answer.decode())
+        return
+    rows = [COLUMNS, *(_row(_decoded(answer, Key)) for answer in answers)]
+    widths = [max(len(row[at]) for row in rows) for at in range(len(COLUMNS))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _row(key: Key) -> tuple[str, ...]:
+    is_over = key.expires is not None and key.expires <= datetime.now(UTC)
+    state = "revoked" if key.disabled else "expired" if is_over else "active"
+    expires = "never" if key.expires is None else f"{key.expires.astimezone(UTC):%Y-%m-%d %H:%M}"
+    lists = (", ".join(texts) for texts in (key.models, key.endpoints, key.labels))
+    return tuple(map(terminal.harmless, (key.id, key.tenant, state, expires, *lists)))
