@@ -272,7 +272,7 @@ def _revoked_key() -> KeyRevoked:
 def _follower(
     config: GatewayConfig, accounts: AccountsReader, env: Mapping[str, str], clock: Clock
 ) -> Follower | None:
-    """What follows the directory in Redis; None where it is in the file. Raises ConfigError."""
+    """The follower of the directory in Redis; None where it is in the file. Raises ConfigError."""
     if config.directory.store == "file":
         return None
     from gateway.directory.follower import Follower
@@ -289,7 +289,7 @@ def _registry(
     env: Mapping[str, str],
     clock: Clock,
 ) -> Registry:
-    """What changes keys and tenants: in Redis, where that is followed, else in the file."""
+    """The keeper of keys and tenants: in Redis, where that is followed, else in the file."""
     kept = FileDirectory(path, accounts, env) if follower is None else follower.directory
     return Registry(kept, accounts, clock)
 

@@ -222,7 +222,7 @@ class TenantConfig:
     request_timeout_s: Seconds | None = None
     """Wins over its tier's and the model's request_timeout_s."""
     on_revoke: Literal["finish", "end"] = "finish"
-    """What becomes of a key's requests in progress when the key is revoked. finish: they run on. end: they
+    """The end of a key's requests in progress when the key is revoked. finish: they run on. end: they
     end with the error key_revoked."""
 
     def as_one_of(self, tier: TierConfig) -> TenantConfig:

@@ -81,7 +81,7 @@ RawEntry = tuple[Kind, str, bytes]
 
 
 class News(Struct, frozen=True):
-    """What has changed since a place."""
+    """The changes since a place."""
 
     place: Place
     changes: Sequence[RawEntry] | None

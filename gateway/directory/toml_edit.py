@@ -22,7 +22,7 @@ class CannotEdit(Exception):
 
 
 def document(text: str) -> dict[str, Any]:
-    """What a TOML text holds. Raises CannotEdit."""
+    """The contents of a TOML text. Raises CannotEdit."""
     try:
         return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:

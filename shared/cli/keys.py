@@ -60,7 +60,7 @@ class Page(Struct, frozen=True):
 
 
 class Gateway(Protocol):
-    """What is asked: a gateway, or what it has its keys from."""
+    """The keeper that is asked: a gateway, or its file."""
 
     def ask(self, operation: str, id_: str, fields: Mapping[str, Any]) -> bytes:
         """The answer in JSON. `id_` is the key's; of a list, the place behind which it begins. Raises
