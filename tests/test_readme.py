@@ -121,7 +121,9 @@ def test_every_file_that_is_named_is_there(document: str) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_test_that_is_named_is_there(document: str) -> None:
     for path, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", DOCUMENTS[document]):
-        assert re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE), f"{path}::{name}"
+        assert re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE), (
+            f"{path}::{name}"
+        )
 
 
 # -- commands -------------------------------------------------------------------------------------

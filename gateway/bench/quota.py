@@ -26,7 +26,7 @@ from redis.backoff import NoBackoff
 
 from gateway.admission.memory_store import MemoryStore
 from gateway.admission.quota import QuotaStore, ReservationId, Scope, StoreUnavailable, Subject
-from gateway.admission.redis_link import RedisLink, Word
+from gateway.admission.redis_link import Command, Moved, RedisLink, Word
 from gateway.admission.redis_links import links_of
 from gateway.admission.redis_store import SCRIPT, RedisStore
 from gateway.config import QuotaLimits
@@ -196,6 +196,9 @@ class _Pool:
 
     def tag_of(self, link: RedisLink) -> str:
         return "probe"
+
+    async def follow(self, moved: Moved, tag: str, probe: Command) -> RedisLink:
+        raise moved
 
     async def refresh(self) -> None:
         pass
