@@ -95,6 +95,7 @@ class Admin:
             response = await self._answer(request)
         except ApiError as error:
             response = error_response(error, {})
+            response.force_close()  # a head that was refused may not be all that there is of the request
             forget_frames(error)
         except Exception:
             log.exception("admin.crashed", path=path_of(request))

@@ -102,7 +102,7 @@ class Edge:
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path = path_of(request)
         if path in PROBES:
-            return probe_response(self._health, request)
+            return self._probe(request)
         exchange = self._open(request, path)
         structlog.contextvars.bind_contextvars(request_id=exchange.request_id)
         try:
@@ -116,6 +116,15 @@ class Edge:
             self._complete(exchange)
             forget_frames(exchange.record.error)
             forget_frames(exchange.watch.reason)
+
+    def _probe(self, request: web.BaseRequest) -> web.Response:
+        try:
+            check(request)
+        except InvalidRequest as error:
+            response = error_response(error, {REQUEST_ID_HEADER: mint_request_id()})
+            response.force_close()
+            return response
+        return probe_response(self._health, request)
 
     async def _answer(self, exchange: Exchange) -> web.StreamResponse:
         try:
@@ -193,8 +202,8 @@ class Edge:
             return begun
         await self._look_up_windows(exchange)
         response = error_response(error, exchange.headers())
-        if not exchange.request.content.is_eof():
-            response.force_close()  # the rest of the request's body will not be read
+        if exchange.stages.now == "edge" or not exchange.request.content.is_eof():
+            response.force_close()  # its head was refused, or the rest of its body will not be read
         return response
 
     async def _look_up_windows(self, exchange: Exchange) -> None:

@@ -44,6 +44,7 @@ async def answered(house: House, request: bytes) -> tuple[int, bytes]:
     [
         (LINE + HOST + WIDE, None, "The request's headers are too large."),
         (LINE.replace(b"1.1", b"2.0") + HOST, None, "The request's version must be HTTP/1.0 or HTTP/1.1."),
+        (b"CONNECT here:80 HTTP/1.1\r\n" + HOST, None, "This is no proxy: there is no CONNECT."),
         (
             LINE + HOST + b"Authorization: Bearer other-key\r\n",
             "authorization",
@@ -51,7 +52,7 @@ async def answered(house: House, request: bytes) -> tuple[int, bytes]:
         ),
         (LINE + b"host: a/x?y\r\n", "host", "The header host names no host."),
     ],
-    ids=["headers too large", "version", "header twice", "host"],
+    ids=["headers too large", "version", "tunnel", "header twice", "host"],
 )
 async def test_a_head_that_a_proxy_may_read_otherwise_is_refused_by_name(
     house: House, request_head: bytes, param: str | None, message: str
