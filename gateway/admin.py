@@ -154,7 +154,8 @@ def _check_method(request: web.BaseRequest, method: str) -> None:
     """`GET` answers `HEAD`, too. Raises MethodNotAllowed."""
     asked = "GET" if request.method == "HEAD" else request.method
     if asked != method:
-        raise MethodNotAllowed(f"{path_of(request)} takes {method}.")
+        allow = "GET, HEAD" if method == "GET" else method
+        raise MethodNotAllowed(f"{path_of(request)} takes {method}.", allow=allow)
 
 
 def _metrics(_: web.BaseRequest) -> web.Response:
@@ -166,7 +167,8 @@ def probe_response(health: Health, request: web.BaseRequest, *, tells_problems: 
     """The answer to a request for one of `PROBES`. What is wrong is told to operators alone."""
     headers = {REQUEST_ID_HEADER: _id_of(request)}
     if request.method not in ("GET", "HEAD"):
-        return error_response(MethodNotAllowed(f"{path_of(request)} takes GET."), headers)
+        error = MethodNotAllowed(f"{path_of(request)} takes GET.", allow="GET, HEAD")
+        return error_response(error, headers)
     status, body = answer_probe(path_of(request), health, tells_problems=tells_problems)
     return json_response(status, body, headers)
 

@@ -103,7 +103,7 @@ GATEWAY_LEVELS = (
     {"edge_config", "quota_config"},
     {"config", "secret", "hygiene", "endpoints", "background", "shield", "client"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
-    {"accounts", "public_tls", "engines", "record", "development"},
+    {"accounts", "public_tls", "engines", "record", "development", "openapi"},
     {"exchange"},
     {"outbound", "admin"},
     {"pipeline"},  # the only one that knows the order of the stages

@@ -1,7 +1,7 @@
 """Requests that two servers may cut apart in different places: none is taken for two, or for another's.
 
-Each holds a second request, the *smuggled* one, within what one way of reading takes for a body. It is sent to
-the gateway itself, and through Debian's nginx, whose one connection to the gateway serves a victim as well.
+Each holds a second request, the *smuggled* one, within what one way of reading takes for a body. It is sent
+to the gateway itself, and through Debian's nginx, whose one connection to the gateway serves a victim too.
 """
 
 from __future__ import annotations
