@@ -123,6 +123,8 @@ def _describe(schema: Json, type_: type[Struct]) -> None:
     texts = field_docstrings(type_)
     nothing = values_for_nothing(type_)
     schema.pop("title", None)
+    if (tag := type_.__struct_config__.tag_field) is not None:
+        schema["required"].remove(tag)  # where one shape alone is possible, it is told without its tag
     for name, told in schema.get("properties", {}).items():
         if name in nothing:
             values = [None, *nothing[name]]
@@ -156,7 +158,6 @@ def _proxied(endpoint: Endpoint) -> Json:
     if endpoint.event is not None:
         content["text/event-stream"] = {
             "schema": {
-                "type": "string",
                 "description": "With `stream`. Each event is a line `data: ` with JSON (see x-event-schema)"
                 " and an empty line. The last one is `data: [DONE]`; after an error it is `data: ` with an"
                 " ErrorEnvelope, and no [DONE] follows.",
