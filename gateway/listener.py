@@ -7,7 +7,7 @@ Rules of the public listener:
 
 1. Connections are bounded. Above the bound, the oldest connection without a request is closed; where all have
    a request, the new one is.
-2. A request's head is bounded as a whole, and nothing is read after something malformed.
+2. A request's head is bounded in bytes and in time, and nothing is read after something malformed.
 3. A TLS handshake, before which there is no request whose deadline could end it, has a time limit of its own.
 """
 
@@ -87,6 +87,7 @@ class PublicServer(web.Server):
         self._connections_max = config.limits.connections_max
         self._warned_at_s = -math.inf
         """The time of the last warning that connections are cut, in seconds on the loop's clock."""
+        self._head_s = config.timeouts.head_s
         self._options = http1_options(config.timeouts.idle_s)
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
@@ -103,7 +104,8 @@ class PublicServer(web.Server):
         self._connections[first].abort()
 
     def __call__(self) -> RequestHandler:
-        return _Protocol(self, self._edge, self._write_buffer_len, loop=self._loop, **self._options)
+        bounds = self._write_buffer_len, self._head_s
+        return _Protocol(self, self._edge, *bounds, loop=self._loop, **self._options)
 
 
 def _is_idle(handler: RequestHandler) -> bool:
@@ -129,12 +131,17 @@ class _Site(web.SockSite):
 class _Protocol(RequestHandler):
     """The protocol of one public connection."""
 
-    __slots__ = ("_edge", "_head_len", "_is_refused", "_write_buffer_len")
+    __slots__ = ("_edge", "_head_len", "_head_s", "_head_timer", "_is_refused", "_write_buffer_len")
 
-    def __init__(self, server: web.Server, edge: Edge, write_buffer_len: int, **options: Any) -> None:
+    def __init__(
+        self, server: web.Server, edge: Edge, write_buffer_len: int, head_s: float, **options: Any
+    ) -> None:
         super().__init__(server, **options)
         self._edge = edge
         self._write_buffer_len = write_buffer_len
+        self._head_s = head_s
+        self._head_timer: asyncio.TimerHandle | None = None
+        """Closes the connection. None while no head is incomplete: most come whole, and need none."""
         self._head_len = 0
         """The number of bytes received of a head that is not complete yet."""
         self._is_refused = False
@@ -155,17 +162,25 @@ class _Protocol(RequestHandler):
             data = _MALFORMED
         super().data_received(data)
         if self._messages:
-            self._head_len = 0
+            self._end_head()
             self._is_refused = not isinstance(self._messages[-1][0], RawRequestMessage)
         elif self._waiter is None or self._waiter.done():  # the bytes belonged to a body
-            self._head_len = 0
+            self._end_head()
         else:
             self._head_len += len(data)
+            if self._head_timer is None:
+                self._head_timer = self._loop.call_later(self._head_s, self.force_close)
         if self._head_len > HEAD_LEN_MAX:
             self._is_refused = True
             super().data_received(_MALFORMED)
         if self._is_refused:
             self._break_off_body()
+
+    def _end_head(self) -> None:
+        self._head_len = 0
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
     def _break_off_body(self) -> None:
         """Fail the body that is being received, of which nothing more is read. aiohttp's parser forgets a
@@ -184,6 +199,7 @@ class _Protocol(RequestHandler):
         bound_transport(self.transport, self._write_buffer_len)
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        self._end_head()
         forget_frames(exc)  # aiohttp keeps the error of a failed write, and its frames keep the request
         super().connection_lost(exc)
 
