@@ -68,7 +68,7 @@ async def run(options: argparse.Namespace) -> list[Figure]:
 async def _run(options: argparse.Namespace) -> list[Figure]:
     figures: list[Figure] = []
     async with contextlib.AsyncExitStack() as stack:
-        url = options.redis or await stack.enter_async_context(_server())
+        url = options.redis or await stack.enter_async_context(redis_server())
         stores: dict[str, QuotaStore] = {
             "memory": MemoryStore(),
             "Redis": await stack.enter_async_context(_ours(url)),
@@ -139,7 +139,7 @@ def _prefix() -> str:
 
 
 @contextlib.asynccontextmanager
-async def _server() -> AsyncIterator[str]:
+async def redis_server() -> AsyncIterator[str]:
     """The URL of a server that keeps nothing."""
     command = shutil.which("redis-server")
     if command is None:
