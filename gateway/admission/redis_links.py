@@ -124,6 +124,8 @@ class ClusterLinks:
         them."""
         self._tags: dict[Address, str] = {}
         """A hash tag of keys that a node has, for each that was asked for."""
+        self._joining: dict[Address, asyncio.Task[None]] = {}
+        """The first probe of each node that another one has named."""
 
     def of(self, tenant: TenantId) -> RedisLink:
         slot = key_slot(tag_of(tenant).encode())
@@ -150,20 +152,31 @@ class ClusterLinks:
         owner = moved.owner
         if owner is None or (owner not in self._links and len(self._links) >= NODES_MAX):
             raise moved
-        link = self._links.get(owner) or self._servers.link_to(owner)
+        link = self._links.get(owner)
+        if link is None:
+            link = self._links[owner] = self._servers.link_to(owner)
+            self._tags[owner] = tag
         if not link.is_up:
-            try:
-                async with asyncio.timeout(self._servers.config.timeout_s):
-                    await link.probe(*probe)
-            except (StoreUnavailable, TimeoutError):
-                if owner not in self._links:  # the next refresh finds out whether it is a node
-                    await link.aclose()
-                raise moved from None
-        if self._links.setdefault(owner, link) is not link:  # another caller was faster
-            await link.aclose()
+            await self._join(owner, link, probe)
+            if not link.is_up:  # the next refresh finds out whether it is a node
+                raise moved
         self._moved[moved.slot] = owner
-        self._tags.setdefault(owner, tag)
-        return self._links[owner]
+        return link
+
+    async def _join(self, owner: Address, link: RedisLink, probe: Command) -> None:
+        """Wait until a node has answered its first probe, no longer than a call may take. There is one probe
+        however many callers wait."""
+        task = self._joining.get(owner)
+        if task is None:
+            task = self._joining[owner] = asyncio.create_task(self._probe(owner, link, probe))
+        await asyncio.wait({task}, timeout=self._servers.config.timeout_s)
+
+    async def _probe(self, owner: Address, link: RedisLink, probe: Command) -> None:
+        try:
+            with contextlib.suppress(StoreUnavailable):
+                await link.probe(*probe)
+        finally:
+            del self._joining[owner]
 
     async def refresh(self) -> None:
         ranges = await self._servers.slots(self._links)

@@ -17,7 +17,7 @@ from redis.crc import key_slot
 
 from gateway.admission.quota import StoreUnavailable
 from gateway.admission.redis_link import Address
-from gateway.admission.redis_links import ClusterLinks, links_of, tag_of
+from gateway.admission.redis_links import CLIENT_NAME, ClusterLinks, links_of, tag_of
 from gateway.admission.redis_store import RedisStore
 from gateway.quota_config import QuotasConfig
 from shared.bench.services import free_port
@@ -159,14 +159,22 @@ async def test_slots_that_move_to_a_new_node_are_followed(cluster: Cluster) -> N
         links = store._links
         assert isinstance(links, ClusterLinks)
         new = cluster.nodes[1]
-        for known in (links._links, links._tags):
-            known.pop(Address("127.0.0.1", new.port), None)
+        await links._links.pop(Address("127.0.0.1", new.port)).aclose()
+        links._tags.clear()
         links._ranges = [one for one in links._ranges if one[2].port != new.port]
         cluster.assign(slot, new)
-        assert await admitted(store, 1, tenant(moved, concurrent=10))
+        await eventually(lambda: _connections(new) == 0)
+        asked = await asyncio.gather(*(admitted(store, i, tenant(moved, concurrent=10)) for i in range(50)))
+        assert sum(asked) == 10
+        assert _connections(new) == 1, "however many callers follow at once"
         assert store.is_well
         await store.renew([])
         assert {address.port for address in links._links} == {node.port for node in cluster.nodes}
+
+
+def _connections(server: RedisServer) -> int:
+    """Gateways' connections to a server."""
+    return sum(client["name"] == CLIENT_NAME for client in server.admin.client_list())
 
 
 async def test_a_call_is_sent_on_once_and_no_further(cluster: Cluster) -> None:
