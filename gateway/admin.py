@@ -102,6 +102,7 @@ class Admin:
             response = await self._answer(request)
         except ApiError as error:
             response = error_response(error, {})
+            response.force_close()  # a head that was refused may not be all that there is of the request
             forget_frames(error)
         except ConfigError as error:
             response = refusal(error)
@@ -119,13 +120,14 @@ class Admin:
         path = path_of(request)
         if (handler := self._open.get(path)) is not None:
             if _method(request) != "GET":
-                raise MethodNotAllowed(f"{path} takes GET.")
+                raise MethodNotAllowed(f"{path} takes GET.", allow="GET, HEAD")
             return handler(request)
         for pattern, methods in self._patterns:
             if (match := pattern.fullmatch(path)) is not None:
                 operator = self._operator(request)
                 if (answer := methods.get(_method(request))) is None:
-                    raise MethodNotAllowed(f"{path} takes {', '.join(methods)}.")
+                    allow = ", ".join(methods)
+                    raise MethodNotAllowed(f"{path} takes {allow}.", allow=allow)
                 return await answer(Asked(request, operator, match[1] if match.groups() else ""))
         raise RouteNotFound(f"There are {', '.join([*self._open, *self._operators])}.")
 
@@ -181,7 +183,8 @@ def probe_response(health: Health, request: web.BaseRequest, *, tells_problems: 
     """The answer to a request for one of `PROBES`. What is wrong is told to operators alone."""
     headers = {REQUEST_ID_HEADER: _id_of(request)}
     if request.method not in ("GET", "HEAD"):
-        return error_response(MethodNotAllowed(f"{path_of(request)} takes GET."), headers)
+        error = MethodNotAllowed(f"{path_of(request)} takes GET.", allow="GET, HEAD")
+        return error_response(error, headers)
     status, body = answer_probe(path_of(request), health, tells_problems=tells_problems)
     return json_response(status, body, headers)
 

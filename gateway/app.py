@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
+from gateway import openapi
 from gateway.accounts import AccountsReader, IdentityOf
 from gateway.admin import Admin
 from gateway.admission.guarded_store import GuardedStore, SharedStore
@@ -138,6 +139,7 @@ class Gateway:
     async def __aenter__(self) -> Gateway:
         address, admin = self.config.listen, self.config.admin
         warm(endpoint.shape for endpoint in ENDPOINTS.values())
+        openapi.document()
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._upstream.aclose)
             stack.callback(self._threads.close)

@@ -81,8 +81,9 @@ class TimeoutsConfig:
     slow_client_s: Seconds = 30.0
     """How long a client may leave its connection's buffers full."""
     idle_s: Seconds = 75.0
-    """How long a connection may have no request in progress; one that is still sending headers counts as
-    such."""
+    """How long a connection may have no request in progress."""
+    head_s: Seconds = 10.0
+    """From the first byte of a request's headers to their last; then the connection is closed."""
     drain_s: Seconds = 60.0
     """How long open requests may take to end after SIGTERM."""
 

@@ -3,7 +3,7 @@
 Rules:
 
 1. Default deny, by the path that routes: without a valid key there is no answer but 401, except from the
-   three probes.
+   three probes and the API's description.
 2. Every answer carries the request's id, and every error OpenAI's envelope, also those that aiohttp finds by
    itself before there is a request.
 3. Every request has one completed line, whatever happens.
@@ -26,7 +26,7 @@ from gateway.admin import probe_response
 from gateway.admission.quota import QuotaStore, ReservationId
 from gateway.client.answer import Client
 from gateway.client.deadlines import Watch
-from gateway.client.responses import error_response, json_response
+from gateway.client.responses import JSON, error_response, json_response
 from gateway.config import GatewayConfig, ModelConfig
 from gateway.endpoints import CHUNKS, ENDPOINTS, MODELS, REQUESTS
 from gateway.engines import Engines
@@ -34,6 +34,7 @@ from gateway.exchange import Exchange, LiveRequests
 from gateway.hygiene import check, path_of
 from gateway.identity.caller import Principal
 from gateway.identity.tenant import TenantPolicy
+from gateway.openapi import PATH, document
 from gateway.pipeline import Pipeline
 from gateway.record import Reporter, RequestRecord
 from gateway.relay.stream import Progress
@@ -45,6 +46,7 @@ from shared.errors import (
     InternalError,
     InvalidRequest,
     MethodNotAllowed,
+    Overloaded,
     RequestAborted,
     RouteNotFound,
     forget_frames,
@@ -62,6 +64,9 @@ from shared.sse import TailScanner
 from shared.telemetry import Stages
 
 UNKNOWN: Final = "unknown"
+DESCRIBING_MAX: Final = 64
+"""Callers that are sent the API's description at a time: they have no key, and each may hold it in its
+connection's buffers for as long as a slow client may."""
 
 log = logs.get(__name__)
 
@@ -96,11 +101,13 @@ class Edge:
         """A name of this process in the ids of its reservations, which makes them differ from other
         gateways'."""
         self._count = itertools.count()
+        self._describing = 0
+        """The number of callers that are being sent the API's description."""
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path = path_of(request)
         if path in PROBES:
-            return probe_response(self._health, request)
+            return self._probe(request)
         exchange = self._open(request, path)
         structlog.contextvars.bind_contextvars(request_id=exchange.request_id)
         try:
@@ -114,6 +121,15 @@ class Edge:
             self._complete(exchange)
             forget_frames(exchange.record.error)
             forget_frames(exchange.watch.reason)
+
+    def _probe(self, request: web.BaseRequest) -> web.Response:
+        try:
+            check(request)
+        except InvalidRequest as error:
+            response = error_response(error, {REQUEST_ID_HEADER: mint_request_id()})
+            response.force_close()
+            return response
+        return probe_response(self._health, request)
 
     async def _answer(self, exchange: Exchange) -> web.StreamResponse:
         try:
@@ -136,6 +152,9 @@ class Edge:
         check(exchange.request)
         method, path = exchange.request.method, exchange.path
         endpoint = exchange.endpoint
+        if path == PATH:
+            _allow(exchange, "GET")
+            return await self._describe(exchange)
         if endpoint is not None and method == "POST":
             await self._pipeline.run(exchange, endpoint)
             assert exchange.client.response is not None
@@ -144,7 +163,7 @@ class Edge:
         principal = await self._pipeline.authenticate(exchange)
         exchange.stages.enter("answer")
         if endpoint is not None:
-            raise MethodNotAllowed(f"{path} takes POST, not {method[:16]}.")
+            raise MethodNotAllowed(f"{path} takes POST, not {method[:16]}.", allow="POST")
         if path == MODELS or path.startswith(f"{MODELS}/"):
             _allow(exchange, "GET")
             models = self._models(exchange.accounts.tenants, principal, path.removeprefix(MODELS)[1:])
@@ -155,6 +174,23 @@ class Edge:
             ended = self._live.end(principal.tenant, request_id, lambda: RequestAborted("It was aborted."))
             return await self._send(exchange, AbortResponse(request_id, ended))
         raise RouteNotFound(no_such_path(path, lambda other: _endpoint(other) != UNKNOWN))
+
+    async def _describe(self, exchange: Exchange) -> web.StreamResponse:
+        """Send the API's description. It is for everybody, so those who read it slowly are bounded."""
+        if self._describing >= DESCRIBING_MAX:
+            raise Overloaded("Too many callers read this at the moment.", retry_after_s=1.0)
+        self._describing += 1
+        try:
+            exchange.stages.enter("answer")
+            headers = {**exchange.headers(), "content-type": JSON, "cache-control": "public, max-age=3600"}
+            await exchange.client.begin(HTTPStatus.OK, headers, document(), whole=True)
+            await exchange.client.drain()
+            await exchange.client.finish()
+        finally:
+            self._describing -= 1
+        assert exchange.client.response is not None
+        exchange.record.status = int(HTTPStatus.OK)
+        return exchange.client.response
 
     def _models(self, tenants: TenantPolicy, principal: Principal, name: str) -> ModelList | Model:
         if name:
@@ -191,8 +227,8 @@ class Edge:
             return begun
         await self._look_up_windows(exchange)
         response = error_response(error, exchange.headers())
-        if not exchange.request.content.is_eof():
-            response.force_close()  # the rest of the request's body will not be read
+        if exchange.stages.now == "edge" or not exchange.request.content.is_eof():
+            response.force_close()  # its head was refused, or the rest of its body will not be read
         return response
 
     async def _look_up_windows(self, exchange: Exchange) -> None:
@@ -257,7 +293,7 @@ def _client_left(exchange: Exchange) -> None:
 
 def _endpoint(path: str) -> str:
     """The route of a path, for logs and metrics: one of a few constants, whatever the path."""
-    if path in ENDPOINTS or path == MODELS:
+    if path in ENDPOINTS or path in (MODELS, PATH):
         return path
     if path.startswith(f"{MODELS}/"):
         return f"{MODELS}/{{id}}"
@@ -266,4 +302,5 @@ def _endpoint(path: str) -> str:
 
 def _allow(exchange: Exchange, method: str) -> None:
     if exchange.request.method != method and (exchange.request.method, method) != ("HEAD", "GET"):
-        raise MethodNotAllowed(f"This takes {method}, not {exchange.request.method[:16]}.")
+        allow = "GET, HEAD" if method == "GET" else method
+        raise MethodNotAllowed(f"This takes {method}, not {exchange.request.method[:16]}.", allow=allow)

@@ -14,11 +14,16 @@ from msgspec import Struct
 from shared import sse
 from shared.errors import ApiError
 from shared.openai import (
+    ChatChunk,
+    ChatCompletion,
     ChatRequest,
+    Completion,
     CompletionRequest,
     DetokenizeRequest,
+    DetokenizeResponse,
     GenerationRequest,
     TokenizeRequest,
+    TokenizeResponse,
 )
 
 ProxiedRequest = GenerationRequest | TokenizeRequest | DetokenizeRequest
@@ -43,6 +48,12 @@ CHUNKS: Final = Dialect(done=sse.DONE, error_head=b'data: {"error":')
 class Endpoint(Struct, frozen=True):
     path: str
     shape: type[ProxiedRequest]
+    answer: type[Struct]
+    """The shape of its answers."""
+    summary: str
+    """A sentence for the API's description."""
+    event: type[Struct] | None = None
+    """The shape of a stream's events. None where nothing streams."""
     dialect: Dialect = CHUNKS
 
     @property
@@ -54,10 +65,10 @@ class Endpoint(Struct, frozen=True):
 ENDPOINTS: Final[Mapping[str, Endpoint]] = {
     endpoint.path: endpoint
     for endpoint in (
-        Endpoint("/v1/chat/completions", ChatRequest),
-        Endpoint("/v1/completions", CompletionRequest),
-        Endpoint("/tokenize", TokenizeRequest),
-        Endpoint("/detokenize", DetokenizeRequest),
+        Endpoint("/v1/chat/completions", ChatRequest, ChatCompletion, "Answer a chat.", ChatChunk),
+        Endpoint("/v1/completions", CompletionRequest, Completion, "Complete prompts.", Completion),
+        Endpoint("/tokenize", TokenizeRequest, TokenizeResponse, "Turn text into token ids."),
+        Endpoint("/detokenize", DetokenizeRequest, DetokenizeResponse, "Turn token ids into text."),
     )
 }
 """The endpoints by path."""

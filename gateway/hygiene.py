@@ -52,8 +52,11 @@ def check(request: web.BaseRequest) -> None:
     names, values = zip(*request.raw_headers, strict=True) if request.raw_headers else ((), ())
     if len(b"".join(names)) + len(b"".join(values)) > HEAD_LEN_MAX:
         raise InvalidRequest("The request's headers are too large.")
-    if request.version not in (HttpVersion10, HttpVersion11):
+    if request._version not in (HttpVersion10, HttpVersion11):  # `version` would keep what it returns
+        request._version = HttpVersion11  # the answer's: aiohttp would repeat the one that it was sent
         raise InvalidRequest("The request's version must be HTTP/1.0 or HTTP/1.1.")
+    if request.method == "CONNECT":  # aiohttp reads no body of it, so its body would be the next request
+        raise InvalidRequest("This is no proxy: there is no CONNECT.")
     if (name := _repeated(names)) is not None:
         raise InvalidRequest(f"The header {name} is given more than once.", param=name)
     headers = request.headers

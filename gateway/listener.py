@@ -7,7 +7,9 @@ Rules of the public listener:
 
 1. Connections are bounded. Above the bound, the oldest connection without a request is closed; where all have
    a request, the new one is.
-2. A request's head is bounded as a whole, and nothing is read after something malformed.
+2. A request's head is bounded in bytes and in time, and nothing is read after something malformed. So are the
+   requests that a connection sends ahead of their answers, and the connections that hold either: above the
+   bound, the one that has done so for longest is closed.
 3. A TLS handshake, before which there is no request whose deadline could end it, has a time limit of its own.
 """
 
@@ -40,6 +42,11 @@ CHUNK_LEN_MIN: Final = 8
 """The fewest bytes of a chunked body for each line end in it, on average over what is received at a time."""
 CRLFS_LOOKED_AT: Final = 4096
 """The number of bytes at the beginning of what is received in which line ends are not counted."""
+AHEAD_MAX: Final = 8
+"""Requests that a connection may send before the answer to the first; with more it is closed. No client of
+this API does that, and a packet may hold thousands."""
+HOLDING_MAX: Final = 1024
+"""Connections with half a head, or with requests sent ahead: together they hold `shared.memory.HOLDING`."""
 _MALFORMED: Final = b"\0" * 2 * CHUNK_LEN_MIN
 """Bytes that cannot occur in a head, nor in a chunk of less than their number."""
 
@@ -83,10 +90,13 @@ class PublicServer(web.Server):
     def __init__(self, edge: Edge, config: GatewayConfig) -> None:
         super().__init__(edge.handle, handler_cancellation=True)
         self._edge = edge
+        self._holding: dict[_Protocol, None] = {}
+        """The connections that held something when they last received, the oldest of them first."""
         self._write_buffer_len = config.limits.write_buffer_len
         self._connections_max = config.limits.connections_max
         self._warned_at_s = -math.inf
         """The time of the last warning that connections are cut, in seconds on the loop's clock."""
+        self._head_s = config.timeouts.head_s
         self._options = http1_options(config.timeouts.idle_s)
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
@@ -95,15 +105,33 @@ class PublicServer(web.Server):
         if len(self._connections) <= self._connections_max:
             return
         first = next((one for one in self._connections if _is_idle(one) and one is not handler), handler)
+        self._tell("gateway.connections_full", connections_max=self._connections_max)
+        self._connections[first].abort()
+
+    def note(self, protocol: _Protocol) -> None:
+        """Rule 2, after a connection has received something or is lost."""
+        if not protocol.holds:
+            self._holding.pop(protocol, None)
+            return
+        self._holding[protocol] = None
+        while len(self._holding) > HOLDING_MAX:
+            first = next(iter(self._holding))
+            del self._holding[first]
+            if first.holds:
+                self._tell("gateway.heads_full", heads_max=HOLDING_MAX)
+                first.force_close()
+
+    def _tell(self, event: str, **bound: int) -> None:
+        """Count a connection that is closed to bound them, and log it now and then."""
         CONNECTIONS_CUT.inc()
         now_s = self._loop.time()
         if now_s - self._warned_at_s >= WARN_EVERY_S:
             self._warned_at_s = now_s
-            log.warning("gateway.connections_full", connections_max=self._connections_max)
-        self._connections[first].abort()
+            log.warning(event, **bound)
 
     def __call__(self) -> RequestHandler:
-        return _Protocol(self, self._edge, self._write_buffer_len, loop=self._loop, **self._options)
+        bounds = self._write_buffer_len, self._head_s
+        return _Protocol(self, self._edge, *bounds, loop=self._loop, **self._options)
 
 
 def _is_idle(handler: RequestHandler) -> bool:
@@ -129,14 +157,31 @@ class _Site(web.SockSite):
 class _Protocol(RequestHandler):
     """The protocol of one public connection."""
 
-    __slots__ = ("_edge", "_head_len", "_is_refused", "_write_buffer_len")
+    __slots__ = (
+        "_edge",
+        "_head_len",
+        "_head_s",
+        "_head_timer",
+        "_held",
+        "_is_refused",
+        "_server",
+        "_write_buffer_len",
+    )
 
-    def __init__(self, server: web.Server, edge: Edge, write_buffer_len: int, **options: Any) -> None:
+    def __init__(
+        self, server: PublicServer, edge: Edge, write_buffer_len: int, head_s: float, **options: Any
+    ) -> None:
         super().__init__(server, **options)
+        self._server = server
         self._edge = edge
         self._write_buffer_len = write_buffer_len
+        self._head_s = head_s
+        self._head_timer: asyncio.TimerHandle | None = None
+        """Closes the connection. None while no head is incomplete: most come whole, and need none."""
         self._head_len = 0
         """The number of bytes received of a head that is not complete yet."""
+        self._held = False
+        """True if `holds` was true when something was last received."""
         self._is_refused = False
         """True if something malformed was received, so that nothing more is read."""
 
@@ -155,17 +200,36 @@ class _Protocol(RequestHandler):
             data = _MALFORMED
         super().data_received(data)
         if self._messages:
-            self._head_len = 0
+            self._end_head()
             self._is_refused = not isinstance(self._messages[-1][0], RawRequestMessage)
         elif self._waiter is None or self._waiter.done():  # the bytes belonged to a body
-            self._head_len = 0
+            self._end_head()
         else:
             self._head_len += len(data)
+            if self._head_timer is None:
+                self._head_timer = self._loop.call_later(self._head_s, self.force_close)
         if self._head_len > HEAD_LEN_MAX:
             self._is_refused = True
             super().data_received(_MALFORMED)
         if self._is_refused:
             self._break_off_body()
+        if len(self._messages) > AHEAD_MAX:
+            self._messages.clear()
+            self.force_close()
+        if self.holds or self._held:
+            self._held = self.holds
+            self._server.note(self)
+
+    @property
+    def holds(self) -> bool:
+        """True if there is half a head, or requests that were sent ahead of an answer."""
+        return self._head_len > 0 or len(self._messages) > 1
+
+    def _end_head(self) -> None:
+        self._head_len = 0
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
     def _break_off_body(self) -> None:
         """Fail the body that is being received, of which nothing more is read. aiohttp's parser forgets a
@@ -184,6 +248,10 @@ class _Protocol(RequestHandler):
         bound_transport(self.transport, self._write_buffer_len)
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        self._end_head()
+        self._messages.clear()
+        if self._held:
+            self._server.note(self)
         forget_frames(exc)  # aiohttp keeps the error of a failed write, and its frames keep the request
         super().connection_lost(exc)
 

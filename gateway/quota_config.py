@@ -39,8 +39,18 @@ class QuotasConfig:
     """Variable with the password."""
     password_file: Text | None = None
     """File with the password."""
+    sentinel_username: Text | None = None
+    """ACL user at the Sentinels. Unset: the default one."""
+    sentinel_password_env: Text | None = None
+    """Variable with the password that the Sentinels ask for, which is not their primary's."""
+    sentinel_password_file: Text | None = None
+    """File with the password that the Sentinels ask for."""
     ca: Text | None = None
     """File with the authorities that are trusted with rediss://, PEM. Unset: the system's."""
+    cert: Text | None = None
+    """File with the gateway's own certificate chain, PEM, for servers that ask for one (mTLS)."""
+    key: Text | None = None
+    """File with its private key, PEM."""
     timeout_s: Annotated[float, Meta(gt=0.0, le=5.0)] = 0.05
     """How long a call may take. The first one that takes longer is the last one that is waited for, until a
     probe succeeds."""
@@ -68,10 +78,24 @@ class QuotasConfig:
                     problems.append("url: several hosts are Sentinels (sentinel) or of a Cluster (cluster)")
         if self.cluster and self.sentinel is not None:
             problems.append("cluster and sentinel exclude each other")
-        if self.password_env is not None and self.password_file is not None:
-            problems.append("password_env and password_file exclude each other")
+        for whose in ("", "sentinel_"):
+            variable, file = f"{whose}password_env", f"{whose}password_file"
+            if getattr(self, variable) is not None and getattr(self, file) is not None:
+                problems.append(f"{variable} and {file} exclude each other")
+        asks_sentinels = (self.sentinel_username, self.sentinel_password_env, self.sentinel_password_file)
+        if self.sentinel is None and any(setting is not None for setting in asks_sentinels):
+            problems.append("sentinel_username and sentinel_password need sentinel")
+        problems += self._tls_problems()
         if problems:
             raise ConfigError(problems)
+
+    def _tls_problems(self) -> list[str]:
+        files = (self.ca, self.cert, self.key)
+        has_tls = self.url is not None and self.url.startswith("rediss:")
+        problems = ["cert and key need each other"] if (self.cert is None) != (self.key is None) else []
+        if not has_tls and any(file is not None for file in files):
+            problems.append("ca, cert and key need a url with rediss://")
+        return problems
 
 
 def redis_hosts(url: str) -> tuple[tuple[str, int], ...]:

@@ -97,7 +97,8 @@ IN_FLIGHT: Final = Gauge("penstock_gateway_requests_in_flight", "Requests in pro
 HELD_BYTES: Final = Gauge("penstock_gateway_held_bytes", "Of request_memory, what requests hold.")
 HTTP2_STREAMS: Final = Gauge("penstock_gateway_http2_streams", "Streams to engines that are open.")
 CONNECTIONS_CUT: Final = Counter(
-    "penstock_gateway_connections_cut", "Client connections closed because there were too many."
+    "penstock_gateway_connections_cut",
+    "Client connections closed because too many were open, or held something.",
 )
 TOKENS: Final = Counter(
     "penstock_gateway_tokens", "Tokens as the engine counted.", ("model", "tenant", "kind")

@@ -56,6 +56,8 @@ def error_headers(error: ApiError) -> dict[str, str]:
         headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1e3)))
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
+    if isinstance(error, MethodNotAllowed) and error.allow:
+        headers["allow"] = error.allow
     return headers
 
 
@@ -181,6 +183,11 @@ class MethodNotAllowed(ApiError):
     status = HTTPStatus.METHOD_NOT_ALLOWED
     type = "invalid_request_error"
     code = "method_not_allowed"
+
+    def __init__(self, message: str, *, allow: str = "") -> None:
+        """`allow`: the methods that the path has, with commas between, for the header of that name."""
+        super().__init__(message)
+        self.allow = allow
 
 
 class BodyTimeout(ApiError):

@@ -82,6 +82,12 @@ _objects: Final = msgspec.json.Decoder(list[dict[str, Raw]])
 _object: Final = msgspec.json.Decoder(dict[str, Raw])
 
 
+def values_for_nothing(type_: type[Struct]) -> Mapping[str, Nothing]:
+    """The fields of a request that are refused unless they ask for nothing, with the values that do so beside
+    null."""
+    return _TABLES.get(type_, {})
+
+
 class Survey(Struct, frozen=True):
     """The unknown and unsupported fields of one request."""
 

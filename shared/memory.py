@@ -1,6 +1,6 @@
 """The most memory that each process takes above what it holds at rest: the sum of its limits.
 
-    gateway     bodies of requests + what each live request has in buffers + threads
+    gateway     bodies of requests + what each live request has in buffers + threads + clients' connections
     engine API  bodies, prompts and answers of requests + each stream's buffers + threads
     core        what waits and runs; its KV cache and swap space are taken as they are used
 
@@ -23,6 +23,10 @@ FRAGMENTATION: Final = 1.25
 LIVE_REQUEST: Final = 448 * KIB
 """Bytes of a gateway's live request: 256 KiB of an answer whose status is not decided yet, 64 KiB of a
 stream's window, 16 KiB that wait to be written, 64 KiB of a body that is not read yet, and its objects."""
+CONNECTION: Final = 32 * KIB
+"""Bytes of a client's connection without a live request: 16 KiB that wait to be written, and its objects."""
+HOLDING: Final = 128 * MIB
+"""Bytes of all connections' half heads and requests that were sent ahead, of which a gateway keeps 1,024."""
 STREAM: Final = 192 * KIB
 """Bytes of an engine's stream: 64 KiB of a body that is not read yet, 64 KiB of events that wait to be
 written, and its objects."""
@@ -36,9 +40,11 @@ STEP: Final = 64 * MIB
 """Bytes of the largest step, if none as large was taken while the core warmed up."""
 
 
-def gateway_memory_max(request_memory: int, live_max: int, tokenizer_threads: int) -> int:
+def gateway_memory_max(
+    request_memory: int, live_max: int, tokenizer_threads: int, connections_max: int
+) -> int:
     """Bytes above rest for a gateway with these `[limits]`."""
-    held = int(FRAGMENTATION * request_memory)
+    held = int(FRAGMENTATION * request_memory) + connections_max * CONNECTION + HOLDING
     return held + live_max * LIVE_REQUEST + tokenizer_threads * THREAD
 
 

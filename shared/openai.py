@@ -47,14 +47,23 @@ _Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 _StopString = Annotated[str, Meta(min_length=1, max_length=STOP_LEN_MAX)]
 _TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
+
+class Unshown(Struct):
+    """A base of shapes that hold text of prompts or answers: none of it is in their `repr`, which may end up
+    in a log or in a traceback."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"
+
+
 # -- requests -------------------------------------------------------------------------------------
 
 
-class TextPart(Struct, tag_field="type", tag="text"):
+class TextPart(Unshown, tag_field="type", tag="text"):
     text: str
 
 
-class ChatMessage(Struct):
+class ChatMessage(Unshown):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Meta(max_length=MESSAGES_MAX)]
     name: str | None = None
@@ -76,7 +85,7 @@ class ResponseFormat(Struct):
     type: str
 
 
-class PromptExtension(Struct):
+class PromptExtension(Unshown):
     """Token ids that the gateway counted and sends along, so that no text is tokenized twice.
 
     Trusted only when `tokenizer` is the hash of the engine's own tokenizer.
@@ -87,7 +96,7 @@ class PromptExtension(Struct):
     """One list per prompt; a chat has one prompt."""
 
 
-class GenerationRequest(Struct, kw_only=True):
+class GenerationRequest(Unshown, kw_only=True):
     """The common part of chat and completions: shared fields, and properties that each computes from its own
     fields."""
 
@@ -240,7 +249,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         return bool(self.echo)
 
 
-class TokenizeRequest(Struct, kw_only=True):
+class TokenizeRequest(Unshown, kw_only=True):
     """A request to tokenize either `prompt` or `messages`."""
 
     model: str | None = None
@@ -249,7 +258,7 @@ class TokenizeRequest(Struct, kw_only=True):
     add_special_tokens: bool = True
 
 
-class DetokenizeRequest(Struct, kw_only=True):
+class DetokenizeRequest(Unshown, kw_only=True):
     model: str | None = None
     tokens: Annotated[list[_TokenId], Meta(max_length=TOKENS_MAX)]
 
@@ -268,13 +277,13 @@ class Usage(Struct):
     prompt_tokens_details: PromptTokensDetails
 
 
-class TopLogprob(Struct):
+class TopLogprob(Unshown):
     token: str
     logprob: float
     bytes: list[int] | None
 
 
-class TokenLogprob(Struct):
+class TokenLogprob(Unshown):
     token: str
     logprob: float
     bytes: list[int] | None
@@ -289,7 +298,7 @@ class ChatLogprobs(Struct):
 FinishReasonName = Literal["stop", "length"]
 
 
-class AssistantMessage(Struct):
+class AssistantMessage(Unshown):
     content: str
     role: Literal["assistant"] = "assistant"
     refusal: None = None
@@ -314,7 +323,7 @@ class ChatCompletion(Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatDelta(Struct):
+class ChatDelta(Unshown):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
 
@@ -339,14 +348,14 @@ class ChatChunk(Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class CompletionLogprobs(Struct):
+class CompletionLogprobs(Unshown):
     text_offset: list[int]
     token_logprobs: list[float | None]
     tokens: list[str]
     top_logprobs: list[dict[str, float] | None]
 
 
-class CompletionChoice(Struct):
+class CompletionChoice(Unshown):
     """A choice of a completion, and of a chunk, where `finish_reason` is null until the last."""
 
     index: int
@@ -382,13 +391,13 @@ class ModelList(Struct, kw_only=True):
     data: list[Model]
 
 
-class TokenizeResponse(Struct):
+class TokenizeResponse(Unshown):
     count: int
     max_model_len: int
     tokens: list[int]
 
 
-class DetokenizeResponse(Struct):
+class DetokenizeResponse(Unshown):
     prompt: str
 
 

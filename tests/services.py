@@ -148,11 +148,11 @@ tenant = "acme"
 
 
 @contextmanager
-def gateway(directory: Path, engine_url: str, tenant: str = "") -> Iterator[Service]:
+def gateway(directory: Path, engine_url: str, tenant: str = "", **environment: str) -> Iterator[Service]:
     """`tenant`: more of its settings, as TOML."""
     file = directory / "gateway.toml"
     file.write_text(CONFIG.format(model=MODEL, url=engine_url, tenant=tenant, hash=hash_key(KEY)))
-    with service(["gateway", "--config", str(file)]) as started:
+    with service(["gateway", "--config", str(file)], **environment) as started:
         yield started
 
 

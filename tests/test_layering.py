@@ -103,7 +103,7 @@ GATEWAY_LEVELS = (
     {"edge_config", "quota_config", "directory_config", "endpoints"},
     {"config", "secret", "hygiene", "background", "shield", "client"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
-    {"accounts", "public_tls", "engines", "record", "development"},
+    {"accounts", "public_tls", "engines", "record", "development", "openapi"},
     {"exchange", "directory"},
     {"outbound", "admin"},
     {"pipeline"},  # the only one that knows the order of the stages

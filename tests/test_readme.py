@@ -119,6 +119,14 @@ def test_every_file_that_is_named_is_there(document: str) -> None:
         assert (ROOT / path).exists(), path
 
 
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_test_that_is_named_is_there(document: str) -> None:
+    for path, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", DOCUMENTS[document]):
+        assert re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE), (
+            f"{path}::{name}"
+        )
+
+
 # -- commands -------------------------------------------------------------------------------------
 
 
@@ -274,10 +282,13 @@ def test_the_formulas_of_memory_are_those_of_the_code() -> None:
     assert engine["the engine's API"].startswith(f"{memory.FRAGMENTATION} x `--request-memory`")
     stated = {process: numbers(terms) for process, terms in (gateway | engine).items()}
     limits = LimitsConfig()
-    assert stated["gateway"][2:] == [limits.request_memory, memory.LIVE_REQUEST, memory.THREAD]
+    terms = limits.request_memory, memory.LIVE_REQUEST, memory.THREAD, memory.CONNECTION, memory.HOLDING
+    assert stated["gateway"][2:] == [*terms]
     assert stated["the engine's API"][2:] == [options.request_memory, memory.STREAM, memory.THREAD]
     assert stated["its core, on a CPU"] == [memory.SEQUENCE, memory.TOKEN, memory.STEP]
-    most = memory.gateway_memory_max(limits.request_memory, limits.live_max, limits.tokenizer_threads)
+    most = memory.gateway_memory_max(
+        limits.request_memory, limits.live_max, limits.tokenizer_threads, limits.connections_max
+    )
     assert f"With the defaults that is {most / 1024**3:.1f} GiB." in GATEWAY.read_text()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
 import signal
 import socket
@@ -310,3 +311,49 @@ def by_id(service: Service) -> dict[str, Any]:
 
 def open_files(service: Service) -> int:
     return len(list(Path(f"/proc/{service.process.pid}/fd").iterdir()))
+
+
+# -- what is not logged ---------------------------------------------------------------------------
+
+CANARY = "canary-8241-of-a-prompt"
+
+
+async def test_no_canary_is_in_a_log_or_a_metric_of_either_service(short_tmp: Path) -> None:
+    """At the lowest level of both logs, and also where a core dies with the prompt in its hands. Answers
+    repeat it, with `echo`."""
+    with (
+        engine(short_tmp, "--log-level", "debug") as served,
+        gateway(short_tmp, engine_url(served), PENSTOCK_GATEWAY_LOG_LEVEL="debug") as front,
+    ):
+        url, prompt = gateway_url(front), {"model": MODEL, "prompt": CANARY}
+        says: list[Any] = [{"role": "user", "content": CANARY}]
+        async with httpx.AsyncClient(
+            base_url=url, headers=HEADERS, timeout=PATIENCE_S, trust_env=False
+        ) as http:
+            for path, body in (
+                ("/v1/chat/completions", chat(messages=says, max_tokens=3)),
+                (
+                    "/v1/chat/completions",
+                    chat(messages=says, max_tokens=3, stream=True, user=CANARY, stop=CANARY),
+                ),
+                ("/v1/completions", {**prompt, "echo": True, "logprobs": 2, "max_tokens": 2}),
+                ("/v1/completions", {**prompt, "max_tokens": 10**6}),
+                ("/v1/completions", {**prompt, "n": CANARY}),
+                ("/v1/completions", {"model": MODEL, "prompt": CANARY * 2000}),
+                ("/v1/chat/completions", chat(messages=[{"role": CANARY, "content": CANARY}])),
+                ("/tokenize", prompt),
+            ):
+                for base in (url, engine_url(served)):  # the engine's own port, too
+                    await http.post(f"{base}{path}", json=body)
+            assert CANARY in (await http.post("/v1/completions", json={**prompt, "echo": True})).text
+            asked = asyncio.create_task(http.post("/v1/chat/completions", json=chat(messages=says, n=8)))
+            await asyncio.to_thread(until, lambda: gauges(engine_url(served))["running_sequences"] > 0)
+            metrics = [
+                (await http.get(f"{base}/metrics")).text for base in (admin_url(front), engine_url(served))
+            ]
+            os.kill(served.line("core.started")["pid"], signal.SIGKILL)
+            assert (await asked).status_code >= 500
+        assert len(front.completed) >= 9
+        for text in (front.text, served.text, *metrics):
+            assert CANARY not in text
+            assert KEY not in text

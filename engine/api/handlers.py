@@ -171,5 +171,6 @@ def _of_method(handlers: dict[str, H], method: str, path: str) -> H:
     if method == "HEAD" and "GET" in handlers:
         method = "GET"  # both servers leave the body of the answer out
     if method not in handlers:
-        raise MethodNotAllowed(f"{path} takes {', '.join(handlers)}.")
+        allow = ", ".join(handlers)
+        raise MethodNotAllowed(f"{path} takes {allow}.", allow=allow)
     return handlers[method]

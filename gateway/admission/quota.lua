@@ -7,6 +7,7 @@
 --   PREFIX:{acme}:key:k1         an account: requests, tokens, at_ms, live, spent, as quota.Usage has them, five
 --                                doubles (packed: as text they took a quarter of each call)
 --   PREFIX:{acme}:tenant:acme    another one
+--   PREFIX:{acme}:settled:NAME   what a reservation had reserved, and when it was settled, for SETTLED_MS
 --
 -- KEYS      leases, reservations, then one account for each subject
 -- ARGV      operation, reservation, now_ms, not_after_ms, lease_ttl_ms, two numbers of the operation; then for
@@ -30,6 +31,7 @@ local WEIGHT = 60000
 local GRANT_SHARE = 4
 local KEPT_MS = 2 * 86400000 -- longer than any request; an account that is empty by then is forgotten
 local EXPIRED_MAX = 512 -- leases that one call takes away; the next call goes on
+local SETTLED_MS = 10000 -- longer than a call that is sent again may take
 local FIRST_LIMIT = 8
 
 local leases, reservations = KEYS[1], KEYS[2]
@@ -234,12 +236,16 @@ function operations.reserve()
   return answer(granted, subjects)
 end
 
--- The tokens that were reserved; -1 when there is no such reservation.
+-- The tokens that were reserved; -1 when there is no such reservation. A settlement whose reply was lost is sent
+-- again: it changes nothing, and has the same answer.
 function operations.settle()
   expire()
   local record = redis.call('HGET', reservations, reservation)
+  local trace = string.sub(leases, 1, -string.len('leases') - 1) .. 'settled:' .. reservation
   if not record then
-    return { now, -1 }
+    local before, at = string.match(redis.call('GET', trace) or '', '^(%d+) (%d+)$')
+    local is_recent = at and now - tonumber(at) < SETTLED_MS
+    return { now, is_recent and tonumber(before) or -1 }
   end
   local reserved, used = tonumber(string.match(record, '^%d+')), tonumber(ARGV[6])
   for _, usage in ipairs(holdings()) do
@@ -251,6 +257,7 @@ function operations.settle()
   end
   redis.call('HDEL', reservations, reservation)
   redis.call('ZREM', leases, reservation)
+  redis.call('SET', trace, string.format('%.0f %.0f', reserved, now), 'PX', SETTLED_MS)
   return { now, reserved }
 end
 

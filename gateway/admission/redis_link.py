@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -63,6 +64,17 @@ def _packed(words: Command) -> bytes:
 
 class Moved(StoreUnavailable):
     """Another node of the Cluster has the keys, or is about to; this one has done nothing."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(said[:200])
+        found = _MOVED.fullmatch(said)
+        self.slot = 0 if found is None else int(found["slot"])
+        """The slot of the keys; 0 where `owner` is None."""
+        self.owner = None if found is None else Address(found["host"], int(found["port"]))
+        """The node that has them. None while they are moving, and where the node's name is not told."""
+
+
+_MOVED: Final = re.compile(r"MOVED (?P<slot>\d{1,5}) (?P<host>[^\s]{1,253}):(?P<port>\d{1,5})")
 
 
 class _Call:

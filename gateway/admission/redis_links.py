@@ -21,7 +21,7 @@ from redis.crc import key_slot
 from redis.exceptions import RedisError
 
 from gateway.admission.quota import StoreUnavailable
-from gateway.admission.redis_link import Address, Command, RedisLink
+from gateway.admission.redis_link import Address, Command, Moved, RedisLink
 from gateway.quota_config import QuotasConfig, redis_database, redis_hosts
 from gateway.secret import read_secret
 from shared.config import ConfigError
@@ -29,6 +29,10 @@ from shared.ids import TenantId
 from shared.tls import UnusableTls, client_context
 
 CLIENT_NAME: Final = "penstock-gateway"
+NODES_MAX: Final = 1000
+"""The most nodes that are connected to because another one named them: what Redis recommends at most."""
+TAGS_TRIED_MAX: Final = 100_000
+"""Hash tags that are tried to find one of a node: six for each slot there is."""
 
 
 class Links(Protocol):
@@ -46,6 +50,12 @@ class Links(Protocol):
         """A hash tag of keys that are on this server."""
         ...
 
+    async def follow(self, moved: Moved, tag: str, probe: Command) -> RedisLink:
+        """The connection to the server that has the keys of a hash tag now, up; from then on `of` returns it.
+        `probe` is a command that this server answers. Raises `moved` where the server cannot be used within
+        a call's time."""
+        ...
+
     async def refresh(self) -> None:
         """Find out which servers there are. Raises StoreUnavailable when none of them tells."""
         ...
@@ -60,10 +70,13 @@ def links_of(config: QuotasConfig, env: Mapping[str, str]) -> Links:
     assert config.url is not None
     try:
         password = read_secret(config.password_env, config.password_file, env)
-        tls = client_context(ca=config.ca) if config.url.startswith("rediss:") else None
+        of_sentinels = read_secret(config.sentinel_password_env, config.sentinel_password_file, env)
+        tls = None
+        if config.url.startswith("rediss:"):
+            tls = client_context(ca=config.ca, cert=config.cert, key=config.key)
     except (ValueError, UnusableTls) as error:
         raise ConfigError([f"quotas: {error}"]) from None
-    servers = _Servers(config, password, tls)
+    servers = _Servers(config, password, of_sentinels, tls)
     return ClusterLinks(servers) if config.cluster else OneLink(servers)
 
 
@@ -88,6 +101,9 @@ class OneLink:
     def tag_of(self, link: RedisLink) -> str:
         return "probe"
 
+    async def follow(self, moved: Moved, tag: str, probe: Command) -> RedisLink:
+        raise moved
+
     async def refresh(self) -> None:
         """Nothing: each connection is made to the server that is the right one then."""
 
@@ -103,9 +119,18 @@ class ClusterLinks:
         self._links: dict[Address, RedisLink] = {}
         self._ranges: list[tuple[int, int, Address]] = []
         """The first slot, the last one, and the node that has them."""
+        self._moved: dict[int, Address] = {}
+        """The slots that were found to have moved since the nodes were asked, and the nodes that have
+        them."""
+        self._tags: dict[Address, str] = {}
+        """A hash tag of keys that a node has, for each that was asked for."""
+        self._joining: dict[Address, asyncio.Task[None]] = {}
+        """The first probe of each node that another one has named."""
 
     def of(self, tenant: TenantId) -> RedisLink:
         slot = key_slot(tag_of(tenant).encode())
+        if self._moved and (owner := self._moved.get(slot)) is not None:
+            return self._links[owner]
         for first, last, address in self._ranges:
             if first <= slot <= last:
                 return self._links[address]
@@ -115,10 +140,43 @@ class ClusterLinks:
         return list(self._links.values())
 
     def tag_of(self, link: RedisLink) -> str:
-        number = 0
-        while self.of(TenantId(str(number))) is not link:
-            number += 1
-        return str(number)
+        owner = next(address for address, one in self._links.items() if one is link)
+        if owner not in self._tags:
+            ranges = [(first, last) for first, last, address in self._ranges if address == owner]
+            tags = (str(number) for number in range(TAGS_TRIED_MAX))
+            fitting = (tag for tag in tags if _is_within(key_slot(tag.encode()), ranges))
+            self._tags[owner] = next(fitting, "")
+        return self._tags[owner]
+
+    async def follow(self, moved: Moved, tag: str, probe: Command) -> RedisLink:
+        owner = moved.owner
+        if owner is None or (owner not in self._links and len(self._links) >= NODES_MAX):
+            raise moved
+        link = self._links.get(owner)
+        if link is None:
+            link = self._links[owner] = self._servers.link_to(owner)
+            self._tags[owner] = tag
+        if not link.is_up:
+            await self._join(owner, link, probe)
+            if not link.is_up:  # the next refresh finds out whether it is a node
+                raise moved
+        self._moved[moved.slot] = owner
+        return link
+
+    async def _join(self, owner: Address, link: RedisLink, probe: Command) -> None:
+        """Wait until a node has answered its first probe, no longer than a call may take. There is one probe
+        however many callers wait."""
+        task = self._joining.get(owner)
+        if task is None:
+            task = self._joining[owner] = asyncio.create_task(self._probe(owner, link, probe))
+        await asyncio.wait({task}, timeout=self._servers.config.timeout_s)
+
+    async def _probe(self, owner: Address, link: RedisLink, probe: Command) -> None:
+        try:
+            with contextlib.suppress(StoreUnavailable):
+                await link.probe(*probe)
+        finally:
+            del self._joining[owner]
 
     async def refresh(self) -> None:
         ranges = await self._servers.slots(self._links)
@@ -126,17 +184,30 @@ class ClusterLinks:
         gone = [self._links.pop(address) for address in set(self._links) - owners]
         for address in owners - set(self._links):
             self._links[address] = self._servers.link_to(address)
-        self._ranges = ranges
+        if ranges != self._ranges:
+            self._ranges = ranges
+            self._tags.clear()
+        self._moved.clear()
         await asyncio.gather(*(link.aclose() for link in gone))
 
     async def aclose(self) -> None:
         await asyncio.gather(*(link.aclose() for link in self._links.values()))
 
 
+def _is_within(slot: int, ranges: Iterable[tuple[int, int]]) -> bool:
+    return any(first <= slot <= last for first, last in ranges)
+
+
 class _Servers:
     """The servers, as far as they are known, and how they are asked."""
 
-    def __init__(self, config: QuotasConfig, password: str | None, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self,
+        config: QuotasConfig,
+        password: str | None,
+        sentinel_password: str | None,
+        tls: ssl.SSLContext | None,
+    ) -> None:
         assert config.url is not None
         self.config: Final = config
         self.options: Final[dict[str, Any]] = {
@@ -150,10 +221,15 @@ class _Servers:
             "socket_timeout": config.connect_s,
             "socket_connect_timeout": config.connect_s,
             "retry": Retry(NoBackoff(), 0),
-            **({} if tls is None else {"ssl": True, "ssl_ca_certs": config.ca}),
+            **({} if tls is None else _tls_options(config)),
         }
         """Options of redis-py's clients."""
         self._credentials: Final[dict[str, Any]] = {"username": config.username, "password": password}
+        self._asking_sentinels: Final[dict[str, Any]] = {
+            **self._asking,
+            "username": config.sentinel_username,
+            "password": sentinel_password,
+        }
 
     def link_to(self, address: Address) -> RedisLink:
         """A connection to this very server."""
@@ -170,7 +246,7 @@ class _Servers:
     async def primary(self) -> Address:
         """The primary that the Sentinels agree on. Raises redis.RedisError when none knows it."""
         assert self.config.sentinel is not None
-        sentinel = Sentinel(self._hosts, sentinel_kwargs=self._asking)  # type: ignore[no-untyped-call]
+        sentinel = Sentinel(self._hosts, sentinel_kwargs=self._asking_sentinels)  # type: ignore[no-untyped-call]
         try:
             return Address(*await sentinel.discover_master(self.config.sentinel))
         finally:
@@ -195,6 +271,11 @@ class _Servers:
                 with contextlib.suppress(RedisError, OSError):
                     await client.aclose()
         raise StoreUnavailable(f"no node tells the Cluster's slots: {problem}"[:200])
+
+
+def _tls_options(config: QuotasConfig) -> dict[str, Any]:
+    own = {"ssl_certfile": config.cert, "ssl_keyfile": config.key}
+    return {"ssl": True, "ssl_ca_certs": config.ca, **own}
 
 
 def _greeting(config: QuotasConfig, password: str | None) -> list[Command]:

@@ -10,6 +10,8 @@ Rules:
 2. A renewal is also the probe that brings a link up which is down, and a write: a server that only reads is
    none for quotas.
 3. A request without limits is not counted, and nothing is asked for it.
+4. A call whose keys another node has now is sent there, at once and once: within two calls' time, and that of
+   connecting where the node was not known, which is bounded by a call's time as well.
 """
 
 from __future__ import annotations
@@ -80,6 +82,8 @@ class RedisStore:
         self._encoded = lru_cache(ENCODED_MAX)(self._encode)
         self._held: dict[ReservationId, _Held] = {}
         self._knows_servers = False
+        self._has_followed = False
+        """True if a call was sent on to another node since the nodes were asked for their slots."""
 
     @property
     def is_well(self) -> bool:
@@ -128,10 +132,10 @@ class RedisStore:
 
     async def renew(self, reservations: Sequence[ReservationId]) -> None:
         """Rule 2."""
-        if not self.is_well:
+        if self._has_followed or not self.is_well:
             await self._links.refresh()
-            self._knows_servers = True
-        probes = (link.probe(*self._probe(link)) for link in self._links.all())
+            self._knows_servers, self._has_followed = True, False
+        probes = (link.probe(*self._probe(self._links.tag_of(link))) for link in self._links.all())
         probed = await asyncio.gather(*probes, return_exceptions=True)
         renewed = await asyncio.gather(*self._renewals(reservations), return_exceptions=True)
         for problem in (*probed, *renewed):
@@ -185,28 +189,30 @@ class RedisStore:
             not_after_ms = link.server_ms + link.timeout_ms
         keys, limits = self._encoded(subjects)
         numbers = now_ms, not_after_ms, self._lease_ttl_ms, a, b
-        return await self._eval(link, (len(keys), *keys, operation, reservation, *numbers, *limits))
+        words: tuple[Word, ...] = len(keys), *keys, operation, reservation, *numbers, *limits
+        return await self._eval(link, subjects[0].tenant, words)
 
     async def _renew(self, tenant: TenantId, reservations: Sequence[ReservationId]) -> None:
         numbers = self._now_ms(), 0, self._lease_ttl_ms, 0, 0
         words: tuple[Word, ...] = *self._tenant_keys(tenant), "renew", "", *numbers, *reservations
-        await self._eval(self._links.of(tenant), (2, *words))
+        await self._eval(self._links.of(tenant), tenant, (2, *words))
 
-    async def _eval(self, link: RedisLink, words: tuple[Word, ...]) -> list[int]:
+    async def _eval(self, link: RedisLink, tenant: TenantId, words: tuple[Word, ...]) -> list[int]:
         try:
+            return await _eval_at(link, words)
+        except Moved as moved:  # so nothing was done
+            tag = tag_of(tenant)
             try:
-                reply: list[int] = await link.call("EVALSHA", SCRIPT_SHA, *words)
-            except ScriptMissing:  # so nothing was done
-                reply = await link.call("EVAL", SCRIPT, *words)
-        except Moved:
-            self._knows_servers = False
-            raise
-        return reply
+                link = await self._links.follow(moved, tag, self._probe(tag))
+                self._has_followed = True
+                return await _eval_at(link, words)
+            except StoreUnavailable:
+                self._knows_servers = False
+                raise
 
-    def _probe(self, link: RedisLink) -> tuple[Word, ...]:
+    def _probe(self, tag: str) -> tuple[Word, ...]:
         numbers = self._now_ms(), 0, self._lease_ttl_ms, 0, 0
-        key = f"{self._prefix}:{{{self._links.tag_of(link)}}}:probe"
-        return "EVAL", SCRIPT, 1, key, "probe", "", *numbers
+        return "EVAL", SCRIPT, 1, f"{self._prefix}:{{{tag}}}:probe", "probe", "", *numbers
 
     def _now_ms(self) -> int:
         """0: by the server's clock."""
@@ -224,6 +230,14 @@ class RedisStore:
         of_tenant = keys[0].removesuffix("leases")
         accounts = (f"{of_tenant}{subject.scope}:{quote(subject.id, safe='')}" for subject in subjects)
         return (*keys, *accounts), tuple(word for subject in subjects for word in _words(subject.limits))
+
+
+async def _eval_at(link: RedisLink, words: tuple[Word, ...]) -> list[int]:
+    try:
+        reply: list[int] = await link.call("EVALSHA", SCRIPT_SHA, *words)
+    except ScriptMissing:  # so nothing was done
+        reply = await link.call("EVAL", SCRIPT, *words)
+    return reply
 
 
 def _words(limits: QuotaLimits) -> Iterable[Word]:

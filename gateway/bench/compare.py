@@ -12,6 +12,9 @@ on any. The targets are for a machine on which nginx takes 10 to 11 us per event
 figures may be divided by as much. The added time to the first byte is that of the gateway less that of the
 engine alone.
 
+The row `features` measures quotas in Redis, tokens (JWT) in place of keys, and TLS, each as a gateway of its
+own beside one that has none of them.
+
 With `--before DIR` another version's source is measured against this one instead, in turns.
 
 With `--url` a gateway that runs already is measured from outside: latency and rates, no CPU time.
@@ -20,11 +23,10 @@ With `--url` a gateway that runs already is measured from outside: latency and r
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
-import time
 from pathlib import Path
 
+from gateway.bench.features import features
 from gateway.bench.streams import (
     PEERS,
     Load,
@@ -37,7 +39,8 @@ from gateway.bench.streams import (
     stalled,
 )
 from gateway.bench.subjects import ServerUnderTest, gateway, paced_engine
-from shared.bench.client import ApiServer, LoadConnection, TimedRequest
+from gateway.bench.unary import Unary, checked
+from shared.bench.client import ApiServer, LoadConnection
 from shared.bench.figures import Figure, at_most, figure, quantile
 from shared.bench.streams import BenchFailed
 
@@ -47,16 +50,11 @@ CPU_US_PER_UNARY_TARGET = at_most(400)
 ADDED_TTFB_MS_TARGET = at_most(1)
 TTFB_REQUESTS = 150
 UNARY_ROUNDS = 8
-UNARY_REQUESTS = 400
-"""The requests of one round to one subject. Subjects take turns round by round, so that a change of the
-machine's speed meets all of them."""
-UNARY_CONNECTIONS = 8
-UNARY_TOKENS = 16
 OUTSIDE_TOKENS = 200
 """The tokens of a stream at a gateway that runs elsewhere, before an engine of unknown context length."""
 PAIRS = 15
 BEFORE_TARGET = at_most(1.03)
-ROWS = ("events", "unary", "ttfb", "overload", "many", "stalled")
+ROWS = ("events", "unary", "ttfb", "overload", "many", "stalled", "features")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,6 +101,8 @@ async def _own(options: argparse.Namespace) -> list[Figure]:
         figures += await many(seconds)
     if "stalled" in rows:
         figures += await stalled(options.interval_ms[0], seconds)
+    if "features" in rows:
+        figures += await features(Load(options.streams[0], options.interval_ms[0]), seconds)
     return figures
 
 
@@ -128,7 +128,7 @@ async def _against_before(checkout: str, load: Load, seconds: float) -> list[Fig
         gateway(our_engine) as ours,
         gateway(their_engine, directory) as theirs,
     ):
-        unary = [_Unary(ours), _Unary(theirs)]
+        unary = [Unary(ours), Unary(theirs)]
         for subject in unary:
             await subject.round(counted=False)
         requests, per_event = [], []
@@ -149,8 +149,8 @@ async def _against_before(checkout: str, load: Load, seconds: float) -> list[Fig
 async def _unary(subject: ServerUnderTest, *peers: ServerUnderTest | None) -> list[Figure]:
     """The figures of unary requests. `peers` come in the order of `PEERS`; None for one that is not
     installed."""
-    ours = _Unary(subject)
-    theirs = {name: _Unary(peer) for name, peer in zip(PEERS, peers, strict=False) if peer is not None}
+    ours = Unary(subject)
+    theirs = {name: Unary(peer) for name, peer in zip(PEERS, peers, strict=False) if peer is not None}
     loads = [ours, *theirs.values()]
     for load in loads:
         await load.round(counted=False)
@@ -165,40 +165,6 @@ async def _unary(subject: ServerUnderTest, *peers: ServerUnderTest | None) -> li
         figures.append(figure(f"unary: {name} CPU", peer_load.cost_us, "us/request"))
         figures.append(figure(f"unary: gateway / {name}", ours.cost_us / peer_load.cost_us, "x"))
     return figures
-
-
-class _Unary:
-    """A closed loop of unary requests to one subject, and the time that they took."""
-
-    def __init__(self, subject: ServerUnderTest) -> None:
-        self._subject = subject
-        self._request = subject.chat(UNARY_TOKENS, stream=False)
-        self._cpu_s = 0.0
-        self.elapsed_s = 0.0
-        self.requests = 0
-
-    @property
-    def cost_us(self) -> float:
-        return 1e6 * self._cpu_s / self.requests
-
-    async def round(self, *, counted: bool = True) -> float:
-        """Run one round. Returns the CPU time of one of its requests, in microseconds."""
-        before_s, start = self._subject.cpu_s(), time.perf_counter()
-        await asyncio.gather(*(self._one_by_one() for _ in range(UNARY_CONNECTIONS)))
-        taken_s = self._subject.cpu_s() - before_s
-        if counted:
-            self._cpu_s += taken_s
-            self.elapsed_s += time.perf_counter() - start
-            self.requests += UNARY_REQUESTS
-        return 1e6 * taken_s / UNARY_REQUESTS
-
-    async def _one_by_one(self) -> None:
-        connection = await self._subject.endpoint.connect()
-        try:
-            for _ in range(UNARY_REQUESTS // UNARY_CONNECTIONS):
-                _checked(await connection.exchange(self._request))
-        finally:
-            connection.close()
 
 
 async def _ttfb(subject: ServerUnderTest, engine: ServerUnderTest | None) -> list[Figure]:
@@ -223,11 +189,5 @@ async def _ttfb(subject: ServerUnderTest, engine: ServerUnderTest | None) -> lis
 
 
 async def _first_byte_ms(subject: ServerUnderTest, connection: LoadConnection) -> float:
-    exchange = _checked(await connection.exchange(subject.chat(1, stream=False)))
+    exchange = checked(await connection.exchange(subject.chat(1, stream=False)))
     return 1e3 * (exchange.ended_at - exchange.sent_at)
-
-
-def _checked(exchange: TimedRequest) -> TimedRequest:
-    if exchange.error is not None:
-        raise BenchFailed(exchange.error)
-    return exchange

@@ -23,6 +23,8 @@ REQUEST_MEMORY: Final = 192 * MIB
 """Bytes of each service's `request_memory`: little more than the largest body needs."""
 LIVE_MAX: Final = 256
 """The gateway's bound on live requests."""
+CONNECTIONS_MAX: Final = 2048
+"""The gateway's bound on clients' connections: more than any attack makes."""
 TOKENIZER_THREADS: Final = 2
 KV_CACHE: Final = 256 * MIB
 SEQUENCES: Final = 64 + 256
@@ -42,7 +44,7 @@ ENGINE_OPTIONS: Final = (
     *("--max-step-tokens", str(STEP_TOKENS)),
     *("--tokenizer-threads", str(TOKENIZER_THREADS)),
 )
-GATEWAY_MEMORY_MAX: Final = gateway_memory_max(REQUEST_MEMORY, LIVE_MAX, TOKENIZER_THREADS)
+GATEWAY_MEMORY_MAX: Final = gateway_memory_max(REQUEST_MEMORY, LIVE_MAX, TOKENIZER_THREADS, CONNECTIONS_MAX)
 ENGINE_MEMORY_MAX: Final = engine_memory_max(REQUEST_MEMORY, LIVE_MAX, TOKENIZER_THREADS)
 CORE_MEMORY_MAX: Final = core_memory_max(KV_CACHE, 0, SEQUENCES, QUEUE_TOKENS)
 
@@ -61,7 +63,10 @@ def gateway_config(engine_urls: Sequence[str], port: int = 0, admin_port: int = 
         listen=ListenConfig(port=port),
         admin=AdminConfig(port=admin_port),
         limits=LimitsConfig(
-            request_memory=REQUEST_MEMORY, live_max=LIVE_MAX, tokenizer_threads=TOKENIZER_THREADS
+            request_memory=REQUEST_MEMORY,
+            live_max=LIVE_MAX,
+            connections_max=CONNECTIONS_MAX,
+            tokenizer_threads=TOKENIZER_THREADS,
         ),
         models=(ModelConfig(MODEL, tuple(engine_urls)),),
         tenants=tuple(TenantConfig(who, limits=_LIMITS.get(who, QuotaLimits())) for who in tenants),

@@ -26,7 +26,7 @@ from redis.backoff import NoBackoff
 
 from gateway.admission.memory_store import MemoryStore
 from gateway.admission.quota import QuotaStore, ReservationId, Scope, StoreUnavailable, Subject
-from gateway.admission.redis_link import RedisLink, Word
+from gateway.admission.redis_link import Command, Moved, RedisLink, Word
 from gateway.admission.redis_links import links_of
 from gateway.admission.redis_store import SCRIPT, RedisStore
 from gateway.config import QuotaLimits
@@ -68,7 +68,7 @@ async def run(options: argparse.Namespace) -> list[Figure]:
 async def _run(options: argparse.Namespace) -> list[Figure]:
     figures: list[Figure] = []
     async with contextlib.AsyncExitStack() as stack:
-        url = options.redis or await stack.enter_async_context(_server())
+        url = options.redis or await stack.enter_async_context(redis_server())
         stores: dict[str, QuotaStore] = {
             "memory": MemoryStore(),
             "Redis": await stack.enter_async_context(_ours(url)),
@@ -139,7 +139,7 @@ def _prefix() -> str:
 
 
 @contextlib.asynccontextmanager
-async def _server() -> AsyncIterator[str]:
+async def redis_server() -> AsyncIterator[str]:
     """The URL of a server that keeps nothing."""
     command = shutil.which("redis-server")
     if command is None:
@@ -196,6 +196,9 @@ class _Pool:
 
     def tag_of(self, link: RedisLink) -> str:
         return "probe"
+
+    async def follow(self, moved: Moved, tag: str, probe: Command) -> RedisLink:
+        raise moved
 
     async def refresh(self) -> None:
         pass

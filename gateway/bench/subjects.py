@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from gateway.bench.paced_engine import MODEL, STATS, Stats
-from gateway.config import QuotaLimits
+from gateway.config import GatewayConfig, QuotaLimits
 from gateway.development import development_config, development_key
 from shared.bench.client import ApiServer
 from shared.bench.cpu import cpu_s, resident_bytes
@@ -27,7 +27,7 @@ from shared.config import to_toml
 
 EVENTS_MAX: Final = 100_000
 """The events of a stream that is measured while it runs: enough for minutes at any pace."""
-_LIMITS: Final = QuotaLimits(10_000_000, 1_000_000_000, 100_000)
+LIMITS: Final = QuotaLimits(10_000_000, 1_000_000_000, 100_000)
 """Quotas that are never reached, so that their cost is measured and not their refusals."""
 _NGINX: Final = """
 daemon off;
@@ -123,13 +123,27 @@ async def gateway(
     gateway, such as valgrind.
     """
     port, key = free_port(), development_key()
-    config = development_config(port=port, key=key, model=MODEL, engine_url=engine.url, limits=_LIMITS)
+    config = development_config(port=port, key=key, model=MODEL, engine_url=engine.url, limits=LIMITS)
+    server = ApiServer(f"http://127.0.0.1:{port}/v1", key)
+    async with gateway_of(config, server, f"http://127.0.0.1:{port}/readyz", checkout, under) as subject:
+        yield subject
+
+
+@contextlib.asynccontextmanager
+async def gateway_of(
+    config: GatewayConfig,
+    server: ApiServer,
+    ready_url: str,
+    checkout: Path | None = None,
+    under: Sequence[str] = (),
+) -> AsyncIterator[ServerUnderTest]:
+    """A gateway with this configuration, as callers of `server` know it."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "gateway.toml"
         path.write_text(to_toml(config))
         argv = [*under, sys.executable, "-m", "gateway", "--config", str(path)]
-        async with service(argv, f"http://127.0.0.1:{port}/readyz", checkout) as process:
-            yield ServerUnderTest(ApiServer(f"http://127.0.0.1:{port}/v1", key), pid=process.pid)
+        async with service(argv, ready_url, checkout) as process:
+            yield ServerUnderTest(server, pid=process.pid)
 
 
 @contextlib.asynccontextmanager

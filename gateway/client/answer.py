@@ -79,6 +79,7 @@ class Client:
             body = b""
         elif whole:
             lines.append(f"content-length: {len(body)}")
+            body = body if request.method != "HEAD" else b""
         elif version >= HttpVersion11:
             lines.append("transfer-encoding: chunked")
             self._chunked = True

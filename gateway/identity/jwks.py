@@ -1,4 +1,4 @@
-"""The keys that issuers of tokens sign with: read from a JWK set (RFC 7517) or a file with a shared secret.
+"""The keys that issuers of tokens sign with, and keep changing: fetched from a URL, or read from a file.
 
 Theory. An issuer publishes its keys under a URL, each with an id (`kid`) that its tokens name. It rotates
 them: a new key appears, tokens are signed with it, later the old one disappears. So the set is fetched again
@@ -9,49 +9,37 @@ Rules:
 1. No request fetches anything. Fetches are tasks of their own, one at a time for each issuer, bounded in
    time, bytes and keys. Tokens with unknown key ids, however many, begin one at most every `REFETCH_GAP_S`.
    Their requests wait for the one in progress, for at most `REFETCH_WAIT_S`: otherwise the first tokens of an
-   issuer that signs with a key in the moment in which it publishes it would be refused. Between fetches a
-   token with an unknown key id is refused at once.
+   issuer that signs with a key in the moment in which it publishes it would be refused.
+   A token is refused for its key id once a fetch that began after the id was first seen has not found it.
+   Until then the answer is not known, and the caller is asked to come again. Ids that come between two
+   fetches cause one when the gap is over, whether they come again or not. So a key is known at most
+   `KNOWN_WITHIN_S` after its first token, whoever makes up ids meanwhile, and no token of it was refused.
 2. Keys that cannot be read change nothing. Those that were fetched `stale_s` ago are not trusted any more.
 3. Keys come from the configured place alone. Whatever a token says of where its key is (jku, x5u, jwk, x5c)
    is not looked at.
-4. Only public keys of stated kinds and sizes are taken from a set, only those meant for signatures, and of a
-   private key its public part alone. A shared secret comes from a file of its own: a public key can never be
-   taken for a secret.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import re
 import ssl
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 import httpx
-import msgspec
 
 from gateway.edge_config import REFRESH_S_MIN, IssuerConfig
+from gateway.identity.bounded import BoundedDict
+from gateway.identity.key_set import SET_LEN_MAX, BadKeys, VerificationKey, keys_of, secret_of
 from shared import logs
 from shared.clock import Clock
 from shared.config import ConfigError
 from shared.metrics import Counter
 from shared.tls import UnusableTls, client_context
 
-if TYPE_CHECKING:
-    from jwt.algorithms import Algorithm
-
-SET_LEN_MAX: Final = 256 * 1024
-"""The largest key file, in bytes."""
-KEYS_MAX: Final = 64
-"""The most keys of one issuer."""
-RSA_BITS_MIN: Final = 2048
-RSA_BITS_MAX: Final = 4096
-"""The largest RSA key: checking a signature takes time with the square of its size."""
 FETCH_S: Final = 5.0
 """How long a fetch may take, in seconds."""
 POLL_S: Final = 1.0
@@ -62,142 +50,18 @@ REFETCH_GAP_S: Final = REFRESH_S_MIN
 """The shortest time between two fetches that unknown key ids cause, in seconds."""
 REFETCH_WAIT_S: Final = 1.0
 """How long a request waits for the fetch that its unknown key id causes, in seconds."""
+KNOWN_WITHIN_S: Final = REFETCH_GAP_S + POLL_S + FETCH_S
+"""The longest time from the first token with a new key to the gateway's knowing it, while the issuer's key
+server answers, in seconds."""
 WAITING_MAX: Final = 1024
 """The most requests that wait for one issuer's fetch."""
+SEEN_MAX: Final = 4096
+"""The most unknown key ids of an issuer that are remembered. One that is forgotten is taken for a new one."""
 
 FETCHES: Final = Counter(
     "penstock_gateway_key_fetches", "Reads of issuers' keys, by their outcome.", ("issuer", "outcome")
 )
-KID: Final = re.compile(r"[A-Za-z0-9._~+/=:@-]{1,128}")
-"""The form of a key id. It is only ever looked up."""
-
 log = logs.get(__name__)
-
-
-class BadKeys(Exception):
-    """Keys that cannot be used; each problem is for the operator, and shows nothing of a secret."""
-
-    def __init__(self, *problems: str) -> None:
-        super().__init__("; ".join(problems))
-        self.problems = problems
-
-
-@dataclass(frozen=True, slots=True)
-class VerificationKey:
-    """A key that checks signatures."""
-
-    kid: str | None
-    """Its id; None for a key that has none."""
-    algorithms: frozenset[str]
-    """The algorithms that it may be used with."""
-    source: bytes = field(repr=False)
-    """The key as it was read: two keys are the same when it is."""
-    material: Any = field(repr=False, compare=False)
-    """The key as PyJWT's algorithms take it."""
-
-
-class Jwk(msgspec.Struct, frozen=True):
-    """The public members of a JSON Web Key (RFC 7517, RFC 7518 section 6). Private ones are not read."""
-
-    kty: str
-    kid: str | None = None
-    use: str | None = None
-    key_ops: list[str] | None = None
-    alg: str | None = None
-    crv: str | None = None
-    n: str | None = None
-    e: str | None = None
-    x: str | None = None
-    y: str | None = None
-
-
-class _JwkSet(msgspec.Struct, frozen=True):
-    keys: list[msgspec.Raw]
-
-
-_RSA: Final = frozenset({"RS256", "RS384", "RS512", "PS256", "PS384", "PS512"})
-_FITTING: Final = {
-    ("RSA", None): _RSA,
-    ("EC", "P-256"): frozenset({"ES256"}),
-    ("EC", "P-384"): frozenset({"ES384"}),
-    ("EC", "P-521"): frozenset({"ES512"}),
-    ("OKP", "Ed25519"): frozenset({"EdDSA"}),
-}
-"""The algorithms of each kind of key: its `kty` and curve."""
-
-
-@cache
-def algorithms() -> dict[str, Algorithm]:
-    """PyJWT's implementations, by their names. Imported at first use: with cryptography they take 9 MiB, for
-    which a gateway without issuers has no use."""
-    from jwt.algorithms import get_default_algorithms
-
-    return get_default_algorithms()
-
-
-def keys_of(data: bytes) -> tuple[tuple[VerificationKey, ...], list[str]]:
-    """The keys of a JWK set, and what is wrong with those that were left out. Raises BadKeys where none is
-    left, or where they are too many."""
-    try:
-        found = msgspec.json.decode(data, type=_JwkSet).keys
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        raise BadKeys("is no JWK set") from None
-    if len(found) > KEYS_MAX:
-        raise BadKeys(f"has {len(found)} keys, more than {KEYS_MAX}")
-    keys: dict[str | None, VerificationKey] = {}
-    problems = []
-    for at, raw in enumerate(found):
-        try:
-            key = _key_of(raw)
-            if key.kid in keys:
-                raise BadKeys("has the id of another")
-            keys[key.kid] = key
-        except BadKeys as error:
-            problems.append(f"keys[{at}] {error}")
-    if not keys:
-        raise BadKeys("has no key that can be used", *problems)
-    return tuple(keys.values()), problems
-
-
-def _key_of(raw: msgspec.Raw) -> VerificationKey:
-    try:
-        jwk = msgspec.json.decode(raw, type=Jwk)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        raise BadKeys("is no JSON Web Key") from None
-    if jwk.kid is not None and not KID.fullmatch(jwk.kid):
-        raise BadKeys("has an id that is not 1 to 128 plain characters")
-    if jwk.use not in (None, "sig") or (jwk.key_ops is not None and "verify" not in jwk.key_ops):
-        raise BadKeys("is not for signatures")
-    fitting = _FITTING.get((jwk.kty, jwk.crv))
-    if fitting is None:
-        raise BadKeys("is of a kind that is not used here")
-    fitting = fitting if jwk.alg is None else fitting & {jwk.alg}
-    if not fitting:
-        raise BadKeys("has an algorithm that does not go with its kind")
-    public = {name: text for name, text in msgspec.structs.asdict(jwk).items() if isinstance(text, str)}
-    try:
-        material = algorithms()[min(fitting)].from_jwk(public)
-    except Exception as error:  # whatever libraries make of a key that is not ours
-        raise BadKeys(f"is malformed ({type(error).__name__})") from None
-    if jwk.kty == "RSA" and not RSA_BITS_MIN <= material.key_size <= RSA_BITS_MAX:
-        raise BadKeys(f"is not {RSA_BITS_MIN} to {RSA_BITS_MAX} bits long")
-    return VerificationKey(jwk.kid, fitting, msgspec.json.encode(jwk), material)
-
-
-def secret_of(data: bytes, names: Sequence[str]) -> VerificationKey:
-    """The shared secret that a file holds, without the line end after it, for the algorithms of these names.
-    Raises BadKeys."""
-    from jwt.exceptions import PyJWTError
-
-    secret = data.removesuffix(b"\n").removesuffix(b"\r")
-    needed = max(int(name.removeprefix("HS")) // 8 for name in names)
-    if len(secret) < needed:
-        raise BadKeys(f"holds {len(secret)} bytes; {max(names)} needs at least {needed} (RFC 7518)")
-    try:
-        material = algorithms()[max(names)].prepare_key(secret)
-    except PyJWTError:
-        raise BadKeys("holds a public key or a JSON Web Key, which is no secret") from None
-    return VerificationKey(None, frozenset(names), secret, material)
 
 
 def _parsed(data: bytes, config: IssuerConfig) -> tuple[tuple[VerificationKey, ...], list[str]]:
@@ -221,9 +85,8 @@ class IssuerKeys(ABC):
         """True if there are keys that may be used now."""
         return bool(self._keys)
 
-    @property
-    def is_certain(self) -> bool:
-        """True if a key that is not here does not exist, as far as can be known."""
+    def is_certain(self, kid: str | None) -> bool:
+        """True if a key of this id, which is not here, does not exist, as far as can be known."""
         return True
 
     def find(self, kid: str | None, algorithm: str) -> VerificationKey | None:
@@ -242,9 +105,20 @@ class IssuerKeys(ABC):
     def reload(self) -> None:
         """Read them again now."""
 
-    def refetch(self) -> asyncio.Task[None] | None:
-        """The fetch in progress, or one that this begins; None where none may be begun now."""
+    def refetch(self, kid: str | None) -> asyncio.Task[None] | None:
+        """The fetch in progress, or one that this begins, to look for a key of this id; None where none may
+        be begun now."""
         return None
+
+    @property
+    def in_progress(self) -> asyncio.Task[None] | None:
+        """The fetch in progress; None where there is none."""
+        return None
+
+    def put_off(self) -> float:
+        """Note that a caller was sent away because its key id is not known yet. Returns the time until it may
+        be, in seconds."""
+        return 1.0
 
     async def aclose(self) -> None:  # noqa: B027 -- a file has nothing in progress
         """End what is in progress."""
@@ -303,7 +177,11 @@ class RemoteKeys(IssuerKeys):
         self._due_s = -math.inf
         """When the next fetch is due, on the monotonic clock."""
         self._asked_s = -math.inf
-        """When an unknown key id last began a fetch."""
+        """When unknown key ids last began a fetch."""
+        self._seen: BoundedDict[str | None, float] = BoundedDict(SEEN_MAX)
+        """When each unknown key id was first seen."""
+        self._is_wanted = False
+        """True if callers were sent away since then because no fetch has looked for their key ids."""
         self._fetched_s = -math.inf
         """When the last fetch that succeeded was begun."""
         self._failing = False
@@ -312,30 +190,49 @@ class RemoteKeys(IssuerKeys):
     def is_trusted(self) -> bool:
         return self._clock.monotonic() < self._fetched_s + self.config.stale_s
 
-    @property
-    def is_certain(self) -> bool:
-        return not self._failing
+    def put_off(self) -> float:
+        if self._failing:  # it is fetched again all the time
+            return 1.0
+        self._is_wanted = True
+        return max(1.0, self._asked_s + REFETCH_GAP_S + POLL_S - self._clock.monotonic())
+
+    def is_certain(self, kid: str | None) -> bool:
+        seen_s = self._seen.get(kid)
+        return not self._failing and seen_s is not None and seen_s <= self._fetched_s
 
     def poll(self) -> None:
-        if self._clock.monotonic() >= self._due_s:
+        now_s = self._clock.monotonic()
+        if self._is_wanted and now_s - self._asked_s >= REFETCH_GAP_S and self.in_progress is None:
+            self._look(now_s)
+        elif now_s >= self._due_s:
             self.reload()
 
     def reload(self) -> None:
         self._begin()
 
-    def refetch(self) -> asyncio.Task[None] | None:
-        if self._task is not None and not self._task.done():
-            return self._task
+    def refetch(self, kid: str | None) -> asyncio.Task[None] | None:
         now_s = self._clock.monotonic()
+        if self._seen.get(kid) is None:
+            self._seen.put(kid, now_s)
+        if self.in_progress is not None:
+            return self.in_progress
         if now_s - self._asked_s < REFETCH_GAP_S:
             return None
-        self._asked_s = now_s
+        return self._look(now_s)
+
+    @property
+    def in_progress(self) -> asyncio.Task[None] | None:
+        return None if self._task is None or self._task.done() else self._task
+
+    def _look(self, now_s: float) -> asyncio.Task[None]:
+        """Begin a fetch because of unknown key ids."""
+        self._asked_s, self._is_wanted = now_s, False
         return self._begin()
 
     async def aclose(self) -> None:
-        if self._task is not None and not self._task.done():
-            self._task.cancel()
-            await asyncio.wait({self._task})
+        if (task := self.in_progress) is not None:
+            task.cancel()
+            await asyncio.wait({task})
 
     def _begin(self) -> asyncio.Task[None]:
         if self._task is None or self._task.done():
@@ -442,7 +339,7 @@ class KeySources:
         fetch may take."""
         for source in self._sources.values():
             source.poll()
-        begun = [task for source in self._sources.values() if (task := source.refetch()) is not None]
+        begun = [task for source in self._sources.values() if (task := source.in_progress) is not None]
         if begun:
             await asyncio.wait(begun, timeout=FETCH_S)
 

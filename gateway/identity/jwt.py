@@ -32,14 +32,8 @@ from gateway.config import GrantConfig
 from gateway.edge_config import IssuerConfig
 from gateway.identity.bounded import BoundedDict
 from gateway.identity.caller import Principal
-from gateway.identity.jwks import (
-    KID,
-    REFETCH_WAIT_S,
-    WAITING_MAX,
-    IssuerKeys,
-    VerificationKey,
-    algorithms,
-)
+from gateway.identity.jwks import REFETCH_WAIT_S, WAITING_MAX, IssuerKeys
+from gateway.identity.key_set import KID, VerificationKey, algorithms
 from gateway.shield import Done
 from shared.errors import IdentityUnavailable, Unauthenticated
 from shared.ids import KeyId, TenantId
@@ -156,7 +150,7 @@ class TokenTable:
         key = keys.find(read.header.kid, read.header.alg)
         if key is not None:
             return Done(self._accept(read, key, digest))
-        fetch = keys.refetch()
+        fetch = keys.refetch(read.header.kid)
         if fetch is None:
             self._refuse_key(read)
         return self._after(fetch, read, digest)
@@ -178,14 +172,15 @@ class TokenTable:
         key = read.issuer.keys.find(read.header.kid, read.header.alg)
         if key is None:
             if not fetch.done():
-                raise _unavailable(read.issuer.keys)
+                raise _unavailable(read.issuer.keys, read.issuer.keys.put_off())
             self._refuse_key(read)
         return self._accept(read, key, digest)
 
     def _refuse_key(self, read: _Read) -> NoReturn:
-        """Refuse a token whose key is not known: it is no key of the issuer, unless its last fetch failed."""
-        if not read.issuer.keys.is_certain:
-            raise _unavailable(read.issuer.keys)
+        """Refuse a token whose key is not known. Where a fetch may still find it, a retry is asked for."""
+        keys = read.issuer.keys
+        if not keys.is_certain(read.header.kid):
+            raise _unavailable(keys, keys.put_off())
         kid, algorithm = read.header.kid, read.header.alg
         if kid is None:
             _refuse(f"no kid, and not exactly one key for {algorithm}", read.issuer)
@@ -276,11 +271,11 @@ def _require_trusted(keys: IssuerKeys) -> None:
         raise _unavailable(keys)
 
 
-def _unavailable(keys: IssuerKeys) -> IdentityUnavailable:
+def _unavailable(keys: IssuerKeys, retry_after_s: float = 1.0) -> IdentityUnavailable:
     return IdentityUnavailable(
         "Tokens of this issuer cannot be checked at the moment.",
-        retry_after_s=1.0,
-        detail=f"the keys of {keys.config.id} cannot be fetched",
+        retry_after_s=retry_after_s,
+        detail=f"the keys of {keys.config.id} are not known, or not all of them",
     )
 
 

@@ -60,6 +60,10 @@ class Outbound(msgspec.Struct, frozen=True):
     asks_for_usage: bool = False
     """True if the gateway asks an engine of another make for usage that the client did not ask for."""
 
+    def __repr__(self) -> str:
+        """Nothing of the headers, which have the engine's key, nor of the content."""
+        return f"<{type(self).__name__} {self.method} {self.path}>"
+
 
 class Response(typing.Protocol):
     """A response whose head has been read, and whose body is still to come."""

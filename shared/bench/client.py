@@ -26,6 +26,8 @@ class ApiServer:
 
     url: str
     key: str | None = None
+    ca: str | None = None
+    """File with the authorities that are trusted, PEM. None: the system's."""
 
     def request(self, path: str, body: bytes) -> bytes:
         parts = urlsplit(self.url)
@@ -43,7 +45,7 @@ class ApiServer:
         parts = urlsplit(self.url)
         if parts.hostname is None:
             raise ValueError(f"not a URL with a host: {self.url!r}")
-        tls = ssl.create_default_context() if parts.scheme == "https" else None
+        tls = ssl.create_default_context(cafile=self.ca) if parts.scheme == "https" else None
         port = parts.port or (443 if tls else 80)
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(LoadConnection, parts.hostname, port, ssl=tls)

@@ -14,6 +14,7 @@ from shared.bench import figures
 from shared.bench.services import ServiceFailed
 
 BENCHES: Final = {
+    "edge": ("gateway.bench.edge", "callers of the gateway that are slow, too large, malformed or guessing"),
     "engine": ("engine.bench.served", "tokens/s, time to first token and gap between tokens of an engine"),
     "gateway": (
         "gateway.bench.compare",

@@ -79,7 +79,7 @@ class Wire:
 
     def __init__(self) -> None:
         self.sent = b""
-        self.version, self.keep_alive = HttpVersion11, True
+        self.method, self.version, self.keep_alive = "POST", HttpVersion11, True
         self.writer = SimpleNamespace(output_size=0)
         transport = SimpleNamespace(is_closing=lambda: False, write=self._write)
         self.protocol = SimpleNamespace(writing_paused=False, transport=transport)

@@ -7,8 +7,8 @@ import asyncio
 import msgspec
 import pytest
 
-from gateway import hygiene
-from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House
+from gateway import hygiene, listener
+from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House, until
 from tests.gateway.fake_engine import unary
 
 BODY = msgspec.json.encode(CHAT)
@@ -44,6 +44,7 @@ async def answered(house: House, request: bytes) -> tuple[int, bytes]:
     [
         (LINE + HOST + WIDE, None, "The request's headers are too large."),
         (LINE.replace(b"1.1", b"2.0") + HOST, None, "The request's version must be HTTP/1.0 or HTTP/1.1."),
+        (b"CONNECT here:80 HTTP/1.1\r\n" + HOST, None, "This is no proxy: there is no CONNECT."),
         (
             LINE + HOST + b"Authorization: Bearer other-key\r\n",
             "authorization",
@@ -51,7 +52,7 @@ async def answered(house: House, request: bytes) -> tuple[int, bytes]:
         ),
         (LINE + b"host: a/x?y\r\n", "host", "The header host names no host."),
     ],
-    ids=["headers too large", "version", "header twice", "host"],
+    ids=["headers too large", "version", "tunnel", "header twice", "host"],
 )
 async def test_a_head_that_a_proxy_may_read_otherwise_is_refused_by_name(
     house: House, request_head: bytes, param: str | None, message: str
@@ -131,3 +132,54 @@ async def test_a_client_that_leaves_within_its_body_is_logged_as_such_and_holds_
     line = await house.line()
     assert (line["stage"], line["end_reason"]) == ("body", "client_cancel")
     await house.at_rest()
+
+
+HALF = LINE + HOST + b"x-a: "
+
+
+async def test_connections_with_half_a_head_are_bounded(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Above the bound the one that has it for longest is closed. Whole requests are answered meanwhile."""
+    monkeypatch.setattr(listener, "HOLDING_MAX", 3)
+    held = []
+    for _ in range(6):
+        reader, writer = await asyncio.open_connection("127.0.0.1", house.gateway.port)
+        await asyncio.sleep(0)
+        for piece in (HALF, b"a" * 8000):
+            writer.write(piece)
+            async with house.get("/v1/models") as answer:
+                assert answer.status == 200
+        held.append((reader, writer))
+    async with asyncio.timeout(PATIENCE_S):
+        for reader, _ in held[:3]:
+            assert await reader.read() == b""
+    for _, writer in held[3:]:
+        writer.write(b"\r\n" + REST + BODY)
+    house.engine.script = unary()
+    async with asyncio.timeout(PATIENCE_S):
+        for reader, _ in held[3:]:
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+    for _, writer in held:
+        writer.close()
+    await until(lambda: "gateway.heads_full" in house.log.getvalue())
+
+
+@pytest.mark.parametrize(("count", "is_closed"), [(8, False), (100, True)])
+async def test_requests_that_are_sent_ahead_are_bounded(house: House, count: int, is_closed: bool) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", house.gateway.port)
+    request = b"GET /livez HTTP/1.1\r\n" + HOST + b"\r\n"
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            writer.write(request)
+            await reader.readuntil(b"}")
+            writer.write(request * count)
+            if is_closed:
+                assert (await reader.read()).count(b"HTTP/1.1 200") <= listener.AHEAD_MAX
+            else:
+                for _ in range(count):
+                    await reader.readuntil(b"}")
+    finally:
+        writer.close()
+    async with house.get("/v1/models") as answer:
+        assert answer.status == 200

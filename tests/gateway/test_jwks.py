@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -18,9 +19,10 @@ from aiohttp import web
 from gateway import pipeline
 from gateway.edge_config import IssuerConfig
 from gateway.identity import jwks, jwt
-from gateway.identity.jwks import POLL_S, REFETCH_GAP_S, RETRY_S, SET_LEN_MAX, RemoteKeys
+from gateway.identity.jwks import KNOWN_WITHIN_S, POLL_S, REFETCH_GAP_S, RETRY_S, RemoteKeys
+from gateway.identity.key_set import SET_LEN_MAX
 from tests.fakes import VirtualClock
-from tests.gateway.conftest import OTHER_KEY, PATIENCE_S, House, Open, until
+from tests.gateway.conftest import OTHER_KEY, PATIENCE_S, House, Open, error_of, until
 from tests.gateway.issuers import Key, KeyServer, jwk_set
 
 OLD, NEW = Key("old"), Key("new", number=1)
@@ -187,6 +189,66 @@ async def test_a_flood_of_unknown_keys_is_one_fetch_and_holds_up_nobody(idp: Idp
     assert await idp.victim() == 200
 
 
+async def test_a_new_key_is_known_within_a_stated_time_whoever_makes_up_keys(idp: Idp) -> None:
+    """A made-up key id has just caused a fetch, and others follow all the time."""
+    made_up = (Key(f"kid-{n}", number=1) for n in itertools.count())
+    assert await idp.status(idp.token(next(made_up))) == 401
+    assert idp.server.asked == 2
+    idp.clock.advance(0.1)
+    idp.server.keys = (OLD, NEW)
+    statuses = [await idp.status(idp.token(NEW))]
+    published_s = first_s = idp.clock.monotonic()
+    while statuses[-1] != 200:
+        assert await idp.status(idp.token(next(made_up))) == 503, "nobody knows whether it exists"
+        assert [await idp.victim(), await idp.status(idp.token(OLD))] == [200, 200]
+        await until(lambda: idp.clock.sleeping > 0)
+        idp.clock.advance(POLL_S)
+        await until(lambda: idp.clock.sleeping > 0)
+        if (fetch := idp.source.in_progress) is not None:
+            await asyncio.wait({fetch})
+        statuses.append(await idp.status(idp.token(NEW)))
+    assert set(statuses) == {503, 200}, "it was put off, and never refused"
+    assert idp.clock.monotonic() - first_s <= KNOWN_WITHIN_S
+    assert published_s + REFETCH_GAP_S <= idp.clock.monotonic(), "and not by more fetches than there may be"
+    assert idp.server.asked == 3
+
+
+async def test_a_caller_that_is_put_off_is_told_when_to_come_again(idp: Idp) -> None:
+    """It comes at that time and no earlier, without a request of anybody else in between."""
+    assert await idp.status(idp.token(Key("made-up", number=1))) == 401
+    idp.clock.advance(0.5)
+    idp.server.keys = (OLD, NEW)
+    headers = {"authorization": f"Bearer {idp.token(NEW)}"}
+    async with idp.house.client.get(f"{idp.house.url}/v1/models", headers=headers) as answer:
+        assert answer.status == 503
+        assert (await error_of(answer))["code"] == "identity_unavailable"
+        retry_after_s = float(answer.headers["retry-after"])
+    assert retry_after_s == math.ceil(REFETCH_GAP_S - 0.5 + POLL_S)
+    await idp.fetched(retry_after_s)
+    assert await idp.status(idp.token(NEW)) == 200
+    assert await idp.status(idp.token(Key("made-up", number=1))) == 401, "it was looked for twice"
+
+
+async def test_an_id_that_comes_while_keys_are_fetched_is_not_refused_by_that_fetch(idp: Idp) -> None:
+    """The server may have answered before the key was published."""
+    idp.server.gate.clear()
+    first = asyncio.create_task(idp.status(idp.token(Key("made-up", number=1))))
+    await until(lambda: idp.server.asked == 2)
+    idp.clock.advance(0.1)
+    second = asyncio.create_task(idp.status(idp.token(NEW)))
+    await until(lambda: idp.source._seen.get(NEW.kid) is not None)
+    idp.server.gate.set()
+    assert [await first, await second] == [401, 503]
+
+
+async def test_key_ids_that_are_remembered_are_bounded(open_house: Open, server: KeyServer) -> None:
+    source = RemoteKeys(as_issuer(server), VirtualClock())
+    for number in range(jwks.SEEN_MAX + 100):
+        source.refetch(f"kid-{number}")
+    assert len(source._seen) == jwks.SEEN_MAX
+    await source.aclose()
+
+
 async def test_so_many_may_wait_and_no_more(idp: Idp, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jwt, "WAITING_MAX", 1)
     idp.server.gate.clear()
@@ -350,9 +412,9 @@ async def test_fetches_end_with_the_gateway(open_house: Open, server: KeyServer)
     clock = VirtualClock()
     source = RemoteKeys(as_issuer(server), clock)
     server.gate.clear()
-    fetch = source.refetch()
+    fetch = source.refetch(None)
     assert fetch is not None
-    assert source.refetch() is fetch, "one at a time"
+    assert source.refetch(None) is fetch, "one at a time"
     await until(lambda: server.asked == 1)
     await source.aclose()
     assert fetch.cancelled()

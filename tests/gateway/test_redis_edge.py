@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -125,15 +126,24 @@ async def test_an_acl_user_that_may_use_its_own_keys_alone_is_enough(
     assert PASSWORD not in house.log.getvalue()
 
 
-async def test_redis_over_tls(open_house: Open, tmp_path: Path) -> None:
+@contextmanager
+def redis_with_tls(directory: Path, *, asks_clients: bool) -> Iterator[RedisServer]:
+    """A server. The directory has its authority (`ca.pem`) and a client's certificate (`own.pem`)."""
     authority = trustme.CA()
-    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
-    server = authority.issue_cert("127.0.0.1")
-    server.private_key_and_cert_chain_pem.write_to_path(tmp_path / "server.pem")
+    authority.cert_pem.write_to_path(directory / "ca.pem")
+    for name in ("server", "own"):
+        certificate = authority.issue_cert("127.0.0.1")
+        certificate.private_key_and_cert_chain_pem.write_to_path(directory / f"{name}.pem")
     files = [f"--tls-{name}-file" for name in ("cert", "key")]
-    options = [word for name in files for word in (name, str(tmp_path / "server.pem"))]
-    options += ["--tls-ca-cert-file", str(tmp_path / "ca.pem"), "--tls-auth-clients", "no"]
-    with redis_server(*options, tls=True) as own:
+    options = [word for name in files for word in (name, str(directory / "server.pem"))]
+    options += ["--tls-ca-cert-file", str(directory / "ca.pem")]
+    options += ["--tls-auth-clients", "yes" if asks_clients else "no"]
+    with redis_server(*options, tls=True) as server:
+        yield server
+
+
+async def test_redis_over_tls(open_house: Open, tmp_path: Path) -> None:
+    with redis_with_tls(tmp_path, asks_clients=False) as own:
         url = own.url.replace("redis:", "rediss:")
         house = await opened(open_house, in_redis(url, ca=str(tmp_path / "ca.pem")), ACME, LOCAL)
         async with house.chat() as answer:
@@ -141,6 +151,29 @@ async def test_redis_over_tls(open_house: Open, tmp_path: Path) -> None:
         strangers = await opened(open_house, in_redis(url), ACME, LOCAL)
         async with strangers.chat() as answer:
             assert answer.status == 503, "its certificate is not of an authority that the system trusts"
+
+
+async def test_a_redis_that_asks_for_a_client_certificate(open_house: Open, tmp_path: Path) -> None:
+    with redis_with_tls(tmp_path, asks_clients=True) as server:
+        url, ca, own = (
+            server.url.replace("redis:", "rediss:"),
+            str(tmp_path / "ca.pem"),
+            str(tmp_path / "own.pem"),
+        )
+        house = await opened(open_house, in_redis(url, ca=ca, cert=own, key=own), ACME, LOCAL)
+        async with house.chat() as answer:
+            assert answer.status == 200
+        strangers = await opened(open_house, in_redis(url, ca=ca), ACME, LOCAL)
+        async with strangers.chat() as answer:
+            assert answer.status == 503, "it shows no certificate"
+
+
+def test_an_own_certificate_that_cannot_be_used_is_named_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "own.pem").write_text("no certificate")
+    own = str(tmp_path / "own.pem")
+    quotas = {"store": "redis", "url": "rediss://host", "cert": own, "key": own}
+    with pytest.raises(ConfigError, match=r"quotas: cannot use .*own\.pem"):
+        Gateway(load(settings("http://engine", quotas=quotas), {}), env={})
 
 
 @pytest.mark.parametrize(
@@ -154,6 +187,13 @@ async def test_redis_over_tls(open_house: Open, tmp_path: Path) -> None:
         ({"url": "redis://a:x"}, "quotas: url: "),
         ({"sentinel": "m", "cluster": True}, "quotas: cluster and sentinel exclude each other"),
         ({"password_env": "A", "password_file": "b"}, "password_env and password_file exclude each other"),
+        (
+            {"sentinel": "m", "sentinel_password_env": "A", "sentinel_password_file": "b"},
+            "sentinel_password_env and sentinel_password_file exclude each other",
+        ),
+        ({"sentinel_password_env": "A"}, "quotas: sentinel_username and sentinel_password need sentinel"),
+        ({"url": "rediss://a", "cert": "a.pem"}, "quotas: cert and key need each other"),
+        ({"url": "redis://a", "ca": "ca.pem"}, "quotas: ca, cert and key need a url with rediss://"),
         ({"gateways": 0}, "quotas.gateways: must be a whole number from 1 to 10000"),
         ({"fail": "open"}, "quotas.fail: must be one of closed, local"),
     ],

@@ -198,7 +198,9 @@ async def test_leases_of_a_process_that_died_are_gone_within_their_time_to_live(
         assert refusal.remaining == 40
 
 
-async def test_a_settlement_that_is_sent_twice_settles_once(redis: RedisServer) -> None:
+async def test_a_settlement_that_is_sent_twice_settles_once_and_says_twice_what_it_settled(
+    redis: RedisServer,
+) -> None:
     """As a store does that did not hear the answer to the first."""
     who = tenant(token_budget=100)
     async with redis_store(redis) as store:
@@ -207,8 +209,10 @@ async def test_a_settlement_that_is_sent_twice_settles_once(redis: RedisServer) 
         held = store._held[rid(1)]
         assert await store.settle(rid(1), 20) == Settlement(50, 20)
         store._held[rid(1)] = held
-        assert await store.settle(rid(1), 20) is None
+        assert await store.settle(rid(1), 20) == Settlement(50, 20)
         assert (await store.reserve(rid(2), who, 80, 80)).refusal is None
+        store._held[rid(3)] = held
+        assert await store.settle(rid(3), 20) is None, "there was no such reservation"
 
 
 async def test_what_has_drained_leaves_no_key_for_ever_and_a_spent_budget_does(redis: RedisServer) -> None:

@@ -17,14 +17,22 @@ from redis.crc import key_slot
 
 from gateway.accounts import AccountsReader
 from gateway.admission.quota import StoreUnavailable
-from gateway.admission.redis_links import tag_of
+from gateway.admission.redis_link import Address
+from gateway.admission.redis_links import CLIENT_NAME, ClusterLinks, links_of, tag_of
+from gateway.admission.redis_store import RedisStore
 from gateway.config import TenantConfig, load
 from gateway.directory.redis_directory import TAG, open_directory
 from gateway.quota_config import QuotasConfig
 from shared.bench.services import free_port
 from shared.errors import DirectoryUnavailable
 from shared.ids import TenantId
-from tests.gateway.redis_server import RedisServer, redis_command, redis_server, redis_store, until_well
+from tests.gateway.redis_server import (
+    RedisServer,
+    redis_command,
+    redis_server,
+    redis_store,
+    until_well,
+)
 from tests.gateway.test_redis_store import admitted, rid, tenant
 
 PATIENCE_S: Final = 30.0
@@ -67,6 +75,21 @@ class Cluster:
             meet = "CLUSTER", "MEET", "127.0.0.1", self.nodes[0].port, self.nodes[0].bus_port
             node.admin.execute_command(*meet)  # type: ignore[no-untyped-call]
         await eventually(lambda: all(self._is_formed(node) for node in self.nodes))
+
+    @property
+    def sent_away(self) -> int:
+        """The number of calls that nodes answered with the name of another one."""
+        stats = (node.admin.info("commandstats") for node in self.nodes)
+        return sum(one.get("cmdstat_evalsha", {}).get("rejected_calls", 0) for one in stats)
+
+    def id_of(self, number: int) -> str:
+        return str(self.nodes[number].admin.cluster("MYID"))
+
+    def assign(self, slot: int, to: RedisServer) -> None:
+        """Give a slot to a node, and tell all nodes."""
+        owner = to.admin.cluster("MYID")
+        for node in self.nodes:
+            node.admin.execute_command("CLUSTER", "SETSLOT", slot, "NODE", owner)  # type: ignore[no-untyped-call]
 
     def _is_formed(self, node: RedisServer) -> bool:
         info = node.admin.cluster("INFO")
@@ -114,18 +137,63 @@ async def test_a_node_that_dies_is_down_for_its_own_tenants_alone(cluster: Clust
 async def test_slots_that_move_are_followed(cluster: Cluster) -> None:
     moved = cluster.tenants[0]
     slot = key_slot(moved.encode())
-    async with redis_store(cluster.nodes[0], url=cluster.url, cluster=True) as store:
+    async with redis_store(cluster.nodes[0], url=cluster.url, cluster=True, prefix="test") as store:
         assert await admitted(store, 1, tenant(moved, concurrent=10))
         assert await store.settle(rid(1), 0) is not None
         cluster.nodes[0].admin.flushall()
-        to = cluster.nodes[1].admin.cluster("MYID")
-        for node in cluster.nodes:
-            node.admin.execute_command("CLUSTER", "SETSLOT", slot, "NODE", to)  # type: ignore[no-untyped-call]
-        with pytest.raises(StoreUnavailable, match="MOVED"):
-            await admitted(store, 2, tenant(moved, concurrent=10))
+        cluster.assign(slot, cluster.nodes[1])
+        who = tenant(moved, concurrent=3)
+        assert (
+            await asyncio.gather(*(admitted(store, f"m{i}", who) for i in range(9)))
+            == [True] * 3 + [False] * 6
+        )
+        assert store.is_well, "the first call was sent on, so no request met the fail mode"
+        assert f"test:{{{moved}}}:tenant:{moved}" in cluster.nodes[1].admin.keys("*")
         assert await admitted(store, 3, tenant(cluster.tenants[2], concurrent=10)), "others are not concerned"
-        await until_well(store)
-        assert await admitted(store, 4, tenant(moved, concurrent=10))
+        await store.renew([])
+        assert await admitted(store, "m0", who), "a repeated call of a request that has its seat"
+
+
+async def test_slots_that_move_to_a_new_node_are_followed(cluster: Cluster) -> None:
+    """One that the store has never heard of: it is connected to within a call's time."""
+    moved = cluster.tenants[0]
+    slot = key_slot(moved.encode())
+    url = f"redis://127.0.0.1:{cluster.nodes[0].port}"
+    async with redis_store(cluster.nodes[0], url=url, cluster=True) as store:
+        links = store._links
+        assert isinstance(links, ClusterLinks)
+        new = cluster.nodes[1]
+        await links._links.pop(Address("127.0.0.1", new.port)).aclose()
+        links._tags.clear()
+        links._ranges = [one for one in links._ranges if one[2].port != new.port]
+        cluster.assign(slot, new)
+        await eventually(lambda: _connections(new) == 0)
+        asked = await asyncio.gather(*(admitted(store, i, tenant(moved, concurrent=10)) for i in range(50)))
+        assert sum(asked) == 10
+        assert _connections(new) == 1, "however many callers follow at once"
+        assert store.is_well
+        await store.renew([])
+        assert {address.port for address in links._links} == {node.port for node in cluster.nodes}
+
+
+def _connections(server: RedisServer) -> int:
+    """Gateways' connections to a server."""
+    return sum(client["name"] == CLIENT_NAME for client in server.admin.client_list())
+
+
+async def test_a_call_is_sent_on_once_and_no_further(cluster: Cluster) -> None:
+    """Two nodes that each take the other one for the owner, as in the middle of a change."""
+    moved = cluster.tenants[0]
+    slot = key_slot(moved.encode())
+    async with redis_store(cluster.nodes[0], url=cluster.url, cluster=True) as store:
+        for node, owner in zip(cluster.nodes, (1, 2, 1), strict=True):
+            node.admin.execute_command("CLUSTER", "SETSLOT", slot, "NODE", cluster.id_of(owner))  # type: ignore[no-untyped-call]
+        assert cluster.sent_away == 0
+        with pytest.raises(StoreUnavailable, match="MOVED"):
+            await admitted(store, 1, tenant(moved, concurrent=10))
+        assert cluster.sent_away == 2
+        assert not store.is_well
+        assert await admitted(store, 2, tenant(cluster.tenants[2], concurrent=10)), "others are not concerned"
 
 
 async def test_a_directory_is_on_one_node_whose_slots_may_move(cluster: Cluster) -> None:
@@ -154,8 +222,8 @@ async def test_a_directory_is_on_one_node_whose_slots_may_move(cluster: Cluster)
 
 
 @contextlib.contextmanager
-def sentinels(primary: RedisServer) -> Iterator[list[int]]:
-    """The ports of three that watch the primary."""
+def sentinels(primary: RedisServer, *lines: str) -> Iterator[list[int]]:
+    """The ports of three that watch the primary. `lines`: more of their configuration."""
     with tempfile.TemporaryDirectory(prefix="penstock-sentinel-") as directory, ExitStack() as stack:
         ports = [free_port() for _ in range(3)]
         for port in ports:
@@ -164,7 +232,7 @@ def sentinels(primary: RedisServer) -> Iterator[list[int]]:
                 f"port {port}\nbind 127.0.0.1\ndir {directory}\n"
                 f"sentinel monitor {PRIMARY} 127.0.0.1 {primary.port} 2\n"
                 f"sentinel down-after-milliseconds {PRIMARY} 300\n"
-                f"sentinel failover-timeout {PRIMARY} 5000\n"
+                f"sentinel failover-timeout {PRIMARY} 5000\n" + "".join(f"{line}\n" for line in lines)
             )
             command = [redis_command(), str(config), "--sentinel"]
             process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.DEVNULL))
@@ -192,6 +260,24 @@ async def test_the_primary_that_sentinels_choose_is_used_after_a_failover() -> N
             assert await admitted(store, 3, who)
             assert not await admitted(store, 4, who), "what was replicated still counts"
             assert replica.admin.info("replication")["role"] == "master"
+
+
+async def test_sentinels_with_a_password_of_their_own(tmp_path: Path) -> None:
+    of_sentinels, of_primary = tmp_path / "sentinels", tmp_path / "primary"
+    of_sentinels.write_text("of-the-sentinels\n")
+    of_primary.write_text("of-the-primary\n")
+    with ExitStack() as stack:
+        primary = stack.enter_context(redis_server("--requirepass", "of-the-primary"))
+        lines = "requirepass of-the-sentinels", f"sentinel auth-pass {PRIMARY} of-the-primary"
+        ports = stack.enter_context(sentinels(primary, *lines))
+        url = "redis://" + ",".join(f"127.0.0.1:{port}" for port in ports)
+        settings: dict[str, Any] = {"url": url, "sentinel": PRIMARY, "password_file": str(of_primary)}
+        async with redis_store(primary, sentinel_password_file=str(of_sentinels), **settings) as store:
+            assert await admitted(store, 1, tenant(concurrent=2))
+        strangers = RedisStore(links_of(QuotasConfig("redis", **settings), {}), "test")
+        with pytest.raises(StoreUnavailable, match="No master found"):
+            await strangers.renew([])
+        await strangers.aclose()
 
 
 def _knows_all(watcher: redis.Redis) -> bool:

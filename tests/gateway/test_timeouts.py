@@ -6,6 +6,7 @@ Each can be set for everybody, for a model, for a class of tenants and for a ten
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -148,6 +149,27 @@ async def test_an_idle_connection_is_closed_after_its_timeout(
         answer = await client.reader.read()
     client.leave()
     assert answer.startswith(b"HTTP/1.1 200") if before else not answer
+
+
+@pytest.mark.parametrize("before", [b"", b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"], ids=["at first", "next"])
+async def test_a_head_that_drips_is_ended_after_its_timeout(open_house: Open, before: bytes) -> None:
+    """However often a byte comes, and however long an idle connection may live."""
+    house = await open_house(timeouts={"head_s": 4 * SOON_S, "idle_s": 60})
+    client = await RawClient.of(house)
+    client.writer.write(before)
+    if before:
+        await client.reader.readuntil(b"}")
+    client.writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-a: ")
+    async with asyncio.timeout(PATIENCE_S):
+        while True:  # until the connection is closed
+            with contextlib.suppress(TimeoutError):
+                assert await asyncio.wait_for(client.reader.read(), SOON_S) == b""
+                break
+            client.writer.write(b"a")
+            async with house.get("/v1/models") as answer:
+                assert answer.status == 200, "others are served meanwhile"
+    client.leave()
+    assert not len(house.gateway.live)
 
 
 async def test_backpressure_of_a_slow_client_holds_up_no_other_stream(open_house: Open) -> None:

@@ -53,6 +53,8 @@ def test_metrics_are_read_by_their_names_with_their_labels() -> None:
 
 
 def test_memory_grows_with_every_limit() -> None:
-    assert gateway_memory_max(100, 10, 1) < gateway_memory_max(200, 10, 1) < gateway_memory_max(200, 20, 1)
+    least = gateway_memory_max(100, 10, 1, 5)
+    assert least < gateway_memory_max(200, 10, 1, 5) < gateway_memory_max(200, 20, 1, 5)
+    assert least < gateway_memory_max(100, 10, 1, 6)
     assert engine_memory_max(100, 10, 1) < engine_memory_max(100, 10, 2)
     assert core_memory_max(1000, 0, 1, 1) < core_memory_max(1000, 1000, 1, 1)

@@ -1,0 +1,177 @@
+"""The row `features` of `penstock bench gateway`: what quotas in Redis, tokens (JWT) and TLS cost.
+
+Each is on in a gateway of its own, beside one with keys, quotas in memory and plain text, and one in which
+all three are on. They are measured in turns, and a ratio is the median of the turns' ratios. A token is
+signed with ES256 and used again, as callers do until it expires. TLS has no target: encryption is the
+machine's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import ipaddress
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import jwt
+import msgspec
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from jwt.algorithms import ECAlgorithm
+
+from gateway.bench.paced_engine import MODEL
+from gateway.bench.quota import redis_server
+from gateway.bench.streams import Load, measured
+from gateway.bench.subjects import LIMITS, Engine, ServerUnderTest, gateway_of, paced_engine
+from gateway.bench.unary import Unary
+from gateway.config import GrantConfig
+from gateway.development import ID, development_config, development_key
+from gateway.edge_config import AdminConfig, IssuerConfig
+from gateway.quota_config import QuotasConfig
+from shared.bench.client import ApiServer
+from shared.bench.figures import Figure, Target, at_most, figure, quantile
+from shared.bench.services import free_port
+
+UNARY_TARGET: Final = at_most(1.3)
+EVENT_TARGET: Final = at_most(1.05)
+UNARY_TURNS: Final = 9
+EVENT_TURNS: Final = 5
+ISSUER: Final = "https://issuer.test/"
+AUDIENCE: Final = "penstock"
+TOKEN_S: Final = 3600
+REDIS_S: Final = 5.0
+"""The time limit of Redis' calls, in seconds: a busy machine is no outage."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Features:
+    """The features of one gateway."""
+
+    name: str
+    redis: bool = False
+    tokens: bool = False
+    tls: bool = False
+
+    def target(self, target: Target) -> Target | None:
+        return None if self.tls else target
+
+
+_PLAIN: Final = _Features("memory, keys, plain text")
+_ALL: Final = (
+    _PLAIN,
+    _Features("Redis", redis=True),
+    _Features("tokens", tokens=True),
+    _Features("TLS", tls=True),
+    _Features("Redis, tokens, TLS", redis=True, tokens=True, tls=True),
+)
+
+
+async def features(load: Load, seconds: float) -> list[Figure]:
+    """CPU time per request and per event with each feature, and its ratio to that with none."""
+    async with contextlib.AsyncExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        secrets = _Secrets(directory)
+        redis = await stack.enter_async_context(redis_server())
+        engine = await stack.enter_async_context(paced_engine(load.interval_ms))
+        subjects = {
+            one: await stack.enter_async_context(_gateway(engine, one, secrets, redis)) for one in _ALL
+        }
+        requests_us, events_us = await _in_turns(subjects, load, seconds)
+    figures: list[Figure] = []
+    for what, cost_us, unit, target in (
+        ("unary", requests_us, "us/request", UNARY_TARGET),
+        (load.name, events_us, "us/event", EVENT_TARGET),
+    ):
+        for one in _ALL:
+            figures.append(figure(f"{what}: {one.name}: CPU", quantile(cost_us[one], 0.5), unit))
+            if one is not _PLAIN:
+                ratios = [a / b for a, b in zip(cost_us[one], cost_us[_PLAIN], strict=True)]
+                name = f"{what}: {one.name} / {_PLAIN.name}"
+                figures.append(figure(name, quantile(ratios, 0.5), "x", one.target(target)))
+    return figures
+
+
+_Costs = defaultdict[_Features, list[float]]
+
+
+async def _in_turns(
+    subjects: dict[_Features, ServerUnderTest], load: Load, seconds: float
+) -> tuple[_Costs, _Costs]:
+    """The CPU time per request and per event of each subject in each turn, in microseconds."""
+    requests_us, events_us = _Costs(list), _Costs(list)
+    unary = {one: Unary(subject) for one, subject in subjects.items()}
+    for closed_loop in unary.values():
+        await closed_loop.round(counted=False)
+    for turn in range(UNARY_TURNS):
+        for one in _ALL if turn % 2 else reversed(_ALL):
+            requests_us[one].append(await unary[one].round())
+    for turn in range(EVENT_TURNS):
+        for one in _ALL if turn % 2 else reversed(_ALL):
+            window = await measured(subjects[one], load.streams, seconds)
+            events_us[one].append(window.cpu_us_per_event)
+    return requests_us, events_us
+
+
+@contextlib.asynccontextmanager
+async def _gateway(
+    engine: Engine, features: _Features, secrets: _Secrets, redis: str
+) -> AsyncIterator[ServerUnderTest]:
+    port, admin_port, key = free_port(), free_port(), development_key()
+    config = development_config(
+        port=port,
+        key=key,
+        model=MODEL,
+        engine_url=engine.url,
+        limits=LIMITS,
+        tls=(secrets.cert, secrets.key) if features.tls else None,
+    )
+    config = replace(config, admin=AdminConfig(port=admin_port))
+    if features.redis:
+        config = replace(config, quotas=QuotasConfig("redis", redis, timeout_s=REDIS_S))
+    if features.tokens:
+        issuer = IssuerConfig("bench", ISSUER, (AUDIENCE,), ("ES256",), jwks_file=secrets.jwks)
+        config = replace(config, issuers=(issuer,), grants=(GrantConfig("bench", tenant=ID),))
+    scheme = "https" if features.tls else "http"
+    caller = secrets.token if features.tokens else key
+    server = ApiServer(f"{scheme}://127.0.0.1:{port}/v1", caller, secrets.cert if features.tls else None)
+    async with gateway_of(config, server, f"http://127.0.0.1:{admin_port}/readyz") as subject:
+        yield subject
+
+
+class _Secrets:
+    """A key pair as a JWK set and a token of it, and a certificate of this machine with its key."""
+
+    def __init__(self, directory: Path) -> None:
+        pair = ec.generate_private_key(ec.SECP256R1())
+        jwk = ECAlgorithm.to_jwk(pair.public_key(), as_dict=True)
+        self.jwks = self._write(directory / "jwks.json", msgspec.json.encode({"keys": [{**jwk, "kid": "1"}]}))
+        claims = {"iss": ISSUER, "aud": AUDIENCE, "sub": "bench", "exp": int(time.time()) + TOKEN_S}
+        self.token = jwt.encode(claims, pair, "ES256", headers={"kid": "1"})
+        private = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        pem = pair.private_bytes(serialization.Encoding.PEM, *private)
+        self.key = self._write(directory / "key.pem", pem)
+        cert = _certificate(pair).public_bytes(serialization.Encoding.PEM)
+        self.cert = self._write(directory / "cert.pem", cert)
+
+    @staticmethod
+    def _write(path: Path, data: bytes) -> str:
+        path.write_bytes(data)
+        return str(path)
+
+
+def _certificate(pair: ec.EllipticCurvePrivateKey) -> x509.Certificate:
+    """A certificate for 127.0.0.1, signed by itself."""
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "bench")])
+    now = datetime.datetime.now(datetime.UTC)
+    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    builder = x509.CertificateBuilder(name, name, pair.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(now).not_valid_after(now + datetime.timedelta(days=1))
+    builder = builder.add_extension(x509.SubjectAlternativeName([address]), critical=False)
+    return builder.sign(pair, hashes.SHA256())

@@ -1,0 +1,176 @@
+"""The API's description: it is served to everybody, it says what the code does, and what it says holds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
+from schemathesis.core.result import Ok
+from schemathesis.specs.openapi import checks
+
+from gateway import edge, openapi
+from gateway.endpoints import ENDPOINTS
+from shared.openai import (
+    AssistantMessage,
+    ChatChoice,
+    ChatCompletion,
+    Completion,
+    CompletionChoice,
+    DetokenizeResponse,
+    PromptTokensDetails,
+    TokenizeResponse,
+    Usage,
+)
+from tests.gateway.conftest import KEY, PATIENCE_S, House, Open, error_of, until
+from tests.gateway.fake_engine import HEADERS, Script, Seen, chunk, stream
+
+API: Final = Path(__file__).parents[2] / "shared/API.md"
+EXAMPLES: Final = 20
+"""Requests of each operation, of those that the description allows and of those that it does not, each."""
+CHECKS: Final = [
+    schemathesis.checks.not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_headers_conformance,
+    checks.response_schema_conformance,
+    checks.negative_data_rejection,
+    checks.ignored_auth,
+    checks.unsupported_method,
+]
+
+
+@pytest.fixture
+def protocol() -> str:
+    """The hop's protocol, which makes no difference here."""
+    return "http2"
+
+
+def described() -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(openapi.document())
+    return document
+
+
+async def test_the_description_is_served_without_a_key(house: House) -> None:
+    url = house.url + openapi.PATH
+    async with house.client.get(url, headers={"x-request-id": "reader.1"}) as answer:
+        assert (answer.status, answer.content_type) == (200, "application/json")
+        assert answer.headers["x-request-id"] == "reader.1"
+        assert (await answer.json())["openapi"].startswith("3.1.")
+        length = answer.headers["content-length"]
+    async with house.client.head(url) as answer:
+        assert (answer.status, answer.headers["content-length"]) == (200, length)
+        assert await answer.read() == b""
+    async with house.client.post(url) as answer:
+        assert (answer.status, answer.headers["allow"]) == (405, "GET, HEAD")
+        assert (await error_of(answer))["code"] == "method_not_allowed"
+    assert [line["endpoint"] for line in await house.lines(3)] == [openapi.PATH] * 3
+
+
+async def test_those_who_read_it_slowly_are_bounded_and_hold_up_nobody(
+    open_house: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(edge, "DESCRIBING_MAX", 1)
+    monkeypatch.setattr(edge, "document", lambda: b"x" * 4_000_000)  # more than the kernel holds for a client
+    house: House = await open_house(timeouts={"slow_client_s": 0.2})
+    _, writer = await asyncio.open_connection("127.0.0.1", house.gateway.port, limit=1)
+    writer.write(b"GET /openapi.json HTTP/1.1\r\nhost: here\r\n\r\n")
+    await until(lambda: house.gateway._edge._describing == 1)
+    async with house.client.get(house.url + openapi.PATH) as answer:
+        assert (answer.status, (await error_of(answer))["code"]) == (503, "queue_full")
+    async with house.get("/v1/models") as answer:
+        assert answer.status == 200
+    await until(lambda: house.gateway._edge._describing == 0)
+    writer.transport.abort()
+    assert "slow_client" in {line.get("error_code") for line in await house.lines(3)}
+
+
+def test_every_endpoint_and_every_error_is_described() -> None:
+    document = described()
+    named = set(re.findall(r"`(?:GET|POST|DELETE) (/[^`]*)`", API.read_text())) - {"/metrics"}
+    assert set(document["paths"]) == named
+    assert set(ENDPOINTS) <= set(document["paths"])
+    codes = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| \d{3} ", API.read_text(), re.MULTILINE)
+    told = str([path["post"]["responses"] for path in document["paths"].values() if "post" in path])
+    for code in re.findall(r"`(\w+)`", " ".join(codes)):
+        assert f"`{code}`" in told
+
+
+def test_a_field_is_described_with_its_bounds_and_its_meaning() -> None:
+    schemas = described()["components"]["schemas"]
+    fields = schemas["ChatRequest"]["properties"]
+    assert {"type": "integer", "minimum": 1, "maximum": 64} in fields["n"]["anyOf"]
+    assert fields["top_k"]["description"].startswith("The number of likeliest tokens")
+    assert fields["tools"]["enum"] == [None, []]
+    assert "penstock" not in fields, "the gateway's own"
+    assert "PromptExtension" not in schemas
+
+
+# -- what it says holds ---------------------------------------------------------------------------
+
+
+def answer(seen: Seen) -> Script:
+    """What an engine answers, in short, to any request."""
+    usage = Usage(3, 2, 5, PromptTokensDetails())
+    one: dict[str, Any] = {"created": 1, "model": "tiny", "system_fingerprint": "fp"}
+    value: msgspec.Struct
+    match seen.path:
+        case "/tokenize":
+            value = TokenizeResponse(1, 4096, [1])
+        case "/detokenize":
+            value = DetokenizeResponse("a")
+        case _ if seen.body.get("stream"):
+            return stream(chunk("a"))
+        case "/v1/completions":
+            value = Completion(id="c", choices=[CompletionChoice(0, "a", "stop")], usage=usage, **one)
+        case _:
+            choice = ChatChoice(0, AssistantMessage("a"), "stop")
+            value = ChatCompletion(id="c", choices=[choice], usage=usage, **one)
+    return Script([HEADERS, msgspec.json.encode(value)], 200, "application/json")
+
+
+def ask(url: str, mode: schemathesis.GenerationMode) -> int:
+    """Send requests that schemathesis draws from the description, and check each answer against it. Returns
+    the number of requests."""
+    count, headers = 0, {"Authorization": f"Bearer {KEY}"}
+    for found in schemathesis.openapi.from_dict(described()).get_all_operations():
+        assert isinstance(found, Ok)
+        strategy = found.ok().as_strategy(generation_mode=mode)
+
+        @settings(
+            max_examples=EXAMPLES,
+            derandomize=True,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=strategy)
+        def check(case: schemathesis.Case[Any]) -> None:
+            nonlocal count
+            count += 1
+            got = case.call(base_url=url, headers=headers, timeout=PATIENCE_S)
+            case.validate_response(got, checks=CHECKS, headers=headers)
+
+        with contextlib.suppress(Unsatisfiable):
+            check()
+    return count
+
+
+@pytest.mark.parametrize("mode", schemathesis.GenerationMode, ids=str)
+async def test_answers_are_as_described(open_house: Open, mode: schemathesis.GenerationMode) -> None:
+    house: House = await open_house(model={"aliases": ["*"]})
+    house.engine.script = answer
+    asked = await asyncio.to_thread(ask, house.url, mode)
+    assert asked > 6 * EXAMPLES
+    statuses = {line["status"] for line in house._lines()}
+    assert statuses & {400, 404}
+    assert 200 in statuses
+    await house.at_rest()
