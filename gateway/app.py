@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
+from gateway.accounting_config import AccountingConfig
 from gateway.accounts import AccountsReader, IdentityOf
 from gateway.admin import Admin
 from gateway.admission.guarded_store import GuardedStore, SharedStore
@@ -25,6 +26,8 @@ from gateway.admission.memory_store import MemoryStore
 from gateway.admission.quota import LEASE_TTL_MS, QuotaStore
 from gateway.admission.validate import warm
 from gateway.background import Background, Work
+from gateway.billing.lines import Billing
+from gateway.billing.webhook import Webhook
 from gateway.config import GatewayConfig, ModelConfig, timeouts_of
 from gateway.edge import Edge
 from gateway.endpoints import ENDPOINTS
@@ -84,10 +87,12 @@ class Gateway:
         credentials = Credentials(config.models, env)
         self.config = config
         self.lifecycle = Lifecycle()
-        self._redis = None if quotas is not None else _redis_store(config.quotas, env)
+        self._redis = None if quotas is not None else _redis_store(config.quotas, env, config.accounting.days)
         shared = quotas or self._redis
-        self.quotas: QuotaStore = shared or MemoryStore(clock)
-        self._guarded = None if shared is None else GuardedStore(shared, config.quotas.gateways, clock)
+        days = config.accounting.days
+        self.quotas: QuotaStore = shared or MemoryStore(clock, days)
+        gateways = config.quotas.gateways
+        self._guarded = None if shared is None else GuardedStore(shared, gateways, clock, days)
         store = self._guarded or self.quotas
         self.live = LiveRequests(config.limits.live_max)
         self._tls = None if config.listen.tls is None else PublicTls(config.listen.tls, clock)
@@ -100,7 +105,9 @@ class Gateway:
         memory = FairShare(config.limits.request_memory)
         _set_gauges(self.live, upstream, memory)
         parts = self.engines, store, self.replicas, upstream, credentials, self.live, self._threads, memory
-        pipeline = Pipeline(config, *parts)
+        self.billing = Billing(config.accounting, clock)
+        self._webhook = _webhook(config.accounting, self.billing, env, clock)
+        pipeline = Pipeline(config, *parts, self.billing)
         self._health = Health(self.lifecycle, self._problems)
         self._edge = Edge(
             config, self.accounts, pipeline, self.live, self.engines, store, self._health, clock
@@ -121,6 +128,10 @@ class Gateway:
             "lease renewal": self._renew_leases,
             "issuers' keys": self._key_sources.watch,
         }
+        if self.billing.spool is not None:
+            works["billing lines"] = self.billing.write
+        if self._webhook is not None:
+            works["billing webhook"] = self._webhook.send
         return works if self._tls is None else works | {"certificates": self._tls.watch}
 
     async def __aenter__(self) -> Gateway:
@@ -133,6 +144,7 @@ class Gateway:
                 stack.push_async_callback(self._redis.aclose)
             if self._guarded is not None:
                 await self._guarded.renew([])  # the first probe; until one succeeds, the store is down
+            stack.push_async_callback(self.billing.aclose)
             await stack.enter_async_context(self._background)
             await stack.enter_async_context(self._tokenizers)
             await self._key_sources.first()
@@ -170,6 +182,8 @@ class Gateway:
             self.config.timeouts.drain_s,
             _stopped,
         )
+        if self._guarded is not None:
+            await self._guarded.post()
         log.info("gateway.drained", clean=clean)
 
     def reload(self) -> list[str]:
@@ -196,6 +210,7 @@ class Gateway:
             due_s = self._clock.monotonic() + RENEW_S
             await self._clock.sleep(PROBE_S)
             while self._guarded.is_well and self._clock.monotonic() < due_s:
+                await self._guarded.post()
                 await self._clock.sleep(PROBE_S)
             await self._guarded.renew(self.live.reservations())
 
@@ -228,7 +243,16 @@ def _profiles(
     return fetch
 
 
-def _redis_store(config: QuotasConfig, env: Mapping[str, str]) -> RedisStore | None:
+def _webhook(
+    config: AccountingConfig, billing: Billing, env: Mapping[str, str], clock: Clock
+) -> Webhook | None:
+    """The receiver of billing lines; None where there is none. Raises ConfigError."""
+    if config.webhook is None or billing.spool is None:
+        return None
+    return Webhook(config, billing.spool, env, clock)
+
+
+def _redis_store(config: QuotasConfig, env: Mapping[str, str], days_kept: int) -> RedisStore | None:
     """The store in Redis, not yet connected; None where quotas are kept in memory. Raises ConfigError."""
     if config.store == "memory":
         return None
@@ -236,7 +260,7 @@ def _redis_store(config: QuotasConfig, env: Mapping[str, str]) -> RedisStore | N
     from gateway.admission.redis_links import links_of
     from gateway.admission.redis_store import RedisStore
 
-    return RedisStore(links_of(config, env), config.key_prefix)
+    return RedisStore(links_of(config, env), config.key_prefix, days_kept=days_kept)
 
 
 def _stopped() -> GatewayStopped:

@@ -24,10 +24,12 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
+from gateway.accounting_config import AccountingConfig
 from gateway.edge_config import (
     ENTRIES_MAX,
     ISSUERS_MAX,
     AdminConfig,
+    AdmissionConfig,
     HopConfig,
     Id,
     IssuerConfig,
@@ -36,26 +38,31 @@ from gateway.edge_config import (
     Name,
     Seconds,
 )
-from gateway.quota_config import QuotaFail, QuotasConfig
+from gateway.quota_config import (
+    NO_LIMITS,
+    PerModel,
+    QuotaFail,
+    QuotaLimits,
+    QuotasConfig,
+    model_limit_problems,
+)
 from shared import config
 from shared.config import ConfigError
 from shared.fair_share import FairShare
 from shared.holding import memory_max
 from shared.ids import KeyId, TenantId
-from shared.openai import BODY_LEN_MAX, TOKENS_MAX
+from shared.openai import BODY_LEN_MAX
 from shared.settings import LogLevel, Unit
 
 ENV_PREFIX: Final = "PENSTOCK_GATEWAY_"
 HEADINGS: Final[Mapping[str, str]] = {}
 """None within the top level: the file has sections."""
-QUOTA_MAX: Final = 10**9
 REPLICAS_MAX: Final = 256
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
 _BASE_URL: Final = re.compile(r"https?://[^/?#@\s]+(/[^?#\s]*)?")
 
 Bytes = Annotated[int, Unit("bytes")]
-Quota = Annotated[int, Meta(ge=0, le=QUOTA_MAX)]
 
 HASH_PREFIX: Final = "sha256:"
 ANY: Final = "*"
@@ -143,31 +150,6 @@ class TimeoutOverrides:
         return replace(general, **{name: s for name, s in asdict(self).items() if s is not None})
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionConfig:
-    """The settings of admission."""
-
-    unknown_fields: Literal["ignore", "refuse"] = "ignore"
-    """The answer to fields of a request that OpenAI's API does not have. ignore: name them in the answer.
-    refuse: answer 400."""
-    completion_estimate: Annotated[int, Meta(ge=1, le=TOKENS_MAX), Unit("tokens")] = 1024
-    """Tokens that are reserved at least for each choice of a request that states no maximum."""
-
-
-@dataclass(frozen=True, slots=True)
-class QuotaLimits:
-    """The quotas of a tenant or a key. None is no limit; 0 lets nothing through."""
-
-    requests_per_min: Annotated[Quota, Unit("requests")] | None = None
-    """Requests in a minute. Unset: no limit. 0 lets nothing through, as in each of these."""
-    tokens_per_min: Annotated[Quota, Unit("tokens")] | None = None
-    """Tokens of prompts and answers in a minute. Unset: no limit."""
-    concurrent: Annotated[Quota, Unit("requests")] | None = None
-    """Requests in progress. Unset: no limit."""
-    token_budget: Annotated[Quota, Unit("tokens")] | None = None
-    """Tokens in total, which time does not refill. Unset: no limit."""
-
-
 HopProtocol = Literal["http2", "http1"]
 Tier = Literal["flex", "default", "priority"]
 
@@ -186,6 +168,8 @@ class ModelConfig:
     """Further names that it answers to; * is any name that no other model has."""
     upstream_model: Name | None = None
     """Its name at the engines. Unset: the same name."""
+    limits: QuotaLimits = NO_LIMITS
+    """Quotas of all tenants' requests for it together."""
     timeouts: TimeoutOverrides | None = None
     """Time limits of its requests, each of which wins over the one in [timeouts]."""
     queue_timeout_s: Seconds | None = None
@@ -247,8 +231,10 @@ class TenantConfig:
     """Its name in logs, metrics and a header of the hop."""
     models: tuple[Name, ...] = ALL_MODELS
     """Names (not aliases) of the models that it may use; * is all."""
-    limits: QuotaLimits = QuotaLimits()
+    limits: QuotaLimits = NO_LIMITS
     """Quotas of all its keys together."""
+    model_limits: PerModel = ()
+    """Quotas of all its keys together for single models."""
     quota_fail: QuotaFail | None = None
     """Wins over fail in [quotas]."""
     service_tier: Tier = "priority"
@@ -284,8 +270,10 @@ class KeyConfig:
     """Id of the tenant that it belongs to."""
     models: tuple[Name, ...] = ALL_MODELS
     """Those of the tenant's models that this key may use; * is all."""
-    limits: QuotaLimits = QuotaLimits()
+    limits: QuotaLimits = NO_LIMITS
     """Quotas of this key alone, beside its tenant's."""
+    model_limits: PerModel = ()
+    """Quotas of this key alone for single models, beside its tenant's."""
     expires: datetime | None = None
     """When it stops working, with the offset from UTC. Unset: never."""
     disabled: bool = False
@@ -321,8 +309,10 @@ class GrantConfig:
     """Those of the tenant's models that the holder may use; * is all."""
     service_tier: Tier | None = None
     """The highest tier of the holder's requests, where it is below the tenant's."""
-    limits: QuotaLimits = QuotaLimits()
+    limits: QuotaLimits = NO_LIMITS
     """Quotas of each subject (claim sub) alone, beside its tenant's."""
+    model_limits: PerModel = ()
+    """Quotas of each subject (claim sub) alone for single models, beside its tenant's."""
 
     def __post_init__(self) -> None:
         if bool(self.claim) != (self.value is not None):
@@ -350,8 +340,10 @@ class CertificateConfig:
     """Those of the tenant's models that the holder may use; * is all."""
     service_tier: Tier | None = None
     """The highest tier of the holder's requests, where it is below the tenant's."""
-    limits: QuotaLimits = QuotaLimits()
+    limits: QuotaLimits = NO_LIMITS
     """Quotas of the holder alone, beside its tenant's."""
+    model_limits: PerModel = ()
+    """Quotas of the holder alone for single models, beside its tenant's."""
 
     def __post_init__(self) -> None:
         if sum(name is not None for name in (self.dns, self.uri, self.subject)) != 1:
@@ -388,7 +380,9 @@ class GatewayConfig:
     """Common settings of the tenants of a service tier."""
     quotas: QuotasConfig = field(default_factory=QuotasConfig)
     """Where the usage of quotas is counted."""
-    admission: AdmissionConfig = AdmissionConfig()
+    accounting: AccountingConfig = field(default_factory=AccountingConfig)
+    """What is kept and told of callers' usage."""
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     """How requests are checked and counted before they are let in."""
     log_level: LogLevel = "info"
     """Lowest level that is logged."""
@@ -449,6 +443,9 @@ def _contradictions(config: GatewayConfig) -> Iterator[str]:
                 yield f"models.{model.name}: {url!r} has another protocol in another model"
     for tenant in config.tenants:
         yield from _unknown(f"tenants.{tenant.id}", tenant.models, model_names)
+        yield from model_limit_problems(f"tenants.{tenant.id}", tenant.model_limits, model_names)
+    if config.quotas.cluster and any(model.limits != NO_LIMITS for model in config.models):
+        yield "models: limits of a model over all tenants cannot be counted in a Cluster (quotas.cluster)"
     yield from _unknown_names(config, model_names, tenant_ids)
     for key in config.keys:
         if key.expires is not None and key.expires.tzinfo is None:
@@ -471,6 +468,7 @@ def _unknown_names(config: GatewayConfig, model_names: set[str], tenant_ids: set
     ]
     for where, holder in holders:
         yield from _unknown(where, holder.models, model_names)
+        yield from model_limit_problems(where, holder.model_limits, model_names)
         if holder.tenant is not None and holder.tenant not in tenant_ids:
             yield f"{where}: there is no tenant {holder.tenant!r}"
 

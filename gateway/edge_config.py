@@ -1,5 +1,6 @@
-"""The settings of the public listener, of TLS and of the issuers of tokens: the part of the configuration
-(`gateway.config`) that says how the gateway is reached and which signatures it trusts."""
+"""The settings of the public listener, of TLS, of the issuers of tokens and of admission: the part of the
+configuration (`gateway.config`) that says how the gateway is reached, which signatures it trusts and how
+requests are checked."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from urllib.parse import urlsplit
 from msgspec import Meta
 
 from shared.config import ConfigError
-from shared.settings import Port, Text
+from shared.openai import TOKENS_MAX
+from shared.settings import Port, Text, Unit
 
 ENTRIES_MAX: Final = 10_000
 """The most keys, and the most tenants: they are held in memory, each with its usage."""
@@ -194,3 +196,14 @@ class AdminConfig:
     """Port for them. Unset: there is no such listener."""
     keys: Annotated[tuple[OperatorKeyConfig, ...], Meta(max_length=ENTRIES_MAX)] = ()
     """Keys that may change something. Without one nobody may."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionConfig:
+    """The settings of admission."""
+
+    unknown_fields: Literal["ignore", "refuse"] = "ignore"
+    """The answer to fields of a request that OpenAI's API does not have. ignore: name them in the answer.
+    refuse: answer 400."""
+    completion_estimate: Annotated[int, Meta(ge=1, le=TOKENS_MAX), Unit("tokens")] = 1024
+    """Tokens that are reserved at least for each choice of a request that states no maximum."""

@@ -100,10 +100,10 @@ def test_imports_keep_to_their_floor(path: Path) -> None:
 
 
 GATEWAY_LEVELS = (
-    {"edge_config", "quota_config"},
+    {"accounting_config", "edge_config", "quota_config"},
     {"config", "secret", "hygiene", "endpoints", "background", "shield", "client"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
-    {"accounts", "public_tls", "engines", "record", "development"},
+    {"accounts", "billing", "public_tls", "engines", "record", "development"},
     {"exchange"},
     {"outbound", "admin"},
     {"pipeline"},  # the only one that knows the order of the stages

@@ -29,8 +29,8 @@ from gateway.admission.quota import QuotaStore, ReservationId, Scope, StoreUnava
 from gateway.admission.redis_link import RedisLink, Word
 from gateway.admission.redis_links import links_of
 from gateway.admission.redis_store import SCRIPT, RedisStore
-from gateway.config import QuotaLimits
-from gateway.quota_config import QuotasConfig
+from gateway.admission.usage import Used
+from gateway.quota_config import QuotaLimits, QuotasConfig
 from shared.bench.figures import Figure, at_most, figure, quantile
 from shared.bench.services import free_port
 from shared.bench.streams import BenchFailed
@@ -123,7 +123,7 @@ async def _caller(store: QuotaStore, requests: int, latencies_s: list[float]) ->
         for call in (
             lambda name=name: store.enter(name, _SUBJECTS, needs_tokens=True),
             lambda name=name: store.reserve(name, _SUBJECTS, 500, 500),
-            lambda name=name: store.settle(name, 300),
+            lambda name=name: store.settle(name, Used(completion=300)),
         ):
             if await call() is None:
                 raise BenchFailed("a reservation was lost")
@@ -173,6 +173,7 @@ async def _ours(url: str) -> AsyncIterator[QuotaStore]:
 class _Pool:
     """redis-py in the place of our connection: one that sends nothing twice."""
 
+    is_cluster: Final = False
     timeout_ms: Final = int(TIMEOUT_S * 1000)
     server_ms: Final = -timeout_ms
     """So that calls have no time limit at the server, whose clock is not known here."""

@@ -10,7 +10,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from gateway.config import QuotaLimits, Tier
+from gateway.config import Tier
+from gateway.quota_config import ModelLimits, QuotaLimits
 from shared.ids import KeyId, TenantId
 
 Revoked = frozenset[tuple[bytes, int]]
@@ -47,6 +48,8 @@ class Principal:
     """The key's own, beside its tenant's."""
     service_tier: Tier | None = None
     """The highest tier of its requests, where it is below the tenant's; None leaves the tenant's."""
+    model_limits: tuple[ModelLimits, ...] = ()
+    """The key's own limits for single models."""
 
 
 class Identity(Protocol):

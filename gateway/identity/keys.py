@@ -88,7 +88,7 @@ class _Record:
     @classmethod
     def of(cls, key: KeyConfig) -> Self:
         return cls(
-            Principal(key.key_id, key.tenant_id, key.models, key.limits),
+            Principal(key.key_id, key.tenant_id, key.models, key.limits, model_limits=key.model_limits),
             bytes.fromhex(key.hash.removeprefix(HASH_PREFIX)),
             key.disabled,
             math.inf if key.expires is None else key.expires.timestamp(),

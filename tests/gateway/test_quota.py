@@ -34,7 +34,8 @@ from gateway.admission.quota import (
     fits,
     wait_ms,
 )
-from gateway.config import QuotaLimits
+from gateway.admission.usage import Used
+from gateway.quota_config import QuotaLimits
 from shared.ids import TenantId
 from tests.fakes import VirtualClock
 from tests.gateway.redis_server import RedisServer, redis_store
@@ -70,7 +71,7 @@ async def take(
     if decision.refusal is None and least:
         decision = await store.reserve(name, subjects, least, max(least, most))
         if decision.refusal is not None:
-            await store.settle(name, 0)
+            await store.settle(name, Used())
     return decision
 
 
@@ -166,7 +167,7 @@ async def test_tokens_are_reserved_and_the_rest_refunded(clock_and_store: Both) 
     assert refusal is not None
     assert refusal.meter is Meter.TOKENS
     assert refusal.retry_after_ms == 6_000
-    assert await store.settle(rid(1), 100) == Settlement(900, 100)
+    assert await store.settle(rid(1), Used(completion=100)) == Settlement(900, 100)
     assert remaining((await store.windows(who)).tokens) == 900
     assert (await take(store, rid(3), who, 900)).refusal is None
 
@@ -175,7 +176,7 @@ async def test_usage_above_the_reservation_is_debt(clock_and_store: Both) -> Non
     clock, store = clock_and_store
     who = [subject(tokens_per_min=60)]
     await take(store, rid(1), who, 10)
-    settlement = await store.settle(rid(1), 120)
+    settlement = await store.settle(rid(1), Used(completion=120))
     assert settlement is not None
     assert (settlement.overdrawn, settlement.released) == (110, 0)
     assert (await take(store, rid(2), who, 1)).refusal is not None
@@ -225,7 +226,7 @@ async def test_a_budget_does_not_refill_but_is_refunded(clock_and_store: Both) -
     who = [subject(token_budget=100)]
     await take(store, rid(1), who, 100)
     assert (await take(store, rid(2), who, 1)).refusal is not None
-    await store.settle(rid(1), 60)
+    await store.settle(rid(1), Used(completion=60))
     clock.advance(3600)
     assert (await take(store, rid(3), who, 41)).refusal is not None
     assert (await take(store, rid(4), who, 40)).refusal is None
@@ -235,9 +236,9 @@ async def test_settle_is_idempotent_and_ignores_unknown_reservations(clock_and_s
     _, store = clock_and_store
     who = [subject(concurrent=1, token_budget=100)]
     await take(store, rid(1), who, 50)
-    assert await store.settle(rid("nobody"), 5) is None
-    assert await store.settle(rid(1), 20) is not None
-    assert await store.settle(rid(1), 20) is None
+    assert await store.settle(rid("nobody"), Used(completion=5)) is None
+    assert await store.settle(rid(1), Used(completion=20)) is not None
+    assert await store.settle(rid(1), Used(completion=20)) is None
     assert (await take(store, rid(2), who, 80)).refusal is None
 
 
@@ -253,7 +254,7 @@ async def test_concurrency_is_a_lease(clock_and_store: Both) -> None:
     assert (await take(store, rid(3), who, 0)).refusal is not None, "renewed, so still held"
     clock.advance(1)
     assert (await take(store, rid(4), who, 0)).refusal is None, "a lease outlived its time to live"
-    assert await store.settle(rid(1), 0) is None
+    assert await store.settle(rid(1), Used()) is None
 
 
 async def test_a_lease_that_ran_out_stays_charged(clock_and_store: Both) -> None:
@@ -290,9 +291,9 @@ async def test_a_seat_is_taken_before_any_token(clock_and_store: Both) -> None:
     assert remaining(windows.tokens) == 100
     refusal = (await store.enter(rid(2), who, needs_tokens=False)).refusal
     assert refusal == Refusal(Meter.CONCURRENCY, Scope.KEY, 1, BUSY_RETRY_MS)
-    await store.settle(rid(1), 0)
+    await store.settle(rid(1), Used())
     assert (await store.enter(rid(3), who, needs_tokens=True)).refusal is None
-    await store.settle(rid(3), 0)
+    await store.settle(rid(3), Used())
     refusal = (await store.enter(rid(4), who, needs_tokens=True)).refusal
     assert refusal is not None
     assert refusal.meter is Meter.REQUESTS, "ended requests stay counted"
@@ -315,7 +316,7 @@ async def test_a_seat_whose_lease_ran_out_is_taken_anew_with_the_tokens(clock_an
     clock.advance(LEASE_TTL_MS / 1000)
     assert (await store.reserve(rid(1), who, 10, 10)).refusal is None
     assert (await store.enter(rid(2), who, needs_tokens=True)).refusal is not None
-    await store.settle(rid(1), 10)
+    await store.settle(rid(1), Used(completion=10))
     await store.enter(rid(3), who, needs_tokens=True)
     clock.advance(LEASE_TTL_MS / 1000)
     await store.enter(rid(4), who, needs_tokens=True)
@@ -347,7 +348,7 @@ async def test_a_repeated_call_changes_nothing(clock_and_store: Both) -> None:
     assert remaining(first.windows.requests) == 9
     assert (await store.enter(rid(2), who, needs_tokens=True)).refusal is None
     assert (await store.reserve(rid(2), who, 75, 75)).refusal is None
-    assert await store.settle(rid(1), 25) == Settlement(25, 25)
+    assert await store.settle(rid(1), Used(completion=25)) == Settlement(25, 25)
 
 
 # -- law 4 ----------------------------------------------------------------------------------------
@@ -389,12 +390,12 @@ class Law4(RuleBasedStateMachine):
     def settle(self, data: st.DataObject, tokens: int) -> None:
         name = data.draw(st.sampled_from(sorted(self.granted)))
         started = self.granted.pop(name)
-        settlement = run(self.store.settle(name, tokens))
+        settlement = run(self.store.settle(name, Used(completion=tokens)))
         expired = self.clock.monotonic() - started >= LEASE_TTL_MS / 1000
         assert (settlement is None) == expired
         if settlement is not None:
             assert settlement.reserved + settlement.overdrawn == settlement.settled + settlement.released
-        assert run(self.store.settle(name, tokens)) is None
+        assert run(self.store.settle(name, Used(completion=tokens))) is None
 
     @precondition(lambda self: self.granted)
     @rule(data=st.data())
@@ -439,7 +440,7 @@ async def test_accounts_that_nobody_uses_make_room_for_others(monkeypatch: pytes
         for name in names:
             decision = await take(store, rid(name), [subject(name, **limits)], 1)
             assert decision.refusal is None
-            await store.settle(rid(name), 1 if "token_budget" in limits else 0)
+            await store.settle(rid(name), Used(completion=1 if "token_budget" in limits else 0))
 
     await use("spender", token_budget=2)
     await use(*(f"first-{number}" for number in range(100)), concurrent=1)

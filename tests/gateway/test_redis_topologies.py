@@ -17,6 +17,7 @@ from redis.crc import key_slot
 
 from gateway.admission.quota import StoreUnavailable
 from gateway.admission.redis_links import tag_of
+from gateway.admission.usage import Used
 from shared.bench.services import free_port
 from shared.ids import TenantId
 from tests.gateway.redis_server import RedisServer, redis_command, redis_server, redis_store, until_well
@@ -111,7 +112,7 @@ async def test_slots_that_move_are_followed(cluster: Cluster) -> None:
     slot = key_slot(moved.encode())
     async with redis_store(cluster.nodes[0], url=cluster.url, cluster=True) as store:
         assert await admitted(store, 1, tenant(moved, concurrent=10))
-        assert await store.settle(rid(1), 0) is not None
+        assert await store.settle(rid(1), Used()) is not None
         cluster.nodes[0].admin.flushall()
         to = cluster.nodes[1].admin.cluster("MYID")
         for node in cluster.nodes:

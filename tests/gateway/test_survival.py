@@ -19,10 +19,10 @@ from gateway.admission.quota import (
     StoreUnavailable,
     Subject,
 )
+from gateway.admission.usage import Used
 from gateway.background import RESTART_S_MAX, RESTART_S_MIN, Background
-from gateway.config import QuotaLimits
 from gateway.identity.caller import Caller, Principal
-from gateway.quota_config import QuotaFail
+from gateway.quota_config import QuotaFail, QuotaLimits
 from shared.errors import QuotaUnavailable
 from shared.ids import TenantId
 from tests.fakes import VirtualClock
@@ -69,7 +69,7 @@ async def test_only_calls_that_reserve_raise() -> None:
         await guarded.enter(reservation, closed, needs_tokens=True)
     with pytest.raises(QuotaUnavailable):
         await guarded.reserve(reservation, closed, 1, 2)
-    assert await guarded.settle(reservation, 1) is None
+    assert await guarded.settle(reservation, Used(completion=1)) is None
     await guarded.renew([reservation])
     assert (await guarded.windows(closed)).requests is None
     assert not guarded.is_well
@@ -102,7 +102,7 @@ async def test_a_request_that_an_outage_divides_is_settled_with_both_stores() ->
     await guarded.enter(reservation, local, needs_tokens=True)
     store.fails = {"reserve"}
     assert (await guarded.reserve(reservation, local, 50, 50)).granted == 50
-    assert (await guarded.settle(reservation, 30)) == Settlement(0, 30)
+    assert (await guarded.settle(reservation, Used(completion=30))) == Settlement(0, 30)
     store.fails = set()
     assert store.store.live == 0
     assert (await guarded.reserve(ReservationId("next"), local, 71, 71)).refusal is not None, "70 are left"
