@@ -14,7 +14,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Final
 
@@ -27,6 +27,7 @@ from gateway.client.responses import error_response, json_response
 from gateway.exchange import LiveRequests
 from gateway.hygiene import check, path_of
 from gateway.identity.caller import Caller, Principal
+from gateway.usage_api import USAGE, UsageReports
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import (
@@ -51,8 +52,8 @@ PROBLEMS_LEN_MAX: Final = 8 * 1024
 
 Open = Callable[[web.BaseRequest], web.Response]
 """Answers anybody. Raises ApiError."""
-Change = Callable[[web.BaseRequest, Principal], web.Response]
-"""Answers an operator. Raises ApiError."""
+Change = Callable[[web.BaseRequest, Principal], web.Response | Awaitable[web.Response]]
+"""Answers an operator. Raises ApiError, here or in the awaitable."""
 
 log = logs.get(__name__)
 
@@ -72,6 +73,7 @@ class Admin:
         accounts: AccountsReader,
         reload: Callable[[], list[str]],
         live: LiveRequests,
+        usage: UsageReports,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """`reload` reads the configuration again, and returns what is wrong with it."""
@@ -85,6 +87,7 @@ class Admin:
         self._changes: Final[Mapping[str, tuple[str, Change]]] = {
             RELOAD: ("POST", self._reload),
             REQUESTS: ("DELETE", self._abort),
+            USAGE: ("GET", usage.answer),
         }
         """By path, or by its beginning where that ends with a slash: the method, and what it does."""
 
@@ -120,7 +123,8 @@ class Admin:
         caller = Caller(request.headers.get("authorization"), request.transport)
         operator = await self._accounts.now.operators.identify(caller, self._clock.wall())
         _check_method(request, method)
-        return change(request, operator)
+        answer = change(request, operator)
+        return answer if isinstance(answer, web.Response) else await answer
 
     def _probe(self, request: web.BaseRequest) -> web.Response:
         return probe_response(self._health, request, tells_problems=True)

@@ -44,6 +44,7 @@ from gateway.record import HELD_BYTES, HTTP2_STREAMS, IN_FLIGHT
 from gateway.relay.credentials import Credentials
 from gateway.relay.upstream import Upstream
 from gateway.routing.replicas import Replicas
+from gateway.usage_api import UsageReports
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import GatewayStopped
@@ -156,7 +157,8 @@ class Gateway:
             )
             if admin.port is not None:
                 options = http1_options(self.config.timeouts.idle_s)
-                handlers = Admin(self._health, self.accounts, self.reload, self.live, self._clock)
+                usage = UsageReports(self._guarded or self.quotas, self.accounts, self._clock)
+                handlers = Admin(self._health, self.accounts, self.reload, self.live, usage, self._clock)
                 private = web.Server(handlers.handle, **options)
                 self.admin_port = await listen(
                     stack, private, admin.host, admin.port, send_buffer_len=buffer_len

@@ -104,7 +104,7 @@ GATEWAY_LEVELS = (
     {"config", "secret", "hygiene", "endpoints", "background", "shield", "client"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
     {"accounts", "billing", "public_tls", "engines", "record", "development"},
-    {"exchange"},
+    {"exchange", "usage_api"},
     {"outbound", "admin"},
     {"pipeline"},  # the only one that knows the order of the stages
     {"edge"},

@@ -166,7 +166,8 @@ local function count(usage_key, day, row, numbers)
   end
   redis.call('HSET', key, row, struct.pack(ROW, unpack(numbers)))
   if not before then
-    redis.call('EXPIREAT', key, string.format('%d', (day + days_kept) * 86400))
+    local left = (day + days_kept) * DAY_MS - now
+    redis.call('PEXPIRE', key, string.format('%.0f', left))
   end
 end
 

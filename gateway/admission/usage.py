@@ -13,7 +13,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Final
 
 from msgspec import Struct
@@ -88,6 +88,11 @@ class Totals(Struct):
         self.estimated_tokens += other.estimated_tokens
 
     @property
+    def total_tokens(self) -> int:
+        """All tokens that were charged."""
+        return self.prompt_tokens + self.completion_tokens + self.estimated_tokens
+
+    @property
     def numbers(self) -> tuple[int, ...]:
         """The sums in their order."""
         return (
@@ -149,12 +154,3 @@ class UsageRows:
         sheet = self._days.setdefault(day, {}).setdefault(payer.tenant, {})
         row = (payer.key, payer.model) if len(sheet) < ROWS_MAX else (KeyId(OTHERS), OTHERS)
         return sheet.setdefault(row, Totals())
-
-
-def grouped(rows: Iterable[UsageRow], by: tuple[str, ...]) -> dict[tuple[str | int, ...], Totals]:
-    """The sums of rows by some of their fields: `tenant`, `key`, `model`, `day`."""
-    groups: dict[tuple[str | int, ...], Totals] = {}
-    for row in rows:
-        group = tuple(getattr(row, name) for name in by)
-        groups.setdefault(group, Totals()).add(row.totals)
-    return groups

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import Awaitable
 from typing import Any, Final, TypeVar
 
 import pytest
@@ -18,16 +18,12 @@ from gateway.admission.quota import (
     GRANT_SHARE,
     LEASE_TTL_MS,
     WEIGHT,
-    Decision,
     Meter,
-    QuotaStore,
     Refusal,
     ReservationId,
     Scope,
     Settlement,
-    Subject,
     Usage,
-    Window,
     Windows,
     charged,
     drained,
@@ -36,43 +32,12 @@ from gateway.admission.quota import (
 )
 from gateway.admission.usage import Used
 from gateway.quota_config import QuotaLimits
-from shared.ids import TenantId
 from tests.fakes import VirtualClock
-from tests.gateway.redis_server import RedisServer, redis_store
+from tests.gateway.quota_calls import Both, of_limits, remaining, rid, subject, take
 
 T = TypeVar("T")
 
 LIMITS: Final = st.integers(1, 10**9)
-
-
-def subject(id_: str = "k", scope: Scope = Scope.KEY, **limits: int | None) -> Subject:
-    return of_limits(QuotaLimits(**limits), id_, scope)
-
-
-def of_limits(limits: QuotaLimits, id_: str = "k", scope: Scope = Scope.KEY) -> Subject:
-    return Subject(scope, id_, limits, TenantId("t"))
-
-
-def remaining(window: Window | None) -> int:
-    assert window is not None
-    return window.remaining
-
-
-def rid(name: object) -> ReservationId:
-    return ReservationId(str(name))
-
-
-async def take(
-    store: QuotaStore, name: ReservationId, subjects: Sequence[Subject], least: int, most: int = 0
-) -> Decision:
-    """A seat, then tokens, as a request takes them. A request that is refused tokens ends, and gives its seat
-    back."""
-    decision = await store.enter(name, subjects, needs_tokens=least > 0)
-    if decision.refusal is None and least:
-        decision = await store.reserve(name, subjects, least, max(least, most))
-        if decision.refusal is not None:
-            await store.settle(name, Used())
-    return decision
 
 
 # -- the bucket -----------------------------------------------------------------------------------
@@ -120,21 +85,6 @@ def test_time_that_runs_backwards_drains_nothing() -> None:
 
 
 # -- the contract of a store ----------------------------------------------------------------------
-
-
-@pytest.fixture(params=["memory", "redis"])
-async def clock_and_store(
-    request: pytest.FixtureRequest, redis: RedisServer
-) -> AsyncIterator[tuple[VirtualClock, QuotaStore]]:
-    clock = VirtualClock()
-    if request.param == "memory":
-        yield clock, MemoryStore(clock)
-        return
-    async with redis_store(redis, clock=clock) as store:
-        yield clock, store
-
-
-Both = tuple[VirtualClock, QuotaStore]
 
 
 async def test_concurrent_reservations_never_exceed_the_limit(clock_and_store: Both) -> None:

@@ -1,0 +1,90 @@
+"""Accounting: what each store counts."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pytest
+
+from gateway.admission import redis_store, usage
+from gateway.admission.memory_store import MemoryStore
+from gateway.admission.quota import LEASE_TTL_MS, QuotaStore, Scope, Subject
+from gateway.admission.redis_store import SCRIPT
+from gateway.admission.usage import Payer, Totals, UsageRow, Used
+from gateway.quota_config import QuotaLimits
+from shared.ids import KeyId, TenantId
+from tests.gateway.quota_calls import Both, rid, subject
+
+ROWS_MAX: Final = usage.ROWS_MAX
+SMALL_SCRIPT: Final = SCRIPT.replace(f"local ROWS_MAX = {ROWS_MAX} ", "local ROWS_MAX = 3 ")
+assert SMALL_SCRIPT != SCRIPT, "both stores have the same bound"
+PAYER: Final = Payer(TenantId("t"), KeyId("k"), "org/m")
+TODAY: Final = 1_700_000_000 // 86_400
+
+
+async def rows(store: QuotaStore, tenant: str = "t", first: int = TODAY, last: int = TODAY) -> list[UsageRow]:
+    found = [row async for row in store.usage(TenantId(tenant), first, last)]
+    return sorted(found, key=lambda row: (row.day, row.key, row.model))
+
+
+async def used_by(store: QuotaStore, name: object, used: Used | None, payer: Payer = PAYER) -> None:
+    """One request that reserves 100 tokens, and is settled unless `used` is None."""
+    who = [Subject(Scope.TENANT, payer.tenant, QuotaLimits(token_budget=10**6), payer.tenant)]
+    await store.enter(rid(name), who, needs_tokens=True)
+    await store.reserve(rid(name), who, 100, 100, payer)
+    if used is not None:
+        await store.settle(rid(name), used)
+
+
+async def test_usage_is_counted_once_with_each_settlement(clock_and_store: Both) -> None:
+    _, store = clock_and_store
+    await used_by(store, 1, Used(prompt=10, cached=4, completion=30))
+    await store.settle(rid(1), Used(prompt=10, cached=4, completion=30))
+    await used_by(store, 2, Used(estimated=100))
+    await used_by(store, 3, Used())
+    await used_by(store, 4, Used(prompt=1), Payer(TenantId("t"), KeyId("k2"), "org/m"))
+    assert await rows(store) == [
+        UsageRow(TenantId("t"), KeyId("k"), "org/m", TODAY, Totals(3, 10, 4, 30, 1, 100)),
+        UsageRow(TenantId("t"), KeyId("k2"), "org/m", TODAY, Totals(1, 1, 0, 0, 0, 0)),
+    ]
+
+
+async def test_a_lease_that_ran_out_is_counted_as_an_estimate(clock_and_store: Both) -> None:
+    clock, store = clock_and_store
+    await used_by(store, "dead", None)
+    await store.enter(rid("never reserved"), [subject(concurrent=5)], needs_tokens=True)
+    clock.advance(LEASE_TTL_MS / 1000)
+    await store.renew([])
+    assert await store.settle(rid("dead"), Used(prompt=1)) is None
+    assert [row.totals for row in await rows(store)] == [Totals(1, 0, 0, 0, 1, 100)]
+
+
+async def test_a_request_counts_on_the_day_on_which_its_tokens_were_reserved(clock_and_store: Both) -> None:
+    clock, store = clock_and_store
+    clock.advance((TODAY + 1) * 86_400 - clock.wall() - 1)
+    await used_by(store, "late", None)
+    await used_by(store, "dead", None)
+    clock.advance(2)
+    await store.settle(rid("late"), Used(completion=7))
+    clock.advance(LEASE_TTL_MS / 1000)
+    await used_by(store, "next", Used(completion=5))
+    found = {row.day: row.totals for row in await rows(store, last=TODAY + 1)}
+    assert found == {TODAY: Totals(2, 0, 0, 7, 1, 100), TODAY + 1: Totals(1, 0, 0, 5, 0, 0)}
+
+
+async def test_keys_beyond_the_most_rows_share_one_and_the_sum_is_exact(
+    clock_and_store: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10,000 keys of a tenant have rows of their own."""
+    _, store = clock_and_store
+    if not isinstance(store, MemoryStore):
+        monkeypatch.setattr(redis_store, "SCRIPT", SMALL_SCRIPT)
+        monkeypatch.setattr(redis_store, "SCRIPT_SHA", "0" * 40)
+    monkeypatch.setattr(usage, "ROWS_MAX", 3)
+    assert ROWS_MAX >= 10_000
+    for i in range(6):
+        for _ in range(2):
+            payer = Payer(TenantId("t"), KeyId(f"k{i}"), "m")
+            await used_by(store, f"{i}-{_}", Used(completion=5), payer)
+    found = {(row.key, row.model): row.totals.requests for row in await rows(store)}
+    assert found == {("k0", "m"): 2, ("k1", "m"): 2, ("k2", "m"): 2, ("*", "*"): 6}
