@@ -170,10 +170,7 @@ async def test_an_answer_is_whole_or_refused(
 
 async def test_usage_during_an_outage_of_redis_is_there_when_it_is_over(open_house: Open) -> None:
     with redis_server() as own:
-        tenants = [
-            {"id": "acme", "limits": {"tokens_per_day": 10**6}, "quota_fail": "local"},
-            {"id": "other"},
-        ]
+        acme = {"id": "acme", "limits": {"tokens_per_day": 10**6}, "quota_fail": "local"}
         house = await accounted(open_house, own, "redis", tenants=[acme, {"id": "other"}])
         house.engine.script = unary()
         async with house.chat() as answer:
