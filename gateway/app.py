@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
-from gateway.accounting_config import AccountingConfig
 from gateway.accounts import AccountsReader, IdentityOf
 from gateway.admin import Admin
 from gateway.admission.guarded_store import GuardedStore, SharedStore
@@ -27,7 +26,7 @@ from gateway.admission.quota import LEASE_TTL_MS, QuotaStore
 from gateway.admission.validate import warm
 from gateway.background import Background, Work
 from gateway.billing.lines import Billing
-from gateway.billing.webhook import Webhook
+from gateway.billing.webhook import Webhook, read_webhook_secret
 from gateway.config import GatewayConfig, ModelConfig, timeouts_of
 from gateway.edge import Edge
 from gateway.endpoints import ENDPOINTS
@@ -95,6 +94,11 @@ class Gateway:
         gateways = config.quotas.gateways
         self._guarded = None if shared is None else GuardedStore(shared, gateways, clock, days)
         store = self._guarded or self.quotas
+        secret = read_webhook_secret(config.accounting, env)
+        self.billing = Billing(config.accounting, clock)
+        self._webhook: Webhook | None = None
+        if config.accounting.webhook is not None and self.billing.spool is not None:
+            self._webhook = Webhook(config.accounting.webhook, secret, self.billing.spool, clock)
         self.live = LiveRequests(config.limits.live_max)
         self._tls = None if config.listen.tls is None else PublicTls(config.listen.tls, clock)
         self._key_sources = KeySources(clock)
@@ -106,8 +110,6 @@ class Gateway:
         memory = FairShare(config.limits.request_memory)
         _set_gauges(self.live, upstream, memory)
         parts = self.engines, store, self.replicas, upstream, credentials, self.live, self._threads, memory
-        self.billing = Billing(config.accounting, clock)
-        self._webhook = _webhook(config.accounting, self.billing, env, clock)
         pipeline = Pipeline(config, *parts, self.billing)
         self._health = Health(self.lifecycle, self._problems)
         self._edge = Edge(
@@ -243,15 +245,6 @@ def _profiles(
         return fetch_profile(upstream, model, connect_s, credentials.headers(model))
 
     return fetch
-
-
-def _webhook(
-    config: AccountingConfig, billing: Billing, env: Mapping[str, str], clock: Clock
-) -> Webhook | None:
-    """The receiver of billing lines; None where there is none. Raises ConfigError."""
-    if config.webhook is None or billing.spool is None:
-        return None
-    return Webhook(config, billing.spool, env, clock)
 
 
 def _redis_store(config: QuotasConfig, env: Mapping[str, str], days_kept: int) -> RedisStore | None:

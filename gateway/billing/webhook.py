@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import hashlib
 import hmac
 import random
@@ -42,6 +41,8 @@ RETRY_S_MIN: Final = 1.0
 RETRY_S_MAX: Final = 300.0
 JITTER: Final = 0.2
 """The part of each wait that is left to chance, so that gateways do not all come at once."""
+SECRET_LEN_MIN: Final = 24
+"""Bytes, as Standard Webhooks recommends."""
 CONTENT_TYPE: Final = "application/x-ndjson"
 _SECRET_PREFIX: Final = "whsec_"  # noqa: S105  what secrets begin with
 
@@ -53,21 +54,11 @@ log = logs.get(__name__)
 class Webhook:
     """The receiver of billing lines: `send` as a background task."""
 
-    def __init__(
-        self, config: AccountingConfig, spool: Spool, env: Mapping[str, str], clock: Clock = SYSTEM_CLOCK
-    ) -> None:
-        """Raises ConfigError when there is no usable secret."""
-        assert config.webhook is not None
-        self._url: Final = config.webhook
+    def __init__(self, url: str, secret: bytes, spool: Spool, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._url: Final = url
+        self._secret: Final = secret
         self._spool: Final = spool
         self._clock: Final = clock
-        try:
-            text = read_secret(config.webhook_secret_env, config.webhook_secret_file, env) or ""
-            if not text.startswith(_SECRET_PREFIX):
-                raise ValueError(f"it must begin with {_SECRET_PREFIX}")
-            self._secret: Final = base64.b64decode(text.removeprefix(_SECRET_PREFIX), validate=True)
-        except (ValueError, binascii.Error) as error:
-            raise ConfigError([f"accounting.webhook_secret: {error}"]) from None
 
     async def send(self) -> None:
         """Post the lines as they come, until cancelled."""
@@ -105,6 +96,22 @@ class Webhook:
             return None
         POSTS.inc("refused")
         return f"status {status}"
+
+
+def read_webhook_secret(config: AccountingConfig, env: Mapping[str, str]) -> bytes:
+    """The secret that signs. Empty where there is no webhook. Raises ConfigError when it cannot be used."""
+    if config.webhook is None:
+        return b""
+    try:
+        text = read_secret(config.webhook_secret_env, config.webhook_secret_file, env) or ""
+        if not text.startswith(_SECRET_PREFIX):
+            raise ValueError(f"it must begin with {_SECRET_PREFIX}")
+        secret = base64.b64decode(text.removeprefix(_SECRET_PREFIX), validate=True)
+        if len(secret) < SECRET_LEN_MIN:
+            raise ValueError(f"it must have at least {SECRET_LEN_MIN} bytes")
+    except ValueError as error:
+        raise ConfigError([f"accounting.webhook_secret: {error}"]) from None
+    return secret
 
 
 def signed_headers(secret: bytes, at_s: int, body: bytes) -> dict[str, str]:

@@ -98,7 +98,7 @@ class Fleet:
 
     @property
     def leases(self) -> int:
-        held: int = self.redis.admin.zcard(f"{self.prefix}:leases")  # type: ignore[assignment]
+        held: int = self.redis.admin.zcard(f"{self.prefix}:leases")
         return held
 
     async def until_leases(self, count: int) -> None:
