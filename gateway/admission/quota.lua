@@ -16,9 +16,10 @@
 --   PREFIX:{acme}:posted         hash: gateway -> the number of the last rows that it posted
 --
 -- KEYS      leases, reservations, then one account for each subject
--- ARGV      operation, reservation, now_ms, not_after_ms, lease_ttl_ms, days_kept, four words of the operation;
---           then for each subject requests_per_min, tokens_per_min, concurrent, token_budget, tokens_per_day,
---           tokens_per_month ('' is no limit)
+-- ARGV      operation, reservation, now_ms, not_after_ms, settings, then the words of the operation. The
+--           settings are doubles, packed, which a gateway does once for each caller: lease_ttl_ms, days_kept, and
+--           for each subject requests_per_min, tokens_per_min, concurrent, token_budget, tokens_per_day,
+--           tokens_per_month (negative is no limit)
 --
 -- Rules:
 --
@@ -45,15 +46,18 @@ local EXPIRED_MAX = 512 -- leases that one call takes away; the next call goes o
 local ROWS_MAX = 20000 -- as usage.py has it
 local OTHERS = '*/*'
 local PAGE = 500 -- rows of one reply, about
-local FIRST_LIMIT = 11
-local LIMITS = 6
+local FIRST_WORD = 6
+local FIRST_LIMIT = 17 -- a position in the settings
+local LIMITS = '>dddddd'
+local LIMITS_LEN = 48
 local ACCOUNT = '>ddddddd'
 local ACCOUNT_LEN = 56
 local ROW = '>dddddd'
 
 local leases, reservations = KEYS[1], KEYS[2]
 local operation, reservation = ARGV[1], ARGV[2]
-local now, not_after, ttl, days_kept = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+local now, not_after = tonumber(ARGV[3]), tonumber(ARGV[4])
+local ttl, days_kept = struct.unpack('>dd', ARGV[5])
 
 if now == 0 then
   local time = redis.call('TIME')
@@ -97,6 +101,10 @@ local function show(usage)
     ACCOUNT, usage.requests, usage.tokens, usage.at, usage.live, usage.spent, usage.day, usage.month)
 end
 
+local function limit(number)
+  return number >= 0 and number or nil
+end
+
 local function drained(level, per_min, elapsed)
   return per_min and math.max(0, level - per_min * elapsed) or 0
 end
@@ -109,12 +117,12 @@ local function holdings(count)
   end
   local values = redis.call('MGET', unpack(KEYS, 3, last))
   for i, value in ipairs(values) do
-    local at = FIRST_LIMIT + LIMITS * (i - 1)
     local usage = parse(value)
     usage.key = KEYS[i + 2]
-    usage.rpm, usage.tpm = tonumber(ARGV[at]), tonumber(ARGV[at + 1])
-    usage.concurrent, usage.budget = tonumber(ARGV[at + 2]), tonumber(ARGV[at + 3])
-    usage.per_day, usage.per_month = tonumber(ARGV[at + 4]), tonumber(ARGV[at + 5])
+    local rpm, tpm, concurrent, budget, per_day, per_month =
+      struct.unpack(LIMITS, ARGV[5], FIRST_LIMIT + LIMITS_LEN * (i - 1))
+    usage.rpm, usage.tpm, usage.concurrent = limit(rpm), limit(tpm), limit(concurrent)
+    usage.budget, usage.per_day, usage.per_month = limit(budget), limit(per_day), limit(per_month)
     local elapsed = now - usage.at
     if elapsed > 0 then
       usage.requests = drained(usage.requests, usage.rpm, elapsed)
@@ -306,7 +314,7 @@ function operations.enter()
   if redis.call('HEXISTS', reservations, reservation) == 1 then
     return { now, 0 }
   end
-  local subjects, needs_tokens = holdings(), tonumber(ARGV[7])
+  local subjects, needs_tokens = holdings(), tonumber(ARGV[6])
   if not allowed(subjects, 0, needs_tokens) then
     return answer(-1, subjects)
   end
@@ -319,7 +327,7 @@ end
 -- refused -1, less the number of subjects that have given their seats.
 function operations.reserve()
   expire()
-  local subjects, least, most = holdings(), tonumber(ARGV[7]), tonumber(ARGV[8])
+  local subjects, least, most = holdings(), tonumber(ARGV[6]), tonumber(ARGV[7])
   local record, seated = redis.call('HGET', reservations, reservation), 0
   if record then
     local reserved, _, _, _, accounts = read(record)
@@ -333,7 +341,7 @@ function operations.reserve()
   end
   local granted = grant(subjects, least, most)
   charge(subjects, seated, granted)
-  book(granted, ARGV[9], ARGV[10], not record)
+  book(granted, ARGV[8], ARGV[9], not record)
   return answer(granted, subjects)
 end
 
@@ -346,7 +354,7 @@ function operations.settle()
     return { now, -1 }
   end
   local reserved, at, usage_key, row, accounts = read(record)
-  local used, prompt = tonumber(ARGV[7]), tonumber(ARGV[8])
+  local used, prompt = tonumber(ARGV[6]), tonumber(ARGV[7])
   local difference = used - reserved
   for _, usage in ipairs(holdings(seats_of(accounts))) do
     usage.tokens = usage.tpm and math.max(0, usage.tokens + difference * WEIGHT) or 0
@@ -365,9 +373,9 @@ function operations.settle()
     save(usage)
   end
   if row ~= '-' and prompt >= 0 then
-    local completion = tonumber(ARGV[10])
+    local completion = tonumber(ARGV[9])
     local estimated = used - prompt - completion
-    local numbers = { 1, prompt, tonumber(ARGV[9]), completion, estimated > 0 and 1 or 0, estimated }
+    local numbers = { 1, prompt, tonumber(ARGV[8]), completion, estimated > 0 and 1 or 0, estimated }
     count(usage_key, day_of(at), row, numbers)
   end
   redis.call('HDEL', reservations, reservation)
@@ -375,10 +383,10 @@ function operations.settle()
   return { now, reserved }
 end
 
--- The reservations stand in the place of limits; those that are gone are passed over.
+-- The words: the reservations. Those that are gone are passed over.
 function operations.renew()
   expire()
-  for i = FIRST_LIMIT, #ARGV do
+  for i = FIRST_WORD, #ARGV do
     redis.call('ZADD', leases, 'XX', now + ttl, ARGV[i])
   end
   redis.call('PEXPIRE', leases, KEPT_MS)
@@ -392,20 +400,20 @@ function operations.windows()
 end
 
 -- Adds rows that a gateway kept while there was no reservation here. KEYS: posted. The words: the number of
--- these rows, which grows, USAGE and the day. In the place of limits, for each row its name and six numbers.
+-- this post, which grows, USAGE, the day, and for each row its name and six numbers.
 function operations.post()
-  local number = tonumber(ARGV[7])
+  local number = tonumber(ARGV[FIRST_WORD])
   if number <= tonumber(redis.call('HGET', KEYS[1], reservation) or 0) then
     return { now, 0 }
   end
-  for at = FIRST_LIMIT, #ARGV, 7 do
+  for at = FIRST_WORD + 3, #ARGV, 7 do
     local numbers = {}
     for i = 1, 6 do
       numbers[i] = tonumber(ARGV[at + i])
     end
-    count(ARGV[8], tonumber(ARGV[9]), ARGV[at], numbers)
+    count(ARGV[FIRST_WORD + 1], tonumber(ARGV[FIRST_WORD + 2]), ARGV[at], numbers)
   end
-  redis.call('HSET', KEYS[1], reservation, ARGV[7])
+  redis.call('HSET', KEYS[1], reservation, number)
   redis.call('PEXPIRE', KEYS[1], MONTH_KEPT_MS)
   return { now, 1 }
 end
@@ -422,7 +430,7 @@ end
 -- The word: where to go on. Returns the same for the next call ('0' is the end), then for each row its name and
 -- six numbers; some rows may come twice.
 function operations.rows()
-  local page = redis.call('HSCAN', KEYS[1], ARGV[7], 'COUNT', PAGE)
+  local page = redis.call('HSCAN', KEYS[1], ARGV[FIRST_WORD], 'COUNT', PAGE)
   local reply = { now, page[1] }
   for i = 1, #page[2], 2 do
     reply[#reply + 1] = page[2][i]

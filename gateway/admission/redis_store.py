@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import struct
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from dataclasses import astuple
@@ -56,7 +57,7 @@ RENEWED_MAX: Final = 256
 DAYS_KEPT: Final = AccountingConfig().days
 ENCODED_MAX: Final = 16 * 1024
 _SEATED: Final = Decision(None, None)
-_NO_WORDS: Final[tuple[Word, ...]] = ("", "", "", "")
+_LIMITS: Final = struct.Struct(">6d")
 _FOR_THE_CALLER: Final = ("enter", "reserve")
 """Operations that are not to be done once their caller no longer waits; the others are right however late."""
 
@@ -84,8 +85,7 @@ class RedisStore:
         """`prefix` begins every key. `clock` decides in place of the server's; tests alone give one."""
         self._links: Final = links
         self._prefix: Final = prefix
-        self._lease_ttl_ms: Final = lease_ttl_ms
-        self._days_kept: Final = days_kept
+        self._settings: Final = struct.pack(">2d", lease_ttl_ms, days_kept)
         self._clock: Final = clock
         self._encoded = lru_cache(ENCODED_MAX)(self._encode)
         self._row_of = lru_cache(ENCODED_MAX)(self._row)
@@ -169,7 +169,7 @@ class RedisStore:
                 tenants[keys] = tenant
         for keys, renewed in together.items():
             for i in range(0, len(renewed), RENEWED_MAX):
-                words = *keys, *self._head("renew"), *_NO_WORDS, *renewed[i : i + RENEWED_MAX]
+                words = *keys, *self._head("renew"), *renewed[i : i + RENEWED_MAX]
                 yield self._eval(self._links.of(tenants[keys]), (2, *words))
         for name, held in self._held.items():
             if held.used is not None:
@@ -185,7 +185,7 @@ class RedisStore:
         """Add the rows to those of a tenant's day. `source` numbers its posts upwards, from 1 on: one that is
         sent again changes nothing."""
         usage = self._usage_key(tenant)
-        words: list[Word] = [number, usage, day, ""]
+        words: list[Word] = [number, usage, day]
         for (key, model), totals in sheet.items():
             words += (_row_name(key, model), *totals.numbers)
         posted = f"{usage.removesuffix('usage:')}posted"
@@ -196,12 +196,12 @@ class RedisStore:
         link, usage = self._links.of(tenant), self._usage_key(tenant)
         days = range(first, last + 1)
         keys = [f"{usage}{day}" for day in days]
-        _, _, *exist = await self._eval(link, (len(keys), *keys, *self._head("days"), *_NO_WORDS))
+        _, _, *exist = await self._eval(link, (len(keys), *keys, *self._head("days")))
         for day, key, is_there in zip(days, keys, exist, strict=True):
             sheet: Sheet = {}
             cursor = "0" if is_there else None
             while cursor is not None:
-                words = 1, key, *self._head("rows"), cursor, *_NO_WORDS[1:]
+                words = 1, key, *self._head("rows"), cursor
                 reply: list[Any] = await self._eval(link, words)
                 sheet |= _sheet(reply[2:])
                 cursor = None if (following := reply[1].decode()) == "0" else following
@@ -221,22 +221,15 @@ class RedisStore:
         return held
 
     async def _run(
-        self,
-        operation: str,
-        reservation: ReservationId,
-        subjects: tuple[Subject, ...],
-        a: Word = "",
-        b: Word = "",
-        c: Word = "",
-        d: Word = "",
+        self, operation: str, reservation: ReservationId, subjects: tuple[Subject, ...], *words: Word
     ) -> list[int]:
         link = self._links.of(subjects[0].tenant)
-        not_after_ms = 0
-        if self._clock is None and operation in _FOR_THE_CALLER:
+        now_ms, not_after_ms = self._now_ms(), 0  # 0: at any time
+        if not now_ms and operation in _FOR_THE_CALLER:
             not_after_ms = link.server_ms + link.timeout_ms
-        keys, limits = self._encoded(subjects)
-        head = self._head(operation, reservation, not_after_ms)
-        return await self._eval(link, (len(keys), *keys, *head, a, b, c, d, *limits))
+        keys, settings = self._encoded(subjects)
+        head = operation, reservation, now_ms, not_after_ms, settings
+        return await self._eval(link, (len(keys), *keys, *head, *words))
 
     async def _eval(self, link: RedisLink, words: tuple[Word, ...]) -> list[int]:
         try:
@@ -253,10 +246,13 @@ class RedisStore:
         key = f"{self._prefix}:{{{self._links.tag_of(link)}}}:probe"
         return "EVAL", SCRIPT, 1, key, *self._head("probe")
 
-    def _head(self, operation: str, reservation: str = "", not_after_ms: int = 0) -> tuple[Word, ...]:
-        """The words that every call has. A time of 0 is the server's, and a limit of 0 is none."""
-        now_ms = 0 if self._clock is None else round(self._clock.wall() * 1000)
-        return operation, reservation, now_ms, not_after_ms, self._lease_ttl_ms, self._days_kept
+    def _head(self, operation: str, name: str = "") -> tuple[Word, ...]:
+        """The first words of a call that concerns no subject."""
+        return operation, name, self._now_ms(), 0, self._settings
+
+    def _now_ms(self) -> int:
+        """0: by the server's clock."""
+        return 0 if self._clock is None else round(self._clock.wall() * 1000)
 
     def _lease_keys(self, tenant: TenantId) -> tuple[str, str]:
         """In a Cluster, those of the tenant."""
@@ -270,13 +266,13 @@ class RedisStore:
     def _row(self, payer: Payer) -> tuple[str, str]:
         return self._usage_key(payer.tenant), _row_name(payer.key, payer.model)
 
-    def _encode(self, subjects: tuple[Subject, ...]) -> tuple[tuple[str, ...], tuple[Word, ...]]:
-        """The keys of a call, and the limits, as the script wants them."""
+    def _encode(self, subjects: tuple[Subject, ...]) -> tuple[tuple[str, ...], bytes]:
+        """The keys of a call, and the settings with the limits, as the script wants them."""
         tenant = subjects[0].tenant
         assert all(subject.tenant == tenant for subject in subjects)
         accounts = (self._account(subject) for subject in subjects)
-        limits = tuple(word for subject in subjects for word in _words(subject.limits))
-        return (*self._lease_keys(tenant), *accounts), limits
+        settings = b"".join((self._settings, *(_packed(subject.limits) for subject in subjects)))
+        return (*self._lease_keys(tenant), *accounts), settings
 
     def _account(self, subject: Subject) -> str:
         name = f"{subject.scope}:{quote(subject.id, safe='')}"
@@ -301,9 +297,8 @@ def _sheet(words: Sequence[Any]) -> Sheet:
     return sheet
 
 
-def _words(limits: QuotaLimits) -> Iterable[Word]:
-    for limit in astuple(limits):
-        yield "" if limit is None else limit
+def _packed(limits: QuotaLimits) -> bytes:
+    return _LIMITS.pack(*(-1 if limit is None else limit for limit in astuple(limits)))
 
 
 def _holdings(subjects: Sequence[Subject], reply: Sequence[Any]) -> list[Holding]:
