@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
+from gateway.accounting_config import AccountingConfig
 from gateway.accounts import AccountsReader, IdentityOf
 from gateway.admin import Admin
 from gateway.admission.guarded_store import GuardedStore, SharedStore
@@ -89,16 +90,11 @@ class Gateway:
         self.lifecycle = Lifecycle()
         self._redis = None if quotas is not None else _redis_store(config.quotas, env, config.accounting.days)
         shared = quotas or self._redis
-        days = config.accounting.days
+        days, gateways = config.accounting.days, config.quotas.gateways
         self.quotas: QuotaStore = shared or MemoryStore(clock, days)
-        gateways = config.quotas.gateways
         self._guarded = None if shared is None else GuardedStore(shared, gateways, clock, days)
         store = self._guarded or self.quotas
-        secret = read_webhook_secret(config.accounting, env)
-        self.billing = Billing(config.accounting, clock)
-        self._webhook: Webhook | None = None
-        if config.accounting.webhook is not None and self.billing.spool is not None:
-            self._webhook = Webhook(config.accounting.webhook, secret, self.billing.spool, clock)
+        self.billing, self._webhook = _billing(config.accounting, env, clock)
         self.live = LiveRequests(config.limits.live_max)
         self._tls = None if config.listen.tls is None else PublicTls(config.listen.tls, clock)
         self._key_sources = KeySources(clock)
@@ -245,6 +241,17 @@ def _profiles(
         return fetch_profile(upstream, model, connect_s, credentials.headers(model))
 
     return fetch
+
+
+def _billing(
+    config: AccountingConfig, env: Mapping[str, str], clock: Clock
+) -> tuple[Billing, Webhook | None]:
+    """The billing lines, and the webhook that takes them, where there is one. Raises ConfigError."""
+    secret = read_webhook_secret(config, env)
+    billing = Billing(config, clock)
+    if config.webhook is None or billing.spool is None:
+        return billing, None
+    return billing, Webhook(config.webhook, secret, billing.spool, clock)
 
 
 def _redis_store(config: QuotasConfig, env: Mapping[str, str], days_kept: int) -> RedisStore | None:
