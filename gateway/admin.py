@@ -5,9 +5,9 @@ and path name a handler. Every answer has the request's id, and every error the 
 
 Rules:
 
-1. Probes and metrics are for everybody who reaches the listener. Whatever changes something, or tells of one
-   request, is for operators alone. They have keys of their own (`[[admin.keys]]`): a tenant's key opens
-   nothing here, and an operator's key opens nothing on the public port.
+1. Probes and metrics are for everybody who reaches the listener. Whatever changes something, or tells of
+   single requests or keys, is for operators alone. They have keys of their own (`[[admin.keys]]`): a tenant's
+   key opens nothing here, and an operator's key opens nothing on the public port.
 2. Each change leaves an audit line, `admin.change`: which operator, what, and with which result.
 3. A change that is refused has changed nothing, and the answer names all that is wrong with it.
 """

@@ -149,8 +149,8 @@ class Billing:
                 raise
             self._written(lines, written)
         if self._clock.monotonic() >= self._sync_due_s:
-            self._sync_due_s = float("inf")
             await asyncio.to_thread(spool.sync)
+            self._sync_due_s = float("inf")
 
     def _written(self, lines: list[bytes], written: int) -> None:
         del self._queue[: len(lines)]

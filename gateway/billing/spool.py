@@ -27,9 +27,11 @@ from msgspec import Struct
 from shared.config import ConfigError
 
 BATCH_LEN: Final = 256 * 1024
-"""Bytes of lines that are sent at once; a line that is longer is sent alone."""
+"""Bytes of lines that are sent at once."""
 COMPACT_LEN: Final = 1024 * 1024
 LINE_LEN_MAX: Final = 16 * 1024
+"""Bytes; the names in a line are bounded by the configuration, and take a few hundred."""
+assert LINE_LEN_MAX < BATCH_LEN, "a batch has a whole line"
 
 
 class Batch(Struct, frozen=True):
@@ -91,7 +93,12 @@ class Spool:
 
     def sync(self) -> None:
         """Wait until what was written is on the disk. Raises OSError."""
-        os.fsync(self._fd)
+        with self._lock:
+            fd = os.dup(self._fd)  # a slow disk is not to hold up `append`
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
     def next_batch(self) -> Batch | None:
         """The first lines that were not sent. None when all were."""

@@ -12,7 +12,7 @@ from gateway.admission.quota import (
     Subject,
     Window,
 )
-from gateway.admission.usage import Used
+from gateway.admission.usage import Payer, Used
 from gateway.quota_config import QuotaLimits
 from shared.ids import TenantId
 from tests.fakes import VirtualClock
@@ -38,13 +38,18 @@ def rid(name: object) -> ReservationId:
 
 
 async def take(
-    store: QuotaStore, name: ReservationId, subjects: Sequence[Subject], least: int, most: int = 0
+    store: QuotaStore,
+    name: ReservationId,
+    subjects: Sequence[Subject],
+    least: int,
+    most: int = 0,
+    payer: Payer | None = None,
 ) -> Decision:
     """A seat, then tokens, as a request takes them. A request that is refused tokens ends, and gives its seat
     back."""
     decision = await store.enter(name, subjects, needs_tokens=least > 0)
     if decision.refusal is None and least:
-        decision = await store.reserve(name, subjects, least, max(least, most))
+        decision = await store.reserve(name, subjects, least, max(least, most), payer)
         if decision.refusal is not None:
             await store.settle(name, Used())
     return decision

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 import pytest
 
 from gateway.admission import redis_store, usage
+from gateway.admission.guarded_store import GuardedStore
 from gateway.admission.memory_store import MemoryStore
-from gateway.admission.quota import LEASE_TTL_MS, QuotaStore, Scope, Subject
-from gateway.admission.redis_store import SCRIPT
+from gateway.admission.periods import DAY_MS
+from gateway.admission.quota import LEASE_TTL_MS, QuotaStore, Scope, StoreUnavailable, Subject
+from gateway.admission.redis_link import RedisLink, Word
+from gateway.admission.redis_store import SCRIPT, RedisStore
 from gateway.admission.usage import Payer, Totals, UsageRow, Used
-from gateway.quota_config import QuotaLimits
+from gateway.quota_config import QuotaFail, QuotaLimits
+from shared.errors import QuotaUnavailable
 from shared.ids import KeyId, TenantId
-from tests.gateway.quota_calls import Both, rid, subject
+from tests.fakes import VirtualClock
+from tests.gateway.quota_calls import Both, remaining, rid, subject
+from tests.gateway.redis_server import RedisServer
+from tests.gateway.redis_server import redis_store as open_store
 
 ROWS_MAX: Final = usage.ROWS_MAX
 SMALL_SCRIPT: Final = SCRIPT.replace(f"local ROWS_MAX = {ROWS_MAX} ", "local ROWS_MAX = 3 ")
@@ -88,3 +96,115 @@ async def test_keys_beyond_the_most_rows_share_one_and_the_sum_is_exact(
             await used_by(store, f"{i}-{_}", Used(completion=5), payer)
     found = {(row.key, row.model): row.totals.requests for row in await rows(store)}
     assert found == {("k0", "m"): 2, ("k1", "m"): 2, ("k2", "m"): 2, ("*", "*"): 6}
+
+
+# -- what a gateway counts by itself, and posts ---------------------------------------------------
+
+
+async def lost_once(store: RedisStore, operation: str, call: Callable[[], Awaitable[object]]) -> None:
+    """Make a call of which the store loses the answer after Redis has done it."""
+    run = store._eval
+
+    async def deaf(link: RedisLink, words: tuple[Word, ...]) -> list[int]:
+        reply = await run(link, words)
+        if operation in words:
+            raise StoreUnavailable("no answer came")
+        return reply
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "_eval", deaf)
+        await call()
+
+
+def limited(fail: QuotaFail = "local") -> list[Subject]:
+    return [Subject(Scope.TENANT, "t", QuotaLimits(tokens_per_day=1000), TenantId("t"), fail)]
+
+
+async def test_a_reservation_whose_answer_is_lost_is_counted_once(redis: RedisServer) -> None:
+    """This gateway grants the tokens itself then, and Redis may have done so, too."""
+    clock = VirtualClock()
+    async with open_store(redis, clock=clock) as store:
+        guarded = GuardedStore(store, clock=clock)
+        await guarded.enter(rid(1), limited(), needs_tokens=True)
+        await lost_once(store, "reserve", lambda: guarded.reserve(rid(1), limited(), 10, 10, PAYER))
+        await guarded.settle(rid(1), Used(prompt=4, completion=5))
+        assert [row.totals for row in await rows(guarded)] == [Totals(1, 4, 0, 5)]
+
+
+async def test_a_reservation_that_is_refused_because_its_answer_is_lost_counts_nowhere(
+    redis: RedisServer,
+) -> None:
+    clock = VirtualClock()
+    async with open_store(redis, clock=clock) as store:
+        guarded = GuardedStore(store, clock=clock)
+        await guarded.enter(rid(1), limited("closed"), needs_tokens=True)
+        with pytest.raises(QuotaUnavailable):
+            await lost_once(
+                store, "reserve", lambda: guarded.reserve(rid(1), limited("closed"), 10, 10, PAYER)
+            )
+        await guarded.settle(rid(1), Used())
+        assert await rows(guarded) == []
+        assert remaining((await guarded.windows(limited())).day) == 1000
+
+
+async def test_a_settlement_whose_answer_is_lost_is_counted_once(redis: RedisServer) -> None:
+    clock = VirtualClock()
+    async with open_store(redis, clock=clock) as store:
+        guarded = GuardedStore(store, clock=clock)
+        await guarded.enter(rid(1), limited(), needs_tokens=True)
+        await guarded.reserve(rid(1), limited(), 10, 10, PAYER)
+        await lost_once(store, "settle", lambda: guarded.settle(rid(1), Used(prompt=7)))
+        await guarded.renew([])
+        assert [row.totals for row in await rows(guarded)] == [Totals(1, 7)]
+
+
+async def test_a_post_whose_answer_is_lost_counts_once(redis: RedisServer) -> None:
+    clock = VirtualClock()
+    async with open_store(redis, clock=clock) as store:
+        guarded = GuardedStore(store, clock=clock)
+        for number in range(250):  # more than one post takes
+            payer = Payer(TenantId("t"), KeyId(f"k{number}"), "m")
+            await guarded.reserve(rid(number), [], 10, 10, payer)
+            await guarded.settle(rid(number), Used(prompt=1))
+        for _ in range(2):
+            await lost_once(store, "post", guarded.post)
+        found = await rows(guarded)
+        assert (len(found), {row.totals.requests for row in found}) == (250, {1})
+
+
+async def test_many_rows_are_read_page_by_page(redis: RedisServer) -> None:
+    clock = VirtualClock()
+    async with open_store(redis, clock=clock) as store:
+        sheet = {(KeyId(f"key-{number}"), "m"): Totals(1, number) for number in range(3000)}
+        await store.post("gateway", 1, TenantId("t"), TODAY, sheet)
+        calls: list[int] = []
+        run = store._eval
+
+        async def counted(link: RedisLink, words: tuple[Word, ...]) -> list[int]:
+            reply = await run(link, words)
+            calls.append(len(reply))
+            return reply
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(store, "_eval", counted)
+            found = await rows(store)
+        assert {(row.key, row.model): row.totals for row in found} == sheet
+        assert max(calls) < 3000 * 7 / 2
+
+
+async def test_a_day_is_kept_in_memory_as_long_as_it_shall_be() -> None:
+    clock = VirtualClock()
+    store = MemoryStore(clock, days_kept=3)
+    for number in range(5):
+        await used_by(store, number, Used(prompt=1))
+        clock.advance(86_400)
+    assert [row.day for row in await rows(store, first=0, last=10**6)] == [TODAY + i for i in (2, 3, 4)]
+
+
+async def test_a_day_is_kept_in_redis_as_long_as_it_shall_be(redis: RedisServer) -> None:
+    clock = VirtualClock()
+    async with open_store(redis, clock=clock, days_kept=3) as store:
+        await used_by(store, 1, Used(prompt=1))
+        left_ms = redis.admin.pttl(f"{store._usage_key(TenantId('t'))}{TODAY}")
+    expected_ms = (TODAY + 3) * DAY_MS - round(clock.wall() * 1000)
+    assert 0 <= expected_ms - left_ms < 60_000
