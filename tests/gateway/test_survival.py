@@ -19,7 +19,7 @@ from gateway.admission.quota import (
     StoreUnavailable,
     Subject,
 )
-from gateway.admission.usage import Used
+from gateway.admission.usage import Sheet, Used
 from gateway.background import RESTART_S_MAX, RESTART_S_MIN, Background
 from gateway.identity.caller import Caller, Principal
 from gateway.quota_config import QuotaFail, QuotaLimits
@@ -50,6 +50,9 @@ class BrokenStore:
             return await getattr(self.store, name)(*args, **kwargs)
 
         return call
+
+    async def post(self, source: str, number: int, tenant: TenantId, day: int, sheet: Sheet) -> None:
+        """What is posted is not looked at here."""
 
 
 def broken(store: BrokenStore) -> SharedStore:
@@ -112,7 +115,7 @@ async def test_a_request_that_an_outage_divides_is_settled_with_both_stores() ->
 async def test_a_request_that_cannot_reserve_is_503_and_not_dispatched(open_house: Open, call: str) -> None:
     store = BrokenStore()
     store.fails = {call, "windows", "settle"}
-    house = await open_house(store=broken(store))
+    house = await open_house(store=broken(store), tenant={"limits": {"concurrent": 9}})
     async with house.chat() as answer:
         assert answer.status == 503
         assert (await answer.json())["error"]["code"] == "quota_unavailable"
@@ -124,7 +127,7 @@ async def test_a_request_that_cannot_reserve_is_503_and_not_dispatched(open_hous
 async def test_a_settlement_that_fails_does_not_spoil_the_answer(open_house: Open) -> None:
     store = BrokenStore()
     store.fails = {"settle"}
-    house = await open_house(store=broken(store))
+    house = await open_house(store=broken(store), tenant={"limits": {"concurrent": 9}})
     async with house.chat() as answer:
         assert answer.status == 200
         await answer.read()
@@ -135,11 +138,20 @@ async def test_a_settlement_that_fails_does_not_spoil_the_answer(open_house: Ope
 async def test_a_refusal_is_one_line_though_its_windows_cannot_be_asked_for(open_house: Open) -> None:
     store = BrokenStore()
     store.fails = {"windows"}
-    house = await open_house(store=broken(store))
+    house = await open_house(store=broken(store), tenant={"limits": {"concurrent": 9}})
     async with house.get("/v1/models/none") as answer:
         assert answer.status == 404
         assert (await answer.json())["error"]["code"] == "model_not_found"
     assert (await house.line())["status"] == 404
+
+
+async def test_a_tenant_without_limits_is_served_whatever_the_store_does(open_house: Open) -> None:
+    store = BrokenStore()
+    store.fails = set(CALLS)
+    house = await open_house(store=broken(store))
+    async with house.chat() as answer:
+        assert answer.status == 200
+    assert (await house.line())["settled_tokens"] > 0
 
 
 async def test_readyz_says_that_the_store_does_not_answer_and_that_it_does_again(open_house: Open) -> None:
