@@ -105,11 +105,19 @@ class Accounts:
 
     @property
     def serve_without_store(self) -> bool:
-        """Whether some tenant is served while the quota store cannot be asked: one without limits, or
-        one whose fail mode is local."""
+        """Whether some tenant is served while the quota store cannot be asked: one whose fail mode is local,
+        or one that may use a model without any limits."""
         return any(
-            tenant.limits == NO_LIMITS or (tenant.quota_fail or self.quota_fail) == "local"
+            (tenant.quota_fail or self.quota_fail) == "local" or self._has_free_model(tenant)
             for tenant in self.tenants.all()
+        )
+
+    def _has_free_model(self, tenant: TenantConfig) -> bool:
+        """Whether a tenant without limits may use a model that adds none."""
+        limited = {entry.model for entry in tenant.model_limits if entry.limits != NO_LIMITS}
+        return tenant.limits == NO_LIMITS and any(
+            model.limits == NO_LIMITS and model.name not in limited
+            for model in self.tenants.models_of(tenant)
         )
 
     def terms(self, principal: Principal, model_name: str | None) -> Terms:

@@ -13,7 +13,7 @@
 --   PREFIX:{acme}:tenant:acme    another one
 --   PREFIX:model:qwen            another one, of all tenants; not in a Cluster
 --   PREFIX:{acme}:usage:20780    hash: "KEY/MODEL" -> usage.Totals of that day, six doubles packed
---   PREFIX:{acme}:posted         hash: gateway -> the number of the last rows that it posted
+--   PREFIX:{acme}:posted:GATEWAY the number of the last rows that this gateway posted
 --
 -- KEYS      leases, reservations, then one account for each subject
 -- ARGV      operation, reservation, now_ms, not_after_ms, settings, then the words of the operation. The
@@ -403,7 +403,7 @@ end
 -- this post, which grows, USAGE, the day, and for each row its name and six numbers.
 function operations.post()
   local number = tonumber(ARGV[FIRST_WORD])
-  if number <= tonumber(redis.call('HGET', KEYS[1], reservation) or 0) then
+  if number <= tonumber(redis.call('GET', KEYS[1]) or 0) then
     return { now, 0 }
   end
   for at = FIRST_WORD + 3, #ARGV, 7 do
@@ -413,8 +413,7 @@ function operations.post()
     end
     count(ARGV[FIRST_WORD + 1], tonumber(ARGV[FIRST_WORD + 2]), ARGV[at], numbers)
   end
-  redis.call('HSET', KEYS[1], reservation, number)
-  redis.call('PEXPIRE', KEYS[1], MONTH_KEPT_MS)
+  redis.call('SET', KEYS[1], number, 'PX', MONTH_KEPT_MS)
   return { now, 1 }
 end
 

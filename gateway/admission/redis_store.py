@@ -188,8 +188,8 @@ class RedisStore:
         words: list[Word] = [number, usage, day]
         for (key, model), totals in sheet.items():
             words += (_row_name(key, model), *totals.numbers)
-        posted = f"{usage.removesuffix('usage:')}posted"
-        await self._eval(self._links.of(tenant), (1, posted, *self._head("post", source), *words))
+        posted = f"{usage.removesuffix('usage:')}posted:{source}"
+        await self._eval(self._links.of(tenant), (1, posted, *self._head("post"), *words))
 
     async def usage(self, tenant: TenantId, first: int, last: int) -> AsyncIterator[UsageRow]:
         """Each reply has a page of rows, so that no call takes long."""
@@ -246,9 +246,9 @@ class RedisStore:
         key = f"{self._prefix}:{{{self._links.tag_of(link)}}}:probe"
         return "EVAL", SCRIPT, 1, key, *self._head("probe")
 
-    def _head(self, operation: str, name: str = "") -> tuple[Word, ...]:
-        """The first words of a call that concerns no subject."""
-        return operation, name, self._now_ms(), 0, self._settings
+    def _head(self, operation: str) -> tuple[Word, ...]:
+        """The first words of a call that concerns no subject and no single reservation."""
+        return operation, "", self._now_ms(), 0, self._settings
 
     def _now_ms(self) -> int:
         """0: by the server's clock."""

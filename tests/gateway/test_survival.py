@@ -189,6 +189,16 @@ async def test_readyz_is_well_while_some_tenant_is_served_without_the_store(open
         assert probe.status == 200
 
 
+async def test_readyz_is_503_while_every_model_has_limits_that_cannot_be_asked_for(open_house: Open) -> None:
+    store = BrokenStore()
+    house = await open_house(store=broken(store), model={"limits": {"concurrent": 9}})
+    store.fails = set(CALLS)
+    async with house.chat() as answer:
+        assert answer.status == 503
+    async with house.client.get(house.url + "/readyz") as probe:
+        assert probe.status == 503
+
+
 async def test_background_work_that_crashes_is_restarted_with_backoff() -> None:
     clock = VirtualClock()
     begun = 0
