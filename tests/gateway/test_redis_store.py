@@ -1,11 +1,10 @@
-"""Quotas in Redis: equal to those in memory, exact over several gateways, and what outages do. What any store
-does is in `test_quota.py`."""
+"""Quotas in Redis: equal to those in memory, exact over several stores, and what outages do. What any store
+does is in `test_quota.py`, several gateway processes are in `test_gateways.py`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -187,36 +186,6 @@ def test_memory_and_redis_answer_alike_step_by_step(redis: RedisServer) -> None:
 
 
 # -- exact over several gateways ------------------------------------------------------------------
-
-ASKER: Final = """
-import asyncio, os, sys
-from gateway.admission.quota import Scope, Subject
-from gateway.admission.redis_links import links_of
-from gateway.admission.redis_store import RedisStore
-from gateway.quota_config import QuotaLimits
-from gateway.quota_config import QuotasConfig
-
-async def main(url, prefix, name):
-    store = RedisStore(links_of(QuotasConfig(store="redis", url=url, timeout_s=5.0), os.environ), prefix)
-    await store.renew([])
-    who = (Subject(Scope.TENANT, "acme", QuotaLimits(concurrent=100), "acme"),)
-    asked = (store.enter(f"{name}-{i}", who, needs_tokens=False) for i in range(334))
-    print(sum(decision.refusal is None for decision in await asyncio.gather(*asked)))
-    await store.aclose()
-
-asyncio.run(main(*sys.argv[1:]))
-"""
-
-
-async def test_a_thousand_callers_of_three_processes_share_a_limit_of_a_hundred(redis: RedisServer) -> None:
-    prefix = f"test-{uuid.uuid4().hex}"
-    asker = sys.executable, "-c", ASKER, redis.url, prefix
-    processes = [
-        await asyncio.create_subprocess_exec(*asker, str(i), stdout=asyncio.subprocess.PIPE) for i in range(3)
-    ]
-    async with asyncio.timeout(PATIENCE_S):
-        said = [(await process.communicate())[0] for process in processes]
-    assert sum(int(text.split()[-1]) for text in said) == 100
 
 
 async def test_a_thousand_callers_of_three_stores_share_a_hundred_requests_a_minute(

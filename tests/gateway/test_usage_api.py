@@ -17,7 +17,7 @@ from shared import cli
 from shared.errors import InvalidRequest
 from tests.gateway.conftest import KEY, OTHER_KEY, House, Open, until
 from tests.gateway.fake_engine import CUT, HEADERS, Script, chunk, refusal, stream, unary
-from tests.gateway.redis_server import RedisServer, redis_server
+from tests.gateway.redis_server import PATIENT_S, RedisServer, redis_server
 from tests.gateway.test_admin import OPERATOR, operator_keys
 from tests.gateway.test_charges import ENDS
 from tests.gateway.test_disconnect import RawClient, body
@@ -32,8 +32,10 @@ def protocol() -> str:
     return "http2"
 
 
-async def accounted(open_house: Open, redis: RedisServer, store: str, **sections: Any) -> House:
-    quotas = in_redis(redis.url) if store == "redis" else {}
+async def accounted(
+    open_house: Open, redis: RedisServer, store: str, timeout_s: float = PATIENT_S, **sections: Any
+) -> House:
+    quotas = in_redis(redis.url, timeout_s=timeout_s) if store == "redis" else {}
     limits = {"limits": {"tokens_per_day": 10**6, "concurrent": 100}}
     tenants = [{"id": "acme", **limits}, {"id": "other"}]
     house: House = await open_house(quotas=quotas, admin=operator_keys(), **({"tenants": tenants} | sections))
@@ -171,7 +173,7 @@ async def test_an_answer_is_whole_or_refused(
 async def test_usage_during_an_outage_of_redis_is_there_when_it_is_over(open_house: Open) -> None:
     with redis_server() as own:
         acme = {"id": "acme", "limits": {"tokens_per_day": 10**6}, "quota_fail": "local"}
-        house = await accounted(open_house, own, "redis", tenants=[acme, {"id": "other"}])
+        house = await accounted(open_house, own, "redis", 0.4, tenants=[acme, {"id": "other"}])
         house.engine.script = unary()
         async with house.chat() as answer:
             assert answer.status == 200
