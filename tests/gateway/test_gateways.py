@@ -4,6 +4,7 @@ drained."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -27,6 +28,7 @@ from tests.gateway.test_process import ROOT, Process, toml
 GATEWAYS: Final = 3
 CALLERS: Final = 1_000
 LIMIT: Final = 100
+SEATED: Final = 30
 TTL_MS: Final = 2_000
 PATIENCE_S: Final = 60.0
 CHILD: Final = f"""
@@ -69,15 +71,17 @@ class Fleet:
         url = f"http://127.0.0.1:{gateway.port}/v1/chat/completions"
         return await client.post(url, json={**CHAT, "stream": True, "max_tokens": 20}, headers=HEADERS)
 
-    async def crowd(self, client: aiohttp.ClientSession) -> dict[int, list[aiohttp.ClientResponse]]:
-        """All callers at once, spread over the gateways. The answers by gateway that began a stream."""
-        asked = (self.ask(client, self.gateways[i % GATEWAYS]) for i in range(CALLERS))
-        answers = await asyncio.gather(*asked)
+    async def crowd(self, client: aiohttp.ClientSession) -> dict[Process, list[aiohttp.ClientResponse]]:
+        """The streams that began, by gateway, of `CALLERS`: a few at each gateway, and then all others at
+        once."""
+        askers = [self.gateways[i % GATEWAYS] for i in range(CALLERS)]
+        few = [await self.ask(client, gateway) for gateway in askers[:SEATED]]
+        answers = few + await asyncio.gather(*(self.ask(client, gateway) for gateway in askers[SEATED:]))
         assert Counter(answer.status for answer in answers) == {200: LIMIT, 429: CALLERS - LIMIT}
-        began: dict[int, list[aiohttp.ClientResponse]] = {i: [] for i in range(GATEWAYS)}
-        for i, answer in enumerate(answers):
+        began: dict[Process, list[aiohttp.ClientResponse]] = {gateway: [] for gateway in self.gateways}
+        for gateway, answer in zip(askers, answers, strict=True):
             if answer.status == 200:
-                began[i % GATEWAYS].append(answer)
+                began[gateway].append(answer)
             else:
                 answer.release()
         return began
@@ -139,8 +143,8 @@ async def test_a_thousand_callers_of_three_gateways_share_a_limit_and_a_killed_o
     async with asyncio.timeout(PATIENCE_S), aiohttp.ClientSession(connector=connector) as client:
         began = await fleet.crowd(client)
         assert fleet.leases == LIMIT
-        killed, living = len(began[0]), LIMIT - len(began[0])
-        assert min(map(len, began.values())) > 0
+        cut_off = began.pop(fleet.gateways[0])
+        killed, living = len(cut_off), LIMIT - len(cut_off)
         fleet.gateways[0].process.send_signal(signal.SIGKILL)
         await fleet.until_leases(living)
         again = [await fleet.ask(client, fleet.gateways[1 + i % 2]) for i in range(killed + 1)]
@@ -148,9 +152,9 @@ async def test_a_thousand_callers_of_three_gateways_share_a_limit_and_a_killed_o
         usage = await fleet.usage(client, 1)
         assert (usage["requests"], usage["estimated_requests"]) == (killed, killed), "the others still run"
         fleet.go_on.set()
-        for answer in (*began[0], again[-1]):
+        for answer in (*cut_off, again[-1]):
             answer.close()
-        for answer in (*began[1], *began[2], *again[:-1]):
+        for answer in (*itertools.chain(*began.values()), *again[:-1]):
             assert (await answer.read()).endswith(b"data: [DONE]\n\n")
         await fleet.until_leases(0)
         usage = await fleet.usage(client, 2)
