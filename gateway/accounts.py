@@ -23,11 +23,11 @@ from typing import Final, Literal, Self
 from msgspec import Struct
 
 from gateway.admission.quota import Scope, Subject
+from gateway.admission.usage import Payer
 from gateway.config import (
     GatewayConfig,
     KeyConfig,
     ModelConfig,
-    QuotaLimits,
     TenantConfig,
     TimeoutsConfig,
     load,
@@ -37,7 +37,7 @@ from gateway.identity.bounded import BoundedDict
 from gateway.identity.caller import Identity, Principal
 from gateway.identity.keys import KeyTable
 from gateway.identity.tenant import TenantPolicy
-from gateway.quota_config import QuotaFail
+from gateway.quota_config import NO_LIMITS, ModelLimits, QuotaFail, QuotaLimits
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.config import ConfigError
@@ -81,10 +81,14 @@ class Terms(Struct, frozen=True):
     """The tenant's settings, with unset ones taken from its service class."""
     timeouts: TimeoutsConfig
     subjects: tuple[Subject, ...]
-    """The quotas that the request counts against: those of its key and of its tenant, without those that set
-    no limit. A subject without limits has no usage; one that is given limits later starts from none."""
+    """The quotas that the request counts against: those of its key and of its tenant, then those that the
+    model adds, without those that set no limit. A subject without limits has no usage; one that is given
+    limits later starts from none."""
     tokens_max: int | None
-    """The tightest of the subjects' limits on tokens, per minute or in all. None without any."""
+    """The tightest of the subjects' limits on tokens, per minute, day or month or in all. None without
+    any."""
+    payer: Payer
+    """Where the request is counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +120,19 @@ class Accounts:
 
     @property
     def serve_without_store(self) -> bool:
-        """True if some tenant is served while the quota store cannot be asked: one without limits, or
-        one whose fail mode is local."""
+        """True if some tenant is served while the quota store cannot be asked: one whose fail mode is local,
+        or one that may use a model without any limits."""
         return any(
-            tenant.limits == QuotaLimits() or (tenant.quota_fail or self.quota_fail) == "local"
+            (tenant.quota_fail or self.quota_fail) == "local" or self._has_free_model(tenant)
             for tenant in self.tenants.all()
+        )
+
+    def _has_free_model(self, tenant: TenantConfig) -> bool:
+        """True if a tenant without limits may use a model that adds none."""
+        limited = {entry.model for entry in tenant.model_limits if entry.limits != NO_LIMITS}
+        return tenant.limits == NO_LIMITS and any(
+            model.limits == NO_LIMITS and model.name not in limited
+            for model in self.tenants.models_of(tenant)
         )
 
     def terms(self, principal: Principal, model_name: str | None) -> Terms:
@@ -128,10 +140,12 @@ class Accounts:
         if (known := self._terms.get((principal, model_name))) is not None:
             return known
         model, tenant = self.tenants.resolve(principal, model_name), self.tenants.tenant(principal)
-        timeouts, subjects = timeouts_of(self.timeouts, model, tenant), self.subjects(principal)
-        limits = [limit for s in subjects for limit in (s.limits.tokens_per_min, s.limits.token_budget)]
+        timeouts = timeouts_of(self.timeouts, model, tenant)
+        subjects = self.subjects(principal) + self._model_subjects(principal, tenant, model)
+        limits = [limit for subject in subjects for limit in _token_limits(subject.limits)]
         tokens_max = min((limit for limit in limits if limit is not None), default=None)
-        terms = Terms(model, tenant, timeouts, subjects, tokens_max)
+        payer = Payer(principal.tenant, principal.key, model.name)
+        terms = Terms(model, tenant, timeouts, subjects, tokens_max, payer)
         if model_name in model.names:  # callers make up names behind a `*`
             self._terms.put((principal, model_name), terms)
         return terms
@@ -146,9 +160,30 @@ class Accounts:
             Subject(Scope.KEY, principal.key, principal.limits, principal.tenant, fail),
             Subject(Scope.TENANT, principal.tenant, tenant.limits, principal.tenant, fail),
         )
-        subjects = tuple(subject for subject in both if subject.limits != QuotaLimits())
+        subjects = tuple(subject for subject in both if subject.limits != NO_LIMITS)
         self._subjects.put(principal, subjects)
         return subjects
+
+    def _model_subjects(
+        self, principal: Principal, tenant: TenantConfig, model: ModelConfig
+    ) -> tuple[Subject, ...]:
+        """The quotas that a model adds to those of the principal's key and tenant."""
+        owners = (
+            (Scope.KEY_MODEL, f"{principal.key}/{model.name}", principal.model_limits),
+            (Scope.TENANT_MODEL, f"{tenant.id}/{model.name}", tenant.model_limits),
+            (Scope.MODEL, model.name, (ModelLimits(model.name, model.limits),)),
+        )
+        fail = tenant.quota_fail or self.quota_fail
+        return tuple(
+            Subject(scope, id_, entry.limits, principal.tenant, fail)
+            for scope, id_, entries in owners
+            for entry in entries
+            if entry.model == model.name and entry.limits != NO_LIMITS
+        )
+
+
+def _token_limits(limits: QuotaLimits) -> tuple[int | None, ...]:
+    return limits.tokens_per_min, limits.token_budget, limits.tokens_per_day, limits.tokens_per_month
 
 
 class _Read(Struct, frozen=True):

@@ -6,9 +6,9 @@ id, and every error the envelope that clients know.
 
 Rules:
 
-1. Probes and metrics are for everybody who reaches the listener. Whatever changes something, or tells of one
-   request, is for operators alone. They have keys of their own (`[[admin.keys]]`): a tenant's key opens
-   nothing here, and an operator's key opens nothing on the public port.
+1. Probes and metrics are for everybody who reaches the listener. Whatever changes something, or tells of
+   single requests or keys, is for operators alone. They have keys of their own (`[[admin.keys]]`): a tenant's
+   key opens nothing here, and an operator's key opens nothing on the public port.
 2. Each change leaves an audit line, `admin.change`: which operator, what, and with which result.
 3. A change that is refused has changed nothing, and the answer names all that is wrong with it.
 """
@@ -16,7 +16,7 @@ Rules:
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from http import HTTPStatus
 from typing import Final
 
@@ -26,10 +26,11 @@ from msgspec import Struct
 
 from gateway.accounts import AccountsReader
 from gateway.client.responses import error_response, json_response
-from gateway.directory.admin_routes import Asked, DirectoryRoutes, Methods, refusal
+from gateway.directory.admin_routes import refusal
 from gateway.exchange import LiveRequests
 from gateway.hygiene import check, path_of
 from gateway.identity.caller import Principal
+from gateway.operators import Asked, Table
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.config import ConfigError
@@ -77,10 +78,11 @@ class Admin:
         accounts: AccountsReader,
         reload: Callable[[], Awaitable[list[str]]],
         live: LiveRequests,
-        directory: DirectoryRoutes,
+        tables: Iterable[Table],
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """`reload` reads the configuration again, and returns what is wrong with it."""
+        """`reload` reads the configuration again, and returns what is wrong with it. `tables` have the
+        operators' requests that others answer."""
         self._read_again = reload
         self._health = health
         self._accounts = accounts
@@ -88,8 +90,9 @@ class Admin:
         self._clock = clock
         self._open: Final[Mapping[str, Open]] = {**dict.fromkeys(PROBES, self._probe), "/metrics": _metrics}
         """The handlers of GET and HEAD, by path."""
-        own: Mapping[str, Methods] = {RELOAD: {"POST": self._reload}, REQUEST: {"DELETE": self._abort}}
-        self._operators: Final[Mapping[str, Methods]] = {**own, **directory.table}
+        own: Table = {RELOAD: {"POST": self._reload}, REQUEST: {"DELETE": self._abort}}
+        entries = (entry for table in (own, *tables) for entry in table.items())
+        self._operators: Final[Table] = dict(entries)
         """The operators' handlers by method, by path."""
         self._patterns: Final = [
             (re.compile(path.replace("{id}", _ID)), methods) for path, methods in self._operators.items()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 from aiohttp import web
 
 from gateway import openapi
+from gateway.accounting_config import AccountingConfig
 from gateway.accounts import AccountsReader, IdentityOf
 from gateway.admin import Admin
 from gateway.admission.guarded_store import GuardedStore, SharedStore
@@ -26,6 +27,8 @@ from gateway.admission.memory_store import MemoryStore
 from gateway.admission.quota import LEASE_TTL_MS, QuotaStore
 from gateway.admission.validate import warm
 from gateway.background import Background, Work
+from gateway.billing.lines import Billing
+from gateway.billing.webhook import Webhook, read_webhook_secret
 from gateway.config import GatewayConfig, ModelConfig, timeouts_of
 from gateway.directory.admin_routes import DirectoryRoutes
 from gateway.directory.file_directory import FileDirectory
@@ -46,6 +49,7 @@ from gateway.record import HELD_BYTES, HTTP2_STREAMS, IN_FLIGHT
 from gateway.relay.credentials import Credentials
 from gateway.relay.upstream import Upstream
 from gateway.routing.replicas import Replicas
+from gateway.usage_api import UsageReports
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import GatewayStopped, KeyRevoked
@@ -93,11 +97,13 @@ class Gateway:
         credentials = Credentials(config.models, env)
         self.config = config
         self.lifecycle = Lifecycle()
-        self._redis = None if quotas is not None else _redis_store(config.quotas, env)
+        days, gateways = config.accounting.days, config.quotas.gateways
+        self._redis = None if quotas is not None else _redis_store(config.quotas, env, days)
         shared = quotas or self._redis
-        self.quotas: QuotaStore = shared or MemoryStore(clock)
-        self._guarded = None if shared is None else GuardedStore(shared, config.quotas.gateways, clock)
+        self.quotas: QuotaStore = shared or MemoryStore(clock, days)
+        self._guarded = None if shared is None else GuardedStore(shared, gateways, clock, days)
         store = self._guarded or self.quotas
+        self.billing, self._webhook = _billing(config.accounting, env, clock)
         self.live = LiveRequests(config.limits.live_max)
         self._tls = None if config.listen.tls is None else PublicTls(config.listen.tls, clock)
         self._key_sources = KeySources(clock)
@@ -112,10 +118,9 @@ class Gateway:
         memory = FairShare(config.limits.request_memory)
         _set_gauges(self.live, upstream, memory)
         parts = self.engines, store, self.replicas, upstream, credentials, self.live, self._threads, memory
-        pipeline = Pipeline(config, *parts)
-        self._health = Health(self.lifecycle, self._problems)
-        seen = pipeline, self.live, self.engines, store, self._health, clock
-        self._edge = Edge(config, self.accounts, *seen)
+        pipeline = Pipeline(config, *parts, self.billing)
+        self._health = health = Health(self.lifecycle, self._problems)
+        self._edge = Edge(config, self.accounts, pipeline, self.live, self.engines, store, health, clock)
         self._clock = clock
         self._background = Background(self._works(), clock)
         self._tokenizers = Background(self.engines.works(), clock)  # without one, prompts are estimated
@@ -134,6 +139,10 @@ class Gateway:
         }
         if self._follower is not None:
             works["directory"] = self._follower.watch
+        if self.billing.spool is not None:
+            works["billing lines"] = self.billing.write
+        if self._webhook is not None:
+            works["billing webhook"] = self._webhook.send
         return works if self._tls is None else works | {"certificates": self._tls.watch}
 
     async def __aenter__(self) -> Gateway:
@@ -150,6 +159,7 @@ class Gateway:
             if self._follower is not None:
                 stack.push_async_callback(self._follower.directory.aclose)
             await self._follow()
+            stack.push_async_callback(self.billing.aclose)
             await stack.enter_async_context(self._background)
             await stack.enter_async_context(self._tokenizers)
             await self._key_sources.first()
@@ -162,7 +172,9 @@ class Gateway:
             if admin.port is not None:
                 options = http1_options(self.config.timeouts.idle_s)
                 directory = DirectoryRoutes(self._registry, self._follow)
-                handlers = Admin(self._health, self.accounts, self.reload, self.live, directory, self._clock)
+                usage = UsageReports(self._guarded or self.quotas, self.accounts, self._clock)
+                tables = directory.table, usage.table
+                handlers = Admin(self._health, self.accounts, self.reload, self.live, tables, self._clock)
                 private = web.Server(handlers.handle, **options)
                 self.admin_port = await listen(
                     stack, private, admin.host, admin.port, send_buffer_len=buffer_len
@@ -188,6 +200,8 @@ class Gateway:
             self.config.timeouts.drain_s,
             _stopped,
         )
+        if self._guarded is not None:
+            await self._guarded.post()
         log.info("gateway.drained", clean=clean)
 
     async def reload(self) -> list[str]:
@@ -223,6 +237,7 @@ class Gateway:
             due_s = self._clock.monotonic() + RENEW_S
             await self._clock.sleep(PROBE_S)
             while self._guarded.is_well and self._clock.monotonic() < due_s:
+                await self._guarded.post()
                 await self._clock.sleep(PROBE_S)
             await self._guarded.renew(self.live.reservations())
 
@@ -256,7 +271,18 @@ def _profiles(
     return fetch
 
 
-def _redis_store(config: QuotasConfig, env: Mapping[str, str]) -> RedisStore | None:
+def _billing(
+    config: AccountingConfig, env: Mapping[str, str], clock: Clock
+) -> tuple[Billing, Webhook | None]:
+    """The billing lines, and the webhook that takes them, where there is one. Raises ConfigError."""
+    secret = read_webhook_secret(config, env)
+    billing = Billing(config, clock)
+    if config.webhook is None or billing.spool is None:
+        return billing, None
+    return billing, Webhook(config.webhook, secret, billing.spool, clock)
+
+
+def _redis_store(config: QuotasConfig, env: Mapping[str, str], days_kept: int) -> RedisStore | None:
     """The store in Redis, not yet connected; None where quotas are kept in memory. Raises ConfigError."""
     if config.store == "memory":
         return None
@@ -264,7 +290,7 @@ def _redis_store(config: QuotasConfig, env: Mapping[str, str]) -> RedisStore | N
     from gateway.admission.redis_links import links_of
     from gateway.admission.redis_store import RedisStore
 
-    return RedisStore(links_of(config, env), config.key_prefix)
+    return RedisStore(links_of(config, env), config.key_prefix, days_kept=days_kept)
 
 
 def _revoked_key() -> KeyRevoked:

@@ -22,6 +22,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 
 from msgspec import Meta
 
+from gateway.accounting_config import AccountingConfig
 from gateway.directory_config import DirectoryConfig, KeyEnv, Label
 from gateway.edge_config import (
     ENTRIES_MAX,
@@ -39,19 +40,24 @@ from gateway.edge_config import (
     is_base_url,
 )
 from gateway.endpoints import SCOPES
-from gateway.quota_config import QuotaFail, QuotasConfig
+from gateway.quota_config import (
+    NO_LIMITS,
+    PerModel,
+    QuotaFail,
+    QuotaLimits,
+    QuotasConfig,
+    model_limit_problems,
+)
 from shared import config
 from shared.config import ConfigError
 from shared.ids import KeyId, TenantId
-from shared.settings import LogLevel, Rule, Unit
+from shared.settings import LogLevel, Rule
 
 ENV_PREFIX: Final = "PENSTOCK_GATEWAY_"
 HEADINGS: Final[Mapping[str, str]] = {}
 """None within the top level: the file has sections."""
-QUOTA_MAX: Final = 10**9
 REPLICAS_MAX: Final = 256
 
-Quota = Annotated[int, Meta(ge=0, le=QUOTA_MAX)]
 
 HASH_PREFIX: Final = "sha256:"
 ANY: Final = "*"
@@ -112,20 +118,6 @@ class TimeoutOverrides:
         return replace(general, **{name: s for name, s in asdict(self).items() if s is not None})
 
 
-@dataclass(frozen=True, slots=True)
-class QuotaLimits:
-    """The quotas of a tenant or a key. None is no limit; 0 lets nothing through."""
-
-    requests_per_min: Annotated[Quota, Unit("requests")] | None = None
-    """Requests in a minute. Unset: no limit. 0 lets nothing through, as in each of these."""
-    tokens_per_min: Annotated[Quota, Unit("tokens")] | None = None
-    """Tokens of prompts and answers in a minute. Unset: no limit."""
-    concurrent: Annotated[Quota, Unit("requests")] | None = None
-    """Requests in progress. Unset: no limit."""
-    token_budget: Annotated[Quota, Unit("tokens")] | None = None
-    """Tokens in total, which time does not refill. Unset: no limit."""
-
-
 HopProtocol = Literal["http2", "http1"]
 Tier = Literal["flex", "default", "priority"]
 
@@ -144,6 +136,8 @@ class ModelConfig:
     """Further names that it answers to; * is any name that no other model has."""
     upstream_model: Name | None = None
     """Its name at the engines. Unset: the same name."""
+    limits: QuotaLimits = NO_LIMITS
+    """Quotas of all tenants' requests for it together."""
     timeouts: TimeoutOverrides | None = None
     """Time limits of its requests, each of which wins over the one in [timeouts]."""
     queue_timeout_s: Seconds | None = None
@@ -209,8 +203,10 @@ class TenantConfig:
     """Its name in logs, metrics and a header of the hop."""
     models: tuple[Name, ...] = ALL_MODELS
     """Names (not aliases) of the models that it may use; * is all."""
-    limits: QuotaLimits = QuotaLimits()
+    limits: QuotaLimits = NO_LIMITS
     """Quotas of all its keys together."""
+    model_limits: PerModel = ()
+    """Quotas of all its keys together for single models."""
     quota_fail: QuotaFail | None = None
     """Wins over fail in [quotas]."""
     service_tier: Tier = "priority"
@@ -253,8 +249,10 @@ class KeyConfig:
     """Those of the tenant's models that this key may use; * is all."""
     endpoints: tuple[EndpointScope, ...] = ALL_ENDPOINTS
     """The endpoints that this key may use, such as /v1/chat/completions; * is all."""
-    limits: QuotaLimits = QuotaLimits()
+    limits: QuotaLimits = NO_LIMITS
     """Quotas of this key alone, beside its tenant's."""
+    model_limits: PerModel = ()
+    """Quotas of this key alone for single models, beside its tenant's."""
     env: KeyEnv = "live"
     """The part of a minted key that comes before its id."""
     labels: Annotated[tuple[Label, ...], Meta(max_length=LABELS_MAX)] = ()
@@ -305,8 +303,10 @@ class GrantConfig:
     """Those of the tenant's models that the holder may use; * is all."""
     service_tier: Tier | None = None
     """The highest tier of the holder's requests, where it is below the tenant's."""
-    limits: QuotaLimits = QuotaLimits()
+    limits: QuotaLimits = NO_LIMITS
     """Quotas of each subject (claim sub) alone, beside its tenant's."""
+    model_limits: PerModel = ()
+    """Quotas of each subject (claim sub) alone for single models, beside its tenant's."""
 
     def __post_init__(self) -> None:
         if bool(self.claim) != (self.value is not None):
@@ -334,8 +334,10 @@ class CertificateConfig:
     """Those of the tenant's models that the holder may use; * is all."""
     service_tier: Tier | None = None
     """The highest tier of the holder's requests, where it is below the tenant's."""
-    limits: QuotaLimits = QuotaLimits()
+    limits: QuotaLimits = NO_LIMITS
     """Quotas of the holder alone, beside its tenant's."""
+    model_limits: PerModel = ()
+    """Quotas of the holder alone for single models, beside its tenant's."""
 
     def __post_init__(self) -> None:
         if sum(name is not None for name in (self.dns, self.uri, self.subject)) != 1:
@@ -374,6 +376,8 @@ class GatewayConfig:
     """Where the usage of quotas is counted."""
     directory: DirectoryConfig = DirectoryConfig()
     """Where tenants and keys are kept that operators change while gateways run."""
+    accounting: AccountingConfig = field(default_factory=AccountingConfig)
+    """What is kept and told of callers' usage."""
     admission: AdmissionConfig = AdmissionConfig()
     """How requests are checked and counted before they are let in."""
     log_level: LogLevel = "info"
@@ -435,6 +439,8 @@ def _contradictions(config: GatewayConfig) -> Iterator[str]:
                 yield f"models.{model.name}: {url!r} has another protocol in another model"
     for tenant in config.tenants:
         yield from (f"tenants.{tenant.id}.{p}" for p in tenant_problems(tenant, model_names))
+    if config.quotas.cluster and any(model.limits != NO_LIMITS for model in config.models):
+        yield "models: limits of a model over all tenants cannot be counted in a Cluster (quotas.cluster)"
     for key in config.keys:
         yield from (f"keys.{key.id}.{p}" for p in key_problems(key, model_names, tenant_ids))
     yield from _unknown_names(config, model_names, tenant_ids)
@@ -445,11 +451,13 @@ def _contradictions(config: GatewayConfig) -> Iterator[str]:
 def tenant_problems(tenant: TenantConfig, model_names: Container[str]) -> Iterator[str]:
     """The problems of a tenant that no single setting shows, each as `field: problem`."""
     yield from _unknown(tenant.models, model_names)
+    yield from model_limit_problems(tenant.model_limits, model_names)
 
 
 def key_problems(key: KeyConfig, model_names: Container[str], tenant_ids: Container[str]) -> Iterator[str]:
     """The problems of a key that no single setting shows, each as `field: problem`."""
     yield from _unknown(key.models, model_names)
+    yield from model_limit_problems(key.model_limits, model_names)
     if key.tenant not in tenant_ids:
         yield f"tenant: there is no tenant {key.tenant!r}"
     for name in ("created", "expires", "previous_expires"):
@@ -473,6 +481,7 @@ def _unknown_names(config: GatewayConfig, model_names: set[str], tenant_ids: set
     ]
     for where, holder in holders:
         yield from (f"{where}.{problem}" for problem in _unknown(holder.models, model_names))
+        yield from (f"{where}.{p}" for p in model_limit_problems(holder.model_limits, model_names))
         if holder.tenant is not None and holder.tenant not in tenant_ids:
             yield f"{where}.tenant: there is no tenant {holder.tenant!r}"
 

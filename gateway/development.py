@@ -13,14 +13,13 @@ from gateway.config import (
     GatewayConfig,
     KeyConfig,
     ModelConfig,
-    QuotaLimits,
     TenantConfig,
     TimeoutsConfig,
 )
 from gateway.directory_config import DirectoryConfig
 from gateway.edge_config import ListenConfig, TlsConfig, is_loopback
 from gateway.identity.keys import hash_key
-from gateway.quota_config import QuotasConfig
+from gateway.quota_config import QuotaLimits, QuotasConfig
 
 ID: Final = "development"
 """The id of the tenant, and of its key."""

@@ -12,7 +12,8 @@ from aiohttp import web
 from msgspec import Struct
 
 from gateway.accounts import Accounts
-from gateway.admission.quota import Decision, ReservationId, Windows
+from gateway.admission.quota import Decision, ReservationId, Window, Windows
+from gateway.admission.usage import Payer
 from gateway.client.answer import Client
 from gateway.client.deadlines import Watch
 from gateway.config import TimeoutsConfig
@@ -60,6 +61,10 @@ class Exchange(Struct, eq=False):
     """True if the request asks for a stream. False until its body has been parsed."""
     reserved: int = 0
     """The tokens reserved."""
+    payer: Payer | None = None
+    """Where the request is counted. None until its tokens are reserved."""
+    reserved_s: float = 0.0
+    """When its tokens were reserved, in seconds of the wall clock."""
     decision: Decision | None = None
     """The last decision of the quotas. None before the first."""
     windows: Windows | None = None
@@ -67,6 +72,10 @@ class Exchange(Struct, eq=False):
     ignored_fields: str = ""
     engine_timing: str = ""
     """The engine's `server-timing`, with its names marked as the engine's. Empty without one."""
+
+    def admit(self, payer: Payer, tokens: int) -> None:
+        """Note that so many tokens were reserved."""
+        self.payer, self.reserved, self.reserved_s = payer, tokens, self.clock.wall()
 
     def bound_by(self, timeouts: TimeoutsConfig) -> None:
         self.timeouts = timeouts
@@ -95,27 +104,34 @@ class Exchange(Struct, eq=False):
 
 
 def ratelimit_headers(windows: Windows) -> dict[str, str]:
-    """OpenAI's `x-ratelimit-*` headers."""
-    headers = {}
+    """OpenAI's `x-ratelimit-*` headers, and the like for the budgets of the day and of the month."""
+    headers: dict[str, str] = {}
     if (window := windows.requests) is not None:
-        headers["x-ratelimit-limit-requests"] = str(window.limit)
-        headers["x-ratelimit-remaining-requests"] = str(window.remaining)
-        headers["x-ratelimit-reset-requests"] = duration(window.reset_ms)
+        _add_window(headers, "requests", window)
     if (window := windows.tokens) is not None:
-        headers["x-ratelimit-limit-tokens"] = str(window.limit)
-        headers["x-ratelimit-remaining-tokens"] = str(window.remaining)
-        headers["x-ratelimit-reset-tokens"] = duration(window.reset_ms)
+        _add_window(headers, "tokens", window)
+    if (window := windows.day) is not None:
+        _add_window(headers, "tokens-day", window)
+    if (window := windows.month) is not None:
+        _add_window(headers, "tokens-month", window)
     return headers
 
 
+def _add_window(headers: dict[str, str], of: str, window: Window) -> None:
+    headers[f"x-ratelimit-limit-{of}"] = str(window.limit)
+    headers[f"x-ratelimit-remaining-{of}"] = str(window.remaining)
+    headers[f"x-ratelimit-reset-{of}"] = duration(window.reset_ms)
+
+
 def duration(ms: int) -> str:
-    """A duration as OpenAI writes it: `12ms`, `1.5s`, `6m0s`."""
+    """A duration as OpenAI writes it: `12ms`, `1.5s`, `6m0s`, `30h0m0s`."""
     if ms < 1000:
         return f"{ms}ms"
     if ms < 60_000:
         return f"{ms / 1000:g}s"
     minutes, rest_ms = divmod(ms, 60_000)
-    return f"{minutes}m{rest_ms // 1000}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes}m{rest_ms // 1000}s" if hours else f"{minutes}m{rest_ms // 1000}s"
 
 
 class LiveRequests:

@@ -42,9 +42,11 @@ from typing import Final
 from msgspec import Struct
 
 from gateway.accounts import Terms
-from gateway.admission.quota import Decision, Meter, QuotaStore, Refusal
+from gateway.admission.quota import Decision, Meter, QuotaStore, Refusal, Scope
 from gateway.admission.tokens import Count, check_fits, count_tokens, span
+from gateway.admission.usage import NOTHING, Used
 from gateway.admission.validate import validate
+from gateway.billing.lines import Billing
 from gateway.client.body import read_body
 from gateway.client.deadlines import Watch
 from gateway.config import ALL_ENDPOINTS, GatewayConfig, ModelConfig
@@ -92,6 +94,14 @@ from shared.openai import (
 from shared.sse import Closing
 from shared.validation import INLINE_LEN_MAX, Parsed
 
+_WHOSE: Final = {
+    Scope.KEY: "This key's limit",
+    Scope.TENANT: "This tenant's limit",
+    Scope.KEY_MODEL: "This key's limit for this model",
+    Scope.TENANT_MODEL: "This tenant's limit for this model",
+    Scope.MODEL: "This model's limit for all callers together",
+}
+_PERIODS: Final = {Meter.BUDGET: " in all", Meter.DAY_BUDGET: " a day", Meter.MONTH_BUDGET: " a month"}
 NO_TOKENS = Count(prompt_tokens=0, longest=0, prompts=0, extension=None)
 
 IDENTITY_S: Final = 5.0
@@ -145,8 +155,10 @@ class Pipeline:
         live: LiveRequests,
         threads: FairThreads,
         memory: FairShare,
+        billing: Billing,
     ) -> None:
         """`memory` is the share of bytes that requests hold until they are answered."""
+        self._billing = billing
         self._live = live
         self._threads = threads
         self._memory = memory
@@ -270,15 +282,19 @@ class Pipeline:
         states it, or nothing limits it."""
         exchange.stages.enter("quota")
         if not isinstance(request, ChatRequest | CompletionRequest):
-            exchange.windows = await self._quotas.windows(terms.subjects)
+            decision = await self._quotas.reserve(exchange.reservation, terms.subjects, 0, 0, terms.payer)
+            self._apply_decision(exchange, decision, 0)
+            exchange.admit(terms.payer, 0)
             return None
         context_len = self._engines.of(terms.model).max_model_len
         asked = span(
             request, count, context_len, self._config.admission.completion_estimate, terms.tokens_max
         )
-        decision = await self._quotas.reserve(exchange.reservation, terms.subjects, asked.least, asked.most)
+        decision = await self._quotas.reserve(
+            exchange.reservation, terms.subjects, asked.least, asked.most, terms.payer
+        )
         self._apply_decision(exchange, decision, asked.least)
-        exchange.reserved = decision.granted
+        exchange.admit(terms.payer, decision.granted)
         return asked.maximum_each(decision.granted) if asked.is_open else None
 
     def _apply_decision(self, exchange: Exchange, decision: Decision, tokens: int) -> None:
@@ -299,6 +315,9 @@ class Pipeline:
                 await shielded(progress.report.wait(REPORT_S))
         finally:
             used = used_tokens(progress, exchange.reserved)
+            if exchange.payer is not None:
+                facts = exchange.reservation, exchange.request_id, exchange.payer
+                self._billing.note(*facts, used, exchange.reserved_s)
             await shielded(self._quotas.settle(exchange.reservation, used), exchange.record.settlement)
 
     def _outbound(
@@ -397,13 +416,13 @@ class Pipeline:
         await relay.run(answer)
 
 
-def used_tokens(progress: Progress, reserved: int) -> int:
+def used_tokens(progress: Progress, reserved: int) -> Used:
     """The tokens that a request is charged in the end, by rule 2."""
     if (closing := progress.closing) is not None:
-        return _tokens_of(closing)
-    if progress.refused or not progress.dispatched:
-        return reserved if progress.lost else 0
-    return reserved
+        return Used(closing.prompt_tokens, closing.cached_tokens, closing.completion_tokens)
+    if (progress.refused or not progress.dispatched) and not progress.lost:
+        return NOTHING
+    return Used(estimated=reserved)
 
 
 def _tokens_of(closing: Closing | None) -> int:
@@ -420,7 +439,7 @@ def outcome_of(error: BaseException | None, watch: Watch) -> Outcome:
 
 
 def _refused(refusal: Refusal, tokens: int) -> ApiError:
-    whose = f"This {refusal.scope}'s limit of {refusal.limit}"
+    whose = f"{_WHOSE[refusal.scope]} of {refusal.limit}"
     after_s = None if refusal.retry_after_ms is None else refusal.retry_after_ms / 1000
     match refusal.meter:
         case Meter.REQUESTS:
@@ -432,8 +451,19 @@ def _refused(refusal: Refusal, tokens: int) -> ApiError:
         case Meter.TOKENS:
             message = f"{whose} tokens per minute is reached; this request may take {tokens}."
             return TokensRateLimited(message, retry_after_s=after_s)
-        case Meter.BUDGET if refusal.remaining and tokens > 1:
-            left = f"has {refusal.remaining} left; this request may take {tokens}, and fewer with max_tokens"
-            return BudgetExhausted(f"This {refusal.scope}'s budget of {refusal.limit} tokens {left}.")
-        case Meter.BUDGET:
-            return BudgetExhausted(f"This {refusal.scope}'s budget of {refusal.limit} tokens is spent.")
+        case Meter.BUDGET | Meter.DAY_BUDGET | Meter.MONTH_BUDGET:
+            return _over_budget(refusal, whose, tokens, after_s)
+
+
+def _over_budget(refusal: Refusal, whose: str, tokens: int, after_s: float | None) -> ApiError:
+    """The error of a budget. A retry of the same request can help when a period ends, which is longer than an
+    SDK waits: `Retry-After` says when, and `x-should-retry` that it is not to be tried until then."""
+    text = f"{whose} tokens{_PERIODS[refusal.meter]}"
+    if refusal.meter is not Meter.BUDGET and tokens > refusal.limit:
+        return RequestExceedsQuota(f"{text} is less than this request's {tokens}.")
+    left = refusal.remaining
+    if left and tokens > 1:
+        text += f" has {left} left; this request may take {tokens}, and fewer with max_tokens."
+    else:
+        text += " is spent."
+    return BudgetExhausted(text, retry_after_s=after_s)

@@ -114,10 +114,10 @@ class GatewayLine(CompletedLine, frozen=True, kw_only=True):
     first_byte_ms: Milliseconds | None = None
     """From the request's headers to the first byte of its answer's body. None where there was none."""
     quota_meter: str | None = None
-    """The quota that refused the request: `requests`, `tokens`, `concurrency`, `budget`. None where none
-    did."""
+    """The quota that refused the request: `requests`, `tokens`, `concurrency`, `budget`, `day_budget`,
+    `month_budget`. None where none did."""
     quota_scope: str | None = None
-    """Whose quota it was: `key` or `tenant`. None as `quota_meter`."""
+    """Whose quota it was: `key`, `tenant`, `key_model`, `tenant_model` or `model`. None as `quota_meter`."""
     engine_end_reason: str | None = None
     """The engine's own `end_reason`; empty from an engine of another make. This and the following are copies
     of the engine's line, and None where the engine told nothing."""

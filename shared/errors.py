@@ -218,14 +218,16 @@ class TokensRateLimited(RateLimited):
 
 
 class RequestExceedsQuota(TokensRateLimited):
-    """One request is larger than a whole minute's tokens: waiting cannot help, asking for less can."""
+    """One request is larger than the tokens of a whole minute, day or month: waiting cannot help, asking for
+    less can."""
 
     code = "request_exceeds_quota"
     retryable = False
 
 
 class BudgetExhausted(ApiError):
-    """A token budget, which time does not refill, is spent: a retry cannot help."""
+    """A token budget is spent. One for a day or a month says with `Retry-After` when it begins anew; that is
+    longer than a client waits."""
 
     status = HTTPStatus.TOO_MANY_REQUESTS
     type = "insufficient_quota"

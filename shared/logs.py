@@ -165,6 +165,7 @@ def configure(service: str, *, level: str = "info", stream: TextIO | None = None
     root = logging.getLogger()
     root.handlers[:] = [_StdlibHandler(service, writer)]
     root.setLevel(level.upper())
+    logging.getLogger("httpx").setLevel("WARNING")  # below that it logs whole URLs, which may hold secrets
     logging.captureWarnings(True)
     sys.excepthook = _log_uncaught
 

@@ -100,11 +100,11 @@ def test_imports_keep_to_their_floor(path: Path) -> None:
 
 
 GATEWAY_LEVELS = (
-    {"edge_config", "quota_config", "directory_config", "endpoints"},
+    {"accounting_config", "edge_config", "quota_config", "directory_config", "endpoints"},
     {"config", "secret", "hygiene", "background", "shield", "client"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
-    {"accounts", "public_tls", "engines", "record", "development", "openapi"},
-    {"exchange", "directory"},
+    {"accounts", "operators", "billing", "public_tls", "engines", "record", "development", "openapi"},
+    {"exchange", "directory", "usage_api"},
     {"outbound", "admin"},
     {"pipeline"},  # the only one that knows the order of the stages
     {"edge"},

@@ -6,20 +6,29 @@ Rules
 2. While it cannot be asked, each tenant gets what its `fail` says. *closed*: no seat and no tokens, but a 503
    that asks for a retry. *local*: a memory store of this process decides, with this gateway's part of each
    limit. It knows what was used during outages alone.
-3. A request may have its seat from one store and its tokens from the other. It is settled with both.
+3. A request may have its seat from one store and its tokens from the other. It is settled with both, and
+   counted by the one that granted its tokens.
 4. Nothing else that fails changes anything: a request has the end that it has, though it could not be
    settled. The store settles it later, or its lease lapses by itself.
 5. Leases are renewed at intervals, and much more often while the store is down: each renewal is the probe
    that finds it well again.
+6. What is counted here, of requests without limits and during outages, is posted to the store a moment later,
+   exactly once: a post whose answer is lost is sent again under its number. A process that is killed loses
+   what it has not posted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import astuple
 from functools import lru_cache
+from itertools import islice
 from typing import Final, Protocol
 
-from gateway.admission.memory_store import MemoryStore
+from gateway.admission.memory_store import DAYS_KEPT, MemoryStore
 from gateway.admission.quota import (
     Decision,
     QuotaStore,
@@ -29,13 +38,18 @@ from gateway.admission.quota import (
     Subject,
     Windows,
 )
-from gateway.config import QuotaLimits
+from gateway.admission.usage import Payer, Sheet, UsageRow, Used
+from gateway.quota_config import QuotaLimits
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import QuotaUnavailable
+from shared.ids import TenantId
 from shared.metrics import Counter, Gauge
 
 SHARES_MAX: Final = 16 * 1024
+POSTED_MAX: Final = 100
+"""Rows that one call posts."""
+_SEATED: Final = Decision(None, None)
 
 log = logs.get(__name__)
 
@@ -58,14 +72,30 @@ class SharedStore(QuotaStore, Protocol):
         """True if it can be asked."""
         ...
 
+    async def post(self, source: str, number: int, tenant: TenantId, day: int, sheet: Sheet) -> None:
+        """Add the rows to those of a tenant's day. `source` numbers its posts upwards, from 1 on: one that is
+        sent again changes nothing."""
+        ...
+
 
 class GuardedStore:
     """A `QuotaStore` around one that may fail."""
 
-    def __init__(self, store: SharedStore, gateways: int = 1, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self,
+        store: SharedStore,
+        gateways: int = 1,
+        clock: Clock = SYSTEM_CLOCK,
+        days_kept: int = DAYS_KEPT,
+    ) -> None:
         """`gateways`: processes that share the store; each allows this part of a limit on its own."""
         self._store: Final = store
-        self._local: Final = MemoryStore(clock)
+        self._local: Final = MemoryStore(clock, days_kept)
+        self._name: Final = secrets.token_hex(8)
+        self._posted = 0
+        self._unposted: deque[tuple[TenantId, int, Sheet]] = deque()
+        """Rows that were taken out of the local store and are not known to be in the shared one."""
+        self._posting = asyncio.Lock()
         self._share = lru_cache(SHARES_MAX)(lambda subjects: tuple(_share(s, gateways) for s in subjects))
         STORE_UP.set_function(lambda: float(store.is_well))
 
@@ -78,6 +108,8 @@ class GuardedStore:
         self, reservation: ReservationId, subjects: Sequence[Subject], *, needs_tokens: bool
     ) -> Decision:
         """Raises QuotaUnavailable."""
+        if not subjects:
+            return _SEATED
         try:
             return await self._store.enter(reservation, subjects, needs_tokens=needs_tokens)
         except StoreUnavailable as error:
@@ -85,22 +117,29 @@ class GuardedStore:
         return _of_share(await self._local.enter(reservation, local, needs_tokens=needs_tokens))
 
     async def reserve(
-        self, reservation: ReservationId, subjects: Sequence[Subject], least: int, most: int
+        self,
+        reservation: ReservationId,
+        subjects: Sequence[Subject],
+        least: int,
+        most: int,
+        payer: Payer | None = None,
     ) -> Decision:
         """Raises QuotaUnavailable."""
+        if not subjects:
+            return await self._local.reserve(reservation, subjects, least, most, payer)
         if not self._local.holds(reservation):
             try:
-                return await self._store.reserve(reservation, subjects, least, most)
+                return await self._store.reserve(reservation, subjects, least, most, payer)
             except StoreUnavailable as error:
                 self._without_store("reserve", error, subjects)
         local = self._share(tuple(subjects))
-        return _of_share(await self._local.reserve(reservation, local, least, most))
+        return _of_share(await self._local.reserve(reservation, local, least, most, payer))
 
-    async def settle(self, reservation: ReservationId, tokens: int) -> Settlement | None:
+    async def settle(self, reservation: ReservationId, used: Used) -> Settlement | None:
         """None, too, when the store did not answer: it settles later, or the reserved tokens stay charged."""
-        local = await self._local.settle(reservation, tokens)
+        local = await self._local.settle(reservation, used)
         try:
-            return await self._store.settle(reservation, tokens) or local
+            return await self._store.settle(reservation, used) or local
         except StoreUnavailable as error:
             self._failed("settle", error)
             return local
@@ -121,6 +160,33 @@ class GuardedStore:
             self._failed("windows", error)
             return Windows()
 
+    async def usage(self, tenant: TenantId, first: int, last: int) -> AsyncIterator[UsageRow]:
+        """Raises StoreUnavailable."""
+        await self.post()
+        async for row in self._store.usage(tenant, first, last):
+            yield row
+
+    async def post(self) -> None:
+        """Rule 6. What cannot be posted now is kept."""
+        async with self._posting:
+            while self.is_well and (self._unposted or self._take()):
+                tenant, day, sheet = self._unposted[0]
+                try:
+                    await self._store.post(self._name, self._posted + 1, tenant, day, sheet)
+                except StoreUnavailable as error:
+                    self._failed("post", error)
+                    return
+                self._posted += 1
+                self._unposted.popleft()
+
+    def _take(self) -> bool:
+        """Take what the local store has counted. Returns whether that is anything."""
+        for tenant, day, sheet in self._local.rows.take():
+            rows = iter(sheet.items())
+            while part := dict(islice(rows, POSTED_MAX)):
+                self._unposted.append((tenant, day, part))
+        return bool(self._unposted)
+
     def _without_store(
         self, call: str, error: StoreUnavailable, subjects: Sequence[Subject]
     ) -> tuple[Subject, ...]:
@@ -139,11 +205,7 @@ class GuardedStore:
 
 def _share(subject: Subject, gateways: int) -> Subject:
     """The subject with the part of its limits that one of so many gateways has."""
-    limits = subject.limits
-    parts = (
-        None if limit is None else limit // gateways
-        for limit in (limits.requests_per_min, limits.tokens_per_min, limits.concurrent, limits.token_budget)
-    )
+    parts = (None if limit is None else limit // gateways for limit in astuple(subject.limits))
     return Subject(subject.scope, subject.id, QuotaLimits(*parts), subject.tenant, subject.fail)
 
 

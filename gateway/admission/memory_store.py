@@ -1,8 +1,13 @@
-"""Quotas in this process's memory: the embedded default.
+"""Quotas and accounting in this process's memory: the embedded default.
 
 One event loop, no await inside a call: every call is atomic. Usage lives as long as the process, so
 a restart forgives it, budgets too. An account is forgotten when it was not used for `IDLE_MS`, owes nothing
 of a budget, and there are many: tokens name subjects that the configuration does not know.
+
+Leases run by the monotonic clock. Buckets and calendar days need a time that is the wall clock's and never
+goes back: the monotonic clock's, put ahead by the difference of the two, which is looked at with every
+renewal and only ever raised. So a wall clock that is put back is not followed, and one that is put forward
+is.
 
 Leases all have the same time to live, so the reservations stay in the order of their expiry when a
 renewal moves to the end.
@@ -11,13 +16,15 @@ renewal moves to the end.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from msgspec import Struct
 
+from gateway.accounting_config import AccountingConfig
 from gateway.admission import quota
+from gateway.admission.periods import DAY_MS, day_of
 from gateway.admission.quota import (
     LEASE_TTL_MS,
     Decision,
@@ -29,14 +36,19 @@ from gateway.admission.quota import (
     Usage,
     Windows,
 )
+from gateway.admission.usage import Payer, UsageRow, UsageRows, Used
 from gateway.shield import Done
 from shared.clock import SYSTEM_CLOCK, Clock
+from shared.ids import TenantId
 
 ACCOUNTS_MIN: Final = 20_000
 """The number of accounts up to which none is forgotten."""
 IDLE_MS: Final = 3_600_000
 """How long an account is not used before it is forgotten. Its buckets have drained within a minute, but for
 what an answer took above its reservation."""
+PERIOD_KEPT_MS: Final = 31 * DAY_MS
+"""The same for one with a budget for a day or a month, which begins anew within this time."""
+DAYS_KEPT: Final = AccountingConfig().days
 LOOKS: Final = 2
 """The number of accounts that are looked at for each new one. Two look faster than one fills."""
 _EMPTY: Final = Usage()
@@ -45,8 +57,12 @@ _SEATED: Final = Done(Decision(None, None))
 
 class _Reservation(Struct):
     subjects: tuple[Subject, ...]
-    tokens: int
     expires_ms: int
+    reserved_ms: int
+    """When the tokens were reserved; until then, when the seat was taken."""
+    tokens: int = 0
+    payer: Payer | None = None
+    """Where it is counted. None as long as nothing was granted."""
 
 
 @dataclass(slots=True)
@@ -67,8 +83,12 @@ class Ledger:
 class MemoryStore:
     """A `QuotaStore` in this process's memory."""
 
-    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, clock: Clock = SYSTEM_CLOCK, days_kept: int = DAYS_KEPT) -> None:
         self._monotonic = clock.monotonic
+        self._wall = clock.wall
+        self._ahead_ms = self._difference_ms()
+        self.rows: Final = UsageRows(days_kept)
+        """What was used, by key, tenant, model and day."""
         self._usage: OrderedDict[tuple[Scope, str], Usage] = OrderedDict()
         """Usage by account; first the accounts that were looked at longest ago."""
         self._reservations: dict[ReservationId, _Reservation] = {}
@@ -84,15 +104,20 @@ class MemoryStore:
         if reservation in self._reservations:
             return _SEATED
         holdings = self._holdings(subjects, now_ms)
-        refusal = quota.decide(holdings, seats=1, tokens=1 if needs_tokens else 0)
+        refusal = quota.decide(holdings, seated=0, tokens=1 if needs_tokens else 0)
         if refusal is None:
-            self._charge(holdings, seats=1, tokens=0)
-            self._reservations[reservation] = _Reservation(tuple(subjects), 0, now_ms + LEASE_TTL_MS)
+            self._charge(holdings, seated=0, tokens=0)
+            self._reservations[reservation] = self._reservation(subjects, now_ms)
             return _SEATED
         return Done(Decision(refusal, quota.windows_of(holdings)))
 
     def reserve(
-        self, reservation: ReservationId, subjects: Sequence[Subject], least: int, most: int
+        self,
+        reservation: ReservationId,
+        subjects: Sequence[Subject],
+        least: int,
+        most: int,
+        payer: Payer | None = None,
     ) -> Done[Decision]:
         assert 0 <= least <= most
         now_ms = self._now_ms()
@@ -101,35 +126,36 @@ class MemoryStore:
         entry = self._reservations.get(reservation)
         if entry is not None and entry.tokens:
             return Done(Decision(None, quota.windows_of(holdings), entry.tokens))
-        seats = 1 if entry is None else 0
-        refusal = quota.decide(holdings, seats=seats, tokens=least)
+        seated = 0 if entry is None else len(entry.subjects)
+        refusal = quota.decide(holdings, seated=seated, tokens=least)
         if refusal is not None:
             return Done(Decision(refusal, quota.windows_of(holdings)))
         tokens = quota.grant(holdings, least, most)
-        holdings = self._charge(holdings, seats=seats, tokens=tokens)
+        holdings = self._charge(holdings, seated=seated, tokens=tokens)
         if entry is None:
-            entry = _Reservation(tuple(subjects), 0, now_ms + LEASE_TTL_MS)
-            self._reservations[reservation] = entry
-        entry.tokens = tokens
+            entry = self._reservations[reservation] = self._reservation((), now_ms)
+        entry.subjects, entry.tokens = tuple(subjects), tokens
+        entry.reserved_ms, entry.payer = now_ms + self._ahead_ms, payer
         self.ledger.reserved += tokens
         self.ledger.outstanding += tokens
         return Done(Decision(None, quota.windows_of(holdings), tokens))
 
-    def settle(self, reservation: ReservationId, tokens: int) -> Done[Settlement | None]:
-        assert tokens >= 0
+    def settle(self, reservation: ReservationId, used: Used) -> Done[Settlement | None]:
         now_ms = self._now_ms()
         self._expire(now_ms)
         entry = self._reservations.pop(reservation, None)
         if entry is None:
             return Done(None)
-        settlement = Settlement(entry.tokens, tokens)
+        settlement = Settlement(entry.tokens, used.tokens)
         for subject, usage in self._holdings(entry.subjects, now_ms):
-            self._usage[subject.scope, subject.id] = quota.settle(subject.limits, usage, settlement)
-        self._book(settlement)
+            settled = quota.settle(subject.limits, usage, settlement, entry.reserved_ms)
+            self._usage[subject.scope, subject.id] = settled
+        self._book(entry, settlement, used)
         return Done(settlement)
 
     def renew(self, reservations: Sequence[ReservationId]) -> Done[None]:
         now_ms = self._now_ms()
+        self._ahead_ms = max(self._ahead_ms, self._difference_ms())
         self._expire(now_ms)
         for reservation in reservations:
             if (entry := self._reservations.pop(reservation, None)) is not None:
@@ -141,6 +167,10 @@ class MemoryStore:
         now_ms = self._now_ms()
         return Done(quota.windows_of(self._holdings(subjects, now_ms)))
 
+    async def usage(self, tenant: TenantId, first: int, last: int) -> AsyncIterator[UsageRow]:
+        for row in self.rows.of(tenant, first, last):
+            yield row
+
     @property
     def live(self) -> int:
         """The number of reservations that are held."""
@@ -151,18 +181,21 @@ class MemoryStore:
         return reservation in self._reservations
 
     def _holdings(self, subjects: Sequence[Subject], now_ms: int) -> list[Holding]:
-        usage = self._usage
-        return [(s, usage.get((s.scope, s.id), _EMPTY).at(s.limits, now_ms)) for s in subjects]
+        usage, at_ms = self._usage, now_ms + self._ahead_ms
+        return [(s, usage.get((s.scope, s.id), _EMPTY).at(s.limits, at_ms)) for s in subjects]
 
-    def _charge(self, holdings: list[Holding], *, seats: int, tokens: int) -> list[Holding]:
+    def _charge(self, holdings: list[Holding], *, seated: int, tokens: int) -> list[Holding]:
         charged: list[Holding] = []
-        for subject, before in holdings:
-            usage = quota.charge(subject.limits, before, seats, tokens)
+        for place, (subject, before) in enumerate(holdings):
+            usage = quota.charge(subject.limits, before, 1 if place >= seated else 0, tokens)
             if (subject.scope, subject.id) not in self._usage:
                 self._forget_idle(usage.at_ms)
             self._usage[subject.scope, subject.id] = usage
             charged.append((subject, usage))
         return charged
+
+    def _reservation(self, subjects: Sequence[Subject], now_ms: int) -> _Reservation:
+        return _Reservation(tuple(subjects), now_ms + LEASE_TTL_MS, now_ms + self._ahead_ms)
 
     def _forget_idle(self, now_ms: int) -> None:
         """Look at a few accounts, and forget those that are idle."""
@@ -170,7 +203,8 @@ class MemoryStore:
             return
         for _ in range(LOOKS):
             account, usage = self._usage.popitem(last=False)
-            if usage.live or usage.spent or now_ms - usage.at_ms < IDLE_MS:
+            kept_ms = PERIOD_KEPT_MS if usage.day or usage.month else IDLE_MS
+            if usage.live or usage.spent or now_ms - usage.at_ms < kept_ms:
                 self._usage[account] = usage
 
     def _expire(self, now_ms: int) -> None:
@@ -187,9 +221,11 @@ class MemoryStore:
             for subject in entry.subjects:
                 account = subject.scope, subject.id
                 self._usage[account] = quota.expire(self._usage[account])
-            self._book(Settlement(entry.tokens, entry.tokens))
+            self._book(entry, Settlement(entry.tokens, entry.tokens), Used(estimated=entry.tokens))
 
-    def _book(self, settlement: Settlement) -> None:
+    def _book(self, entry: _Reservation, settlement: Settlement, used: Used) -> None:
+        if entry.payer is not None:
+            self.rows.count(entry.payer, day_of(entry.reserved_ms), used)
         ledger = self.ledger
         ledger.outstanding -= settlement.reserved
         ledger.settled += settlement.settled
@@ -200,4 +236,7 @@ class MemoryStore:
         assert ledger.balanced, ledger
 
     def _now_ms(self) -> int:
-        return int(self._monotonic() * 1000)
+        return int(self._monotonic() * 1000 + 0.5)
+
+    def _difference_ms(self) -> int:
+        return int((self._wall() - self._monotonic()) * 1000 + 0.5)

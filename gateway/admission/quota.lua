@@ -1,17 +1,26 @@
--- Quotas in Redis: the twin of quota.py's arithmetic, run where usage is kept, each call atomic.
+-- Quotas in Redis: the twin of quota.py's arithmetic and of usage.py's rows, run where usage is kept, each call
+-- atomic.
 --
--- All keys of a tenant share the hash tag {tenant}, so that they are on one node of a Cluster:
+-- In a Cluster all keys of a tenant share the hash tag {acme}, so that they are on one node. Elsewhere the
+-- leases of all tenants are together, without a tag: whoever calls next finds those that ran out.
 --
---   PREFIX:{acme}:leases         sorted set: reservation -> when its lease ends, in ms
---   PREFIX:{acme}:reservations   hash: reservation -> "TOKENS ACCOUNT ACCOUNT", as in "120 key:k1 tenant:acme"
---   PREFIX:{acme}:key:k1         an account: requests, tokens, at_ms, live, spent, as quota.Usage has them, five
---                                doubles (packed: as text they took a quarter of each call)
+--   PREFIX:leases                sorted set: reservation -> when its lease ends, in ms
+--   PREFIX:reservations          hash: reservation -> "TOKENS RESERVED_MS USAGE ROW ACCOUNT ACCOUNT", where USAGE
+--                                is the beginning of the key of the row that it is counted in, and USAGE and
+--                                ROW are - as long as nothing was granted
+--   PREFIX:{acme}:key:k1         an account: requests, tokens, at_ms, live, spent, day, month, as quota.Usage has
+--                                them, seven doubles (packed: as text they took a quarter of each call)
 --   PREFIX:{acme}:tenant:acme    another one
 --   PREFIX:{acme}:settled:NAME   what a reservation had reserved, and when it was settled, for SETTLED_MS
+--   PREFIX:model:qwen            another one, of all tenants; not in a Cluster
+--   PREFIX:{acme}:usage:20780    hash: "KEY/MODEL" -> usage.Totals of that day, six doubles packed
+--   PREFIX:{acme}:posted:GATEWAY the number of the last rows that this gateway posted
 --
 -- KEYS      leases, reservations, then one account for each subject
--- ARGV      operation, reservation, now_ms, not_after_ms, lease_ttl_ms, two numbers of the operation; then for
---           each subject requests_per_min, tokens_per_min, concurrent, token_budget ('' is no limit)
+-- ARGV      operation, reservation, now_ms, not_after_ms, settings, then the words of the operation. The
+--           settings are doubles, packed, which a gateway does once for each caller: lease_ttl_ms, days_kept, and
+--           for each subject requests_per_min, tokens_per_min, concurrent, token_budget, tokens_per_day,
+--           tokens_per_month (negative is no limit)
 --
 -- Rules:
 --
@@ -23,20 +32,34 @@
 -- 4. Every number is whole and below 2^53, so a double holds it exactly.
 -- 5. Nothing is written before everything is decided, so an error (out of memory, read-only) changes nothing.
 --    An expired lease is taken away first, which is right whatever comes after it.
--- 6. Accounts of expired leases are no KEYS: they are not known before, and have the same hash tag.
+-- 6. Accounts and rows of reservations are no KEYS: they are not known before, and have the same hash tag.
+-- 7. A reservation's subjects that have their seats are the first ones of its call's, in the same order.
 --
--- Returns   {now_ms, answer, then for each subject requests, tokens, live, spent}, see each operation below.
+-- Returns   {now_ms, answer, then for each subject requests, tokens, live, spent, day, month}, see each
+--           operation below.
 
 local WEIGHT = 60000
 local GRANT_SHARE = 4
-local KEPT_MS = 2 * 86400000 -- longer than any request; an account that is empty by then is forgotten
+local DAY_MS = 86400000
+local KEPT_MS = 2 * DAY_MS -- longer than any request; an account that is empty by then is forgotten
+local MONTH_KEPT_MS = 33 * DAY_MS
 local EXPIRED_MAX = 512 -- leases that one call takes away; the next call goes on
+local ROWS_MAX = 20000 -- as usage.py has it
+local OTHERS = '*/*'
+local PAGE = 500 -- rows of one reply, about
 local SETTLED_MS = 10000 -- longer than a call that is sent again may take
-local FIRST_LIMIT = 8
+local FIRST_WORD = 6
+local FIRST_LIMIT = 17 -- a position in the settings
+local LIMITS = '>dddddd'
+local LIMITS_LEN = 48
+local ACCOUNT = '>ddddddd'
+local ACCOUNT_LEN = 56
+local ROW = '>dddddd'
 
 local leases, reservations = KEYS[1], KEYS[2]
 local operation, reservation = ARGV[1], ARGV[2]
-local now, not_after, ttl = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
+local now, not_after = tonumber(ARGV[3]), tonumber(ARGV[4])
+local ttl, days_kept = struct.unpack('>dd', ARGV[5])
 
 if now == 0 then
   local time = redis.call('TIME')
@@ -46,41 +69,72 @@ if not_after > 0 and now > not_after then
   return redis.error_reply('LATE the caller has given up')
 end
 
+local function day_of(ms)
+  return math.floor(ms / DAY_MS)
+end
+
+-- periods.month_of: see there.
+local function month_of(ms)
+  local days = day_of(ms) + 719468
+  local era = math.floor(days / 146097)
+  local day = days - era * 146097
+  local leap = math.floor(day / 1460) - math.floor(day / 36524) + math.floor(day / 146096)
+  local year = math.floor((day - leap) / 365)
+  day = day - (365 * year + math.floor(year / 4) - math.floor(year / 100))
+  return (era * 400 + year) * 12 + math.floor((5 * day + 2) / 153)
+end
+
 local function parse(value)
   local usage = {}
   if value then
-    usage.requests, usage.tokens, usage.at, usage.live, usage.spent = struct.unpack('>ddddd', value)
+    if #value < ACCOUNT_LEN then -- of a version that knew fewer meters
+      value = value .. string.rep('\0', ACCOUNT_LEN - #value)
+    end
+    usage.requests, usage.tokens, usage.at, usage.live, usage.spent, usage.day, usage.month =
+      struct.unpack(ACCOUNT, value)
   else
-    usage.requests, usage.tokens, usage.at, usage.live, usage.spent = 0, 0, 0, 0, 0
+    usage.requests, usage.tokens, usage.at, usage.live, usage.spent, usage.day, usage.month = 0, 0, 0, 0, 0, 0, 0
   end
   return usage
 end
 
 local function show(usage)
-  return struct.pack('>ddddd', usage.requests, usage.tokens, usage.at, usage.live, usage.spent)
+  return struct.pack(
+    ACCOUNT, usage.requests, usage.tokens, usage.at, usage.live, usage.spent, usage.day, usage.month)
+end
+
+local function limit(number)
+  return number >= 0 and number or nil
 end
 
 local function drained(level, per_min, elapsed)
   return per_min and math.max(0, level - per_min * elapsed) or 0
 end
 
--- The subjects' usage as it is now, each with its limits.
-local function holdings()
-  local found = {}
-  if #KEYS == 2 then
+-- The usage of the first `count` subjects as it is now, each with its limits; of all without a count.
+local function holdings(count)
+  local last, found = count and 2 + count or #KEYS, {}
+  if last == 2 then
     return found
   end
-  local values = redis.call('MGET', unpack(KEYS, 3))
+  local values = redis.call('MGET', unpack(KEYS, 3, last))
   for i, value in ipairs(values) do
-    local at = FIRST_LIMIT + 4 * (i - 1)
     local usage = parse(value)
     usage.key = KEYS[i + 2]
-    usage.rpm, usage.tpm = tonumber(ARGV[at]), tonumber(ARGV[at + 1])
-    usage.concurrent, usage.budget = tonumber(ARGV[at + 2]), tonumber(ARGV[at + 3])
+    local rpm, tpm, concurrent, budget, per_day, per_month =
+      struct.unpack(LIMITS, ARGV[5], FIRST_LIMIT + LIMITS_LEN * (i - 1))
+    usage.rpm, usage.tpm, usage.concurrent = limit(rpm), limit(tpm), limit(concurrent)
+    usage.budget, usage.per_day, usage.per_month = limit(budget), limit(per_day), limit(per_month)
     local elapsed = now - usage.at
     if elapsed > 0 then
       usage.requests = drained(usage.requests, usage.rpm, elapsed)
       usage.tokens = drained(usage.tokens, usage.tpm, elapsed)
+      if usage.day > 0 and day_of(usage.at) ~= day_of(now) then
+        usage.day = 0
+      end
+      if usage.month > 0 and month_of(usage.at) ~= month_of(now) then
+        usage.month = 0
+      end
       usage.at = now
     end
     found[i] = usage
@@ -100,29 +154,63 @@ local function save(usage)
   if usage.tokens > 0 then
     empty_in = math.max(empty_in, usage.tokens / math.max(usage.tpm or 1, 1))
   end
+  if usage.month > 0 then
+    empty_in = math.max(empty_in, MONTH_KEPT_MS)
+  end
   redis.call('SET', usage.key, show(usage), 'PX', string.format('%.0f', KEPT_MS + math.ceil(empty_in)))
 end
 
--- Leases that ran out: their seats are free again, their tokens stay charged.
+-- Adds six numbers to a row of a day.
+local function count(usage_key, day, row, numbers)
+  local key = string.format('%s%d', usage_key, day)
+  local before = redis.call('HGET', key, row)
+  if not before and redis.call('HLEN', key) >= ROWS_MAX then
+    row = OTHERS
+    before = redis.call('HGET', key, row)
+  end
+  if before then
+    local sums = { struct.unpack(ROW, before) }
+    for i, number in ipairs(numbers) do
+      numbers[i] = sums[i] + number
+    end
+  end
+  redis.call('HSET', key, row, struct.pack(ROW, unpack(numbers)))
+  if not before then
+    local left = (day + days_kept) * DAY_MS - now
+    redis.call('PEXPIRE', key, string.format('%.0f', left))
+  end
+end
+
+-- A reservation's record, taken apart: tokens, when they were reserved, USAGE, ROW, the accounts.
+local function read(record)
+  local tokens, at, usage_key, row, accounts = string.match(record, '^(%d+) (%d+) (%S+) (%S+)(.*)$')
+  return tonumber(tokens), tonumber(at), usage_key, row, accounts
+end
+
+-- Leases that ran out: their seats are free again, their tokens stay charged, and are counted as an estimate.
 local function expire()
   local ended = redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, EXPIRED_MAX)
   if #ended == 0 then
     return
   end
-  local seats, prefix = {}, string.sub(leases, 1, -string.len('leases') - 1)
+  local seats = {}
   for i, record in ipairs(redis.call('HMGET', reservations, unpack(ended))) do
     redis.call('ZREM', leases, ended[i])
     redis.call('HDEL', reservations, ended[i])
-    for account in string.gmatch(record or '', ' (%S+)') do
+    local tokens, at, usage_key, row, accounts = read(record or '')
+    for account in string.gmatch(accounts or '', '%S+') do
       seats[account] = (seats[account] or 0) + 1
     end
+    if row and row ~= '-' then
+      count(usage_key, day_of(at), row, { 1, 0, 0, 0, tokens > 0 and 1 or 0, tokens })
+    end
   end
-  for account, count in pairs(seats) do
-    local value = redis.call('GET', prefix .. account)
+  for account, ended_seats in pairs(seats) do
+    local value = redis.call('GET', account)
     if value then
       local usage = parse(value)
-      usage.live = math.max(0, usage.live - count)
-      redis.call('SET', prefix .. account, show(usage), 'KEEPTTL')
+      usage.live = math.max(0, usage.live - ended_seats)
+      redis.call('SET', account, show(usage), 'KEEPTTL')
     end
   end
 end
@@ -131,14 +219,21 @@ local function fits(level, per_min, amount)
   return not per_min or level + amount * WEIGHT <= per_min * WEIGHT
 end
 
-local function allowed(subjects, seats, tokens)
-  for _, usage in ipairs(subjects) do
-    if seats > 0 and not (fits(usage.requests, usage.rpm, seats)
-        and (not usage.concurrent or usage.live + seats <= usage.concurrent)) then
+local function has_left(spent, budget, tokens)
+  return not budget or spent + tokens <= budget
+end
+
+-- `seated`: how many of the subjects, the first ones, have their seats already.
+local function allowed(subjects, seated, tokens)
+  for i, usage in ipairs(subjects) do
+    if i > seated and not (fits(usage.requests, usage.rpm, 1)
+        and (not usage.concurrent or usage.live < usage.concurrent)) then
       return false
     end
     if tokens > 0 and not (fits(usage.tokens, usage.tpm, tokens)
-        and (not usage.budget or usage.spent + tokens <= usage.budget)) then
+        and has_left(usage.spent, usage.budget, tokens)
+        and has_left(usage.day, usage.per_day, tokens)
+        and has_left(usage.month, usage.per_month, tokens)) then
       return false
     end
   end
@@ -146,47 +241,52 @@ local function allowed(subjects, seats, tokens)
 end
 
 local function grant(subjects, least, most)
+  if least == most then
+    return most
+  end
   local left
+  local function at_most(here)
+    left = math.min(left or here, here)
+  end
   for _, usage in ipairs(subjects) do
     if usage.tpm then
-      local here = math.floor(math.max(0, usage.tpm * WEIGHT - usage.tokens) / WEIGHT)
-      left = math.min(left or here, here)
+      at_most(math.floor(math.max(0, usage.tpm * WEIGHT - usage.tokens) / WEIGHT))
     end
     if usage.budget then
-      local here = math.max(0, usage.budget - usage.spent)
-      left = math.min(left or here, here)
+      at_most(math.max(0, usage.budget - usage.spent))
+    end
+    if usage.per_day then
+      at_most(math.max(0, usage.per_day - usage.day))
+    end
+    if usage.per_month then
+      at_most(math.max(0, usage.per_month - usage.month))
     end
   end
-  if least == most or not left then
+  if not left then
     return most
   end
   return math.min(most, math.max(least, math.floor(left / GRANT_SHARE)))
 end
 
-local function charge(subjects, seats, tokens)
-  for _, usage in ipairs(subjects) do
+local function charge(subjects, seated, tokens)
+  for i, usage in ipairs(subjects) do
+    local seats = i > seated and 1 or 0
     usage.requests = usage.rpm and usage.requests + seats * WEIGHT or 0
     usage.tokens = usage.tpm and usage.tokens + tokens * WEIGHT or 0
     usage.live = usage.live + seats
     usage.spent = usage.budget and usage.spent + tokens or 0
+    usage.day = usage.per_day and usage.day + tokens or 0
+    usage.month = usage.per_month and usage.month + tokens or 0
     save(usage)
   end
 end
 
--- `accounts`: the rest of the record, after the tokens.
-local function book(tokens, accounts, is_new)
-  redis.call('HSET', reservations, reservation, string.format('%.0f', tokens) .. accounts)
+local function book(tokens, usage_key, row, is_new)
+  local record = { string.format('%.0f %.0f', tokens, now), usage_key, row, unpack(KEYS, 3) }
+  redis.call('HSET', reservations, reservation, table.concat(record, ' '))
   if is_new then
     redis.call('ZADD', leases, now + ttl, reservation)
   end
-end
-
-local function accounts()
-  local prefix_len, names = string.len(leases) - string.len('leases'), ''
-  for i = 3, #KEYS do
-    names = names .. ' ' .. string.sub(KEYS[i], prefix_len + 1)
-  end
-  return names
 end
 
 local function answer(result, subjects)
@@ -196,48 +296,60 @@ local function answer(result, subjects)
     reply[#reply + 1] = usage.tokens
     reply[#reply + 1] = usage.live
     reply[#reply + 1] = usage.spent
+    reply[#reply + 1] = usage.day
+    reply[#reply + 1] = usage.month
   end
   return reply
 end
 
+local function seats_of(accounts)
+  local _, seats = string.gsub(accounts, '%S+', '')
+  return seats
+end
+
 local operations = {}
 
--- 0 when the seat is given, without the usage; -1 when it is refused.
+-- The word: the least that the request will ask for, 0 or 1. Returns 0 when the seat is given, without the
+-- usage; -1 when it is refused.
 function operations.enter()
   expire()
   if redis.call('HEXISTS', reservations, reservation) == 1 then
     return { now, 0 }
   end
   local subjects, needs_tokens = holdings(), tonumber(ARGV[6])
-  if not allowed(subjects, 1, needs_tokens) then
+  if not allowed(subjects, 0, needs_tokens) then
     return answer(-1, subjects)
   end
-  charge(subjects, 1, 0)
-  book(0, accounts(), true)
+  charge(subjects, 0, 0)
+  book(0, '-', '-', true)
   return { now, 0 }
 end
 
--- The tokens that are granted, and the usage after that; -1 when refused with a seat, -2 without one.
+-- The words: the least, the most, USAGE, ROW. Returns the tokens that are granted, and the usage after that; when
+-- refused -1, less the number of subjects that have given their seats.
 function operations.reserve()
   expire()
   local subjects, least, most = holdings(), tonumber(ARGV[6]), tonumber(ARGV[7])
-  local record = redis.call('HGET', reservations, reservation)
-  local reserved = record and tonumber(string.match(record, '^%d+')) or 0
-  if reserved > 0 then
-    return answer(reserved, subjects)
+  local record, seated = redis.call('HGET', reservations, reservation), 0
+  if record then
+    local reserved, _, _, _, accounts = read(record)
+    if reserved > 0 then
+      return answer(reserved, subjects)
+    end
+    seated = seats_of(accounts)
   end
-  local seats = record and 0 or 1
-  if not allowed(subjects, seats, least) then
-    return answer(-1 - seats, subjects)
+  if not allowed(subjects, seated, least) then
+    return answer(-1 - seated, subjects)
   end
   local granted = grant(subjects, least, most)
-  charge(subjects, seats, granted)
-  book(granted, accounts(), not record)
+  charge(subjects, seated, granted)
+  book(granted, ARGV[8], ARGV[9], not record)
   return answer(granted, subjects)
 end
 
--- The tokens that were reserved; -1 when there is no such reservation. A settlement whose reply was lost is sent
--- again: it changes nothing, and has the same answer.
+-- The words: the tokens used; those of the prompt, cached ones, those of the answer. A negative prompt: it is
+-- not to be counted. Returns the tokens that were reserved; -1 when there is no such reservation. A settlement
+-- whose reply was lost is sent again: it changes nothing, and has the same answer.
 function operations.settle()
   expire()
   local record = redis.call('HGET', reservations, reservation)
@@ -247,13 +359,30 @@ function operations.settle()
     local is_recent = at and now - tonumber(at) < SETTLED_MS
     return { now, is_recent and tonumber(before) or -1 }
   end
-  local reserved, used = tonumber(string.match(record, '^%d+')), tonumber(ARGV[6])
-  for _, usage in ipairs(holdings()) do
-    local difference = used - reserved
+  local reserved, at, usage_key, row, accounts = read(record)
+  local used, prompt = tonumber(ARGV[6]), tonumber(ARGV[7])
+  local difference = used - reserved
+  for _, usage in ipairs(holdings(seats_of(accounts))) do
     usage.tokens = usage.tpm and math.max(0, usage.tokens + difference * WEIGHT) or 0
     usage.live = math.max(0, usage.live - 1)
     usage.spent = usage.budget and math.max(0, usage.spent + difference) or 0
+    if not usage.per_day then
+      usage.day = 0
+    elseif day_of(at) == day_of(usage.at) then
+      usage.day = math.max(0, usage.day + difference)
+    end
+    if not usage.per_month then
+      usage.month = 0
+    elseif month_of(at) == month_of(usage.at) then
+      usage.month = math.max(0, usage.month + difference)
+    end
     save(usage)
+  end
+  if row ~= '-' and prompt >= 0 then
+    local completion = tonumber(ARGV[9])
+    local estimated = used - prompt - completion
+    local numbers = { 1, prompt, tonumber(ARGV[8]), completion, estimated > 0 and 1 or 0, estimated }
+    count(usage_key, day_of(at), row, numbers)
   end
   redis.call('HDEL', reservations, reservation)
   redis.call('ZREM', leases, reservation)
@@ -261,10 +390,10 @@ function operations.settle()
   return { now, reserved }
 end
 
--- The reservations stand from the eighth argument on; those that are gone are passed over.
+-- The words: the reservations. Those that are gone are passed over.
 function operations.renew()
   expire()
-  for i = FIRST_LIMIT, #ARGV do
+  for i = FIRST_WORD, #ARGV do
     redis.call('ZADD', leases, 'XX', now + ttl, ARGV[i])
   end
   redis.call('PEXPIRE', leases, KEPT_MS)
@@ -275,6 +404,48 @@ end
 -- Writes nothing, so that a server that refuses writes still tells how things stand.
 function operations.windows()
   return answer(0, holdings())
+end
+
+-- Adds rows that a gateway kept while there was no reservation here. KEYS: posted. The words: the number of
+-- this post, which grows, USAGE, the day, and for each row its name and six numbers.
+function operations.post()
+  local number = tonumber(ARGV[FIRST_WORD])
+  if number <= tonumber(redis.call('GET', KEYS[1]) or 0) then
+    return { now, 0 }
+  end
+  for at = FIRST_WORD + 3, #ARGV, 7 do
+    local numbers = {}
+    for i = 1, 6 do
+      numbers[i] = tonumber(ARGV[at + i])
+    end
+    count(ARGV[FIRST_WORD + 1], tonumber(ARGV[FIRST_WORD + 2]), ARGV[at], numbers)
+  end
+  redis.call('SET', KEYS[1], number, 'PX', MONTH_KEPT_MS)
+  return { now, 1 }
+end
+
+-- For each key, the rows of a day, whether there are any.
+function operations.days()
+  local reply = { now, 0 }
+  for _, key in ipairs(KEYS) do
+    reply[#reply + 1] = redis.call('EXISTS', key)
+  end
+  return reply
+end
+
+-- The word: where to go on. Returns the same for the next call ('0' is the end), then for each row its name and
+-- six numbers; some rows may come twice.
+function operations.rows()
+  local page = redis.call('HSCAN', KEYS[1], ARGV[FIRST_WORD], 'COUNT', PAGE)
+  local reply = { now, page[1] }
+  for i = 1, #page[2], 2 do
+    reply[#reply + 1] = page[2][i]
+    local sums = { struct.unpack(ROW, page[2][i + 1]) } -- and the position behind them
+    for number = 1, 6 do
+      reply[#reply + 1] = sums[number]
+    end
+  end
+  return reply
 end
 
 -- Whether the server takes writes, at a key of its own.

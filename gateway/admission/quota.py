@@ -1,15 +1,18 @@
 """The arithmetic of quotas. Pure: whole numbers in, a decision out, the time is a parameter.
 
-Four meters, each at key and at tenant level: requests per minute, tokens per minute, concurrent
-requests, and a token budget that time does not refill. The first two are leaky buckets (GCRA in its
-"level" form): a bucket of `limit` per minute holds at most one minute's worth and drains steadily,
-so there is no window whose edge lets twice the limit through at once.
+Six meters: requests per minute, tokens per minute, concurrent requests, and token budgets for a day, for a
+month, and for good. The first two are leaky buckets (GCRA in its "level" form): a bucket of `limit` per
+minute holds at most one minute's worth and drains steadily, so there is no window whose edge lets twice the
+limit through at once. Days and months are those of the calendar in UTC.
+
+Who is metered is a subject: a key, a tenant, either of them on one model, or a model whoever asks for it.
 
 Rules:
 
 1. A request reserves in two steps, each on all meters of all its subjects or on none: its seat (one
    request, and one of the concurrent ones) from its headers alone, before its body is read; its tokens
    once they are counted. A subject that could not pay for one token gives no seat to a request for some.
+   The model is not known before the body is read: subjects with a model give their seat with the tokens.
 2. Tokens are reserved before they are known (prompt + the most that may be generated) and settled
    with what was used. A refund lowers the level at once; usage above the reservation becomes debt:
    the level passes the brim, and nothing is admitted until it has drained. A request that states no
@@ -17,19 +20,22 @@ Rules:
    of what is left, so that one request leaves something to the next.
 3. Whole numbers throughout, so that a store in another language decides the same. One request or
    token weighs `WEIGHT` units; a bucket of `limit` per minute drains `limit` units each millisecond.
-4. Time that runs backwards drains nothing.
+4. Time that runs backwards drains nothing, and begins no day or month anew.
+5. Tokens belong to the day and the month in which they were reserved. What is settled after the end of that
+   period changes nothing in the next one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from enum import StrEnum
 from typing import Final, NewType, Protocol
 
 from msgspec import Struct
 
-from gateway.config import QUOTA_MAX, QuotaLimits
-from gateway.quota_config import QuotaFail
+from gateway.admission.periods import day_end_ms, day_of, month_end_ms, month_of
+from gateway.admission.usage import Payer, UsageRow, Used
+from gateway.quota_config import BUDGET_MAX, QUOTA_MAX, QuotaFail, QuotaLimits
 from shared.ids import TenantId
 
 ReservationId = NewType("ReservationId", str)
@@ -38,6 +44,7 @@ LEASE_TTL_MS: Final = 60_000
 """The time to live of a lease that is not renewed."""
 WEIGHT: Final = 60_000
 assert QUOTA_MAX * WEIGHT < 2**53, "levels stay exact where numbers are doubles"
+assert BUDGET_MAX < 2**53, "and so do budgets"
 BUSY_RETRY_MS: Final = 1_000
 """The `Retry-After` of a refusal by a concurrency limit, in milliseconds. When one of the open requests will
 end is unknown, so this only spaces retries."""
@@ -51,6 +58,8 @@ class Meter(StrEnum):
     TOKENS = "tokens"
     CONCURRENCY = "concurrency"
     BUDGET = "budget"
+    DAY_BUDGET = "day_budget"
+    MONTH_BUDGET = "month_budget"
 
 
 class Scope(StrEnum):
@@ -58,16 +67,23 @@ class Scope(StrEnum):
 
     KEY = "key"
     TENANT = "tenant"
+    KEY_MODEL = "key_model"
+    """A key's requests for one model."""
+    TENANT_MODEL = "tenant_model"
+    """A tenant's requests for one model."""
+    MODEL = "model"
+    """All requests for a model, whoever sends them."""
 
 
 class Subject(Struct, frozen=True):
-    """A key or a tenant whose quotas a request counts against."""
+    """A key, a tenant or a model whose quotas a request counts against."""
 
     scope: Scope
     id: str
+    """The key's or the tenant's id, the model's name, or both with a slash between."""
     limits: QuotaLimits
     tenant: TenantId
-    """The tenant itself, or the one that the key belongs to. A request's subjects all have the same."""
+    """The tenant that sends the request. A request's subjects all have the same."""
     fail: QuotaFail = "closed"
     """The answer to its requests while the store of quotas cannot be asked; the tenant's setting."""
 
@@ -86,8 +102,13 @@ class Usage(Struct, frozen=True):
     """The leases that the subject holds: its requests that are admitted and neither settled nor expired."""
     spent: int = 0
     """Tokens against the budget: used and reserved. Kept where there is a budget, as the levels are."""
+    day: int = 0
+    """The same against the budget of the day that `at_ms` is in."""
+    month: int = 0
+    """The same against the budget of the month that `at_ms` is in."""
 
     def at(self, limits: QuotaLimits, now_ms: int) -> Usage:
+        """The usage at a later time. An earlier one changes nothing."""
         elapsed_ms = now_ms - self.at_ms
         if elapsed_ms <= 0:
             return self
@@ -96,23 +117,31 @@ class Usage(Struct, frozen=True):
             requests = drained(requests, limits.requests_per_min, elapsed_ms)
         if tokens:
             tokens = drained(tokens, limits.tokens_per_min, elapsed_ms)
-        return Usage(requests, tokens, now_ms, self.live, self.spent)
+        day, month = self.day, self.month
+        if day and day_of(self.at_ms) != day_of(now_ms):
+            day = 0
+        if month and month_of(self.at_ms) != month_of(now_ms):
+            month = 0
+        return Usage(requests, tokens, now_ms, self.live, self.spent, day, month)
 
 
 class Window(Struct, frozen=True):
-    """One bucket as the `x-ratelimit-*` headers show it."""
+    """One bucket, or the budget of one period, as the `x-ratelimit-*` headers show it."""
 
     limit: int
     remaining: int
     reset_ms: int
-    """The time until the bucket is empty if nothing more is charged, in milliseconds."""
+    """The time until the bucket is empty if nothing more is charged, or until the period ends, in
+    milliseconds."""
 
 
 class Windows(Struct, frozen=True):
-    """The tightest window of each bucket over all subjects. None for a bucket without a limit."""
+    """The tightest window of each bucket and period over all subjects. None for one without a limit."""
 
     requests: Window | None = None
     tokens: Window | None = None
+    day: Window | None = None
+    month: Window | None = None
 
 
 class Refusal(Struct, frozen=True):
@@ -121,9 +150,9 @@ class Refusal(Struct, frozen=True):
     limit: int
     retry_after_ms: int | None
     """The time until a retry may succeed, in milliseconds. None when waiting does not help: the request is
-    larger than the limit, or the budget is spent."""
+    larger than the limit, or a budget is spent that time does not refill."""
     remaining: int = 0
-    """The tokens that are left of a budget; 0 for any other meter."""
+    """The tokens that are left of any of the budgets; 0 for other meters."""
 
 
 class Decision(Struct, frozen=True):
@@ -174,16 +203,23 @@ class QuotaStore(Protocol):
         ...
 
     def reserve(
-        self, reservation: ReservationId, subjects: Sequence[Subject], least: int, most: int
+        self,
+        reservation: ReservationId,
+        subjects: Sequence[Subject],
+        least: int,
+        most: int,
+        payer: Payer | None = None,
     ) -> Awaitable[Decision]:
         """Reserve between `least` and `most` tokens of every subject, or of none, once per reservation: asked
-        again, the tokens that it has are granted. A seat whose lease ran out meanwhile is taken anew, or
-        refused."""
+        again, the tokens that it has are granted. `subjects` begins with those that `enter` was given; the
+        others, which the model adds, give their seats now. A seat whose lease ran out meanwhile is taken
+        anew, or refused. `payer` is where the request is counted once it is granted; None counts nowhere."""
         ...
 
-    def settle(self, reservation: ReservationId, tokens: int) -> Awaitable[Settlement | None]:
-        """Charge `tokens` in place of what was reserved, and give the seat back. Idempotent: None when the
-        reservation was settled before, has expired or was never granted."""
+    def settle(self, reservation: ReservationId, used: Used) -> Awaitable[Settlement | None]:
+        """Charge `used` in place of what was reserved, give the seats back, and count the request with its
+        payer. Idempotent: None when the reservation was settled before, has expired or was never granted. One
+        that expires is counted as if all that was reserved had been used, by estimate."""
         ...
 
     def renew(self, reservations: Sequence[ReservationId]) -> Awaitable[None]:
@@ -192,6 +228,10 @@ class QuotaStore(Protocol):
 
     def windows(self, subjects: Sequence[Subject]) -> Awaitable[Windows]:
         """The tightest windows of the subjects. Charges nothing."""
+        ...
+
+    def usage(self, tenant: TenantId, first: int, last: int) -> AsyncIterator[UsageRow]:
+        """What a tenant used from one day to another, both counted from 1970-01-01."""
         ...
 
 
@@ -225,24 +265,33 @@ def charged(level: int, per_min: int | None, amount: int) -> int:
 # -- all meters of a subject ----------------------------------------------------------------------
 
 
-def decide(holdings: Iterable[Holding], *, seats: int, tokens: int) -> Refusal | None:
-    """The refusal of a request for so many seats (0 or 1) and tokens; None when every subject has room.
+def decide(holdings: Sequence[Holding], *, seated: int, tokens: int) -> Refusal | None:
+    """The refusal of a request for a seat of all but the first `seated` subjects, and for so many tokens of
+    each; None when every subject has room.
 
     Where several meters refuse, the refusal is the one that lasts longest.
     """
     found: list[Refusal] = []
-    for subject, usage in holdings:
+    for place, (subject, usage) in enumerate(holdings):
         limits, scope = subject.limits, subject.scope
-        if seats:
-            if (limit := limits.requests_per_min) is not None and not fits(usage.requests, limit, seats):
-                found.append(Refusal(Meter.REQUESTS, scope, limit, wait_ms(usage.requests, limit, seats)))
-            if (limit := limits.concurrent) is not None and usage.live + seats > limit:
+        if place >= seated:
+            if (limit := limits.requests_per_min) is not None and not fits(usage.requests, limit, 1):
+                found.append(Refusal(Meter.REQUESTS, scope, limit, wait_ms(usage.requests, limit, 1)))
+            if (limit := limits.concurrent) is not None and usage.live >= limit:
                 found.append(Refusal(Meter.CONCURRENCY, scope, limit, BUSY_RETRY_MS))
         if tokens:
             if (limit := limits.tokens_per_min) is not None and not fits(usage.tokens, limit, tokens):
                 found.append(Refusal(Meter.TOKENS, scope, limit, wait_ms(usage.tokens, limit, tokens)))
             if (limit := limits.token_budget) is not None and usage.spent + tokens > limit:
                 found.append(Refusal(Meter.BUDGET, scope, limit, None, max(0, limit - usage.spent)))
+            if (limit := limits.tokens_per_day) is not None and usage.day + tokens > limit:
+                until_ms = day_end_ms(usage.at_ms) - usage.at_ms if tokens <= limit else None
+                left = max(0, limit - usage.day)
+                found.append(Refusal(Meter.DAY_BUDGET, scope, limit, until_ms, left))
+            if (limit := limits.tokens_per_month) is not None and usage.month + tokens > limit:
+                until_ms = month_end_ms(usage.at_ms) - usage.at_ms if tokens <= limit else None
+                left = max(0, limit - usage.month)
+                found.append(Refusal(Meter.MONTH_BUDGET, scope, limit, until_ms, left))
     return max(found, key=_lasts_ms) if found else None
 
 
@@ -262,32 +311,51 @@ def charge(limits: QuotaLimits, usage: Usage, seats: int, tokens: int) -> Usage:
         usage.at_ms,
         usage.live + seats,
         usage.spent + tokens if limits.token_budget is not None else 0,
+        usage.day + tokens if limits.tokens_per_day is not None else 0,
+        usage.month + tokens if limits.tokens_per_month is not None else 0,
     )
 
 
-def settle(limits: QuotaLimits, usage: Usage, settlement: Settlement) -> Usage:
+def settle(limits: QuotaLimits, usage: Usage, settlement: Settlement, reserved_ms: int) -> Usage:
     """The subject's usage after a request: its lease is given back, and the difference between what was
-    reserved and what was used is charged or refunded."""
+    reserved (at `reserved_ms`) and what was used is charged or refunded."""
     assert usage.live > 0, "a lease is given back once"
     difference = settlement.settled - settlement.reserved
     tokens = charged(usage.tokens, limits.tokens_per_min, difference)
     spent = max(0, usage.spent + difference) if limits.token_budget is not None else 0
-    return Usage(usage.requests, tokens, usage.at_ms, usage.live - 1, spent)
+    day = month = 0
+    if limits.tokens_per_day is not None:
+        is_same = day_of(reserved_ms) == day_of(usage.at_ms)
+        day = max(0, usage.day + difference) if is_same else usage.day
+    if limits.tokens_per_month is not None:
+        is_same = month_of(reserved_ms) == month_of(usage.at_ms)
+        month = max(0, usage.month + difference) if is_same else usage.month
+    return Usage(usage.requests, tokens, usage.at_ms, usage.live - 1, spent, day, month)
 
 
 def expire(usage: Usage) -> Usage:
     """The subject's usage after a lease ran out: the seat is free again, the reserved tokens stay charged."""
     assert usage.live > 0
-    return Usage(usage.requests, usage.tokens, usage.at_ms, usage.live - 1, usage.spent)
+    return Usage(
+        usage.requests, usage.tokens, usage.at_ms, usage.live - 1, usage.spent, usage.day, usage.month
+    )
 
 
 def windows_of(holdings: Iterable[Holding]) -> Windows:
+    """The tightest windows of the subjects."""
     requests: Window | None = None
     tokens: Window | None = None
+    day: Window | None = None
+    month: Window | None = None
     for subject, usage in holdings:
-        requests = _tighter(requests, subject.limits.requests_per_min, usage.requests)
-        tokens = _tighter(tokens, subject.limits.tokens_per_min, usage.tokens)
-    return Windows(requests, tokens)
+        limits = subject.limits
+        requests = _tighter(requests, limits.requests_per_min, usage.requests)
+        tokens = _tighter(tokens, limits.tokens_per_min, usage.tokens)
+        if (limit := limits.tokens_per_day) is not None:
+            day = _tighter_period(day, limit, usage.day, day_end_ms(usage.at_ms) - usage.at_ms)
+        if (limit := limits.tokens_per_month) is not None:
+            month = _tighter_period(month, limit, usage.month, month_end_ms(usage.at_ms) - usage.at_ms)
+    return Windows(requests, tokens, day, month)
 
 
 def _tokens_left(subject: Subject, usage: Usage) -> Iterable[int]:
@@ -295,6 +363,10 @@ def _tokens_left(subject: Subject, usage: Usage) -> Iterable[int]:
         yield max(0, limit * WEIGHT - usage.tokens) // WEIGHT
     if (limit := subject.limits.token_budget) is not None:
         yield max(0, limit - usage.spent)
+    if (limit := subject.limits.tokens_per_day) is not None:
+        yield max(0, limit - usage.day)
+    if (limit := subject.limits.tokens_per_month) is not None:
+        yield max(0, limit - usage.month)
 
 
 def _lasts_ms(refusal: Refusal) -> float:
@@ -309,3 +381,10 @@ def _tighter(window: Window | None, limit: int | None, level: int) -> Window | N
     if window is not None and window.remaining <= remaining:
         return window
     return Window(limit, remaining, -(-level // limit) if limit else 0)
+
+
+def _tighter_period(window: Window | None, limit: int, spent: int, reset_ms: int) -> Window:
+    remaining = max(0, limit - spent)
+    if window is not None and window.remaining <= remaining:
+        return window
+    return Window(limit, remaining, reset_ms)

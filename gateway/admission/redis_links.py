@@ -46,6 +46,11 @@ class Links(Protocol):
         """The connections to all servers that are known."""
         ...
 
+    @property
+    def is_cluster(self) -> bool:
+        """True if the keys of one call must have one hash tag."""
+        ...
+
     def tag_of(self, link: RedisLink) -> str:
         """A hash tag of keys that are on this server."""
         ...
@@ -81,12 +86,14 @@ def links_of(config: QuotasConfig, env: Mapping[str, str]) -> Links:
 
 
 def tag_of(tenant: TenantId) -> str:
-    """The hash tag of all keys of a tenant, without its braces."""
+    """The hash tag of a tenant's keys, without its braces."""
     return quote(tenant, safe="")
 
 
 class OneLink:
     """A single server, or the primary of a group: all tenants are on it."""
+
+    is_cluster: Final = False
 
     def __init__(self, servers: _Servers) -> None:
         find = servers.primary if servers.config.sentinel is not None else servers.first
@@ -113,6 +120,8 @@ class OneLink:
 
 class ClusterLinks:
     """The nodes of a Cluster that have slots: all keys of a tenant are on one of them."""
+
+    is_cluster: Final = True
 
     def __init__(self, servers: _Servers) -> None:
         self._servers: Final = servers

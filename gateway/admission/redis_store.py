@@ -1,7 +1,7 @@
-"""Quotas in Redis: what all gateways together count.
+"""Quotas and accounting in Redis: what all gateways together count.
 
-`quota.lua` reads, decides and charges, all in one call; see there for the keys. Here the calls are put
-together, and refusals and windows worked out from the usage that they return, by `quota.py`'s arithmetic.
+`quota.lua` reads, decides, charges and counts, all in one call; see there for the keys. Here the calls are
+put together, and refusals and windows worked out from the usage that they return, by `quota.py`'s arithmetic.
 
 Rules:
 
@@ -9,8 +9,9 @@ Rules:
    answered its settlement. One that could not be sent goes out with the first renewal that succeeds.
 2. A renewal is also the probe that brings a link up which is down, and a write: a server that only reads is
    none for quotas.
-3. A request without limits is not counted, and nothing is asked for it.
-4. A call whose keys another node has now is sent there, at once and once: within two calls' time, and that of
+3. A request without limits has no reservation here, and nothing is asked for it.
+4. A request whose tokens were not granted by this store, as far as its caller knows, is not counted by it.
+5. A call whose keys another node has now is sent there, at once and once: within two calls' time, and that of
    connecting where the node was not known, which is bounded by a call's time as well.
 """
 
@@ -18,21 +19,25 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import struct
 from collections import defaultdict
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from dataclasses import astuple
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from msgspec import Struct
 
+from gateway.accounting_config import AccountingConfig
 from gateway.admission import quota
 from gateway.admission.quota import (
     LEASE_TTL_MS,
     Decision,
     Holding,
     ReservationId,
+    Scope,
     Settlement,
     StoreUnavailable,
     Subject,
@@ -41,26 +46,30 @@ from gateway.admission.quota import (
 )
 from gateway.admission.redis_link import Moved, RedisLink, ScriptMissing, Word
 from gateway.admission.redis_links import Links, tag_of
-from gateway.config import QuotaLimits
+from gateway.admission.usage import OTHERS, Payer, Sheet, Totals, UsageRow, Used
+from gateway.quota_config import QuotaLimits
 from shared.clock import Clock
-from shared.ids import TenantId
+from shared.ids import KeyId, TenantId
 
 SCRIPT: Final = (Path(__file__).parent / "quota.lua").read_text()
 SCRIPT_SHA: Final = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
 """Its name among the scripts that a server has cached."""
 RENEWED_MAX: Final = 256
 """Leases that one call renews."""
+DAYS_KEPT: Final = AccountingConfig().days
 ENCODED_MAX: Final = 16 * 1024
 _SEATED: Final = Decision(None, None)
-_NO_SEAT: Final = -2
+_LIMITS: Final = struct.Struct(">6d")
 _FOR_THE_CALLER: Final = ("enter", "reserve")
 """Operations that are not to be done once their caller no longer waits; the others are right however late."""
 
 
 class _Held(Struct):
     subjects: tuple[Subject, ...]
-    used: int | None = None
+    used: Used | None = None
     """The tokens to settle with; None while the request is in progress."""
+    is_counted: bool = False
+    """Rule 4."""
 
 
 class RedisStore:
@@ -72,14 +81,16 @@ class RedisStore:
         prefix: str,
         *,
         lease_ttl_ms: int = LEASE_TTL_MS,
+        days_kept: int = DAYS_KEPT,
         clock: Clock | None = None,
     ) -> None:
         """`prefix` begins every key. `clock` decides in place of the server's; tests alone give one."""
         self._links: Final = links
         self._prefix: Final = prefix
-        self._lease_ttl_ms: Final = lease_ttl_ms
+        self._settings: Final = struct.pack(">2d", lease_ttl_ms, days_kept)
         self._clock: Final = clock
         self._encoded = lru_cache(ENCODED_MAX)(self._encode)
+        self._row_of = lru_cache(ENCODED_MAX)(self._row)
         self._held: dict[ReservationId, _Held] = {}
         self._knows_servers = False
         self._has_followed = False
@@ -101,34 +112,42 @@ class RedisStore:
         if reply[1] == 0:
             return _SEATED
         del self._held[reservation]
-        return _refused(_holdings(subjects, reply), seats=1, tokens=int(needs_tokens))
+        return _refused(_holdings(subjects, reply), seated=0, tokens=int(needs_tokens))
 
     async def reserve(
-        self, reservation: ReservationId, subjects: Sequence[Subject], least: int, most: int
+        self,
+        reservation: ReservationId,
+        subjects: Sequence[Subject],
+        least: int,
+        most: int,
+        payer: Payer | None = None,
     ) -> Decision:
         assert 0 <= least <= most
         if not subjects:
             return Decision(None, Windows(), most)
         self._links.of(subjects[0].tenant).require_up()
-        held = self._hold(reservation, subjects)
-        reply = await self._run("reserve", reservation, held.subjects, least, most)
+        held = self._held[reservation] = _Held(tuple(subjects))  # it has them even if no answer comes
+        row = ("-", "-") if payer is None else self._row_of(payer)
+        reply = await self._run("reserve", reservation, held.subjects, least, most, *row)
         holdings = _holdings(subjects, reply)
         if (granted := reply[1]) >= 0:
+            held.is_counted = True
             return Decision(None, quota.windows_of(holdings), granted)
-        if granted == _NO_SEAT:
+        if (seated := -1 - granted) == 0:
             del self._held[reservation]
-        return _refused(holdings, seats=int(granted == _NO_SEAT), tokens=least)
+        return _refused(holdings, seated=seated, tokens=least)
 
-    async def settle(self, reservation: ReservationId, tokens: int) -> Settlement | None:
+    async def settle(self, reservation: ReservationId, used: Used) -> Settlement | None:
         """Tried again with the next renewal when it fails."""
-        assert tokens >= 0
         held = self._held.get(reservation)
         if held is None:
             return None
-        held.used = tokens
-        reply = await self._run("settle", reservation, held.subjects, tokens)
+        held.used = used
+        prompt = used.prompt if held.is_counted else -1
+        words = used.tokens, prompt, used.cached, used.completion
+        reply = await self._run("settle", reservation, held.subjects, *words)
         self._held.pop(reservation, None)
-        return Settlement(reply[1], tokens) if reply[1] >= 0 else None
+        return Settlement(reply[1], used.tokens) if reply[1] >= 0 else None
 
     async def renew(self, reservations: Sequence[ReservationId]) -> None:
         """Rule 2."""
@@ -144,13 +163,18 @@ class RedisStore:
 
     def _renewals(self, reservations: Sequence[ReservationId]) -> Iterable[Awaitable[object]]:
         """Leases to extend, and settlements that could not be sent before."""
-        by_tenant: defaultdict[TenantId, list[ReservationId]] = defaultdict(list)
+        together: defaultdict[tuple[str, str], list[ReservationId]] = defaultdict(list)
+        tenants: dict[tuple[str, str], TenantId] = {}
         for reservation in reservations:
             if (held := self._held.get(reservation)) is not None and held.used is None:
-                by_tenant[held.subjects[0].tenant].append(reservation)
-        for tenant, renewed in by_tenant.items():
+                tenant = held.subjects[0].tenant
+                keys = self._lease_keys(tenant)
+                together[keys].append(reservation)
+                tenants[keys] = tenant
+        for keys, renewed in together.items():
             for i in range(0, len(renewed), RENEWED_MAX):
-                yield self._renew(tenant, renewed[i : i + RENEWED_MAX])
+                words = *keys, *self._head("renew"), *renewed[i : i + RENEWED_MAX]
+                yield self._eval(tenants[keys], (2, *words))
         for name, held in self._held.items():
             if held.used is not None:
                 yield self.settle(name, held.used)
@@ -160,6 +184,33 @@ class RedisStore:
             return Windows()
         reply = await self._run("windows", ReservationId(""), tuple(subjects))
         return quota.windows_of(_holdings(subjects, reply))
+
+    async def post(self, source: str, number: int, tenant: TenantId, day: int, sheet: Sheet) -> None:
+        """Add the rows to those of a tenant's day. `source` numbers its posts upwards, from 1 on: one that is
+        sent again changes nothing."""
+        usage = self._usage_key(tenant)
+        words: list[Word] = [number, usage, day]
+        for (key, model), totals in sheet.items():
+            words += (_row_name(key, model), *totals.numbers)
+        posted = f"{usage.removesuffix('usage:')}posted:{source}"
+        await self._eval(tenant, (1, posted, *self._head("post"), *words))
+
+    async def usage(self, tenant: TenantId, first: int, last: int) -> AsyncIterator[UsageRow]:
+        """Each reply has a page of rows, so that no call takes long."""
+        usage = self._usage_key(tenant)
+        days = range(first, last + 1)
+        keys = [f"{usage}{day}" for day in days]
+        _, _, *exist = await self._eval(tenant, (len(keys), *keys, *self._head("days")))
+        for day, key, is_there in zip(days, keys, exist, strict=True):
+            sheet: Sheet = {}
+            cursor = "0" if is_there else None
+            while cursor is not None:
+                words = 1, key, *self._head("rows"), cursor
+                reply = await self._eval(tenant, words)
+                sheet |= _sheet(reply[2:])
+                cursor = None if (following := reply[1].decode()) == "0" else following
+            for (key_id, model), totals in sheet.items():
+                yield UsageRow(tenant, key_id, model, day, totals)
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -174,32 +225,19 @@ class RedisStore:
         return held
 
     async def _run(
-        self,
-        operation: str,
-        reservation: ReservationId,
-        subjects: tuple[Subject, ...],
-        a: int = 0,
-        b: int = 0,
+        self, operation: str, reservation: ReservationId, subjects: tuple[Subject, ...], *words: Word
     ) -> list[int]:
         link = self._links.of(subjects[0].tenant)
-        now_ms, not_after_ms = 0, 0  # by the server's clock, and at any time
-        if self._clock is not None:
-            now_ms = self._now_ms()
-        elif operation in _FOR_THE_CALLER:
+        now_ms, not_after_ms = self._now_ms(), 0  # 0: at any time
+        if not now_ms and operation in _FOR_THE_CALLER:
             not_after_ms = link.server_ms + link.timeout_ms
-        keys, limits = self._encoded(subjects)
-        numbers = now_ms, not_after_ms, self._lease_ttl_ms, a, b
-        words: tuple[Word, ...] = len(keys), *keys, operation, reservation, *numbers, *limits
-        return await self._eval(link, subjects[0].tenant, words)
+        keys, settings = self._encoded(subjects)
+        head = operation, reservation, now_ms, not_after_ms, settings
+        return await self._eval(subjects[0].tenant, (len(keys), *keys, *head, *words))
 
-    async def _renew(self, tenant: TenantId, reservations: Sequence[ReservationId]) -> None:
-        numbers = self._now_ms(), 0, self._lease_ttl_ms, 0, 0
-        words: tuple[Word, ...] = *self._tenant_keys(tenant), "renew", "", *numbers, *reservations
-        await self._eval(self._links.of(tenant), tenant, (2, *words))
-
-    async def _eval(self, link: RedisLink, tenant: TenantId, words: tuple[Word, ...]) -> list[int]:
+    async def _eval(self, tenant: TenantId, words: tuple[Word, ...]) -> list[Any]:
         try:
-            return await _eval_at(link, words)
+            return await _eval_at(self._links.of(tenant), words)
         except Moved as moved:  # so nothing was done
             tag = tag_of(tenant)
             try:
@@ -211,51 +249,82 @@ class RedisStore:
                 raise
 
     def _probe(self, tag: str) -> tuple[Word, ...]:
-        numbers = self._now_ms(), 0, self._lease_ttl_ms, 0, 0
-        return "EVAL", SCRIPT, 1, f"{self._prefix}:{{{tag}}}:probe", "probe", "", *numbers
+        return "EVAL", SCRIPT, 1, f"{self._prefix}:{{{tag}}}:probe", *self._head("probe")
+
+    def _head(self, operation: str) -> tuple[Word, ...]:
+        """The first words of a call that concerns no subject and no single reservation."""
+        return operation, "", self._now_ms(), 0, self._settings
 
     def _now_ms(self) -> int:
         """0: by the server's clock."""
-        return 0 if self._clock is None else int(self._clock.monotonic() * 1000)
+        return 0 if self._clock is None else round(self._clock.wall() * 1000)
 
-    def _tenant_keys(self, tenant: TenantId) -> tuple[str, str]:
-        of_tenant = f"{self._prefix}:{{{tag_of(tenant)}}}"
-        return f"{of_tenant}:leases", f"{of_tenant}:reservations"
+    def _lease_keys(self, tenant: TenantId) -> tuple[str, str]:
+        """In a Cluster, those of the tenant."""
+        start = f"{self._prefix}:{{{tag_of(tenant)}}}" if self._links.is_cluster else self._prefix
+        return f"{start}:leases", f"{start}:reservations"
 
-    def _encode(self, subjects: tuple[Subject, ...]) -> tuple[tuple[str, ...], tuple[Word, ...]]:
-        """The keys of a call, and the limits, as the script wants them."""
+    def _usage_key(self, tenant: TenantId) -> str:
+        """The beginning of the keys of a tenant's rows."""
+        return f"{self._prefix}:{{{tag_of(tenant)}}}:usage:"
+
+    def _row(self, payer: Payer) -> tuple[str, str]:
+        return self._usage_key(payer.tenant), _row_name(payer.key, payer.model)
+
+    def _encode(self, subjects: tuple[Subject, ...]) -> tuple[tuple[str, ...], bytes]:
+        """The keys of a call, and the settings with the limits, as the script wants them."""
         tenant = subjects[0].tenant
         assert all(subject.tenant == tenant for subject in subjects)
-        keys = self._tenant_keys(tenant)
-        of_tenant = keys[0].removesuffix("leases")
-        accounts = (f"{of_tenant}{subject.scope}:{quote(subject.id, safe='')}" for subject in subjects)
-        return (*keys, *accounts), tuple(word for subject in subjects for word in _words(subject.limits))
+        accounts = (self._account(subject) for subject in subjects)
+        settings = b"".join((self._settings, *(_packed(subject.limits) for subject in subjects)))
+        return (*self._lease_keys(tenant), *accounts), settings
+
+    def _account(self, subject: Subject) -> str:
+        name = f"{subject.scope}:{quote(subject.id, safe='')}"
+        if subject.scope is Scope.MODEL:
+            assert not self._links.is_cluster, "the configuration refuses that"
+            return f"{self._prefix}:{name}"
+        return f"{self._prefix}:{{{tag_of(subject.tenant)}}}:{name}"
 
 
-async def _eval_at(link: RedisLink, words: tuple[Word, ...]) -> list[int]:
+async def _eval_at(link: RedisLink, words: tuple[Word, ...]) -> list[Any]:
     try:
-        reply: list[int] = await link.call("EVALSHA", SCRIPT_SHA, *words)
+        reply: list[Any] = await link.call("EVALSHA", SCRIPT_SHA, *words)
     except ScriptMissing:  # so nothing was done
         reply = await link.call("EVAL", SCRIPT, *words)
     return reply
 
 
-def _words(limits: QuotaLimits) -> Iterable[Word]:
-    for limit in (limits.requests_per_min, limits.tokens_per_min, limits.concurrent, limits.token_budget):
-        yield "" if limit is None else limit
+def _row_name(key: KeyId, model: str) -> str:
+    if key == OTHERS:
+        return f"{OTHERS}/{OTHERS}"
+    return f"{quote(key, safe='')}/{quote(model, safe='')}"
+
+
+def _sheet(words: Sequence[Any]) -> Sheet:
+    """The rows of a page: a name and six numbers each."""
+    sheet: Sheet = {}
+    for i in range(0, len(words), 7):
+        key, _, model = words[i].decode().partition("/")
+        sheet[KeyId(unquote(key)), unquote(model)] = Totals(*words[i + 1 : i + 7])
+    return sheet
+
+
+def _packed(limits: QuotaLimits) -> bytes:
+    return _LIMITS.pack(*(-1 if limit is None else limit for limit in astuple(limits)))
 
 
 def _holdings(subjects: Sequence[Subject], reply: Sequence[Any]) -> list[Holding]:
     """The usage of each subject, which a reply has after the time and the answer."""
     found: list[Holding] = []
     for i, subject in enumerate(subjects):
-        requests, tokens, live, spent = reply[2 + 4 * i : 6 + 4 * i]
-        found.append((subject, Usage(requests, tokens, reply[0], live, spent)))
+        requests, tokens, live, spent, day, month = reply[2 + 6 * i : 8 + 6 * i]
+        found.append((subject, Usage(requests, tokens, reply[0], live, spent, day, month)))
     return found
 
 
-def _refused(holdings: list[Holding], *, seats: int, tokens: int) -> Decision:
-    refusal = quota.decide(holdings, seats=seats, tokens=tokens)
+def _refused(holdings: list[Holding], *, seated: int, tokens: int) -> Decision:
+    refusal = quota.decide(holdings, seated=seated, tokens=tokens)
     if refusal is None:
         raise StoreUnavailable("the script refuses what the limits allow")
     return Decision(refusal, quota.windows_of(holdings))

@@ -12,11 +12,11 @@ from gateway.config import (
     GatewayConfig,
     KeyConfig,
     ModelConfig,
-    QuotaLimits,
     TenantConfig,
 )
 from gateway.edge_config import AdminConfig, LimitsConfig, ListenConfig
 from gateway.identity.keys import hash_key
+from gateway.quota_config import QuotaLimits
 from shared.memory import core_memory_max, engine_memory_max, gateway_memory_max
 
 REQUEST_MEMORY: Final = 192 * MIB

@@ -1,4 +1,5 @@
-"""The cost of quotas to the gateway: a seat, a reservation and a settlement, in memory and in Redis.
+"""The cost of quotas and accounting to the gateway: a seat, a reservation and a settlement, in memory and in
+Redis.
 
 This process does what a gateway does for each request's quotas, from 1 caller and from many, and
 nothing else; its CPU time is divided by the requests. Redis is a process of its own, started here unless
@@ -29,12 +30,12 @@ from gateway.admission.quota import QuotaStore, ReservationId, Scope, StoreUnava
 from gateway.admission.redis_link import Command, Moved, RedisLink, Word
 from gateway.admission.redis_links import links_of
 from gateway.admission.redis_store import SCRIPT, RedisStore
-from gateway.config import QuotaLimits
-from gateway.quota_config import QuotasConfig
+from gateway.admission.usage import Payer, Used
+from gateway.quota_config import QuotaLimits, QuotasConfig
 from shared.bench.figures import Figure, at_most, figure, quantile
 from shared.bench.services import free_port
 from shared.bench.streams import BenchFailed
-from shared.ids import TenantId
+from shared.ids import KeyId, TenantId
 
 __all__ = ["BenchFailed", "add_arguments", "run"]
 
@@ -44,6 +45,7 @@ START_S: Final = 10.0
 TIMEOUT_S: Final = 5.0
 _LIMITS: Final = QuotaLimits(10**9, 10**9, 10**6, None)
 _TENANT: Final = TenantId("bench")
+_PAYER: Final = Payer(_TENANT, KeyId("key"), "model")
 _SUBJECTS: Final = (
     Subject(Scope.KEY, "key", _LIMITS, _TENANT),
     Subject(Scope.TENANT, _TENANT, _LIMITS, _TENANT),
@@ -122,8 +124,8 @@ async def _caller(store: QuotaStore, requests: int, latencies_s: list[float]) ->
         at = [now()]
         for call in (
             lambda name=name: store.enter(name, _SUBJECTS, needs_tokens=True),
-            lambda name=name: store.reserve(name, _SUBJECTS, 500, 500),
-            lambda name=name: store.settle(name, 300),
+            lambda name=name: store.reserve(name, _SUBJECTS, 500, 500, _PAYER),
+            lambda name=name: store.settle(name, Used(prompt=200, completion=100)),
         ):
             if await call() is None:
                 raise BenchFailed("a reservation was lost")
@@ -173,6 +175,7 @@ async def _ours(url: str) -> AsyncIterator[QuotaStore]:
 class _Pool:
     """redis-py in the place of our connection: one that sends nothing twice."""
 
+    is_cluster: Final = False
     timeout_ms: Final = int(TIMEOUT_S * 1000)
     server_ms: Final = -timeout_ms
     """So that calls have no time limit at the server, whose clock is not known here."""

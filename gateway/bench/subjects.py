@@ -18,8 +18,9 @@ from typing import Final
 import msgspec
 
 from gateway.bench.paced_engine import MODEL, STATS, Stats
-from gateway.config import GatewayConfig, QuotaLimits
+from gateway.config import GatewayConfig
 from gateway.development import development_config, development_key
+from gateway.quota_config import QuotaLimits
 from shared.bench.client import ApiServer
 from shared.bench.cpu import cpu_s, resident_bytes
 from shared.bench.services import demo_model, free_port, get, service

@@ -24,7 +24,7 @@ from gateway.accounts import Kind
 from gateway.client.responses import json_response
 from gateway.directory.entries import ENTRY_LEN_MAX, PAGE_MAX, decode_object
 from gateway.directory.registry import MintedView, Registry, Shown
-from gateway.identity.caller import Principal
+from gateway.operators import Asked, Table
 from shared.config import ConfigError
 from shared.errors import ApiError, InvalidRequest
 from shared.openai import ErrorBody
@@ -37,21 +37,6 @@ PAGE_LEN: Final = 100
 BODY_S: Final = 10.0
 """From the headers of a request to the last byte of its body, in seconds."""
 PLACE_LEN_MAX: Final = 160
-
-
-class Asked(Struct, frozen=True):
-    """A request of an operator's."""
-
-    request: web.BaseRequest
-    operator: Principal
-    id: str
-    """The id in its path. Empty where the path has none."""
-
-
-Handler = Callable[[Asked], Awaitable[web.Response]]
-"""Answers an operator. Raises ApiError and ConfigError."""
-Methods = Mapping[str, Handler]
-"""The handlers of a path, by method."""
 
 
 class Problem(Struct, frozen=True):
@@ -78,8 +63,8 @@ class DirectoryRoutes:
         self._refresh: Final = refresh
 
     @property
-    def table(self) -> Mapping[str, Methods]:
-        """The methods by path. `{id}` stands for an id."""
+    def table(self) -> Table:
+        """The handlers."""
         return {
             KEYS: {"GET": self._list_keys, "POST": self._create_key},
             f"{KEYS}/{{id}}": {"GET": self._key, "PATCH": self._patch_key, "DELETE": self._delete_key},

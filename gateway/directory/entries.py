@@ -15,7 +15,8 @@ import msgspec
 from msgspec import Struct
 
 from gateway.accounts import Kind
-from gateway.config import KeyConfig, QuotaLimits, TenantConfig
+from gateway.config import KeyConfig, TenantConfig
+from gateway.quota_config import QuotaLimits
 from shared.config import ConfigError, load
 from shared.errors import PreconditionFailed
 

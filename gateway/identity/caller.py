@@ -9,7 +9,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from gateway.config import ALL_ENDPOINTS, QuotaLimits, Tier
+from gateway.config import ALL_ENDPOINTS, Tier
+from gateway.quota_config import ModelLimits, QuotaLimits
 from shared.ids import KeyId, TenantId
 
 Revoked = frozenset[tuple[bytes, int]]
@@ -51,6 +52,8 @@ class Principal(Struct, frozen=True, eq=False, gc=False):
     """The highest tier of its requests, where it is below the tenant's; None leaves the tenant's."""
     endpoints: tuple[str, ...] = ALL_ENDPOINTS
     """The endpoints (`gateway.endpoints.SCOPES`) that it may use; `*` is all."""
+    model_limits: tuple[ModelLimits, ...] = ()
+    """The key's own limits for single models."""
 
 
 class Identity(Protocol):

@@ -58,7 +58,12 @@ class CertificateTable:
         self._by_name: Final[dict[tuple[str, str], tuple[int, Principal]]] = {}
         for at, entry in enumerate(entries):
             principal = Principal(
-                KeyId(entry.id), TenantId(entry.tenant), entry.models, entry.limits, entry.service_tier
+                KeyId(entry.id),
+                TenantId(entry.tenant),
+                entry.models,
+                entry.limits,
+                entry.service_tier,
+                model_limits=entry.model_limits,
             )
             self._by_name.setdefault(_name_of(entry), (at, principal))
         self._known: Final = BoundedDict[bytes, _Known](KNOWN_MAX)

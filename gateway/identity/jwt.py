@@ -224,7 +224,13 @@ class TokenTable:
         caller = (subject_id(issuer.config, read.registered.sub), tenant, at)
         principal = self._principals.get(caller)
         if principal is None:
-            principal = Principal(*caller[:2], grant.models, grant.limits, grant.service_tier)
+            principal = Principal(
+                *caller[:2],
+                grant.models,
+                grant.limits,
+                grant.service_tier,
+                model_limits=grant.model_limits,
+            )
             self._principals.put(caller, principal)
         return principal
 

@@ -28,8 +28,9 @@ from typing import Final, Self
 
 from msgspec import Struct
 
-from gateway.config import ALL_MODELS, HASH_PREFIX, KeyConfig, QuotaLimits
+from gateway.config import ALL_MODELS, HASH_PREFIX, KeyConfig
 from gateway.identity.caller import Caller, Principal
+from gateway.quota_config import QuotaLimits
 from gateway.shield import Done
 from shared.errors import IdentityUnavailable, Unauthenticated
 from shared.ids import KeyId
@@ -99,7 +100,14 @@ class _Record(Struct, frozen=True, gc=False):
         limits = _NO_LIMITS if key.limits == _NO_LIMITS else key.limits
         models, endpoints = _all_or(key.models), _all_or(key.endpoints)
         return cls(
-            Principal(key.key_id, key.tenant_id, models, limits, None, endpoints),
+            Principal(
+                key.key_id,
+                key.tenant_id,
+                models,
+                limits,
+                endpoints=endpoints,
+                model_limits=key.model_limits,
+            ),
             digest_of(key.hash),
             _DUMMY if key.previous_hash is None else digest_of(key.previous_hash),
             -math.inf if key.previous_expires is None else key.previous_expires.timestamp(),
@@ -162,7 +170,7 @@ class KeyTable:
     def has(self, authorization: str | None) -> bool:
         """True if an `Authorization` header holds one of these keys, be it expired or revoked."""
         text = (authorization or "").partition(" ")[2].strip(" ")
-        return len(text) <= KEY_LEN_MAX and _digest(text) in self._by_digest
+        return _PRINTABLE.fullmatch(text) is not None and _digest(text) in self._by_digest
 
     def authenticate(self, authorization: str | None, now_s: float) -> Principal:
         """The caller named by an `Authorization` header.

@@ -67,6 +67,10 @@ class TenantPolicy:
         """The settings of every tenant."""
         return self._tenants.values()
 
+    def models_of(self, tenant: TenantConfig) -> Iterable[ModelConfig]:
+        """The models that a tenant may use."""
+        return (model for model in self._models if _allows(tenant.models, model))
+
     def resolve(self, principal: Principal, name: str | None) -> ModelConfig:
         """The model behind a name or alias; without a name, the only one there is.
 

@@ -26,6 +26,7 @@ COMMANDS: Final = {
     "chat": "talk to a model in the terminal",
     "settings": "print what a service can be told",
     "trace": "show what became of a request, from both services' logs",
+    "usage": "show what callers used, by tenant, key, model and day",
     "bench": "measure what README claims",
 }
 """A summary of each command, by the name of its module in this package. `shared.cli.service.SERVICES` are

@@ -14,13 +14,15 @@ import pytest
 from gateway.accounts import IdentityOf
 from gateway.admission.guarded_store import SharedStore
 from gateway.admission.memory_store import MemoryStore
+from gateway.admission.quota import QuotaStore
 from gateway.app import Gateway
 from gateway.config import load
 from gateway.identity.keys import hash_key
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
+from tests.fakes import VirtualClock
 from tests.gateway.fake_engine import FakeEngine, byte_bundle
-from tests.gateway.redis_server import RedisServer, redis_server
+from tests.gateway.redis_server import RedisServer, redis_server, redis_store
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +30,18 @@ def redis() -> Iterator[RedisServer]:
     """A Redis that the tests of a process share: each has keys of its own, and leaves the server as it is."""
     with redis_server() as server:
         yield server
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def clock_and_store(
+    request: pytest.FixtureRequest, redis: RedisServer
+) -> AsyncIterator[tuple[VirtualClock, QuotaStore]]:
+    clock = VirtualClock()
+    if request.param == "memory":
+        yield clock, MemoryStore(clock)
+        return
+    async with redis_store(redis, clock=clock) as store:
+        yield clock, store
 
 
 KEY = "dev-key"

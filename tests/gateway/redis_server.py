@@ -20,7 +20,7 @@ import redis
 
 from gateway.admission.quota import LEASE_TTL_MS, StoreUnavailable
 from gateway.admission.redis_links import links_of
-from gateway.admission.redis_store import RedisStore
+from gateway.admission.redis_store import DAYS_KEPT, RedisStore
 from gateway.quota_config import QuotasConfig
 from shared.bench.services import free_port
 from shared.clock import Clock
@@ -127,12 +127,15 @@ async def redis_store(
     clock: Clock | None = None,
     prefix: str | None = None,
     lease_ttl_ms: int = LEASE_TTL_MS,
+    days_kept: int = DAYS_KEPT,
     **settings: Any,
 ) -> AsyncIterator[RedisStore]:
     """A store that is up, with keys that no other test has. `settings`: of `[quotas]`."""
     config = QuotasConfig(store="redis", **{"url": server.url, "timeout_s": PATIENT_S, **settings})
     prefix = f"test-{uuid.uuid4().hex}" if prefix is None else prefix
-    store = RedisStore(links_of(config, os.environ), prefix, lease_ttl_ms=lease_ttl_ms, clock=clock)
+    store = RedisStore(
+        links_of(config, os.environ), prefix, lease_ttl_ms=lease_ttl_ms, days_kept=days_kept, clock=clock
+    )
     try:
         await until_well(store)
         yield store

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 from gateway.accounts import AccountsReader
-from gateway.config import KeyConfig, QuotaLimits, TenantConfig, load
+from gateway.config import KeyConfig, TenantConfig, load
 from gateway.directory import file_directory
 from gateway.directory.entries import check_match
 from gateway.directory.file_directory import FileDirectory
 from gateway.directory.registry import Registry
 from gateway.directory.toml_edit import CannotEdit, replace_table
 from gateway.identity.keys import hash_key
+from gateway.quota_config import QuotaLimits
 from shared.config import ConfigError
 from shared.errors import Conflict, DirectoryUnavailable
 from tests.gateway.directory_world import World, directory_world

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from gateway.admission.quota import Decision, ReservationId, Subject
+from gateway.admission.usage import Payer, Used
 from shared.errors import EngineFailed
 from shared.sse import DONE, closing_comment, error_event
 from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House, Open, until
@@ -91,9 +92,11 @@ async def test_disconnect_while_the_quota_is_reserved(
     reserving = asyncio.Event()
     reserve = house.store.reserve
 
-    async def slowly(reservation: ReservationId, subjects: list[Subject], least: int, most: int) -> Decision:
+    async def slowly(
+        reservation: ReservationId, subjects: list[Subject], least: int, most: int, payer: Payer
+    ) -> Decision:
         if granted:
-            await reserve(reservation, subjects, least, most)
+            await reserve(reservation, subjects, least, most, payer)
         reserving.set()
         await asyncio.Event().wait()
         raise AssertionError
@@ -314,10 +317,10 @@ async def test_a_disconnect_during_settlement_does_not_stop_it(
     house.engine.script = unary()
     settling, go_on, settle = asyncio.Event(), asyncio.Event(), house.store.settle
 
-    async def slowly(reservation: ReservationId, tokens: int) -> Any:
+    async def slowly(reservation: ReservationId, used: Used) -> Any:
         settling.set()
         await go_on.wait()
-        return await settle(reservation, tokens)
+        return await settle(reservation, used)
 
     monkeypatch.setattr(house.store, "settle", slowly)
     client = await RawClient.of(house)
@@ -337,10 +340,10 @@ async def test_an_abort_after_the_whole_answer_changes_nothing(
     house.engine.script = stream(chunk("a"))
     settling, go_on, settle = asyncio.Event(), asyncio.Event(), house.store.settle
 
-    async def slowly(reservation: ReservationId, tokens: int) -> Any:
+    async def slowly(reservation: ReservationId, used: Used) -> Any:
         settling.set()
         await go_on.wait()
-        return await settle(reservation, tokens)
+        return await settle(reservation, used)
 
     monkeypatch.setattr(house.store, "settle", slowly)
     async with house.chat(stream=True, headers={"x-request-id": "mine"}) as answer:

@@ -19,7 +19,6 @@ from gateway.admission.quota import Scope
 from gateway.config import (
     GrantConfig,
     ModelConfig,
-    QuotaLimits,
     TenantConfig,
     TiersConfig,
     TimeoutsConfig,
@@ -32,6 +31,7 @@ from gateway.identity.jwks import KeySources
 from gateway.identity.jwt import TOKEN_LEN_MAX, TokenTable, subject_id
 from gateway.identity.keys import KeyTable
 from gateway.identity.tenant import TenantPolicy
+from gateway.quota_config import QuotaLimits
 from shared.errors import Unauthenticated
 from shared.ids import TenantId
 from shared.listening import HEADER_LEN_MAX

@@ -22,11 +22,12 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from gateway import listener, public_tls
-from gateway.config import CertificateConfig, QuotaLimits
+from gateway.config import CertificateConfig
 from gateway.edge_config import TlsConfig
 from gateway.identity.caller import Caller, Principal
 from gateway.identity.certificates import CertificateTable
 from gateway.public_tls import PublicTls
+from gateway.quota_config import QuotaLimits
 from shared.errors import Unauthenticated
 from shared.ids import KeyId, TenantId
 from shared.tls import UnusableTls

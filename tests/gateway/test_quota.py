@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import Awaitable
 from typing import Any, Final, TypeVar
 
 import pytest
@@ -18,60 +18,27 @@ from gateway.admission.quota import (
     GRANT_SHARE,
     LEASE_TTL_MS,
     WEIGHT,
-    Decision,
     Meter,
-    QuotaStore,
     Refusal,
     ReservationId,
     Scope,
     Settlement,
-    Subject,
     Usage,
-    Window,
     Windows,
     charged,
     drained,
     fits,
     wait_ms,
 )
-from gateway.config import QuotaLimits
-from shared.ids import TenantId
+from gateway.admission.usage import Payer, Used
+from gateway.quota_config import QuotaLimits
+from shared.ids import KeyId, TenantId
 from tests.fakes import VirtualClock
-from tests.gateway.redis_server import RedisServer, redis_store
+from tests.gateway.quota_calls import Both, of_limits, remaining, rid, subject, take
 
 T = TypeVar("T")
 
 LIMITS: Final = st.integers(1, 10**9)
-
-
-def subject(id_: str = "k", scope: Scope = Scope.KEY, **limits: int | None) -> Subject:
-    return of_limits(QuotaLimits(**limits), id_, scope)
-
-
-def of_limits(limits: QuotaLimits, id_: str = "k", scope: Scope = Scope.KEY) -> Subject:
-    return Subject(scope, id_, limits, TenantId("t"))
-
-
-def remaining(window: Window | None) -> int:
-    assert window is not None
-    return window.remaining
-
-
-def rid(name: object) -> ReservationId:
-    return ReservationId(str(name))
-
-
-async def take(
-    store: QuotaStore, name: ReservationId, subjects: Sequence[Subject], least: int, most: int = 0
-) -> Decision:
-    """A seat, then tokens, as a request takes them. A request that is refused tokens ends, and gives its seat
-    back."""
-    decision = await store.enter(name, subjects, needs_tokens=least > 0)
-    if decision.refusal is None and least:
-        decision = await store.reserve(name, subjects, least, max(least, most))
-        if decision.refusal is not None:
-            await store.settle(name, 0)
-    return decision
 
 
 # -- the bucket -----------------------------------------------------------------------------------
@@ -121,21 +88,6 @@ def test_time_that_runs_backwards_drains_nothing() -> None:
 # -- the contract of a store ----------------------------------------------------------------------
 
 
-@pytest.fixture(params=["memory", "redis"])
-async def clock_and_store(
-    request: pytest.FixtureRequest, redis: RedisServer
-) -> AsyncIterator[tuple[VirtualClock, QuotaStore]]:
-    clock = VirtualClock()
-    if request.param == "memory":
-        yield clock, MemoryStore(clock)
-        return
-    async with redis_store(redis, clock=clock) as store:
-        yield clock, store
-
-
-Both = tuple[VirtualClock, QuotaStore]
-
-
 async def test_concurrent_reservations_never_exceed_the_limit(clock_and_store: Both) -> None:
     _, store = clock_and_store
     who = [subject(requests_per_min=100)]
@@ -166,7 +118,7 @@ async def test_tokens_are_reserved_and_the_rest_refunded(clock_and_store: Both) 
     assert refusal is not None
     assert refusal.meter is Meter.TOKENS
     assert refusal.retry_after_ms == 6_000
-    assert await store.settle(rid(1), 100) == Settlement(900, 100)
+    assert await store.settle(rid(1), Used(completion=100)) == Settlement(900, 100)
     assert remaining((await store.windows(who)).tokens) == 900
     assert (await take(store, rid(3), who, 900)).refusal is None
 
@@ -175,7 +127,7 @@ async def test_usage_above_the_reservation_is_debt(clock_and_store: Both) -> Non
     clock, store = clock_and_store
     who = [subject(tokens_per_min=60)]
     await take(store, rid(1), who, 10)
-    settlement = await store.settle(rid(1), 120)
+    settlement = await store.settle(rid(1), Used(completion=120))
     assert settlement is not None
     assert (settlement.overdrawn, settlement.released) == (110, 0)
     assert (await take(store, rid(2), who, 1)).refusal is not None
@@ -225,7 +177,7 @@ async def test_a_budget_does_not_refill_but_is_refunded(clock_and_store: Both) -
     who = [subject(token_budget=100)]
     await take(store, rid(1), who, 100)
     assert (await take(store, rid(2), who, 1)).refusal is not None
-    await store.settle(rid(1), 60)
+    await store.settle(rid(1), Used(completion=60))
     clock.advance(3600)
     assert (await take(store, rid(3), who, 41)).refusal is not None
     assert (await take(store, rid(4), who, 40)).refusal is None
@@ -235,9 +187,9 @@ async def test_settle_is_idempotent_and_ignores_unknown_reservations(clock_and_s
     _, store = clock_and_store
     who = [subject(concurrent=1, token_budget=100)]
     await take(store, rid(1), who, 50)
-    assert await store.settle(rid("nobody"), 5) is None
-    assert await store.settle(rid(1), 20) is not None
-    assert await store.settle(rid(1), 20) is None
+    assert await store.settle(rid("nobody"), Used(completion=5)) is None
+    assert await store.settle(rid(1), Used(completion=20)) is not None
+    assert await store.settle(rid(1), Used(completion=20)) is None
     assert (await take(store, rid(2), who, 80)).refusal is None
 
 
@@ -253,7 +205,7 @@ async def test_concurrency_is_a_lease(clock_and_store: Both) -> None:
     assert (await take(store, rid(3), who, 0)).refusal is not None, "renewed, so still held"
     clock.advance(1)
     assert (await take(store, rid(4), who, 0)).refusal is None, "a lease outlived its time to live"
-    assert await store.settle(rid(1), 0) is None
+    assert await store.settle(rid(1), Used()) is None
 
 
 async def test_a_lease_that_ran_out_stays_charged(clock_and_store: Both) -> None:
@@ -290,9 +242,9 @@ async def test_a_seat_is_taken_before_any_token(clock_and_store: Both) -> None:
     assert remaining(windows.tokens) == 100
     refusal = (await store.enter(rid(2), who, needs_tokens=False)).refusal
     assert refusal == Refusal(Meter.CONCURRENCY, Scope.KEY, 1, BUSY_RETRY_MS)
-    await store.settle(rid(1), 0)
+    await store.settle(rid(1), Used())
     assert (await store.enter(rid(3), who, needs_tokens=True)).refusal is None
-    await store.settle(rid(3), 0)
+    await store.settle(rid(3), Used())
     refusal = (await store.enter(rid(4), who, needs_tokens=True)).refusal
     assert refusal is not None
     assert refusal.meter is Meter.REQUESTS, "ended requests stay counted"
@@ -315,7 +267,7 @@ async def test_a_seat_whose_lease_ran_out_is_taken_anew_with_the_tokens(clock_an
     clock.advance(LEASE_TTL_MS / 1000)
     assert (await store.reserve(rid(1), who, 10, 10)).refusal is None
     assert (await store.enter(rid(2), who, needs_tokens=True)).refusal is not None
-    await store.settle(rid(1), 10)
+    await store.settle(rid(1), Used(completion=10))
     await store.enter(rid(3), who, needs_tokens=True)
     clock.advance(LEASE_TTL_MS / 1000)
     await store.enter(rid(4), who, needs_tokens=True)
@@ -347,7 +299,7 @@ async def test_a_repeated_call_changes_nothing(clock_and_store: Both) -> None:
     assert remaining(first.windows.requests) == 9
     assert (await store.enter(rid(2), who, needs_tokens=True)).refusal is None
     assert (await store.reserve(rid(2), who, 75, 75)).refusal is None
-    assert await store.settle(rid(1), 25) == Settlement(25, 25)
+    assert await store.settle(rid(1), Used(completion=25)) == Settlement(25, 25)
 
 
 # -- law 4 ----------------------------------------------------------------------------------------
@@ -361,27 +313,35 @@ def run(call: Awaitable[T]) -> T:
 
 
 class Law4(RuleBasedStateMachine):
-    """Reserved = settled + released (and overdrawn, and outstanding) whatever comes in whatever order,
-    and no lease outlives its time to live."""
+    """Reserved = settled + released (and overdrawn, and outstanding) whatever comes in whatever order, all
+    that is settled is counted, and no lease outlives its time to live."""
 
     def __init__(self) -> None:
         super().__init__()
         self.clock = VirtualClock()
-        self.store = MemoryStore(self.clock)
+        self.store = MemoryStore(self.clock, days_kept=10**6)
         self.who = [
-            subject(requests_per_min=50, tokens_per_min=5000, concurrent=5, token_budget=100_000),
+            subject(
+                requests_per_min=50,
+                tokens_per_min=5000,
+                concurrent=5,
+                token_budget=100_000,
+                tokens_per_day=50_000,
+                tokens_per_month=90_000,
+            ),
             subject("t", Scope.TENANT, tokens_per_min=8000, concurrent=7),
         ]
         self.granted: dict[ReservationId, float] = {}
         self.count = 0
 
-    @rule(least=st.integers(0, 6000), more=st.integers(0, 6000), subjects=st.integers(1, 2))
+    @rule(least=st.integers(1, 6000), more=st.integers(0, 6000), subjects=st.integers(1, 2))
     def reserve(self, least: int, more: int, subjects: int) -> None:
         self.count += 1
         name = rid(self.count)
-        decision = run(take(self.store, name, self.who[:subjects], least, least + more))
+        payer = Payer(TenantId("t"), KeyId(f"k{subjects}"), "m")
+        decision = run(take(self.store, name, self.who[:subjects], least, least + more, payer))
         if decision.refusal is None:
-            assert least <= decision.granted <= least + more or not least
+            assert least <= decision.granted <= least + more
             self.granted[name] = self.clock.monotonic()
 
     @precondition(lambda self: self.granted)
@@ -389,12 +349,12 @@ class Law4(RuleBasedStateMachine):
     def settle(self, data: st.DataObject, tokens: int) -> None:
         name = data.draw(st.sampled_from(sorted(self.granted)))
         started = self.granted.pop(name)
-        settlement = run(self.store.settle(name, tokens))
+        settlement = run(self.store.settle(name, Used(completion=tokens)))
         expired = self.clock.monotonic() - started >= LEASE_TTL_MS / 1000
         assert (settlement is None) == expired
         if settlement is not None:
             assert settlement.reserved + settlement.overdrawn == settlement.settled + settlement.released
-        assert run(self.store.settle(name, tokens)) is None
+        assert run(self.store.settle(name, Used(completion=tokens))) is None
 
     @precondition(lambda self: self.granted)
     @rule(data=st.data())
@@ -405,7 +365,7 @@ class Law4(RuleBasedStateMachine):
         if not expired:
             self.granted[name] = self.clock.monotonic()
 
-    @rule(seconds=st.integers(0, 90))
+    @rule(seconds=st.integers(0, 90) | st.sampled_from([3_600, 86_400, 31 * 86_400]))
     def wait(self, seconds: int) -> None:
         self.clock.advance(seconds)
 
@@ -416,6 +376,9 @@ class Law4(RuleBasedStateMachine):
             assert usage.live >= 0
             assert usage.spent >= 0
             assert usage.tokens >= 0
+            assert 0 <= usage.day <= usage.month
+        rows = self.store.rows.of(TenantId("t"), 0, 10**6)
+        assert sum(row.totals.total_tokens for row in rows) == self.store.ledger.settled
 
     def teardown(self) -> None:
         self.clock.advance(LEASE_TTL_MS / 1000)
@@ -439,7 +402,7 @@ async def test_accounts_that_nobody_uses_make_room_for_others(monkeypatch: pytes
         for name in names:
             decision = await take(store, rid(name), [subject(name, **limits)], 1)
             assert decision.refusal is None
-            await store.settle(rid(name), 1 if "token_budget" in limits else 0)
+            await store.settle(rid(name), Used(completion=1 if "token_budget" in limits else 0))
 
     await use("spender", token_budget=2)
     await use(*(f"first-{number}" for number in range(100)), concurrent=1)

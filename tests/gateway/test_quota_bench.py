@@ -26,7 +26,7 @@ async def test_each_store_is_measured_beside_the_others(redis: RedisServer) -> N
                 assert value is not None
                 assert value > 0
         assert figures[f"{callers} callers: Redis / redis-py's pool"].target is not None
-    assert redis.admin.keys("bench-*:reservations") == [], "all is settled"
+    assert redis.admin.keys("bench-*reservations") == [], "all is settled"
 
 
 async def test_a_server_is_started_where_none_is_named() -> None:

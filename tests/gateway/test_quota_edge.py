@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
+from gateway.config import load
 from gateway.exchange import duration
 from gateway.identity.keys import hash_key
-from tests.gateway.conftest import KEY, PROMPT, House, Open, error_of
+from shared.config import ConfigError
+from tests.fakes import VirtualClock
+from tests.gateway.conftest import KEY, OTHER_KEY, PROMPT, House, Open, error_of, settings
 from tests.gateway.fake_engine import chunk, stream, unary
 
 SOON = {"1s", *(f"{ms}ms" for ms in range(500, 1000))}
 """A second, and what was left of it when the answer was written."""
 
 
-async def limited(open_house: Open, key_limits: dict[str, int], tenant_limits: dict[str, int]) -> House:
+async def limited(
+    open_house: Open, key_limits: dict[str, int], tenant_limits: dict[str, int], **more: Any
+) -> House:
     house: House = await open_house(
         tenants=[{"id": "acme", "limits": tenant_limits}],
         keys=[{"id": "k1", "hash": hash_key(KEY), "tenant": "acme", "limits": key_limits}],
+        **more,
     )
     house.engine.script = unary()
     return house
@@ -129,7 +136,128 @@ async def test_usage_beyond_the_estimate_is_debt(open_house: Open) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ms", "text"), [(0, "0ms"), (12, "12ms"), (1500, "1.5s"), (59_999, "59.999s"), (360_000, "6m0s")]
+    ("ms", "text"),
+    [
+        (0, "0ms"),
+        (12, "12ms"),
+        (1500, "1.5s"),
+        (59_999, "59.999s"),
+        (360_000, "6m0s"),
+        (90_061_000, "25h1m1s"),
+    ],
 )
 def test_durations_are_written_as_openai_writes_them(ms: int, text: str) -> None:
     assert duration(ms) == text
+
+
+# -- budgets of a day and of a month --------------------------------------------------------------
+
+
+async def test_a_spent_day_says_when_the_next_one_begins_and_that_no_client_should_wait(
+    open_house: Open,
+) -> None:
+    clock = VirtualClock(wall=1_700_049_600.0)  # 2023-11-15T12:00Z
+    house = await limited(open_house, {"tokens_per_day": 100, "tokens_per_month": 5000}, {}, clock=clock)
+    async with house.chat(max_tokens=50) as answer:
+        assert answer.headers["x-ratelimit-limit-tokens-day"] == "100"
+        assert answer.headers["x-ratelimit-remaining-tokens-day"] == str(100 - 50 - len(PROMPT))
+        assert answer.headers["x-ratelimit-reset-tokens-day"] == "12h0m0s"
+        assert answer.headers["x-ratelimit-reset-tokens-month"] == "372h0m0s"
+    await house.lines(1)
+    async with house.chat(max_tokens=80) as answer:
+        assert answer.status == 429
+        assert (answer.headers["retry-after"], answer.headers["x-should-retry"]) == ("43200", "false")
+        error = await error_of(answer)
+    assert error["code"] == "insufficient_quota"
+    assert "This key's limit of 100 tokens a day has 87 left" in error["message"]
+    line = (await house.lines(2))[1]
+    assert (line["quota_meter"], line["quota_scope"]) == ("day_budget", "key")
+    async with house.chat(max_tokens=200) as answer:
+        assert (answer.status, answer.headers["x-should-retry"]) == (429, "false")
+        assert "retry-after" not in answer.headers
+        assert (await error_of(answer))["code"] == "request_exceeds_quota"
+
+
+# -- limits of models -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sections", "scope", "message"),
+    [
+        ({"model": {"limits": {"requests_per_min": 1}}}, "model", "This model's limit for all callers"),
+        (
+            {"tenant": {"model_limits": [{"model": "tiny", "limits": {"requests_per_min": 1}}]}},
+            "tenant_model",
+            "This tenant's limit for this model",
+        ),
+        (
+            {
+                "keys": [
+                    {
+                        "id": "k1",
+                        "hash": hash_key(KEY),
+                        "tenant": "acme",
+                        "model_limits": [{"model": "tiny", "limits": {"requests_per_min": 1}}],
+                    }
+                ]
+            },
+            "key_model",
+            "This key's limit for this model",
+        ),
+    ],
+)
+async def test_a_models_limit_holds_by_its_name_and_its_aliases(
+    open_house: Open, sections: dict[str, Any], scope: str, message: str
+) -> None:
+    house = await open_house(**sections)
+    house.engine.script = unary()
+    async with house.chat(model="small") as answer:
+        assert answer.status == 200
+        assert answer.headers["x-ratelimit-limit-requests"] == "1"
+    async with house.chat() as answer:
+        assert answer.status == 429
+        assert message in (await error_of(answer))["message"]
+    line = (await house.lines(2))[1]
+    assert (line["quota_scope"], line["stage"], line["settled_tokens"]) == (scope, "quota", 0)
+    await house.at_rest()
+
+
+async def test_a_models_limit_over_all_tenants_counts_them_together(open_house: Open) -> None:
+    house = await open_house(model={"limits": {"concurrent": 1}})
+    go_on = asyncio.Event()
+    house.engine.script = stream(chunk("a"), go_on)
+    async with house.chat(stream=True) as first:
+        assert first.status == 200
+        async with house.chat(headers={"authorization": f"Bearer {OTHER_KEY}"}) as second:
+            assert second.status == 429
+            assert "all callers together" in (await error_of(second))["message"]
+        go_on.set()
+        await first.read()
+    await house.lines(2)
+    await house.at_rest()
+
+
+@pytest.mark.parametrize(
+    ("sections", "problem"),
+    [
+        (
+            {"tenant": {"model_limits": [{"model": "nope", "limits": {}}]}},
+            "tenants.acme.model_limits: there is no model 'nope'",
+        ),
+        (
+            {"tenant": {"model_limits": [{"model": "tiny", "limits": {}}] * 2}},
+            "tenants.acme.model_limits: 'tiny' is given 2 times",
+        ),
+        (
+            {
+                "model": {"limits": {"concurrent": 1}},
+                "quotas": {"store": "redis", "url": "redis://a,b", "cluster": True},
+            },
+            "models: limits of a model over all tenants cannot be counted in a Cluster",
+        ),
+    ],
+)
+def test_a_models_limits_that_cannot_hold_are_refused(sections: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(settings("http://engine", **sections), {})
+    assert problem in str(caught.value)

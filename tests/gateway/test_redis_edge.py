@@ -61,7 +61,7 @@ async def test_two_gateways_count_together(open_house: Open, redis: RedisServer)
     assert statuses == [200, 200, 200, 429, 429]
     line = (await houses[0].lines(5))[0]  # of both: they write into one log
     assert line["settled_tokens"] == line["prompt_tokens"] + line["completion_tokens"]
-    keys = redis.admin.keys(f"{quotas['key_prefix']}:*:reservations")
+    keys = redis.admin.keys(f"{quotas['key_prefix']}*reservations")
     assert keys == [], "all is settled"
 
 

@@ -1,11 +1,10 @@
-"""Quotas in Redis: equal to those in memory, exact over several gateways, and what outages do. What any store
-does is in `test_quota.py`."""
+"""Quotas in Redis: equal to those in memory, exact over several stores, and what outages do. What any store
+does is in `test_quota.py`, several gateway processes are in `test_gateways.py`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -16,7 +15,7 @@ import pytest
 import uvloop
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from gateway.admission.guarded_store import GuardedStore
 from gateway.admission.memory_store import MemoryStore
@@ -29,10 +28,10 @@ from gateway.admission.quota import (
     Subject,
 )
 from gateway.admission.redis_store import RedisStore
-from gateway.config import QuotaLimits
-from gateway.quota_config import QuotaFail
+from gateway.admission.usage import Payer, UsageRow, Used
+from gateway.quota_config import QuotaFail, QuotaLimits
 from shared.errors import QuotaUnavailable
-from shared.ids import TenantId
+from shared.ids import KeyId, TenantId
 from tests.fakes import VirtualClock
 from tests.gateway.conftest import until
 from tests.gateway.redis_server import RedisServer, redis_server, redis_store
@@ -58,20 +57,30 @@ async def admitted(store: QuotaStore, name: object, who: tuple[Subject, ...]) ->
 # -- equal to the store in memory -----------------------------------------------------------------
 
 
+NEW_YEAR_MS: Final = 1_798_761_600_000  # 2027-01-01
+LEAP_MARCH_MS: Final = 1_835_481_600_000  # 2028-03-01
+DAYS_KEPT: Final = 3
+
+
 class Twins(RuleBasedStateMachine):
-    """The stores in memory and in Redis, told the same, answer the same."""
+    """The stores in memory and in Redis, told the same, answer the same, and have counted the same."""
 
     server: RedisServer
 
     def __init__(self) -> None:
         super().__init__()
         self.runner = asyncio.Runner()
-        self.clock = VirtualClock()
         self.stack = AsyncExitStack()
-        self.memory = MemoryStore(self.clock)
-        store = self.stack.enter_async_context(redis_store(self.server, clock=self.clock))
-        self.redis: RedisStore = self.runner.run(store)
         self.names = 0
+
+    @initialize(
+        month_end=st.sampled_from([NEW_YEAR_MS, LEAP_MARCH_MS]), before_ms=st.integers(0, 2 * 86_400_000)
+    )
+    def begin(self, month_end: int, before_ms: int) -> None:
+        self.clock = VirtualClock(wall=(month_end - before_ms) / 1000)
+        self.memory = MemoryStore(self.clock, DAYS_KEPT)
+        opened = redis_store(self.server, clock=self.clock, days_kept=DAYS_KEPT)
+        self.redis: RedisStore = self.runner.run(self.stack.enter_async_context(opened))
 
     def both(self, call: Callable[[QuotaStore], Awaitable[T]]) -> T:
         async def awaited(store: QuotaStore) -> T:
@@ -85,14 +94,24 @@ class Twins(RuleBasedStateMachine):
         both = (Subject(Scope.KEY, "k é", limits[0], ACME), Subject(Scope.TENANT, ACME, limits[1], ACME))
         return both[:which] if which else both[1:]
 
+    def with_model(self, who: tuple[Subject, ...], limits: list[QuotaLimits]) -> tuple[Subject, ...]:
+        scopes = (Scope.KEY_MODEL, "k é/m"), (Scope.TENANT_MODEL, "acme/m"), (Scope.MODEL, "m")
+        more = zip(scopes, limits, strict=False)
+        return who + tuple(Subject(scope, id_, limit, ACME) for (scope, id_), limit in more)
+
     limits = st.builds(
         QuotaLimits,
         st.none() | st.integers(0, 40),
         st.none() | st.integers(0, 9000),
         st.none() | st.integers(0, 4),
         st.none() | st.integers(0, 60_000),
+        st.none() | st.integers(0, 20_000),
+        st.none() | st.integers(0, 40_000),
     )
     some = st.lists(limits, min_size=2, max_size=2)
+    tokens = st.integers(0, 9000)
+    used = st.builds(Used, tokens, tokens, tokens) | st.builds(Used, estimated=tokens)
+    payers = st.sampled_from([None, Payer(ACME, KeyId("k é"), "m"), Payer(ACME, KeyId("k"), "org/m x")])
 
     @rule(which=st.integers(0, 2), limits=some, needs_tokens=st.booleans())
     def enter(self, which: int, limits: list[QuotaLimits], needs_tokens: bool) -> None:
@@ -100,28 +119,57 @@ class Twins(RuleBasedStateMachine):
         who, name = self.subjects(which, limits), rid(self.names)
         self.both(lambda store: store.enter(name, who, needs_tokens=needs_tokens))
 
-    @rule(back=st.integers(0, 5), limits=some, least=st.integers(0, 6000), more=st.integers(0, 9000))
-    def reserve(self, back: int, limits: list[QuotaLimits], least: int, more: int) -> None:
+    @rule(
+        back=st.integers(0, 5),
+        limits=some,
+        model=st.lists(limits, max_size=3),
+        least=st.integers(0, 6000),
+        more=st.integers(0, 9000),
+        payer=payers,
+    )
+    def reserve(
+        self,
+        back: int,
+        limits: list[QuotaLimits],
+        model: list[QuotaLimits],
+        least: int,
+        more: int,
+        payer: Payer | None,
+    ) -> None:
         name = rid(self.names - back)
-        held = self.redis._held.get(name)
-        who = held.subjects if held is not None else self.subjects(2, limits)
-        self.both(lambda store: store.reserve(name, who, least, least + more))
+        entry, held = self.memory._reservations.get(name), self.redis._held.get(name)
+        who = self.subjects(2, limits) if held is None else held.subjects
+        if entry is None or not any("model" in subject.scope for subject in entry.subjects):
+            who = self.with_model(tuple(s for s in who if "model" not in s.scope), model)
+        else:
+            who = entry.subjects  # it was granted
+        self.both(lambda store: store.reserve(name, who, least, least + more, payer))
 
-    @rule(back=st.integers(0, 8), tokens=st.integers(0, 20_000))
-    def settle(self, back: int, tokens: int) -> None:
-        self.both(lambda store: store.settle(rid(self.names - back), tokens))
+    @rule(back=st.integers(0, 8), used=used)
+    def settle(self, back: int, used: Used) -> None:
+        self.both(lambda store: store.settle(rid(self.names - back), used))
 
     @rule(back=st.integers(0, 8))
     def renew(self, back: int) -> None:
         names = [rid(self.names - i) for i in range(back)]
         self.both(lambda store: store.renew(names))
 
-    @rule(limits=some)
-    def windows(self, limits: list[QuotaLimits]) -> None:
-        who = self.subjects(2, limits)
+    @rule(limits=some, model=st.lists(limits, max_size=3))
+    def windows(self, limits: list[QuotaLimits], model: list[QuotaLimits]) -> None:
+        who = self.with_model(self.subjects(2, limits), model)
         self.both(lambda store: store.windows(who))
 
-    @rule(ms=st.integers(0, 500) | st.integers(0, 90_000))
+    @rule()
+    def usage(self) -> None:
+        today = int(self.clock.wall()) // 86_400
+
+        async def rows(store: QuotaStore) -> list[UsageRow]:
+            found = [row async for row in store.usage(ACME, today - 1, today)]
+            return sorted(found, key=lambda row: (row.day, row.key, row.model))
+
+        self.both(rows)
+
+    @rule(ms=st.integers(0, 500) | st.integers(0, 90_000) | st.sampled_from([3_600_000, 86_400_000]))
     def wait(self, ms: int) -> None:
         self.clock.advance(ms / 1000)
 
@@ -138,36 +186,6 @@ def test_memory_and_redis_answer_alike_step_by_step(redis: RedisServer) -> None:
 
 
 # -- exact over several gateways ------------------------------------------------------------------
-
-ASKER: Final = """
-import asyncio, os, sys
-from gateway.admission.quota import Scope, Subject
-from gateway.admission.redis_links import links_of
-from gateway.admission.redis_store import RedisStore
-from gateway.config import QuotaLimits
-from gateway.quota_config import QuotasConfig
-
-async def main(url, prefix, name):
-    store = RedisStore(links_of(QuotasConfig(store="redis", url=url, timeout_s=5.0), os.environ), prefix)
-    await store.renew([])
-    who = (Subject(Scope.TENANT, "acme", QuotaLimits(concurrent=100), "acme"),)
-    asked = (store.enter(f"{name}-{i}", who, needs_tokens=False) for i in range(334))
-    print(sum(decision.refusal is None for decision in await asyncio.gather(*asked)))
-    await store.aclose()
-
-asyncio.run(main(*sys.argv[1:]))
-"""
-
-
-async def test_a_thousand_callers_of_three_processes_share_a_limit_of_a_hundred(redis: RedisServer) -> None:
-    prefix = f"test-{uuid.uuid4().hex}"
-    asker = sys.executable, "-c", ASKER, redis.url, prefix
-    processes = [
-        await asyncio.create_subprocess_exec(*asker, str(i), stdout=asyncio.subprocess.PIPE) for i in range(3)
-    ]
-    async with asyncio.timeout(PATIENCE_S):
-        said = [(await process.communicate())[0] for process in processes]
-    assert sum(int(text.split()[-1]) for text in said) == 100
 
 
 async def test_a_thousand_callers_of_three_stores_share_a_hundred_requests_a_minute(
@@ -207,12 +225,12 @@ async def test_a_settlement_that_is_sent_twice_settles_once_and_says_twice_what_
         await admitted(store, 1, who)
         await store.reserve(rid(1), who, 50, 50)
         held = store._held[rid(1)]
-        assert await store.settle(rid(1), 20) == Settlement(50, 20)
+        assert await store.settle(rid(1), Used(completion=20)) == Settlement(50, 20)
         store._held[rid(1)] = held
-        assert await store.settle(rid(1), 20) == Settlement(50, 20)
+        assert await store.settle(rid(1), Used(completion=20)) == Settlement(50, 20)
         assert (await store.reserve(rid(2), who, 80, 80)).refusal is None
         store._held[rid(3)] = held
-        assert await store.settle(rid(3), 20) is None, "there was no such reservation"
+        assert await store.settle(rid(3), Used(completion=20)) is None, "there was no such reservation"
 
 
 async def test_what_has_drained_leaves_no_key_for_ever_and_a_spent_budget_does(redis: RedisServer) -> None:
@@ -222,12 +240,12 @@ async def test_what_has_drained_leaves_no_key_for_ever_and_a_spent_budget_does(r
             name = rid(who[0].tenant)
             await store.enter(name, who, needs_tokens=True)
             await store.reserve(name, who, 5, 5)
-            await store.settle(name, 5)
+            await store.settle(name, Used(completion=5))
     names = ("drains", "spends")
     ttl = {name: redis.admin.pttl(f"{prefix}:{{{name}}}:tenant:{name}") for name in names}
     assert ttl["drains"] > 0
     assert ttl["spends"] == -1
-    assert not redis.admin.exists(f"{prefix}:{{drains}}:leases", f"{prefix}:{{drains}}:reservations")
+    assert not redis.admin.exists(f"{prefix}:leases", f"{prefix}:reservations")
 
 
 async def test_a_call_whose_caller_has_given_up_does_nothing(redis: RedisServer) -> None:
@@ -347,7 +365,7 @@ async def test_a_redis_that_is_killed_and_restarted_empty(own: RedisServer) -> N
         await house.shows_both_fail_modes()
         own.start()
         await house.recovers()
-        assert await house.guarded.settle(rid(1), 0) is None, "it is forgotten"
+        assert await house.guarded.settle(rid(1), Used()) is None, "it is forgotten"
 
 
 async def test_a_redis_that_pauses_its_clients(own: RedisServer) -> None:
@@ -393,7 +411,7 @@ async def test_what_could_not_be_settled_is_settled_when_the_store_is_well(own: 
         await house.guarded.enter(rid("r"), who, needs_tokens=True)
         await house.guarded.reserve(rid("r"), who, 100, 100)
         own.admin.config_set("min-replicas-to-write", 1)
-        assert await house.guarded.settle(rid("r"), 10) is None
+        assert await house.guarded.settle(rid("r"), Used(completion=10)) is None
         own.admin.config_set("min-replicas-to-write", 0)
         await house.recovers()
         assert (await house.guarded.reserve(rid("next"), who, 90, 90)).refusal is None
@@ -408,5 +426,5 @@ async def test_a_call_that_a_stopped_server_finds_when_it_goes_on_does_nothing(o
         await until(lambda: asyncio.get_running_loop().time() > started + 0.1)
         own.go_on()
         await house.recovers()
-        keys = own.admin.keys("*{closed}:reservations")
+        keys = own.admin.keys("*:reservations")
         assert [own.admin.hlen(key) for key in keys] == [1], "the one after the recovery"

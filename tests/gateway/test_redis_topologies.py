@@ -20,6 +20,7 @@ from gateway.admission.quota import StoreUnavailable
 from gateway.admission.redis_link import Address
 from gateway.admission.redis_links import CLIENT_NAME, ClusterLinks, links_of, tag_of
 from gateway.admission.redis_store import RedisStore
+from gateway.admission.usage import Used
 from gateway.config import TenantConfig, load
 from gateway.directory.redis_directory import TAG, open_directory
 from gateway.quota_config import QuotasConfig
@@ -139,7 +140,7 @@ async def test_slots_that_move_are_followed(cluster: Cluster) -> None:
     slot = key_slot(moved.encode())
     async with redis_store(cluster.nodes[0], url=cluster.url, cluster=True, prefix="test") as store:
         assert await admitted(store, 1, tenant(moved, concurrent=10))
-        assert await store.settle(rid(1), 0) is not None
+        assert await store.settle(rid(1), Used()) is not None
         cluster.nodes[0].admin.flushall()
         cluster.assign(slot, cluster.nodes[1])
         who = tenant(moved, concurrent=3)

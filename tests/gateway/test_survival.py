@@ -19,10 +19,10 @@ from gateway.admission.quota import (
     StoreUnavailable,
     Subject,
 )
+from gateway.admission.usage import Sheet, Used
 from gateway.background import RESTART_S_MAX, RESTART_S_MIN, Background
-from gateway.config import QuotaLimits
 from gateway.identity.caller import Caller, Principal
-from gateway.quota_config import QuotaFail
+from gateway.quota_config import QuotaFail, QuotaLimits
 from shared.errors import QuotaUnavailable
 from shared.ids import TenantId
 from tests.fakes import VirtualClock
@@ -51,6 +51,9 @@ class BrokenStore:
 
         return call
 
+    async def post(self, source: str, number: int, tenant: TenantId, day: int, sheet: Sheet) -> None:
+        """What is posted is not looked at here."""
+
 
 def broken(store: BrokenStore) -> SharedStore:
     return cast(SharedStore, store)
@@ -69,7 +72,7 @@ async def test_only_calls_that_reserve_raise() -> None:
         await guarded.enter(reservation, closed, needs_tokens=True)
     with pytest.raises(QuotaUnavailable):
         await guarded.reserve(reservation, closed, 1, 2)
-    assert await guarded.settle(reservation, 1) is None
+    assert await guarded.settle(reservation, Used(completion=1)) is None
     await guarded.renew([reservation])
     assert (await guarded.windows(closed)).requests is None
     assert not guarded.is_well
@@ -102,7 +105,7 @@ async def test_a_request_that_an_outage_divides_is_settled_with_both_stores() ->
     await guarded.enter(reservation, local, needs_tokens=True)
     store.fails = {"reserve"}
     assert (await guarded.reserve(reservation, local, 50, 50)).granted == 50
-    assert (await guarded.settle(reservation, 30)) == Settlement(0, 30)
+    assert (await guarded.settle(reservation, Used(completion=30))) == Settlement(0, 30)
     store.fails = set()
     assert store.store.live == 0
     assert (await guarded.reserve(ReservationId("next"), local, 71, 71)).refusal is not None, "70 are left"
@@ -112,7 +115,7 @@ async def test_a_request_that_an_outage_divides_is_settled_with_both_stores() ->
 async def test_a_request_that_cannot_reserve_is_503_and_not_dispatched(open_house: Open, call: str) -> None:
     store = BrokenStore()
     store.fails = {call, "windows", "settle"}
-    house = await open_house(store=broken(store))
+    house = await open_house(store=broken(store), tenant={"limits": {"concurrent": 9}})
     async with house.chat() as answer:
         assert answer.status == 503
         assert (await answer.json())["error"]["code"] == "quota_unavailable"
@@ -124,7 +127,7 @@ async def test_a_request_that_cannot_reserve_is_503_and_not_dispatched(open_hous
 async def test_a_settlement_that_fails_does_not_spoil_the_answer(open_house: Open) -> None:
     store = BrokenStore()
     store.fails = {"settle"}
-    house = await open_house(store=broken(store))
+    house = await open_house(store=broken(store), tenant={"limits": {"concurrent": 9}})
     async with house.chat() as answer:
         assert answer.status == 200
         await answer.read()
@@ -135,11 +138,20 @@ async def test_a_settlement_that_fails_does_not_spoil_the_answer(open_house: Ope
 async def test_a_refusal_is_one_line_though_its_windows_cannot_be_asked_for(open_house: Open) -> None:
     store = BrokenStore()
     store.fails = {"windows"}
-    house = await open_house(store=broken(store))
+    house = await open_house(store=broken(store), tenant={"limits": {"concurrent": 9}})
     async with house.get("/v1/models/none") as answer:
         assert answer.status == 404
         assert (await answer.json())["error"]["code"] == "model_not_found"
     assert (await house.line())["status"] == 404
+
+
+async def test_a_tenant_without_limits_is_served_whatever_the_store_does(open_house: Open) -> None:
+    store = BrokenStore()
+    store.fails = set(CALLS)
+    house = await open_house(store=broken(store))
+    async with house.chat() as answer:
+        assert answer.status == 200
+    assert (await house.line())["settled_tokens"] > 0
 
 
 async def test_readyz_says_that_the_store_does_not_answer_and_that_it_does_again(open_house: Open) -> None:
@@ -175,6 +187,16 @@ async def test_readyz_is_well_while_some_tenant_is_served_without_the_store(open
         assert answer.status == 503
     async with house.client.get(house.url + "/readyz") as probe:
         assert probe.status == 200
+
+
+async def test_readyz_is_503_while_every_model_has_limits_that_cannot_be_asked_for(open_house: Open) -> None:
+    store = BrokenStore()
+    house = await open_house(store=broken(store), model={"limits": {"concurrent": 9}})
+    store.fails = set(CALLS)
+    async with house.chat() as answer:
+        assert answer.status == 503
+    async with house.client.get(house.url + "/readyz") as probe:
+        assert probe.status == 503
 
 
 async def test_background_work_that_crashes_is_restarted_with_backoff() -> None:

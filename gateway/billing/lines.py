@@ -1,0 +1,159 @@
+"""Billing: one line for each settled request.
+
+Rules:
+
+1. No request waits for its line. It is put into a queue in memory, and a task hands the queue to the file in
+   a thread, at once and in one write; it asks the disk to keep it (fsync) at most once a second. So a process
+   that is killed loses the lines of its last moment, a machine that fails those of its last second, and a
+   stop that is asked for loses none.
+2. Nothing here grows without a bound: the queue has `QUEUE_MAX` lines, the file of a webhook `spool_max`
+   bytes. What does not fit is dropped and counted.
+3. The id of a line is its request's reservation, which no other request of any gateway has: lines may come
+   twice (`gateway.billing.spool`), and the id tells.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from gateway.accounting_config import AccountingConfig
+from gateway.admission.quota import ReservationId
+from gateway.admission.usage import Payer, Used
+from gateway.billing.spool import Spool
+from shared import logs
+from shared.clock import SYSTEM_CLOCK, Clock
+from shared.ids import KeyId, RequestId, TenantId
+from shared.metrics import Counter, Gauge
+
+QUEUE_MAX: Final = 65_536
+SYNC_S: Final = 1.0
+RETRY_S: Final = 1.0
+"""The time from a write that failed to the next, in seconds."""
+
+LINES: Final = Counter("penstock_gateway_billing_lines", "Billing lines.", ["outcome"])
+QUEUED: Final = Gauge("penstock_gateway_billing_queued_lines", "Billing lines that are not in the file yet.")
+WAITING: Final = Gauge("penstock_gateway_billing_waiting_bytes", "Bytes that the webhook has not taken yet.")
+
+log = logs.get(__name__)
+
+
+class BillingLine(Struct, frozen=True):
+    """What a settled request is charged."""
+
+    id: ReservationId
+    """Unique among all lines."""
+    ts: datetime
+    """When it was settled, on this gateway's clock."""
+    day: date
+    """The day (UTC) on which its tokens were reserved, on the same clock."""
+    request_id: RequestId
+    """The `x-request-id` of its answer, which the caller may have chosen."""
+    tenant: TenantId
+    key_id: KeyId
+    model: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    estimated_tokens: int
+    """Tokens that are charged without an engine's report."""
+
+
+class Billing:
+    """The lines of this process: `note` for each settled request, `write` as a background task."""
+
+    def __init__(self, config: AccountingConfig, clock: Clock = SYSTEM_CLOCK) -> None:
+        """Raises ConfigError when the file cannot be written."""
+        self.spool: Final = (
+            None
+            if config.file is None
+            else Spool(Path(config.file), None if config.webhook is None else config.spool_max)
+        )
+        self._clock: Final = clock
+        self._queue: list[bytes] = []
+        self._noted = asyncio.Event()
+        self._sync_due_s = float("inf")
+        QUEUED.set_function(lambda: len(self._queue))
+        if (spool := self.spool) is not None and config.webhook is not None:
+            WAITING.set_function(lambda: spool.waiting)
+
+    def note(
+        self, id_: ReservationId, request_id: RequestId, payer: Payer, used: Used, reserved_s: float
+    ) -> None:
+        """Queue the line of a request whose tokens were reserved at `reserved_s`, seconds of the wall
+        clock."""
+        if self.spool is None:
+            return
+        if len(self._queue) >= QUEUE_MAX:
+            LINES.inc("dropped")
+            return
+        line = BillingLine(
+            id_,
+            datetime.fromtimestamp(self._clock.wall(), UTC),
+            datetime.fromtimestamp(reserved_s, UTC).date(),
+            request_id,
+            payer.tenant,
+            payer.key,
+            payer.model,
+            used.prompt,
+            used.cached,
+            used.completion,
+            used.estimated,
+        )
+        self._queue.append(msgspec.json.encode(line) + b"\n")
+        self._noted.set()
+
+    async def write(self) -> None:
+        """Write the lines as they come, until cancelled."""
+        spool = self.spool
+        while spool is not None:
+            wait_s = self._sync_due_s - self._clock.monotonic()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if wait_s == float("inf") else max(0.0, wait_s)):
+                    await self._noted.wait()
+            self._noted.clear()
+            try:
+                await self._write(spool)
+            except OSError as error:
+                log.error("billing.not_written", problem=str(error), queued=len(self._queue))
+                await self._clock.sleep(RETRY_S)
+                self._noted.set()
+
+    async def aclose(self) -> None:
+        """Write what is queued, and close the file. `write` has been cancelled."""
+        if self.spool is None:
+            return
+        try:
+            await self._write(self.spool)
+        except OSError as error:
+            log.error("billing.not_written", problem=str(error), queued=len(self._queue))
+            LINES.inc("dropped", by=len(self._queue))
+        await asyncio.to_thread(self.spool.close)
+
+    async def _write(self, spool: Spool) -> None:
+        """Write the queue, and sync where that is due. The lines stay queued until they are written, so that
+        a cancellation loses none of them."""
+        if lines := self._queue[:]:
+            writing = asyncio.ensure_future(asyncio.to_thread(spool.append, lines))
+            try:
+                written = await asyncio.shield(writing)
+            except asyncio.CancelledError:
+                written = await writing
+                self._written(lines, written)
+                raise
+            self._written(lines, written)
+        if self._clock.monotonic() >= self._sync_due_s:
+            await asyncio.to_thread(spool.sync)
+            self._sync_due_s = float("inf")
+
+    def _written(self, lines: list[bytes], written: int) -> None:
+        del self._queue[: len(lines)]
+        LINES.inc("written", by=written)
+        LINES.inc("dropped", by=len(lines) - written)
+        self._sync_due_s = min(self._sync_due_s, self._clock.monotonic() + SYNC_S)

@@ -1,0 +1,182 @@
+"""The file of billing lines, and how much of it a webhook has taken. Blocking calls, for a thread.
+
+Rules:
+
+1. The file holds whole lines. A write that fails leaves it as it was; the start of a line that a crash cut
+   off is taken away when the file is opened again.
+2. One process writes it, which a lock on it ensures. A file that was renamed is left alone, and a new one is
+   begun: that is how it is rotated.
+3. With a webhook, `FILE.sent` says how many bytes were taken: the file's inode and the number. It is replaced
+   by renaming, after the webhook has answered. So what was taken may be sent twice after a crash, and is
+   never passed over.
+4. What was taken is cut off once that is `COMPACT_LEN` bytes, and at least half of the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from msgspec import Struct
+
+from shared.config import ConfigError
+
+BATCH_LEN: Final = 256 * 1024
+"""Bytes of lines that are sent at once."""
+COMPACT_LEN: Final = 1024 * 1024
+LINE_LEN_MAX: Final = 16 * 1024
+"""Bytes; the names in a line are bounded by the configuration, and take a few hundred."""
+assert LINE_LEN_MAX < BATCH_LEN, "a batch has a whole line"
+
+
+class Batch(Struct, frozen=True):
+    """Whole lines, and where they stand in the file."""
+
+    start: int
+    data: bytes
+
+    @property
+    def lines(self) -> int:
+        """How many there are."""
+        return self.data.count(b"\n")
+
+
+class Spool:
+    """The file. Its calls may come from several threads."""
+
+    def __init__(self, path: Path, len_max: int | None = None) -> None:
+        """`len_max` bounds a file that is emptied by sending it. None: it is neither bounded nor emptied
+        here.
+
+        Raises ConfigError when it cannot be written, or another process writes it.
+        """
+        self._path: Final = path
+        self._sent_path: Final = path.with_name(f"{path.name}.sent")
+        self._len_max: Final = len_max
+        self._lock: Final = threading.Lock()
+        try:
+            self._fd = self._open()
+        except OSError as error:
+            raise ConfigError([f"accounting.file: {error}"]) from None
+        self._sent = 0 if len_max is None else self._read_sent()
+        self._size = os.fstat(self._fd).st_size
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that were not sent yet."""
+        return self._size - self._sent
+
+    def append(self, lines: Sequence[bytes]) -> int:
+        """Write lines, and return how many: fewer where the file is full. Raises OSError when none was
+        written."""
+        with self._lock:
+            self._follow_rename()
+            written = list(lines)
+            if self._len_max is not None:
+                room = self._len_max - self._size
+                while written and sum(map(len, written)) > room:
+                    written.pop()
+            data = b"".join(written)
+            try:
+                if os.write(self._fd, data) != len(data):
+                    raise OSError("the disk is full")
+            except OSError:
+                os.ftruncate(self._fd, self._size)
+                raise
+            self._size += len(data)
+            return len(written)
+
+    def sync(self) -> None:
+        """Wait until what was written is on the disk. Raises OSError."""
+        with self._lock:
+            fd = os.dup(self._fd)  # a slow disk is not to hold up `append`
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def next_batch(self) -> Batch | None:
+        """The first lines that were not sent. None when all were."""
+        with self._lock:
+            data = os.pread(self._fd, BATCH_LEN, self._sent)
+            end = data.rfind(b"\n") + 1
+            return Batch(self._sent, data[:end]) if end else None
+
+    def sent(self, batch: Batch) -> None:
+        """Note that a batch was taken. Raises OSError."""
+        with self._lock:
+            assert batch.start == self._sent
+            self._sent += len(batch.data)
+            if self._sent >= COMPACT_LEN and 2 * self._sent >= self._size:
+                self._compact()
+            self._write_sent()
+
+    def close(self) -> None:
+        """Write what is not on the disk yet, and give the lock up."""
+        with contextlib.suppress(OSError):
+            os.fsync(self._fd)
+        os.close(self._fd)
+
+    def _open(self, path: Path | None = None) -> int:
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        fd = os.open(path or self._path, flags, 0o640)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            size = os.fstat(fd).st_size
+            tail = os.pread(fd, LINE_LEN_MAX, max(0, size - LINE_LEN_MAX))
+            os.ftruncate(fd, size - len(tail) + tail.rfind(b"\n") + 1)
+        except BlockingIOError:
+            os.close(fd)
+            raise OSError(f"another process writes {self._path}") from None
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
+
+    def _follow_rename(self) -> None:
+        """Rule 2."""
+        try:
+            if os.stat(self._path).st_ino == os.fstat(self._fd).st_ino:
+                return
+        except FileNotFoundError:
+            pass
+        renamed, self._fd = self._fd, self._open()
+        os.fsync(renamed)
+        os.close(renamed)
+        self._size, self._sent = os.fstat(self._fd).st_size, 0
+
+    def _compact(self) -> None:
+        """Rule 4."""
+        new_path = self._path.with_name(f"{self._path.name}.new")
+        new_path.unlink(missing_ok=True)
+        new = self._open(new_path)
+        at = self._sent
+        while data := os.pread(self._fd, COMPACT_LEN, at):
+            os.write(new, data)
+            at += len(data)
+        os.fsync(new)
+        os.rename(new_path, self._path)
+        os.close(self._fd)
+        self._fd, self._size, self._sent = new, self._size - self._sent, 0
+
+    def _read_sent(self) -> int:
+        """0 where it says nothing of this file."""
+        try:
+            inode, sent = map(int, self._sent_path.read_text().split())
+        except (OSError, ValueError):
+            return 0
+        stat = os.fstat(self._fd)
+        return sent if inode == stat.st_ino and sent <= stat.st_size else 0
+
+    def _write_sent(self) -> None:
+        new_path = self._sent_path.with_name(f"{self._sent_path.name}.new")
+        with new_path.open("w") as file:
+            file.write(f"{os.fstat(self._fd).st_ino} {self._sent}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(new_path, self._sent_path)

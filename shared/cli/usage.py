@@ -1,0 +1,139 @@
+"""The command `penstock usage`: what callers used, from a gateway's admin API, as a table, JSON or CSV."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import sys
+from collections.abc import Iterable
+from typing import Final
+
+import httpx
+import msgspec
+from msgspec import UNSET
+
+from shared.arguments import Parser, checked
+from shared.cli import terminal
+from shared.cli.terminal import harmless
+from shared.openai import ErrorEnvelope
+from shared.usage_report import DIMENSIONS, UsageEntry, UsageReport
+
+DEFAULT_URL: Final = "http://127.0.0.1:9090"
+KEY_VARIABLE: Final = "PENSTOCK_ADMIN_KEY"
+URL_VARIABLE: Final = "PENSTOCK_ADMIN_URL"
+TIMEOUT_S: Final = 60.0
+FORMATS: Final = ("table", "json", "csv")
+_SUMS: Final = tuple(name for name in UsageEntry.__struct_fields__ if name not in DIMENSIONS)
+
+
+class UsageFailed(Exception):
+    """The gateway refused, or could not be reached. The message is for the user."""
+
+
+def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add `usage` to the command line."""
+    parser = commands.add_parser(
+        "usage",
+        help="show what callers used, by tenant, key, model and day",
+        description="Show the requests and tokens that callers were charged, from the admin API of a gateway "
+        f"([admin] in its configuration). An operator's key must be in ${KEY_VARIABLE}.",
+    )
+    parser.add_argument(
+        "--by",
+        default="tenant",
+        metavar="WHAT",
+        help="tenant, key, model, day: one, or several with commas between (default: tenant)",
+    )
+    parser.add_argument(
+        "--from", dest="first", metavar="DAY", help="such as 2026-11-01 (default: this month's)"
+    )
+    parser.add_argument("--to", dest="last", metavar="DAY", help="the last day, in UTC (default: today)")
+    for name in ("tenant", "key", "model"):
+        parser.add_argument(f"--{name}", type=checked(terminal.text_problem), help=f"only of this {name}")
+    parser.add_argument("--format", choices=FORMATS, default="table", help="(default: table)")
+    parser.add_argument(
+        "--admin-url",
+        default=os.environ.get(URL_VARIABLE) or DEFAULT_URL,
+        metavar="URL",
+        help=f"the gateway's [admin] listener (default: ${URL_VARIABLE}, or {DEFAULT_URL})",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the usage. Returns 0, or 1 when it cannot be had."""
+    terminal.prepare()
+    asked = {
+        "by": options.by,
+        "from": options.first,
+        "to": options.last,
+        "tenant": options.tenant,
+        "key": options.key,
+        "model": options.model,
+    }
+    try:
+        report = fetch(options.admin_url, os.environ.get(KEY_VARIABLE, ""), asked)
+    except UsageFailed as error:
+        sys.stderr.write(f"penstock usage: {harmless(str(error))}\n")
+        return 1
+    match options.format:
+        case "json":
+            print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+        case "csv":
+            write_csv(report)
+        case _:
+            print("\n".join(table(report)))
+    return 0
+
+
+def fetch(url: str, key: str, asked: dict[str, str | None]) -> UsageReport:
+    """Ask a gateway. Raises UsageFailed."""
+    parameters = {name: value for name, value in asked.items() if value is not None}
+    try:
+        answer = httpx.get(
+            f"{url.rstrip('/')}/admin/v1/usage",
+            params=parameters,
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            timeout=TIMEOUT_S,
+            trust_env=False,  # no proxy is to see an operator's key
+        )
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise UsageFailed(f"{url} does not answer: {error or type(error).__name__}") from None
+    try:
+        if answer.status_code == httpx.codes.OK:
+            return msgspec.json.decode(answer.content, type=UsageReport)
+        problem = msgspec.json.decode(answer.content, type=ErrorEnvelope).error.message
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise UsageFailed(f"{url} is no admin listener of a gateway ({answer.status_code})") from None
+    hint = f"; put an operator's key into ${KEY_VARIABLE}" if answer.status_code == 401 else ""
+    raise UsageFailed(f"{problem} ({answer.status_code}){hint}")
+
+
+def table(report: UsageReport) -> Iterable[str]:
+    """The rows in columns, numbers to the right, with a line of sums below."""
+    head = [*report.by, *(name.replace("_", " ") for name in _SUMS)]
+    rows = [[harmless(cell) for cell in _cells(report, row)] for row in report.rows]
+    sums = [f"{sum(getattr(row, name) for row in report.rows):,}" for name in _SUMS]
+    total = ["total", *[""] * (len(report.by) - 1), *sums]
+    widths = [max(map(len, column)) for column in zip(head, *rows, total, strict=True)]
+    yield f"{report.first} to {report.last} (UTC)"
+    for row in (head, *rows, total):
+        left = len(report.by)
+        named = (cell.ljust(width) for cell, width in zip(row[:left], widths[:left], strict=True))
+        counted = (cell.rjust(width) for cell, width in zip(row[left:], widths[left:], strict=True))
+        yield "  ".join((*named, *counted)).rstrip()
+
+
+def write_csv(report: UsageReport) -> None:
+    """Write the rows to standard output, with a head (RFC 4180)."""
+    out = csv.writer(sys.stdout, lineterminator="\r\n")
+    out.writerow([*report.by, *_SUMS])
+    for row in report.rows:
+        out.writerow([getattr(row, name) for name in (*report.by, *_SUMS)])
+
+
+def _cells(report: UsageReport, row: UsageEntry) -> list[str]:
+    names = [getattr(row, name) for name in report.by]
+    assert UNSET not in names
+    return [*map(str, names), *(f"{getattr(row, name):,}" for name in _SUMS)]

@@ -1,0 +1,353 @@
+"""Billing lines: the file, its rotation, and the webhook that takes them at least once."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import errno
+import hashlib
+import hmac
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from gateway.accounting_config import AccountingConfig
+from gateway.admission.quota import ReservationId
+from gateway.admission.usage import Payer, Used
+from gateway.app import Gateway
+from gateway.billing import lines, spool, webhook
+from gateway.billing.lines import Billing, BillingLine
+from gateway.billing.spool import Spool
+from gateway.billing.webhook import Webhook, signed_headers
+from gateway.config import load
+from shared.config import ConfigError
+from shared.ids import KeyId, RequestId, TenantId
+from tests.fakes import VirtualClock
+from tests.gateway.conftest import House, Open, settings, until
+from tests.gateway.fake_engine import Script, unary
+
+SECRET: Final = b"0123456789abcdef01234567"
+WHSEC: Final = f"whsec_{base64.b64encode(SECRET).decode()}"
+PAYER: Final = Payer(TenantId("acme"), KeyId("k1"), "tiny")
+
+
+@pytest.fixture
+def protocol() -> str:
+    return "http2"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "lines.jsonl"
+
+
+def read(path: Path) -> list[BillingLine]:
+    return [msgspec.json.decode(line, type=BillingLine) for line in path.read_bytes().splitlines()]
+
+
+def waiting_bytes(path: Path) -> int:
+    return path.stat().st_size
+
+
+def note(billing: Billing, number: int) -> None:
+    used = Used(prompt=number)
+    billing.note(ReservationId(f"r{number}"), RequestId("x"), PAYER, used, 1_700_000_000.0)
+
+
+# -- the file -------------------------------------------------------------------------------------
+
+
+async def test_each_admitted_request_has_one_line_that_agrees_with_its_settlement(
+    open_house: Open, file: Path
+) -> None:
+    house: House = await open_house(accounting={"file": str(file)})
+    house.engine.script = unary()
+    for _ in range(3):
+        async with house.chat(max_tokens=5) as answer:
+            assert answer.status == 200
+    async with house.chat(temperature=9) as answer:
+        assert answer.status == 400
+    house.engine.script = Script([b"{}"], 200, "application/json")
+    async with house.chat() as answer:
+        assert answer.status == 200
+    completed = await house.lines(5)
+    await until(lambda: len(read(file)) == 4)
+    found = read(file)
+    assert len({line.id for line in found}) == 4
+    settled = [line["settled_tokens"] for line in completed if line["status"] == 200]
+    charged = [line.prompt_tokens + line.completion_tokens + line.estimated_tokens for line in found]
+    assert charged == settled
+    assert {(line.tenant, line.key_id, line.model) for line in found} == {("acme", "k1", "tiny")}
+    assert (found[0].estimated_tokens, found[3].estimated_tokens > 0) == (0, True)
+
+
+async def test_a_stop_writes_every_line(file: Path) -> None:
+    billing = Billing(AccountingConfig(file=str(file)))
+    writing = asyncio.create_task(billing.write())
+    for number in range(500):
+        note(billing, number)
+        if number % 50 == 0:
+            await asyncio.sleep(0)
+    writing.cancel()
+    await asyncio.wait([writing])
+    await billing.aclose()
+    assert [line.prompt_tokens for line in read(file)] == list(range(500))
+
+
+def test_a_file_that_was_renamed_is_left_alone_and_a_new_one_is_begun(file: Path) -> None:
+    writer = Spool(file)
+    writer.append([b"1\n"])
+    file.rename(file.with_suffix(".1"))
+    writer.append([b"2\n"])
+    assert (file.with_suffix(".1").read_bytes(), file.read_bytes()) == (b"1\n", b"2\n")
+    file.unlink()
+    writer.append([b"3\n"])
+    assert file.read_bytes() == b"3\n"
+
+
+def test_a_line_that_a_crash_cut_off_is_taken_away(file: Path) -> None:
+    file.write_bytes(b"whole\nhal")
+    Spool(file).append([b"next\n"])
+    assert file.read_bytes() == b"whole\nnext\n"
+
+
+def test_two_processes_cannot_write_one_file(file: Path) -> None:
+    first = Spool(file)
+    with pytest.raises(ConfigError, match=r"accounting\.file: another process writes"):
+        Spool(file)
+    first.close()
+    Spool(file)
+
+
+async def test_a_disk_that_is_full_loses_no_line_and_holds_up_nothing(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write that failed in its middle leaves whole lines."""
+    clock = VirtualClock()
+    billing = Billing(AccountingConfig(file=str(file)), clock)
+    write = os.write
+
+    def full(fd: int, data: bytes) -> int:
+        write(fd, data[:7])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.write", full)
+    writing = asyncio.create_task(billing.write())
+    note(billing, 1)
+    await until(lambda: clock.sleeping == 1)
+    assert read(file) == []
+    monkeypatch.setattr("os.write", write)
+    clock.advance(lines.RETRY_S)
+    await until(lambda: len(read(file)) == 1)
+    writing.cancel()
+    await asyncio.wait([writing])
+    await billing.aclose()
+
+
+def test_the_queue_is_bounded_and_what_is_dropped_is_counted(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "QUEUE_MAX", 3)
+    billing = Billing(AccountingConfig(file=str(file)))
+    before = lines.LINES._values.get(("dropped",), 0)
+    for number in range(5):
+        note(billing, number)
+    assert len(billing._queue) == 3
+    assert lines.LINES._values["dropped",] - before == 2
+
+
+# -- the spool of a webhook -----------------------------------------------------------------------
+
+
+def taken(writer: Spool) -> bytes:
+    batch = writer.next_batch()
+    assert batch is not None
+    writer.sent(batch)
+    return batch.data
+
+
+def test_what_was_taken_is_not_sent_again_by_the_next_process(file: Path) -> None:
+    first = Spool(file, 10**6)
+    first.append([b"1\n", b"2\n"])
+    assert taken(first) == b"1\n2\n"
+    first.append([b"3\n"])
+    first.close()
+    second = Spool(file, 10**6)
+    assert second.waiting == 2
+    assert taken(second) == b"3\n"
+    assert second.next_batch() is None
+
+
+def test_a_crash_before_the_note_of_what_was_taken_sends_it_twice_and_passes_over_nothing(file: Path) -> None:
+    first = Spool(file, 10**6)
+    first.append([b"1\n"])
+    batch = first.next_batch()
+    first.close()
+    assert Spool(file, 10**6).next_batch() == batch
+    file.with_name(f"{file.name}.sent").write_text("nonsense")
+
+
+def test_the_file_of_a_webhook_stays_small_and_no_line_is_lost_or_moved(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spool, "COMPACT_LEN", 50)
+    monkeypatch.setattr(spool, "BATCH_LEN", 30)
+    writer, sent = Spool(file, 1000), b""
+    expected = [f"{number:05}\n".encode() for number in range(200)]
+    for at in range(0, 200, 4):
+        writer.append(expected[at : at + 4])
+        sent += taken(writer)
+        assert file.stat().st_size <= 200
+        if at % 20 == 0:
+            writer.close()
+            writer = Spool(file, 1000)
+    assert sent == b"".join(expected)[: len(sent)]
+    assert writer.waiting == 200 * 6 - len(sent)
+
+
+def test_a_full_spool_takes_whole_lines_and_says_how_many(file: Path) -> None:
+    writer = Spool(file, 10)
+    assert writer.append([b"1234\n", b"5678\n", b"9\n"]) == 2
+    assert writer.append([b"0\n"]) == 0
+    assert file.read_bytes() == b"1234\n5678\n"
+
+
+# -- the webhook ----------------------------------------------------------------------------------
+
+
+class Receiver:
+    """A webhook that answers with what the test says."""
+
+    def __init__(self) -> None:
+        self.statuses: list[int] = []
+        self.posts: list[tuple[dict[str, str], bytes]] = []
+
+    async def handle(self, request: web.BaseRequest) -> web.Response:
+        self.posts.append((dict(request.headers), await request.read()))
+        return web.Response(status=self.statuses.pop(0) if self.statuses else 204)
+
+    @property
+    def ids(self) -> list[str]:
+        """The ids of the lines that were taken, in order."""
+        return [line.id for _, body in self.posts for line in map(_line, body.splitlines())]
+
+
+def _line(data: bytes) -> BillingLine:
+    return msgspec.json.decode(data, type=BillingLine)
+
+
+@asynccontextmanager
+async def receiving() -> AsyncIterator[tuple[Receiver, str]]:
+    receiver = Receiver()
+    server = await asyncio.get_running_loop().create_server(web.Server(receiver.handle), "127.0.0.1", 0)
+    async with server:
+        yield receiver, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/hook"
+
+
+def with_webhook(file: Path, url: str, **more: Any) -> AccountingConfig:
+    return AccountingConfig(file=str(file), webhook=url, webhook_secret_env="HOOK", **more)
+
+
+async def test_lines_are_posted_signed_and_in_order(
+    open_house: Open, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOOK", WHSEC)
+    monkeypatch.setattr(webhook, "POLL_S", 0.01)
+    async with receiving() as (receiver, url):
+        section = {"file": str(file), "webhook": url, "webhook_secret_env": "HOOK"}
+        house = await open_house(accounting=section)
+        house.engine.script = unary()
+        for _ in range(3):
+            async with house.chat():
+                pass
+        await until(lambda: len(receiver.ids) == 3)
+    headers, posted = receiver.posts[0]
+    signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + posted
+    digest = base64.b64encode(hmac.digest(SECRET, signed, hashlib.sha256)).decode()
+    assert headers["webhook-signature"] == f"v1,{digest}"
+    assert receiver.ids == [line.id for line in read(file)]
+
+
+async def test_a_webhook_that_fails_gets_the_same_batch_until_it_takes_it(file: Path) -> None:
+    clock = VirtualClock()
+    async with receiving() as (receiver, url):
+        receiver.statuses = [500, 302, 429]
+        config = with_webhook(file, url)
+        billing = Billing(config, clock)
+        spooled = billing.spool
+        assert spooled is not None
+        note(billing, 1)
+        await billing._write(spooled)
+        sending = asyncio.create_task(Webhook(url, SECRET, spooled, clock).send())
+
+        def waits_after(posts: int) -> bool:
+            return len(receiver.posts) == posts and clock.sleeping == 1
+
+        for attempt in range(1, 4):
+            await until(partial(waits_after, attempt))
+            note(billing, attempt + 1)
+            await billing._write(spooled)
+            clock.advance(webhook.RETRY_S_MIN * 2**attempt)
+        await until(lambda: len(receiver.posts) == 5 and spooled.waiting == 0)
+        ids = [headers["webhook-id"] for headers, _ in receiver.posts]
+        assert len(set(ids[:4])) == 1
+        assert receiver.ids == ["r1"] * 4 + ["r2", "r3", "r4"]
+        sending.cancel()
+        await asyncio.wait([sending])
+        await billing.aclose()
+
+
+async def test_a_dead_webhook_holds_up_no_request_and_what_waits_is_shown(
+    open_house: Open, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOOK", WHSEC)
+    section = {"file": str(file), "webhook": "http://127.0.0.1:1/hook", "webhook_secret_env": "HOOK"}
+    house = await open_house(accounting=section)
+    house.engine.script = unary()
+    for _ in range(3):
+        async with house.chat() as answer:
+            assert answer.status == 200
+    await house.lines(3)
+    await until(lambda: len(read(file)) == 3)
+    assert lines.WAITING._read() == waiting_bytes(file)
+
+
+def test_a_signature_is_that_of_the_standards_example() -> None:
+    """From the specification of Standard Webhooks: the same message, by its own formula."""
+    secret = base64.b64decode("MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
+    body = b'{"test": 2432232314}'
+    headers = signed_headers(secret, 1614265330, body)
+    text = f"{headers['webhook-id']}.1614265330.".encode() + body
+    expected = base64.b64encode(hmac.new(secret, text, hashlib.sha256).digest()).decode()
+    assert headers["webhook-signature"] == f"v1,{expected}"
+
+
+@pytest.mark.parametrize(
+    ("section", "problem"),
+    [
+        ({"webhook": "https://x"}, "accounting: webhook needs file"),
+        ({"webhook": "https://x", "file": "f"}, "needs exactly one of webhook_secret_env and"),
+        ({"webhook": "http://x", "file": "f", "webhook_secret_env": "A"}, "must be an https URL"),
+        ({"webhook": "https://u:p@x", "file": "f", "webhook_secret_env": "A"}, "must be an https URL"),
+        ({"days": 0}, "accounting.days: must be a whole number from 1 to 400"),
+    ],
+)
+def test_a_mistake_in_the_settings_is_named(section: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(settings("http://engine", accounting=section), {})
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize("secret", ["", "whsec_", "whsec_c2VjcmV0", "whsec_not+base64", "c2VjcmV0"])
+def test_a_secret_that_is_none_is_named_at_the_start_and_not_shown(file: Path, secret: str) -> None:
+    section = {"file": str(file), "webhook": "https://x", "webhook_secret_env": "HOOK"}
+    with pytest.raises(ConfigError, match="accounting") as caught:
+        Gateway(load(settings("http://engine", accounting=section), {}), env={"HOOK": secret})
+    assert "c2VjcmV0" not in str(caught.value)

@@ -1,0 +1,179 @@
+"""Several gateway processes on one Redis: limits are exact over all of them, also when one is killed or
+drained."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+import pytest
+
+from tests.gateway.conftest import CHAT, KEY
+from tests.gateway.fake_engine import FakeEngine, byte_bundle, chunk, closing, stream
+from tests.gateway.redis_server import PATIENT_S, RedisServer
+from tests.gateway.test_admin import OPERATOR, operator_keys
+from tests.gateway.test_process import ROOT, Process, toml
+
+GATEWAYS: Final = 3
+CALLERS: Final = 1_000
+LIMIT: Final = 100
+SEATED: Final = 30
+TTL_MS: Final = 2_000
+PATIENCE_S: Final = 60.0
+CHILD: Final = f"""
+import sys
+from gateway import app
+from gateway.__main__ import main
+from gateway.admission.redis_store import RedisStore
+RedisStore.__init__.__kwdefaults__["lease_ttl_ms"] = {TTL_MS}  # a minute is long for a test
+app.RENEW_S = {TTL_MS} / 4000
+sys.exit(main(sys.argv[1:]))
+"""
+HEADERS: Final = {"authorization": f"Bearer {KEY}"}
+
+
+class Fleet:
+    """Gateways, the engine behind them, and the Redis that they share."""
+
+    def __init__(self, redis: RedisServer, engine: FakeEngine, prefix: str) -> None:
+        self.redis = redis
+        self.engine = engine
+        self.prefix = prefix
+        self.gateways: list[Process] = []
+        self.admin_ports: dict[Process, int] = {}
+        self.readers: list[asyncio.Task[bytes]] = []
+        self.go_on = asyncio.Event()
+        engine.script = stream(chunk("a"), self.go_on, chunk("b"), end=closing(10, 2))
+
+    async def start(self, config: Path) -> None:
+        argv = (sys.executable, "-c", CHILD, "--config", str(config), "--parent-pid", str(os.getpid()))
+        process = await asyncio.create_subprocess_exec(*argv, cwd=ROOT, stderr=subprocess.PIPE)
+        gateway = Process(process)
+        self.gateways.append(gateway)
+        listening = await gateway.until_logged("gateway.listening")
+        gateway.port = listening["port"]
+        self.admin_ports[gateway] = listening["admin_port"]
+        assert process.stderr is not None
+        self.readers.append(asyncio.create_task(process.stderr.read()))  # a full pipe would hold it up
+
+    async def ask(self, client: aiohttp.ClientSession, gateway: Process) -> aiohttp.ClientResponse:
+        url = f"http://127.0.0.1:{gateway.port}/v1/chat/completions"
+        return await client.post(url, json={**CHAT, "stream": True, "max_tokens": 20}, headers=HEADERS)
+
+    async def crowd(self, client: aiohttp.ClientSession) -> dict[Process, list[aiohttp.ClientResponse]]:
+        """The streams that began, by gateway, of `CALLERS`: a few at each gateway, and then all others at
+        once."""
+        askers = [self.gateways[i % GATEWAYS] for i in range(CALLERS)]
+        few = [await self.ask(client, gateway) for gateway in askers[:SEATED]]
+        answers = few + await asyncio.gather(*(self.ask(client, gateway) for gateway in askers[SEATED:]))
+        assert Counter(answer.status for answer in answers) == {200: LIMIT, 429: CALLERS - LIMIT}
+        began: dict[Process, list[aiohttp.ClientResponse]] = {gateway: [] for gateway in self.gateways}
+        for gateway, answer in zip(askers, answers, strict=True):
+            if answer.status == 200:
+                began[gateway].append(answer)
+            else:
+                answer.release()
+        return began
+
+    async def usage(self, client: aiohttp.ClientSession, gateway: int) -> dict[str, Any]:
+        url = f"http://127.0.0.1:{self.admin_ports[self.gateways[gateway]]}/admin/v1/usage"
+        async with client.get(url, headers=OPERATOR) as answer:
+            rows = (await answer.json())["rows"]
+            found: dict[str, Any] = rows[0] if rows else {}
+            return found
+
+    async def until_refused(self, client: aiohttp.ClientSession, gateway: Process) -> None:
+        """Until it drains."""
+        while True:
+            async with client.get(f"http://127.0.0.1:{gateway.port}/readyz") as probe:
+                if probe.status != 200:
+                    return
+
+    @property
+    def leases(self) -> int:
+        held: int = self.redis.admin.zcard(f"{self.prefix}:leases")
+        return held
+
+    async def until_leases(self, count: int) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while self.leases != count:  # noqa: ASYNC110 -- Redis sets no event
+                await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+async def fleet(redis: RedisServer, tmp_path: Path) -> AsyncIterator[Fleet]:
+    prefix, config = f"test-{uuid.uuid4().hex}", tmp_path / "gateway.toml"
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(FakeEngine(bundle=byte_bundle()))
+        found = Fleet(redis, engine, prefix)
+        operator = operator_keys()["keys"][0]
+        limits = f'id = "acme"\nlimits = {{ concurrent = {LIMIT} }}\n'
+        text = toml(engine.url).replace('id = "acme"\n', limits, 1)
+        config.write_text(
+            f'{text}\n[admin]\nport = 0\nkeys = [{{ id = "ops", hash = "{operator["hash"]}" }}]\n'
+            f'[quotas]\nstore = "redis"\nurl = "{redis.url}"\nkey_prefix = "{prefix}"\n'
+            f"timeout_s = {PATIENT_S}\n"
+        )
+        try:
+            await asyncio.gather(*(found.start(config) for _ in range(GATEWAYS)))
+            yield found
+        finally:
+            found.go_on.set()
+            for gateway in found.gateways:
+                if gateway.process.returncode is None:
+                    gateway.process.kill()
+                await gateway.process.wait()
+
+
+async def test_a_thousand_callers_of_three_gateways_share_a_limit_and_a_killed_one_leaves_nothing(
+    fleet: Fleet,
+) -> None:
+    connector = aiohttp.TCPConnector(limit=0)
+    async with asyncio.timeout(PATIENCE_S), aiohttp.ClientSession(connector=connector) as client:
+        began = await fleet.crowd(client)
+        assert fleet.leases == LIMIT
+        cut_off = began.pop(fleet.gateways[0])
+        killed, living = len(cut_off), LIMIT - len(cut_off)
+        fleet.gateways[0].process.send_signal(signal.SIGKILL)
+        await fleet.until_leases(living)
+        again = [await fleet.ask(client, fleet.gateways[1 + i % 2]) for i in range(killed + 1)]
+        assert [answer.status for answer in again] == [200] * killed + [429]
+        usage = await fleet.usage(client, 1)
+        assert (usage["requests"], usage["estimated_requests"]) == (killed, killed), "the others still run"
+        fleet.go_on.set()
+        for answer in (*cut_off, again[-1]):
+            answer.close()
+        for answer in (*itertools.chain(*began.values()), *again[:-1]):
+            assert (await answer.read()).endswith(b"data: [DONE]\n\n")
+        await fleet.until_leases(0)
+        usage = await fleet.usage(client, 2)
+    assert (usage["requests"], usage["estimated_requests"]) == (LIMIT + killed, killed)
+    assert usage["prompt_tokens"] + usage["completion_tokens"] == LIMIT * 12
+
+
+async def test_a_drained_gateway_settles_what_it_cuts_off(fleet: Fleet) -> None:
+    async with asyncio.timeout(PATIENCE_S), aiohttp.ClientSession() as client:
+        answers = [await fleet.ask(client, gateway) for gateway in fleet.gateways]
+        drained = fleet.gateways[0]
+        drained.process.send_signal(signal.SIGTERM)
+        await fleet.until_refused(client, drained)
+        drained.process.send_signal(signal.SIGTERM)  # the second ends the drain
+        assert await drained.process.wait() == 0
+        assert fleet.leases == 2
+        assert b"gateway_stopped" in await answers[0].read()
+        usage = await fleet.usage(client, 1)
+        assert usage["requests"] == 1
+        assert usage["total_tokens"] > 0
+        for answer in answers:
+            answer.close()
