@@ -50,6 +50,7 @@ HEADINGS: Final[Mapping[str, str]] = {}
 """None within the top level: the file has sections."""
 QUOTA_MAX: Final = 10**9
 REPLICAS_MAX: Final = 256
+PREFIX_OWNERS_MAX: Final = 16
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
 _BASE_URL: Final = re.compile(r"https?://[^/?#@\s]+(/[^?#\s]*)?")
@@ -180,6 +181,9 @@ class ModelConfig:
     """The name that clients use."""
     replicas: Annotated[tuple[str, ...], Meta(min_length=1, max_length=REPLICAS_MAX)]
     """Base URLs of its engines, such as http://engine-0:8001."""
+    prefix_owners: Annotated[int, Meta(ge=1, le=PREFIX_OWNERS_MAX)] | None = None
+    """Replicas that cache the same system prompt. Unset: all. Fewer, such as 2, where the system prompts in
+    use exceed what one replica caches."""
     protocol: HopProtocol = "http2"
     """The protocol of its engines: HTTP/2 by prior knowledge, as ours speaks, or HTTP/1.1."""
     aliases: tuple[Name, ...] = ()
