@@ -18,7 +18,7 @@ _LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True, slots=True)
 class AccountingConfig:
-    """What is kept and told of callers' usage."""
+    """Callers' usage: how long it is kept, and to whom it is told."""
 
     days: Annotated[int, Meta(ge=1, le=DAYS_MAX), Unit("days")] = 62
     """How long the usage of a day is kept."""

@@ -130,6 +130,8 @@ class ModelConfig:
     """The name that clients use."""
     replicas: Annotated[tuple[str, ...], Meta(min_length=1, max_length=REPLICAS_MAX)]
     """Base URLs of its engines, such as http://engine-0:8001."""
+    prefix_owners: Annotated[int, Meta(ge=1, le=16)] | None = None
+    """Replicas that cache the same system prompt. Unset: all. 2 where those in use exceed one's cache."""
     protocol: HopProtocol = "http2"
     """The protocol of its engines: HTTP/2 by prior knowledge, as ours speaks, or HTTP/1.1."""
     aliases: tuple[Name, ...] = ()
@@ -377,7 +379,7 @@ class GatewayConfig:
     directory: DirectoryConfig = DirectoryConfig()
     """Where tenants and keys are kept that operators change while gateways run."""
     accounting: AccountingConfig = field(default_factory=AccountingConfig)
-    """What is kept and told of callers' usage."""
+    """Callers' usage: how long it is kept, and to whom it is told."""
     admission: AdmissionConfig = AdmissionConfig()
     """How requests are checked and counted before they are let in."""
     log_level: LogLevel = "info"

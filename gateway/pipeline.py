@@ -60,7 +60,9 @@ from gateway.record import observe_attempt, observe_decision
 from gateway.relay.credentials import Credentials
 from gateway.relay.stream import Progress, Relay
 from gateway.relay.upstream import Answer, Outbound, Upstream
-from gateway.routing.replicas import Outcome, Replica, Replicas
+from gateway.routing.affinity import affinity_of
+from gateway.routing.policy import NOWHERE, Affinity
+from gateway.routing.replicas import Outcome, Placement, Replica, Replicas
 from gateway.shield import Done, shielded
 from shared.errors import (
     ApiError,
@@ -129,16 +131,15 @@ class Prepared(Struct, frozen=True):
 
     model: ModelConfig
     outbound: Outbound
-    tokens: int
-    """The tokens reserved: the request's load on a replica."""
+    affinity: Affinity
+    """Where the prompt may be cached."""
 
 
 class Dispatched(Struct, frozen=True):
     """A request that a replica has begun to answer."""
 
     model: ModelConfig
-    replica: Replica
-    tokens: int
+    placement: Placement
     answer: Answer
     hides_usage: bool
 
@@ -179,7 +180,7 @@ class Pipeline:
                 await self._relay(exchange, dispatched, endpoint.dialect)
             finally:
                 outcome = outcome_of(sys.exception(), exchange.watch)
-                self._replicas.release(dispatched.replica, dispatched.tokens, outcome)
+                self._replicas.release(dispatched.placement, outcome)
                 await dispatched.answer.aclose()  # tells the engine to stop, if there is more
         finally:
             await self._settle(exchange)
@@ -193,9 +194,10 @@ class Pipeline:
             count = await self._count(exchange, terms, parsed.request)
             maximum = await self._reserve(exchange, terms, parsed.request, count)
             request = self._outbound(exchange, terms, parsed, count, maximum)
+            affinity = self._affinity(terms, parsed.request, count)
             del parsed, count  # from here on the outbound request alone is held
             holding.shrink(len(request.content))
-            return await self._send(exchange, Prepared(terms.model, request, exchange.reserved))
+            return await self._send(exchange, Prepared(terms.model, request, affinity))
 
     async def authenticate(self, exchange: Exchange) -> Principal:
         """The caller. Raises Unauthenticated, IdentityUnavailable, and PermissionDenied where it may not use
@@ -332,36 +334,40 @@ class Pipeline:
         credentials = self._credentials.headers(terms.model)
         return outbound(exchange, terms, parsed, count, maximum=maximum, ours=ours, credentials=credentials)
 
+    def _affinity(self, terms: Terms, request: ProxiedRequest, count: Count) -> Affinity:
+        if not self._replicas.has_choice(terms.model.name):
+            return NOWHERE
+        model, tenant = terms.model.name, terms.tenant.id
+        return affinity_of(request, model, tenant, count.prompt_tokens, self._replicas.next_turn())
+
     async def _send(self, exchange: Exchange, prepared: Prepared) -> Dispatched:
         """Dispatch the request to a replica, and to another where rule 3 allows it."""
         exchange.stages.enter("route")
-        turn = self._replicas.next_turn()
         failure: ApiError | None = None
         tried: set[ReplicaId] = set()
         elsewhere = 0
         try:
             while True:
-                replica = None
+                place = None
                 if elsewhere <= ELSEWHERE_MAX:
-                    replica = self._replicas.acquire(prepared.model.name, prepared.tokens, turn, tried)
-                if replica is None:
+                    place = self._replicas.place(prepared.model.name, prepared.affinity, tried)
+                if place is None:
                     raise failure or UpstreamUnreachable("No engine serves this model.")
-                exchange.record.attempts += 1
+                exchange.record.placed(place.route)
                 try:
-                    answer = await self._connect(exchange, replica, prepared.outbound)
-                    hides_usage = prepared.outbound.asks_for_usage
-                    return Dispatched(prepared.model, replica, prepared.tokens, answer, hides_usage)
+                    answer = await self._connect(exchange, place.replica, prepared.outbound)
+                    return Dispatched(prepared.model, place, answer, prepared.outbound.asks_for_usage)
                 except ELSEWHERE as error:
                     forget_frames(error)  # some refer to the error, and all to the request
                     failure = error
-                    tried.add(replica.id)
+                    tried.add(place.replica.id)
                     elsewhere += isinstance(error, Overloaded | UpstreamLost)
                     exchange.progress.begin_anew(lost=isinstance(error, UpstreamLost))
-                    self._replicas.release(replica, prepared.tokens, outcome_of(error, exchange.watch))
-                    observe_attempt(replica.id, error.code)
+                    self._replicas.release(place, outcome_of(error, exchange.watch))
+                    observe_attempt(place.replica.id, error.code)
                     exchange.stages.enter("route")
                 except BaseException as error:
-                    self._replicas.release(replica, prepared.tokens, outcome_of(error, exchange.watch))
+                    self._replicas.release(place, outcome_of(error, exchange.watch))
                     raise
         finally:
             del failure  # its traceback refers to this frame, a cycle that would keep the body
@@ -399,6 +405,7 @@ class Pipeline:
 
         def first_byte() -> dict[str, str]:
             """Enter the stage `relay`, and return the headers that the gateway adds."""
+            self._replicas.began(dispatched.placement)
             exchange.record.first_byte_s = exchange.stages.enter("relay") - exchange.arrived_s
             return exchange.headers()
 

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from gateway.admission.quota import Decision, Settlement
 from gateway.relay.stream import Progress
+from gateway.routing.policy import Route
 from shared import logs
 from shared.completed_line import EVENT, GATEWAY_STAGES, GatewayLine
 from shared.end_reason import EndReason, end_reason_of
@@ -55,6 +56,8 @@ class RequestRecord(Struct, eq=False):
     error: ApiError | None = None
     replica: ReplicaId | None = None
     attempts: int = 0
+    route: Route | None = None
+    """Why the last replica was chosen; None before one was."""
     """The number of replicas that were asked."""
     prompt_tokens: int = 0
     prompt_exact: bool = False
@@ -65,6 +68,12 @@ class RequestRecord(Struct, eq=False):
     body_len: int = 0
     closing: Closing | None = None
     first_byte_s: float | None = None
+
+    def placed(self, route: Route) -> None:
+        """Note the choice of a replica."""
+        self.attempts += 1
+        self.route = route
+        ROUTES.inc(route.value)
 
     def failed(self, error: ApiError, sent_status: int | None) -> None:
         """Note the error that ended the request. `sent_status` is the status that the client was
@@ -132,6 +141,9 @@ UPSTREAM_ATTEMPTS: Final = Counter(
 )
 
 
+ROUTES: Final = Counter("penstock_gateway_routes", "Choices of a replica, by their reason.", ("route",))
+
+
 def observe_attempt(replica: ReplicaId, outcome: str) -> None:
     UPSTREAM_ATTEMPTS.inc(replica, outcome)
 
@@ -197,6 +209,7 @@ def _line(record: RequestRecord, stages: Stages, seconds: float) -> GatewayLine:
         cached_tokens=None if closing is None else closing.cached_tokens,
         body_ms=body, validate_ms=validate, tokenize_ms=tokenize,
         service="gateway", key_id=record.key, replica=record.replica, attempts=record.attempts,
+        route=None if record.route is None else record.route.value,
         prompt_exact=record.prompt_exact or closing is not None,
         reserved_tokens=record.reserved, settled_tokens=record.settled,
         events=record.events, body_len=record.body_len,

@@ -42,7 +42,7 @@ _PARAMETERS: Final = ("from", "to", "by", "tenant", "key", "model")
 
 
 class Query(Struct, frozen=True):
-    """What is asked for."""
+    """An operator's question."""
 
     first: date
     last: date

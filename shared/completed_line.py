@@ -100,6 +100,9 @@ class GatewayLine(CompletedLine, frozen=True, kw_only=True):
     """The engine that was asked last. None where none was."""
     attempts: WholeNumber
     """Engines that were asked, one after the other."""
+    route: Literal["affinity", "load", "retry", "panic"] | None = None
+    """Why the last of them was chosen: the conversation's home, the lower load, because another had failed,
+    or from a pool whose engines all failed lately."""
     prompt_exact: bool
     """True if `prompt_tokens` was counted, by the engine or with the model's tokenizer; False for an
     estimate."""

@@ -88,7 +88,7 @@ class MemoryStore:
         self._wall = clock.wall
         self._ahead_ms = self._difference_ms()
         self.rows: Final = UsageRows(days_kept)
-        """What was used, by key, tenant, model and day."""
+        """Usage by key, tenant, model and day."""
         self._usage: OrderedDict[tuple[Scope, str], Usage] = OrderedDict()
         """Usage by account; first the accounts that were looked at longest ago."""
         self._reservations: dict[ReservationId, _Reservation] = {}

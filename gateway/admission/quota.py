@@ -231,7 +231,7 @@ class QuotaStore(Protocol):
         ...
 
     def usage(self, tenant: TenantId, first: int, last: int) -> AsyncIterator[UsageRow]:
-        """What a tenant used from one day to another, both counted from 1970-01-01."""
+        """A tenant's usage from one day to another, both counted from 1970-01-01."""
         ...
 
 

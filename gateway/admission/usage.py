@@ -106,7 +106,7 @@ class Totals(Struct):
 
 
 class UsageRow(Struct, frozen=True):
-    """What a key used of a model on a day."""
+    """The tokens and requests of a key with a model on a day."""
 
     tenant: TenantId
     key: KeyId

@@ -45,7 +45,7 @@ log = logs.get(__name__)
 
 
 class BillingLine(Struct, frozen=True):
-    """What a settled request is charged."""
+    """The charge for a settled request."""
 
     id: ReservationId
     """Unique among all lines."""

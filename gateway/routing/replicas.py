@@ -2,7 +2,7 @@
 from the configuration.
 
 A replica that fails is passed over for a cooling time, which doubles with every failure in a row and ends
-with the first answer: a dead one is always the least loaded, and would attract every request. While all
+with the first answer: a dead one always has the least load, and would attract every request. While all
 replicas of a model cool, all are used.
 """
 
@@ -15,7 +15,8 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from gateway.config import HopProtocol, ModelConfig
-from gateway.routing.policy import least_loaded
+from gateway.routing.policy import SLOW_START_MS, Affinity, Route, View, choose, loads
+from gateway.routing.table import Table
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.ids import ReplicaId
 
@@ -39,54 +40,81 @@ class Replica:
     """A name for logs and metrics: host and port of its URL, with the path where it has one."""
     url: str
     protocol: HopProtocol
-    tokens: int = 0
-    """The tokens reserved by requests in flight."""
-    requests: int = 0
+    view: View
     failures: int = 0
     """The number of failures in a row."""
     cools_until_s: float = 0.0
     """The end of the cooling time, in seconds on the monotonic clock."""
 
 
+@dataclass(slots=True)
+class Placement:
+    """A request's place at a replica. `release` ends it."""
+
+    replica: Replica
+    route: Route
+    waiting: int
+    """Its prompt tokens that are not known to be computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """The replicas of one model, in the order of its configuration."""
+
+    replicas: tuple[Replica, ...]
+    table: Table
+    owners: int | None
+
+
 class Replicas:
     """The replicas by model, with one entry per URL also when several models are served there."""
 
     def __init__(self, models: Iterable[ModelConfig], clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock: Final = clock
         self._by_url: dict[str, Replica] = {}
-        self._pools: Final = {
-            model.name: tuple(self._entry(url, model.protocol) for url in model.replicas) for model in models
-        }
-        self._clock = clock
+        self._pools: Final = {model.name: self._pool(model) for model in models}
         self._turn = 0
 
     def next_turn(self) -> int:
-        """The number of a request, by which replicas that are equally loaded take turns. All attempts of a
-        request have the same one."""
+        """The number of a request, by which requests without a prompt go round. All attempts of a request
+        have the same one."""
         self._turn += 1
         return self._turn
 
-    def acquire(
-        self, model: str, tokens: int, turn: int, tried: Collection[ReplicaId] = ()
-    ) -> Replica | None:
-        """Add a request's load to the least loaded replica that was not tried yet and does not cool. None
-        when all were tried. `release` removes the load."""
-        left = [replica for replica in self._pools[model] if replica.id not in tried]
-        if not left:
-            return None
-        replica = left[0]
-        if len(left) > 1:
-            now_s = self._clock.monotonic()
-            left = [replica for replica in left if replica.cools_until_s <= now_s] or left
-            replica = left[least_loaded([replica.tokens for replica in left], turn % len(left))]
-        replica.tokens += tokens
-        replica.requests += 1
-        return replica
+    def has_choice(self, model: str) -> bool:
+        """True if the model has more than one replica."""
+        return len(self._pools[model].replicas) > 1
 
-    def release(self, replica: Replica, tokens: int, outcome: Outcome) -> None:
-        replica.tokens -= tokens
-        replica.requests -= 1
-        assert replica.tokens >= 0
-        assert replica.requests >= 0
+    def place(self, model: str, affinity: Affinity, tried: Collection[ReplicaId] = ()) -> Placement | None:
+        """Choose a replica that was not tried yet, and add the request's load to it. None when all were
+        tried."""
+        pool = self._pools[model]
+        if len(pool.replicas) == 1:
+            only = pool.replicas[0]
+            return None if only.id in tried else _placed(only, Route.AFFINITY, 0)
+        now_s = self._clock.monotonic()
+        usable = [replica.id not in tried and replica.cools_until_s <= now_s for replica in pool.replicas]
+        if is_panic := not any(usable):
+            usable = [replica.id not in tried for replica in pool.replicas]
+        views = [replica.view for replica in pool.replicas]
+        choice = choose(pool.table, loads(views, int(now_s * 1000)), affinity, pool.owners, usable)
+        if choice is None:
+            return None
+        route = Route.RETRY if tried else Route.PANIC if is_panic else choice.route
+        return _placed(pool.replicas[choice.replica], route, choice.computed_len)
+
+    def began(self, placement: Placement) -> None:
+        """Note that the answer has begun: its prompt is computed."""
+        placement.replica.view.sent -= placement.waiting
+        placement.waiting = 0
+
+    def release(self, placement: Placement, outcome: Outcome) -> None:
+        """Remove the request's load, and note how it went."""
+        self.began(placement)
+        replica = placement.replica
+        replica.view.requests -= 1
+        assert replica.view.sent >= 0
+        assert replica.view.requests >= 0
         if outcome is Outcome.WORKED:
             replica.failures, replica.cools_until_s = 0, 0.0
         elif outcome is Outcome.FAILED:
@@ -101,7 +129,19 @@ class Replicas:
         replica.failures += 1
         replica.cools_until_s = now_s + cooling_s
 
+    def _pool(self, model: ModelConfig) -> _Pool:
+        replicas = tuple(self._entry(url, model.protocol) for url in model.replicas)
+        return _Pool(replicas, Table([replica.id for replica in replicas]), model.prefix_owners)
+
     def _entry(self, url: str, protocol: HopProtocol) -> Replica:
         url = url.rstrip("/")
         parts = urlsplit(url)
-        return self._by_url.setdefault(url, Replica(ReplicaId(parts.netloc + parts.path), url, protocol))
+        since_ms = int(self._clock.monotonic() * 1000) - SLOW_START_MS  # all replicas at a start are as old
+        new = Replica(ReplicaId(parts.netloc + parts.path), url, protocol, View(since_ms))
+        return self._by_url.setdefault(url, new)
+
+
+def _placed(replica: Replica, route: Route, waiting: int) -> Placement:
+    replica.view.sent += waiting
+    replica.view.requests += 1
+    return Placement(replica, route, waiting)

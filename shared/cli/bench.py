@@ -24,6 +24,7 @@ BENCHES: Final = {
     "hop": ("gateway.bench.hop", "CPU time per event of the hop alone, over HTTP/2 and over HTTP/1.1"),
     "neighbours": ("gateway.bench.neighbours", "what a tenant notices of another one's attacks"),
     "quota": ("gateway.bench.quota", "CPU time and latency of quotas, in memory and in Redis"),
+    "routing": ("gateway.bench.routing", "policies of choosing a replica, in virtual time"),
     "scheduler": ("engine.bench.scheduler", "the scheduler against simpler ones, in virtual time"),
 }
 """The module and the summary of each bench. A module has `add_arguments(parser)`, `async run(options)` and

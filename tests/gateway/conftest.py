@@ -47,6 +47,8 @@ async def clock_and_store(
 KEY = "dev-key"
 OTHER_KEY = "other-key"
 PATIENCE_S = 10.0
+CONVERSATIONS = 16
+"""Conversations of which some are at home at either of two engines, whatever their ports."""
 """Nothing takes this long; a test that is wrong fails then instead of hanging."""
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -141,7 +143,7 @@ class House:
         ledger = self.store.ledger
         assert ledger.balanced
         assert ledger.outstanding == 0
-        assert all(r.tokens == 0 and r.requests == 0 for r in self.gateway.replicas._by_url.values())
+        assert all(r.view.sent == 0 and r.view.requests == 0 for r in self.gateway.replicas._by_url.values())
 
 
 @pytest.fixture

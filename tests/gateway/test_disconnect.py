@@ -123,11 +123,11 @@ async def test_disconnect_while_a_connection_to_the_engine_is_opened(open_house:
             filler.connect_ex(deaf.getsockname())
         house = await open_house()
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
-        stuck = house.gateway.replicas._pools["tiny"][0]
+        stuck = house.gateway.replicas._pools["tiny"].replicas[0]
         stuck.url = url
         client = await RawClient.of(house)
         client.post(body())
-        await until(lambda: stuck.requests == 1)
+        await until(lambda: stuck.view.requests == 1)
         await until(lambda: any(e.stages.now == "connect" for e in house.gateway.live._exchanges))
         client.leave()
         await left_at(house, "connect")

@@ -11,7 +11,7 @@ import socket
 import pytest
 
 from gateway.exchange import Exchange
-from tests.gateway.conftest import PATIENCE_S, House, Open, until
+from tests.gateway.conftest import CONVERSATIONS, PATIENCE_S, House, Open, until
 from tests.gateway.fake_engine import FakeEngine, Script, Seen, byte_bundle, chunk, stream
 from tests.uncollected import uncollected
 
@@ -55,8 +55,8 @@ async def test_requests_to_a_draining_engine_are_retried_on_another(open_house: 
         house: House = await open_house(other.url)
         house.engine.drain()
         async with asyncio.timeout(PATIENCE_S):
-            while len(other.seen) < 4:
-                async with house.chat(stream=True) as answer:
+            while len(other.seen) < CONVERSATIONS:
+                async with house.chat(stream=True, prompt_cache_key=f"{len(other.seen)}") as answer:
                     assert answer.status == 200
         lines = await house.lines(len(other.seen) + len(house.engine.seen))
         assert any(line["attempts"] == 2 for line in lines), "the one that drains was asked first"
@@ -70,10 +70,10 @@ async def test_a_request_retried_on_another_engine_leaks_nothing(open_house: Ope
         nobody.bind(("127.0.0.1", 0))
         house: House = await open_house(f"http://127.0.0.1:{nobody.getsockname()[1]}")
         with uncollected(Exchange) as left:
-            for _ in range(4):
-                async with house.chat(stream=True) as answer:
+            for i in range(CONVERSATIONS):
+                async with house.chat(stream=True, prompt_cache_key=f"{i}") as answer:
                     assert answer.status == 200
                     await answer.read()
-            assert any(line["attempts"] == 2 for line in await house.lines(4))
+            assert any(line["attempts"] == 2 for line in await house.lines(CONVERSATIONS))
             await house.at_rest()
             await until(lambda: not left())

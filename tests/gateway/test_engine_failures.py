@@ -7,7 +7,7 @@ import pytest
 
 from shared.errors import EngineFailed
 from shared.sse import closing_comment, error_event
-from tests.gateway.conftest import House, Open, error_of
+from tests.gateway.conftest import CONVERSATIONS, House, Open, error_of
 from tests.gateway.fake_engine import (
     CUT,
     HEADERS,
@@ -129,11 +129,11 @@ async def test_an_unreachable_engine_is_502(open_house: Open) -> None:
 async def test_a_request_is_retried_elsewhere_when_a_replica_is_unreachable(open_house: Open) -> None:
     house = await open_house("http://127.0.0.1:1", "http://127.0.0.1:2")
     house.engine.script = unary()
-    for _ in range(6):
-        async with house.chat() as answer:
+    for i in range(CONVERSATIONS):
+        async with house.chat(prompt_cache_key=f"{i}") as answer:
             assert answer.status == 200
-    lines = await house.lines(6)
+    lines = await house.lines(CONVERSATIONS)
     assert {line["replica"] for line in lines} == {house.engine.url.removeprefix("http://")}
     assert max(line["attempts"] for line in lines) > 1
-    assert len(house.engine.seen) == 6
+    assert len(house.engine.seen) == CONVERSATIONS
     await house.at_rest()

@@ -12,7 +12,7 @@ import pytest
 from gateway.admission.tokens import estimate
 from shared.openai import ChatMessage, ChatRequest
 from shared.sse import Closing
-from tests.gateway.conftest import OTHER_KEY, PROMPT, House, Open, error_of, until
+from tests.gateway.conftest import CONVERSATIONS, OTHER_KEY, PROMPT, House, Open, error_of, until
 from tests.gateway.fake_engine import (
     FakeEngine,
     Script,
@@ -257,14 +257,15 @@ async def test_a_request_is_retried_elsewhere_when_a_replica_refuses_it(
         full.script = refusal(503, code)
         house = await open_house(full.url)
         house.engine.script = stream(chunk("a")) if streaming else unary()
-        for _ in range(2):  # equals take turns: one of the two comes to the full one first
-            async with house.chat(stream=streaming) as answer:
+        for i in range(CONVERSATIONS):
+            async with house.chat(stream=streaming, prompt_cache_key=f"{i}") as answer:
                 assert answer.status == 200
                 await answer.read()
         assert full.seen
-        assert len(house.engine.seen) == 2
-        lines = await house.lines(2)
-        assert sum(line["attempts"] for line in lines) == len(full.seen) + 2
+        assert len(house.engine.seen) == CONVERSATIONS
+        lines = await house.lines(CONVERSATIONS)
+        assert sum(line["attempts"] for line in lines) == len(full.seen) + CONVERSATIONS
+        assert {line["route"] for line in lines if line["attempts"] == 2} == {"retry"}
         assert all(line["end_reason"] == "ok" and line["settled_tokens"] == 13 for line in lines)
         await house.at_rest()
 

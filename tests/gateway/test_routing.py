@@ -2,28 +2,226 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config import ModelConfig
-from gateway.routing.policy import least_loaded
-from gateway.routing.replicas import Outcome, Replica, Replicas
+from gateway.routing.affinity import affinity_of
+from gateway.routing.policy import (
+    LATE_MS,
+    NOWHERE,
+    SLOW_START_MS,
+    Affinity,
+    Route,
+    View,
+    choose,
+    loads,
+)
+from gateway.routing.replicas import Outcome, Placement, Replicas
+from gateway.routing.table import MEMBERS_MAX, Table, key_of
 from shared.ids import ReplicaId
+from shared.openai import ChatMessage, ChatRequest, CompletionRequest
 from tests.fakes import VirtualClock
 
-LOADS = st.lists(st.integers(0, 1000), min_size=1, max_size=20)
+KEYS = st.integers(0, 2**64 - 1)
+LENGTHS = st.lists(st.integers(0, 10_000), min_size=3, max_size=3).map(sorted)
 
 
-@given(LOADS, st.integers(0, 100))
-def test_the_least_loaded_is_chosen(loads: list[int], turn: int) -> None:
-    assert loads[least_loaded(loads, turn % len(loads))] == min(loads)
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[list[int], list[bool], Affinity, int | None]:
+    """Loads, which replicas may be used, a request, and the owners of a prefix."""
+    size = draw(st.integers(1, 12))
+    prefix_len, history_len, prompt_len = draw(LENGTHS)
+    return (
+        draw(st.lists(st.integers(0, 50_000), min_size=size, max_size=size)),
+        draw(st.lists(st.booleans(), min_size=size, max_size=size)),
+        Affinity(draw(KEYS), draw(KEYS), prefix_len, history_len, prompt_len),
+        draw(st.none() | st.integers(1, 6)),
+    )
 
 
-@given(st.integers(1, 20))
-def test_equally_loaded_replicas_take_turns(count: int) -> None:
-    assert sorted(least_loaded([0] * count, turn) for turn in range(count)) == list(range(count))
+def table(size: int) -> Table:
+    return Table([f"engine-{i}:8001" for i in range(size)])
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 40, 64])
+def test_every_member_has_the_same_number_of_slots_to_one(size: int) -> None:
+    slots = Counter(table(size)._slots)
+    assert len(slots) == size
+    assert max(slots.values()) - min(slots.values()) <= 1
+
+
+@pytest.mark.parametrize("size", [3, 8, 40, 150])
+def test_a_member_that_leaves_moves_little_but_its_share(size: int) -> None:
+    names = [f"engine-{i}:8001" for i in range(size)]
+    keys = [key_of(b"%d" % i) for i in range(5_000)]
+    before, left = Table(names), Table(names[1:])
+    moved = sum(
+        first != 0 and names[1:][next(left.walk(key))] != names[first]
+        for key in keys
+        for first in [next(before.walk(key))]
+    )
+    assert moved / len(keys) < 0.05
+
+
+@given(st.permutations(range(6)), KEYS)
+def test_the_order_of_the_names_plays_no_part(order: list[int], key: int) -> None:
+    names = [f"engine-{i}" for i in range(6)]
+    shuffled = [names[i] for i in order]
+    assert [names[i] for i in Table(names).walk(key)] == [shuffled[i] for i in Table(shuffled).walk(key)]
+
+
+def test_a_walk_meets_every_member_once() -> None:
+    assert sorted(table(40).walk(key_of(b"any"))) == list(range(40))
+
+
+def test_a_pool_too_large_for_the_table_is_refused() -> None:
+    with pytest.raises(ValueError, match="at most"):
+        table(MEMBERS_MAX + 1)
+
+
+# -- the choice -----------------------------------------------------------------------------------
+
+
+@given(worlds())
+def test_no_queue_is_longer_than_what_moving_would_save(
+    world: tuple[list[int], list[bool], Affinity, int | None],
+) -> None:
+    """No replica is chosen whose load exceeds the least by more than all that can be computed twice."""
+    loads_, usable, affinity, owners = world
+    choice = choose(table(len(loads_)), loads_, affinity, owners, usable)
+    if not any(usable):
+        assert choice is None
+        return
+    assert choice is not None
+    assert usable[choice.replica]
+    least = min(load for load, may in zip(loads_, usable, strict=True) if may)
+    most = affinity.history_len + affinity.prompt_len - affinity.prefix_len
+    assert loads_[choice.replica] <= least + most
+
+
+@given(KEYS, st.integers(1, 12))
+def test_a_conversation_comes_home_at_every_turn(session: int, size: int) -> None:
+    turns = [Affinity(1, session, 100, 100 + 500 * turn, 600 + 500 * turn) for turn in range(5)]
+    homes = {choose(table(size), [0] * size, turn, None, [True] * size) for turn in turns}
+    assert {(home.route, home.computed_len) for home in homes if home} == {(Route.AFFINITY, 500)}
+    assert len({home.replica for home in homes if home}) == 1
+
+
+def test_a_busy_home_is_left_once_its_queue_exceeds_what_it_saves() -> None:
+    turn = Affinity(1, 7, 100, 1000, 1200)
+    home = choose(table(4), [0] * 4, turn, None, [True] * 4)
+    assert home is not None
+    stray_len = (1000 - 100) + (1200 - 100)
+    queues = [0] * 4
+    queues[home.replica] = stray_len
+    assert choose(table(4), queues, turn, None, [True] * 4) == home
+    queues[home.replica] += 1
+    moved = choose(table(4), queues, turn, None, [True] * 4)
+    assert moved is not None
+    assert (moved.replica != home.replica, moved.route, moved.computed_len) == (True, Route.LOAD, 1100)
+
+
+def test_conversations_with_one_prefix_stay_with_its_owners() -> None:
+    sessions, twelve = [key_of(b"%d" % i) for i in range(300)], table(12)
+    chosen = Counter(
+        choice.replica
+        for session in sessions
+        if (choice := choose(twelve, [0] * 12, Affinity(5, session, 900, 900, 1000), 3, [True] * 12))
+    )
+    assert len(chosen) == 3
+    assert min(chosen.values()) > 70
+
+
+def test_strays_do_not_all_go_to_one_idle_replica() -> None:
+    """Many gateways see the same loads: what they send away must not meet again."""
+    busy, pool = [50_000, *[0] * 9], table(10)
+    choices = [
+        choose(pool, busy, Affinity(1, key_of(b"%d" % i), 0, 0, 50), None, [True] * 10) for i in range(3000)
+    ]
+    strays = Counter(choice.replica for choice in choices if choice and choice.route is Route.LOAD)
+    assert len(strays) == 9
+    assert max(strays.values()) < 3 * min(strays.values())
+
+
+# -- what is known of loads -----------------------------------------------------------------------
+
+
+def test_a_replica_that_stops_reporting_fades_to_the_median_and_never_to_zero() -> None:
+    views = [View(0, reported, 100_000) for reported in (4_000, 6_000, 8_000)]
+    silent = View(0, 0, 100_000 - LATE_MS)
+    seen = [loads([*views, silent], 100_000 + late_ms)[3] for late_ms in (0, LATE_MS // 2, LATE_MS)]
+    assert seen == [0, 3_000, 6_000]
+
+
+def test_when_all_reports_are_late_the_pool_is_as_it_was() -> None:
+    views = [View(0, reported, 0) for reported in (4_000, 6_000, 8_000)]
+    assert loads(views, 3 * LATE_MS + SLOW_START_MS) == [6_000] * 3
+
+
+def test_a_new_replica_is_believed_little_by_little() -> None:
+    views = [View(-SLOW_START_MS, 8_000, 0), View(-SLOW_START_MS, 6_000, 0), View(0)]
+    for view in views:
+        view.reported_at_ms = None
+    seen = [loads(views, age_ms)[2] for age_ms in (0, SLOW_START_MS // 2, SLOW_START_MS)]
+    assert seen == [6_000, 3_000, 0]
+
+
+# -- affinity of requests -------------------------------------------------------------------------
+
+
+def chat(*texts: str, cache_key: str | None = None) -> Affinity:
+    """The affinity of a chat of 1 token per character that begins with a system message."""
+    roles = ["system", *["user", "assistant"] * len(texts)]
+    messages = [ChatMessage(role, text) for role, text in zip(roles, texts, strict=False)]  # type: ignore[arg-type]
+    request = ChatRequest(model="m", messages=messages, prompt_cache_key=cache_key)
+    return affinity_of(request, "m", "acme", sum(map(len, texts)), 1)
+
+
+def test_the_turns_of_a_chat_share_their_keys_and_add_to_its_history() -> None:
+    first, second = chat("sys", "Hello?"), chat("sys", "Hello?", "Hi!", "More")
+    assert (first.prefix, first.session) == (second.prefix, second.session)
+    assert (first.prefix_len, first.history_len, first.prompt_len) == (3, 3, 9)
+    assert (second.prefix_len, second.history_len, second.prompt_len) == (3, 12, 16)
+
+
+def test_other_chats_have_other_sessions_and_other_system_prompts_other_prefixes() -> None:
+    one, other, apart = chat("sys", "Hello?"), chat("sys", "Bye?"), chat("else", "Hello?")
+    assert one.prefix == other.prefix != apart.prefix
+    assert len({one.session, other.session, apart.session}) == 3
+
+
+def test_a_cache_key_names_the_conversation() -> None:
+    assert chat("sys", "a", cache_key="k").session == chat("sys", "b", cache_key="k").session
+
+
+def test_tenants_do_not_share_keys() -> None:
+    request = CompletionRequest(model="m", prompt="Once")
+    assert affinity_of(request, "m", "a", 1, 1).session != affinity_of(request, "m", "b", 1, 1).session
+
+
+@pytest.mark.parametrize("prompt", ["x" * 3000, ["x" * 3000, "y"], [7] * 3000, [[7] * 3000, [8]]])
+def test_completions_that_begin_alike_are_one_conversation(prompt: Any) -> None:
+    longer = prompt + prompt[:1]
+    one, two = (CompletionRequest(model="m", prompt=text) for text in (prompt, longer))
+    assert affinity_of(one, "m", "a", 9, 1).session == affinity_of(two, "m", "a", 9, 2).session
+
+
+@given(st.lists(st.text(max_size=20), max_size=6))
+def test_lengths_are_always_in_order(texts: list[str]) -> None:
+    affinity = chat(*texts)
+    assert 0 <= affinity.prefix_len <= affinity.history_len <= affinity.prompt_len
+
+
+# -- the replicas of a gateway --------------------------------------------------------------------
 
 
 def replicas(*urls: str) -> tuple[Replicas, VirtualClock]:
@@ -31,96 +229,113 @@ def replicas(*urls: str) -> tuple[Replicas, VirtualClock]:
     return Replicas([ModelConfig(name="m", replicas=urls)], clock), clock
 
 
-def take(pool: Replicas, tokens: int = 1, tried: Collection[ReplicaId] = ()) -> Replica:
-    replica = pool.acquire("m", tokens, pool.next_turn(), tried)
-    assert replica is not None
-    return replica
+def take(pool: Replicas, tokens: int = 1, tried: Collection[ReplicaId] = (), session: int = 0) -> Placement:
+    """A request of a new conversation of its own."""
+    session = session or key_of(b"%d" % pool.next_turn())
+    place = pool.place("m", Affinity(0, session, 0, 0, tokens), tried)
+    assert place is not None
+    return place
 
 
-def test_one_large_request_weighs_more_than_many_small_ones() -> None:
+def test_one_large_prompt_weighs_more_than_many_small_ones() -> None:
     pool, _ = replicas("http://a:1", "http://b:1")
     giant = take(pool, 100_000)
-    assert all(take(pool, 100).id != giant.id for _ in range(10))
+    assert all(take(pool, 100).replica is not giant.replica for _ in range(10))
+
+
+def test_short_prompts_spread_over_idle_replicas() -> None:
+    pool, _ = replicas("http://a:1", "http://b:1")
+    assert Counter(take(pool, 10).replica.id for _ in range(40)) == {"a:1": 20, "b:1": 20}
 
 
 def test_each_replica_is_tried_once_per_request() -> None:
     pool, _ = replicas("http://a:1", "http://b:1")
     first = take(pool)
-    second = take(pool, tried={first.id})
-    assert {first.id, second.id} == {"a:1", "b:1"}
-    assert pool.acquire("m", 1, pool.next_turn(), {first.id, second.id}) is None
+    second = take(pool, tried={first.replica.id})
+    assert {first.replica.id, second.replica.id} == {"a:1", "b:1"}
+    assert second.route is Route.RETRY
+    assert pool.place("m", NOWHERE, {first.replica.id, second.replica.id}) is None
 
 
-def test_load_is_released() -> None:
+def test_the_only_replica_is_tried_once_too() -> None:
     pool, _ = replicas("http://a:1/")
-    replica = take(pool, 50)
-    assert (replica.url, replica.tokens, replica.requests) == ("http://a:1", 50, 1)
-    pool.release(replica, 50, Outcome.NEUTRAL)
-    assert (replica.tokens, replica.requests) == (0, 0)
+    only = take(pool).replica
+    assert only.url == "http://a:1"
+    assert pool.place("m", NOWHERE, {only.id}) is None
+
+
+def test_a_prompt_is_load_until_its_answer_begins_and_a_request_until_it_ends() -> None:
+    pool, _ = replicas("http://a:1", "http://b:1")
+    place = take(pool, 50)
+    view = place.replica.view
+    assert (view.sent, view.requests) == (50, 1)
+    pool.began(place)
+    assert (view.sent, view.requests) == (0, 1)
+    pool.release(place, Outcome.NEUTRAL)
+    assert (view.sent, view.requests) == (0, 0)
 
 
 def test_models_on_one_replica_share_its_load() -> None:
-    pool = Replicas([ModelConfig(name=name, replicas=("http://a:1",)) for name in "mn"])
-    assert pool.acquire("m", 50, 0) is pool.acquire("n", 1, 0)
-    assert [replica.tokens for replica in pool._by_url.values()] == [51]
+    urls = "http://a:1", "http://b:1"
+    pool = Replicas([ModelConfig(name=name, replicas=urls) for name in "mn"], VirtualClock())
+    request = Affinity(0, 7, 0, 0, 50)
+    first, second = pool.place("m", request), pool.place("n", request)
+    assert first is not None
+    assert second is not None
+    assert sum(replica.view.sent for replica in pool._by_url.values()) == 100
+    assert len(pool._by_url) == 2
 
 
 def test_two_replicas_behind_one_address_are_two() -> None:
     pool, _ = replicas("http://lb:80/a", "http://lb:80/b")
-    first = take(pool)
-    assert {first.id, take(pool, tried={first.id}).id} == {"lb:80/a", "lb:80/b"}
+    first = take(pool).replica
+    assert {first.id, take(pool, tried={first.id}).replica.id} == {"lb:80/a", "lb:80/b"}
+
+
+# -- failures -------------------------------------------------------------------------------------
 
 
 def test_a_failed_replica_cools_for_a_time_that_doubles() -> None:
     pool, clock = replicas("http://a:1", "http://b:1")
+    begun = take(pool, session=1)
+    pool.release(begun, Outcome.NEUTRAL)
+    first = begun.replica
 
-    def fail(replica: Replica) -> None:
-        pool.release(replica, 1, Outcome.FAILED)
+    def fail() -> None:
+        place = take(pool, session=1)
+        assert place.replica is first, "it is the home of this conversation"
+        pool.release(place, Outcome.FAILED)
 
-    first = take(pool)
-    take(pool, 1000, {first.id})  # so that the first is always the least loaded
-    fail(first)
+    fail()
     for cooling_s in (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
         clock.advance(cooling_s - 0.01)
-        assert take(pool).id != first.id
+        other = take(pool, session=1)
+        assert other.replica is not first
+        pool.release(other, Outcome.NEUTRAL)
         clock.advance(0.01)
-        again = take(pool)
-        assert again is first
-        fail(again)
+        fail()
     clock.advance(30.0)
-    pool.release(take(pool), 1, Outcome.WORKED)
-    fail(take(pool))
+    pool.release(take(pool, session=1), Outcome.WORKED)
+    fail()
     clock.advance(1.0)
-    assert take(pool) is first, "an answer ends the row of failures"
+    assert take(pool, session=1).replica is first, "an answer ends the row of failures"
 
 
 def test_failures_while_a_replica_cools_count_once() -> None:
     pool, _ = replicas("http://a:1", "http://b:1")
-    other = take(pool)
+    other = take(pool).replica
     failing = [take(pool, 1, {other.id}) for _ in range(10)]
-    for replica in failing:
-        pool.release(replica, 1, Outcome.FAILED)
-    assert failing[0].failures == 1
+    for place in failing:
+        pool.release(place, Outcome.FAILED)
+    assert failing[0].replica.failures == 1
 
 
 def test_while_all_replicas_cool_all_are_used() -> None:
     pool, _ = replicas("http://a:1", "http://b:1")
-    for _ in range(2):
-        pool.release(take(pool), 1, Outcome.FAILED)
-    assert {take(pool).id, take(pool).id} == {"a:1", "b:1"}
-
-
-def test_retries_do_not_take_the_turns_of_other_requests() -> None:
-    """Two replicas, one of which always fails: the next request must not begin at that one each time."""
-    pool, _ = replicas("http://a:1", "http://b:1")
-    begun = []
-    for _ in range(6):
-        turn = pool.next_turn()
-        first = pool.acquire("m", 1, turn)
-        assert first is not None
-        second = pool.acquire("m", 1, turn, {first.id})
-        assert second is not None
-        begun.append(first.id)
-        pool.release(first, 1, Outcome.NEUTRAL)
-        pool.release(second, 1, Outcome.NEUTRAL)
-    assert begun == ["b:1", "a:1"] * 3
+    first = take(pool)
+    second = take(pool, tried={first.replica.id})
+    for place in (first, second):
+        pool.release(place, Outcome.FAILED)
+    places = [take(pool, 1, session=key_of(b"%d" % i)) for i in range(20)]
+    assert {place.replica.id for place in places} == {"a:1", "b:1"}
+    assert {place.route for place in places} == {Route.PANIC}

@@ -110,7 +110,7 @@ async def test_connect_timeout(open_house: Open, level: Set) -> None:
             filler.setblocking(False)
             filler.connect_ex(deaf.getsockname())
         house = await open_house(**level(connect_s=SOON_S))
-        house.gateway.replicas._pools["tiny"][0].url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        house.gateway.replicas._pools["tiny"].replicas[0].url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
         async with house.chat() as answer:
             assert answer.status == 504
             assert (await answer.json())["error"]["code"] == "connect_timeout"

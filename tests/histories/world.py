@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -26,6 +26,7 @@ import gateway.engines
 import gateway.exchange
 import gateway.record
 import gateway.relay.stream
+import gateway.routing.replicas
 import shared.clock
 import shared.fair_threads
 import shared.http2.server
@@ -38,6 +39,7 @@ from gateway.admission.memory_store import Ledger, MemoryStore
 from gateway.admission.quota import Usage
 from gateway.app import Gateway
 from gateway.config import load
+from gateway.routing.table import Table
 from shared import logs
 from shared.tokenizer import Tokenizer, TokenizerBundle
 from tests.fake_runner import runner_info
@@ -175,6 +177,7 @@ def _in_virtual_time(loop: VirtualLoop) -> Iterator[None]:
             (engine.api.server, "_in_daemon_thread", inline),
             (engine.api.server, "load_model", lru_cache(load_model)),
             (gateway.engines, "_warm", _tokenizer),
+            (gateway.routing.replicas, "Table", _table),
         ):
             stack.enter_context(mock.patch.object(target, name, new))
         yield
@@ -188,6 +191,11 @@ def _tokenizer(bundle: TokenizerBundle) -> Tokenizer:
     if bundle.hash not in _tokenizers:
         _tokenizers[bundle.hash] = Tokenizer(bundle)
     return _tokenizers[bundle.hash]
+
+
+def _table(names: Sequence[str]) -> Table:
+    """The table of replicas by number: their ports are the machine's, and would decide where requests go."""
+    return Table([f"engine-{i}" for i in range(len(names))])
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -349,7 +357,7 @@ class _World:
     def _take_stock(self, gateway: Gateway) -> None:
         store, remains = gateway.quotas, self._remains
         assert isinstance(store, MemoryStore)
-        assert all(one.tokens == one.requests == 0 for one in gateway.replicas._by_url.values())
+        assert all(one.view.sent == one.view.requests == 0 for one in gateway.replicas._by_url.values())
         remains.usages = {(str(scope), name): usage for (scope, name), usage in store._usage.items()}
         remains.ledger, remains.leases = store.ledger, store.live
         for replica in self._replicas:

@@ -1,0 +1,70 @@
+"""Where a request's prompt may be cached, read off the request itself.
+
+A chat's prefix is the system messages that it begins with. Its conversation is told by the first message
+after them, which all its turns have in common, or by `prompt_cache_key` where the caller gives one. Its
+history ends with the last message of the assistant: so much had been computed when that answer was complete.
+A completion's prompt has no parts; those that begin with the same `BEGINNING_LEN` characters are taken for
+one conversation.
+
+Lengths in tokens are estimated by the characters' share of the prompt, which was counted as a whole.
+"""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from typing import Final
+
+from gateway.endpoints import ProxiedRequest
+from gateway.routing.policy import Affinity
+from gateway.routing.table import key_of
+from shared.openai import ChatRequest, CompletionRequest, Prompt
+
+BEGINNING_LEN: Final = 1024
+"""Characters, about 256 tokens, or as many token ids."""
+TEXT_LEN_MAX: Final = 16 * 1024
+"""The most characters of a message that take part in a key, so that a key takes 20 us at most."""
+
+
+def affinity_of(request: ProxiedRequest, model: str, tenant: str, prompt_len: int, turn: int) -> Affinity:
+    """The affinity of a request for `model`. `prompt_len` is in tokens. Requests without a prompt go round by
+    `turn`."""
+    owner = key_of(model.encode(), tenant.encode())
+    match request:
+        case ChatRequest():
+            return _of_chat(request, owner, prompt_len)
+        case CompletionRequest():
+            beginning = _beginning(request.prompt)
+            session = key_of(owner.to_bytes(8), _text(request.prompt_cache_key or beginning))
+            return Affinity(owner, session, 0, 0, prompt_len)
+    return Affinity(owner, key_of(turn.to_bytes(8)), 0, 0, 0)
+
+
+def _of_chat(request: ChatRequest, owner: int, prompt_len: int) -> Affinity:
+    texts = [message.text for message in request.messages]
+    roles = [message.role for message in request.messages]
+    system = sum(1 for _ in takewhile(lambda role: role in ("system", "developer"), roles))
+    answered = max((at for at, role in enumerate(roles, 1) if role == "assistant"), default=system)
+    lengths = [len(text) for text in texts]
+    whole = max(1, sum(lengths))
+    prefix = key_of(owner.to_bytes(8), *map(_text, texts[:system]))
+    opening = request.prompt_cache_key or "".join(texts[system : system + 1])
+    return Affinity(
+        prefix,
+        key_of(prefix.to_bytes(8), _text(opening)),
+        prompt_len * sum(lengths[:system]) // whole,
+        prompt_len * sum(lengths[: max(system, answered)]) // whole,
+        prompt_len,
+    )
+
+
+def _beginning(prompt: Prompt) -> str:
+    """The beginning of the first prompt, or of its ids."""
+    first = prompt if isinstance(prompt, str) else prompt[0] if prompt else ""
+    if isinstance(first, str):
+        return first[:BEGINNING_LEN]
+    ids = prompt if isinstance(first, int) else first
+    return ",".join(map(str, ids[:BEGINNING_LEN]))
+
+
+def _text(text: str) -> bytes:
+    return text[:TEXT_LEN_MAX].encode()
