@@ -27,13 +27,13 @@ from gateway.admission import quota
 from gateway.admission.periods import DAY_MS, day_of
 from gateway.admission.quota import (
     LEASE_TTL_MS,
+    Account,
     Decision,
-    Holding,
     ReservationId,
     Scope,
     Settlement,
     Subject,
-    Usage,
+    SubjectAccount,
     Windows,
 )
 from gateway.admission.usage import Payer, UsageRow, UsageRows, Used
@@ -51,7 +51,7 @@ PERIOD_KEPT_MS: Final = 31 * DAY_MS
 DAYS_KEPT: Final = AccountingConfig().days
 LOOKS: Final = 2
 """The number of accounts that are looked at for each new one. Two look faster than one fills."""
-_EMPTY: Final = Usage()
+_EMPTY: Final = Account()
 _SEATED: Final = Done(Decision(None, None))
 
 
@@ -89,8 +89,8 @@ class MemoryStore:
         self._ahead_ms = self._difference_ms()
         self.rows: Final = UsageRows(days_kept)
         """Usage by key, tenant, model and day."""
-        self._usage: OrderedDict[tuple[Scope, str], Usage] = OrderedDict()
-        """Usage by account; first the accounts that were looked at longest ago."""
+        self._accounts: OrderedDict[tuple[Scope, str], Account] = OrderedDict()
+        """The account of each subject; first those that were looked at longest ago."""
         self._reservations: dict[ReservationId, _Reservation] = {}
         """The open reservations, in the order of their expiry."""
         self._none_expires_before_ms = 0
@@ -149,7 +149,7 @@ class MemoryStore:
         settlement = Settlement(entry.tokens, used.tokens)
         for subject, usage in self._holdings(entry.subjects, now_ms):
             settled = quota.settle(subject.limits, usage, settlement, entry.reserved_ms)
-            self._usage[subject.scope, subject.id] = settled
+            self._accounts[subject.scope, subject.id] = settled
         self._book(entry, settlement, used)
         return Done(settlement)
 
@@ -180,18 +180,18 @@ class MemoryStore:
         """True if this reservation is held, as far as was noticed: its lease may have run out."""
         return reservation in self._reservations
 
-    def _holdings(self, subjects: Sequence[Subject], now_ms: int) -> list[Holding]:
-        usage, at_ms = self._usage, now_ms + self._ahead_ms
-        return [(s, usage.get((s.scope, s.id), _EMPTY).at(s.limits, at_ms)) for s in subjects]
+    def _holdings(self, subjects: Sequence[Subject], now_ms: int) -> list[SubjectAccount]:
+        accounts, at_ms = self._accounts, now_ms + self._ahead_ms
+        return [(s, accounts.get((s.scope, s.id), _EMPTY).at(s.limits, at_ms)) for s in subjects]
 
-    def _charge(self, holdings: list[Holding], *, seated: int, tokens: int) -> list[Holding]:
-        charged: list[Holding] = []
+    def _charge(self, holdings: list[SubjectAccount], *, seated: int, tokens: int) -> list[SubjectAccount]:
+        charged: list[SubjectAccount] = []
         for place, (subject, before) in enumerate(holdings):
-            usage = quota.charge(subject.limits, before, 1 if place >= seated else 0, tokens)
-            if (subject.scope, subject.id) not in self._usage:
-                self._forget_idle(usage.at_ms)
-            self._usage[subject.scope, subject.id] = usage
-            charged.append((subject, usage))
+            account = quota.charge(subject.limits, before, 1 if place >= seated else 0, tokens)
+            if (subject.scope, subject.id) not in self._accounts:
+                self._forget_idle(account.at_ms)
+            self._accounts[subject.scope, subject.id] = account
+            charged.append((subject, account))
         return charged
 
     def _reservation(self, subjects: Sequence[Subject], now_ms: int) -> _Reservation:
@@ -199,13 +199,13 @@ class MemoryStore:
 
     def _forget_idle(self, now_ms: int) -> None:
         """Look at a few accounts, and forget those that are idle."""
-        if len(self._usage) < ACCOUNTS_MIN:
+        if len(self._accounts) < ACCOUNTS_MIN:
             return
         for _ in range(LOOKS):
-            account, usage = self._usage.popitem(last=False)
-            kept_ms = PERIOD_KEPT_MS if usage.day or usage.month else IDLE_MS
-            if usage.live or usage.spent or now_ms - usage.at_ms < kept_ms:
-                self._usage[account] = usage
+            name, account = self._accounts.popitem(last=False)
+            kept_ms = PERIOD_KEPT_MS if account.day or account.month else IDLE_MS
+            if account.live or account.spent or now_ms - account.at_ms < kept_ms:
+                self._accounts[name] = account
 
     def _expire(self, now_ms: int) -> None:
         """Settle the reservations whose leases have run out as if all their tokens had been used."""
@@ -220,7 +220,7 @@ class MemoryStore:
             del self._reservations[reservation]
             for subject in entry.subjects:
                 account = subject.scope, subject.id
-                self._usage[account] = quota.expire(self._usage[account])
+                self._accounts[account] = quota.expire(self._accounts[account])
             self._book(entry, Settlement(entry.tokens, entry.tokens), Used(estimated=entry.tokens))
 
     def _book(self, entry: _Reservation, settlement: Settlement, used: Used) -> None:

@@ -88,7 +88,7 @@ class Subject(Struct, frozen=True):
     """The answer to its requests while the store of quotas cannot be asked; the tenant's setting."""
 
 
-class Usage(Struct, frozen=True):
+class Account(Struct, frozen=True):
     """A subject's usage, as a store keeps it."""
 
     requests: int = 0
@@ -107,7 +107,7 @@ class Usage(Struct, frozen=True):
     month: int = 0
     """The same against the budget of the month that `at_ms` is in."""
 
-    def at(self, limits: QuotaLimits, now_ms: int) -> Usage:
+    def at(self, limits: QuotaLimits, now_ms: int) -> Account:
         """The usage at a later time. An earlier one changes nothing."""
         elapsed_ms = now_ms - self.at_ms
         if elapsed_ms <= 0:
@@ -122,7 +122,7 @@ class Usage(Struct, frozen=True):
             day = 0
         if month and month_of(self.at_ms) != month_of(now_ms):
             month = 0
-        return Usage(requests, tokens, now_ms, self.live, self.spent, day, month)
+        return Account(requests, tokens, now_ms, self.live, self.spent, day, month)
 
 
 class Window(Struct, frozen=True):
@@ -179,8 +179,8 @@ class Settlement(Struct, frozen=True):
         return max(0, self.settled - self.reserved)
 
 
-Holding = tuple[Subject, Usage]
-"""A subject and its current usage."""
+SubjectAccount = tuple[Subject, Account]
+"""A subject and its current account."""
 
 
 class StoreUnavailable(Exception):
@@ -265,37 +265,37 @@ def charged(level: int, per_min: int | None, amount: int) -> int:
 # -- all meters of a subject ----------------------------------------------------------------------
 
 
-def decide(holdings: Sequence[Holding], *, seated: int, tokens: int) -> Refusal | None:
+def decide(holdings: Sequence[SubjectAccount], *, seated: int, tokens: int) -> Refusal | None:
     """The refusal of a request for a seat of all but the first `seated` subjects, and for so many tokens of
     each; None when every subject has room.
 
     Where several meters refuse, the refusal is the one that lasts longest.
     """
     found: list[Refusal] = []
-    for place, (subject, usage) in enumerate(holdings):
+    for place, (subject, account) in enumerate(holdings):
         limits, scope = subject.limits, subject.scope
         if place >= seated:
-            if (limit := limits.requests_per_min) is not None and not fits(usage.requests, limit, 1):
-                found.append(Refusal(Meter.REQUESTS, scope, limit, wait_ms(usage.requests, limit, 1)))
-            if (limit := limits.concurrent) is not None and usage.live >= limit:
+            if (limit := limits.requests_per_min) is not None and not fits(account.requests, limit, 1):
+                found.append(Refusal(Meter.REQUESTS, scope, limit, wait_ms(account.requests, limit, 1)))
+            if (limit := limits.concurrent) is not None and account.live >= limit:
                 found.append(Refusal(Meter.CONCURRENCY, scope, limit, BUSY_RETRY_MS))
         if tokens:
-            if (limit := limits.tokens_per_min) is not None and not fits(usage.tokens, limit, tokens):
-                found.append(Refusal(Meter.TOKENS, scope, limit, wait_ms(usage.tokens, limit, tokens)))
-            if (limit := limits.token_budget) is not None and usage.spent + tokens > limit:
-                found.append(Refusal(Meter.BUDGET, scope, limit, None, max(0, limit - usage.spent)))
-            if (limit := limits.tokens_per_day) is not None and usage.day + tokens > limit:
-                until_ms = day_end_ms(usage.at_ms) - usage.at_ms if tokens <= limit else None
-                left = max(0, limit - usage.day)
+            if (limit := limits.tokens_per_min) is not None and not fits(account.tokens, limit, tokens):
+                found.append(Refusal(Meter.TOKENS, scope, limit, wait_ms(account.tokens, limit, tokens)))
+            if (limit := limits.token_budget) is not None and account.spent + tokens > limit:
+                found.append(Refusal(Meter.BUDGET, scope, limit, None, max(0, limit - account.spent)))
+            if (limit := limits.tokens_per_day) is not None and account.day + tokens > limit:
+                until_ms = day_end_ms(account.at_ms) - account.at_ms if tokens <= limit else None
+                left = max(0, limit - account.day)
                 found.append(Refusal(Meter.DAY_BUDGET, scope, limit, until_ms, left))
-            if (limit := limits.tokens_per_month) is not None and usage.month + tokens > limit:
-                until_ms = month_end_ms(usage.at_ms) - usage.at_ms if tokens <= limit else None
-                left = max(0, limit - usage.month)
+            if (limit := limits.tokens_per_month) is not None and account.month + tokens > limit:
+                until_ms = month_end_ms(account.at_ms) - account.at_ms if tokens <= limit else None
+                left = max(0, limit - account.month)
                 found.append(Refusal(Meter.MONTH_BUDGET, scope, limit, until_ms, left))
     return max(found, key=_lasts_ms) if found else None
 
 
-def grant(holdings: Iterable[Holding], least: int, most: int) -> int:
+def grant(holdings: Iterable[SubjectAccount], least: int, most: int) -> int:
     """The tokens that a request is granted, between `least`, which `decide` has admitted, and `most`."""
     if least == most:
         return most
@@ -303,70 +303,76 @@ def grant(holdings: Iterable[Holding], least: int, most: int) -> int:
     return most if left is None else min(most, max(least, left // GRANT_SHARE))
 
 
-def charge(limits: QuotaLimits, usage: Usage, seats: int, tokens: int) -> Usage:
+def charge(limits: QuotaLimits, account: Account, seats: int, tokens: int) -> Account:
     """The subject's usage after a grant."""
-    return Usage(
-        usage.requests + seats * WEIGHT if limits.requests_per_min is not None else 0,
-        usage.tokens + tokens * WEIGHT if limits.tokens_per_min is not None else 0,
-        usage.at_ms,
-        usage.live + seats,
-        usage.spent + tokens if limits.token_budget is not None else 0,
-        usage.day + tokens if limits.tokens_per_day is not None else 0,
-        usage.month + tokens if limits.tokens_per_month is not None else 0,
+    return Account(
+        account.requests + seats * WEIGHT if limits.requests_per_min is not None else 0,
+        account.tokens + tokens * WEIGHT if limits.tokens_per_min is not None else 0,
+        account.at_ms,
+        account.live + seats,
+        account.spent + tokens if limits.token_budget is not None else 0,
+        account.day + tokens if limits.tokens_per_day is not None else 0,
+        account.month + tokens if limits.tokens_per_month is not None else 0,
     )
 
 
-def settle(limits: QuotaLimits, usage: Usage, settlement: Settlement, reserved_ms: int) -> Usage:
+def settle(limits: QuotaLimits, account: Account, settlement: Settlement, reserved_ms: int) -> Account:
     """The subject's usage after a request: its lease is given back, and the difference between what was
     reserved (at `reserved_ms`) and what was used is charged or refunded."""
-    assert usage.live > 0, "a lease is given back once"
+    assert account.live > 0, "a lease is given back once"
     difference = settlement.settled - settlement.reserved
-    tokens = charged(usage.tokens, limits.tokens_per_min, difference)
-    spent = max(0, usage.spent + difference) if limits.token_budget is not None else 0
+    tokens = charged(account.tokens, limits.tokens_per_min, difference)
+    spent = max(0, account.spent + difference) if limits.token_budget is not None else 0
     day = month = 0
     if limits.tokens_per_day is not None:
-        is_same = day_of(reserved_ms) == day_of(usage.at_ms)
-        day = max(0, usage.day + difference) if is_same else usage.day
+        is_same = day_of(reserved_ms) == day_of(account.at_ms)
+        day = max(0, account.day + difference) if is_same else account.day
     if limits.tokens_per_month is not None:
-        is_same = month_of(reserved_ms) == month_of(usage.at_ms)
-        month = max(0, usage.month + difference) if is_same else usage.month
-    return Usage(usage.requests, tokens, usage.at_ms, usage.live - 1, spent, day, month)
+        is_same = month_of(reserved_ms) == month_of(account.at_ms)
+        month = max(0, account.month + difference) if is_same else account.month
+    return Account(account.requests, tokens, account.at_ms, account.live - 1, spent, day, month)
 
 
-def expire(usage: Usage) -> Usage:
+def expire(account: Account) -> Account:
     """The subject's usage after a lease ran out: the seat is free again, the reserved tokens stay charged."""
-    assert usage.live > 0
-    return Usage(
-        usage.requests, usage.tokens, usage.at_ms, usage.live - 1, usage.spent, usage.day, usage.month
+    assert account.live > 0
+    return Account(
+        account.requests,
+        account.tokens,
+        account.at_ms,
+        account.live - 1,
+        account.spent,
+        account.day,
+        account.month,
     )
 
 
-def windows_of(holdings: Iterable[Holding]) -> Windows:
+def windows_of(holdings: Iterable[SubjectAccount]) -> Windows:
     """The tightest windows of the subjects."""
     requests: Window | None = None
     tokens: Window | None = None
     day: Window | None = None
     month: Window | None = None
-    for subject, usage in holdings:
+    for subject, account in holdings:
         limits = subject.limits
-        requests = _tighter(requests, limits.requests_per_min, usage.requests)
-        tokens = _tighter(tokens, limits.tokens_per_min, usage.tokens)
+        requests = _tighter(requests, limits.requests_per_min, account.requests)
+        tokens = _tighter(tokens, limits.tokens_per_min, account.tokens)
         if (limit := limits.tokens_per_day) is not None:
-            day = _tighter_period(day, limit, usage.day, day_end_ms(usage.at_ms) - usage.at_ms)
+            day = _tighter_period(day, limit, account.day, day_end_ms(account.at_ms) - account.at_ms)
         if (limit := limits.tokens_per_month) is not None:
-            month = _tighter_period(month, limit, usage.month, month_end_ms(usage.at_ms) - usage.at_ms)
+            month = _tighter_period(month, limit, account.month, month_end_ms(account.at_ms) - account.at_ms)
     return Windows(requests, tokens, day, month)
 
 
-def _tokens_left(subject: Subject, usage: Usage) -> Iterable[int]:
+def _tokens_left(subject: Subject, account: Account) -> Iterable[int]:
     if (limit := subject.limits.tokens_per_min) is not None:
-        yield max(0, limit * WEIGHT - usage.tokens) // WEIGHT
+        yield max(0, limit * WEIGHT - account.tokens) // WEIGHT
     if (limit := subject.limits.token_budget) is not None:
-        yield max(0, limit - usage.spent)
+        yield max(0, limit - account.spent)
     if (limit := subject.limits.tokens_per_day) is not None:
-        yield max(0, limit - usage.day)
+        yield max(0, limit - account.day)
     if (limit := subject.limits.tokens_per_month) is not None:
-        yield max(0, limit - usage.month)
+        yield max(0, limit - account.month)
 
 
 def _lasts_ms(refusal: Refusal) -> float:

@@ -34,14 +34,14 @@ from gateway.accounting_config import AccountingConfig
 from gateway.admission import quota
 from gateway.admission.quota import (
     LEASE_TTL_MS,
+    Account,
     Decision,
-    Holding,
     ReservationId,
     Scope,
     Settlement,
     StoreUnavailable,
     Subject,
-    Usage,
+    SubjectAccount,
     Windows,
 )
 from gateway.admission.redis_link import Moved, RedisLink, ScriptMissing, Word
@@ -314,16 +314,16 @@ def _packed(limits: QuotaLimits) -> bytes:
     return _LIMITS.pack(*(-1 if limit is None else limit for limit in astuple(limits)))
 
 
-def _holdings(subjects: Sequence[Subject], reply: Sequence[Any]) -> list[Holding]:
+def _holdings(subjects: Sequence[Subject], reply: Sequence[Any]) -> list[SubjectAccount]:
     """The usage of each subject, which a reply has after the time and the answer."""
-    found: list[Holding] = []
+    found: list[SubjectAccount] = []
     for i, subject in enumerate(subjects):
         requests, tokens, live, spent, day, month = reply[2 + 6 * i : 8 + 6 * i]
-        found.append((subject, Usage(requests, tokens, reply[0], live, spent, day, month)))
+        found.append((subject, Account(requests, tokens, reply[0], live, spent, day, month)))
     return found
 
 
-def _refused(holdings: list[Holding], *, seated: int, tokens: int) -> Decision:
+def _refused(holdings: list[SubjectAccount], *, seated: int, tokens: int) -> Decision:
     refusal = quota.decide(holdings, seated=seated, tokens=tokens)
     if refusal is None:
         raise StoreUnavailable("the script refuses what the limits allow")

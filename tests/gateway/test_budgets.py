@@ -10,12 +10,12 @@ from gateway.admission.memory_store import MemoryStore
 from gateway.admission.quota import (
     BUSY_RETRY_MS,
     LEASE_TTL_MS,
+    Account,
     Meter,
     Refusal,
     Scope,
     Settlement,
     Subject,
-    Usage,
     Window,
     charge,
     decide,
@@ -107,7 +107,7 @@ async def test_usage_above_the_reservation_counts_in_the_same_day(clock_and_stor
 def test_a_clock_that_goes_back_over_midnight_begins_no_day_twice() -> None:
     limits = QuotaLimits(tokens_per_day=100, tokens_per_month=100)
     midnight_ms = NOON_MS + HALF_A_DAY_MS
-    usage = Usage(at_ms=midnight_ms - 5, day=90, month=90).at(limits, midnight_ms)
+    usage = Account(at_ms=midnight_ms - 5, day=90, month=90).at(limits, midnight_ms)
     assert (usage.day, usage.month) == (0, 90)
     spent = charge(limits, usage, 1, 100)
     for now_ms in (midnight_ms - 1, midnight_ms + 1, midnight_ms - 3_600_000):
@@ -116,7 +116,7 @@ def test_a_clock_that_goes_back_over_midnight_begins_no_day_twice() -> None:
 
 def test_a_budget_of_any_size_is_exact() -> None:
     limits = QuotaLimits(tokens_per_month=BUDGET_MAX, token_budget=BUDGET_MAX)
-    usage = charge(limits, Usage(), 1, BUDGET_MAX - 1)
+    usage = charge(limits, Account(), 1, BUDGET_MAX - 1)
     holdings = [(of_limits(limits), usage)]
     assert decide(holdings, seated=1, tokens=1) is None
     assert decide(holdings, seated=1, tokens=2) is not None

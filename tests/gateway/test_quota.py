@@ -18,12 +18,12 @@ from gateway.admission.quota import (
     GRANT_SHARE,
     LEASE_TTL_MS,
     WEIGHT,
+    Account,
     Meter,
     Refusal,
     ReservationId,
     Scope,
     Settlement,
-    Usage,
     Windows,
     charged,
     drained,
@@ -81,7 +81,7 @@ def test_grants_never_exceed_the_limit_and_what_has_drained(
 
 
 def test_time_that_runs_backwards_drains_nothing() -> None:
-    usage = Usage(requests=WEIGHT, tokens=WEIGHT, at_ms=1000)
+    usage = Account(requests=WEIGHT, tokens=WEIGHT, at_ms=1000)
     assert usage.at(QuotaLimits(requests_per_min=60, tokens_per_min=60), 500) == usage
 
 
@@ -372,7 +372,7 @@ class Law4(RuleBasedStateMachine):
     @invariant()
     def conserved(self) -> None:
         assert self.store.ledger.balanced
-        for usage in self.store._usage.values():
+        for usage in self.store._accounts.values():
             assert usage.live >= 0
             assert usage.spent >= 0
             assert usage.tokens >= 0
@@ -385,7 +385,7 @@ class Law4(RuleBasedStateMachine):
         run(self.store.renew([]))
         assert self.store.live == 0
         assert self.store.ledger.outstanding == 0
-        assert all(usage.live == 0 for usage in self.store._usage.values())
+        assert all(usage.live == 0 for usage in self.store._accounts.values())
 
 
 TestLaw4 = Law4.TestCase
@@ -406,9 +406,9 @@ async def test_accounts_that_nobody_uses_make_room_for_others(monkeypatch: pytes
 
     await use("spender", token_budget=2)
     await use(*(f"first-{number}" for number in range(100)), concurrent=1)
-    assert len(store._usage) == 101, "nobody has been idle yet"
+    assert len(store._accounts) == 101, "nobody has been idle yet"
     clock.advance(IDLE_MS / 1000)
     await use(*(f"second-{number}" for number in range(100)), concurrent=1)
-    assert len(store._usage) == 101
-    assert not any(name.startswith("first") for _, name in store._usage)
+    assert len(store._accounts) == 101
+    assert not any(name.startswith("first") for _, name in store._accounts)
     assert (await take(store, rid("more"), [subject("spender", token_budget=2)], 2)).refusal is not None

@@ -36,7 +36,7 @@ from engine.api.server import Engine
 from engine.config import EngineConfig
 from engine.core.config import SchedulerConfig
 from gateway.admission.memory_store import Ledger, MemoryStore
-from gateway.admission.quota import Usage
+from gateway.admission.quota import Account
 from gateway.app import Gateway
 from gateway.config import load
 from gateway.routing.table import Table
@@ -130,7 +130,7 @@ class Remains:
     torn: set[str] = field(default_factory=set)
     """Requests that were in progress when an engine's connections were cut."""
     troubled: set[Trouble] = field(default_factory=set)
-    usages: dict[tuple[str, str], Usage] = field(default_factory=dict)
+    usages: dict[tuple[str, str], Account] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
     leases: int = 0
     kept: list[str] = field(default_factory=list)
@@ -358,7 +358,7 @@ class _World:
         store, remains = gateway.quotas, self._remains
         assert isinstance(store, MemoryStore)
         assert all(one.view.sent == one.view.requests == 0 for one in gateway.replicas._by_url.values())
-        remains.usages = {(str(scope), name): usage for (scope, name), usage in store._usage.items()}
+        remains.usages = {(str(scope), name): usage for (scope, name), usage in store._accounts.items()}
         remains.ledger, remains.leases = store.ledger, store.live
         for replica in self._replicas:
             remains.computed.append(replica.core.computed)
