@@ -73,7 +73,7 @@ class RequestRecord(Struct, eq=False):
         """Note the choice of a replica."""
         self.attempts += 1
         self.route = route
-        ROUTES.inc(route.value)
+        ROUTES.inc(route)
 
     def failed(self, error: ApiError, sent_status: int | None) -> None:
         """Note the error that ended the request. `sent_status` is the status that the client was

@@ -43,6 +43,12 @@ settings.register_profile("penstock", deadline=None)  # a busy machine is slow, 
 settings.load_profile("penstock")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One process more than there are cores: a third of the suite's time is waiting for services that start,
+    stop and die."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_collection_finish() -> None:
     """Exempt the millions of objects that importing and collecting made from garbage collection: each full
     collection would look at all of them, which took half of the time of tests that ask for one."""

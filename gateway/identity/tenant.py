@@ -101,8 +101,10 @@ class TenantPolicy:
 def check_endpoint(principal: Principal, path: str) -> None:
     """Check that a caller may use the endpoint at a path. A path of no endpoint is for the router to refuse.
     Raises PermissionDenied."""
+    if ANY in principal.endpoints:
+        return
     scope = next((scope for scope in SCOPES if path == scope or path.startswith(f"{scope}/")), None)
-    if scope is not None and scope not in principal.endpoints and ANY not in principal.endpoints:
+    if scope is not None and scope not in principal.endpoints:
         raise PermissionDenied(
             f"This API key may not use {scope}. It is restricted to {', '.join(principal.endpoints)}.",
             detail=f"key {principal.key} lacks the endpoint {scope}",
