@@ -249,3 +249,21 @@ async def test_keys_tenants_and_their_classes_alone_are_read_again(tmp_path: Pat
     lines = [msgspec.json.decode(line) for line in log.getvalue().splitlines()]
     events = [line["event"] for line in lines if line["event"].startswith("config.")]
     assert events == ["config.reloaded", "config.reloaded", "config.restart_needed", "config.reloaded"]
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ({"hop": {"cert": "chain.pem"}}, "cert and key belong together"),
+        ({"limits": {"request_memory": 2**20}}, "request_memory must be at least"),
+        ({"accounting": {"file": "f", "webhook": "https://a:b", "webhook_secret_env": "X"}}, "https URL"),
+        ({"accounting": {"file": "f", "webhook": "http://a", "webhook_secret_env": "X"}}, "https URL"),
+        ({"accounting": {"webhook": "https://a", "webhook_secret_env": "X"}}, "webhook needs file"),
+        ({"directory": {"store": "redis"}}, "needs url in"),
+        ({"keys": [{"id": "k", "hash": hash_key("x"), "tenant": "gone"}]}, "there is no tenant 'gone'"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_told(section: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(settings("http://a:1") | section, {})
+    assert told in str(caught.value)

@@ -8,6 +8,8 @@ import contextlib
 import msgspec
 import pytest
 
+from gateway.endpoints import Endpoint
+from gateway.exchange import Exchange
 from gateway.identity.keys import hash_key
 from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, House, Open, error_of, until
 from tests.gateway.fake_engine import (
@@ -191,3 +193,25 @@ async def _series(house: House) -> set[str]:
     async with house.client.get(f"http://127.0.0.1:{house.gateway.admin_port}/metrics") as answer:
         lines = (await answer.text()).splitlines()
     return {line.rpartition(" ")[0] for line in lines if not line.startswith("#")}
+
+
+async def test_a_request_that_meets_a_bug_ends_as_a_500_and_others_do_not_notice(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line has the traceback's place; the caller is told nothing of it."""
+    house.engine.script = unary()
+    pipeline, run = house.gateway._edge._pipeline, house.gateway._edge._pipeline.run
+
+    async def buggy(exchange: Exchange, endpoint: Endpoint) -> None:
+        if exchange.request_id == "req_bug":
+            raise ZeroDivisionError("a secret")
+        await run(exchange, endpoint)
+
+    monkeypatch.setattr(pipeline, "run", buggy)
+    async with house.chat(headers={"x-request-id": "req_bug"}) as answer:
+        assert (answer.status, "secret" in await answer.text()) == (500, False)
+    async with house.chat() as answer:
+        assert answer.status == 200
+    assert [line["status"] for line in await house.lines(2)] == [500, 200]
+    assert "request.crashed" in house.log.getvalue()
+    await house.at_rest()

@@ -428,3 +428,17 @@ async def test_a_call_that_a_stopped_server_finds_when_it_goes_on_does_nothing(o
         await house.recovers()
         keys = own.admin.keys("*:reservations")
         assert [own.admin.hlen(key) for key in keys] == [1], "the one after the recovery"
+
+
+async def test_a_caller_without_limits_asks_nothing_of_redis(redis: RedisServer) -> None:
+    def calls() -> int:
+        asked: int = redis.admin.info("commandstats").get("cmdstat_evalsha", {}).get("calls", 0)
+        return asked
+
+    async with redis_store(redis) as store:
+        before = calls()
+        seated = await store.enter(rid(1), (), needs_tokens=True)
+        reserved = await store.reserve(rid(1), (), 5, 50)
+        assert (seated.refusal, reserved.granted, reserved.refusal) == (None, 50, None)
+        assert await store.settle(rid(1), Used(completion=20)) is None
+        assert calls() == before

@@ -25,7 +25,7 @@ from gateway.routing.policy import (
 from gateway.routing.replicas import Outcome, Placement, Replicas
 from gateway.routing.table import MEMBERS_MAX, Table, key_of
 from shared.ids import ReplicaId
-from shared.openai import ChatMessage, ChatRequest, CompletionRequest
+from shared.openai import ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
 from tests.fakes import VirtualClock
 
 KEYS = st.integers(0, 2**64 - 1)
@@ -130,6 +130,19 @@ def test_a_busy_home_is_left_once_its_queue_exceeds_what_it_saves() -> None:
     assert (moved.replica != home.replica, moved.route, moved.computed_len) == (True, Route.LOAD, 1100)
 
 
+def test_a_home_that_costs_as_much_as_another_owner_is_kept() -> None:
+    """Where the least loaded replica is no owner, and computes the prefix too."""
+    turn, pool = Affinity(1, 7, 1000, 1000, 1100), table(6)
+    free = choose(pool, [0] * 6, turn, 2, [True] * 6)
+    assert free is not None
+    queues = [9_000] * 6
+    queues[free.replica] = 5_000
+    queues[(free.replica + 1) % 6] = 5_000 - turn.stray_len - 1
+    owners = [i for i, _ in zip(pool.walk(1), range(2), strict=False)]
+    assert (free.replica + 1) % 6 not in owners
+    assert choose(pool, queues, turn, 2, [True] * 6) == free
+
+
 def test_conversations_with_one_prefix_stay_with_its_owners() -> None:
     sessions, twelve = [key_of(b"%d" % i) for i in range(300)], table(12)
     chosen = Counter(
@@ -201,6 +214,13 @@ def test_other_chats_have_other_sessions_and_other_system_prompts_other_prefixes
 
 def test_a_cache_key_names_the_conversation() -> None:
     assert chat("sys", "a", cache_key="k").session == chat("sys", "b", cache_key="k").session
+
+
+def test_requests_without_a_prompt_go_round() -> None:
+    request = TokenizeRequest(model="m", prompt="Once")
+    turns = [affinity_of(request, "m", "a", 0, turn) for turn in range(50)]
+    assert {turn.prompt_len for turn in turns} == {0}
+    assert len({turn.session for turn in turns}) == 50
 
 
 def test_tenants_do_not_share_keys() -> None:
