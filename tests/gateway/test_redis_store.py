@@ -163,7 +163,11 @@ class Twins(RuleBasedStateMachine):
     def usage(self) -> None:
         today = int(self.clock.wall()) // 86_400
 
+        noticing = rid(1_000_000), self.subjects(2, [QuotaLimits(), QuotaLimits()])
+
         async def rows(store: QuotaStore) -> list[UsageRow]:
+            await store.reserve(*noticing, 0, 0, None)  # each notices the leases that have run out
+            await store.settle(noticing[0], Used())
             found = [row async for row in store.usage(ACME, today - 1, today)]
             return sorted(found, key=lambda row: (row.day, row.key, row.model))
 
