@@ -11,18 +11,20 @@ Lengths in tokens are estimated by the characters' share of the prompt, which wa
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import Final
 
 from gateway.endpoints import ProxiedRequest
 from gateway.routing.policy import Affinity
 from gateway.routing.table import key_of
-from shared.openai import ChatRequest, CompletionRequest, Prompt
+from shared.openai import ChatMessage, ChatRequest, CompletionRequest, Prompt
 
 BEGINNING_LEN: Final = 1024
 """Characters, about 256 tokens, or as many token ids."""
 TEXT_LEN_MAX: Final = 16 * 1024
-"""The most characters of a message that take part in a key, so that a key takes 20 us at most."""
+"""The most characters that take part in a key, however many messages they are in: hashing holds up the
+loop."""
 
 
 def affinity_of(request: ProxiedRequest, model: str, tenant: str, prompt_len: int, turn: int) -> Affinity:
@@ -40,14 +42,14 @@ def affinity_of(request: ProxiedRequest, model: str, tenant: str, prompt_len: in
 
 
 def _of_chat(request: ChatRequest, owner: int, prompt_len: int) -> Affinity:
-    texts = [message.text for message in request.messages]
-    roles = [message.role for message in request.messages]
+    messages = request.messages
+    roles = [message.role for message in messages]
     system = sum(1 for _ in takewhile(lambda role: role in ("system", "developer"), roles))
     answered = max((at for at, role in enumerate(roles, 1) if role == "assistant"), default=system)
-    lengths = [len(text) for text in texts]
+    lengths = [_length(message) for message in messages]
     whole = max(1, sum(lengths))
-    prefix = key_of(owner.to_bytes(8), *map(_text, texts[:system]))
-    opening = request.prompt_cache_key or "".join(texts[system : system + 1])
+    prefix = key_of(owner.to_bytes(8), *_texts(messages[:system]))
+    opening = request.prompt_cache_key or "".join(message.text for message in messages[system : system + 1])
     return Affinity(
         prefix,
         key_of(prefix.to_bytes(8), _text(opening)),
@@ -55,6 +57,23 @@ def _of_chat(request: ChatRequest, owner: int, prompt_len: int) -> Affinity:
         prompt_len * sum(lengths[: max(system, answered)]) // whole,
         prompt_len,
     )
+
+
+def _length(message: ChatMessage) -> int:
+    """The characters of its text, without putting its parts together."""
+    content = message.content
+    return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
+
+
+def _texts(messages: Sequence[ChatMessage]) -> Iterator[bytes]:
+    """The messages' texts, as far as they take part in a key."""
+    room = TEXT_LEN_MAX
+    for message in messages:
+        if room <= 0:
+            return
+        text = message.text[:room]
+        room -= len(text) + 1  # empty messages are bounded, too
+        yield text.encode()
 
 
 def _beginning(prompt: Prompt) -> str:

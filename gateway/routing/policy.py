@@ -18,7 +18,8 @@ the request.
    when the conversation comes home; at any other replica, the prefix too.
 4. A load is believed as far as it is known. What is missing, because a report is late or the replica is new,
    is the pool's median: nothing would draw every gateway's requests to a replica that is cut off, or that has
-   just been started.
+   just been started. Until engines report, the load is the prompts of this worker whose answers have not
+   begun.
 
 Rule 3 has no constant to tune. In the simulation (`penstock bench routing`) it replaces a bound on the load
 above the least of twice the tokens saved, which keeps a hot prefix at its owners while other replicas idle.
@@ -61,7 +62,7 @@ class Route(StrEnum):
     RETRY = "retry"
     """Another replica was tried before."""
     PANIC = "panic"
-    """Most of the pool is ejected, so all of it is used."""
+    """Every replica that is left has failed lately, so all are used."""
 
 
 class Affinity(Struct, frozen=True):

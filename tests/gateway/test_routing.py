@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config import ModelConfig
+from gateway.routing import affinity
 from gateway.routing.affinity import affinity_of
 from gateway.routing.policy import (
     LATE_MS,
@@ -96,15 +97,15 @@ def test_no_queue_is_longer_than_what_moving_would_save(
     world: tuple[list[int], list[bool], Affinity, int | None],
 ) -> None:
     """No replica is chosen whose load exceeds the least by more than all that can be computed twice."""
-    loads_, usable, affinity, owners = world
-    choice = choose(table(len(loads_)), loads_, affinity, owners, usable)
+    loads_, usable, request, owners = world
+    choice = choose(table(len(loads_)), loads_, request, owners, usable)
     if not any(usable):
         assert choice is None
         return
     assert choice is not None
     assert usable[choice.replica]
     least = min(load for load, may in zip(loads_, usable, strict=True) if may)
-    most = affinity.history_len + affinity.prompt_len - affinity.prefix_len
+    most = request.history_len + request.prompt_len - request.prefix_len
     assert loads_[choice.replica] <= least + most
 
 
@@ -216,6 +217,21 @@ def test_a_cache_key_names_the_conversation() -> None:
     assert chat("sys", "a", cache_key="k").session == chat("sys", "b", cache_key="k").session
 
 
+def test_what_is_hashed_is_bounded_however_many_messages_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    def counted(*parts: bytes) -> int:
+        hashed.append(sum(map(len, parts)) + len(parts))
+        return key_of(*parts)
+
+    monkeypatch.setattr(affinity, "key_of", counted)
+    for text in ("x" * 1000, ""):
+        system = [ChatMessage("system", text) for _ in range(20_000)]
+        request = ChatRequest(model="m", messages=[*system, ChatMessage("user", "x" * 1_000_000)])
+        affinity_of(request, "m", "acme", 5_000_000, 1)
+    assert max(hashed) <= affinity.TEXT_LEN_MAX + 64
+
+
 def test_requests_without_a_prompt_go_round() -> None:
     request = TokenizeRequest(model="m", prompt="Once")
     turns = [affinity_of(request, "m", "a", 0, turn) for turn in range(50)]
@@ -237,8 +253,8 @@ def test_completions_that_begin_alike_are_one_conversation(prompt: Any) -> None:
 
 @given(st.lists(st.text(max_size=20), max_size=6))
 def test_lengths_are_always_in_order(texts: list[str]) -> None:
-    affinity = chat(*texts)
-    assert 0 <= affinity.prefix_len <= affinity.history_len <= affinity.prompt_len
+    of_chat = chat(*texts)
+    assert 0 <= of_chat.prefix_len <= of_chat.history_len <= of_chat.prompt_len
 
 
 # -- the replicas of a gateway --------------------------------------------------------------------
