@@ -23,23 +23,16 @@ Rules:
    engine reports, also for answers that were cut off. Where there is no report (the engine is gone, or of
    another make), what was reserved is charged; nothing when nothing was dispatched, or when the engine
    refused.
-3. Nothing is dispatched twice, except to another replica when no connection was had to the first, when that
-   one refused at its door (503), or when its connection broke before it answered. A 503 that reports tokens
-   is final: to compute them again would cost more than was reserved. When the queue was full, or the request
-   had been dispatched, no more than `ELSEWHERE_MAX` other replicas are asked: an overload is not to be
-   multiplied by the number of replicas.
+3. Nothing is dispatched twice, except as `gateway.dispatch` says.
 4. What may be generated is what was reserved: a request that states no maximum, from a caller whose tokens
    are limited, is given one.
 """
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from functools import partial
 from typing import Final
-
-from msgspec import Struct
 
 from gateway.accounts import Terms
 from gateway.admission.quota import Decision, Meter, QuotaStore, Refusal, Scope
@@ -48,52 +41,41 @@ from gateway.admission.usage import NOTHING, Used
 from gateway.admission.validate import validate
 from gateway.billing.lines import Billing
 from gateway.client.body import read_body
-from gateway.client.deadlines import Watch
-from gateway.config import ALL_ENDPOINTS, GatewayConfig, ModelConfig
+from gateway.config import ALL_ENDPOINTS, GatewayConfig
+from gateway.dispatch import Dispatched, Dispatcher, Prepared, outcome_of
 from gateway.endpoints import Dialect, Endpoint, ProxiedRequest
 from gateway.engines import Engines
 from gateway.exchange import Exchange, LiveRequests
 from gateway.identity.caller import Caller, Principal
 from gateway.identity.tenant import check_endpoint
 from gateway.outbound import outbound
-from gateway.record import observe_attempt, observe_decision
+from gateway.record import observe_decision
 from gateway.relay.credentials import Credentials
 from gateway.relay.stream import Progress, Relay
-from gateway.relay.upstream import Answer, Outbound, Upstream
+from gateway.relay.upstream import Outbound, Upstream
 from gateway.routing.affinity import affinity_of
 from gateway.routing.policy import NOWHERE, Affinity
-from gateway.routing.replicas import Outcome, Placement, Replica, Replicas
+from gateway.routing.replicas import Replicas
 from gateway.shield import Done, shielded
 from shared.errors import (
     ApiError,
     BudgetExhausted,
-    ConnectTimeout,
-    EngineFailed,
-    FirstTokenTimeout,
     IdentityUnavailable,
-    InterTokenTimeout,
-    NotReady,
-    Overloaded,
     PermissionDenied,
     RateLimited,
     RequestExceedsQuota,
     TokensRateLimited,
     Unauthenticated,
-    UpstreamFailed,
-    UpstreamLost,
-    UpstreamUnreachable,
-    forget_frames,
 )
 from shared.fair_share import FairShare
 from shared.fair_threads import FairThreads
 from shared.holding import Holding, weigh, weigh_long
-from shared.ids import TOKENIZER_HEADER, ReplicaId
+from shared.ids import TOKENIZER_HEADER
 from shared.openai import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
 )
-from shared.sse import Closing
 from shared.validation import INLINE_LEN_MAX, Parsed
 
 _WHOSE: Final = {
@@ -108,40 +90,8 @@ NO_TOKENS = Count(prompt_tokens=0, longest=0, prompts=0, extension=None)
 
 IDENTITY_S: Final = 5.0
 """The time within which the caller must be identified, in seconds, where another service is asked."""
-ELSEWHERE_MAX: Final = 1
-"""The number of other replicas that are asked after one whose queue was full, or whose connection broke."""
-ELSEWHERE: Final = (ConnectTimeout, UpstreamUnreachable, NotReady, Overloaded, UpstreamLost)
-"""The failures of one replica after which another may be asked."""
-FAILURES: Final = (
-    ConnectTimeout,
-    UpstreamUnreachable,
-    NotReady,
-    UpstreamFailed,
-    EngineFailed,
-    FirstTokenTimeout,
-    InterTokenTimeout,
-)
-"""The errors that count as a failure of the replica."""
 REPORT_S: Final = 0.25
 """The time to wait for an engine's report about an answer that was cut off, in seconds."""
-
-
-class Prepared(Struct, frozen=True):
-    """A request that may be dispatched."""
-
-    model: ModelConfig
-    outbound: Outbound
-    affinity: Affinity
-    """Where the prompt may be cached."""
-
-
-class Dispatched(Struct, frozen=True):
-    """A request that a replica has begun to answer."""
-
-    model: ModelConfig
-    placement: Placement
-    answer: Answer
-    hides_usage: bool
 
 
 class Pipeline:
@@ -167,7 +117,7 @@ class Pipeline:
         self._engines = engines
         self._quotas = quotas
         self._replicas = replicas
-        self._upstream = upstream
+        self._dispatcher = Dispatcher(replicas, upstream)
         self._credentials = credentials
 
     async def run(self, exchange: Exchange, endpoint: Endpoint) -> None:
@@ -197,7 +147,7 @@ class Pipeline:
             affinity = self._affinity(terms, parsed.request, count)
             del parsed, count  # from here on the outbound request alone is held
             holding.shrink(len(request.content))
-            return await self._send(exchange, Prepared(terms.model, request, affinity))
+            return await self._dispatcher.send(exchange, Prepared(terms.model, request, affinity))
 
     async def authenticate(self, exchange: Exchange) -> Principal:
         """The caller. Raises Unauthenticated, IdentityUnavailable, and PermissionDenied where it may not use
@@ -340,66 +290,6 @@ class Pipeline:
         model, tenant = terms.model.name, terms.tenant.id
         return affinity_of(request, model, tenant, count.prompt_tokens, self._replicas.next_turn())
 
-    async def _send(self, exchange: Exchange, prepared: Prepared) -> Dispatched:
-        """Dispatch the request to a replica, and to another where rule 3 allows it."""
-        exchange.stages.enter("route")
-        failure: ApiError | None = None
-        tried: set[ReplicaId] = set()
-        elsewhere = 0
-        try:
-            while True:
-                place = None
-                if elsewhere <= ELSEWHERE_MAX:
-                    place = self._replicas.place(prepared.model.name, prepared.affinity, tried)
-                if place is None:
-                    raise failure or UpstreamUnreachable("No engine serves this model.")
-                exchange.record.placed(place.route)
-                try:
-                    answer = await self._connect(exchange, place.replica, prepared.outbound)
-                    return Dispatched(prepared.model, place, answer, prepared.outbound.asks_for_usage)
-                except ELSEWHERE as error:
-                    forget_frames(error)  # some refer to the error, and all to the request
-                    failure = error
-                    tried.add(place.replica.id)
-                    elsewhere += isinstance(error, Overloaded | UpstreamLost)
-                    exchange.progress.begin_anew(lost=isinstance(error, UpstreamLost))
-                    self._replicas.release(place, outcome_of(error, exchange.watch))
-                    observe_attempt(place.replica.id, error.code)
-                    exchange.stages.enter("route")
-                except BaseException as error:
-                    self._replicas.release(place, outcome_of(error, exchange.watch))
-                    raise
-        finally:
-            del failure  # its traceback refers to this frame, a cycle that would keep the body
-
-    async def _connect(self, exchange: Exchange, replica: Replica, request: Outbound) -> Answer:
-        exchange.stages.enter("connect")
-        exchange.record.replica = replica.id
-        if exchange.streams:
-            within_s = exchange.timeouts.first_token_s
-            exchange.watch.expect(within_s, FirstTokenTimeout, "The engine produced no token in time.")
-
-        def connected() -> None:
-            exchange.progress.dispatched = True
-            exchange.stages.enter("wait")
-
-        answer = await self._upstream.send(
-            replica.protocol,
-            replica.url,
-            request,
-            exchange.timeouts.connect_s,
-            connected,
-            exchange.progress.report,
-        )
-        observe_attempt(replica.id, "connected")
-        if answer.status == NotReady.status and not _tokens_of(answer.closing):
-            # a refusal; over HTTP/2 it may come as a GOAWAY instead, which is NotReady as well
-            try:
-                raise await answer.error()
-            finally:
-                await answer.aclose()
-        return answer
-
     async def _relay(self, exchange: Exchange, dispatched: Dispatched, dialect: Dialect) -> None:
         answer = dispatched.answer
 
@@ -430,19 +320,6 @@ def used_tokens(progress: Progress, reserved: int) -> Used:
     if (progress.refused or not progress.dispatched) and not progress.lost:
         return NOTHING
     return Used(estimated=reserved)
-
-
-def _tokens_of(closing: Closing | None) -> int:
-    """The tokens that the engine reports as computed; 0 when it reports nothing."""
-    return 0 if closing is None else closing.prompt_tokens + closing.completion_tokens
-
-
-def outcome_of(error: BaseException | None, watch: Watch) -> Outcome:
-    """The outcome for the replica of a dispatch that ended with `error`, or without one when it is None."""
-    if error is None:
-        return Outcome.WORKED
-    cause = watch.reason if isinstance(error, asyncio.CancelledError) else error
-    return Outcome.FAILED if isinstance(cause, FAILURES) else Outcome.NEUTRAL
 
 
 def _refused(refusal: Refusal, tokens: int) -> ApiError:

@@ -105,7 +105,7 @@ GATEWAY_LEVELS = (
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
     {"accounts", "operators", "billing", "public_tls", "engines", "record", "development", "openapi"},
     {"exchange", "directory", "usage_api"},
-    {"outbound", "admin"},
+    {"outbound", "admin", "dispatch"},
     {"pipeline"},  # the only one that knows the order of the stages
     {"edge"},
     {"listener"},
