@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -247,7 +247,8 @@ def whole_products(dtype: torch.dtype, tile: Tile, fp8: bool, gated: bool) -> di
 def tokens(
     limits: dict[str, Any], vocab: int = 151_936, dtype: torch.dtype = torch.float32
 ) -> dict[str, Any]:
-    """Over a true vocabulary. exp is rounded differently, which of so few rows none should notice."""
+    """Over a true vocabulary. exp is rounded differently, which may move one draw of these rows to the token
+    before or behind: tokens of so large a vocabulary are some 1e-5 wide."""
     torch.manual_seed(0)
     rows = 64
     logits = (torch.randn(rows, vocab) * 3).to(dtype)
@@ -256,10 +257,21 @@ def tokens(
     found, logprobs, _ = sampling.on_device(logits, asked, past, CUDA)
     expected = sampling.on_cpu(logits.float(), asked, past)
     where = [(row, a, b) for row, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b]
-    assert not where, f"{len(where)} of {rows} tokens differ from the CPU's: (row, ours, its) {where[:8]}"
+    is_near = len(where) <= 1 and all(neighbours(logits[row].float(), a, b, limits) for row, a, b in where)
+    assert is_near, f"{len(where)} of {rows} tokens differ from the CPU's: (row, ours, its) {where[:8]}"
     own = logits.float().log_softmax(-1).gather(1, torch.tensor(found)[:, None])[:, 0]
     torch.testing.assert_close(logprobs, own, atol=1e-4, rtol=1e-4)
-    return {"rows": rows}
+    return {"rows": rows, "neighbours": len(where)}
+
+
+def neighbours(logits: Tensor, one: int, other: int, limits: Mapping[str, Any]) -> bool:
+    """True if two tokens follow each other in the order that tokens are drawn in: by id, or where top-k or
+    top-p cut, the likeliest first."""
+    if not limits.keys() & {"top_k", "top_p"}:
+        return abs(one - other) == 1
+    order = logits.argsort(descending=True, stable=True)
+    places = [int((order == token).nonzero()) for token in (one, other)]
+    return abs(places[0] - places[1]) == 1
 
 
 def by_tiles(dtype: torch.dtype, name: str) -> bool:

@@ -85,3 +85,11 @@ def test_a_wrong_result_is_described() -> None:
         near(found, expected, 1e-2)
     same(found, found.clone(), "NaN is NaN")
     assert near(expected, expected, 1e-9) == 0.0
+
+
+def test_a_token_drawn_beside_the_cpus_is_its_neighbour_in_the_order_of_the_draw() -> None:
+    logits = torch.tensor([0.0, 3.0, 1.0, 2.0])
+    assert kernels.neighbours(logits, 1, 2, {"temperature": 3.0})
+    assert not kernels.neighbours(logits, 1, 3, {"min_p": 0.1})
+    assert kernels.neighbours(logits, 1, 3, {"top_p": 0.99})
+    assert not kernels.neighbours(logits, 1, 2, {"top_k": 3})
