@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from engine.core.transport import CoreTransport
     from engine.runtime.config import RunnerConfig
 
+DEMO: Final = "demo"
+"""The built-in model's name for `--model`."""
 NICENESS: Final = 5
 """Added to that of threads which compute on cores that all others need too: a thread with a message for a
 client, or with news of one that left, runs at once, and not when a computing thread's turn of 4 ms is over.
@@ -59,12 +61,15 @@ def serve(config: EngineConfig) -> int:
     """The API process, until a stop signal. Returns its exit status."""
     from engine.api import server
     from engine.api.core_process import CoreProcess
+    from engine.demo import MODEL_DIR
     from engine.runtime.errors import ModelError
     from engine.runtime.hub import resolve_model
 
     def resolve(model: str) -> Path:
+        if model == DEMO and not Path(DEMO).exists():
+            return MODEL_DIR
         try:
-            return resolve_model(model)
+            return resolve_model(model, config.revision)
         except ModelError as error:
             raise server.StartFailed(str(error)) from error
 

@@ -84,6 +84,9 @@ class EngineConfig(RunnerConfig):
     """Address to listen on."""
     port: Port = 8001
     """Port to listen on; 0 takes any free one, which the log line engine.listening names."""
+    probe_port: Port | None = None
+    """Port for probes and /metrics alone, always in plain text: for a kubelet and for Prometheus, which have
+    no certificate. Unset: only the other port has them."""
     served_model_name: ModelName | None = None
     """Name that clients use. Unset: the last part of the model's directory or id."""
     tls_cert: Text | None = None
@@ -125,6 +128,8 @@ class EngineConfig(RunnerConfig):
             yield "--tls-cert and --tls-key belong together"
         if self.tls_client_ca is not None and self.tls_cert is None:
             yield "--tls-client-ca needs --tls-cert and --tls-key"
+        if self.probe_port == self.port != 0:
+            yield "--probe-port and --port must differ"
 
     @property
     def name(self) -> str:

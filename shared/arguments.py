@@ -50,9 +50,10 @@ def closest(name: str, known: Iterable[str]) -> str | None:
     return matches[0] if matches else None
 
 
-def cannot_listen(host: str, port: int, error: OSError) -> str:
-    """The message about an address that cannot be bound, with the option to change."""
-    option = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
+def cannot_listen(host: str, port: int, error: OSError, option: str = "--port") -> str:
+    """The message about an address that cannot be bound, with the option to change: that of the host, or
+    `option`, that of the port."""
+    option = option if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return f"cannot listen on {address}: {error.strerror or error}; choose another with {option}"
 

@@ -134,6 +134,8 @@ EXACT: Final[dict[str, dict[str, Handler]]] = {
     **{path: {"GET": probe} for path in PROBES},
     "/metrics": {"GET": metrics},
 }
+OPERATORS_PATHS: Final = frozenset({*PROBES, "/metrics"})
+"""What a listener for operators answers, and nothing else."""
 NAMED: Final[dict[str, dict[str, NamedHandler]]] = {
     "/v1/models/": {"GET": get_model},
     "/v1/requests/": {"DELETE": abort_request},

@@ -78,10 +78,13 @@ class Engine:
             keepalive_timeout_s=config.keepalive_timeout_s,
             tls=_tls(config),
         )
+        self._probes = _probe_server(config, self.state)
         metrics.http2_streams.set_function(lambda: self.server.http2_streams)
         metrics.held_bytes.set_function(lambda: self.state.memory.held)
         self.port = 0
         """The port that the engine listens on; 0 until `start` has bound it."""
+        self.probe_port: int | None = None
+        """The port for probes and metrics alone. None until `start` has bound it, and where there is none."""
         self._core_task: asyncio.Task[None] | None = None
         self._failed = asyncio.Event()
 
@@ -92,7 +95,13 @@ class Engine:
             self.port = await self.server.start()
         except OSError as error:
             raise StartFailed(cannot_listen(config.host, config.port, error)) from error
-        log.info("engine.listening", host=config.host, port=self.port)
+        if self._probes is not None:
+            try:
+                self.probe_port = await self._probes.start()
+            except OSError as error:
+                said = cannot_listen(config.host, config.probe_port or 0, error, option="--probe-port")
+                raise StartFailed(said) from error
+        log.info("engine.listening", host=config.host, port=self.port, probe_port=self.probe_port)
         directory = await _in_daemon_thread(lambda: self._resolve(config.model))
         log.info("engine.model", directory=directory)
         try:
@@ -141,6 +150,8 @@ class Engine:
             self._core_task.cancel()
             await asyncio.gather(self._core_task, return_exceptions=True)
         await self.server.stop()
+        if self._probes is not None:
+            await self._probes.stop()
         state.threads.close()
         if state.lifecycle.phase is Phase.DRAINING:
             state.lifecycle.to(Phase.STOPPED)
@@ -164,6 +175,18 @@ class Engine:
         failed.cancel()
         if self._failed.is_set() and not await _idle(self.state, UNWIND_S, None):
             log.warning("engine.unwind_cut")
+
+
+def _probe_server(config: EngineConfig, state: EngineState) -> HttpServer | None:
+    """The listener for probes and metrics alone, where there is one."""
+    if config.probe_port is None:
+        return None
+    return HttpServer(
+        Service(state, is_for_operators=True).handle,
+        host=config.host,
+        port=config.probe_port,
+        keepalive_timeout_s=config.keepalive_timeout_s,
+    )
 
 
 def _tls(config: EngineConfig) -> ssl.SSLContext | None:

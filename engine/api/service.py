@@ -9,18 +9,23 @@ from __future__ import annotations
 import asyncio
 
 from engine.api.exchange import Exchange
-from engine.api.handlers import find_route
+from engine.api.handlers import OPERATORS_PATHS, find_route
 from engine.api.state import EngineState
 from shared import logs
-from shared.errors import ApiError, InternalError
+from shared.errors import ApiError, InternalError, RouteNotFound
 from shared.http import ClientGone, Request, Responder
+from shared.paths import no_such_path
 
 log = logs.get(__name__)
 
 
 class Service:
-    def __init__(self, state: EngineState) -> None:
+    """The handler of a listener's requests."""
+
+    def __init__(self, state: EngineState, *, is_for_operators: bool = False) -> None:
+        """With `is_for_operators`, only probes and metrics are answered."""
         self._state = state
+        self._is_for_operators = is_for_operators
 
     async def handle(self, request: Request, responder: Responder) -> None:
         state = self._state
@@ -41,7 +46,10 @@ class Service:
 
     async def _answer(self, exchange: Exchange) -> None:
         try:
-            route = find_route(exchange.request.method, exchange.request.path)
+            path = exchange.request.path
+            if self._is_for_operators and path not in OPERATORS_PATHS:
+                raise RouteNotFound(no_such_path(path, OPERATORS_PATHS.__contains__))
+            route = find_route(exchange.request.method, path)
             exchange.endpoint = route.name
             await route.run(self._state, exchange)
         except ApiError as error:

@@ -42,7 +42,8 @@ class RunnerConfig:
     is out of range."""
 
     model: Text
-    """Model directory in Hugging Face layout (config.json and safetensors), or a hub id to download."""
+    """Model directory in Hugging Face layout (config.json and safetensors), or a hub id to download. demo is
+    the built-in model."""
     device: Device = "auto"
     """The device that computes: an NVIDIA GPU, or the CPU. auto: cuda where torch finds a GPU."""
     dtype: Dtype = "auto"
@@ -71,6 +72,8 @@ class RunnerConfig:
     groups allow."""
     max_model_len: Annotated[int, Meta(ge=1, le=CONTEXT_LEN_MAX), Unit("tokens")] | None = None
     """Longest prompt plus answer. Unset: what the model was made for."""
+    revision: Text | None = None
+    """Commit, tag or branch of a hub id; a commit pins it. Unset: the newest."""
     page_size: PageSize = 64
     """Tokens in a page of the KV cache."""
     gpu_memory_utilization: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.9

@@ -18,32 +18,42 @@ FILES_REFUSED: Final = ("*/*", "consolidated*")
 _HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
-def resolve_model(model: str) -> Path:
-    """The directory that `model` names, or the snapshot of a hub id, downloaded on first use. Raises
-    ModelUnavailable."""
+def resolve_model(model: str, revision: str | None = None) -> Path:
+    """The directory that `model` names, or the snapshot of a hub id at `revision` (None: the newest),
+    downloaded on first use. Raises ModelUnavailable."""
     path = Path(os.path.expanduser(model))
     if model and path.is_dir():
         return path
     if not _HUB_ID.fullmatch(model):
         raise ModelUnavailable(f"{model!r} is neither a directory nor a hub id like 'Qwen/Qwen3-0.6B'")
     try:
-        return _snapshot(model)
+        return download(model, revision)
     except ModelUnavailable as error:  # what looks like a hub id may be a path with one slash
         raise ModelUnavailable(f"there is no directory {model!r}, and as a hub id: {error}") from error
 
 
-def _snapshot(hub_id: str) -> Path:
+def download(hub_id: str, revision: str | None = None, cache: Path | None = None) -> Path:
+    """The directory of a hub id's snapshot in `cache` (None: the hub client's own), downloaded where it is
+    not there yet. That of a commit is `models--OWNER--NAME/snapshots/COMMIT`. Raises ModelUnavailable."""
     from huggingface_hub import errors as hub
     from huggingface_hub import snapshot_download
 
     try:
         return Path(
-            snapshot_download(hub_id, allow_patterns=list(FILES_WANTED), ignore_patterns=list(FILES_REFUSED))
+            snapshot_download(
+                hub_id,
+                revision=revision,
+                cache_dir=cache,
+                allow_patterns=list(FILES_WANTED),
+                ignore_patterns=list(FILES_REFUSED),
+            )
         )
     except hub.GatedRepoError as error:
         raise ModelUnavailable(
             f"{hub_id} is gated: accept its terms on the hub and set HF_TOKEN to a token of that account"
         ) from error
+    except hub.RevisionNotFoundError as error:
+        raise ModelUnavailable(f"{hub_id} has no revision {revision} on the hub") from error
     except hub.RepositoryNotFoundError as error:
         raise ModelUnavailable(f"the hub has no model {hub_id}, or it is private: set HF_TOKEN") from error
     except (OSError, ValueError, RuntimeError) as error:  # what the hub client raises without a network

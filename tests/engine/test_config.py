@@ -108,6 +108,7 @@ def test_sizes(text: str, size: int) -> None:
         ([*MINIMAL, "--attention-backend", "fast"], "attention_backend must be one of auto, "),
         ([*MINIMAL, "--stall-deadline-s", "nan"], "--stall-deadline-s: must be a number of seconds above 0"),
         ([*MINIMAL, "--tls-cert", "c.pem"], "--tls-cert and --tls-key belong together"),
+        ([*MINIMAL, "--probe-port", "8001"], "--probe-port and --port must differ"),
         (["--modle", "some/dir"], "unrecognized arguments: --modle some/dir; did you mean --model?"),
     ],
 )

@@ -52,6 +52,29 @@ async def test_a_host_that_has_no_address_is_named_with_its_option(serve: Serve)
     assert told.endswith("; choose another with --host")
 
 
+async def test_a_probe_port_that_is_taken_is_named_with_its_option(serve: Serve) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        told = await problem(serve, probe_port=port)
+    taken_already = f"cannot listen on 127.0.0.1:{port}: Address already in use"
+    assert told == f"{taken_already}; choose another with --probe-port"
+
+
+async def test_the_probe_port_answers_probes_and_metrics_alone(serve: Serve) -> None:
+    async with serve(probe_port=0) as served, httpx.AsyncClient(verify=False, timeout=PATIENCE_S) as http:
+        url = f"http://127.0.0.1:{served.engine.probe_port}"
+        for path in ("/livez", "/readyz", "/startupz"):
+            assert (await http.get(url + path)).json() == {"phase": "ready", "ok": True}
+        assert "penstock_engine_ready 1.0" in (await http.get(url + "/metrics")).text
+        assert (await http.get(url + "/v1/models")).status_code == 404
+        refused = await http.post(url + "/v1/chat/completions", json={"model": MODEL, "messages": []})
+        assert refused.json()["error"]["type"] == "invalid_request_error"
+        assert refused.status_code == 404
+        await served.engine.drain()
+        assert (await http.get(url + "/readyz")).status_code == 503
+        assert (await http.get(url + "/livez")).status_code == 200
+
+
 async def test_a_core_that_does_not_get_ready_names_the_time_it_had(serve: Serve) -> None:
     told = await problem(serve, core={"is_silent": True}, startup_timeout_s=0.01)
     assert told == "the core was not ready after 0.01 s (--startup-timeout-s)"

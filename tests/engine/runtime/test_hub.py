@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import errors
 
 from engine.runtime.errors import ModelUnavailable
-from engine.runtime.hub import resolve_model
+from engine.runtime.hub import download, resolve_model
 
 
 def test_a_directory_is_itself(tmp_path: Path) -> None:
@@ -37,6 +37,33 @@ def test_a_hub_id_downloads_weights_and_text_files_only(
     assert asked["hub_id"] == "Qwen/Qwen3-0.6B"
     assert "*.safetensors" in asked["allow_patterns"]
     assert not any(pattern in ("*", "*.bin", "*.py", "*.pt") for pattern in asked["allow_patterns"])
+
+
+def test_a_revision_and_a_cache_are_passed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {}
+
+    def snapshot(hub_id: str, **options: Any) -> str:
+        asked.update(options)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert resolve_model("Qwen/Qwen3-0.6B", "v2") == tmp_path
+    assert (asked["revision"], asked["cache_dir"]) == ("v2", None)
+    download("Qwen/Qwen3-0.6B", "0" * 40, tmp_path)
+    assert (asked["revision"], asked["cache_dir"]) == ("0" * 40, tmp_path)
+
+
+def test_a_revision_that_there_is_not_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Missing(errors.RevisionNotFoundError):
+        def __init__(self) -> None:  # without the answer that it is made of
+            Exception.__init__(self)
+
+    def snapshot(hub_id: str, **options: Any) -> str:
+        raise Missing
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    with pytest.raises(ModelUnavailable, match=r"Qwen/Qwen3-0.6B has no revision v2 on the hub"):
+        resolve_model("Qwen/Qwen3-0.6B", "v2")
 
 
 @pytest.mark.parametrize(
