@@ -1,0 +1,102 @@
+"""This engine beside llama.cpp's server: the same weights, the same loads, in turns.
+
+    python -m tests.bench.against_llama_cpp --server FILE [--models 0.9M 29M 474M] [--formats bf16 q8_0]
+
+`FILE` is a `llama-server`, built for this processor from the source that PyPI's `llama-cpp-python` brings:
+
+    pip download --no-deps --no-binary llama-cpp-python llama-cpp-python && tar xzf llama_cpp_python-*.tar.gz
+    cd llama_cpp_python-*/vendor/llama.cpp && cmake -B build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \\
+        -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF && make -C build llama-server      # build/bin/llama-server
+
+The weights are those of `tests.bench.models`, converted by `tests.bench.gguf_model` (`pip install gguf`).
+bfloat16 is measured beside bfloat16, and Q8_0 beside this engine's `--weights int8`. llama.cpp gets a slot
+for each stream, all cores, flash attention and no cache of earlier prompts, which are all different here.
+
+Each row is a run of `penstock bench engine --against`, whose figures are printed with the model's name, its
+format and the prompts' length. Targets: more tokens per second and a shorter time to first token in each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, get_args
+
+import msgspec
+
+from shared.bench.figures import Figure, at_least, at_most, figure
+from shared.bench.services import free_port
+from tests.bench.against import Piece, add_arguments, compare, server, show
+from tests.bench.gguf_model import Format, write_gguf
+from tests.bench.models import SHAPES, make_model
+
+START_S: Final = 120.0
+OUTPUT_LEN: Final = 64
+"""As `penstock bench engine` asks for."""
+SLACK_LEN: Final = 64
+"""Context beyond prompt and answer, in tokens."""
+STREAMS: Final = (1, 8, 32)
+PROMPTS: Final = (200, 2000)
+ENGINE_OPTIONS: Final = {"bf16": [], "q8_0": ["--weights", "int8"]}
+AHEAD: Final = {"output, ratio": at_least(1), "TTFT p50, ratio": at_most(1)}
+"""The targets by the end of a figure's name."""
+
+
+def turns_of(name: str, streams: int, prompt_len: int) -> tuple[int, int]:
+    """The turns of each engine, and the requests that each stream makes in a turn: fewer where one takes
+    minutes."""
+    is_long = name == "474M" and streams * prompt_len > 8 * 200
+    return (1, 1) if is_long else (3, 2) if streams < 32 else (2, 1)
+
+
+def measured(options: argparse.Namespace) -> Iterator[Figure]:
+    for name in options.models:
+        model = make_model(options.dir / name, SHAPES[name])
+        for form in options.formats:
+            weights = write_gguf(model, form)
+            for prompt_len in options.prompts:
+                for streams in options.streams:
+                    yield from _row(
+                        f"{name} {form}, prompts of {prompt_len}",
+                        model,
+                        weights,
+                        Piece(["load"], streams, *turns_of(name, streams, prompt_len), prompt_len),
+                        options,
+                    )
+
+
+def _row(
+    name: str, model: Path, weights: Path, piece: Piece, options: argparse.Namespace
+) -> Iterator[Figure]:
+    port = free_port()
+    context_len = piece.streams * (piece.prompt_tokens + OUTPUT_LEN + SLACK_LEN)
+    cores = str(len(os.sched_getaffinity(0)))
+    argv = [str(options.server), "--model", str(weights), "--alias", "bench", "--port", str(port)]
+    argv += ["--parallel", str(piece.streams), "--ctx-size", str(context_len), "--flash-attn", "on"]
+    argv += ["--threads", cores, "--threads-batch", cores, "--cache-ram", "0", "--no-warmup"]
+    engine = [*ENGINE_OPTIONS[weights.stem], "--max-num-seqs", str(max(piece.streams, 2))]
+    with server("llama.cpp", argv, port, START_S) as other:
+        for found in compare(name, model, other, [piece], options, engine):
+            end = next((end for end in AHEAD if found.name.endswith(end)), None)
+            if end is None or found.value is None:
+                yield msgspec.structs.replace(found, target=None, ok=None)
+            else:
+                yield figure(found.name, found.value, found.unit, AHEAD[end])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--server", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--formats", nargs="+", choices=get_args(Format), default=list(get_args(Format)))
+    parser.add_argument("--streams", nargs="+", type=int, default=list(STREAMS))
+    parser.add_argument("--prompts", nargs="+", type=int, default=list(PROMPTS), metavar="TOKENS")
+    add_arguments(parser, SHAPES)
+    options = parser.parse_args()
+    return show(measured(options), options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""A random model of `tests.bench.models` as a GGUF file, which llama.cpp reads: the same weights, the same
+tokens.
+
+Matrices are bfloat16 as they are, or Q8_0: 8 bits with a scale for each 32 of a row. Norms are float32, as
+llama.cpp wants them. Needs the package `gguf` from PyPI.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file
+
+Format = Literal["bf16", "q8_0"]
+
+_LAYER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_WHOLE = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+
+
+def write_gguf(model: Path, form: Format) -> Path:
+    """Write MODEL/FORM.gguf, unless it is there, and return it."""
+    path = model / f"{form}.gguf"
+    if path.exists():
+        return path
+    gguf: Any = importlib.import_module("gguf")  # no dependency of the project's
+    config = json.loads((model / "config.json").read_text())
+    part = path.with_suffix(".part")
+    writer = gguf.GGUFWriter(str(part), "qwen3")
+    _add_config(writer, config)
+    _add_tokenizer(gguf, writer, json.loads((model / "tokenizer.json").read_text()), config["eos_token_id"])
+    for name, tensor in load_file(model / "model.safetensors").items():
+        _add_tensor(gguf, writer, gguf_name(name), tensor, form)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    part.rename(path)
+    return path
+
+
+def gguf_name(name: str) -> str:
+    """A tensor's name in GGUF."""
+    if name in _WHOLE:
+        return _WHOLE[name]
+    _, _, layer, rest = name.split(".", 3)
+    return f"blk.{layer}.{_LAYER[rest.removesuffix('.weight')]}.weight"
+
+
+def _add_config(writer: Any, config: dict[str, Any]) -> None:
+    writer.add_name("bench")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+
+
+def _add_tokenizer(gguf: Any, writer: Any, tokenizer: dict[str, Any], eos_id: int) -> None:
+    """The byte-level BPE. Prompts are token ids: what it makes of text does not matter, its pieces do."""
+    vocab = tokenizer["model"]["vocab"]
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    kinds = [gguf.TokenType.NORMAL] * len(tokens)
+    kinds[eos_id] = gguf.TokenType.CONTROL
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]]
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(eos_id)
+    writer.add_eos_token_id(eos_id)
+    writer.add_add_bos_token(False)
+
+
+def _add_tensor(gguf: Any, writer: Any, name: str, tensor: torch.Tensor, form: Format) -> None:
+    kinds = gguf.GGMLQuantizationType
+    if tensor.ndim == 1:
+        writer.add_tensor(name, tensor.float().numpy(), raw_dtype=kinds.F32)
+    elif form == "bf16":
+        rows = tensor.contiguous().view(torch.uint8).numpy()
+        writer.add_tensor(name, rows, raw_dtype=kinds.BF16)
+    else:
+        writer.add_tensor(
+            name, gguf.quants.quantize(tensor.float().numpy(), kinds.Q8_0), raw_dtype=kinds.Q8_0
+        )

@@ -1,0 +1,60 @@
+"""The comparisons with other engines: every tensor has a name there, and every row has its pieces."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from shared.bench.figures import at_least
+from tests.bench import against, against_llama_cpp, against_vllm
+from tests.bench.against import Other, Piece, compare, show
+from tests.bench.gguf_model import gguf_name
+from tests.bench.models import SHAPES, make_model
+
+STAND_IN = """
+import json, sys
+print(json.dumps({"name": "8 streams: output, ratio", "value": 2.0, "unit": "x", "target": None, "ok": None}))
+"""
+
+
+def test_every_tensor_of_a_random_model_has_a_name_of_its_own_in_gguf(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "small", SHAPES["0.9M"])
+    with safe_open(model / "model.safetensors", "pt") as weights:
+        names = [gguf_name(name) for name in weights.keys()]  # noqa: SIM118
+    assert len(set(names)) == len(names) == 2 + 11 * SHAPES["0.9M"].layers
+    assert "blk.2.attn_q_norm.weight" in names
+
+
+def test_the_last_load_of_each_model_is_the_one_whose_memory_is_measured() -> None:
+    for name, loads in against_vllm.LOADS.items():
+        pieces = against_vllm.pieces_of(name)
+        assert [piece.streams for piece in pieces] == [*loads, 1]
+        assert [piece.rows for piece in pieces][-2:] == [["load", "memory"], ["beside"]]
+
+
+def test_long_rows_of_a_large_model_are_measured_less_often() -> None:
+    assert against_llama_cpp.turns_of("474M", 32, 2000) == (1, 1)
+    assert against_llama_cpp.turns_of("29M", 8, 2000) == (3, 2)
+
+
+def test_figures_are_printed_with_the_models_name_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A stand-in for Python prints a figure; a target is that of the comparison."""
+    stand_in = tmp_path / "python"
+    stand_in.write_text(f"#!{sys.executable}\n{STAND_IN}")
+    stand_in.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stand_in))
+    parser = argparse.ArgumentParser()
+    against.add_arguments(parser, SHAPES)
+    options = parser.parse_args(["--out", str(tmp_path / "out"), "--check"])
+    other, pieces = Other("http://127.0.0.1:1/v1", os.getpid()), [Piece(["load"])]
+    assert show(compare("29M", tmp_path, other, pieces, options), options) == 0
+    bounds = {"29M: 8 streams: output, ratio": at_least(3)}
+    assert show(compare("29M", tmp_path, other, pieces, options, (), bounds), options) == 1
+    assert '"29M: 8 streams: output, ratio"' in (tmp_path / "out").read_text() + capsys.readouterr().out
