@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import secrets
 import signal
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import AsyncExitStack
@@ -111,7 +112,7 @@ class Gateway:
         self.accounts.on_revoked = self._end_revoked
         self._follower = _follower(config, self.accounts, env, clock)
         self._registry = _registry(self._follower, path, self.accounts, env, clock)
-        self.replicas = Replicas(config.models, clock)
+        self.replicas = Replicas(config.models, clock, secrets.randbits(64))
         self._upstream = upstream = Upstream(config.hop, config.models)
         self._threads = FairThreads(config.limits.tokenizer_threads)
         self.engines = Engines(config.models, _profiles(config, upstream, credentials), clock)

@@ -12,6 +12,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Final
 
 from msgspec import Struct
@@ -21,8 +22,9 @@ from gateway.config import ModelConfig
 from gateway.exchange import Exchange
 from gateway.record import observe_attempt
 from gateway.relay.upstream import Answer, Outbound, Upstream
+from gateway.routing.health import Outcome
 from gateway.routing.policy import Affinity
-from gateway.routing.replicas import Outcome, Placement, Replica, Replicas
+from gateway.routing.replicas import Placement, Replica, Replicas
 from shared.errors import (
     ApiError,
     ConnectTimeout,
@@ -43,16 +45,17 @@ ELSEWHERE_MAX: Final = 1
 """The number of other replicas that are asked after one whose queue was full, or whose connection broke."""
 ELSEWHERE: Final = (ConnectTimeout, UpstreamUnreachable, NotReady, Overloaded, UpstreamLost)
 """The failures of one replica after which another may be asked."""
-FAILURES: Final = (
-    ConnectTimeout,
-    UpstreamUnreachable,
-    NotReady,
-    UpstreamFailed,
-    EngineFailed,
-    FirstTokenTimeout,
-    InterTokenTimeout,
-)
-"""The errors that count as a failure of the replica."""
+OUTCOMES: Final[Mapping[type[BaseException], Outcome]] = {
+    ConnectTimeout: Outcome.UNREACHABLE,
+    UpstreamUnreachable: Outcome.UNREACHABLE,
+    NotReady: Outcome.UNREACHABLE,
+    UpstreamLost: Outcome.LOST,
+    UpstreamFailed: Outcome.FAILED,
+    EngineFailed: Outcome.FAILED,
+    FirstTokenTimeout: Outcome.LATE,
+    InterTokenTimeout: Outcome.STALLED,
+}
+"""The errors that count as a failure of the replica. All others are neutral."""
 
 
 class Prepared(Struct, frozen=True):
@@ -152,4 +155,4 @@ def outcome_of(error: BaseException | None, watch: Watch) -> Outcome:
     if error is None:
         return Outcome.WORKED
     cause = watch.reason if isinstance(error, asyncio.CancelledError) else error
-    return Outcome.FAILED if isinstance(cause, FAILURES) else Outcome.NEUTRAL
+    return Outcome.NEUTRAL if cause is None else OUTCOMES.get(type(cause), Outcome.NEUTRAL)

@@ -27,7 +27,7 @@ from gateway import config, hygiene
 from gateway.config import TimeoutsConfig
 from gateway.edge_config import LimitsConfig
 from gateway.identity.keys import hash_key
-from gateway.routing import replicas
+from gateway.routing import health
 from shared import (
     census,
     cli,
@@ -302,10 +302,15 @@ def test_what_a_body_is_reckoned_as_is_what_the_code_says() -> None:
         assert holding.memory_of(10_000, body) == times * 10_000 + rest
 
 
-def test_the_cooling_time_of_replicas_is_that_of_the_code() -> None:
+def test_the_figures_of_ejections_are_those_of_the_code() -> None:
     text = " ".join(GATEWAY.read_text().split())
-    assert f"is passed over for {replicas.COOLING_S_MIN:.0f} second," in text
-    assert f"up to {replicas.COOLING_S_MAX:.0f} seconds." in text
+    assert f"After {health.ROW_MAX} failures in a row" in text
+    assert (
+        f"more than half of at least {health.RATE_MIN} requests failed in {health.WINDOW_S} seconds" in text
+    )
+    assert f"left alone for {health.EJECTION_MS_MIN // 1000} seconds" in text
+    assert f"up to {health.EJECTION_MS_MAX // 1000} seconds, plus up to a quarter by chance" in text
+    assert health.JITTER == 0.25
 
 
 # -- what a caller and an operator are told -------------------------------------------------------

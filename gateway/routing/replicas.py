@@ -1,37 +1,21 @@
-"""The replicas of every model: the load of each, and which have failed lately. The list is static and comes
-from the configuration.
-
-A replica that fails is passed over for a cooling time, which doubles with every failure in a row and ends
-with the first answer: a dead one always has the least load, and would attract every request. While all
-replicas of a model cool, all are used.
+"""The replicas of every model: the load of each, and its health. The list is static and comes from the
+configuration.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from enum import Enum
 from typing import Final
 from urllib.parse import urlsplit
 
 from gateway.config import HopProtocol, ModelConfig
+from gateway.routing.ejections import observe_ejection, observe_return
+from gateway.routing.health import Health, Outcome, Ticket, usable
 from gateway.routing.policy import SLOW_START_MS, Affinity, Route, View, choose, loads
-from gateway.routing.table import Table
+from gateway.routing.table import Table, key_of
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.ids import ReplicaId
-
-COOLING_S_MIN: Final = 1.0
-COOLING_S_MAX: Final = 30.0
-
-
-class Outcome(Enum):
-    """The outcome of a dispatch, for its replica."""
-
-    WORKED = "worked"
-    FAILED = "failed"
-    """The replica could not be connected to, was not ready, broke off, or produced nothing in time."""
-    NEUTRAL = "neutral"
-    """The request ended for reasons of its own: the caller's mistake, a full queue, a disconnect."""
 
 
 @dataclass(slots=True)
@@ -41,10 +25,7 @@ class Replica:
     url: str
     protocol: HopProtocol
     view: View
-    failures: int = 0
-    """The number of failures in a row."""
-    cools_until_s: float = 0.0
-    """The end of the cooling time, in seconds on the monotonic clock."""
+    health: Health
 
 
 @dataclass(slots=True)
@@ -55,6 +36,8 @@ class Placement:
     route: Route
     waiting: int
     """Its prompt tokens that are not known to be computed."""
+    ticket: Ticket
+    placed_ms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +52,10 @@ class _Pool:
 class Replicas:
     """The replicas by model, with one entry per URL also when several models are served there."""
 
-    def __init__(self, models: Iterable[ModelConfig], clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, models: Iterable[ModelConfig], clock: Clock = SYSTEM_CLOCK, seed: int = 0) -> None:
+        """`seed` is of chance: gateways that eject one replica are not to return to it at one moment."""
         self._clock: Final = clock
+        self._seed: Final = seed
         self._by_url: dict[str, Replica] = {}
         self._pools: Final = {model.name: self._pool(model) for model in models}
         self._turn = 0
@@ -91,43 +76,47 @@ class Replicas:
         pool = self._pools[model]
         if len(pool.replicas) == 1:
             only = pool.replicas[0]
-            return None if only.id in tried else _placed(only, Route.AFFINITY, 0)
-        now_s = self._clock.monotonic()
-        usable = [replica.id not in tried and replica.cools_until_s <= now_s for replica in pool.replicas]
-        if is_panic := not any(usable):
-            usable = [replica.id not in tried for replica in pool.replicas]
+            return None if only.id in tried else self._placed(only, Route.AFFINITY, 0)
+        now_ms = self._now_ms()
+        left = [replica.id not in tried for replica in pool.replicas]
+        may, is_panic = usable([replica.health for replica in pool.replicas], left, now_ms)
         views = [replica.view for replica in pool.replicas]
-        choice = choose(pool.table, loads(views, int(now_s * 1000)), affinity, pool.owners, usable)
+        choice = choose(pool.table, loads(views, now_ms), affinity, pool.owners, may)
         if choice is None:
             return None
         route = Route.RETRY if tried else Route.PANIC if is_panic else choice.route
-        return _placed(pool.replicas[choice.replica], route, choice.computed_len)
+        return self._placed(pool.replicas[choice.replica], route, choice.computed_len)
 
     def began(self, placement: Placement) -> None:
-        """Note that the answer has begun: its prompt is computed."""
-        placement.replica.view.sent -= placement.waiting
-        placement.waiting = 0
+        """Note that the answer has begun: its prompt is computed, and the replica works."""
+        _computed(placement)
+        now_ms = self._now_ms()
+        replica = placement.replica
+        away_ms = replica.health.began(placement.ticket, now_ms)
+        if away_ms is not None:
+            observe_return(replica.id, away_ms)
+            if away_ms >= SLOW_START_MS:
+                replica.view.since_ms = now_ms
 
     def release(self, placement: Placement, outcome: Outcome) -> None:
         """Remove the request's load, and note how it went."""
-        self.began(placement)
+        _computed(placement)
         replica = placement.replica
         replica.view.requests -= 1
         assert replica.view.sent >= 0
         assert replica.view.requests >= 0
-        if outcome is Outcome.WORKED:
-            replica.failures, replica.cools_until_s = 0, 0.0
-        elif outcome is Outcome.FAILED:
-            self._cool(replica)
+        ejection = replica.health.note(placement.ticket, outcome, self._now_ms())
+        if ejection is not None:
+            observe_ejection(replica.id, ejection)
 
-    def _cool(self, replica: Replica) -> None:
-        """Begin a cooling time, unless one runs: failures in it are of requests that were sent before it."""
-        now_s = self._clock.monotonic()
-        if now_s < replica.cools_until_s:
-            return
-        cooling_s = min(COOLING_S_MAX, COOLING_S_MIN * 2**replica.failures)
-        replica.failures += 1
-        replica.cools_until_s = now_s + cooling_s
+    def _now_ms(self) -> int:
+        return int(self._clock.monotonic() * 1000)
+
+    def _placed(self, replica: Replica, route: Route, waiting: int) -> Placement:
+        replica.view.sent += waiting
+        replica.view.requests += 1
+        now_ms = self._now_ms()
+        return Placement(replica, route, waiting, replica.health.admit(now_ms), now_ms)
 
     def _pool(self, model: ModelConfig) -> _Pool:
         replicas = tuple(self._entry(url, model.protocol) for url in model.replicas)
@@ -137,11 +126,11 @@ class Replicas:
         url = url.rstrip("/")
         parts = urlsplit(url)
         since_ms = int(self._clock.monotonic() * 1000) - SLOW_START_MS  # all replicas at a start are as old
-        new = Replica(ReplicaId(parts.netloc + parts.path), url, protocol, View(since_ms))
+        id_ = ReplicaId(parts.netloc + parts.path)
+        new = Replica(id_, url, protocol, View(since_ms), Health(self._seed ^ key_of(id_.encode())))
         return self._by_url.setdefault(url, new)
 
 
-def _placed(replica: Replica, route: Route, waiting: int) -> Placement:
-    replica.view.sent += waiting
-    replica.view.requests += 1
-    return Placement(replica, route, waiting)
+def _computed(placement: Placement) -> None:
+    placement.replica.view.sent -= placement.waiting
+    placement.waiting = 0

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gateway.config import ModelConfig
 from gateway.routing import affinity
 from gateway.routing.affinity import affinity_of
+from gateway.routing.health import Outcome
 from gateway.routing.policy import (
     LATE_MS,
     NOWHERE,
@@ -23,7 +24,7 @@ from gateway.routing.policy import (
     choose,
     loads,
 )
-from gateway.routing.replicas import Outcome, Placement, Replicas
+from gateway.routing.replicas import Placement, Replicas
 from gateway.routing.table import MEMBERS_MAX, Table, key_of
 from shared.ids import ReplicaId
 from shared.openai import ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
@@ -326,52 +327,3 @@ def test_two_replicas_behind_one_address_are_two() -> None:
     pool, _ = replicas("http://lb:80/a", "http://lb:80/b")
     first = take(pool).replica
     assert {first.id, take(pool, tried={first.id}).replica.id} == {"lb:80/a", "lb:80/b"}
-
-
-# -- failures -------------------------------------------------------------------------------------
-
-
-def test_a_failed_replica_cools_for_a_time_that_doubles() -> None:
-    pool, clock = replicas("http://a:1", "http://b:1")
-    begun = take(pool, session=1)
-    pool.release(begun, Outcome.NEUTRAL)
-    first = begun.replica
-
-    def fail() -> None:
-        place = take(pool, session=1)
-        assert place.replica is first, "it is the home of this conversation"
-        pool.release(place, Outcome.FAILED)
-
-    fail()
-    for cooling_s in (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
-        clock.advance(cooling_s - 0.01)
-        other = take(pool, session=1)
-        assert other.replica is not first
-        pool.release(other, Outcome.NEUTRAL)
-        clock.advance(0.01)
-        fail()
-    clock.advance(30.0)
-    pool.release(take(pool, session=1), Outcome.WORKED)
-    fail()
-    clock.advance(1.0)
-    assert take(pool, session=1).replica is first, "an answer ends the row of failures"
-
-
-def test_failures_while_a_replica_cools_count_once() -> None:
-    pool, _ = replicas("http://a:1", "http://b:1")
-    other = take(pool).replica
-    failing = [take(pool, 1, {other.id}) for _ in range(10)]
-    for place in failing:
-        pool.release(place, Outcome.FAILED)
-    assert failing[0].replica.failures == 1
-
-
-def test_while_all_replicas_cool_all_are_used() -> None:
-    pool, _ = replicas("http://a:1", "http://b:1")
-    first = take(pool)
-    second = take(pool, tried={first.replica.id})
-    for place in (first, second):
-        pool.release(place, Outcome.FAILED)
-    places = [take(pool, 1, session=key_of(b"%d" % i)) for i in range(20)]
-    assert {place.replica.id for place in places} == {"a:1", "b:1"}
-    assert {place.route for place in places} == {Route.PANIC}

@@ -1,0 +1,339 @@
+"""The health of a replica, judged by what becomes of its requests. Pure: times in, decisions out.
+
+Requests tell more than probes do. An engine whose core hangs answers every probe, and sends the headers of
+every stream, so that one which looks at headers sends it ever more. Here a stream has worked when its first
+data event has come.
+
+Rules:
+
+1. A request counts once. It worked when its first event has come (a stream) or its answer has begun (any
+   other). When the stream breaks later, that success is taken back and a failure counts in its place: an
+   engine that resets every stream after a few events would be half good otherwise. The caller's mistakes, a
+   full queue and a client that leaves say nothing of the replica.
+2. A replica is ejected after `ROW_MAX` failures in a row, or when more than half of at least `RATE_MIN`
+   requests failed in the last `WINDOW_S` seconds. It is left alone for `EJECTION_MS_MIN`, and for twice as
+   long after each further ejection, up to `EJECTION_MS_MAX`, plus up to a quarter by chance: many gateways
+   that ejected it at one moment do not return at one moment. A replica that was well for
+   `EJECTION_MS_MAX` begins with the shortest time again.
+3. After that time it is on trial: one request decides. One that works ends the ejection, one that fails
+   begins the next. One that tells nothing in as long as the ejection lasted lets another try.
+4. Requests that were sent before an ejection change nothing in it, so that the failures of one moment count
+   once, and what still arrives does not end it.
+5. Of a pool at most half is away at a time, though one may always be. Beyond that all are used (`usable`):
+   what fails everywhere is no fault of a replica, and the rest could not carry the load.
+6. A replica is *silent* when several of its streams wait for their first event for far longer than the pool
+   takes, while none there begins and others elsewhere do (`silent`). Where all are slow, none is silent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from itertools import islice
+from random import Random
+from typing import Final
+
+from msgspec import Struct
+
+ROW_MAX: Final = 3
+RATE_MIN: Final = 10
+WINDOW_S: Final = 10
+EJECTION_MS_MIN: Final = 5_000
+EJECTION_MS_MAX: Final = 60_000
+JITTER: Final = 0.25
+"""The part of an ejection's time that chance adds at most."""
+RECENT_MAX: Final = 16
+"""The last outcomes of which a row is told: beyond them a success is not taken back from the row."""
+SILENT_MIN: Final = 3
+"""The streams that wait at a silent replica, at least; on trial one is enough."""
+LATE_MS_MIN: Final = 2_000
+LATE_FACTOR: Final = 4
+"""A first event is late after so many times the pool's 95th percentile."""
+SAMPLES_MAX: Final = 256
+SAMPLES_MIN: Final = 20
+SORT_EVERY: Final = 16
+_PERCENTILE: Final = 0.95
+
+
+class Outcome(StrEnum):
+    """The outcome of a request for the replica that it was sent to."""
+
+    WORKED = "worked"
+    NEUTRAL = "neutral"
+    """It ended for reasons of its own: the caller's mistake, a full queue, a disconnect."""
+    UNREACHABLE = "unreachable"
+    """No connection, or the replica said that it is not ready."""
+    LOST = "lost"
+    """The connection or the stream broke."""
+    FAILED = "failed"
+    """The replica answered with an error of its own (5xx)."""
+    LATE = "late"
+    """The first event did not come in time."""
+    STALLED = "stalled"
+    """The next event did not come in time."""
+
+    @property
+    def is_failure(self) -> bool:
+        return self is not Outcome.WORKED and self is not Outcome.NEUTRAL
+
+
+class Reason(StrEnum):
+    """Why a replica was ejected."""
+
+    ROW = "row"
+    RATE = "rate"
+    SILENT = "silent"
+    TRIAL = "trial"
+    """The request that was to decide has failed."""
+
+
+class HealthPhase(Enum):
+    WELL = "well"
+    EJECTED = "ejected"
+    TRIAL = "trial"
+
+
+MOVES: Final[dict[HealthPhase, frozenset[HealthPhase]]] = {
+    HealthPhase.WELL: frozenset({HealthPhase.EJECTED}),
+    HealthPhase.EJECTED: frozenset({HealthPhase.TRIAL, HealthPhase.WELL}),
+    HealthPhase.TRIAL: frozenset({HealthPhase.EJECTED, HealthPhase.WELL}),
+}
+"""From an ejection straight back to health leads a request that worked while all replicas were used."""
+
+
+class Ejection(Struct, frozen=True):
+    reason: Reason
+    outcome: Outcome
+    """The last failure."""
+    length_ms: int
+
+
+@dataclass(slots=True, eq=False)
+class _Verdict:
+    """An outcome that counts."""
+
+    second: int
+    is_failure: bool
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request's part in the record of its replica."""
+
+    epoch: int
+    """The ejections before it was placed."""
+    success: _Verdict | None = None
+    """What is to be taken back if it fails after all."""
+
+
+@dataclass(slots=True)
+class Health:
+    """The record of one replica. All times are of one monotonic clock."""
+
+    seed: int = 0
+    """The seed of its chance: another for each replica and each gateway."""
+    phase: HealthPhase = HealthPhase.WELL
+    is_suspect: bool = False
+    """True while its connections are silent though they were asked for a sign of life."""
+    ejections: int = 0
+    """How often it was ejected."""
+    began_ms: int | None = None
+    """When a stream's first event came last. None before the first."""
+    _level: int = 0
+    """The ejections since it was last well for long."""
+    _until_ms: int = 0
+    _length_ms: int = 0
+    _left_ms: int = 0
+    """When it left health last."""
+    _well_ms: int = 0
+    """When it came back last."""
+    _trial: Ticket | None = None
+    _trial_ms: int = 0
+    _recent: deque[_Verdict] = field(default_factory=lambda: deque(maxlen=RECENT_MAX))
+    _window: list[tuple[int, int, int]] = field(default_factory=lambda: [(-1, 0, 0)] * WINDOW_S)
+    """The successes and failures of each of the last seconds, each at the second modulo the length."""
+    _waiting: dict[Ticket, int] = field(default_factory=dict)
+    """The streams that wait for their first event, and since when, the oldest first."""
+    _random: Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._random = Random(self.seed)
+
+    # -- for the choice of a replica --------------------------------------------------------------
+
+    def allows(self, now_ms: int) -> bool:
+        """True if the replica may be sent a request."""
+        if self.is_suspect:
+            return False
+        if self.phase is HealthPhase.EJECTED and now_ms >= self._until_ms:
+            self._to(HealthPhase.TRIAL)
+            self._trial = None
+        match self.phase:
+            case HealthPhase.WELL:
+                return True
+            case HealthPhase.EJECTED:
+                return False
+            case HealthPhase.TRIAL:
+                return self._trial is None or now_ms - self._trial_ms >= self._length_ms
+
+    # -- for requests -----------------------------------------------------------------------------
+
+    def admit(self, now_ms: int) -> Ticket:
+        """Note that a request is placed here."""
+        ticket = Ticket(self.ejections)
+        if self.phase is not HealthPhase.WELL and self.allows(now_ms):
+            self._trial, self._trial_ms = ticket, now_ms
+        return ticket
+
+    def awaits(self, ticket: Ticket, now_ms: int) -> None:
+        """Note that a stream was sent, whose first event is now due."""
+        self._waiting[ticket] = now_ms
+
+    def began(self, ticket: Ticket, now_ms: int) -> int | None:
+        """Note that a request worked. Returns for how long the replica was away when that ended it, in
+        milliseconds."""
+        if self._waiting.pop(ticket, None) is not None:
+            self.began_ms = now_ms
+        if ticket.epoch != self.ejections or ticket.success is not None:
+            return None
+        ticket.success = self._count(_Verdict(now_ms // 1000, is_failure=False))
+        if self.phase is HealthPhase.WELL:
+            return None
+        self._to(HealthPhase.WELL)
+        self._trial, self._well_ms = None, now_ms
+        return now_ms - self._left_ms
+
+    def note(self, ticket: Ticket, outcome: Outcome, now_ms: int) -> Ejection | None:
+        """Note how a request ended. Returns the ejection that this causes."""
+        self._waiting.pop(ticket, None)
+        is_trial = ticket is self._trial
+        if is_trial:
+            self._trial = None
+        if not outcome.is_failure or ticket.epoch != self.ejections:
+            return None
+        self._take_back(ticket)
+        self._count(_Verdict(now_ms // 1000, is_failure=True))
+        match self.phase:
+            case HealthPhase.WELL:
+                reason = self._verdict(now_ms // 1000)
+                return None if reason is None else self.eject(reason, outcome, now_ms)
+            case HealthPhase.TRIAL if is_trial:
+                return self.eject(Reason.TRIAL, outcome, now_ms)
+        return None
+
+    def eject(self, reason: Reason, outcome: Outcome, now_ms: int) -> Ejection:
+        if self.phase is HealthPhase.WELL:
+            self._left_ms = now_ms
+            if now_ms - self._well_ms >= EJECTION_MS_MAX:
+                self._level = 0
+        self._to(HealthPhase.EJECTED)
+        length_ms = min(EJECTION_MS_MAX, EJECTION_MS_MIN << self._level)
+        self._length_ms = length_ms + int(length_ms * JITTER * self._random.random())
+        self._until_ms = now_ms + self._length_ms
+        self._level = min(self._level + 1, EJECTION_MS_MAX.bit_length())
+        self.ejections += 1
+        self._trial = None
+        self._recent.clear()
+        self._window = [(-1, 0, 0)] * WINDOW_S
+        return Ejection(reason, outcome, self._length_ms)
+
+    # -- silence ----------------------------------------------------------------------------------
+
+    def is_silent(self, late_ms: int, now_ms: int) -> bool:
+        """True if several streams wait for their first event for `late_ms`, and none has begun since."""
+        if self.phase is HealthPhase.WELL:
+            since_ms = next(islice(self._waiting.values(), SILENT_MIN - 1, None), now_ms)
+        else:
+            since_ms = now_ms if self._trial is None else self._waiting.get(self._trial, now_ms)
+        return now_ms - since_ms >= late_ms and (self.began_ms is None or now_ms - self.began_ms >= late_ms)
+
+    def late(self, late_ms: int, now_ms: int) -> list[Ticket]:
+        """The streams that wait for their first event for at least `late_ms`."""
+        return [ticket for ticket, since_ms in self._waiting.items() if now_ms - since_ms >= late_ms]
+
+    # -- counting ---------------------------------------------------------------------------------
+
+    def _count(self, verdict: _Verdict) -> _Verdict:
+        self._recent.append(verdict)
+        self._add(verdict, 1)
+        return verdict
+
+    def _take_back(self, ticket: Ticket) -> None:
+        if (success := ticket.success) is not None:
+            ticket.success = None
+            self._add(success, -1)
+            if success in self._recent:
+                self._recent.remove(success)
+
+    def _add(self, verdict: _Verdict, by: int) -> None:
+        """Add to the window's second, unless that is over."""
+        at = verdict.second % WINDOW_S
+        second, good, bad = self._window[at]
+        if second < verdict.second:
+            second, good, bad = verdict.second, 0, 0
+        if second == verdict.second:
+            is_failure = verdict.is_failure
+            self._window[at] = second, good + by * (not is_failure), bad + by * is_failure
+
+    def _verdict(self, second: int) -> Reason | None:
+        """Rule 2."""
+        last = list(self._recent)[-ROW_MAX:]
+        if len(last) == ROW_MAX and all(verdict.is_failure for verdict in last):
+            return Reason.ROW
+        recent = [(good, bad) for at, good, bad in self._window if at > second - WINDOW_S]
+        good, bad = (sum(column) for column in zip(*recent, strict=True))
+        return Reason.RATE if good + bad >= RATE_MIN and bad > good else None
+
+    def _to(self, phase: HealthPhase) -> None:
+        assert phase in MOVES[self.phase], f"{self.phase} -> {phase}"
+        self.phase = phase
+
+
+def usable(healths: Sequence[Health], left: Sequence[bool], now_ms: int) -> tuple[Sequence[bool], bool]:
+    """Which of a pool's replicas may be used of those that are left to try, and True if these are some that
+    are ejected (rule 5)."""
+    well = [
+        (health.phase is HealthPhase.WELL and not health.is_suspect) or health.allows(now_ms)
+        for health in healths
+    ]
+    if well.count(False) > max(1, len(well) // 2):
+        return left, True
+    both = [is_well and is_left for is_well, is_left in zip(well, left, strict=True)]
+    return (both, False) if any(both) else (left, True)
+
+
+def silent(healths: Sequence[Health], late_ms: int, now_ms: int) -> list[Health]:
+    """The silent ones of a pool (rule 6)."""
+    begins = any(one.began_ms is not None and now_ms - one.began_ms < late_ms for one in healths)
+    return [health for health in healths if begins and health.is_silent(late_ms, now_ms)]
+
+
+class FirstEvents:
+    """How long a pool takes to a stream's first event: the 95th percentile of the last `SAMPLES_MAX`, worked
+    out after every `SORT_EVERY`."""
+
+    __slots__ = ("_added", "_p95_ms", "_samples")
+
+    def __init__(self) -> None:
+        self._samples: deque[int] = deque(maxlen=SAMPLES_MAX)
+        self._added = 0
+        self._p95_ms: int | None = None
+
+    def add(self, ms: int) -> None:
+        self._samples.append(ms)
+        self._added += 1
+        if self._added >= SORT_EVERY and len(self._samples) >= SAMPLES_MIN:
+            self._added = 0
+            self._p95_ms = sorted(self._samples)[int(len(self._samples) * _PERCENTILE)]
+
+    @property
+    def p95_ms(self) -> int | None:
+        """None before there are `SAMPLES_MIN`."""
+        return self._p95_ms
+
+    @property
+    def late_ms(self) -> int | None:
+        """The time after which a first event is late. None as long as that is unknown."""
+        return None if self._p95_ms is None else max(LATE_MS_MIN, LATE_FACTOR * self._p95_ms)
