@@ -2,29 +2,38 @@
 
 Rules:
 
-1. Nothing is dispatched twice, except to another replica when no connection was had to the first, when that
-   one refused at its door (503), or when its connection broke before it answered. A 503 that reports tokens
-   is final: to compute them again would cost more than was reserved. When the queue was full, or the request
-   had been dispatched, no more than `ELSEWHERE_MAX` other replicas are asked: an overload is not to be
-   multiplied by the number of replicas.
+1. A request is sent again only until its answer begins, with a stream's first event: its client has been sent
+   nothing until then. It goes to a replica that was not asked before, after the stream at the one before was
+   reset, so that never two work on it at a time (`Hedge` is the exception that operators turn on).
+2. After a replica that was sent nothing (no connection, not ready), every other may be asked. After one that
+   was (its stream broke, it answered 5xx, its queue was full), `REPEATS_MAX` others are asked, within the
+   budget (`routing.retries`): neither an overload nor a request that breaks engines is to be multiplied by
+   the number of replicas.
+3. An error that reports tokens is final: to compute them again would cost more than was reserved.
+4. Only the replica that answers is charged for. Where none does, and one broke off after it was sent the
+   request, nobody knows what it computed, and the reservation is charged, once.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Final
+from types import TracebackType
+from typing import Final, Self
 
 from msgspec import Struct
 
 from gateway.client.deadlines import Watch
 from gateway.config import ModelConfig
+from gateway.endpoints import Dialect
 from gateway.exchange import Exchange
-from gateway.record import observe_attempt
-from gateway.relay.upstream import Answer, Outbound, Upstream
+from gateway.record import RETRIES, observe_attempt
+from gateway.relay.stream import Opened, Progress, open_answer
+from gateway.relay.upstream import Outbound, Upstream
 from gateway.routing.health import Outcome
 from gateway.routing.policy import Affinity
-from gateway.routing.replicas import Placement, Replica, Replicas
+from gateway.routing.replicas import Placement, Replicas
+from gateway.routing.retries import RetryBudget
 from shared.errors import (
     ApiError,
     ConnectTimeout,
@@ -39,11 +48,12 @@ from shared.errors import (
     forget_frames,
 )
 from shared.ids import ReplicaId
-from shared.sse import Closing
 
-ELSEWHERE_MAX: Final = 1
-"""The number of other replicas that are asked after one whose queue was full, or whose connection broke."""
-ELSEWHERE: Final = (ConnectTimeout, UpstreamUnreachable, NotReady, Overloaded, UpstreamLost)
+REPEATS_MAX: Final = 1
+"""The number of other replicas that are asked after one that was sent the request."""
+UNSENT: Final = (ConnectTimeout, UpstreamUnreachable, NotReady)
+"""The failures of a replica that was sent nothing, or that takes nothing."""
+REPEATED: Final = (*UNSENT, Overloaded, EngineFailed, UpstreamFailed)
 """The failures of one replica after which another may be asked."""
 OUTCOMES: Final[Mapping[type[BaseException], Outcome]] = {
     ConnectTimeout: Outcome.UNREACHABLE,
@@ -65,6 +75,7 @@ class Prepared(Struct, frozen=True):
     outbound: Outbound
     affinity: Affinity
     """Where the prompt may be cached."""
+    dialect: Dialect
 
 
 class Dispatched(Struct, frozen=True):
@@ -72,8 +83,39 @@ class Dispatched(Struct, frozen=True):
 
     model: ModelConfig
     placement: Placement
-    answer: Answer
-    hides_usage: bool
+    opened: Opened
+
+
+class Attempt:
+    """`with Attempt() as attempt:` around the awaits of one attempt, which others may end: `give_up` makes it
+    raise UpstreamLost."""
+
+    __slots__ = ("_cancellations", "_given_up", "_task")
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[object] | None = None
+        self._given_up = False
+        self._cancellations = 0
+
+    def __enter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._cancellations = task, task.cancelling()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        task, self._task = self._task, None
+        assert task is not None
+        if self._given_up and task.uncancel() <= self._cancellations and kind is asyncio.CancelledError:
+            raise UpstreamLost("The engine answered nothing.", detail="others do meanwhile") from None
+
+    def give_up(self) -> None:
+        """End the attempt. Later calls, and calls after its end, change nothing."""
+        if self._task is not None and not self._given_up:
+            self._given_up = True
+            self._task.cancel()
 
 
 class Dispatcher:
@@ -82,41 +124,81 @@ class Dispatcher:
     def __init__(self, replicas: Replicas, upstream: Upstream) -> None:
         self._replicas: Final = replicas
         self._upstream: Final = upstream
+        self._budgets: Final[dict[str, RetryBudget]] = {}
 
     async def send(self, exchange: Exchange, prepared: Prepared) -> Dispatched:
-        """Dispatch the request to a replica, and to another where rule 1 allows it. The caller gives the
-        place back, and closes the answer. Raises ApiError."""
+        """Dispatch the request to a replica, and to another where the rules allow it. `end` must follow, and
+        the caller closes the answer. Raises ApiError."""
         exchange.stages.enter("route")
+        budget = self._budgets.setdefault(prepared.model.name, RetryBudget())
+        budget.active += 1
+        try:
+            return await self._send(exchange, prepared, budget)
+        except BaseException:
+            budget.active -= 1
+            raise
+
+    def end(self, exchange: Exchange, dispatched: Dispatched, error: BaseException | None) -> None:
+        """Note the end of a request, and the error that ended it."""
+        self._budgets[dispatched.model.name].active -= 1
+        self._replicas.release(dispatched.placement, outcome_of(error, exchange.watch))
+
+    async def _send(self, exchange: Exchange, prepared: Prepared, budget: RetryBudget) -> Dispatched:
         failure: ApiError | None = None
         tried: set[ReplicaId] = set()
-        elsewhere = 0
+        repeats = 0
         try:
             while True:
-                place = None
-                if elsewhere <= ELSEWHERE_MAX:
-                    place = self._replicas.place(prepared.model.name, prepared.affinity, tried)
+                place = self._replicas.place(prepared.model.name, prepared.affinity, tried)
                 if place is None:
                     raise failure or UpstreamUnreachable("No engine serves this model.")
                 exchange.record.placed(place.route)
+                if failure is not None:
+                    RETRIES.inc("unsent" if isinstance(failure, UNSENT) else "repeated")
                 try:
-                    answer = await self._connect(exchange, place.replica, prepared.outbound)
-                    return Dispatched(prepared.model, place, answer, prepared.outbound.asks_for_usage)
-                except ELSEWHERE as error:
+                    return await self._attempt(exchange, prepared, place)
+                except REPEATED as error:
                     forget_frames(error)  # some refer to the error, and all to the request
                     failure = error
                     tried.add(place.replica.id)
-                    elsewhere += isinstance(error, Overloaded | UpstreamLost)
-                    exchange.progress.begin_anew(lost=isinstance(error, UpstreamLost))
                     self._replicas.release(place, outcome_of(error, exchange.watch))
-                    observe_attempt(place.replica.id, error.code)
-                    exchange.stages.enter("route")
+                    exchange.record.attempt_failed(place.replica.id, error.code)
+                    is_repeat = not isinstance(error, UNSENT)
+                    if not self._goes_elsewhere(exchange, prepared, budget, repeats if is_repeat else None):
+                        raise
+                    repeats += is_repeat
                 except BaseException as error:
                     self._replicas.release(place, outcome_of(error, exchange.watch))
                     raise
         finally:
+            for _ in range(repeats):
+                budget.give_back()
             del failure  # its traceback refers to this frame, a cycle that would keep the body
 
-    async def _connect(self, exchange: Exchange, replica: Replica, request: Outbound) -> Answer:
+    def _goes_elsewhere(
+        self, exchange: Exchange, prepared: Prepared, budget: RetryBudget, repeats: int | None
+    ) -> bool:
+        """Rules 2 and 3, after a failure. Makes the progress ready for another replica. `repeats`: how often
+        the request was repeated before; None where the one that failed was sent nothing."""
+        progress = exchange.progress
+        if repeats is None and not progress.refused:
+            progress.dispatched = False
+        if _tokens_of(progress):
+            return False
+        if repeats is not None:
+            if repeats >= REPEATS_MAX:
+                return False
+            if not budget.take():
+                RETRIES.inc("refused")
+                return False
+        is_lost = progress.dispatched and not progress.refused
+        exchange.progress = progress.anew(prepared.dialect.done, lost=is_lost)
+        exchange.stages.enter("route")
+        return True
+
+    async def _attempt(self, exchange: Exchange, prepared: Prepared, place: Placement) -> Dispatched:
+        """Send the request to one replica, and wait for the beginning of its answer."""
+        replica, progress, request = place.replica, exchange.progress, prepared.outbound
         exchange.stages.enter("connect")
         exchange.record.replica = replica.id
         if exchange.streams:
@@ -124,29 +206,32 @@ class Dispatcher:
             exchange.watch.expect(within_s, FirstTokenTimeout, "The engine produced no token in time.")
 
         def connected() -> None:
-            exchange.progress.dispatched = True
+            progress.dispatched = True
             exchange.stages.enter("wait")
+            if exchange.streams:
+                self._replicas.awaits(place, attempt.give_up)
 
-        answer = await self._upstream.send(
-            replica.protocol,
-            replica.url,
-            request,
-            exchange.timeouts.connect_s,
-            connected,
-            exchange.progress.report,
-        )
-        observe_attempt(replica.id, "connected")
-        if answer.status == NotReady.status and not _tokens_of(answer.closing):
-            # a refusal; over HTTP/2 it may come as a GOAWAY instead, which is NotReady as well
+        with Attempt() as attempt:
+            connect_s = exchange.timeouts.connect_s
+            answer = await self._upstream.send(
+                replica.protocol, replica.url, request, connect_s, connected, progress.report
+            )
+            observe_attempt(replica.id)
             try:
-                raise await answer.error()
-            finally:
+                opened = await open_answer(
+                    answer, progress, prepared.dialect, hides_usage=request.asks_for_usage
+                )
+            except BaseException:
                 await answer.aclose()
-        return answer
+                raise
+        if opened.head:
+            self._replicas.began(place)
+        return Dispatched(prepared.model, place, opened)
 
 
-def _tokens_of(closing: Closing | None) -> int:
+def _tokens_of(progress: Progress) -> int:
     """The tokens that the engine reports as computed; 0 when it reports nothing."""
+    closing = progress.closing
     return 0 if closing is None else closing.prompt_tokens + closing.completion_tokens
 
 

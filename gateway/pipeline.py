@@ -18,7 +18,7 @@ Rules:
 1. No work before its reservation. The seat is taken before the body is read; the body's bytes, and what is
    made of them, are reserved as they come; tokens are counted no further than the context goes, and reserved
    before the request is sent to an engine. The memory of a request's body is released when a replica
-   has begun to answer.
+   has begun to answer, with a stream's first event: until then it may be sent to another.
 2. What is reserved is settled, whichever way the request ends, also when the client leaves: with what the
    engine reports, also for answers that were cut off. Where there is no report (the engine is gone, or of
    another make), what was reserved is charged; nothing when nothing was dispatched, or when the engine
@@ -42,8 +42,8 @@ from gateway.admission.validate import validate
 from gateway.billing.lines import Billing
 from gateway.client.body import read_body
 from gateway.config import ALL_ENDPOINTS, GatewayConfig
-from gateway.dispatch import Dispatched, Dispatcher, Prepared, outcome_of
-from gateway.endpoints import Dialect, Endpoint, ProxiedRequest
+from gateway.dispatch import Dispatched, Dispatcher, Prepared
+from gateway.endpoints import Endpoint, ProxiedRequest
 from gateway.engines import Engines
 from gateway.exchange import Exchange, LiveRequests
 from gateway.identity.caller import Caller, Principal
@@ -127,11 +127,10 @@ class Pipeline:
             await self._take_seat(exchange, principal, endpoint)
             dispatched = await self._dispatch(exchange, principal, endpoint)
             try:
-                await self._relay(exchange, dispatched, endpoint.dialect)
+                await self._relay(exchange, dispatched)
             finally:
-                outcome = outcome_of(sys.exception(), exchange.watch)
-                self._replicas.release(dispatched.placement, outcome)
-                await dispatched.answer.aclose()  # tells the engine to stop, if there is more
+                self._dispatcher.end(exchange, dispatched, sys.exception())
+                await dispatched.opened.aclose()  # tells the engine to stop, if there is more
         finally:
             await self._settle(exchange)
 
@@ -147,7 +146,8 @@ class Pipeline:
             affinity = self._affinity(terms, parsed.request, count)
             del parsed, count  # from here on the outbound request alone is held
             holding.shrink(len(request.content))
-            return await self._dispatcher.send(exchange, Prepared(terms.model, request, affinity))
+            prepared = Prepared(terms.model, request, affinity, endpoint.dialect)
+            return await self._dispatcher.send(exchange, prepared)
 
     async def authenticate(self, exchange: Exchange) -> Principal:
         """The caller. Raises Unauthenticated, IdentityUnavailable, and PermissionDenied where it may not use
@@ -290,8 +290,8 @@ class Pipeline:
         model, tenant = terms.model.name, terms.tenant.id
         return affinity_of(request, model, tenant, count.prompt_tokens, self._replicas.next_turn())
 
-    async def _relay(self, exchange: Exchange, dispatched: Dispatched, dialect: Dialect) -> None:
-        answer = dispatched.answer
+    async def _relay(self, exchange: Exchange, dispatched: Dispatched) -> None:
+        answer = dispatched.opened.answer
 
         def first_byte() -> dict[str, str]:
             """Enter the stage `relay`, and return the headers that the gateway adds."""
@@ -307,10 +307,8 @@ class Pipeline:
             exchange.timeouts,
             exchange.progress,
             first_byte,
-            dialect,
-            dispatched.hides_usage,
         )
-        await relay.run(answer)
+        await relay.run(dispatched.opened)
 
 
 def used_tokens(progress: Progress, reserved: int) -> Used:

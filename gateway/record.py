@@ -24,6 +24,7 @@ from shared.sse import Closing
 from shared.telemetry import Stages
 
 TENANTS_SHOWN_MAX: Final = 100
+FAILURES_SHOWN_MAX: Final = 8
 NONE: Final = "none"
 """The label of a request that ended before it had the value."""
 
@@ -56,9 +57,11 @@ class RequestRecord(Struct, eq=False):
     error: ApiError | None = None
     replica: ReplicaId | None = None
     attempts: int = 0
+    """The number of replicas that were asked."""
+    failures: tuple[str, ...] = ()
+    """The replicas that failed, and how: the first `FAILURES_SHOWN_MAX`."""
     route: Route | None = None
     """Why the last replica was chosen; None before one was."""
-    """The number of replicas that were asked."""
     prompt_tokens: int = 0
     prompt_exact: bool = False
     decision: Decision | None = None
@@ -74,6 +77,12 @@ class RequestRecord(Struct, eq=False):
         self.attempts += 1
         self.route = route
         ROUTES.inc(route)
+
+    def attempt_failed(self, replica: ReplicaId, code: str) -> None:
+        """Note an attempt after which another may follow."""
+        UPSTREAM_ATTEMPTS.inc(replica, code)
+        if len(self.failures) < FAILURES_SHOWN_MAX:
+            self.failures += (f"{replica}={code}",)
 
     def failed(self, error: ApiError, sent_status: int | None) -> None:
         """Note the error that ended the request. `sent_status` is the status that the client was
@@ -141,11 +150,16 @@ UPSTREAM_ATTEMPTS: Final = Counter(
 )
 
 
+RETRIES: Final = Counter(
+    "penstock_gateway_retries",
+    "Further attempts: unsent (the one before was sent nothing), repeated, and those that were refused.",
+    ("kind",),
+)
 ROUTES: Final = Counter("penstock_gateway_routes", "Choices of a replica, by their reason.", ("route",))
 
 
-def observe_attempt(replica: ReplicaId, outcome: str) -> None:
-    UPSTREAM_ATTEMPTS.inc(replica, outcome)
+def observe_attempt(replica: ReplicaId) -> None:
+    UPSTREAM_ATTEMPTS.inc(replica, "connected")
 
 
 def observe_decision(decision: Decision) -> None:
@@ -209,6 +223,7 @@ def _line(record: RequestRecord, stages: Stages, seconds: float) -> GatewayLine:
         cached_tokens=None if closing is None else closing.cached_tokens,
         body_ms=body, validate_ms=validate, tokenize_ms=tokenize,
         service="gateway", key_id=record.key, replica=record.replica, attempts=record.attempts,
+        failed_attempts=", ".join(record.failures) or None,
         route=None if record.route is None else record.route.value,
         prompt_exact=record.prompt_exact or closing is not None,
         reserved_tokens=record.reserved, settled_tokens=record.settled,

@@ -100,9 +100,13 @@ class GatewayLine(CompletedLine, frozen=True, kw_only=True):
     """The engine that was asked last. None where none was."""
     attempts: WholeNumber
     """Engines that were asked, one after the other."""
-    route: Literal["affinity", "load", "retry", "panic"] | None = None
-    """Why the last of them was chosen: the conversation's home, the lower load, because another had failed,
-    or from a pool whose engines all failed lately."""
+    failed_attempts: str | None = None
+    """Those of them that failed, and with which error, such as `engine-0:8001=upstream_lost`, separated by
+    commas, as far as they are the first eight. None where none did."""
+    route: Literal["affinity", "load", "retry", "panic", "fallback", "hedge"] | None = None
+    """Why the one that answered, or the last, was chosen: the conversation's home, the lower load, because
+    another had failed, from a pool whose engines all failed lately, from another pool, or because the first
+    was slow to begin."""
     prompt_exact: bool
     """True if `prompt_tokens` was counted, by the engine or with the model's tokenizer; False for an
     estimate."""

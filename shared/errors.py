@@ -310,8 +310,8 @@ class UpstreamFailed(ApiError):
 
 
 class UpstreamLost(UpstreamFailed):
-    """The connection broke after the request was dispatched and before anything was answered: the engine no
-    longer works on it, and another may be asked."""
+    """The connection or the stream broke after the request was dispatched: the engine no longer works on it,
+    and another may be asked as long as the client was sent nothing."""
 
 
 class ConnectTimeout(ApiError):

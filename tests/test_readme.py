@@ -23,11 +23,11 @@ from engine.api import admission, generate
 from engine.config import EngineConfig
 from engine.config import build_parser as engine_parser
 from gateway import __main__ as gateway_main
-from gateway import config, hygiene
+from gateway import config, dispatch, hygiene
 from gateway.config import TimeoutsConfig
 from gateway.edge_config import LimitsConfig
 from gateway.identity.keys import hash_key
-from gateway.routing import health
+from gateway.routing import health, retries
 from shared import (
     census,
     cli,
@@ -311,6 +311,11 @@ def test_the_figures_of_ejections_are_those_of_the_code() -> None:
     assert f"left alone for {health.EJECTION_MS_MIN // 1000} seconds" in text
     assert f"up to {health.EJECTION_MS_MAX // 1000} seconds, plus up to a quarter by chance" in text
     assert health.JITTER == 0.25
+    part = (
+        f"at most {retries.PART_PERCENT} % of the model's requests in progress at a time, or {retries.FLOOR}."
+    )
+    assert part in text
+    assert dispatch.REPEATS_MAX == 1
 
 
 # -- what a caller and an operator are told -------------------------------------------------------

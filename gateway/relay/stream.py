@@ -28,7 +28,7 @@ from gateway.config import TimeoutsConfig
 from gateway.endpoints import Dialect
 from gateway.relay.foreign import ForeignStream, Source, usage_of
 from gateway.relay.upstream import Answer, read_back
-from shared.errors import InterTokenTimeout, UpstreamFailed
+from shared.errors import InterTokenTimeout, UpstreamLost
 from shared.http2.report import Report
 from shared.ids import TOKENIZER_HEADER
 from shared.sse import Closing, TailScanner, parse_closing
@@ -68,11 +68,9 @@ class Progress(Struct, eq=False):
     report: Report = field(default_factory=Report)
     """The engine's report on the request, which comes even when the answer was cut off."""
 
-    def begin_anew(self, *, lost: bool) -> None:
-        """Reset for another replica. `lost`: the one before was sent the request, and broke off."""
-        self.dispatched = self.refused = False
-        self.lost |= lost
-        self.report = Report()
+    def anew(self, done: bytes, *, lost: bool = False) -> Progress:
+        """The progress at another replica. `lost`: the one before was sent the request, and broke off."""
+        return Progress(TailScanner(done), lost=self.lost or lost)
 
     @property
     def closing(self) -> Closing | None:
@@ -100,6 +98,59 @@ class Progress(Struct, eq=False):
         return self.scanner.closing is not None and not self.scanner.saw_done
 
 
+class Opened(Struct, frozen=True, eq=False):
+    """An answer that has begun. Its holder must close it."""
+
+    answer: Answer
+    source: Source
+    head: bytes
+    """The bytes of a stream up to the end of its first event, or beyond. Empty for any other answer."""
+
+    async def aclose(self) -> None:
+        await self.answer.aclose()
+
+
+async def open_answer(answer: Answer, progress: Progress, dialect: Dialect, *, hides_usage: bool) -> Opened:
+    """Read an answer up to its beginning: a stream's first event. Raises the error that the engine answers
+    with, or UpstreamFailed.
+
+    `hides_usage`: an engine of another make was asked for usage that the client did not ask for."""
+    if answer.status >= HTTPStatus.BAD_REQUEST:
+        progress.refused = True
+        progress.header_closing = answer.closing
+        raise await answer.error()
+    if not answer.is_stream:
+        return Opened(answer, answer, b"")
+    source: Source = answer
+    if _is_foreign(answer):
+        source = progress.foreign = ForeignStream(answer, dialect.done, hides_usage=hides_usage)
+    head = await _first_event(source, progress)
+    if head.startswith(dialect.error_head):
+        await _read_to_end(source, progress)
+        progress.refused = True
+        raise read_back(answer.status, head.partition(_BOUNDARY)[0].removeprefix(b"data:"))
+    return Opened(answer, source, head)
+
+
+async def _first_event(source: Source, progress: Progress) -> bytes:
+    """All bytes up to the end of the first event, still under the first-token deadline."""
+    head = b""
+    while _DATA not in head or _BOUNDARY not in head:
+        chunk = await source.read()
+        head += progress.scanner.feed(chunk)
+        if not chunk or len(head) > HEAD_LEN_MAX:
+            raise UpstreamLost("The engine's answer broke off.", detail="it ended before an event")
+    return head
+
+
+async def _read_to_end(source: Source, progress: Progress) -> None:
+    """Read a failed stream of our engine to its end, where the closing comment says what it cost."""
+    room = HEAD_LEN_MAX
+    while progress.foreign is None and room > 0 and (chunk := await source.read()):
+        progress.scanner.feed(chunk)
+        room -= len(chunk)
+
+
 class Relay(Struct, frozen=True, eq=False):
     """The relay of one answer, to its end."""
 
@@ -110,30 +161,17 @@ class Relay(Struct, frozen=True, eq=False):
     first_byte: Callable[[], Mapping[str, str]]
     """A function that is called when the first byte is there. It returns the headers that the gateway
     adds."""
-    dialect: Dialect
-    hides_usage: bool = False
-    """True if an engine of another make was asked for usage that the client did not ask for."""
 
-    async def run(self, answer: Answer) -> None:
-        """Pass the answer on. Raises the error that the engine answers with, UpstreamFailed or ClientGone."""
-        if answer.status >= HTTPStatus.BAD_REQUEST:
-            self.progress.refused = True
-            self.progress.header_closing = answer.closing
-            raise await answer.error()
-        await (self._stream(answer) if answer.is_stream else self._unary(answer))
+    async def run(self, opened: Opened) -> None:
+        """Pass the answer on. Raises UpstreamFailed or ClientGone."""
+        await (self._stream(opened) if opened.head else self._unary(opened.answer))
         self.progress.complete = True
         await self.client.finish()
 
-    async def _stream(self, answer: Answer) -> None:
-        scanner = self.progress.scanner
-        source: Source = answer
-        if _is_foreign(answer):
-            source = self.progress.foreign = ForeignStream(
-                answer, self.dialect.done, hides_usage=self.hides_usage
-            )
-        head = await self._first_event(answer.status, source)
-        self.progress.events += head.count(_BOUNDARY)
-        await self._begin(answer, head, _STREAM_HEADERS)
+    async def _stream(self, opened: Opened) -> None:
+        scanner, source = self.progress.scanner, opened.source
+        self.progress.events += opened.head.count(_BOUNDARY)
+        await self._begin(opened.answer, opened.head, _STREAM_HEADERS)
         self._expect_more()
         while await source.pass_on(self._pass):
             await self.client.drain()
@@ -142,28 +180,7 @@ class Relay(Struct, frozen=True, eq=False):
             self.progress.body_len += len(rest)
             await self.client.write(rest)
         if scanner.closing is None and not scanner.saw_done:
-            raise UpstreamFailed("The engine's answer broke off.", detail="no last event, no closing comment")
-
-    async def _first_event(self, status: int, source: Source) -> bytes:
-        """All bytes up to the end of the first event, still under the first-token deadline."""
-        head = b""
-        while _DATA not in head or _BOUNDARY not in head:
-            chunk = await source.read()
-            head += self.progress.scanner.feed(chunk)
-            if not chunk or len(head) > HEAD_LEN_MAX:
-                raise UpstreamFailed("The engine's answer broke off.", detail="it ended before an event")
-        if head.startswith(self.dialect.error_head):
-            await self._read_to_end(source)
-            self.progress.refused = True
-            raise read_back(status, head.partition(_BOUNDARY)[0].removeprefix(b"data:"))
-        return head
-
-    async def _read_to_end(self, source: Source) -> None:
-        """Read a failed stream of our engine to its end, where the closing comment says what it cost."""
-        room = HEAD_LEN_MAX
-        while self.progress.foreign is None and room > 0 and (chunk := await source.read()):
-            self.progress.scanner.feed(chunk)
-            room -= len(chunk)
+            raise UpstreamLost("The engine's answer broke off.", detail="no last event, no closing comment")
 
     def _pass(self, chunk: bytes) -> bool:
         """Pass a chunk on. Returns whether the client has room for more. A keep-alive comment does not count

@@ -200,7 +200,7 @@ class Upstream:
 
         Raises:
             ConnectTimeout, UpstreamUnreachable, NotReady: nothing was dispatched.
-            UpstreamLost: the connection broke after that.
+            UpstreamLost: the connection or the stream broke after that.
             UpstreamFailed: anything else.
         """
         content = outbound.content
@@ -214,9 +214,6 @@ class Upstream:
                 connected=connected,
                 report=report,
             )
-        except httpx.ReadError as error:
-            detail = f"{type(error).__name__}: {error}"
-            raise UpstreamLost("The engine went away before it answered.", detail=detail) from error
         except httpx.HTTPError as error:
             raise _ours(error) from error
         return Answer(response)
@@ -264,8 +261,10 @@ def _ours(error: httpx.HTTPError) -> ApiError:
             return UpstreamUnreachable("The engine cannot be reached.", detail=f"{detail}; {hint}")
         case httpx.ConnectError() | RequestUnprocessed():
             return UpstreamUnreachable("The engine cannot be reached.", detail=detail)
+        case httpx.LocalProtocolError() | httpx.UnsupportedProtocol():
+            return UpstreamFailed("The engine cannot be asked.", detail=detail)
         case _:
-            return UpstreamFailed("The engine's answer broke off.", detail=detail)
+            return UpstreamLost("The engine's answer broke off.", detail=detail)
 
 
 class _Error(msgspec.Struct):

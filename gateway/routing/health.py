@@ -28,7 +28,7 @@ Rules:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from itertools import islice
@@ -126,6 +126,8 @@ class Ticket:
     """The ejections before it was placed."""
     success: _Verdict | None = None
     """What is to be taken back if it fails after all."""
+    on_late: Callable[[], None] | None = None
+    """What to call when its replica is found silent while it waits."""
 
 
 @dataclass(slots=True)

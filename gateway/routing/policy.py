@@ -63,6 +63,8 @@ class Route(StrEnum):
     """Another replica was tried before."""
     PANIC = "panic"
     """Every replica that is left has failed lately, so all are used."""
+    HEDGE = "hedge"
+    """Another replica has not begun to answer in the time that nearly all take."""
 
 
 class Affinity(Struct, frozen=True):

@@ -4,7 +4,7 @@ configuration.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
@@ -86,6 +86,12 @@ class Replicas:
             return None
         route = Route.RETRY if tried else Route.PANIC if is_panic else choice.route
         return self._placed(pool.replicas[choice.replica], route, choice.computed_len)
+
+    def awaits(self, placement: Placement, on_late: Callable[[], None]) -> None:
+        """Note that a stream was sent. `on_late` is called when its replica is found silent before the
+        first event."""
+        placement.ticket.on_late = on_late
+        placement.replica.health.awaits(placement.ticket, self._now_ms())
 
     def began(self, placement: Placement) -> None:
         """Note that the answer has begun: its prompt is computed, and the replica works."""
