@@ -31,6 +31,7 @@ from shared.settings import (
     walk,
 )
 from shared.sizes import parse_size, show_size
+from tests.ship import values_schema
 
 ROOT = Path(__file__).parents[2]
 READMES = [ROOT / "README.md", ROOT / "gateway" / "README.md", ROOT / "engine" / "README.md"]
@@ -213,6 +214,13 @@ def test_the_schema_has_every_setting_with_its_bounds(service: str) -> None:
         assert limits.get("maximum") == setting.kind.meta.le, setting.path
         assert set(limits.get("enum", ())) == set(setting.kind.choices), setting.path
     assert schema["additionalProperties"] is False
+
+
+def test_the_chart_knows_every_setting() -> None:
+    """A new setting can be given in the chart's values, and a misspelt one is refused there."""
+    said = "run python -m tests.ship.values_schema"
+    assert values_schema.SCHEMA.read_text() == values_schema.schema_text(), said
+    assert values_schema.README.read_text() == values_schema.readme_text(), said
 
 
 def test_the_command_prints_each_format(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,338 @@
+{{/* Names and labels. */}}
+
+{{- define "penstock.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "penstock.gateway" -}}
+{{ include "penstock.fullname" . }}-gateway
+{{- end -}}
+
+{{/* The name of a model's workload: (dict "root" $ "engine" $engine). */}}
+{{- define "penstock.engine" -}}
+{{ include "penstock.fullname" .root }}-{{ .engine.name }}
+{{- end -}}
+
+{{/* Labels that select a component's pods: (dict "root" $ "component" "gateway" "model" ""). */}}
+{{- define "penstock.selector" -}}
+app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- with .model }}
+penstock.dev/model: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* Labels of pods: none that changes with the chart's version, or every upgrade would replace every engine. */}}
+{{- define "penstock.podLabels" -}}
+{{ include "penstock.selector" . }}
+app.kubernetes.io/part-of: penstock
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "penstock.labels" -}}
+{{ include "penstock.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: penstock
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* An object's head: (dict "root" $ "name" ... "component" ... "model" ...). */}}
+{{- define "penstock.metadata" -}}
+name: {{ .name }}
+namespace: {{ .root.Release.Namespace }}
+labels:
+  {{- include "penstock.labels" . | nindent 2 }}
+  {{- with .labels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- $annotations := merge (dict) (default (dict) .annotations) .root.Values.commonAnnotations }}
+{{- with $annotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* A reference to an image: (dict "root" $ "image" $image). */}}
+{{- define "penstock.image" -}}
+{{- if .image.digest -}}
+{{ .image.repository }}@{{ .image.digest }}
+{{- else -}}
+{{ .image.repository }}:{{ default .root.Chart.AppVersion .image.tag }}
+{{- end -}}
+{{- end -}}
+
+{{/* The engines of all models, as {"engines": [...]} in JSON: each the common settings with its own above. */}}
+{{- define "penstock.engines" -}}
+{{- $engines := list -}}
+{{- $seen := dict -}}
+{{- range .Values.models -}}
+  {{- if hasKey $seen .name }}{{ fail (printf "models: %q is there twice" .name) }}{{ end -}}
+  {{- $_ := set $seen .name true -}}
+  {{- $engine := mergeOverwrite (deepCopy (omit $.Values.engine "source")) (deepCopy .) -}}
+  {{- $source := default $.Values.engine.source .source -}}
+  {{- $_ := set $engine "source" $source -}}
+  {{- $_ := set $engine "served" (default .name .servedName) -}}
+  {{- $_ := set $engine "isOurs" (empty .urls) -}}
+  {{- $_ := set $engine "isGroup" (eq $engine.workload "LeaderWorkerSet") -}}
+  {{- if $engine.isOurs -}}
+    {{- include "penstock.checkEngine" (dict "root" $ "engine" $engine) -}}
+  {{- end -}}
+  {{- $engines = append $engines $engine -}}
+{{- end -}}
+{{- toJson (dict "engines" $engines) -}}
+{{- end -}}
+
+{{- define "penstock.checkEngine" -}}
+{{- $engine := .engine -}}
+{{- $name := printf "models[%s]" $engine.name -}}
+{{- if ne (len $engine.source) 1 -}}
+  {{- fail (printf "%s: source needs exactly one of demo, claim, image and hub" $name) -}}
+{{- end -}}
+{{- if and (gt (int $engine.nodes) 1) (not $engine.isGroup) -}}
+  {{- fail (printf "%s: nodes of %d need workload: LeaderWorkerSet" $name (int $engine.nodes)) -}}
+{{- end -}}
+{{- if and $engine.source.image (semverCompare "<1.33-0" .root.Capabilities.KubeVersion.Version) -}}
+  {{- fail (printf "%s: source.image needs Kubernetes 1.33 or newer" $name) -}}
+{{- end -}}
+{{- if and $engine.pdb.enabled (eq (toString $engine.pdb.maxUnavailable) "0") -}}
+  {{- fail (printf "%s: pdb.maxUnavailable of 0 would block every eviction: a node could not be drained" $name) -}}
+{{- end -}}
+{{- $auto := $engine.autoscaling -}}
+{{- if and (ne $auto.mode "none") (gt (int $auto.min) (int $auto.max)) -}}
+  {{- fail (printf "%s: autoscaling.min is above autoscaling.max" $name) -}}
+{{- end -}}
+{{- if and $engine.inferencePool.enabled (not $engine.inferencePool.picker) -}}
+  {{- fail (printf "%s: inferencePool needs picker, the Service of an endpoint picker" $name) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Seconds of the longest answer: what is set for all, or the longest that a model, tier or tenant may have. */}}
+{{- define "penstock.longestStreamS" -}}
+{{- $settings := .Values.gateway.settings -}}
+{{- $longest := .Values.drain.longestStreamS -}}
+{{- $holders := list $settings -}}
+{{- range (values (default (dict) $settings.tiers)) }}{{ $holders = append $holders . }}{{ end -}}
+{{- range (default (list) $settings.tenants) }}{{ $holders = append $holders . }}{{ end -}}
+{{- range .Values.models }}{{ $holders = append $holders (default (dict) .gateway) }}{{ end -}}
+{{- range $holders -}}
+  {{- $total := dig "timeouts" "total_s" 0 . -}}
+  {{- if gt (float64 $total) (float64 $longest) }}{{ $longest = $total }}{{ end -}}
+{{- end -}}
+{{- ceil $longest -}}
+{{- end -}}
+
+{{/* Seconds that the gateway takes to drain. */}}
+{{- define "penstock.gatewayDrainS" -}}
+{{- $own := dig "timeouts" "drain_s" 0 .Values.gateway.settings -}}
+{{- if $own }}{{ ceil $own }}{{ else }}{{ include "penstock.longestStreamS" . }}{{ end -}}
+{{- end -}}
+
+{{/* Seconds that an engine takes to drain. */}}
+{{- define "penstock.engineDrainS" -}}
+{{- $own := dig "drain_timeout_s" 0 .engine.settings -}}
+{{- if $own }}{{ ceil $own }}{{ else }}{{ include "penstock.longestStreamS" .root }}{{ end -}}
+{{- end -}}
+
+{{- define "penstock.graceS" -}}
+{{- add .root.Values.drain.endpointDelayS .drainS .root.Values.drain.marginS -}}
+{{- end -}}
+
+{{/* The wait before SIGTERM: others go on sending until they have learned that the pod is going. */}}
+{{- define "penstock.preStop" -}}
+preStop:
+  {{- if semverCompare ">=1.30-0" .Capabilities.KubeVersion.Version }}
+  sleep:
+    seconds: {{ .Values.drain.endpointDelayS }}
+  {{- else }}
+  exec:
+    command: ["sleep", {{ .Values.drain.endpointDelayS | quote }}]
+  {{- end }}
+{{- end -}}
+
+{{- define "penstock.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: {{ .Values.podSecurity.user }}
+runAsGroup: {{ .Values.podSecurity.group }}
+fsGroup: {{ .Values.podSecurity.group }}
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{- define "penstock.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+runAsNonRoot: true
+capabilities:
+  drop: ["ALL"]
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{/* Probes of a port by the name `probes`: (dict "startupS" ... "readyPeriodS" ...). */}}
+{{- define "penstock.probes" -}}
+startupProbe:
+  httpGet:
+    path: /startupz
+    port: probes
+  periodSeconds: 2
+  timeoutSeconds: 2
+  failureThreshold: {{ max 1 (ceil (divf .startupS 2)) }}
+readinessProbe:
+  httpGet:
+    path: /readyz
+    port: probes
+  periodSeconds: {{ .readyPeriodS }}
+  timeoutSeconds: 3
+  failureThreshold: 2
+livenessProbe:
+  httpGet:
+    path: /livez
+    port: probes
+  periodSeconds: {{ .livePeriodS }}
+  timeoutSeconds: 5
+  failureThreshold: {{ default 6 .liveFailures }}
+{{- end -}}
+
+{{/* Where a component's pods may run: (dict "root" $ "of" $component "selector" "..."). */}}
+{{- define "penstock.placement" -}}
+{{- with .of.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .of.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .of.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .of.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- if .of.topologySpread }}
+topologySpreadConstraints:
+  {{- range $key := list "topology.kubernetes.io/zone" "kubernetes.io/hostname" }}
+  - maxSkew: 1
+    topologyKey: {{ $key }}
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- $.selector | nindent 8 }}
+  {{- end }}
+{{- end }}
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* A value as TOML, on one line. JSON's texts are TOML's; a whole number is written as one. */}}
+{{- define "penstock.toml" -}}
+{{- if kindIs "map" . -}}
+{ {{- range $index, $key := keys . | sortAlpha -}}
+{{ if $index }}, {{ end }}{{ $key }} = {{ include "penstock.toml" (get $ $key) }}
+{{- end -}} }
+{{- else if kindIs "slice" . -}}
+[ {{- range $index, $value := . -}}
+{{ if $index }}, {{ end }}{{ include "penstock.toml" $value }}
+{{- end -}} ]
+{{- else if kindIs "string" . -}}
+{{ toJson . }}
+{{- else if kindIs "bool" . -}}
+{{ . }}
+{{- else if eq (float64 .) (floor .) -}}
+{{ printf "%.0f" (float64 .) }}
+{{- else -}}
+{{ printf "%v" . }}
+{{- end -}}
+{{- end -}}
+
+{{/* A file's lines: plain values first, then sections, then lists of tables. */}}
+{{- define "penstock.tomlLines" -}}
+{{- $plain := dict }}{{ $sections := dict }}{{ $lists := dict -}}
+{{- range $key, $value := . -}}
+  {{- if kindIs "map" $value }}{{ $_ := set $sections $key $value -}}
+  {{- else if and (kindIs "slice" $value) (kindIs "map" (first $value)) }}{{ $_ := set $lists $key $value -}}
+  {{- else }}{{ $_ := set $plain $key $value }}{{ end -}}
+{{- end -}}
+{{- range $key := keys $plain | sortAlpha }}
+{{ $key }} = {{ include "penstock.toml" (get $plain $key) }}
+{{- end }}
+{{- range $key := keys $sections | sortAlpha }}
+
+[{{ $key }}]
+{{- include "penstock.tomlPairs" (get $sections $key) }}
+{{- end }}
+{{- range $key := keys $lists | sortAlpha }}
+{{- range $table := get $lists $key }}
+
+[[{{ $key }}]]
+{{- include "penstock.tomlPairs" $table }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "penstock.tomlPairs" -}}
+{{- range $key := keys . | sortAlpha }}
+{{ $key }} = {{ include "penstock.toml" (get $ $key) }}
+{{- end }}
+{{- end -}}
+
+{{- define "penstock.hasHopTls" -}}
+{{- if ne .Values.hop.mode "plain" }}true{{ end -}}
+{{- end -}}
+
+{{- define "penstock.gatewayHopSecret" -}}
+{{- if eq .Values.hop.mode "secrets" -}}
+{{ required "hop.mode secrets needs hop.gatewaySecret" .Values.hop.gatewaySecret }}
+{{- else -}}
+{{ include "penstock.gateway" . }}-hop
+{{- end -}}
+{{- end -}}
+
+{{- define "penstock.engineHopSecret" -}}
+{{- if eq .Values.hop.mode "secrets" -}}
+{{ required "hop.mode secrets needs hop.engineSecret" .Values.hop.engineSecret }}
+{{- else -}}
+{{ include "penstock.fullname" . }}-engines-hop
+{{- end -}}
+{{- end -}}
+
+{{- define "penstock.publicTlsSecret" -}}
+{{- if eq .Values.gateway.tls.mode "secret" -}}
+{{ required "gateway.tls.mode secret needs gateway.tls.secret" .Values.gateway.tls.secret }}
+{{- else -}}
+{{ include "penstock.gateway" . }}-tls
+{{- end -}}
+{{- end -}}
+
+{{- define "penstock.redisUrl" -}}
+{{- if .Values.redis.url -}}
+{{ .Values.redis.url }}
+{{- else if .Values.redis.dev.enabled -}}
+redis://{{ include "penstock.fullname" . }}-redis:6379
+{{- end -}}
+{{- end -}}
+
+{{/* Truth ("true" or nothing) of a three-valued mode: (dict "root" $ "mode" "auto" "api" "..."). */}}
+{{- define "penstock.wanted" -}}
+{{- if or (eq .mode "always") (and (eq .mode "auto") (.root.Capabilities.APIVersions.Has .api)) }}true{{ end -}}
+{{- end -}}

@@ -1,0 +1,37 @@
+"""The rendered presets as they are kept beside the tests: a change of the chart shows in them.
+
+`python -m tests.ship.golden` writes them again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from tests.ship.rendering import NEWEST, PRESETS, template
+from tests.ship.values_schema import ROOT
+
+GOLDEN: Final = ROOT / "tests/ship/golden"
+
+
+def file_of(preset: str) -> Path:
+    """The file of a preset."""
+    return GOLDEN / f"{preset}.yaml"
+
+
+def rendered(preset: str) -> str:
+    """The preset as helm renders it today, without what belongs to a stamp of the chart."""
+    done = template(preset, NEWEST)
+    assert done.returncode == 0, done.stderr
+    return "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())
+
+
+def main() -> None:
+    """Write all."""
+    GOLDEN.mkdir(exist_ok=True)
+    for preset in PRESETS:
+        file_of(preset).write_text(rendered(preset))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""The parts of the chart fit each other and the services: configuration, names, drains, networks, metrics."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from engine.api.metrics import CoreReading, EngineMetrics
+from engine.config import EngineConfig, from_args
+from gateway.config import ENV_PREFIX, GatewayConfig
+from shared import config
+from tests.ship.rendering import NAMESPACE, PRESETS, Manifest, containers, of_kind, pod_templates, render
+
+ALL = ("", *PRESETS)
+EXISTING = {"penstock-keys", "penstock-redis", "penstock-test-key"}
+"""The Secrets that the presets take for granted."""
+CLAIMS = {"models", "penstock-models"}
+
+
+def files(found: tuple[Manifest, ...], name: str) -> Iterator[tuple[Manifest, str]]:
+    for manifest in of_kind(found, "ConfigMap"):
+        if name in manifest["data"]:
+            yield manifest, manifest["data"][name]
+
+
+def gateway_config(found: tuple[Manifest, ...]) -> GatewayConfig:
+    [(_, toml)] = files(found, "gateway.toml")
+    return config.load(GatewayConfig, tomllib.loads(toml), {}, ENV_PREFIX)
+
+
+def engine_configs(found: tuple[Manifest, ...], directory: Path) -> dict[str, EngineConfig]:
+    """The settings of each engine, by the name of its workload, as its own command line reads them."""
+    configs = {}
+    for manifest, toml in files(found, "engine.toml"):
+        file = directory / "engine.toml"
+        file.write_text(toml)
+        configs[manifest["metadata"]["name"]] = from_args(["--config", str(file)], {})
+    return configs
+
+
+# -- configuration --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ALL)
+def test_the_services_take_their_configuration(preset: str, tmp_path: Path) -> None:
+    found = render(preset)
+    gateway, engines = gateway_config(found), engine_configs(found, tmp_path)
+    ports = {c["name"]: c.get("ports", []) for _, pod in pod_templates(found) for c in containers(pod)}
+    named = {port["name"]: port["containerPort"] for port in ports["gateway"]}
+    assert named == {"http": gateway.listen.port, "probes": gateway.admin.port}
+    assert gateway.listen.host == gateway.admin.host == "0.0.0.0"
+    served = {model.name: model for model in gateway.models}
+    for engine in engines.values():
+        model = served[engine.name]
+        assert model.upstream_model == engine.name
+        assert {urlsplit(url).port for url in model.replicas} == {engine.port}
+        assert {urlsplit(url).scheme for url in model.replicas} == {"https" if engine.tls_cert else "http"}
+        assert (engine.host, engine.probe_port) == ("0.0.0.0", 8002)
+
+
+@pytest.mark.parametrize("preset", ALL)
+def test_a_replica_has_a_name_that_it_keeps(preset: str) -> None:
+    """The ring that prefixes are placed on is made of these names: a new pod has the old one's place."""
+    found = render(preset)
+    urls = {url for model in gateway_config(found).models for url in model.replicas}
+    ours = {url for url in urls if ".svc.cluster.local" in url}
+    hosts = set()
+    for workload in of_kind(found, "StatefulSet", "LeaderWorkerSet"):
+        name, spec = workload["metadata"]["name"], workload["spec"]
+        [scaled] = [s["spec"] for s in of_kind(found, "ScaledObject") if s["metadata"]["name"] == name] or [
+            {}
+        ]
+        assert spec.get("serviceName", name) == name
+        for index in range(scaled.get("maxReplicaCount") or spec["replicas"]):
+            hosts.add(f"{name}-{index}.{name}.{NAMESPACE}.svc.cluster.local")
+    assert {urlsplit(url).hostname for url in ours} == hosts
+
+
+def test_every_kind_of_value_reaches_the_file() -> None:
+    values = {
+        "limits": {"live_max": 5_000_000 // 100, "request_memory": "1GiB"},
+        "log_level": "debug",
+        "timeouts": {"connect_s": 0.25},
+        "admission": {"completion_estimate": 16_000_000},
+        "tenants": [{"id": "a", "models": ["de\"mo'"], "limits": {"token_budget": 900_000_000_000_000}}],
+        "tiers": {"flex": {"timeouts": {"total_s": 7200.5}}},
+        "keys": [
+            {
+                "id": "k",
+                "hash": f"sha256:{'a' * 64}",
+                "tenant": "a",
+                "expires": "2031-01-31T00:00:00Z",
+                "disabled": False,
+                "labels": ["übung <&>", "line\\n"],
+            }
+        ],
+    }
+    model = {"name": "m", "servedName": "de\"mo'"}
+    given = (
+        "--set-json",
+        f"gateway.settings={json.dumps(values)}",
+        "--set-json",
+        f"models=[{json.dumps(model)}]",
+    )
+    found = render("", "1.35", *given, "--set", "gateway.replicas=1")
+    loaded = gateway_config(found)
+    assert (loaded.limits.live_max, loaded.limits.request_memory) == (50_000, 1 << 30)
+    assert (loaded.timeouts.connect_s, loaded.log_level) == (0.25, "debug")
+    assert loaded.admission.completion_estimate == 16_000_000
+    assert loaded.tenants[0].models == ("de\"mo'",)
+    assert loaded.tenants[0].limits.token_budget == 900_000_000_000_000
+    assert loaded.keys[0].labels == ("übung <&>", "line\\n")
+    assert loaded.keys[0].expires is not None
+    assert loaded.timeouts.drain_s == 7201, "the longest stream of any tier counts"
+
+
+def stamp(found: tuple[Manifest, ...], name: str) -> dict[str, Any]:
+    """What a pod's template is, as far as a change of it replaces pods."""
+    [workload] = [
+        one for one in of_kind(found, "Deployment", "StatefulSet") if one["metadata"]["name"] == name
+    ]
+    template: dict[str, Any] = workload["spec"]["template"]
+    return template
+
+
+def test_a_change_of_tenants_replaces_no_pod() -> None:
+    before, after = render(""), render("", "1.35", "--set", "gateway.settings.tenants[0].id=new")
+    assert stamp(before, "r-penstock-gateway") == stamp(after, "r-penstock-gateway")
+    assert gateway_config(before) != gateway_config(after)
+    restarted = render("", "1.35", "--set", "gateway.settings.limits.live_max=9")
+    assert stamp(before, "r-penstock-gateway") != stamp(restarted, "r-penstock-gateway")
+
+
+def test_a_change_of_one_model_replaces_its_engines_alone() -> None:
+    more = ("--set", "models[0].name=a,models[1].name=b")
+    before = render("", "1.35", *more)
+    after = render("", "1.35", *more, "--set", "models[1].settings.max_num_seqs=8")
+    assert stamp(before, "r-penstock-a") == stamp(after, "r-penstock-a")
+    assert stamp(before, "r-penstock-b") != stamp(after, "r-penstock-b")
+    assert stamp(before, "r-penstock-gateway") == stamp(after, "r-penstock-gateway")
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ALL)
+def test_what_is_referred_to_exists(preset: str) -> None:
+    found = render(preset)
+    names = {(m["kind"], m["metadata"]["name"]) for m in found}
+    made = {m["spec"]["secretName"] for m in of_kind(found, "Certificate")}
+    for where, pod in pod_templates(found):
+        spec = pod["spec"]
+        assert (
+            "ServiceAccount",
+            spec.get("serviceAccountName", ""),
+        ) in names or "serviceAccountName" not in spec
+        mounts = {mount["name"] for c in containers(pod) for mount in c.get("volumeMounts", [])}
+        assert mounts == {volume["name"] for volume in spec["volumes"]}, where
+        for volume in spec["volumes"]:
+            if "configMap" in volume:
+                assert ("ConfigMap", volume["configMap"]["name"]) in names, where
+            if "secret" in volume:
+                assert volume["secret"]["secretName"] in made | EXISTING, where
+            if "persistentVolumeClaim" in volume:
+                assert volume["persistentVolumeClaim"]["claimName"] in CLAIMS
+        for variable in (variable for c in containers(pod) for variable in c.get("env", [])):
+            reference = variable.get("valueFrom", {}).get("secretKeyRef", {"name": "penstock-keys"})
+            assert reference["name"] in EXISTING
+
+
+@pytest.mark.parametrize("preset", ALL)
+def test_every_selector_finds_pods_and_every_port_a_name(preset: str) -> None:
+    found = render(preset)
+    pods = [pod for _, pod in pod_templates(found)]
+    for manifest in of_kind(found, "Service", "PodDisruptionBudget", "InferencePool", "NetworkPolicy"):
+        spec = manifest["spec"]
+        selector = spec.get("selector") or spec["podSelector"]
+        wanted = dict(selector.get("matchLabels", selector))
+        wanted.pop("leaderworkerset.sigs.k8s.io/worker-index", None)  # its controller sets it
+        matched = [pod for pod in pods if wanted.items() <= pod["metadata"]["labels"].items()]
+        assert matched, manifest["metadata"]["name"]
+        ports = {port["name"] for pod in matched for c in containers(pod) for port in c.get("ports", [])}
+        if manifest["kind"] == "Service":
+            assert {port["targetPort"] for port in spec["ports"]} <= ports
+    for monitor in of_kind(found, "ServiceMonitor"):
+        wanted = monitor["spec"]["selector"]["matchLabels"]
+        services = [s for s in of_kind(found, "Service") if wanted.items() <= s["metadata"]["labels"].items()]
+        ports = {port["name"] for service in services for port in service["spec"]["ports"]}
+        assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= ports
+
+
+# -- ends, networks, rights, metrics --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ALL)
+def test_a_pod_is_killed_only_after_its_longest_stream(preset: str, tmp_path: Path) -> None:
+    found = render(preset)
+    gateway, engines = gateway_config(found), engine_configs(found, tmp_path)
+    assert gateway.timeouts.drain_s >= gateway.timeouts.total_s
+    drains = {name: engine.drain_timeout_s for name, engine in engines.items()}
+    drains["r-penstock-gateway"] = gateway.timeouts.drain_s
+    for workload in of_kind(found, "Deployment", "StatefulSet"):
+        spec = workload["spec"]["template"]["spec"]
+        [container] = spec["containers"]
+        delay_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+        drain_s = drains[workload["metadata"]["name"]]
+        assert spec["terminationGracePeriodSeconds"] >= delay_s + drain_s + 5
+        assert drain_s >= gateway.timeouts.total_s
+
+
+def test_the_wait_before_the_end_is_a_command_where_kubernetes_knows_no_sleep() -> None:
+    for _, pod in pod_templates(render("laptop", "1.29")):
+        for container in pod["spec"]["containers"]:
+            if "lifecycle" in container:
+                assert container["lifecycle"]["preStop"] == {"exec": {"command": ["sleep", "2"]}}
+
+
+@pytest.mark.parametrize("preset", ALL)
+def test_each_pod_has_a_policy_and_engines_are_reached_by_gateways_alone(preset: str) -> None:
+    found = render(preset)
+    policies = of_kind(found, "NetworkPolicy")
+    for name, pod in pod_templates(found):
+        component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
+        labels = pod["metadata"]["labels"].items()
+        held = [p for p in policies if p["spec"]["podSelector"]["matchLabels"].items() <= labels]
+        assert len(held) == 1 or component == "test", name
+        if component == "engine":
+            [rule] = [r for r in held[0]["spec"]["ingress"] if r.get("ports") == [{"port": "http"}]]
+            [peer] = rule["from"]
+            assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "gateway"
+            assert held[0]["spec"]["policyTypes"] == ["Ingress", "Egress"]
+
+
+def test_networks_are_open_only_where_they_have_to_be() -> None:
+    """An engine whose model is on a claim reaches nothing but names. The ranks of a group reach each
+    other."""
+    [alone] = [
+        p for p in of_kind(render("tensor-parallel"), "NetworkPolicy") if "llama" in p["metadata"]["name"]
+    ]
+    assert [sorted(rule) for rule in alone["spec"]["egress"]] == [["ports"]]
+    [group] = [p for p in of_kind(render("multi-node"), "NetworkPolicy") if "big" in p["metadata"]["name"]]
+    [between] = [rule for rule in group["spec"]["ingress"] if "ports" not in rule]
+    assert between["from"][0]["podSelector"]["matchLabels"]["penstock.dev/model"] == "big"
+
+
+def test_the_hop_is_mtls_with_probes_in_plain_text(tmp_path: Path) -> None:
+    found = render("tensor-parallel")
+    [engine] = engine_configs(found, tmp_path).values()
+    gateway = gateway_config(found)
+    assert engine.tls_client_ca is not None
+    assert (gateway.hop.cert, gateway.hop.ca) == ("/etc/penstock-hop/tls.crt", "/etc/penstock-hop/ca.crt")
+    [certificate] = [
+        c
+        for c in of_kind(found, "Certificate")
+        if c["spec"].get("usages") == ["server auth"] and "hop" in c["metadata"]["name"]
+    ]
+    [name] = certificate["spec"]["dnsNames"]
+    for url in gateway.models[0].replicas:
+        assert re.fullmatch(name.replace(".", r"\.").replace("*", r"[^.]+"), urlsplit(url).hostname or "")
+
+
+def test_scaling_asks_for_a_metric_that_an_engine_has() -> None:
+    found = render("tensor-parallel")
+    [scaled] = of_kind(found, "ScaledObject")
+    query = scaled["spec"]["triggers"][0]["metadata"]["query"]
+    [(metric, labels)] = re.findall(r"(penstock_\w+)\{(.*?)\}", query)
+    metrics = EngineMetrics(8)
+    metrics.watch_core(lambda: CoreReading(None, waiting=3, live=4, is_ready=True))
+    assert f"{metric} 3.0" in metrics.text().decode(), "a series without labels of its own"
+    assert set(re.findall(r"(\w+)=", labels)) == {"namespace", "service"}, "labels that Prometheus sets"
+    services = {service["metadata"]["name"] for service in of_kind(found, "Service")}
+    assert set(re.findall(r'service="(.*?)"', labels)) <= services
+
+
+def test_a_model_split_over_gpus_is_told_so(tmp_path: Path) -> None:
+    [engine] = engine_configs(render("tensor-parallel"), tmp_path).values()
+    assert (engine.tensor_parallel_size, engine.device) == (8, "cuda")
+    [workload] = of_kind(render("tensor-parallel"), "StatefulSet")
+    [container] = workload["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+    [shm] = [v for v in workload["spec"]["template"]["spec"]["volumes"] if v["name"] == "shm"]
+    assert shm["emptyDir"]["medium"] == "Memory"
+    [group] = engine_configs(render("multi-node"), tmp_path).values()
+    assert group.tensor_parallel_size == 2
