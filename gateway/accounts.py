@@ -51,7 +51,7 @@ AT_ONCE: Final = 1000
 TERMS_MAX: Final = 16 * 1024
 """The number of callers and models whose terms are kept; the oldest make room."""
 RELOADED: Final = ("keys", "tenants", "tiers", "issuers", "grants", "certificates")
-"""The parts of the configuration that are read again."""
+"""The parts of the configuration that are read again, besides the replicas of models."""
 
 log = logs.get(__name__)
 
@@ -203,10 +203,20 @@ def _read(path: Path, before: GatewayConfig) -> _Read:
     """Read a file. Raises ConfigError."""
     config = load(path, os.environ)
     admin = replace(before.admin, keys=config.admin.keys)
-    taken = replace(before, admin=admin, **{name: getattr(config, name) for name in RELOADED})
+    models = _with_replicas(before.models, config.models)
+    taken = replace(before, admin=admin, models=models, **{name: getattr(config, name) for name in RELOADED})
     gone = {key.id: key for key in before.keys}
     changed = [key for key in taken.keys if gone.pop(key.id, None) != key]
     return _Read(taken, taken == config, changed, [key.key_id for key in gone.values()], _ids_of(taken))
+
+
+def _with_replicas(before: Sequence[ModelConfig], after: Sequence[ModelConfig]) -> tuple[ModelConfig, ...]:
+    """The models as they were, with the replicas that they are given now."""
+    given = {model.name: model.replicas for model in after}
+    return tuple(
+        replace(model, replicas=given[model.name]) if model.replicas and given.get(model.name) else model
+        for model in before
+    )
 
 
 class AccountsReader:
@@ -228,6 +238,8 @@ class AccountsReader:
         """All keys."""
         self.on_revoked: Callable[[Collection[KeyId]], None] = lambda _: None
         """Called with the ids of keys that have just been revoked."""
+        self.on_models: Callable[[Sequence[ModelConfig]], None] = lambda _: None
+        """Called with the models whenever the file was read again: their replicas may be others."""
         self._kept: dict[TenantId, TenantConfig] = {}
         """The directory's tenants, those of the file's ids too."""
         self._identity_of = identity_of
@@ -255,10 +267,12 @@ class AccountsReader:
                 log.error("config.rejected", path=self._path, problems=list(error.problems))
                 return list(error.problems)
             if not read.is_whole:
-                log.warning("config.restart_needed", path=self._path, read=f"{', '.join(RELOADED)} alone")
+                parts = f"{', '.join(RELOADED)} and models' replicas"
+                log.warning("config.restart_needed", path=self._path, read=f"{parts} alone")
             self.config, self._in_file, self.keys.declared = read.taken, read.ids, read.ids["keys"]
             counts = {"keys": len(read.taken.keys), "tenants": len(read.taken.tenants)}
             log.info("config.reloaded", path=self._path, **counts)
+            self.on_models(read.taken.models)
             for at in range(0, len(read.changed), AT_ONCE):
                 self._change_keys(read.changed[at : at + AT_ONCE], ())
                 await asyncio.sleep(0)

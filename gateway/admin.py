@@ -59,6 +59,7 @@ PROBLEMS_LEN_MAX: Final = 8 * 1024
 Open = Callable[[web.BaseRequest], web.Response]
 """Answers anybody. Raises ApiError."""
 _ID: Final = "([A-Za-z0-9._-]{1,64})"
+_REPLICA: Final = r"([A-Za-z0-9._~:%\[\]-]{1,512})"
 
 log = logs.get(__name__)
 
@@ -95,7 +96,8 @@ class Admin:
         self._operators: Final[Table] = dict(entries)
         """The operators' handlers by method, by path."""
         self._patterns: Final = [
-            (re.compile(path.replace("{id}", _ID)), methods) for path, methods in self._operators.items()
+            (re.compile(path.replace("{id}", _ID).replace("{replica}", _REPLICA)), methods)
+            for path, methods in self._operators.items()
         ]
 
     async def handle(self, request: web.BaseRequest) -> web.Response:

@@ -46,9 +46,10 @@ from gateway.listener import PublicServer, listen
 from gateway.pipeline import Pipeline
 from gateway.public_tls import PublicTls
 from gateway.quota_config import QuotasConfig
-from gateway.record import HELD_BYTES, HTTP2_STREAMS, IN_FLIGHT
+from gateway.record import HELD_BYTES, HTTP2_STREAMS, IN_FLIGHT, MEMBERS, forget_replica
 from gateway.relay.credentials import Credentials
 from gateway.relay.upstream import Upstream
+from gateway.replica_api import ReplicaRoutes
 from gateway.routing.replicas import Replicas
 from gateway.usage_api import UsageReports
 from shared import logs
@@ -112,10 +113,10 @@ class Gateway:
         self.accounts.on_revoked = self._end_revoked
         self._follower = _follower(config, self.accounts, env, clock)
         self._registry = _registry(self._follower, path, self.accounts, env, clock)
-        self.replicas = Replicas(config.models, clock, secrets.randbits(64))
+        self.replicas = _replicas(config, self.accounts, clock)
         self._upstream = upstream = Upstream(config.hop, config.models)
         self._threads = FairThreads(config.limits.tokenizer_threads)
-        self.engines = Engines(config.models, _profiles(config, upstream, credentials), clock)
+        self.engines = Engines(config.models, _profiles(config, upstream, credentials, self.replicas), clock)
         memory = FairShare(config.limits.request_memory)
         _set_gauges(self.live, upstream, memory)
         parts = self.engines, store, self.replicas, upstream, credentials, self.live, self._threads, memory
@@ -137,6 +138,8 @@ class Gateway:
             "configuration": self.accounts.watch,
             "lease renewal": self._renew_leases,
             "issuers' keys": self._key_sources.watch,
+            "pools": self.replicas.keep,
+            "members' ends": self.replicas.sweep,
         }
         if self._follower is not None:
             works["directory"] = self._follower.watch
@@ -174,7 +177,7 @@ class Gateway:
                 options = http1_options(self.config.timeouts.idle_s)
                 directory = DirectoryRoutes(self._registry, self._follow)
                 usage = UsageReports(self._guarded or self.quotas, self.accounts, self._clock)
-                tables = directory.table, usage.table
+                tables = directory.table, usage.table, ReplicaRoutes(self.replicas).table
                 handlers = Admin(self._health, self.accounts, self.reload, self.live, tables, self._clock)
                 private = web.Server(handlers.handle, **options)
                 self.admin_port = await listen(
@@ -253,6 +256,15 @@ class Gateway:
         return [*store, *([] if is_followed else ["directory"]), *self._background.down]
 
 
+def _replicas(config: GatewayConfig, accounts: AccountsReader, clock: Clock) -> Replicas:
+    """The replicas, which follow the file and are shown in the process's metrics."""
+    replicas = Replicas(config.models, clock, secrets.randbits(64))
+    replicas.on_gone = forget_replica
+    accounts.on_models = replicas.take
+    MEMBERS.set_function(replicas.counts)
+    return replicas
+
+
 def _set_gauges(live: LiveRequests, upstream: Upstream, memory: FairShare) -> None:
     """Show these in the process's metrics."""
     IN_FLIGHT.set_function(lambda: len(live))
@@ -261,13 +273,15 @@ def _set_gauges(live: LiveRequests, upstream: Upstream, memory: FairShare) -> No
 
 
 def _profiles(
-    config: GatewayConfig, upstream: Upstream, credentials: Credentials
+    config: GatewayConfig, upstream: Upstream, credentials: Credentials, replicas: Replicas
 ) -> Callable[[ModelConfig], Awaitable[EngineProfile]]:
     """The function that asks a model's engine for its profile."""
 
     def fetch(model: ModelConfig) -> Awaitable[EngineProfile]:
         connect_s = timeouts_of(config.timeouts, model).connect_s
-        return fetch_profile(upstream, model, connect_s, credentials.headers(model))
+        return fetch_profile(
+            upstream, model, replicas.urls(model.name), connect_s, credentials.headers(model)
+        )
 
     return fetch
 

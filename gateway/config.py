@@ -6,8 +6,8 @@ Each field below declares a setting (`shared.settings`): `live_max` in `[limits]
 Of the settings that bound a request in time, the most specific one wins, each by itself: the tenant's, its
 service tier's, the model's, the one in `[timeouts]`.
 
-Keys, tenants, tiers, issuers, grants and certificates are read again when the file changes; everything else
-takes a restart.
+Keys, tenants, tiers, issuers, grants, certificates and the replicas of models are read again when the file
+changes; everything else takes a restart.
 """
 
 from __future__ import annotations

@@ -66,6 +66,8 @@ OUTCOMES: Final[Mapping[type[BaseException], Outcome]] = {
     InterTokenTimeout: Outcome.STALLED,
 }
 """The errors that count as a failure of the replica. All others are neutral."""
+NOBODY_RETRY_S: Final = 1.0
+"""The `Retry-After` of a request whose model has no member that is ready, in seconds."""
 
 
 class Prepared(Struct, frozen=True):
@@ -151,7 +153,7 @@ class Dispatcher:
             while True:
                 place = self._replicas.place(prepared.model.name, prepared.affinity, tried)
                 if place is None:
-                    raise failure or UpstreamUnreachable("No engine serves this model.")
+                    raise failure or _nobody()
                 exchange.record.placed(place.route)
                 if failure is not None:
                     RETRIES.inc("unsent" if isinstance(failure, UNSENT) else "repeated")
@@ -161,8 +163,8 @@ class Dispatcher:
                     forget_frames(error)  # some refer to the error, and all to the request
                     failure = error
                     tried.add(place.replica.id)
-                    self._replicas.release(place, outcome_of(error, exchange.watch))
                     exchange.record.attempt_failed(place.replica.id, error.code)
+                    self._replicas.release(place, outcome_of(error, exchange.watch))
                     is_repeat = not isinstance(error, UNSENT)
                     if not self._goes_elsewhere(exchange, prepared, budget, repeats if is_repeat else None):
                         raise
@@ -227,6 +229,10 @@ class Dispatcher:
         if opened.head:
             self._replicas.began(place)
         return Dispatched(prepared.model, place, opened)
+
+
+def _nobody() -> NotReady:
+    return NotReady("No engine of this model is ready.", retry_after_s=NOBODY_RETRY_S)
 
 
 def _tokens_of(progress: Progress) -> int:

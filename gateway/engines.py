@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -20,13 +20,15 @@ from gateway.config import ModelConfig
 from gateway.relay.upstream import HeaderPairs, Upstream
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
-from shared.errors import ApiError, ConnectTimeout, UpstreamFailed, UpstreamUnreachable
+from shared.errors import ApiError, ConnectTimeout, NotReady, UpstreamFailed, UpstreamUnreachable
 from shared.ids import TOKENIZER_HEADER
 from shared.openai import ChatMessage, ChatRequest
 from shared.tokenizer import Tokenizer, TokenizerBundle, UnusableTokenizer
 
 FETCH_S: Final = 30.0
 """The time to fetch the profile from one replica, in seconds."""
+ASKED_MAX: Final = 8
+"""The replicas that are asked for the profile, one after the other, before a pause."""
 RETRY_S_MIN: Final = 0.5
 RETRY_S_MAX: Final = 5.0
 
@@ -158,19 +160,19 @@ class _Models(msgspec.Struct):
 
 
 async def fetch_profile(
-    upstream: Upstream, model: ModelConfig, connect_s: float, headers: HeaderPairs
+    upstream: Upstream, model: ModelConfig, urls: Sequence[str], connect_s: float, headers: HeaderPairs
 ) -> EngineProfile:
-    """Ask one replica after the other. Raises the last one's ApiError when none answers."""
-    failure: ApiError | None = None
-    for url in model.replicas:
+    """Ask one replica after the other, `ASKED_MAX` at most. Raises the last one's ApiError when none
+    answers."""
+    failure: ApiError = NotReady("The model has no replica that is ready.")
+    for url in urls[:ASKED_MAX]:
         try:
             async with asyncio.timeout(FETCH_S):
-                return await _fetch(upstream, model, url.rstrip("/"), connect_s, headers)
+                return await _fetch(upstream, model, url, connect_s, headers)
         except ApiError as error:
             failure = error
         except TimeoutError:
             failure = UpstreamFailed("The engine did not answer in time.", detail=f"{url}: {FETCH_S:g} s")
-    assert failure is not None
     raise failure
 
 

@@ -24,4 +24,4 @@ Handler = Callable[[Asked], Awaitable[web.Response]]
 Methods = Mapping[str, Handler]
 """The handlers of a path, by method."""
 Table = Mapping[str, Methods]
-"""The methods by path, in which `{id}` stands for an id."""
+"""The methods by path, in which `{id}` stands for an id, and `{replica}` for a replica's."""

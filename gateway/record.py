@@ -1,7 +1,7 @@
 """The report on a request: its completed line, whatever its end, and its metrics.
 
-Label values are bounded: models, tenants and replicas come from the configuration, the rest are constants of
-the code. Tenants beyond `TENANTS_SHOWN_MAX` share one label.
+Label values are bounded: models and tenants come from the configuration, replicas are those that there are,
+the rest are constants of the code. Tenants beyond `TENANTS_SHOWN_MAX` share one label.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from msgspec import Struct
 from gateway.admission.quota import Decision, Settlement
 from gateway.relay.stream import Progress
 from gateway.routing.policy import Route
+from gateway.routing.replicas import Replica
 from shared import logs
 from shared.completed_line import EVENT, GATEWAY_STAGES, GatewayLine
 from shared.end_reason import EndReason, end_reason_of
 from shared.errors import STATUS_CLIENT_GONE, ApiError
 from shared.ids import KeyId, ReplicaId, RequestId, TenantId
-from shared.metrics import Counter, Gauge, Histogram
+from shared.metrics import Counter, Gauge, GaugeFamily, Histogram
 from shared.sse import Closing
 from shared.telemetry import Stages
 
@@ -156,6 +157,16 @@ RETRIES: Final = Counter(
     ("kind",),
 )
 ROUTES: Final = Counter("penstock_gateway_routes", "Choices of a replica, by their reason.", ("route",))
+
+
+MEMBERS: Final = GaugeFamily(
+    "penstock_gateway_members", "Members of pools by what becomes of them.", ("model", "phase")
+)
+
+
+def forget_replica(replica: Replica) -> None:
+    """Drop the series of a replica that is gone, or their number would grow with every one that comes."""
+    UPSTREAM_ATTEMPTS.forget(replica.id)
 
 
 def observe_attempt(replica: ReplicaId) -> None:

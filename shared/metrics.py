@@ -14,7 +14,7 @@ Rules:
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import accumulate
 from operator import add
@@ -68,6 +68,11 @@ class Counter(Collector):
             value = 0
         self._values[labels] = value + by
 
+    def forget(self, first: object) -> None:
+        """Drop the numbers whose first label has this value."""
+        for labels in [labels for labels in self._values if labels[0] == first]:
+            del self._values[labels]
+
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(self._name, self._documentation, labels=self._labels)
         for labels, value in self._values.items():
@@ -90,6 +95,34 @@ class Gauge(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily(self._name, self._documentation, value=self._read())
+
+
+class GaugeFamily(Collector):
+    """Numbers by label values that a function gives at each scrape; none until the function is set."""
+
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        labels: Sequence[str],
+        *,
+        registry: CollectorRegistry = REGISTRY,
+    ) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._labels = tuple(labels)
+        self._read: Callable[[], Mapping[tuple[object, ...], float]] = dict
+        registry.register(self)
+
+    def set_function(self, read: Callable[[], Mapping[tuple[object, ...], float]]) -> None:
+        """Set the function that is called for the numbers at each scrape."""
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(self._name, self._documentation, labels=self._labels)
+        for labels, value in self._read().items():
+            family.add_metric([str(label) for label in labels], value)
+        yield family
 
 
 class Histogram(Collector):

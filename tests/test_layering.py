@@ -104,7 +104,7 @@ GATEWAY_LEVELS = (
     {"config", "secret", "hygiene", "background", "shield", "client"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
     {"accounts", "operators", "billing", "public_tls", "engines", "record", "development", "openapi"},
-    {"exchange", "directory", "usage_api"},
+    {"exchange", "directory", "usage_api", "replica_api"},
     {"outbound", "admin", "dispatch"},
     {"pipeline"},  # the only one that knows the order of the stages
     {"edge"},

@@ -1,24 +1,49 @@
-"""The replicas of every model: the load of each, and its health. The list is static and comes from the
-configuration.
+"""The replicas of every model, which come and go: the load of each, its phase and its health.
+
+A source lists a pool's members (`list_members`): the configuration's list at the start and whenever it is
+read again, or discovery. Rules:
+
+1. A change is taken over as a whole, and away from the requests' way: the table of the new members is built
+   in steps between which requests go on with the old ones, and then the two are exchanged at once.
+2. A member that drains takes no new requests, and leaves the table, so that its conversations move once. Its
+   open requests go on. One that no source lists any more is gone with the last of them, or after `LINGER_S`.
+3. An engine that said that it drains is asked again after `ENGINE_DRAIN_S`, unless it said so anew: its
+   successor may have the same address.
+4. Members that join a pool which has some are new to its conversations (slow start, `policy`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import urlsplit
 
 from gateway.config import HopProtocol, ModelConfig
 from gateway.routing.ejections import observe_ejection, observe_return
 from gateway.routing.health import Health, Outcome, Ticket, usable
+from gateway.routing.members import MOVES, DrainCause, Listed, MemberPhase, Standing, bounded, phase_of
 from gateway.routing.policy import SLOW_START_MS, Affinity, Route, View, choose, loads
 from gateway.routing.table import Table, key_of
+from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.ids import ReplicaId
 
+SWEEP_S: Final = 1.0
+"""The time between two looks for members whose time is over, in seconds."""
+ENGINE_DRAIN_S: Final = 30.0
+"""The time for which an engine's word that it drains counts, in seconds."""
+LINGER_S: Final = 3600.0
+"""The time after which a member that is not listed any more is forgotten, in seconds. Its requests run on."""
+LEAVING_MAX: Final = 1024
+"""The number of members that are not listed any more and have open requests; the oldest are forgotten."""
 
-@dataclass(slots=True)
+log = logs.get(__name__)
+
+
+@dataclass(slots=True, eq=False)
 class Replica:
     id: ReplicaId
     """A name for logs and metrics: host and port of its URL, with the path where it has one."""
@@ -26,6 +51,22 @@ class Replica:
     protocol: HopProtocol
     view: View
     health: Health
+    phase: MemberPhase = MemberPhase.JOINING
+    standings: dict[str, Standing] = field(default_factory=dict)
+    """What its source says of it, by the model of each pool that lists it."""
+    drained_by: set[DrainCause] = field(default_factory=set)
+    engine_drains_until_s: float = 0.0
+    """The end of `ENGINE_DRAIN_S`, on the monotonic clock."""
+    left_at_s: float | None = None
+    """When the last source ceased to list it, on the monotonic clock. None while one lists it."""
+    routes: Counter[Route] = field(default_factory=Counter)
+    """The requests that it was chosen for, by the reason."""
+
+    def to(self, phase: MemberPhase) -> None:
+        """Move to a phase, if it is another one."""
+        if phase is not self.phase:
+            assert phase in MOVES[self.phase], f"{self.id}: {self.phase} -> {phase}"
+            self.phase = phase
 
 
 @dataclass(slots=True)
@@ -40,13 +81,28 @@ class Placement:
     placed_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Pool:
-    """The replicas of one model, in the order of its configuration."""
+    """The replicas of one model."""
 
-    replicas: tuple[Replica, ...]
-    table: Table
+    model: str
+    protocol: HopProtocol
     owners: int | None
+    wanted: dict[str, Standing]
+    """What its source listed last, by URL."""
+    listed: dict[str, Standing] = field(default_factory=dict)
+    """What was taken over of that."""
+    replicas: tuple[Replica, ...] = ()
+    """Those that were ready when the table was built, in its order."""
+    table: Table = field(default_factory=lambda: Table(()))
+    changes: int = 0
+    """The number of changes for which the table is to be built anew."""
+    built: int = 0
+    """The number of those for which it was."""
+
+    @property
+    def is_stale(self) -> bool:
+        return self.built != self.changes
 
 
 class Replicas:
@@ -56,9 +112,22 @@ class Replicas:
         """`seed` is of chance: gateways that eject one replica are not to return to it at one moment."""
         self._clock: Final = clock
         self._seed: Final = seed
+        self.on_gone: Callable[[Replica], None] = lambda _: None
+        """Called with each member that is gone."""
         self._by_url: dict[str, Replica] = {}
-        self._pools: Final = {model.name: self._pool(model) for model in models}
+        self._pools: Final[dict[str, _Pool]] = {}
+        self._stale: Final = asyncio.Event()
         self._turn = 0
+        self._starts = True
+        for model in models:
+            wanted, _ = bounded(Listed(url) for url in model.replicas)
+            pool = _Pool(model.name, model.protocol, model.prefix_owners, wanted)
+            self._pools[model.name] = pool
+            ready = self._ready_urls(pool)
+            self._exchange(pool, wanted, ready, Table(_ids_of(ready)))
+        self._starts = False
+
+    # -- requests ---------------------------------------------------------------------------------
 
     def next_turn(self) -> int:
         """The number of a request, by which requests without a prompt go round. All attempts of a request
@@ -71,14 +140,13 @@ class Replicas:
         return len(self._pools[model].replicas) > 1
 
     def place(self, model: str, affinity: Affinity, tried: Collection[ReplicaId] = ()) -> Placement | None:
-        """Choose a replica that was not tried yet, and add the request's load to it. None when all were
-        tried."""
+        """Choose a replica that is ready and was not tried yet, and add the request's load to it. None when
+        there is none."""
         pool = self._pools[model]
-        if len(pool.replicas) == 1:
-            only = pool.replicas[0]
-            return None if only.id in tried else self._placed(only, Route.AFFINITY, 0)
+        left = [_is_ready(replica) and replica.id not in tried for replica in pool.replicas]
+        if len(left) == 1:
+            return self._placed(pool.replicas[0], Route.AFFINITY, 0) if left[0] else None
         now_ms = self._now_ms()
-        left = [replica.id not in tried for replica in pool.replicas]
         may, is_panic = usable([replica.health for replica in pool.replicas], left, now_ms)
         views = [replica.view for replica in pool.replicas]
         choice = choose(pool.table, loads(views, now_ms), affinity, pool.owners, may)
@@ -114,6 +182,8 @@ class Replicas:
         ejection = replica.health.note(placement.ticket, outcome, self._now_ms())
         if ejection is not None:
             observe_ejection(replica.id, ejection)
+        if replica.left_at_s is not None:
+            self._settle(replica)
 
     def _now_ms(self) -> int:
         return int(self._clock.monotonic() * 1000)
@@ -121,20 +191,182 @@ class Replicas:
     def _placed(self, replica: Replica, route: Route, waiting: int) -> Placement:
         replica.view.sent += waiting
         replica.view.requests += 1
+        replica.routes[route] += 1
         now_ms = self._now_ms()
         return Placement(replica, route, waiting, replica.health.admit(now_ms), now_ms)
 
-    def _pool(self, model: ModelConfig) -> _Pool:
-        replicas = tuple(self._entry(url, model.protocol) for url in model.replicas)
-        return _Pool(replicas, Table([replica.id for replica in replicas]), model.prefix_owners)
+    # -- members ----------------------------------------------------------------------------------
 
-    def _entry(self, url: str, protocol: HopProtocol) -> Replica:
-        url = url.rstrip("/")
-        parts = urlsplit(url)
-        since_ms = int(self._clock.monotonic() * 1000) - SLOW_START_MS  # all replicas at a start are as old
-        id_ = ReplicaId(parts.netloc + parts.path)
-        new = Replica(id_, url, protocol, View(since_ms), Health(self._seed ^ key_of(id_.encode())))
-        return self._by_url.setdefault(url, new)
+    def members(self, model: str | None = None) -> Iterator[Replica]:
+        """All members, or those that a model's source lists."""
+        if model is None:
+            yield from self._by_url.values()
+        elif (pool := self._pools.get(model)) is not None:
+            yield from (self._by_url[url] for url in pool.listed if url in self._by_url)
+
+    def find(self, id_: str) -> Replica | None:
+        """The member of this id."""
+        return next((replica for replica in self._by_url.values() if replica.id == id_), None)
+
+    def urls(self, model: str) -> Sequence[str]:
+        """The URLs of a model's members that are not leaving, those that are ready first."""
+        found = [one for one in self.members(model) if one.phase in (MemberPhase.READY, MemberPhase.JOINING)]
+        return [one.url for one in sorted(found, key=lambda one: one.phase is not MemberPhase.READY)]
+
+    def counts(self) -> dict[tuple[object, ...], float]:
+        """The number of members by model and phase."""
+        counts: Counter[tuple[object, ...]] = Counter()
+        for replica in self._by_url.values():
+            counts.update((model, replica.phase.value) for model in replica.standings or ("none",))
+        return dict(counts)
+
+    def take(self, models: Iterable[ModelConfig]) -> None:
+        """Note the replicas that the configuration has now."""
+        for model in models:
+            if model.replicas:
+                self.list_members(model.name, (Listed(url) for url in model.replicas))
+
+    def list_members(self, model: str, listed: Iterable[Listed]) -> None:
+        """Note what a model's source lists. `keep` takes it over."""
+        pool = self._pools[model]
+        wanted, left_out = bounded(listed)
+        if left_out:
+            log.warning("members.too_many", model=model, left_out=left_out)
+        if wanted != pool.wanted:
+            pool.wanted = wanted
+            self._invalidate(pool)
+
+    def drain(self, replica: Replica, cause: DrainCause) -> None:
+        """Send no new requests to a member. Its open ones finish."""
+        if cause is DrainCause.ENGINE:
+            replica.engine_drains_until_s = self._clock.monotonic() + ENGINE_DRAIN_S
+        if cause not in replica.drained_by:
+            replica.drained_by.add(cause)
+            self._settle(replica)
+
+    def undrain(self, replica: Replica, cause: DrainCause) -> None:
+        """Take back what `drain` did for this cause."""
+        if cause in replica.drained_by:
+            replica.drained_by.remove(cause)
+            self._settle(replica)
+
+    async def keep(self) -> None:
+        """Take over what sources list, and build the tables that are stale, until cancelled."""
+        while True:
+            await self._stale.wait()
+            self._stale.clear()
+            for pool in self._pools.values():
+                while pool.is_stale:
+                    await self._rebuild(pool)
+
+    async def sweep(self) -> None:
+        """Look after members whose time is over, until cancelled."""
+        while True:
+            await self._clock.sleep(SWEEP_S)
+            now_s = self._clock.monotonic()
+            for replica in list(self._by_url.values()):
+                if DrainCause.ENGINE in replica.drained_by and now_s >= replica.engine_drains_until_s:
+                    self.undrain(replica, DrainCause.ENGINE)
+                if replica.left_at_s is not None and now_s - replica.left_at_s >= LINGER_S:
+                    self._forget(replica)
+
+    def _invalidate(self, pool: _Pool) -> None:
+        pool.changes += 1
+        self._stale.set()
+
+    async def _rebuild(self, pool: _Pool) -> None:
+        """Rule 1."""
+        changes, wanted, ready = pool.changes, pool.wanted, self._ready_urls(pool)
+        table = Table(_ids_of(ready), is_filled=False)
+        for _ in table.fill():
+            await asyncio.sleep(0)
+        pool.built = changes
+        self._exchange(pool, wanted, ready, table)
+
+    def _ready_urls(self, pool: _Pool) -> list[str]:
+        """The URLs of the members that are ready once `wanted` is taken over."""
+        known = ((url, standing, self._by_url.get(url)) for url, standing in pool.wanted.items())
+        return [
+            url
+            for url, standing, replica in known
+            if standing is Standing.READY
+            and (replica is None or (not replica.drained_by and replica.protocol == pool.protocol))
+        ]
+
+    def _exchange(self, pool: _Pool, listed: dict[str, Standing], ready: Sequence[str], table: Table) -> None:
+        """Exchange a pool's members and its table at once."""
+        before, now_ms = pool.listed, self._now_ms()
+        had_some = any(map(_is_ready, pool.replicas))
+        members = {url: self._entry(url, pool) for url in listed}
+        pool.listed, pool.replicas, pool.table = listed, tuple(members[url] for url in ready), table
+        for url, replica in members.items():
+            if replica.protocol != pool.protocol:
+                log.error("member.two_protocols", model=pool.model, replica=replica.id)
+                continue
+            was_ready = _is_ready(replica)
+            replica.standings[pool.model] = listed[url]
+            self._settle(replica)
+            if _is_ready(replica) and not was_ready:
+                replica.view.since_ms = now_ms if had_some else now_ms - SLOW_START_MS
+        for url in before.keys() - listed.keys():
+            if (left := self._by_url.get(url)) is not None and pool.model in left.standings:
+                del left.standings[pool.model]
+                self._settle(left)
+        leaving = [replica for replica in self._by_url.values() if replica.left_at_s is not None]
+        for replica in leaving[: max(0, len(leaving) - LEAVING_MAX)]:
+            self._forget(replica)
+
+    def _settle(self, replica: Replica) -> None:
+        """Move a member to the phase that follows from what is known of it."""
+        if replica.phase is MemberPhase.GONE:
+            return
+        was_ready = _is_ready(replica)
+        phase = phase_of(replica.standings.values(), replica.drained_by, replica.view.requests)
+        if replica.standings:
+            replica.left_at_s = None
+        elif replica.left_at_s is None:
+            replica.left_at_s = self._clock.monotonic()
+        if phase is MemberPhase.GONE:
+            self._forget(replica)
+            return
+        self._move(replica, phase)
+        for model in replica.standings:
+            pool = self._pools[model]
+            if _is_ready(replica) is not was_ready and (replica in pool.replicas) is was_ready:
+                self._invalidate(pool)
+
+    def _move(self, replica: Replica, phase: MemberPhase) -> None:
+        if phase is not replica.phase and not self._starts:
+            log.info("member.moved", replica=replica.id, before=replica.phase.value, phase=phase.value)
+        replica.to(phase)
+
+    def _forget(self, replica: Replica) -> None:
+        self._move(replica, MemberPhase.GONE)
+        if self._by_url.get(replica.url) is replica:
+            del self._by_url[replica.url]
+        self.on_gone(replica)
+
+    def _entry(self, url: str, pool: _Pool) -> Replica:
+        """The member at a URL, a new one if need be."""
+        if (known := self._by_url.get(url)) is not None:
+            return known
+        id_ = _id_of(url)
+        health = Health(self._seed ^ key_of(id_.encode()))
+        new = self._by_url[url] = Replica(id_, url, pool.protocol, View(self._now_ms()), health)
+        return new
+
+
+def _id_of(url: str) -> ReplicaId:
+    parts = urlsplit(url)
+    return ReplicaId(parts.netloc + parts.path)
+
+
+def _ids_of(urls: Iterable[str]) -> list[ReplicaId]:
+    return [_id_of(url) for url in urls]
+
+
+def _is_ready(replica: Replica) -> bool:
+    return replica.phase is MemberPhase.READY
 
 
 def _computed(placement: Placement) -> None:

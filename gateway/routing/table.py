@@ -20,6 +20,9 @@ SLOTS_PER_MEMBER: Final = 100
 _SIZES: Final = (1_009, 4_001, 16_001, 64_007)
 """Primes, so that any step visits every slot."""
 MEMBERS_MAX: Final = _SIZES[-1] // SLOTS_PER_MEMBER
+STEP_LEN: Final = 4096
+"""Taken slots that one step of filling a table looks at, within a millisecond or so. The last free ones are
+found after many."""
 
 
 def key_of(*parts: bytes) -> int:
@@ -32,18 +35,43 @@ def key_of(*parts: bytes) -> int:
 
 
 class Table:
-    """Members by index, in the order in which their names were given. Immutable: a change builds another, in
-    about 0.2 ms per member. Raises ValueError for more than `MEMBERS_MAX`."""
+    """Members by index, in the order in which their names were given. Immutable once it is filled: a change
+    builds another, in about 0.2 ms per member. Raises ValueError for more than `MEMBERS_MAX`."""
 
     __slots__ = ("_slots", "ids")
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], *, is_filled: bool = True) -> None:
+        """`is_filled` is False for a table that its maker fills step by step."""
         if len(names) > MEMBERS_MAX:
             raise ValueError(f"a pool has at most {MEMBERS_MAX} replicas")
         self.ids: Final = tuple(key_of(name.encode()) for name in names)
         """A key of each member."""
         size = next(size for size in _SIZES if size >= SLOTS_PER_MEMBER * len(names))
-        self._slots: Final = _filled(self.ids, size)
+        self._slots: Final = array("l", [-1]) * size
+        if is_filled:
+            for _ in self.fill():
+                pass
+
+    def fill(self) -> Iterator[None]:
+        """Fill the slots, in steps between which others may run. The order of names plays no part: members
+        take turns by their ids."""
+        slots, ids, size = self._slots, self.ids, len(self._slots)
+        free = size if ids else 0
+        turns = sorted(range(len(ids)), key=ids.__getitem__)
+        at = [id_ % size for id_ in ids]
+        steps = [id_ // size % (size - 1) + 1 for id_ in ids]
+        looks = 0
+        while free:
+            for member in turns[:free]:
+                slot, step = at[member], steps[member]
+                while slots[slot] >= 0:
+                    slot = (slot + step) % size
+                    if (looks := looks + 1) >= STEP_LEN:
+                        looks = 0
+                        yield
+                slots[slot] = member
+                at[member] = slot
+                free -= 1
 
     def walk(self, key: int) -> Iterator[int]:
         """All members, each once, in the order of the slots from the key's."""
@@ -55,20 +83,3 @@ class Table:
                 yield member
                 if len(seen) == len(self.ids):
                     return
-
-
-def _filled(ids: Sequence[int], size: int) -> array[int]:
-    """The member of each slot. The order of names plays no part: members take turns by their ids."""
-    slots, free = array("l", [-1]) * size, size if ids else 0
-    turns = sorted(range(len(ids)), key=ids.__getitem__)
-    at = [id_ % size for id_ in ids]
-    steps = [id_ // size % (size - 1) + 1 for id_ in ids]
-    while free:
-        for member in turns[:free]:
-            slot = at[member]
-            while slots[slot] >= 0:
-                slot = (slot + steps[member]) % size
-            slots[slot] = member
-            at[member] = slot
-            free -= 1
-    return slots

@@ -49,7 +49,7 @@ def engine(
 
 async def profile_of(upstream: FakeUpstream, *urls: str) -> EngineProfile:
     model = ModelConfig("tiny", urls or (A,))
-    return await fetch_profile(cast(Upstream, upstream), model, 1.0, ())
+    return await fetch_profile(cast(Upstream, upstream), model, model.replicas, 1.0, ())
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ async def test_an_engine_without_a_tokenizer_to_give_is_a_foreign_one() -> None:
 async def test_the_next_replica_is_asked_when_one_fails() -> None:
     good = engine(tokenizer=({TOKENIZER_HEADER: BUNDLE.hash}, msgspec.json.encode(BUNDLE)), url=B)
     upstream = FakeUpstream({(A, MODELS): UpstreamUnreachable("gone"), **good.answers})
-    assert await profile_of(upstream, f"{A}/", f"{B}/") == EngineProfile(BUNDLE, 4096, None)
+    assert await profile_of(upstream, A, B) == EngineProfile(BUNDLE, 4096, None)
     assert upstream.asked == [(A, MODELS), (B, MODELS), (B, TOKENIZER)]
 
 
