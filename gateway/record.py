@@ -232,6 +232,7 @@ def _line(record: RequestRecord, stages: Stages, seconds: float) -> GatewayLine:
         prompt_tokens=record.prompt_tokens if closing is None else closing.prompt_tokens,
         completion_tokens=None if closing is None else closing.completion_tokens,
         cached_tokens=None if closing is None else closing.cached_tokens,
+        causes=None if closing is None else closing.causes or None,
         body_ms=body, validate_ms=validate, tokenize_ms=tokenize,
         service="gateway", key_id=record.key, replica=record.replica, attempts=record.attempts,
         failed_attempts=", ".join(record.failures) or None,

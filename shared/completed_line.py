@@ -23,6 +23,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from shared.causes import CAUSES_MAX, Cause
 from shared.end_reason import EndReason
 
 EVENT: Final = "request.completed"
@@ -82,6 +83,8 @@ class CompletedLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     core."""
     cached_tokens: WholeNumber | None = None
     """Prompt tokens that were found in the prefix cache. None as `completion_tokens`."""
+    causes: Annotated[tuple[Cause, ...], Meta(max_length=CAUSES_MAX)] | None = None
+    """What the request waited for, as the engine found it. None where there is nothing to tell."""
     body_ms: Milliseconds | None = None
     """Stage: reading the request's body."""
     validate_ms: Milliseconds | None = None
@@ -159,8 +162,8 @@ class GatewayLine(CompletedLine, frozen=True, kw_only=True):
 
 
 class EngineLine(CompletedLine, frozen=True, kw_only=True):
-    """The completed line of the engine. Where the request has several sequences, each time is that of the
-    slowest."""
+    """The completed line of the engine. Where the request has several sequences, the times from `queue_ms` to
+    `stalled_ms` are those of the one that ended last."""
 
     service: Literal["engine"]
     sequences: WholeNumber | None = None
@@ -180,6 +183,12 @@ class EngineLine(CompletedLine, frozen=True, kw_only=True):
     """Stage: paused, because the client was behind in reading."""
     detokenize_ms: Milliseconds | None = None
     """Stage: making text from the tokens of a `/detokenize` request."""
+    edge_ms: Milliseconds | None = None
+    """Stage: what lies between the others: from the headers to the body, and answers without a model."""
+    handover_ms: Milliseconds | None = None
+    """Stage: the ways from the API process to the core and back, and making text of tokens."""
+    flush_ms: Milliseconds | None = None
+    """Stage: sending what is left of the answer, once its last token was there."""
 
 
 GATEWAY_STAGES: Final = (
@@ -189,9 +198,11 @@ GATEWAY_STAGES: Final = (
 """In the order of a request's way. A gateway's request is in one of them at every moment: they add up to
 `total_ms`."""
 ENGINE_STAGES: Final = (
-    *("body", "validate", "tokenize", "detokenize", "queue", "prefill", "decode", "preempted", "stalled"),
+    *("edge", "body", "validate", "tokenize", "detokenize", "queue", "prefill", "decode"),
+    *("preempted", "stalled", "handover", "flush"),
 )
-"""In the order of a request's way, but for the last two, which come in between."""
+"""In the order of a request's way, but for `preempted`, `stalled` and `handover`, which come in between. They
+add up to `total_ms`."""
 
 Line = GatewayLine | EngineLine
 

@@ -17,10 +17,12 @@ relays bytes and parses no event. `TailScanner` finds the comment under these ru
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 
+from shared.causes import CAUSES_MAX, Cause
 from shared.errors import ApiError
 from shared.openai import error_envelope
 
@@ -28,7 +30,7 @@ DONE: Final = b"data: [DONE]\n\n"
 CONTENT_TYPE: Final = "text/event-stream; charset=utf-8"
 CLOSING_HEADER: Final = "x-penstock-closing"
 """The header that has the closing's JSON on answers that are not streams."""
-CLOSING_LEN_MAX: Final = 2048
+CLOSING_LEN_MAX: Final = 4096
 
 LINE_LEN_MAX: Final = 16 * 1024 * 1024
 
@@ -54,6 +56,16 @@ class Closing(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int = 0
     stalled_ms: float = 0.0
     """The time for which the request was paused, because the client was behind in reading."""
+    edge_ms: float = 0.0
+    """This and the following are the engine's stages before the core."""
+    body_ms: float = 0.0
+    validate_ms: float = 0.0
+    tokenize_ms: float = 0.0
+    handover_ms: float = 0.0
+    """The time that the ways between the engine's processes took."""
+    first_byte_ms: float = 0.0
+    """The time from the request's headers to the answer's first byte, at the engine; 0.0: there was none."""
+    causes: Annotated[tuple[Cause, ...], Meta(max_length=CAUSES_MAX)] = ()
 
 
 _decode_closing = msgspec.json.Decoder(Closing).decode

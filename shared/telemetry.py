@@ -11,7 +11,7 @@ Stage names are constants of the code, never taken from requests: they label a h
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, lru_cache
 from operator import itemgetter, sub
 from types import TracebackType
@@ -191,6 +191,17 @@ class Stages:
         self._measured_s[stage] = self._measured_s.get(stage, 0.0) + seconds
         if self._span is not None:
             self._add_span(stage, seconds)
+
+    def carve(self, stage: str, parts: Mapping[str, float]) -> None:
+        """Give parts of a stage that is over names of their own: they were measured elsewhere, in seconds.
+        The stage keeps the rest, and no part takes more than is left of it: so the sum stays the same."""
+        names, seconds = self._taken()
+        left = whole = seconds[names.names.index(stage)]
+        for part, asked in parts.items():
+            taken = max(0.0, min(asked, left))
+            self.record(part, taken)
+            left -= taken
+        self._measured_s[stage] = self._measured_s.get(stage, 0.0) + left - whole
 
     def _add_span(self, stage: str, seconds: float) -> None:
         assert self._tracer is not None

@@ -14,9 +14,12 @@ import msgspec
 from msgspec import Struct
 
 from shared import logs
-from shared.completed_line import EVENT, schema_problem
+from shared.completed_line import ENGINE_STAGES, EVENT, GATEWAY_STAGES, schema_problem
 
 PROBLEMS_MAX: Final = 20
+UNNAMED_MS_MAX: Final = 1.0
+"""Milliseconds of a request that may be in none of its stages, for rounding. It does not grow with load: the
+stages are made so that they add up."""
 
 
 class LineCheck:
@@ -55,8 +58,20 @@ class LineCheck:
         self.checked += 1
         service = str(fields.get("logger")).partition(".")[0]
         line = {"ts": datetime.now(UTC), "level": level, "service": service, "event": EVENT, **fields}
-        if (problem := schema_problem(line)) and len(self._problems) < PROBLEMS_MAX:
+        problem = schema_problem(line) or unnamed_time(line)
+        if problem and len(self._problems) < PROBLEMS_MAX:
             self._problems.append(f"{problem} in {line}")
+
+
+def unnamed_time(line: Mapping[str, object]) -> str | None:
+    """The difference between a request's time and that of its stages; None when every millisecond is
+    named."""
+    names = GATEWAY_STAGES if line["service"] == "gateway" else ENGINE_STAGES
+    stages_ms = sum(float(str(line.get(f"{name}_ms", 0.0))) for name in names)
+    rest_ms = float(str(line["total_ms"])) - stages_ms
+    if abs(rest_ms) <= UNNAMED_MS_MAX:
+        return None
+    return f"{rest_ms:.3f} ms are in no stage"
 
 
 SUITES: Final = LineCheck()

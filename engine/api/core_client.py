@@ -29,6 +29,7 @@ import msgspec
 
 from engine.api.metrics import EngineMetrics
 from engine.api.outputs import ChoiceOutput
+from engine.api.steps import StepRing
 from engine.core.messages import (
     AbortSequences,
     AddSequence,
@@ -137,6 +138,7 @@ class CoreClient:
         """Set once the core is ready, or has failed to become ready."""
         self.info: RunnerInfo | None = None
         self.stats: CoreStats | None = None
+        self.steps: Final = StepRing()
         self.failure: str | None = None
         self.answers = True
         """True if the core answered the last Ping in time."""
@@ -359,14 +361,9 @@ class CoreClient:
         now = self._clock.monotonic()
         live = self._live
         self.stats = step.stats
-        for started in step.started:
-            self._on_left_queue(started.handle)
-            self._queue_s = started.queue_s
-            if (output := live.get(started.handle)) is not None:
-                output.on_started(started)
-        for handle, prompt_logprobs in step.prompt_logprobs:
-            if (output := live.get(handle)) is not None:
-                output.prompt_logprobs += prompt_logprobs
+        if step.record is not None:
+            self.steps.push(step.record)
+        self._take_news(step, now)
         stopped: list[int] = []
         behind: list[int] = []
         for handle, token, logprobs in zip(step.handles, step.tokens, step.logprobs or repeat(None)):  # noqa: B905
@@ -385,6 +382,21 @@ class CoreClient:
         if behind and (behind := [handle for handle in behind if handle in live]):
             self._pause(behind, now)
         self._metrics.on_step(step)
+
+    def _take_news(self, step: StepOutput, now: float) -> None:
+        """Deliver what happens a few times in a sequence's life."""
+        live = self._live
+        for started in step.started:
+            self._on_left_queue(started.handle)
+            self._queue_s = started.queue_s
+            if (output := live.get(started.handle)) is not None:
+                output.on_started(started)
+        for moved in step.moved:
+            if (output := live.get(moved.handle)) is not None:
+                output.on_moved(moved, now)
+        for handle, prompt_logprobs in step.prompt_logprobs:
+            if (output := live.get(handle)) is not None:
+                output.prompt_logprobs += prompt_logprobs
 
     def _deliver(self, output: ChoiceOutput, token: int, logprobs: TokenLogprobs | None, now: float) -> bool:
         """Deliver one token. Returns True when the sequence must end here. An exception ends this

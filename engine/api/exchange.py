@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
 import structlog
 
 from engine.api.outputs import Timing
 from shared import logs, sse
+from shared.causes import Cause, CauseCode, most_telling
 from shared.clock import Clock
 from shared.completed_line import EVENT, UNPARSED
 from shared.end_reason import EndReason, end_reason_of
@@ -37,6 +39,10 @@ from shared.openai import error_envelope
 from shared.telemetry import Stages
 
 JSON_TYPE: Final = "application/json"
+_TOLD_STAGES: Final = ("edge", "body", "validate", "tokenize", "handover")
+"""The stages that a closing tells, beside the core's."""
+SLOW_TOKENIZER_S: Final = 0.05
+"""The time from which on turning text into tokens is a cause to be told, in seconds."""
 METHOD_LEN_MAX: Final = 16
 """The most characters of a method that are logged."""
 
@@ -51,7 +57,7 @@ class Tally:
     completion_tokens: int = 0
     cached_tokens: int = 0
     timing: Timing = field(default_factory=Timing)
-    """Each time is that of the slowest sequence; `preemptions` is the sum over all."""
+    """The times of the sequence that ended last; `preemptions` is the sum over all."""
 
 
 class Exchange:
@@ -84,12 +90,16 @@ class Exchange:
         self.tally: Tally | None = None
         """The cost of the generation. None until its sequences are in the core's queue."""
         self.end_reason = EndReason.OK
-        self.started_at = clock.monotonic()
+        self.causes: list[Cause] = []
+        """What the request waited for."""
+        self.started_at = self.stages.enter("edge")
         """When the request's headers were read, in seconds on `clock`."""
         self._clock = clock
         self._tokenizer_hash = tokenizer_hash
         self._status = 0
         self._is_event_stream = False
+        self.first_byte_at: float | None = None
+        """When the first byte of the answer's body was written, in seconds on `clock`. None before."""
         self._error: ApiError | None = None
         self._cut: asyncio.TimerHandle | None = None
         trace_id = self.stages.trace.trace_id
@@ -97,12 +107,22 @@ class Exchange:
 
     @contextmanager
     def enter(self, stage: str) -> Iterator[None]:
-        """Measure a stage, and make it the one that the request is in."""
+        """Measure a stage, and make it the one that the request is in. Between stages is the stage `edge`."""
         self.stage = stage
-        with self.stages(stage):
+        began_at = self.stages.enter(stage)
+        try:
             yield
+        finally:
+            seconds = self.stages.enter("edge") - began_at
+            if stage == "tokenize" and seconds >= SLOW_TOKENIZER_S:
+                self.causes.append(Cause(code=CauseCode.TOKENIZER, ms=_ms(seconds)))
 
     # -- answers ----------------------------------------------------------------------------------
+
+    def answers(self) -> None:
+        """Note that the first of the answer's body is about to be written. Later calls do nothing."""
+        if self.first_byte_at is None:
+            self.first_byte_at = self._clock.monotonic()
 
     async def send(
         self,
@@ -186,6 +206,7 @@ class Exchange:
     def closing(self) -> sse.Closing:
         tally = self.tally or Tally()
         timing = tally.timing
+        edge, body, validate, tokenize, handover = self.stages.milliseconds(_TOLD_STAGES)
         return sse.Closing(
             end_reason=self.end_reason,
             prompt_tokens=tally.prompt_tokens,
@@ -197,6 +218,13 @@ class Exchange:
             preempted_ms=_ms(timing.preempted_s),
             preemptions=timing.preemptions,
             stalled_ms=_ms(timing.stalled_s),
+            edge_ms=edge or 0.0,
+            body_ms=body or 0.0,
+            validate_ms=validate or 0.0,
+            tokenize_ms=tokenize or 0.0,
+            handover_ms=handover or 0.0,
+            first_byte_ms=0.0 if self.first_byte_at is None else _ms(self.first_byte_at - self.started_at),
+            causes=most_telling(self.causes),
         )
 
     def complete(self) -> float:
@@ -204,7 +232,7 @@ class Exchange:
         long it took, in seconds."""
         if self._cut is not None:
             self._cut.cancel()
-        total_s = self._clock.monotonic() - self.started_at
+        total_s = self.stages.enter(self.stages.now) - self.started_at
         level = "debug" if self.is_quiet else "info"
         logs.write(EVENT, {**self._line(total_s), **self.stages.log_fields()}, level)
         self.stages.end(endpoint=self.endpoint, status=self._status, end_reason=self.end_reason)
@@ -238,6 +266,8 @@ class Exchange:
                 "cached_tokens": tally.cached_tokens,
                 "preemptions": tally.timing.preemptions,
             }
+        if self.causes:
+            fields["causes"] = [msgspec.to_builtins(cause) for cause in most_telling(self.causes)]
         return _known(fields)
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Final, TypeVar
 
 from engine.api.asking import Asked, Deadlines, ask
@@ -29,7 +30,7 @@ from engine.api.detokenizer import Detokenizer
 from engine.api.encoding import AnswerEncoder, ChatEncoder, CompletionEncoder, Heading
 from engine.api.exchange import Exchange, Tally
 from engine.api.model import ServedModel
-from engine.api.outputs import ChoiceOutput, Delta, RequestOutput, Timing
+from engine.api.outputs import ChoiceOutput, Delta, RequestOutput
 from engine.api.state import EngineState
 from shared import sse
 from shared.errors import ApiError, RequestAborted
@@ -102,6 +103,9 @@ class Generation:
 
     async def run(self) -> None:
         self._exchange.stage = "queue"
+        submitted_at = self._exchange.stages.enter("handover")
+        for output in self._outputs:
+            output.submitted_at = submitted_at
         with self._deadlines.watch(self._expire, self._is_waiting):
             try:
                 sequences, self._sequences = self._sequences, []
@@ -109,7 +113,7 @@ class Generation:
                     self._exchange.request_id, sequences, self._outputs, self._share
                 )
                 del sequences
-                self._exchange.tally = self._tally()
+                self._exchange.tally = self._tally(submitted_at)
                 await (self._stream() if self._streams else self._respond())
             finally:
                 self._close()
@@ -141,6 +145,7 @@ class Generation:
         await exchange.start_stream(self._headers())
         while not output.is_done:
             deltas = await output.take()
+            exchange.answers()
             core.resume(self._handles)
             if self._awaits_scores:
                 deltas, held = self._with_scores(held + deltas)
@@ -180,6 +185,7 @@ class Generation:
     async def _respond(self) -> None:
         deltas: list[Delta] = sorted(await self._output.take(), key=lambda delta: delta.index)
         self._settle()
+        self._exchange.answers()
         closing = sse.encode_closing(self._exchange.closing()).decode()
         headers = {**self._headers(), sse.CLOSING_HEADER: closing}
         await self._write_whole(self._encoder.whole(deltas, self._usage()), headers)
@@ -224,21 +230,23 @@ class Generation:
         """Note what the request has cost, once: its tally, its stages, the metrics."""
         assert not self._is_settled
         self._is_settled = True
-        exchange, metrics, now = self._exchange, self._state.metrics, self._state.clock.monotonic()
+        exchange, metrics = self._exchange, self._state.metrics
+        now = exchange.stages.enter("flush")
         exchange.stage = min((output.stage for output in self._outputs), key=_STAGES.index)
-        exchange.tally = tally = self._tally()
+        exchange.tally = tally = self._tally(now)
         timing = tally.timing
-        for stage, seconds in (
-            ("queue", timing.queue_s),
-            ("prefill", timing.prefill_s),
-            ("decode", timing.decode_s),
-            ("preempted", timing.preempted_s),
-            ("stalled", timing.stalled_s),
-        ):
-            if seconds:
-                exchange.stages.record(stage, seconds)
+        parts = {
+            "stalled": timing.stalled_s,
+            "preempted": timing.preempted_s,
+            "queue": timing.queue_s,
+            "prefill": timing.prefill_s,
+            "decode": timing.decode_s,
+        }
+        exchange.stages.carve("handover", {stage: seconds for stage, seconds in parts.items() if seconds})
         if not self._handles:
             return
+        last = max(self._outputs, key=lambda output: output.timing(now).life_s)
+        exchange.causes += last.causes(now, shared=len(self._outputs) > 1)
         metrics.prompt_tokens.inc(by=tally.prompt_tokens)
         first_token_at = [
             output.first_token_at for output in self._outputs if output.first_token_at is not None
@@ -250,22 +258,15 @@ class Generation:
             if output.finish_reason is not None and output.completion_tokens > 1:
                 metrics.tpot_s.observe(output.timing(now).decode_s / (output.completion_tokens - 1))
 
-    def _tally(self) -> Tally:
-        now = self._state.clock.monotonic()
+    def _tally(self, now: float) -> Tally:
         timings = [output.timing(now) for output in self._outputs]
+        last = max(timings, key=lambda timing: timing.life_s)
         return Tally(
             sequences=len(self._outputs),
             prompt_tokens=self._prompt_tokens(),
             completion_tokens=sum(output.completion_tokens for output in self._outputs),
             cached_tokens=sum(output.cached_len for output in self._outputs[:: self._n]),
-            timing=Timing(
-                queue_s=max(timing.queue_s for timing in timings),
-                prefill_s=max(timing.prefill_s for timing in timings),
-                decode_s=max(timing.decode_s for timing in timings),
-                preempted_s=max(timing.preempted_s for timing in timings),
-                preemptions=sum(timing.preemptions for timing in timings),
-                stalled_s=max(timing.stalled_s for timing in timings),
-            ),
+            timing=replace(last, preemptions=sum(timing.preemptions for timing in timings)),
         )
 
     def _prompt_tokens(self) -> int:
@@ -291,7 +292,7 @@ class Generation:
     # -- making -----------------------------------------------------------------------------------
 
     def _choice_output(self, asked: Asked, model: ServedModel, index: int) -> ChoiceOutput:
-        choice = asked.choices[index]
+        choice, core = asked.choices[index], self._state.core
         decoder = model.tokenizer.decode_stream(choice.prompt_ids)
         return ChoiceOutput(
             index,
@@ -301,6 +302,9 @@ class Generation:
             keeps_entries=asked.sends_token_ids or asked.logprobs is not None,
             discards=asked.discards,
             submitted_at=self._state.clock.monotonic(),
+            steps=core.steps,
+            prompt_len=len(choice.prompt_ids),
+            service_class=asked.share.service_class,
         )
 
     def _make_encoder(self, asked: Asked, model: ServedModel) -> AnswerEncoder:
@@ -321,5 +325,5 @@ class Generation:
         return CompletionEncoder(heading, model.tokenizer, scored, prompts, echoes)
 
 
-_STAGES = ("queue", "prefill", "decode", "stalled")
+_STAGES = ("queue", "prefill", "preempted", "decode", "stalled")
 """The stages of a sequence, in order. A request is in the stage of its sequence that is furthest behind."""

@@ -26,8 +26,12 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from engine.api.causes import SequenceMarks, Spent, causes_of
 from engine.api.detokenizer import Detokenizer
-from engine.core.messages import Finished, FinishReason, Started, TokenLogprobs
+from engine.api.halts import Halts
+from engine.api.steps import StepRing
+from engine.core.messages import Finished, FinishReason, Moved, ServiceClass, Started, TokenLogprobs
+from shared.causes import Cause
 from shared.errors import ApiError, EngineFailed, Overloaded, SlowClient
 from shared.openai import FinishReasonName
 
@@ -74,6 +78,10 @@ class Timing:
     preemptions: int = 0
     stalled_s: float = 0.0
 
+    @property
+    def life_s(self) -> float:
+        return self.queue_s + self.prefill_s + self.decode_s + self.preempted_s + self.stalled_s
+
 
 class ChoiceOutput:
     """The output of one sequence: tokens in, deltas out."""
@@ -88,6 +96,9 @@ class ChoiceOutput:
         keeps_entries: bool = False,
         discards: bool = False,
         submitted_at: float = 0.0,
+        steps: StepRing | None = None,
+        prompt_len: int = 0,
+        service_class: ServiceClass = ServiceClass.DEFAULT,
     ) -> None:
         self.index = index
         self.output = output
@@ -107,16 +118,17 @@ class ChoiceOutput:
         self._unsent_tokens = 0
         """Tokens that came since there was something to send."""
         self._unsent_text_len = 0
-        self._paused_at: float | None = None
-        self._stalled_s = 0.0
-        """Seconds that the sequence was paused, in pauses that are over."""
+        self._steps: Final = StepRing() if steps is None else steps
+        self._marks: Final = SequenceMarks(service_class, prompt_len, self._steps.last)
+        self._halts: Final = Halts(self._steps)
+        self._preempted_in_prefill_s = 0.0
 
         self.finish_reason: FinishReasonName | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.completion_tokens = 0
         self.cached_len = 0
         self.first_token_at: float | None = None
-        self._submitted_at = submitted_at
+        self.submitted_at = submitted_at
         self._queue_s: float | None = None
         """How long the sequence waited for its first admission, in seconds. None until the core has
         begun it."""
@@ -132,9 +144,11 @@ class ChoiceOutput:
         """The stage that the sequence is in, for the log."""
         if self._queue_s is None:
             return "queue"
-        if self.first_token_at is None:
-            return "prefill"
-        return "decode" if self._paused_at is None else "stalled"
+        if self._halts.is_paused:
+            return "stalled"
+        if self._halts.is_preempted:
+            return "preempted"
+        return "prefill" if self.first_token_at is None else "decode"
 
     @property
     def is_behind(self) -> bool:
@@ -149,28 +163,44 @@ class ChoiceOutput:
         if self._final_timing is not None:
             return self._final_timing
         if self._queue_s is None:
-            return Timing(queue_s=now - self._submitted_at)
-        first_token_at = self.first_token_at or now
-        prefill_s = max(0.0, first_token_at - self._submitted_at - self._queue_s)
-        stalled_s = self._stalled_s + (0.0 if self._paused_at is None else now - self._paused_at)
-        decode_s = now - first_token_at - stalled_s
-        return Timing(self._queue_s, prefill_s, decode_s, stalled_s=stalled_s)
+            return Timing(queue_s=now - self.submitted_at)
+        halts, begun_at = self._halts, self.submitted_at + self._queue_s
+        stalled_s, preempted_s = halts.stalled_s(now), halts.preempted_s(now)
+        if self.first_token_at is None:
+            prefill_s = max(0.0, now - begun_at - preempted_s - stalled_s)
+            return Timing(self._queue_s, prefill_s, 0.0, preempted_s, halts.preemptions, stalled_s)
+        prefill_s = max(0.0, self.first_token_at - begun_at - self._preempted_in_prefill_s)
+        decode_s = now - self.first_token_at - stalled_s - (preempted_s - self._preempted_in_prefill_s)
+        return Timing(self._queue_s, prefill_s, decode_s, preempted_s, halts.preemptions, stalled_s)
+
+    def causes(self, now: float, *, shared: bool) -> list[Cause]:
+        """What the sequence waited for, in the order of its life. To be called once, when nothing more comes.
+        `shared` says that its request has other sequences."""
+        for one in self._halts.take_over(now, is_last=True):
+            self._marks.interrupted(one)
+        timing = self.timing(now)
+        spent = Spent(
+            timing.queue_s, timing.prefill_s, timing.decode_s, self.cached_len, self.completion_tokens
+        )
+        return list(causes_of(self._marks, spent, self._steps, shared=shared))
 
     # -- from the core ----------------------------------------------------------------------------
 
     def on_started(self, started: Started) -> None:
         self.cached_len = started.cached_len
         self._queue_s = started.queue_s
+        self._marks.admitted = self._steps.last
 
     def on_paused(self, now: float) -> None:
         """Note that the core was told to pause the sequence."""
-        assert self._paused_at is None
-        self._paused_at = now
+        self._halts.pause(now)
 
     def on_resumed(self, now: float) -> None:
-        assert self._paused_at is not None
-        self._stalled_s += now - self._paused_at
-        self._paused_at = None
+        self._halts.resume(now)
+
+    def on_moved(self, moved: Moved, now: float) -> None:
+        """Note that the sequence was preempted, or admitted again."""
+        self._halts.moved(moved.move, moved.swapped, now)
 
     def on_token(self, token_id: int, logprobs: TokenLogprobs | None, now: float) -> bool:
         """Take a token. Returns True when it completed a stop string, so that the core must be told
@@ -178,6 +208,11 @@ class ChoiceOutput:
         assert self.finish_reason is None
         if self.first_token_at is None:
             self.first_token_at = now
+            self._marks.first_token = self._steps.last
+            self._preempted_in_prefill_s = self._halts.preempted_s(now)
+        if self._halts:
+            for one in self._halts.take_over(now, is_last=False):
+                self._marks.interrupted(one)
         if self._discards:
             return False
         self.completion_tokens += 1

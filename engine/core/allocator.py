@@ -35,7 +35,7 @@ from typing import Final
 from engine.core.block_manager import BlockManager, pages_for
 from engine.core.config import SchedulerConfig
 from engine.core.cost import CostLearner
-from engine.core.messages import RunnerInfo, ServiceClass
+from engine.core.messages import Lack, Move, Moved, RunnerInfo, ServiceClass
 from engine.core.pace import PlanBuilder
 from engine.core.sequence import Sequence, Status
 from engine.core.step import InFlight
@@ -68,6 +68,7 @@ class Allocator:
         self._slots_free = list(reversed(range(runner.slots)))
         self._left: list[int] = []
         self._replaced: list[tuple[Sequence, int]] = []
+        self._moved: list[Moved] = []
         self._preemption_awaits_commit = False
         self._may_yield_from = -math.inf
         self.holdings: Final = TenantHoldings(runner.slots, runner.pages)
@@ -77,10 +78,19 @@ class Allocator:
         """The running sequences by slot, in the order of admission."""
         self.preemptions = 0
         """Preemptions since the start, those of stalled sequences included."""
+        self.admitted: Final = [0] * len(ServiceClass)
+        """Sequences that were admitted for the first time since the start, by class."""
+        self.lack = Lack.NOTHING
+        """What the first sequence lacked that did not fit into the plan that is made."""
 
     @property
     def has_free_slot(self) -> bool:
         return bool(self._slots_free)
+
+    @property
+    def holders(self) -> int:
+        """The number of sequences that hold pages."""
+        return len(self.running) + len(self._waiting.stalled)
 
     def take_left(self) -> list[int]:
         """The slots that were left since the last call."""
@@ -91,6 +101,11 @@ class Allocator:
         """The page table entries that changed since the last call, as (slot, index, page)."""
         replaced, self._replaced = self._replaced, []
         return [(s.slot, index, s.pages[index]) for s, index in replaced if s.slot is not None]
+
+    def take_moved(self) -> list[Moved]:
+        """The preemptions and readmissions since the last call."""
+        moved, self._moved = self._moved, []
+        return moved
 
     # -- admission --------------------------------------------------------------------------------
 
@@ -115,6 +130,7 @@ class Allocator:
         with a protected sequence it needs the pages that all of them may need to grow to their ends (rule C).
         """
         if not (self._slots_free or victims):
+            self.lack = self.lack or Lack.SLOTS
             return False
         known_pages = pages_for(len(sequence.tokens), self._runner.page_size)
         takes = known_pages - len(prefix.pages) + self.pages.unreferenced(prefix.pages)
@@ -125,7 +141,10 @@ class Allocator:
             growth = sum(self._pages_max(s) - len(s.pages) for s in together)
             headroom = max(headroom, growth - (known_pages - len(sequence.pages)))
         lacking = takes + headroom - self.pages.available
-        return lacking <= 0 or lacking <= len(self._reclaimable(victims) - set(prefix.pages))
+        if lacking <= 0 or lacking <= len(self._reclaimable(victims) - set(prefix.pages)):
+            return True
+        self.lack = self.lack or Lack.PAGES
+        return False
 
     def _pages_max(self, sequence: Sequence) -> int:
         return pages_for(sequence.kv_len_max, self._runner.page_size)
@@ -194,12 +213,16 @@ class Allocator:
         if yields:
             self._may_yield_from = now + sum(map(self._restore_s, chosen))
         for victim in chosen:
-            self._preempt(victim, builder, now, yields=yields)
+            self._preempt(victim, builder, now, Move.PREEMPTED_SHARE if yields else Move.PREEMPTED_CLASS)
         return True
 
     def admit(self, sequence: Sequence, prefix: Prefix, builder: PlanBuilder, now: float) -> None:
         """Give a slot and pages to a waiting sequence that fits."""
         self._waiting.admit(sequence)
+        if sequence.status is Status.WAITING:
+            self.admitted[sequence.service_class] += 1
+        else:
+            self._moved.append(Moved(sequence.handle, Move.READMITTED, sequence.swapped is not None))
         if sequence.status is not Status.STALLED:
             self.pages.acquire(prefix.pages)
         fresh = pages_for(len(sequence.tokens), self._runner.page_size) - len(prefix.pages)
@@ -264,7 +287,7 @@ class Allocator:
         chosen = choose_victims(running, 1, self._pages_freed, self._restore_s, self.holdings)
         for victim in chosen or [sequence]:
             assert not victim.is_protected(self._config.preemptions_max), "rule C is broken"
-            self._preempt(victim, builder, now)
+            self._preempt(victim, builder, now, Move.PREEMPTED_PAGES)
 
     # -- preemption -------------------------------------------------------------------------------
 
@@ -283,9 +306,10 @@ class Allocator:
         enough."""
         while self.pages.available < pages_needed:
             stalled = self._waiting.stalled.values()
-            self._preempt(choose_stalled(stalled, self._pages_freed), builder, now)
+            victim = choose_stalled(stalled, self._pages_freed)
+            self._preempt(victim, builder, now, Move.PREEMPTED_STALLED)
 
-    def _preempt(self, victim: Sequence, builder: PlanBuilder, now: float, *, yields: bool = False) -> None:
+    def _preempt(self, victim: Sequence, builder: PlanBuilder, now: float, move: Move) -> None:
         """Take slot and pages from a running or stalled sequence, with all that was planned for it. What it
         has computed may be copied to host memory first."""
         if victim.status is Status.RUNNING:
@@ -296,9 +320,10 @@ class Allocator:
         swapped = self.swapper.take_out(victim, self._learner.cost)
         builder.copied_pages = self.swapper.copied_pages
         self.pages.release(victim.pages)
-        victim.preempt(now, swapped, yields=yields)
+        victim.preempt(now, swapped, yields=move is Move.PREEMPTED_SHARE)
         self._waiting.enter(victim)
         self.preemptions += 1
+        self._moved.append(Moved(victim.handle, move, swapped is not None))
 
     # -- release ----------------------------------------------------------------------------------
 

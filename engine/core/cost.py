@@ -138,6 +138,11 @@ class CostLearner:
             self._solve()
         return self._cost
 
+    def forecast_s(self, work: Work) -> float:
+        """The time that a step with this work takes by the cost that was solved for last, in seconds; 0.0
+        before the first observation."""
+        return self._cost.seconds(work) if self._has_learned else 0.0
+
     def observe(self, work: Work, seconds: float) -> None:
         """Learn from a step that did `work` in `seconds`."""
         if seconds <= 0.0:

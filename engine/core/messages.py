@@ -270,6 +270,86 @@ class CoreStats(msgspec.Struct, array_like=True, frozen=True):
     """Prompt tokens of the sequences that wait for their first admission."""
 
 
+class Lack(IntEnum):
+    """What held back sequences that waited when a step was planned."""
+
+    NOTHING = 0
+    """None waited."""
+    SLOTS = 1
+    PAGES = 2
+    TURN = 3
+    """The step's tokens and time went to others."""
+
+
+class Move(IntEnum):
+    """A change of what a sequence holds that its client feels."""
+
+    PREEMPTED_CLASS = 1
+    """It gave slot and pages up to a sequence of a higher class."""
+    PREEMPTED_SHARE = 2
+    """It gave them up to a tenant that held less."""
+    PREEMPTED_PAGES = 3
+    """It gave them up to others that grew."""
+    PREEMPTED_STALLED = 4
+    """It gave its pages up while its client did not read."""
+    READMITTED = 5
+
+
+class Moved(msgspec.Struct, array_like=True, frozen=True):
+    """A sequence was preempted, or admitted again."""
+
+    handle: int
+    move: Move
+    swapped: bool
+    """True if its pages are copied to host memory, or back."""
+
+
+class StepSums(msgspec.Struct, array_like=True, frozen=True):
+    """Sums over all steps since the start. The difference of two readings tells what the steps between them
+    did together."""
+
+    seconds: float = 0.0
+    """Time from the plans of the steps to their commits."""
+    host_s: float = 0.0
+    """Time between steps for which there was work."""
+    prompts: int = 0
+    """Rows that computed a part of a prompt."""
+    prompt_tokens: int = 0
+    decodes: int = 0
+    """Rows that computed the token of a sequence that decodes."""
+    admitted: tuple[int, ...] = (0, 0, 0)
+    """Sequences that were admitted for the first time, for each class, FLEX first."""
+    lacking_s: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    """Time in which sequences waited, for each `Lack`."""
+
+
+class StepRecord(msgspec.Struct, array_like=True, frozen=True):
+    """The record of one step, of a constant size. It names no sequence and no tenant."""
+
+    number: int
+    interval_s: float
+    """Time from the commit before, or from the moment at which there was work again, to this commit: the gap
+    between two tokens of a sequence that decodes."""
+    step_s: float
+    """The part of it that the step took."""
+    expected_s: float
+    """The time that the learned cost of a step expected for it; 0.0 before it learned."""
+    prompts: int
+    """Rows that computed a part of a prompt."""
+    prompt_tokens: int
+    decodes: tuple[int, ...]
+    """Rows that decode, for each class, FLEX first."""
+    copied_pages: int
+    """Pages that were copied to host memory, and back."""
+    lack: Lack
+    holders: int
+    """Sequences that held pages after the step."""
+    held_percent: int
+    """The part of all pages that they held."""
+    sums: StepSums
+    """Sums up to this step, itself included."""
+
+
 class StepOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     """The results of one step, or news without a step. Sequence `handles[i]` got `tokens[i]`."""
 
@@ -285,6 +365,9 @@ class StepOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     finished: list[Finished]
     """The sequences that ended; a sequence's last token comes in the same output."""
     stats: CoreStats
+    moved: list[Moved] = []
+    record: StepRecord | None = None
+    """The step that was committed last; None when none was since the last output."""
 
 
 CoreOutput = CoreReady | CoreFailed | CoreProgress | Pong | StepOutput

@@ -66,6 +66,7 @@ from engine.core.messages import (
     CoreStats,
     Finished,
     FinishReason,
+    Lack,
     Plan,
     RunnerInfo,
     RunResult,
@@ -77,6 +78,7 @@ from engine.core.policy import RESPONSE_RATIO, Discipline
 from engine.core.results import Results
 from engine.core.sequence import Sequence, Status
 from engine.core.step import InFlight, News
+from engine.core.steps import StepBook, lack_of
 from engine.core.swap import Preference, if_cheaper
 from engine.core.tenants import TenantCounters, TenantHoldings
 from engine.core.waiting import WaitingQueue
@@ -107,6 +109,7 @@ class Scheduler:
         self._allocator = Allocator(
             config, runner, self._waiting, self._in_flight, self._learner, prefers_swap
         )
+        self._book = StepBook(self._allocator, self._learner)
         self._tenants = TenantCounters()
         self._planner = planner(
             config, runner, self._allocator, self._waiting, self._tenants, self._learner, self._in_flight
@@ -168,8 +171,14 @@ class Scheduler:
             service_class=message.service_class,
         )
         sequence.expected_len -= self._allocator.find_prefix(sequence).computed_len
+        self._wake(now)
         self._sequences[sequence.handle] = sequence
         self._waiting.enter(sequence)
+
+    def _wake(self, now: float) -> None:
+        """Note that a sequence comes that can be computed, in case there was none."""
+        if not (self.has_work or self._in_flight):
+            self._book.wake(now)
 
     def _is_full(self, prompt_len: int) -> bool:
         newcomers, tokens = self._waiting.newcomers, self._waiting.newcomer_tokens
@@ -211,6 +220,7 @@ class Scheduler:
 
     def resume(self, handles: Iterable[int], now: float) -> None:
         """Plan these sequences again; handles that are not paused are passed over."""
+        self._wake(now)
         for handle in handles:
             sequence = self._paused.pop(handle, None)
             if sequence is not None:
@@ -239,6 +249,7 @@ class Scheduler:
         self._allocator.stall_paused(now)
         if self._allocator.must_wait():
             return None
+        self._allocator.lack = Lack.NOTHING
         builder = PlanBuilder(self._config.step_tokens_max)
         self._planner.fill(builder, self._news, now)
         assert self._in_flight or bool(builder.rows) == self.has_work, "there is work, and the plan has none"
@@ -263,7 +274,9 @@ class Scheduler:
         )
         for sequence, length, samples in zip(builder.rows, builder.lengths, builder.samples, strict=True):
             sequence.launch(self._step, length, samples)
-        self._in_flight[self._step] = InFlight(plan, builder.rows, builder.prefills, builder.work, now)
+        waits = len(self._sequences) - len(self._allocator.running) > len(self._paused)
+        lack = lack_of(self._allocator, waits=waits)
+        self._in_flight[self._step] = InFlight(plan, builder.rows, builder.prefills, builder.work, now, lack)
         return plan
 
     # -- commit -----------------------------------------------------------------------------------
@@ -276,6 +289,7 @@ class Scheduler:
         self._step_s = now - max(flight.planned_at, self._committed_at)
         self._step_tokens = sum(plan.lengths)
         self._committed, self._committed_at, self._now = plan.step, now, now
+        self._book.commit(flight, self._step_s, now)
         self._learner.observe(flight.work, self._step_s)
         self._news.is_due = True
         for sequence, reason in self._results.take(flight, result, self._news, now):
@@ -310,6 +324,8 @@ class Scheduler:
             started=news.started,
             finished=news.finished,
             stats=self.stats(),
+            moved=self._allocator.take_moved(),
+            record=self._book.take(),
         )
 
     def stats(self) -> CoreStats:

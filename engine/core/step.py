@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.core.cost import Work
-from engine.core.messages import Finished, Plan, Started, TokenLogprobs
+from engine.core.messages import Finished, Lack, Plan, Started, TokenLogprobs
 from engine.core.sequence import Sequence
 
 
@@ -29,6 +29,8 @@ class InFlight:
     work: Work
     planned_at: float
     """The core's clock when the step was planned, in seconds."""
+    lack: Lack = Lack.NOTHING
+    """What held back the sequences that waited for admission when it was planned."""
     tables: list[list[int]] = field(default_factory=list)
     """Pages of sequences that ended and whose last row is in this step; released at its commit."""
     slots: list[int] = field(default_factory=list)

@@ -37,6 +37,7 @@ BOTH: dict[str, Any] = {
     "stage": "relay",
     "stream": True,
     "total_ms": 1.5,
+    "edge_ms": 1.5,
 }
 OF_THE_GATEWAY: dict[str, Any] = {
     **BOTH,
@@ -112,11 +113,13 @@ def test_the_suites_hook_finds_a_line_that_breaks_the_schema(check: LineCheck) -
     logs.write(EVENT, {**fields, "logger": "gateway.record"})
     assert check.take() == []
     logs.write(EVENT, {**fields, "logger": "engine.api.exchange"})
-    logs.close()
     [problem] = check.take()
     assert "no field of EngineLine: attempts" in problem
-    assert check.checked == 2
-    assert len(stream.getvalue().splitlines()) == 2, "what is wrong is written all the same"
+    logs.write(EVENT, {**fields, "logger": "gateway.record", "total_ms": 4.0, "wait_ms": 1.0})
+    assert "1.500 ms are in no stage" in check.take()[0]
+    logs.close()
+    assert check.checked == 3
+    assert len(stream.getvalue().splitlines()) == 3, "what is wrong is written all the same"
     assert json.loads(stream.getvalue().splitlines()[0])["event"] == EVENT
 
 

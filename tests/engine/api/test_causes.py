@@ -1,0 +1,219 @@
+"""What sequences waited for, found from the records of steps."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from engine.api.causes import INTERRUPTIONS_MAX, Interruption, SequenceMarks, Spent, causes_of
+from engine.api.halts import Halts
+from engine.api.steps import GAPS_MAX, LONG_MAX, NEWEST, NO_STEP, STEPS_MAX, StepRing
+from engine.core.messages import Lack, Move, ServiceClass, StepRecord, StepSums
+from shared.causes import Cause, CauseCode
+from shared.trace.sentences import sentence
+
+DEFAULT = ServiceClass.DEFAULT
+
+
+class Steps:
+    """A ring, and the steps that a test puts into it."""
+
+    def __init__(self) -> None:
+        self.ring = StepRing()
+
+    def add(
+        self,
+        interval_s: float = 0.01,
+        *,
+        step_s: float | None = None,
+        expected_s: float = 0.01,
+        prompts: int = 0,
+        prompt_tokens: int = 0,
+        decodes: int = 1,
+        copied_pages: int = 0,
+        lack: Lack = Lack.NOTHING,
+        admitted: tuple[int, int, int] = (0, 0, 0),
+    ) -> StepRecord:
+        before = self.ring.last.sums
+        lacking_s = list(before.lacking_s)
+        lacking_s[lack] += interval_s
+        step_s = interval_s if step_s is None else step_s
+        sums = StepSums(
+            before.seconds + step_s,
+            before.host_s + interval_s - step_s,
+            before.prompts + prompts,
+            before.prompt_tokens + prompt_tokens,
+            before.decodes + decodes,
+            tuple(a + b for a, b in zip(before.admitted, admitted, strict=True)),
+            tuple(lacking_s),
+        )
+        step = StepRecord(
+            *(self.ring.last.number + 1, interval_s, step_s, expected_s, prompts, prompt_tokens),
+            *((0, decodes, 0), copied_pages, lack, 37, 98, sums),
+        )
+        self.ring.push(step)
+        return step
+
+    def decoding(
+        self, spent: Spent, *interruptions: Interruption, since: StepRecord = NO_STEP
+    ) -> list[Cause]:
+        """The causes of a sequence that has decoded since then."""
+        marks = SequenceMarks(DEFAULT, 10, since, since, since, interruptions)
+        return list(causes_of(marks, spent, self.ring))
+
+
+def spent(queue_s: float = 0.0, prefill_s: float = 0.0, decode_s: float = 0.0, tokens: int = 1) -> Spent:
+    return Spent(queue_s, prefill_s, decode_s, 0, tokens)
+
+
+@pytest.mark.parametrize(
+    ("lack", "says"),
+    [
+        (Lack.NOTHING, "queued 1.8 s: a step was being computed, 3 of a higher class went first"),
+        (Lack.SLOTS, "queued 1.8 s: no slot (37 sequences run), 3 of a higher class went first"),
+        (
+            Lack.PAGES,
+            "queued 1.8 s: no pages (37 sequences hold 98 %), 3 of a higher class went first",
+        ),
+        (
+            Lack.TURN,
+            "queued 1.8 s: the steps computed 1,000 prompt tokens of others, 3 of a higher class went first",
+        ),
+    ],
+)
+def test_a_wait_is_put_down_to_what_was_lacking_for_longest(lack: Lack, says: str) -> None:
+    steps = Steps()
+    arrived = steps.add(lack=Lack.TURN, prompt_tokens=77)
+    steps.add(0.4, lack=lack, prompt_tokens=1000)
+    steps.add(0.3, lack=Lack.SLOTS if lack is not Lack.SLOTS else Lack.PAGES, admitted=(0, 0, 3))
+    marks = SequenceMarks(DEFAULT, 10, arrived, steps.ring.last)
+    steps.add(0.9, lack=Lack.PAGES)
+    [wait] = causes_of(marks, spent(queue_s=1.8), steps.ring)
+    assert sentence(wait) == says
+    assert (wait.step, wait.steps) == (3, 2)
+
+
+def test_a_sequence_that_still_waits_has_the_cause_of_its_wait() -> None:
+    steps = Steps()
+    steps.add(2.0, lack=Lack.PAGES, admitted=(1, 2, 0))
+    marks = SequenceMarks(DEFAULT, 10)
+    [wait] = causes_of(marks, spent(queue_s=2.0), steps.ring)
+    assert (wait.code, wait.first, wait.higher_class) == (CauseCode.WAITED_PAGES, 3, 0)
+
+
+def test_a_short_wait_is_not_told() -> None:
+    assert list(causes_of(SequenceMarks(DEFAULT, 10), spent(queue_s=0.0001), StepRing())) == []
+
+
+def test_a_prefill_tells_what_was_computed_beside_it() -> None:
+    steps = Steps()
+    admitted = steps.add()
+    steps.add(0.2, prompts=3, prompt_tokens=900, decodes=20)
+    first = steps.add(0.2, prompts=2, prompt_tokens=600, decodes=20)
+    marks = SequenceMarks(DEFAULT, 500, NO_STEP, admitted, first)
+    [prefill] = causes_of(marks, Spent(0.0, 0.4, 0.0, 100, 1), steps.ring)
+    assert sentence(prefill) == (
+        "prefill of 400 ms: 400 prompt tokens of its own (100 more were cached) in 2 steps, "
+        "beside 1,100 prompt tokens of 2 other requests and 20 streams"
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "code"),
+    [
+        ({"prompts": 1, "prompt_tokens": 1920, "expected_s": 0.3}, CauseCode.GAP_PROMPTS),
+        ({"prompts": 1, "prompt_tokens": 19, "expected_s": 0.05}, CauseCode.GAP_SLOW),
+        ({"step_s": 0.01}, CauseCode.GAP_HOST),
+        ({"copied_pages": 50, "expected_s": 0.3}, CauseCode.GAP_COPIES),
+        ({"expected_s": 0.02}, CauseCode.GAP_SLOW),
+        ({"expected_s": 0.0}, CauseCode.GAP_DECODES),
+        ({"expected_s": 0.3, "decodes": 200}, CauseCode.GAP_DECODES),
+    ],
+)
+def test_the_cause_of_a_gap(step: dict[str, float], code: CauseCode) -> None:
+    steps = Steps()
+    for _ in range(20):
+        steps.add()
+    steps.add(0.31, **step)  # type: ignore[arg-type]
+    [gap] = steps.decoding(spent(decode_s=0.51, tokens=22))
+    assert (gap.code, gap.ms, gap.step) == (code, 310.0, 21)
+
+
+def test_even_gaps_are_not_told() -> None:
+    steps = Steps()
+    for _ in range(20):
+        steps.add(0.2)
+    assert steps.decoding(spent(decode_s=4.0, tokens=21)) == []
+
+
+def test_the_longest_gaps_of_a_sequence_that_is_older_than_the_ring() -> None:
+    steps = Steps()
+    began = steps.add(9.0)
+    for step in range(3 * STEPS_MAX):
+        steps.add({5: 0.5, 700: 0.9, 2000: 0.7, 2500: 0.3}.get(step, 0.01))
+    found = steps.decoding(spent(decode_s=40.0, tokens=3 * STEPS_MAX), since=began)
+    assert [cause.ms for cause in found] == [900.0, 700.0, 500.0]
+    late = steps.decoding(spent(decode_s=10.0, tokens=900), since=replace(NO_STEP, number=2300))
+    assert [cause.ms for cause in late] == [300.0]
+
+
+def test_steps_that_get_ever_shorter_fill_no_memory() -> None:
+    steps = Steps()
+    for step in range(500):
+        steps.add(10.0 - step / 100)
+    longest = steps.ring.longest_since(0)
+    assert len(longest) == LONG_MAX
+    assert [step.number for step in longest[:GAPS_MAX]] == [1, 2, 3]
+    assert [step.number for step in longest[-NEWEST:]] == list(range(493, 501))
+    assert len(list(steps.ring.between(0, 500))) == 500
+
+
+def test_steps_during_a_pause_or_a_preemption_are_no_gaps_of_it() -> None:
+    steps = Steps()
+    for step in range(30):
+        steps.add(1.0 if step in (9, 20) else 0.01)
+    [gap, stall, preempted] = steps.decoding(
+        spent(decode_s=0.3, tokens=20),
+        Interruption(CauseCode.STALLED, 12.0, 8, 11),
+        Interruption(CauseCode.PREEMPTED_CLASS, 1.2, 25, 27, swapped=True),
+        Interruption(CauseCode.STALLED, 0.0, 29, 29),
+    )
+    assert (gap.ms, gap.step) == (1000.0, 21)
+    assert sentence(stall) == "stalled 12 s: this client did not read"
+    assert sentence(preempted).startswith("preempted for 1.2 s: a request of a higher class took its place")
+
+
+def test_only_the_longest_interruptions_are_kept() -> None:
+    marks = SequenceMarks(DEFAULT, 10)
+    for number in range(3 * INTERRUPTIONS_MAX):
+        marks.interrupted(Interruption(CauseCode.STALLED, float(number % 20), number, number))
+    assert len(marks.interruptions) == INTERRUPTIONS_MAX
+    assert min(one.seconds for one in marks.interruptions) >= 12.0
+
+
+def test_halts_do_not_overlap() -> None:
+    steps = Steps()
+    halts = Halts(steps.ring)
+    steps.add()
+    halts.moved(Move.PREEMPTED_PAGES, True, 1.0)
+    assert halts.is_preempted
+    assert halts.preempted_s(3.0) == 2.0
+    halts.pause(4.0)
+    halts.moved(Move.PREEMPTED_STALLED, False, 5.0)
+    assert (halts.stalled_s(6.0), halts.preempted_s(6.0)) == (2.0, 3.0)
+    halts.resume(7.0)
+    steps.add()
+    halts.moved(Move.READMITTED, False, 9.0)
+    assert (halts.stalled_s(10.0), halts.preempted_s(10.0), halts.preemptions) == (3.0, 5.0, 1)
+    assert halts
+    steps.add()
+    over = halts.take_over(10.0, is_last=False)
+    assert [(one.code, one.seconds, one.after, one.last, one.swapped) for one in over] == [
+        (CauseCode.PREEMPTED_PAGES, 3.0, 1, 3, True),
+        (CauseCode.STALLED, 3.0, 1, 3, False),
+        (CauseCode.STALLED, 2.0, 1, 3, False),
+    ]
+    assert not halts
+    halts.pause(11.0)
+    [last] = halts.take_over(12.0, is_last=True)
+    assert (last.code, last.seconds) == (CauseCode.STALLED, 1.0)
