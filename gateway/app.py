@@ -14,6 +14,7 @@ import secrets
 import signal
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -34,6 +35,7 @@ from gateway.config import GatewayConfig, ModelConfig, timeouts_of
 from gateway.directory.admin_routes import DirectoryRoutes
 from gateway.directory.file_directory import FileDirectory
 from gateway.directory.registry import Registry
+from gateway.dispatch import watch_replicas
 from gateway.edge import Edge
 from gateway.endpoints import ENDPOINTS
 from gateway.engines import EngineProfile, Engines, fetch_profile
@@ -140,6 +142,7 @@ class Gateway:
             "issuers' keys": self._key_sources.watch,
             "pools": self.replicas.keep,
             "members' ends": self.replicas.sweep,
+            "replicas' health": partial(watch_replicas, self.replicas, self._upstream, self._clock),
         }
         if self._follower is not None:
             works["directory"] = self._follower.watch

@@ -367,7 +367,7 @@ class GatewayConfig:
     admin: AdminConfig = AdminConfig()
     """A listener for metrics and probes."""
     hop: HopConfig = HopConfig()
-    """TLS towards engines."""
+    """The connections to engines."""
     limits: LimitsConfig = LimitsConfig()
     """Sizes and counts."""
     timeouts: TimeoutsConfig = TimeoutsConfig()

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Final, Self
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from gateway.client.deadlines import Watch
 from gateway.config import ModelConfig
@@ -32,8 +32,9 @@ from gateway.relay.stream import Opened, Progress, open_answer
 from gateway.relay.upstream import Outbound, Upstream
 from gateway.routing.health import Outcome
 from gateway.routing.policy import Affinity
-from gateway.routing.replicas import Placement, Replicas
+from gateway.routing.replicas import Placement, Replica, Replicas
 from gateway.routing.retries import RetryBudget
+from shared.clock import Clock
 from shared.errors import (
     ApiError,
     ConnectTimeout,
@@ -51,6 +52,8 @@ from shared.ids import ReplicaId
 
 REPEATS_MAX: Final = 1
 """The number of other replicas that are asked after one that was sent the request."""
+LOOK_S: Final = 0.25
+"""The time between two looks for silent replicas, in seconds."""
 UNSENT: Final = (ConnectTimeout, UpstreamUnreachable, NotReady)
 """The failures of a replica that was sent nothing, or that takes nothing."""
 REPEATED: Final = (*UNSENT, Overloaded, EngineFailed, UpstreamFailed)
@@ -120,6 +123,37 @@ class Attempt:
             self._task.cancel()
 
 
+class Sending(Struct, eq=False):
+    """The repetitions of one request."""
+
+    budget: RetryBudget
+    tried: set[ReplicaId] = field(default_factory=set)
+    repeats: int = 0
+    places: int = 0
+    """The places that it has in the budget: as many as repetitions, or one more for the next."""
+
+    def may_repeat(self) -> bool:
+        """Take a place for a repetition. Returns False where the rules or the budget allow none."""
+        if self.places == self.repeats:
+            if self.repeats >= REPEATS_MAX:
+                return False
+            if not self.budget.take():
+                RETRIES.inc("refused")
+                return False
+            self.places += 1
+        return True
+
+    def repeat(self) -> bool:
+        """Note a repetition, if there may be one."""
+        may = self.may_repeat()
+        self.repeats += may
+        return may
+
+    def give_back(self) -> None:
+        for _ in range(self.places):
+            self.budget.give_back()
+
+
 class Dispatcher:
     """The sending of requests to replicas."""
 
@@ -135,7 +169,7 @@ class Dispatcher:
         budget = self._budgets.setdefault(prepared.model.name, RetryBudget())
         budget.active += 1
         try:
-            return await self._send(exchange, prepared, budget)
+            return await self._send(exchange, prepared, Sending(budget))
         except BaseException:
             budget.active -= 1
             raise
@@ -145,60 +179,50 @@ class Dispatcher:
         self._budgets[dispatched.model.name].active -= 1
         self._replicas.release(dispatched.placement, outcome_of(error, exchange.watch))
 
-    async def _send(self, exchange: Exchange, prepared: Prepared, budget: RetryBudget) -> Dispatched:
+    async def _send(self, exchange: Exchange, prepared: Prepared, sending: Sending) -> Dispatched:
         failure: ApiError | None = None
-        tried: set[ReplicaId] = set()
-        repeats = 0
         try:
             while True:
-                place = self._replicas.place(prepared.model.name, prepared.affinity, tried)
+                place = self._replicas.place(prepared.model.name, prepared.affinity, sending.tried)
                 if place is None:
                     raise failure or _nobody()
                 exchange.record.placed(place.route)
                 if failure is not None:
                     RETRIES.inc("unsent" if isinstance(failure, UNSENT) else "repeated")
                 try:
-                    return await self._attempt(exchange, prepared, place)
+                    return await self._attempt(exchange, prepared, place, sending)
                 except REPEATED as error:
                     forget_frames(error)  # some refer to the error, and all to the request
                     failure = error
-                    tried.add(place.replica.id)
+                    sending.tried.add(place.replica.id)
                     exchange.record.attempt_failed(place.replica.id, error.code)
                     self._replicas.release(place, outcome_of(error, exchange.watch))
-                    is_repeat = not isinstance(error, UNSENT)
-                    if not self._goes_elsewhere(exchange, prepared, budget, repeats if is_repeat else None):
+                    if not self._goes_elsewhere(exchange, prepared, sending, isinstance(error, UNSENT)):
                         raise
-                    repeats += is_repeat
                 except BaseException as error:
                     self._replicas.release(place, outcome_of(error, exchange.watch))
                     raise
         finally:
-            for _ in range(repeats):
-                budget.give_back()
+            sending.give_back()
             del failure  # its traceback refers to this frame, a cycle that would keep the body
 
     def _goes_elsewhere(
-        self, exchange: Exchange, prepared: Prepared, budget: RetryBudget, repeats: int | None
+        self, exchange: Exchange, prepared: Prepared, sending: Sending, is_unsent: bool
     ) -> bool:
-        """Rules 2 and 3, after a failure. Makes the progress ready for another replica. `repeats`: how often
-        the request was repeated before; None where the one that failed was sent nothing."""
+        """Rules 2 and 3, after a failure. Makes the progress ready for another replica."""
         progress = exchange.progress
-        if repeats is None and not progress.refused:
+        if is_unsent and not progress.refused:
             progress.dispatched = False
-        if _tokens_of(progress):
+        if _tokens_of(progress) or not (is_unsent or sending.repeat()):
             return False
-        if repeats is not None:
-            if repeats >= REPEATS_MAX:
-                return False
-            if not budget.take():
-                RETRIES.inc("refused")
-                return False
         is_lost = progress.dispatched and not progress.refused
         exchange.progress = progress.anew(prepared.dialect.done, lost=is_lost)
         exchange.stages.enter("route")
         return True
 
-    async def _attempt(self, exchange: Exchange, prepared: Prepared, place: Placement) -> Dispatched:
+    async def _attempt(
+        self, exchange: Exchange, prepared: Prepared, place: Placement, sending: Sending
+    ) -> Dispatched:
         """Send the request to one replica, and wait for the beginning of its answer."""
         replica, progress, request = place.replica, exchange.progress, prepared.outbound
         exchange.stages.enter("connect")
@@ -211,7 +235,11 @@ class Dispatcher:
             progress.dispatched = True
             exchange.stages.enter("wait")
             if exchange.streams:
-                self._replicas.awaits(place, attempt.give_up)
+                self._replicas.awaits(place, prepared.model.name, on_late)
+
+        def on_late() -> None:
+            if sending.may_repeat():
+                attempt.give_up()
 
         with Attempt() as attempt:
             connect_s = exchange.timeouts.connect_s
@@ -229,6 +257,17 @@ class Dispatcher:
         if opened.head:
             self._replicas.began(place)
         return Dispatched(prepared.model, place, opened)
+
+
+async def watch_replicas(replicas: Replicas, upstream: Upstream, clock: Clock) -> None:
+    """Look for replicas that are silent, until cancelled."""
+
+    def is_mute(replica: Replica) -> bool:
+        return upstream.is_mute(replica.protocol, replica.url)
+
+    while True:
+        await clock.sleep(LOOK_S)
+        replicas.look(is_mute)
 
 
 def _nobody() -> NotReady:

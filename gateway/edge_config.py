@@ -39,6 +39,7 @@ KeyHash = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
 Bytes = Annotated[int, Unit("bytes")]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Seconds = Annotated[float, Meta(gt=0.0, le=86_400.0)]
+PingSeconds = Annotated[float, Meta(ge=0.1, le=60.0)]
 Algorithm = Literal[
     "HS256", "HS384", "HS512", "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384",
     "ES512", "EdDSA",
@@ -73,7 +74,7 @@ class TlsConfig:
 
 @dataclass(frozen=True, slots=True)
 class HopConfig:
-    """TLS towards engines."""
+    """The connections to engines: TLS, and the sign of life that is asked for while streams are open."""
 
     ca: Text | None = None
     """File with the authorities that are trusted when a replica's URL is https, PEM. Unset: the system's."""
@@ -81,10 +82,17 @@ class HopConfig:
     """File with the gateway's own certificate chain, PEM, for engines that ask for one (mTLS)."""
     key: Text | None = None
     """File with its private key, PEM."""
+    ping_interval_s: PingSeconds = 1.0
+    """Time between two PINGs on a connection with open streams, over HTTP/2."""
+    ping_timeout_s: PingSeconds = 3.0
+    """How long a PING may be unanswered, and nothing else come, before the connection is dead and its
+    streams are lost."""
 
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):
             raise ConfigError(["cert and key belong together"])
+        if self.ping_timeout_s < self.ping_interval_s:
+            raise ConfigError(["ping_timeout_s must be at least ping_interval_s"])
 
 
 @dataclass(frozen=True, slots=True)

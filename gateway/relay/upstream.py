@@ -14,6 +14,7 @@ from __future__ import annotations
 import ssl
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from http import HTTPStatus
 from typing import Final
@@ -34,7 +35,8 @@ from shared.errors import (
     UpstreamLost,
     UpstreamUnreachable,
 )
-from shared.http2.client import Draining, Http2Transport, NotHttp2, RequestUnprocessed, Timeouts
+from shared.http2.client import CLIENT_WATCH, Draining, Http2Transport, NotHttp2, RequestUnprocessed, Timeouts
+from shared.http2.config import PulseConfig
 from shared.http2.report import Report
 from shared.sse import CLOSING_HEADER, Closing, parse_closing
 from shared.tls import client_context
@@ -170,11 +172,14 @@ class Upstream:
         def context(protocol: HopProtocol) -> ssl.SSLContext | None:
             """A TLS context for one protocol, as they differ in what ALPN offers. None where no engine needs
             one and no file has to be checked: making a context reads the system's authorities."""
-            if protocol not in secure and hop == HopConfig():
+            if protocol not in secure and (hop.ca, hop.cert) == (None, None):
                 return None
             return client_context(ca=hop.ca, cert=hop.cert, key=hop.key)
 
-        self._http2: Final = Http2Transport(ssl_context=context("http2"))
+        pulse = PulseConfig(hop.ping_interval_s, hop.ping_timeout_s)
+        self._http2: Final = Http2Transport(
+            ssl_context=context("http2"), watch=replace(CLIENT_WATCH, pulse=pulse)
+        )
         self._transports: Final[dict[HopProtocol, Transport]] = {
             "http1": Http1Transport(context("http1")),
             "http2": self._http2,
@@ -184,6 +189,10 @@ class Upstream:
     def streams(self) -> int:
         """The number of open HTTP/2 streams."""
         return self._http2.streams
+
+    def is_mute(self, protocol: HopProtocol, base_url: str) -> bool:
+        """True if a replica has streams, and owes a sign of life. HTTP/1.1 has no way to ask for one."""
+        return protocol == "http2" and self._http2.is_mute(base_url)
 
     async def send(
         self,

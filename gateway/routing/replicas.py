@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from gateway.config import HopProtocol, ModelConfig
 from gateway.routing.ejections import observe_ejection, observe_return
-from gateway.routing.health import Health, Outcome, Ticket, usable
+from gateway.routing.health import FirstEvents, Health, HealthPhase, Outcome, Reason, Ticket, silent, usable
 from gateway.routing.members import MOVES, DrainCause, Listed, MemberPhase, Standing, bounded, phase_of
 from gateway.routing.policy import SLOW_START_MS, Affinity, Route, View, choose, loads
 from gateway.routing.table import Table, key_of
@@ -78,7 +78,10 @@ class Placement:
     waiting: int
     """Its prompt tokens that are not known to be computed."""
     ticket: Ticket
-    placed_ms: int
+    sent_ms: int = 0
+    """When it was sent."""
+    first_events: FirstEvents | None = None
+    """Where the time to its first event counts. None where it is no stream, and once it has come."""
 
 
 @dataclass(slots=True)
@@ -115,6 +118,7 @@ class Replicas:
         self.on_gone: Callable[[Replica], None] = lambda _: None
         """Called with each member that is gone."""
         self._by_url: dict[str, Replica] = {}
+        self._first_events: Final[dict[str, FirstEvents]] = {}
         self._pools: Final[dict[str, _Pool]] = {}
         self._stale: Final = asyncio.Event()
         self._turn = 0
@@ -155,22 +159,50 @@ class Replicas:
         route = Route.RETRY if tried else Route.PANIC if is_panic else choice.route
         return self._placed(pool.replicas[choice.replica], route, choice.computed_len)
 
-    def awaits(self, placement: Placement, on_late: Callable[[], None]) -> None:
+    def awaits(self, placement: Placement, model: str, on_late: Callable[[], None]) -> None:
         """Note that a stream was sent. `on_late` is called when its replica is found silent before the
         first event."""
-        placement.ticket.on_late = on_late
-        placement.replica.health.awaits(placement.ticket, self._now_ms())
+        now_ms = self._now_ms()
+        placement.first_events = self.first_events(model)
+        placement.sent_ms, placement.ticket.on_late = now_ms, on_late
+        placement.replica.health.awaits(placement.ticket, now_ms)
+
+    def first_events(self, model: str) -> FirstEvents:
+        """How long a model's streams take to their first events."""
+        return self._first_events.setdefault(model, FirstEvents())
 
     def began(self, placement: Placement) -> None:
         """Note that the answer has begun: its prompt is computed, and the replica works."""
         _computed(placement)
         now_ms = self._now_ms()
+        if placement.first_events is not None:
+            placement.first_events.add(now_ms - placement.sent_ms)
+            placement.first_events = None
         replica = placement.replica
         away_ms = replica.health.began(placement.ticket, now_ms)
         if away_ms is not None:
             observe_return(replica.id, away_ms)
             if away_ms >= SLOW_START_MS:
                 replica.view.since_ms = now_ms
+
+    def look(self, is_mute: Callable[[Replica], bool]) -> None:
+        """Find the replicas that are silent, and end the attempts that wait for them. `is_mute` says whether
+        a replica's connections have given no sign of life though they were asked for one."""
+        now_ms = self._now_ms()
+        for model, pool in self._pools.items():
+            for replica in pool.replicas:
+                replica.health.is_suspect = is_mute(replica)
+            late_ms = self.first_events(model).late_ms
+            if late_ms is None:
+                continue
+            found = silent([replica.health for replica in pool.replicas], late_ms, now_ms)
+            for replica in (one for one in pool.replicas if any(one.health is health for health in found)):
+                if replica.health.phase is not HealthPhase.EJECTED:
+                    ejection = replica.health.eject(Reason.SILENT, Outcome.LATE, now_ms)
+                    observe_ejection(replica.id, ejection)
+                for ticket in replica.health.late(late_ms, now_ms):
+                    if ticket.on_late is not None:
+                        ticket.on_late()
 
     def release(self, placement: Placement, outcome: Outcome) -> None:
         """Remove the request's load, and note how it went."""
@@ -192,8 +224,7 @@ class Replicas:
         replica.view.sent += waiting
         replica.view.requests += 1
         replica.routes[route] += 1
-        now_ms = self._now_ms()
-        return Placement(replica, route, waiting, replica.health.admit(now_ms), now_ms)
+        return Placement(replica, route, waiting, replica.health.admit(self._now_ms()))
 
     # -- members ----------------------------------------------------------------------------------
 

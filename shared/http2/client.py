@@ -45,6 +45,7 @@ from shared.http2.errors import ConnectionLost, Http2Error, StreamFailed, Stream
 from shared.http2.headers import BadHeader, HeaderList, Headers, header_list
 from shared.http2.phase import ConnectionPhase
 from shared.http2.pool import OriginPool
+from shared.http2.pulse import Pulse
 from shared.http2.report import Report
 from shared.http2.stream import Stream
 
@@ -107,6 +108,30 @@ class ClientEndpoint(ConnectionEndpoint):
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._lingers = False
         """True if no stream is open any more and the connection is kept for reports alone."""
+        self._pulse = None if watch.pulse is None else Pulse(self.connection, watch.pulse)
+        self._beating: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if (config := self._watch_config.pulse) is not None:
+            self._beating = self._loop.create_task(self._beat(config.interval_s))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._beating is not None:
+            self._beating.cancel()
+
+    @property
+    def is_mute(self) -> bool:
+        """True if the server has sent nothing in a whole beat after it was asked for a sign of life."""
+        return self._pulse is not None and self._pulse.silent_beats > 0
+
+    async def _beat(self, interval_s: float) -> None:
+        assert self._pulse is not None
+        while self.connection.phase is not ConnectionPhase.CLOSED:
+            await self._clock.sleep(interval_s)
+            if not self._pulse.beat():
+                self._fail("the peer left a PING unanswered")
 
     def close_if_done(self) -> None:
         """Close a retiring connection after its last stream, and after the reports on its streams, though no
@@ -309,6 +334,12 @@ class Http2Transport(httpx.AsyncBaseTransport):
     def streams(self) -> int:
         """The number of open streams, on all connections."""
         return sum(len(one.connection.streams) for pool in self._pools.values() for one in pool.endpoints)
+
+    def is_mute(self, url: str) -> bool:
+        """True if all connections with streams to the URL's server owe a sign of life (`pulse`)."""
+        pool = self._pools.get(_target("GET", url).origin)
+        busy = () if pool is None else [one for one in pool.endpoints if one.connection.streams]
+        return bool(busy) and all(isinstance(one, ClientEndpoint) and one.is_mute for one in busy)
 
     def _new_pool(self, origin: Origin) -> OriginPool:
         if len(self._pools) >= ORIGINS_MAX:

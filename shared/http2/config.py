@@ -25,6 +25,19 @@ class ConnectionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PulseConfig:
+    """A client's question whether its server lives, while streams are open, in seconds."""
+
+    interval_s: float = 1.0
+    """The time between two PINGs."""
+    timeout_s: float = 3.0
+    """The time for which a PING may be unanswered, and nothing else come, before the connection is dead."""
+
+    def __post_init__(self) -> None:
+        assert 0 < self.interval_s <= self.timeout_s
+
+
+@dataclass(frozen=True, slots=True)
 class WatchConfig:
     """The timeouts of a connection's watch (`endpoint`), in seconds."""
 
@@ -32,6 +45,8 @@ class WatchConfig:
     ping_interval_s: float = 10.0
     ping_timeout_s: float = 5.0
     idle_timeout_s: float = 300.0
+    pulse: PulseConfig | None = None
+    """The pulse of a client's connection. None: it has none."""
 
     def __post_init__(self) -> None:
         assert 0 < self.ping_timeout_s <= self.ping_interval_s <= self.idle_timeout_s

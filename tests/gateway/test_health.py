@@ -410,3 +410,37 @@ def test_while_more_than_half_are_ejected_all_are_used() -> None:
     places = [take(pool, session=key_of(b"%d" % i)) for i in range(20)]
     assert {place.replica.id for place in places} == {"a:1", "b:1"}
     assert {place.route for place in places} == {Route.PANIC}
+
+
+async def test_a_silent_replica_is_ejected_and_those_that_wait_for_it_are_told() -> None:
+    pool, clock = replicas("http://a:1", "http://b:1")
+    given_up: list[Placement] = []
+
+    def send(tried: ReplicaId) -> Placement:
+        place = take(pool, tried={tried})
+        pool.awaits(place, "m", lambda: given_up.append(place))
+        return place
+
+    home = take(pool).replica
+    other = take(pool, tried={home.id}).replica
+    for _ in range(max(SAMPLES_MIN, SORT_EVERY)):
+        pool.began(send(home.id))
+    waiting = [send(other.id) for _ in range(SILENT_MIN)]
+    clock.advance(LATE_MS_MIN / 1000)
+    pool.look(lambda _: False)
+    assert not given_up, "nobody begins: all may be slow"
+    pool.began(send(home.id))
+    for _ in range(2):
+        pool.look(lambda _: False)
+    assert home.health.phase is HealthPhase.EJECTED
+    assert set(map(id, given_up)) == set(map(id, waiting))
+    assert home.health.ejections == 1
+
+
+def test_a_replica_whose_connections_are_mute_gets_nothing_new() -> None:
+    pool, _ = replicas("http://a:1", "http://b:1")
+    home = take(pool, session=1).replica
+    pool.look(lambda replica: replica is home)
+    assert take(pool, session=1).replica is not home
+    pool.look(lambda _: False)
+    assert take(pool, session=1).replica is home
