@@ -116,7 +116,7 @@ class Gateway:
         self._follower = _follower(config, self.accounts, env, clock)
         self._registry = _registry(self._follower, path, self.accounts, env, clock)
         self.replicas = _replicas(config, self.accounts, clock)
-        self._upstream = upstream = Upstream(config.hop, config.models)
+        self._upstream = upstream = Upstream(config.hop, config.models, self.replicas.observe_origin)
         self._threads = FairThreads(config.limits.tokenizer_threads)
         self.engines = Engines(config.models, _profiles(config, upstream, credentials, self.replicas), clock)
         memory = FairShare(config.limits.request_memory)

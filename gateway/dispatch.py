@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from types import TracebackType
 from typing import Final, Self
 
@@ -49,6 +50,7 @@ from shared.errors import (
     forget_frames,
 )
 from shared.ids import ReplicaId
+from shared.load_report import LOAD_HEADER, parse_load
 
 REPEATS_MAX: Final = 1
 """The number of other replicas that are asked after one that was sent the request."""
@@ -177,6 +179,8 @@ class Dispatcher:
     def end(self, exchange: Exchange, dispatched: Dispatched, error: BaseException | None) -> None:
         """Note the end of a request, and the error that ended it."""
         self._budgets[dispatched.model.name].active -= 1
+        if (closing := exchange.progress.closing) is not None and closing.load:
+            self._replicas.observe(dispatched.placement.replica, closing.load)
         self._replicas.release(dispatched.placement, outcome_of(error, exchange.watch))
 
     async def _send(self, exchange: Exchange, prepared: Prepared, sending: Sending) -> Dispatched:
@@ -225,6 +229,7 @@ class Dispatcher:
     ) -> Dispatched:
         """Send the request to one replica, and wait for the beginning of its answer."""
         replica, progress, request = place.replica, exchange.progress, prepared.outbound
+        progress.report.counted = partial(self._replicas.counted, place)
         exchange.stages.enter("connect")
         exchange.record.replica = replica.id
         if exchange.streams:
@@ -247,6 +252,9 @@ class Dispatcher:
                 replica.protocol, replica.url, request, connect_s, connected, progress.report
             )
             observe_attempt(replica.id)
+            if (load := parse_load(answer.headers.get(LOAD_HEADER))) is not None:
+                self._replicas.observe(replica, load)
+                self._replicas.counted(place)  # the engine's own count has it
             try:
                 opened = await open_answer(
                     answer, progress, prepared.dialect, hides_usage=request.asks_for_usage

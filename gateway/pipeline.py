@@ -288,7 +288,8 @@ class Pipeline:
         if not self._replicas.has_choice(terms.model.name):
             return NOWHERE
         model, tenant = terms.model.name, terms.tenant.id
-        return affinity_of(request, model, tenant, count.prompt_tokens, self._replicas.next_turn())
+        turn, tier = self._replicas.next_turn(), terms.tenant.service_tier
+        return affinity_of(request, model, tenant, count.prompt_tokens, turn, tier)
 
     async def _relay(self, exchange: Exchange, dispatched: Dispatched) -> None:
         answer = dispatched.opened.answer

@@ -135,6 +135,6 @@ class ReplicaRoutes:
             health=replica.health.phase.value,
             ejections=replica.health.ejections,
             requests=replica.view.requests,
-            waiting_tokens=replica.view.reported + replica.view.sent,
+            waiting_tokens=replica.view.waiting_tokens,
             routes={route.value: count for route, count in sorted(replica.routes.items())},
         )

@@ -69,6 +69,10 @@ class Responder(Protocol):
         also when it has reset the stream. At most a few kilobytes, once, after all other writes."""
         ...
 
+    def tell_load(self, data: bytes) -> None:
+        """Tell a peer that takes reports the service's load, which has this request in it."""
+        ...
+
     def abort(self) -> None:
         """End the answer at once, without what the client has not read: over HTTP/1.1 the connection is
         closed, over HTTP/2 the stream is reset. A task that waits in another method is cancelled, or gets

@@ -24,6 +24,7 @@ from msgspec import Meta
 
 from shared.causes import CAUSES_MAX, Cause
 from shared.errors import ApiError
+from shared.load_report import LoadReport
 from shared.openai import error_envelope
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -66,9 +67,12 @@ class Closing(msgspec.Struct, frozen=True, kw_only=True):
     first_byte_ms: float = 0.0
     """The time from the request's headers to the answer's first byte, at the engine; 0.0: there was none."""
     causes: Annotated[tuple[Cause, ...], Meta(max_length=CAUSES_MAX)] = ()
+    load: LoadReport | msgspec.UnsetType = msgspec.UNSET
+    """The engine's load, at the end of a stream alone."""
 
 
 _decode_closing = msgspec.json.Decoder(Closing).decode
+_encode_closing = msgspec.json.Encoder().encode
 
 
 def event(data: bytes) -> bytes:
@@ -83,7 +87,7 @@ def error_event(error: ApiError) -> bytes:
 
 def encode_closing(closing: Closing) -> bytes:
     """The closing as JSON, for the header of a unary answer."""
-    return msgspec.json.encode(closing)
+    return _encode_closing(closing)
 
 
 def parse_closing(data: bytes | str) -> Closing | None:
@@ -94,7 +98,9 @@ def parse_closing(data: bytes | str) -> Closing | None:
         return None
 
 
-def closing_comment(closing: Closing) -> bytes:
+def closing_comment(closing: Closing, load: LoadReport | None = None) -> bytes:
+    if load is not None:
+        closing = msgspec.structs.replace(closing, load=load)
     comment = _COMMENT + encode_closing(closing) + _BOUNDARY
     assert len(comment) <= CLOSING_LEN_MAX
     return comment

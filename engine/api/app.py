@@ -108,6 +108,9 @@ class AioResponder:
     def report(self, data: bytes) -> None:
         """Do nothing: HTTP/1.1 has no frame that could carry a report."""
 
+    def tell_load(self, data: bytes) -> None:
+        """Do nothing, for the same reason."""
+
     def abort(self) -> None:
         if (transport := self._request.transport) is not None:
             transport.abort()
@@ -209,6 +212,11 @@ class HttpServer:
     def http2_streams(self) -> int:
         """The number of open HTTP/2 streams."""
         return 0 if self._http2 is None else self._http2.streams
+
+    def push_load(self, payload: bytes) -> None:
+        """Tell gateways the load, over HTTP/2."""
+        if self._http2 is not None:
+            self._http2.push_load(payload)
 
     def retire(self) -> None:
         """Tell HTTP/2 peers to open no more streams here. Streams that are open may finish."""

@@ -22,8 +22,8 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
-from typing import Final, Protocol
+from itertools import repeat, zip_longest
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -76,6 +76,15 @@ class Share:
     cache_salt: bytes = b""
 
 
+class _Waiting(NamedTuple):
+    """A sequence that was submitted and has not begun."""
+
+    tenant: str
+    prompt_len: int
+    """In tokens."""
+    service_class: ServiceClass
+
+
 class CoreDied(Exception):
     """The core is gone, or cannot be talked to. The message is for the operator."""
 
@@ -125,9 +134,11 @@ class CoreClient:
         self._clock = clock
         self._handles = itertools.count(1)
         self._live: dict[int, ChoiceOutput] = {}
-        self._waiting: dict[
-            int, tuple[str, int]
-        ] = {}  # by handle: the tenant, and the prompt's length in tokens
+        self._waiting: dict[int, _Waiting] = {}  # by handle, in their order
+        self._seen = 0
+        """The newest handle that `stats` count."""
+        self._unseen = [0] * len(ServiceClass)
+        """By class: the prompt tokens of waiting sequences with newer handles."""
         self._paused: set[int] = set()
         self._queue_s = 0.0
         """How long the sequence that started last had waited, in seconds."""
@@ -154,6 +165,13 @@ class CoreClient:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def waiting_tokens(self) -> tuple[int, ...]:
+        """By class: the prompt tokens that are to be computed and are not. Of the sequences that the core has
+        not counted yet, all."""
+        counted = () if self.stats is None else self.stats.class_tokens
+        return tuple(map(sum, zip_longest(counted, self._unseen, fillvalue=0)))
+
     # -- requests ---------------------------------------------------------------------------------
 
     def submit(
@@ -179,7 +197,8 @@ class CoreClient:
             handle = next(self._handles)
             handles.append(handle)
             self._live[handle] = output
-            self._waiting[handle] = share.tenant, len(prompt_ids)
+            self._waiting[handle] = _Waiting(share.tenant, len(prompt_ids), share.service_class)
+            self._unseen[share.service_class] += len(prompt_ids)
             self._send(
                 AddSequence(
                     handle,
@@ -208,9 +227,10 @@ class CoreClient:
 
     def _on_left_queue(self, handle: int) -> None:
         if (entry := self._waiting.pop(handle, None)) is not None:
-            tenant, prompt_len = entry
-            self._queue.release(tenant, 1)
-            self._queue_tokens.release(tenant, prompt_len)
+            self._queue.release(entry.tenant, 1)
+            self._queue_tokens.release(entry.tenant, entry.prompt_len)
+            if handle > self._seen:
+                self._unseen[entry.service_class] -= entry.prompt_len
 
     def release(self, handles: Iterable[int]) -> int:
         """Forget sequences whose request has ended, and abort those that have not ended themselves.
@@ -360,7 +380,7 @@ class CoreClient:
         """Deliver the outputs of one step to their requests. This is the hot path."""
         now = self._clock.monotonic()
         live = self._live
-        self.stats = step.stats
+        self._count(step.stats)
         if step.record is not None:
             self.steps.push(step.record)
         self._take_news(step, now)
@@ -397,6 +417,16 @@ class CoreClient:
         for handle, prompt_logprobs in step.prompt_logprobs:
             if (output := live.get(handle)) is not None:
                 output.prompt_logprobs += prompt_logprobs
+
+    def _count(self, stats: CoreStats) -> None:
+        """Take over the core's counts. What they have, and what had been submitted by then, is not counted
+        here any more."""
+        self.stats, self._seen = stats, stats.newest
+        self._unseen = [0] * len(self._unseen)
+        for handle, entry in reversed(self._waiting.items()):
+            if handle <= self._seen:
+                return
+            self._unseen[entry.service_class] += entry.prompt_len
 
     def _deliver(self, output: ChoiceOutput, token: int, logprobs: TokenLogprobs | None, now: float) -> bool:
         """Deliver one token. Returns True when the sequence must end here. An exception ends this

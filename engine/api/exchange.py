@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
@@ -35,6 +35,7 @@ from shared.ids import (
     accept_request_id,
     mint_request_id,
 )
+from shared.load_report import LOAD_HEADER, LoadReport, encode_load
 from shared.openai import error_envelope
 from shared.telemetry import Stages
 
@@ -64,7 +65,12 @@ class Exchange:
     """A request, its responder, and what its completed line will say."""
 
     def __init__(
-        self, request: Request, responder: Responder, tokenizer_hash: str | None, clock: Clock
+        self,
+        request: Request,
+        responder: Responder,
+        tokenizer_hash: str | None,
+        load: Callable[[], LoadReport],
+        clock: Clock,
     ) -> None:
         self.request = request
         self.responder = responder
@@ -95,6 +101,7 @@ class Exchange:
         self.started_at = self.stages.enter("edge")
         """When the request's headers were read, in seconds on `clock`."""
         self._clock = clock
+        self._load = load
         self._tokenizer_hash = tokenizer_hash
         self._status = 0
         self._is_event_stream = False
@@ -143,7 +150,7 @@ class Exchange:
             self.responder.abort()
             return
         if self.responder.started:
-            await self.responder.write(sse.error_event(error) + sse.closing_comment(self.closing()))
+            await self.responder.write(sse.error_event(error) + self.closing_comment())
             await self.responder.finish()
             return
         headers = {"content-type": JSON_TYPE, **error_headers(error)}
@@ -170,12 +177,18 @@ class Exchange:
         await self.responder.send(status, {**self._headers(), **headers}, body)
 
     def _headers(self) -> dict[str, str]:
-        headers: dict[str, str] = {REQUEST_ID_HEADER: self.request_id}
+        load = encode_load(self._load()).decode()
+        headers: dict[str, str] = {REQUEST_ID_HEADER: self.request_id, LOAD_HEADER: load}
         if timing := self.stages.server_timing():
             headers["server-timing"] = timing
         if self._tokenizer_hash is not None:
             headers[TOKENIZER_HEADER] = self._tokenizer_hash
         return headers
+
+    def tell_load(self) -> None:
+        """Tell the gateway that the load it is told of has this request in it. The headers of a stream say
+        so, those of a whole answer come too late."""
+        self.responder.tell_load(encode_load(self._load()))
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -202,6 +215,10 @@ class Exchange:
         self._error = error
         is_drained = isinstance(error, NotReady) and self.tally is not None
         self.end_reason = EndReason.DRAIN if is_drained else end_reason_of(error)
+
+    def closing_comment(self) -> bytes:
+        """The last bytes of a stream: what it has cost, and the load without it."""
+        return sse.closing_comment(self.closing(), self._load())
 
     def closing(self) -> sse.Closing:
         tally = self.tally or Tally()

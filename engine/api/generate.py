@@ -114,6 +114,8 @@ class Generation:
                 )
                 del sequences
                 self._exchange.tally = self._tally(submitted_at)
+                if not self._streams:
+                    self._exchange.tell_load()
                 await (self._stream() if self._streams else self._respond())
             finally:
                 self._close()
@@ -180,7 +182,7 @@ class Generation:
     def _ending(self) -> bytes:
         self._settle()
         usage = self._encoder.usage_event(self._usage()) if self._sends_usage else b""
-        return usage + sse.DONE + sse.closing_comment(self._exchange.closing())
+        return usage + sse.DONE + self._exchange.closing_comment()
 
     async def _respond(self) -> None:
         deltas: list[Delta] = sorted(await self._output.take(), key=lambda delta: delta.index)

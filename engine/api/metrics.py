@@ -121,7 +121,13 @@ def _by_class(stats: CoreStats) -> Iterator[Metric]:
         "How long ago the first of those that wait came.",
         labels=["service_class"],
     )
-    for family, values in ((depth, stats.class_waiting), (age, stats.class_waited_s)):
+    tokens = GaugeMetricFamily(
+        f"{PREFIX}class_waiting_tokens",
+        "Prompt tokens that are to be computed and are not.",
+        labels=["service_class"],
+    )
+    readings = (depth, stats.class_waiting), (age, stats.class_waited_s), (tokens, stats.class_tokens)
+    for family, values in readings:
         for service_class, value in zip(ServiceClass, values, strict=False):
             family.add_metric([service_class.name.lower()], value)
         yield family

@@ -32,6 +32,7 @@ from shared.arguments import cannot_listen
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import NotReady
 from shared.lifecycle import Phase, on_stop_signals
+from shared.load_report import PUSH_INTERVAL_S, encode_load
 from shared.loops import loop_name, watch_lag
 from shared.tokenizer import UnusableTokenizer
 
@@ -86,6 +87,7 @@ class Engine:
         self.probe_port: int | None = None
         """The port for probes and metrics alone. None until `start` has bound it, and where there is none."""
         self._core_task: asyncio.Task[None] | None = None
+        self._push_task: asyncio.Task[None] | None = None
         self._failed = asyncio.Event()
 
     async def start(self) -> None:
@@ -102,6 +104,7 @@ class Engine:
                 said = cannot_listen(config.host, config.probe_port or 0, error, option="--probe-port")
                 raise StartFailed(said) from error
         log.info("engine.listening", host=config.host, port=self.port, probe_port=self.probe_port)
+        self._push_task = asyncio.create_task(self._push_loads(), name="push-loads")
         directory = await _in_daemon_thread(lambda: self._resolve(config.model))
         log.info("engine.model", directory=directory)
         try:
@@ -134,6 +137,7 @@ class Engine:
         if state.lifecycle.phase is Phase.FAILED:
             return
         state.lifecycle.to(Phase.DRAINING)
+        self._push_load()
         self.server.retire()
         log.info("engine.draining", open_sequences=state.core.live)
         if not await _idle(state, self._config.drain_timeout_s, hurry):
@@ -142,9 +146,20 @@ class Engine:
             if not await _idle(state, UNWIND_S, None):
                 log.warning("engine.unwind_cut")
 
+    async def _push_loads(self) -> None:
+        """Tell gateways the load at intervals, for as long as the process serves."""
+        while True:
+            self._push_load()
+            await self._clock.sleep(PUSH_INTERVAL_S)
+
+    def _push_load(self) -> None:
+        self.server.push_load(encode_load(self.state.load()))
+
     async def stop(self) -> None:
         """End the core and the server, however far the start had come."""
         state = self.state
+        if self._push_task is not None:
+            self._push_task.cancel()
         await state.core.stop(CORE_STOP_S)
         if self._core_task is not None:
             self._core_task.cancel()

@@ -19,6 +19,7 @@ from shared.fair_share import FairShare
 from shared.fair_threads import FairThreads
 from shared.ids import RequestId
 from shared.lifecycle import Lifecycle, Phase
+from shared.load_report import LoadReport
 from shared.openai import Model
 from shared.probes import Health
 
@@ -82,6 +83,12 @@ class EngineState:
         if self.lifecycle.is_ready and not self.core.answers:
             return [f"The core has not answered for {self.config.core_timeout_s:g} s."]
         return []
+
+    def load(self) -> LoadReport:
+        """What gateways are told, by which they choose among engines."""
+        flex, default, priority = self.core.waiting_tokens
+        is_over = self.lifecycle.phase in (Phase.DRAINING, Phase.STOPPED)
+        return LoadReport((flex, default, priority), self.core.live, is_over)
 
     def loaded_model(self) -> ServedModel:
         """The model, whose name and tokenizer are known before the core is ready. Raises NotReady

@@ -268,6 +268,11 @@ class CoreStats(msgspec.Struct, array_like=True, frozen=True):
     host_pages_free: int = 0
     waiting_tokens: int = 0
     """Prompt tokens of the sequences that wait for their first admission."""
+    class_tokens: tuple[int, ...] = ()
+    """For each class: the tokens that unpaused sequences lack (`Sequence.lacking_len`), without the one of
+    each running sequence that has its prompt."""
+    newest: int = 0
+    """The handle of the newest sequence that was added before this reading."""
 
 
 class Lack(IntEnum):

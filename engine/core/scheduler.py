@@ -116,6 +116,7 @@ class Scheduler:
         )
         self._results = Results(config, self._allocator.pages, self._tenants, self._allocator.merge)
         self._news = News()
+        self._newest = 0  # the handle of the newest sequence that was added
         self._now = 0.0  # of the last plan or commit
         self._step = 0  # the number of the last step that was planned
         self._committed = 0  # and of the last that was committed
@@ -156,6 +157,7 @@ class Scheduler:
     def add(self, message: AddSequence, now: float) -> None:
         """Queue a sequence, or reject it when too many wait or when it can never run here."""
         assert message.handle not in self._sequences, "handles are never reused"
+        self._newest = message.handle
         if self._is_full(len(message.prompt_ids)) or not self._can_ever_run(message):
             nothing = Finished(message.handle, FinishReason.REJECTED, 0.0, 0.0, 0.0, 0.0, 0)
             self._news.finished.append(nothing)
@@ -331,8 +333,13 @@ class Scheduler:
     def stats(self) -> CoreStats:
         allocator, swapper = self._allocator, self._allocator.swapper
         pages, running = allocator.pages, allocator.running
-        paused_running = sum(s.is_paused for s in running.values())  # paused, and no plan was made since
-        class_waiting, class_waited_s = self._waiting.by_class(self._now)
+        class_waiting, class_waited_s, class_tokens = self._waiting.by_class(self._now)
+        paused_running = 0  # paused, and no plan was made since
+        for sequence in running.values():
+            if sequence.paused_at is not None:
+                paused_running += 1
+            elif (rest := len(sequence.tokens) - sequence.computed_len) > 1:  # 1 is a decode
+                class_tokens[sequence.service_class] += rest
         return CoreStats(
             waiting=len(self._sequences) - len(running) - len(self._paused) + paused_running,
             running=len(running),
@@ -354,6 +361,8 @@ class Scheduler:
             host_pages_used=swapper.host.used,
             host_pages_free=swapper.host.free,
             waiting_tokens=self._waiting.newcomer_tokens,
+            class_tokens=tuple(class_tokens),
+            newest=self._newest,
         )
 
     def check(self) -> None:

@@ -175,6 +175,16 @@ class Sequence:
         return self.paused_at is None and coming_len < self.sampling.max_tokens
 
     @property
+    def lacking_len(self) -> int:
+        """The number of its known tokens that are to be computed, as far as that is known: a newcomer's that
+        the prefix cache lacked at the last look-up, else those that neither its pages nor their copies have.
+        What is in flight is not computed yet."""
+        if self.status is Status.WAITING:
+            return self.expected_len
+        copied_len = 0 if self.swapped is None else self.swapped.computed_len
+        return len(self.tokens) - self.computed_len - copied_len
+
+    @property
     def kv_len_max(self) -> int:
         """The most tokens whose keys and values it may hold: the last token that it samples needs none."""
         return self.prompt_len + self.sampling.max_tokens - 1

@@ -139,11 +139,13 @@ class WaitingQueue:
             if status is not Status.STALLED:
                 yield from (sequence for sequence in queue.values() if not sequence.is_paused)
 
-    def by_class(self, now: float) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """For each class the number of unpaused waiting sequences, and the age of the oldest in seconds (0.0
-        where there is none)."""
+    def by_class(self, now: float) -> tuple[tuple[int, ...], tuple[float, ...], list[int]]:
+        """For each class the number of unpaused waiting sequences, the age of the oldest in seconds (0.0
+        where there is none), and the tokens that they lack."""
         arrivals: dict[ServiceClass, list[float]] = {each: [] for each in ServiceClass}
+        tokens = [0] * len(arrivals)
         for sequence in self.unpaused:
             arrivals[sequence.service_class].append(sequence.arrived_at)
+            tokens[sequence.service_class] += sequence.lacking_len
         counts = tuple(len(those) for those in arrivals.values())
-        return counts, tuple(max(0.0, now - min(those, default=now)) for those in arrivals.values())
+        return counts, tuple(max(0.0, now - min(those, default=now)) for those in arrivals.values()), tokens

@@ -31,6 +31,7 @@ from gateway.routing.policy import Affinity, Choice, Route, View
 from gateway.routing.table import Table, key_of
 from shared.bench.figures import Figure, Target, at_least, at_most, figure, quantile
 from shared.bench.streams import BenchFailed
+from shared.load_report import DEFAULT, LoadReport
 
 __all__ = ["BenchFailed", "add_arguments", "run"]
 
@@ -176,10 +177,11 @@ class Fleet:
 
     def report(self, replica: int) -> None:
         """Tell every worker what waits at a replica."""
-        waiting = self.servers[replica].waiting(self.now_ms)
+        report = LoadReport((0, self.servers[replica].waiting(self.now_ms), 0))
         for views in self.views:
             view = views[replica]
-            view.reported, view.reported_at_ms, view.sent = waiting, int(self.now_ms), 0
+            view.report(report, int(self.now_ms))
+            view.count(DEFAULT, view.sent[DEFAULT] // 1000)
 
     def loads(self, worker: int) -> list[int]:
         return policy.loads(self.views[worker], int(self.now_ms))
@@ -308,7 +310,7 @@ def _dispatch(turn: Turn, fleet: Fleet, choose: Choose) -> tuple[int, float]:
     """Send a turn from a random worker. Returns the cached tokens, and the time of the first token."""
     worker = fleet.random.randrange(len(fleet.views))
     choice = choose(turn, fleet, worker)
-    fleet.views[worker][choice.replica].sent += choice.computed_len
+    fleet.views[worker][choice.replica].count(DEFAULT, -choice.computed_len)
     server = fleet.servers[choice.replica]
     return server.take(turn, fleet.now_ms), server.free_at_ms
 

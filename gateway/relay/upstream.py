@@ -35,9 +35,18 @@ from shared.errors import (
     UpstreamLost,
     UpstreamUnreachable,
 )
-from shared.http2.client import CLIENT_WATCH, Draining, Http2Transport, NotHttp2, RequestUnprocessed, Timeouts
+from shared.http2.client import (
+    CLIENT_WATCH,
+    Draining,
+    Http2Transport,
+    NotHttp2,
+    Origin,
+    RequestUnprocessed,
+    Timeouts,
+)
 from shared.http2.config import PulseConfig
 from shared.http2.report import Report
+from shared.load_report import LoadReport, parse_load
 from shared.sse import CLOSING_HEADER, Closing, parse_closing
 from shared.tls import client_context
 
@@ -50,6 +59,14 @@ FETCH_LEN_MAX: Final = 64 * 1024 * 1024
 
 HeaderPairs = tuple[tuple[bytes, bytes], ...]
 """Headers in order, names and values as bytes."""
+
+
+OnLoad = Callable[[str, str, int, LoadReport], None]
+"""A function that takes the load of an engine, by the scheme, host and port of its connection."""
+
+
+def ignore_load(_scheme: str, _host: str, _port: int, _report: LoadReport) -> None:
+    """An `OnLoad` for those that do not choose among engines."""
 
 
 class Outbound(msgspec.Struct, frozen=True):
@@ -166,7 +183,7 @@ class Answer:
 class Upstream:
     """The transports to the engines, made in a running loop. Raises UnusableTls."""
 
-    def __init__(self, hop: HopConfig, models: Iterable[ModelConfig]) -> None:
+    def __init__(self, hop: HopConfig, models: Iterable[ModelConfig], on_load: OnLoad = ignore_load) -> None:
         secure = {model.protocol for model in models for url in model.replicas if url.startswith("https:")}
 
         def context(protocol: HopProtocol) -> ssl.SSLContext | None:
@@ -176,9 +193,13 @@ class Upstream:
                 return None
             return client_context(ca=hop.ca, cert=hop.cert, key=hop.key)
 
+        def load_told(origin: Origin, payload: bytes) -> None:
+            if (report := parse_load(payload)) is not None:
+                on_load(*origin, report)
+
         pulse = PulseConfig(hop.ping_interval_s, hop.ping_timeout_s)
         self._http2: Final = Http2Transport(
-            ssl_context=context("http2"), watch=replace(CLIENT_WATCH, pulse=pulse)
+            ssl_context=context("http2"), watch=replace(CLIENT_WATCH, pulse=pulse), on_load=load_told
         )
         self._transports: Final[dict[HopProtocol, Transport]] = {
             "http1": Http1Transport(context("http1")),

@@ -15,10 +15,14 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import Final
 
+from gateway.config import Tier
 from gateway.endpoints import ProxiedRequest
 from gateway.routing.policy import Affinity
 from gateway.routing.table import key_of
-from shared.openai import ChatMessage, ChatRequest, CompletionRequest, Prompt
+from shared.load_report import DEFAULT, FLEX, PRIORITY
+from shared.openai import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest, Prompt
+
+_CLASSES: Final[dict[str | None, int]] = {"flex": FLEX, "default": DEFAULT, "priority": PRIORITY}
 
 BEGINNING_LEN: Final = 1024
 """Characters, about 256 tokens, or as many token ids."""
@@ -27,21 +31,33 @@ TEXT_LEN_MAX: Final = 16 * 1024
 loop."""
 
 
-def affinity_of(request: ProxiedRequest, model: str, tenant: str, prompt_len: int, turn: int) -> Affinity:
+def affinity_of(
+    request: ProxiedRequest, model: str, tenant: str, prompt_len: int, turn: int, tier_max: Tier = "priority"
+) -> Affinity:
     """The affinity of a request for `model`. `prompt_len` is in tokens. Requests without a prompt go round by
-    `turn`."""
+    `turn`. `tier_max` is the highest service tier that the tenant may have."""
     owner = key_of(model.encode(), tenant.encode())
     match request:
         case ChatRequest():
-            return _of_chat(request, owner, prompt_len)
+            return _of_chat(request, owner, prompt_len, class_of(request, tier_max))
         case CompletionRequest():
             beginning = _beginning(request.prompt)
             session = key_of(owner.to_bytes(8), _text(request.prompt_cache_key or beginning))
-            return Affinity(owner, session, 0, 0, prompt_len)
+            return Affinity(owner, session, 0, 0, prompt_len, class_of(request, tier_max))
     return Affinity(owner, key_of(turn.to_bytes(8)), 0, 0, 0)
 
 
-def _of_chat(request: ChatRequest, owner: int, prompt_len: int) -> Affinity:
+def class_of(request: GenerationRequest, tier_max: Tier) -> int:
+    """The service class that an engine of ours gives the request."""
+    asked, priority = DEFAULT, request.priority or 0
+    if request.service_tier in _CLASSES:
+        asked = _CLASSES[request.service_tier]
+    elif request.service_tier in (None, "auto") and priority:
+        asked = PRIORITY if priority < 0 else FLEX
+    return min(asked, _CLASSES[tier_max])
+
+
+def _of_chat(request: ChatRequest, owner: int, prompt_len: int, service_class: int) -> Affinity:
     messages = request.messages
     roles = [message.role for message in messages]
     system = sum(1 for _ in takewhile(lambda role: role in ("system", "developer"), roles))
@@ -56,6 +72,7 @@ def _of_chat(request: ChatRequest, owner: int, prompt_len: int) -> Affinity:
         prompt_len * sum(lengths[:system]) // whole,
         prompt_len * sum(lengths[: max(system, answered)]) // whole,
         prompt_len,
+        service_class,
     )
 
 

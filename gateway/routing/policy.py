@@ -11,15 +11,28 @@ the request.
    them: the one whose key and the conversation's make the largest hash (rendezvous hashing, Thaler and
    Ravishankar 1996). Gateways and workers agree on it without talking, and a pool that changes moves little
    but its share.
-2. Load is the prompt tokens that wait to be computed: those that the replica reported, plus those that this
-   worker has sent since. Requests in flight would mislead, as most of them are decoding.
+2. Load is the prompt tokens that a request would wait for: those that the replica reported, plus those that
+   this worker has sent and no report has. Requests in flight would mislead, as most of them are decoding.
+   An engine prefers higher classes by their weights, so the tokens of a lower class count by the quotient of
+   its weight and the request's own, and all others in full.
 3. The replica with the least cost is chosen: its load, and the tokens that are computed twice because the
    conversation is not at home. Those are, at another owner, the history behind the prefix now, and this turn
    when the conversation comes home; at any other replica, the prefix too.
 4. A load is believed as far as it is known. What is missing, because a report is late or the replica is new,
    is the pool's median: nothing would draw every gateway's requests to a replica that is cut off, or that has
-   just been started. Until engines report, the load is the prompts of this worker whose answers have not
-   begun.
+   just been started. Of an engine that does not report, the load is the prompts of this worker whose answers
+   have not begun.
+
+How a request is counted neither twice nor never. It counts as sent from the moment at which its replica is
+chosen, and a report that was made before it arrived does not change that. It stops to count at the first
+report that has it in it: that in the headers of its own stream, which the engine sends once the request is in
+its queue, or, where the answer is not a stream, a frame that the engine sends at that moment with the
+stream's id (shared.http2.report). Both travel on the request's own connection, in order with all reports that
+are pushed there: those before do not have it, and those after do. From then on its tokens are the engine's to
+count. An engine that does not report tells by its first byte that the prompt is computed.
+
+A worker learns of what other workers send when it is reported, so all of them may send to one replica within
+an interval what each believes to be little. That is bounded by the rate of requests, and rule 1 spreads them.
 
 Rule 3 has no constant to tune. In the simulation (`penstock bench routing`) it replaces a bound on the load
 above the least of twice the tokens saved, which keeps a hot prefix at its owners while other replicas idle.
@@ -32,12 +45,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 from itertools import compress, islice
+from operator import mul
 from statistics import median_low
 from typing import Final
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from gateway.routing.table import Table
+from shared.load_report import DEFAULT, FLEX, LoadReport
 
 REPORT_INTERVAL_MS: Final = 100
 """The longest time between two reports of a replica."""
@@ -45,10 +60,15 @@ LATE_MS: Final = 3 * REPORT_INTERVAL_MS
 """The age up to which a report is believed in full. At twice this age it is not believed at all."""
 SLOW_START_MS: Final = 10_000
 """The age at which a new replica's own load is believed in full."""
+WEIGHTS: Final = (1, 4, 16)
+"""The weights of the service classes in the engine's scheduler."""
 REQUEST_LEN: Final = 32
 """The prompt tokens that a request in progress weighs as much as: it takes part of every step. This spreads
 short prompts, which are as good as computed when they arrive."""
+NEVER_MS: Final = 1 << 62
 _FULL: Final = 1000
+_PARTS: Final = tuple(tuple(min(_FULL, _FULL * other // own) for other in WEIGHTS) for own in WEIGHTS)
+"""By the class of a request: how much it waits for tokens of each class, in thousandths."""
 _MASK: Final = 2**64 - 1
 
 
@@ -68,8 +88,8 @@ class Route(StrEnum):
 
 
 class Affinity(Struct, frozen=True):
-    """Where a request's prompt may be cached. Lengths in tokens: `prefix_len <= history_len <=
-    prompt_len`."""
+    """Where a request's prompt may be cached, and for whom it waits. Lengths in tokens: `prefix_len <=
+    history_len <= prompt_len`."""
 
     prefix: int
     """The key of the beginning that it shares with other conversations."""
@@ -79,6 +99,7 @@ class Affinity(Struct, frozen=True):
     history_len: int
     """The tokens that were computed when its last answer was complete; at its first turn the prefix."""
     prompt_len: int
+    service_class: int = DEFAULT
 
     @property
     def stray_len(self) -> int:
@@ -91,24 +112,73 @@ NOWHERE: Final = Affinity(0, 0, 0, 0, 0)
 
 
 class View(Struct):
-    """A worker's knowledge of one replica's load. Times are of its monotonic clock."""
+    """A worker's knowledge of one replica's load. Times are of its monotonic clock. Tokens are by the class
+    of the request that would wait for them, in thousandths."""
 
     since_ms: int
     """When the replica was added to the pool."""
-    reported: int = 0
+    told: tuple[int, ...] = (0, 0, 0)
     """The waiting prompt tokens by its last report."""
-    reported_at_ms: int | None = None
-    """None for a replica that has never reported, such as an engine of another make: what this worker has in
-    flight there is then all that is known, and believed."""
-    sent: int = 0
-    """Prompt tokens to compute that this worker has sent since the last report; before the first, those of
-    the requests whose answers have not begun."""
+    sequences: int = 0
+    """The sequences that are there by its last report, of all workers."""
+    fresh_until_ms: int = NEVER_MS
+    """The time up to which the last report is believed in full. `NEVER_MS` of a replica that has never
+    reported, such as an engine of another make: what this worker has in flight there is then all that is
+    known, and believed."""
+    sent: list[int] = field(default_factory=lambda: [0, 0, 0])
+    """Prompt tokens to compute that this worker has sent and no report has."""
     requests: int = 0
     """The requests of this worker that are there."""
+    loads: list[int] = field(default_factory=lambda: [0, 0, 0])
+    """The sum of all that, in tokens."""
+
+    def report(self, report: LoadReport, now_ms: int) -> None:
+        """Take over what the replica says of itself."""
+        self.told = tuple(sum(map(mul, report.waiting, parts)) for parts in _PARTS)
+        self.sequences = report.sequences
+        self.fresh_until_ms = now_ms + LATE_MS
+        self._sum()
+
+    def enter(self, service_class: int, tokens: int) -> None:
+        """Count a request of this class that is sent there, with the prompt tokens that it has to compute."""
+        self.requests += 1
+        self._send(service_class, tokens)
+
+    def count(self, service_class: int, tokens: int) -> None:
+        """Take note that a report has these tokens, or that they are computed."""
+        self._send(service_class, -tokens)
+
+    def leave(self) -> None:
+        """Take note that a request has ended."""
+        self.requests -= 1
+        self._sum()
 
     @property
-    def load(self) -> int:
-        return self.reported + self.sent + REQUEST_LEN * self.requests
+    def reports(self) -> bool:
+        """True if it has reported, at any time."""
+        return self.fresh_until_ms < NEVER_MS
+
+    @property
+    def waiting_tokens(self) -> int:
+        """The prompt tokens that are to be computed, of all classes, as far as this worker knows."""
+        return (self.told[FLEX] + self.sent[FLEX]) // _FULL
+
+    @property
+    def is_idle(self) -> bool:
+        """True if nothing of this worker is there."""
+        return not (self.requests or any(self.sent))
+
+    def _send(self, service_class: int, tokens: int) -> None:
+        self.sent = [
+            sent + tokens * parts[service_class] for sent, parts in zip(self.sent, _PARTS, strict=True)
+        ]
+        self._sum()
+
+    def _sum(self) -> None:
+        requests = REQUEST_LEN * max(self.requests, self.sequences)
+        self.loads = [
+            (told + sent) // _FULL + requests for told, sent in zip(self.told, self.sent, strict=True)
+        ]
 
 
 class Choice(Struct, frozen=True):
@@ -120,26 +190,42 @@ class Choice(Struct, frozen=True):
     """The prompt tokens that it is expected to compute."""
 
 
-def loads(views: Sequence[View], now_ms: int) -> list[int]:
-    """The loads to decide by (rule 4)."""
-    trusts = [_trust(view, now_ms) for view in views]
-    if min(trusts, default=_FULL) == _FULL:
-        return [view.load for view in views]
-    known = [view.load for view, trust in zip(views, trusts, strict=True) if trust == _FULL]
-    middle = median_low(known or [view.load for view in views])
+def loads(views: Sequence[View], now_ms: int, service_class: int = DEFAULT) -> list[int]:
+    """The loads to decide by, for a request of this class (rules 2 and 4)."""
+    since_ms = now_ms - SLOW_START_MS
+    if all(view.since_ms <= since_ms and now_ms <= view.fresh_until_ms for view in views):
+        return [view.loads[service_class] for view in views]
+    faded = _faded(views, now_ms, service_class)
+    started = [_part(now_ms - view.since_ms, SLOW_START_MS) for view in views]
+    middle = _middle(faded, [part == _FULL for part in started])
     return [
-        (view.load * trust + middle * (_FULL - trust)) // _FULL
-        for view, trust in zip(views, trusts, strict=True)
+        (load * part + max(load, middle) * (_FULL - part)) // _FULL
+        for load, part in zip(faded, started, strict=True)
     ]
 
 
-def _trust(view: View, now_ms: int) -> int:
-    """How far a view is believed, in thousandths."""
-    started = _FULL * (now_ms - view.since_ms) // SLOW_START_MS
-    if view.reported_at_ms is None:
-        return max(0, min(_FULL, started))
-    fresh = _FULL * (2 * LATE_MS - (now_ms - view.reported_at_ms)) // LATE_MS
-    return max(0, min(_FULL, started, fresh))
+def _faded(views: Sequence[View], now_ms: int, service_class: int) -> list[int]:
+    """The loads with the pool's median in place of what late reports say. What this worker has sent itself it
+    knows, however late they are."""
+    own = [view.sent[service_class] // _FULL + REQUEST_LEN * view.requests for view in views]
+    told = [view.loads[service_class] - load for view, load in zip(views, own, strict=True)]
+    trusts = [_part(view.fresh_until_ms + LATE_MS - now_ms, LATE_MS) for view in views]
+    reports = [trust == _FULL and view.reports for view, trust in zip(views, trusts, strict=True)]
+    middle = _middle(told, reports)
+    return [
+        mine + (theirs * trust + middle * (_FULL - trust)) // _FULL
+        for mine, theirs, trust in zip(own, told, trusts, strict=True)
+    ]
+
+
+def _part(amount: int, whole: int) -> int:
+    """The quotient in thousandths, from 0 to all."""
+    return max(0, min(_FULL, _FULL * amount // whole))
+
+
+def _middle(values: Sequence[int], counts: Sequence[bool]) -> int:
+    """The median of those that count, or of all where none does."""
+    return median_low(list(compress(values, counts)) or values)
 
 
 def choose(

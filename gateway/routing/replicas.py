@@ -30,11 +30,16 @@ from gateway.routing.table import Table, key_of
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.ids import ReplicaId
+from shared.load_report import LoadReport
+
+Origin = tuple[str, str, int]
+"""Scheme, host and port."""
 
 SWEEP_S: Final = 1.0
 """The time between two looks for members whose time is over, in seconds."""
-ENGINE_DRAIN_S: Final = 30.0
-"""The time for which an engine's word that it drains counts, in seconds."""
+ENGINE_DRAIN_S: Final = 5.0
+"""The time for which the word of an engine that it drains counts, in seconds. It repeats it while it lives;
+after that, another may be there."""
 LINGER_S: Final = 3600.0
 """The time after which a member that is not listed any more is forgotten, in seconds. Its requests run on."""
 LEAVING_MAX: Final = 1024
@@ -75,8 +80,9 @@ class Placement:
 
     replica: Replica
     route: Route
+    service_class: int
     waiting: int
-    """Its prompt tokens that are not known to be computed."""
+    """Its prompt tokens that no report has, and that are not known to be computed."""
     ticket: Ticket
     sent_ms: int = 0
     """When it was sent."""
@@ -119,6 +125,7 @@ class Replicas:
         """Called with each member that is gone."""
         self._by_url: dict[str, Replica] = {}
         self._first_events: Final[dict[str, FirstEvents]] = {}
+        self._by_origin: dict[Origin, list[Replica]] = {}
         self._pools: Final[dict[str, _Pool]] = {}
         self._stale: Final = asyncio.Event()
         self._turn = 0
@@ -149,15 +156,23 @@ class Replicas:
         pool = self._pools[model]
         left = [_is_ready(replica) and replica.id not in tried for replica in pool.replicas]
         if len(left) == 1:
-            return self._placed(pool.replicas[0], Route.AFFINITY, 0) if left[0] else None
+            return self._placed(pool.replicas[0], Route.AFFINITY, affinity, 0) if left[0] else None
         now_ms = self._now_ms()
         may, is_panic = usable([replica.health for replica in pool.replicas], left, now_ms)
         views = [replica.view for replica in pool.replicas]
-        choice = choose(pool.table, loads(views, now_ms), affinity, pool.owners, may)
+        known = loads(views, now_ms, affinity.service_class)
+        choice = choose(pool.table, known, affinity, pool.owners, may)
         if choice is None:
             return None
         route = Route.RETRY if tried else Route.PANIC if is_panic else choice.route
-        return self._placed(pool.replicas[choice.replica], route, choice.computed_len)
+        return self._placed(pool.replicas[choice.replica], route, affinity, choice.computed_len)
+
+    def counted(self, placement: Placement) -> None:
+        """Note that the request's prompt need not be counted here: its replica has reported it, or it is
+        computed."""
+        waiting, placement.waiting = placement.waiting, 0
+        if waiting:
+            placement.replica.view.count(placement.service_class, waiting)
 
     def awaits(self, placement: Placement, model: str, on_late: Callable[[], None]) -> None:
         """Note that a stream was sent. `on_late` is called when its replica is found silent before the
@@ -173,7 +188,7 @@ class Replicas:
 
     def began(self, placement: Placement) -> None:
         """Note that the answer has begun: its prompt is computed, and the replica works."""
-        _computed(placement)
+        self.counted(placement)
         now_ms = self._now_ms()
         if placement.first_events is not None:
             placement.first_events.add(now_ms - placement.sent_ms)
@@ -206,10 +221,10 @@ class Replicas:
 
     def release(self, placement: Placement, outcome: Outcome) -> None:
         """Remove the request's load, and note how it went."""
-        _computed(placement)
+        self.counted(placement)
         replica = placement.replica
-        replica.view.requests -= 1
-        assert replica.view.sent >= 0
+        replica.view.leave()
+        assert min(replica.view.sent) >= 0
         assert replica.view.requests >= 0
         ejection = replica.health.note(placement.ticket, outcome, self._now_ms())
         if ejection is not None:
@@ -220,11 +235,32 @@ class Replicas:
     def _now_ms(self) -> int:
         return int(self._clock.monotonic() * 1000)
 
-    def _placed(self, replica: Replica, route: Route, waiting: int) -> Placement:
-        replica.view.sent += waiting
-        replica.view.requests += 1
+    def _placed(self, replica: Replica, route: Route, affinity: Affinity, waiting: int) -> Placement:
+        replica.view.enter(affinity.service_class, waiting)
         replica.routes[route] += 1
-        return Placement(replica, route, waiting, replica.health.admit(self._now_ms()))
+        ticket = replica.health.admit(self._now_ms())
+        return Placement(replica, route, affinity.service_class, waiting, ticket)
+
+    # -- reports ----------------------------------------------------------------------------------
+
+    def observe(self, replica: Replica, report: LoadReport) -> None:
+        """Take over what a replica reports of its load. One that drains gets nothing new, unless none is left
+        beside it: what it says may be out of date, and it refuses by itself."""
+        replica.view.report(report, self._now_ms())
+        if not report.draining:
+            self.undrain(replica, DrainCause.ENGINE)
+        elif DrainCause.ENGINE in replica.drained_by or self._is_spare(replica):
+            self.drain(replica, DrainCause.ENGINE)
+
+    def observe_origin(self, scheme: str, host: str, port: int, report: LoadReport) -> None:
+        """Take over what was reported on a connection to this origin."""
+        for replica in self._by_origin.get((scheme, host, port), ()):
+            self.observe(replica, report)
+
+    def _is_spare(self, replica: Replica) -> bool:
+        """True if each of its models has another member that is ready."""
+        pools = (self._pools[model].replicas for model in replica.standings)
+        return all(any(_is_ready(one) and one is not replica for one in members) for members in pools)
 
     # -- members ----------------------------------------------------------------------------------
 
@@ -375,6 +411,7 @@ class Replicas:
         self._move(replica, MemberPhase.GONE)
         if self._by_url.get(replica.url) is replica:
             del self._by_url[replica.url]
+            self._by_origin[_origin_of(replica.url)].remove(replica)
         self.on_gone(replica)
 
     def _entry(self, url: str, pool: _Pool) -> Replica:
@@ -384,6 +421,7 @@ class Replicas:
         id_ = _id_of(url)
         health = Health(self._seed ^ key_of(id_.encode()))
         new = self._by_url[url] = Replica(id_, url, pool.protocol, View(self._now_ms()), health)
+        self._by_origin.setdefault(_origin_of(url), []).append(new)
         return new
 
 
@@ -392,14 +430,14 @@ def _id_of(url: str) -> ReplicaId:
     return ReplicaId(parts.netloc + parts.path)
 
 
+def _origin_of(url: str) -> Origin:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+
+
 def _ids_of(urls: Iterable[str]) -> list[ReplicaId]:
     return [_id_of(url) for url in urls]
 
 
 def _is_ready(replica: Replica) -> bool:
     return replica.phase is MemberPhase.READY
-
-
-def _computed(placement: Placement) -> None:
-    placement.replica.view.sent -= placement.waiting
-    placement.waiting = 0

@@ -31,7 +31,7 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import TracebackType
 from typing import Final
 
@@ -101,10 +101,17 @@ class ClientEndpoint(ConnectionEndpoint):
     """A connection of a pool, ready once the server's SETTINGS have come."""
 
     def __init__(
-        self, pool: OriginPool, *, config: ConnectionConfig, watch: WatchConfig, clock: Clock
+        self,
+        pool: OriginPool,
+        on_load: Callable[[bytes], None],
+        *,
+        config: ConnectionConfig,
+        watch: WatchConfig,
+        clock: Clock,
     ) -> None:
         super().__init__(client=True, config=config, watch=watch, clock=clock)
         self._pool = pool
+        self._on_load = on_load
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._lingers = False
         """True if no stream is open any more and the connection is kept for reports alone."""
@@ -153,6 +160,9 @@ class ClientEndpoint(ConnectionEndpoint):
         super().stream_closed(stream)
         if self._pool.waiting:
             self._loop.call_soon(self._pool.changed)
+
+    def load_told(self, payload: bytes) -> None:
+        self._on_load(payload)
 
     def peer_changed(self) -> None:
         super().peer_changed()
@@ -219,12 +229,15 @@ class Http2Transport(httpx.AsyncBaseTransport):
         watch: WatchConfig = CLIENT_WATCH,
         clock: Clock = SYSTEM_CLOCK,
         connections_max: int = CONNECTIONS_MAX,
+        on_load: Callable[[Origin, bytes], None] = lambda _origin, _payload: None,
     ) -> None:
+        """`on_load` is called with every report of a server on its load. It must not raise."""
         self._ssl = ssl_context
         self._config = config or ConnectionConfig()
         self._watch = watch
         self._clock = clock
         self._connections_max = connections_max
+        self._on_load = on_load
         self._pools: dict[Origin, OriginPool] = {}
 
     async def __aenter__(self) -> Http2Transport:
@@ -360,7 +373,8 @@ class Http2Transport(httpx.AsyncBaseTransport):
         watch = replace(self._watch, greeting_timeout_s=limit_s)
 
         def protocol() -> ClientEndpoint:
-            return ClientEndpoint(pool, config=self._config, watch=watch, clock=self._clock)
+            on_load = partial(self._on_load, origin)
+            return ClientEndpoint(pool, on_load, config=self._config, watch=watch, clock=self._clock)
 
         try:
             async with asyncio.timeout(limit_s):

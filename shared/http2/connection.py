@@ -91,7 +91,7 @@ class Connection:
         self._announcing = False  # the first GOAWAY is on its way
         self._accept_max = frames.STREAM_ID_MAX  # streams above are refused
         self._splitter = frames.Splitter(b"" if client else frames.PREFACE)
-        self._floods = FloodBudgets(now)
+        self._floods = FloodBudgets(now, client=client)
         self.h2 = ProtocolState(
             client=client,
             stream_window_len=config.stream_window_len,
@@ -201,10 +201,10 @@ class Connection:
         if stream.error is None:
             self.path.send_head(stream, [(b":status", status)], end=False)
 
-    def report(self, stream_id: int, payload: bytes) -> None:
+    def report(self, stream_id: int, payload: bytes, flags: int = 0) -> None:
         """Send the report on a stream, open or not, at a server, if the peer takes reports."""
         if self._takes_reports and self.phase is not ConnectionPhase.CLOSED:
-            self.put(frames.report(stream_id, payload))
+            self.put(frames.report(stream_id, payload, flags))
 
     def ping(self, data: bytes) -> None:
         self.h2.ping(data)
@@ -412,9 +412,14 @@ class Connection:
             stream.flush_to_reader()
         self.to_flush.clear()
 
-    def _on_report(self, _flags: int, _stream_id: int, payload: bytes) -> bool:
+    def _on_report(self, flags: int, _stream_id: int, payload: bytes) -> bool:
         stream_id, report_payload = frames.parse_report(payload)
         stream = self.streams.get(stream_id)
+        if flags & frames.OF_LOAD:
+            self._owner.load_told(report_payload)
+            if stream is not None and stream.report is not None:
+                stream.report.counted()
+            return True
         report = self._awaited.pop(stream_id) if stream is None else stream.report
         if report is not None:
             report.deliver(report_payload)

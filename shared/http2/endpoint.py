@@ -82,6 +82,9 @@ class ConnectionEndpoint(asyncio.Protocol):
         if self.connection.phase is ConnectionPhase.RETIRING:
             self._loop.call_soon(self.close_if_done)
 
+    def load_told(self, payload: bytes) -> None:
+        raise AssertionError("only a client is told")
+
     def peer_changed(self) -> None:
         if self.connection.phase is ConnectionPhase.RETIRING:
             self._loop.call_soon(self.close_if_done)

@@ -13,8 +13,10 @@ class FloodBudgets:
 
     __slots__ = ("by_type", "empty_frames")
 
-    def __init__(self, now: Callable[[], float]) -> None:
+    def __init__(self, now: Callable[[], float], *, client: bool) -> None:
+        reports = {frames.REPORT: limits.Budget("REPORTs", limits.REPORTS, now)} if client else {}
         self.by_type: Final[Mapping[int, limits.Budget]] = {
+            **reports,
             frames.RST_STREAM: limits.Budget("resets", limits.RESETS, now),
             frames.PING: limits.Budget("PINGs", limits.PINGS, now),
             frames.SETTINGS: limits.Budget("SETTINGS", limits.SETTINGS_FRAMES, now),

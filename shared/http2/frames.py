@@ -32,10 +32,12 @@ WINDOW_UPDATE: Final = 0x8
 CONTINUATION: Final = 0x9
 REPORT: Final = 0xF1
 """A frame type of ours (RFC 9113, 5.5), on stream 0: the id of a stream, and the server's report on it when
-its handler has ended. Sent only to a peer whose SETTINGS have `TAKES_REPORTS`."""
+its handler has ended. With `OF_LOAD` the report is on the server's load, which has that stream's request in
+it; the id is 0 where no request is meant. Sent only to a peer whose SETTINGS have `TAKES_REPORTS`."""
 TAKES_REPORTS: Final = 0xF1F1
 
 END_STREAM: Final = 0x1
+OF_LOAD: Final = 0x1
 END_HEADERS: Final = 0x4
 PADDED: Final = 0x8
 PRIORITIZED: Final = 0x20
@@ -82,8 +84,8 @@ def goaway(last_stream_id: int, code: int, debug: bytes = b"") -> bytes:
     return frame(GOAWAY, 0, 0, _TWO_WORDS.pack(last_stream_id, code) + debug)
 
 
-def report(stream_id: int, payload: bytes) -> bytes:
-    return frame(REPORT, 0, 0, stream_id.to_bytes(4, "big") + payload)
+def report(stream_id: int, payload: bytes, flags: int = 0) -> bytes:
+    return frame(REPORT, flags, 0, stream_id.to_bytes(4, "big") + payload)
 
 
 def parse_report(payload: bytes) -> tuple[int, bytes]:

@@ -55,6 +55,8 @@ streams of its other clients."""
 PINGS: Final = Allowance(256, 32)
 SETTINGS_FRAMES: Final = Allowance(32, 2)
 PRIORITIES: Final = Allowance(2 * STREAMS_MAX, STREAMS_MAX)
+REPORTS: Final = Allowance(8 * STREAMS_MAX, 8 * STREAMS_MAX)
+"""At a client: two for each request, which may be as many in a second as a gateway can send."""
 EMPTY_FRAMES: Final = Allowance(2 * STREAMS_MAX, STREAMS_MAX)
 
 assert RESETS.burst >= 2 * STREAMS_MAX, "a full connection that loses every client twice is no attack"

@@ -24,5 +24,8 @@ class Owner(Protocol):
     def stream_closed(self, stream: Stream) -> None:
         """Both sides have ended the stream, or `stream.error` says why it ended early."""
 
+    def load_told(self, payload: bytes) -> None:
+        """The server has told its load, at a client."""
+
     def peer_changed(self) -> None:
         """SETTINGS, GOAWAY or the connection's end has changed how many streams may be opened."""

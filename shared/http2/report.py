@@ -4,12 +4,17 @@ The cost of a stream is known only when its handler has ended, and by then the c
 the server sends it in a frame of the connection (`frames.REPORT`), once for every stream whose handler has
 something to report, right after the stream's end. A client that has not read a stream to its end waits a
 moment for it.
+
+Frames of the same type tell a client the server's load, at intervals and, by the id of a stream, when that
+stream's request has become part of it. They go to a connection that takes bytes: what a slow reader would be
+told late is left out, and nothing waits for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
 
 from shared.http2.limits import RESET_IDS_MAX
 
@@ -17,9 +22,11 @@ from shared.http2.limits import RESET_IDS_MAX
 class Report:
     """The report on one stream. It is not expected before the stream is over, ended or reset."""
 
-    __slots__ = ("_is_due", "_waiter", "payload")
+    __slots__ = ("_is_due", "_waiter", "counted", "payload")
 
-    def __init__(self) -> None:
+    def __init__(self, counted: Callable[[], None] = lambda: None) -> None:
+        self.counted = counted
+        """Called when the server's load, as it was told last, has the stream's request in it."""
         self.payload: bytes | None = None
         """The payload; None until it came."""
         self._is_due = False

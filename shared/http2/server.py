@@ -22,6 +22,7 @@ from urllib.parse import unquote
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import InvalidRequest
 from shared.http import ClientGone
+from shared.http2 import frames
 from shared.http2.config import WATCH, ConnectionConfig, WatchConfig
 from shared.http2.connection import Connection
 from shared.http2.endpoint import ConnectionEndpoint
@@ -133,6 +134,10 @@ class ServerResponder:
     def report(self, data: bytes) -> None:
         """Send a report on this stream to a peer that takes reports, whether or not the stream was reset."""
         self._connection.report(self._stream.id, data)
+
+    def tell_load(self, data: bytes) -> None:
+        """Tell a peer that takes reports the load, which has this stream's request in it."""
+        self._connection.report(self._stream.id, data, frames.OF_LOAD)
 
     def _respond(self, head: HeaderList, *, end: bool) -> None:
         assert not self.started, "one answer for one request"
@@ -257,6 +262,12 @@ class Http2Server:
     def streams(self) -> int:
         """The number of open streams on all connections, and of ended ones whose handlers still unwind."""
         return sum(one.open for one in self.endpoints)
+
+    def push_load(self, payload: bytes) -> None:
+        """Tell the load on every connection whose peer takes reports and reads."""
+        for endpoint in self.endpoints:
+            if not endpoint.connection.full:
+                endpoint.connection.report(0, payload, frames.OF_LOAD)
 
     def retire(self) -> None:
         """Send GOAWAY on every connection: streams that run may finish, peers open their next streams

@@ -143,7 +143,7 @@ class House:
         ledger = self.store.ledger
         assert ledger.balanced
         assert ledger.outstanding == 0
-        assert all(r.view.sent == 0 and r.view.requests == 0 for r in self.gateway.replicas._by_url.values())
+        assert all(r.view.is_idle for r in self.gateway.replicas._by_url.values())
 
 
 @pytest.fixture

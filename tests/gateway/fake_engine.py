@@ -22,6 +22,7 @@ from shared.http import ClientGone, Request, Responder
 from shared.http2.errors import ErrorCode
 from shared.http2.server import ServerResponder
 from shared.ids import TOKENIZER_HEADER
+from shared.load_report import LOAD_HEADER, LoadReport, encode_load
 from shared.openai import BODY_LEN_MAX
 from shared.tokenizer import TokenizerBundle
 
@@ -47,8 +48,12 @@ class Cut:
     """The step at which the connection breaks."""
 
 
-HEADERS, CUT = Headers(), Cut()
-Step = bytes | asyncio.Event | Headers | Cut
+class Counted:
+    """The step at which a request is in the queue: its load is told, other than by headers."""
+
+
+HEADERS, CUT, COUNTED = Headers(), Cut(), Counted()
+Step = bytes | asyncio.Event | Headers | Cut | Counted
 
 
 @dataclass
@@ -137,6 +142,8 @@ class FakeEngine:
         self.active = 0
         self.reports: sse.Closing | None = None
         """What it says of every answer when that is over, cut off or not."""
+        self.load: LoadReport | None = None
+        """What it says of its load in its headers, and at `COUNTED`."""
         self.written = 0
         """Bytes of bodies, accepted by the socket."""
         self.url = ""
@@ -151,6 +158,10 @@ class FakeEngine:
 
     async def stop(self) -> None:
         await self._server.stop()
+
+    def push(self, payload: LoadReport | bytes) -> None:
+        """Tell all gateways a load."""
+        self._server.push_load(payload if isinstance(payload, bytes) else encode_load(payload))
 
     def drain(self) -> None:
         """Over HTTP/2: finish what runs, take nothing more."""
@@ -191,6 +202,8 @@ class FakeEngine:
         headers = {"content-type": script.content_type, **script.headers}
         if self.bundle is not None:
             headers[TOKENIZER_HEADER] = self.bundle.hash
+        if self.load is not None:
+            headers[LOAD_HEADER] = encode_load(self.load).decode()
         steps = list(script.steps)
         if HEADERS not in steps:
             steps.insert(0, HEADERS)
@@ -203,6 +216,8 @@ class FakeEngine:
                     self.written += len(step)
                 case asyncio.Event():
                     await step.wait()
+                case Counted():
+                    responder.tell_load(encode_load(self.load or LoadReport()))
                 case Cut():
                     _cut(responder)
                     raise ClientGone

@@ -382,7 +382,7 @@ async def test_an_ejected_replica_is_passed_over_until_its_trial(log: io.StringI
     assert take(pool, session=1).replica is not home
     pool.began(trial)
     assert take(pool, session=1).replica is home
-    await until(lambda: log.getvalue().count("\n") >= 2)
+    await until(lambda: log.getvalue().count('"replica.') >= 2)
     lines = [msgspec.json.decode(line) for line in log.getvalue().splitlines()]
     told: list[dict[str, Any]] = [line for line in lines if line["event"].startswith("replica.")]
     assert [line["event"] for line in told] == ["replica.ejected", "replica.returned"]

@@ -27,6 +27,7 @@ from gateway.routing.policy import (
 from gateway.routing.replicas import Placement, Replicas
 from gateway.routing.table import MEMBERS_MAX, Table, key_of
 from shared.ids import ReplicaId
+from shared.load_report import DEFAULT, LoadReport
 from shared.openai import ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
 from tests.fakes import VirtualClock
 
@@ -170,22 +171,30 @@ def test_strays_do_not_all_go_to_one_idle_replica() -> None:
 # -- what is known of loads -----------------------------------------------------------------------
 
 
+def told(tokens: int, now_ms: int) -> View:
+    """The view of a replica that has said so."""
+    view = View(-SLOW_START_MS)
+    view.report(LoadReport((0, tokens, 0)), now_ms)
+    return view
+
+
 def test_a_replica_that_stops_reporting_fades_to_the_median_and_never_to_zero() -> None:
-    views = [View(0, reported, 100_000) for reported in (4_000, 6_000, 8_000)]
-    silent = View(0, 0, 100_000 - LATE_MS)
+    views = [told(reported, 100_000) for reported in (4_000, 6_000, 8_000)]
+    silent = told(0, 100_000 - LATE_MS)
     seen = [loads([*views, silent], 100_000 + late_ms)[3] for late_ms in (0, LATE_MS // 2, LATE_MS)]
     assert seen == [0, 3_000, 6_000]
 
 
 def test_when_all_reports_are_late_the_pool_is_as_it_was() -> None:
-    views = [View(0, reported, 0) for reported in (4_000, 6_000, 8_000)]
+    views = [told(reported, 0) for reported in (4_000, 6_000, 8_000)]
     assert loads(views, 3 * LATE_MS + SLOW_START_MS) == [6_000] * 3
 
 
 def test_a_new_replica_is_believed_little_by_little() -> None:
-    views = [View(-SLOW_START_MS, 8_000, 0), View(-SLOW_START_MS, 6_000, 0), View(0)]
-    for view in views:
-        view.reported_at_ms = None
+    views = [View(-SLOW_START_MS), View(-SLOW_START_MS), View(0)]
+    for view, tokens in zip(views, (8_000, 6_000), strict=False):
+        view.enter(DEFAULT, tokens)
+        view.leave()
     seen = [loads(views, age_ms)[2] for age_ms in (0, SLOW_START_MS // 2, SLOW_START_MS)]
     assert seen == [6_000, 3_000, 0]
 
@@ -305,11 +314,11 @@ def test_a_prompt_is_load_until_its_answer_begins_and_a_request_until_it_ends() 
     pool, _ = replicas("http://a:1", "http://b:1")
     place = take(pool, 50)
     view = place.replica.view
-    assert (view.sent, view.requests) == (50, 1)
-    pool.began(place)
-    assert (view.sent, view.requests) == (0, 1)
+    assert (view.sent[DEFAULT], view.requests) == (50_000, 1)
+    pool.counted(place)
+    assert (view.sent[DEFAULT], view.requests) == (0, 1)
     pool.release(place, Outcome.NEUTRAL)
-    assert (view.sent, view.requests) == (0, 0)
+    assert (view.sent[DEFAULT], view.requests) == (0, 0)
 
 
 def test_models_on_one_replica_share_its_load() -> None:
@@ -319,7 +328,7 @@ def test_models_on_one_replica_share_its_load() -> None:
     first, second = pool.place("m", request), pool.place("n", request)
     assert first is not None
     assert second is not None
-    assert sum(replica.view.sent for replica in pool._by_url.values()) == 100
+    assert sum(replica.view.sent[DEFAULT] for replica in pool._by_url.values()) == 100_000
     assert len(pool._by_url) == 2
 
 

@@ -357,7 +357,7 @@ class _World:
     def _take_stock(self, gateway: Gateway) -> None:
         store, remains = gateway.quotas, self._remains
         assert isinstance(store, MemoryStore)
-        assert all(one.view.sent == one.view.requests == 0 for one in gateway.replicas._by_url.values())
+        assert all(one.view.is_idle for one in gateway.replicas._by_url.values())
         remains.usages = {(str(scope), name): usage for (scope, name), usage in store._accounts.items()}
         remains.ledger, remains.leases = store.ledger, store.live
         for replica in self._replicas:

@@ -27,6 +27,7 @@ class End:
         self.opened: list[Stream] = []
         self.closed: list[Stream] = []
         self.peer_changes = 0
+        self.loads: list[bytes] = []
         self.wire = b""
         self.connection = Connection(self, client=client, config=config, now=lambda: self.now_s)
 
@@ -38,6 +39,9 @@ class End:
 
     def stream_closed(self, stream: Stream) -> None:
         self.closed.append(stream)
+
+    def load_told(self, payload: bytes) -> None:
+        self.loads.append(payload)
 
     def peer_changed(self) -> None:
         self.peer_changes += 1

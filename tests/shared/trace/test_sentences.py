@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from shared import sse
 from shared.causes import CAUSES_MAX, CODE_LEN_MAX, COUNT_MAX, Cause, CauseCode, most_telling
+from shared.load_report import LoadReport
 from shared.trace.sentences import duration, sentence
 
 
@@ -110,7 +113,9 @@ def test_the_longest_closing_is_a_comment_that_the_scanner_finds() -> None:
         shared=True,
         **numbers,
     )
-    times = dict.fromkeys((f for f in sse.Closing.__struct_fields__ if f.endswith("_ms")), longest_ms)
+    times: dict[str, Any] = dict.fromkeys(
+        (f for f in sse.Closing.__struct_fields__ if f.endswith("_ms")), longest_ms
+    )
     closing = sse.Closing(
         end_reason="first_token_timeout",
         prompt_tokens=2**53,
@@ -120,7 +125,8 @@ def test_the_longest_closing_is_a_comment_that_the_scanner_finds() -> None:
         causes=(cause,) * CAUSES_MAX,
         **times,
     )
-    comment = sse.closing_comment(closing)
+    most = 1 << 40
+    comment = sse.closing_comment(closing, LoadReport((most, most, most), most, True))
     scanner = sse.TailScanner()
     sent = sse.DONE + comment
     forwarded = b"".join(scanner.feed(sent[at : at + 100]) for at in range(0, len(sent), 100))

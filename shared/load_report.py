@@ -1,0 +1,47 @@
+"""An engine's report of its load, by which gateways choose among replicas.
+
+It stands in the header `LOAD_HEADER` of every answer, in the closing comment of a stream (shared.sse), and
+in frames that the engine pushes on the connections of gateways (shared.http2.report). Its form on the wire is
+JSON, at most `REPORT_LEN_MAX` bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+LOAD_HEADER: Final = "x-penstock-load"
+PUSH_INTERVAL_S: Final = 0.1
+"""The time between two reports on a connection."""
+REPORT_LEN_MAX: Final = 512
+"""Bytes; longer ones are no report."""
+FLEX, DEFAULT, PRIORITY = range(3)
+"""The service classes, in the order of `LoadReport.waiting`; the higher the sooner."""
+
+Amount = Annotated[int, Meta(ge=0, le=1 << 40)]
+
+
+class LoadReport(msgspec.Struct, frozen=True, omit_defaults=True):
+    waiting: tuple[Amount, Amount, Amount] = (0, 0, 0)
+    """By class: prompt tokens that are to be computed and are not, those of requests that have begun
+    included, and those that the cache has left out."""
+    sequences: Amount = 0
+    """The sequences that have not ended, waiting ones included."""
+    draining: bool = False
+    """True if the engine finishes what it has, and takes no more."""
+
+
+_decode: Final = msgspec.json.Decoder(LoadReport).decode
+encode_load: Final = msgspec.json.Encoder().encode
+
+
+def parse_load(text: str | bytes | None) -> LoadReport | None:
+    """The report in a text. None where it is none."""
+    if text is None or len(text) > REPORT_LEN_MAX:
+        return None
+    try:
+        return _decode(text)
+    except msgspec.DecodeError:
+        return None

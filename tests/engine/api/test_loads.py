@@ -1,0 +1,180 @@
+"""What the engine tells of its load: on every answer, at the end of streams, and on gateways' connections."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.core.messages import ServiceClass, StepOutput
+from shared.http2.client import Http2Transport
+from shared.http2.report import Report
+from shared.load_report import DEFAULT, FLEX, LOAD_HEADER, PRIORITY, LoadReport, encode_load, parse_load
+from shared.sse import CLOSING_HEADER, parse_closing
+from tests.engine.api.conftest import MODEL, Serve, Served, until
+
+CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "the"}]}
+
+
+def load_of(answer: Any) -> LoadReport:
+    report = parse_load(answer.headers.get(LOAD_HEADER))
+    assert report is not None, answer.headers
+    return report
+
+
+def counted(core: Any, class_tokens: tuple[int, ...], newest: int) -> None:
+    """Let the fake core count tokens, up to a handle."""
+    stats = msgspec.structs.replace(core._stats(), class_tokens=class_tokens, newest=newest)
+    core.say(StepOutput(0, [], [], [], [], [], [], stats))
+
+
+def test_the_classes_are_the_cores() -> None:
+    assert tuple(ServiceClass) == (FLEX, DEFAULT, PRIORITY)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        "",
+        "nothing",
+        "[]",
+        '{"waiting":[1,2]}',
+        '{"waiting":[1,2,-3]}',
+        '{"waiting":[1,2,1e99]}',
+        '{"sequences":9999999999999}',
+        '{"draining":1}',
+        "{" + " " * 600 + "}",
+        b"\xff",
+    ],
+)
+def test_what_is_no_report_is_none(text: str | bytes | None) -> None:
+    assert parse_load(text) is None
+
+
+def test_a_report_comes_back_as_it_was() -> None:
+    report = LoadReport((1, 2, 3), 4, True)
+    assert parse_load(encode_load(report)) == report
+    assert parse_load('{"waiting":[1,2,3],"later":"versions say more"}') == LoadReport((1, 2, 3))
+
+
+async def test_every_answer_has_it_errors_and_probes_too(served: Served) -> None:
+    http = served.http
+    served.says("the")
+    answers = [
+        await http.get("/livez"),
+        await http.get("/v1/models"),
+        await http.get("/nowhere"),
+        await http.post("/v1/chat/completions", json={}),
+        await http.post("/v1/chat/completions", json=CHAT),
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200, 404, 400, 200]
+    assert {load_of(answer) for answer in answers} == {LoadReport()}
+
+
+async def test_a_stream_that_waits_is_in_the_report_of_its_own_headers(served: Served) -> None:
+    served.core.admits = False
+    body = {**CHAT, "stream": True, "service_tier": "flex"}
+    async with served.http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        report = load_of(answer)
+        [added] = served.core.added
+        assert report == LoadReport((len(added.prompt_ids), 0, 0), 1)
+        other = load_of(await served.http.get("/livez"))
+        assert other == report
+        served.says("the")
+        served.core.admits = True
+        served.core.release()
+        served.core._work.set()
+        last = (await answer.aread()).rpartition(b": penstock ")[2]
+        closing = parse_closing(last)
+    assert closing is not None
+    assert isinstance(closing.load, LoadReport)
+    assert closing.load.waiting == (0, 0, 0)
+
+
+async def test_the_header_of_a_whole_answer_does_not_say_it_twice(served: Served) -> None:
+    served.says("the")
+    answer = await served.http.post("/v1/chat/completions", json=CHAT)
+    assert "load" not in msgspec.json.decode(answer.headers[CLOSING_HEADER])
+
+
+async def test_what_the_core_has_counted_is_not_counted_again(serve: Serve) -> None:
+    async with serve() as served:
+        served.core.admits = False
+        state = served.engine.state
+        tasks = [
+            asyncio.create_task(served.http.post("/v1/chat/completions", json={**CHAT, "service_tier": tier}))
+            for tier in ("flex", "default", "priority")
+        ]
+        await until(lambda: len(served.core.added) == 3)
+        length = len(served.core.added[0].prompt_ids)
+        assert state.load() == LoadReport((length, length, length), 3)
+        first, second, _ = served.core.added
+        seen = [0, 0, 0]
+        seen[first.service_class] += 1
+        seen[second.service_class] += 1  # of each, the cache has all but one token
+        counted(served.core, tuple(seen), second.handle)
+        await until(lambda: state.core._seen == second.handle)
+        last = [0 if seen[each] else length for each in range(3)]
+        assert state.load().waiting == tuple(map(sum, zip(seen, last, strict=True)))
+        tasks[0].cancel()
+        tasks[1].cancel()
+        tasks[2].cancel()
+        await until(lambda: state.core.live == 0)
+        counted(served.core, (0, 0, 0), served.core.added[-1].handle)
+        await until(lambda: state.core._seen == served.core.added[-1].handle)
+        assert state.load() == LoadReport()
+
+
+async def test_gateways_are_told_at_intervals_and_when_a_whole_answer_is_queued(serve: Serve) -> None:
+    told: list[LoadReport | None] = []
+    counted_by: list[int] = []
+    async with serve() as served:
+        served.core.admits = False
+        transport = Http2Transport(on_load=lambda _, payload: told.append(parse_load(payload)))
+        report = Report(lambda: counted_by.append(len(told)))
+        url = f"http://127.0.0.1:{served.engine.port}/v1/chat/completions"
+        call = asyncio.create_task(
+            transport.exchange("POST", url, [], msgspec.json.encode(CHAT), report=report)
+        )
+        await until(lambda: bool(counted_by))
+        length = len(served.core.added[0].prompt_ids)
+        with_it = LoadReport((0, length, 0), 1)
+        assert told[counted_by[0] - 1] == with_it
+        before = len(told)
+        await until(lambda: len(told) > before + 2)
+        assert told[before:] == [with_it] * (len(told) - before)
+        assert not call.done()
+        call.cancel()
+        await until(lambda: told[-1] == LoadReport())
+        await transport.aclose()
+
+
+async def test_an_engine_that_drains_says_so_at_once_and_on_every_answer(serve: Serve) -> None:
+    told: list[LoadReport | None] = []
+    async with serve() as served:
+        served.says("the", ends=False)
+        transport = Http2Transport(on_load=lambda _, payload: told.append(parse_load(payload)))
+        url = f"http://127.0.0.1:{served.engine.port}/v1/chat/completions"
+        body = msgspec.json.encode({**CHAT, "stream": True, "max_tokens": 2})
+        answer = await transport.exchange("POST", url, [], body)
+        await until(lambda: bool(told))
+        draining = asyncio.create_task(served.engine.drain())
+        await until(lambda: told[-1] is not None and told[-1].draining)
+        refused = await served.http.post("/v1/chat/completions", json=CHAT)
+        assert refused.status_code == 503
+        assert load_of(refused).draining
+        await answer.aclose()
+        await draining
+        await transport.aclose()
+
+
+async def test_a_core_that_died_leaves_nothing_that_waits(served: Served) -> None:
+    served.core.admits = False
+    call = asyncio.create_task(served.http.post("/v1/chat/completions", json=CHAT))
+    await until(lambda: served.engine.state.load().sequences == 1)
+    served.core.die()
+    assert (await call).status_code == 500
+    assert served.engine.state.load() == LoadReport()
