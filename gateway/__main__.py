@@ -7,17 +7,21 @@ from shared import interrupts
 if __name__ == "__main__":
     interrupts.end_quietly()
 
+import argparse
 import asyncio
 import os
 import sys
+import tomllib
 from pathlib import Path
 
-from gateway.app import serve
 from gateway.config import HEADINGS, GatewayConfig, load
 from gateway.listener import ListenFailed
+from gateway.service import serve, supervise
+from gateway.workers.channel import read_start
 from shared import logs
 from shared.arguments import Parser, add_settings
 from shared.config import ConfigError
+from shared.exit_codes import ExitCode
 from shared.lifecycle import die_with_parent
 from shared.loops import loop_factory
 from shared.tls import UnusableTls
@@ -33,6 +37,7 @@ def build_parser() -> Parser:
         metavar="FILE.toml",
         help="the configuration; gateway/README.md shows one",
     )
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--parent-pid", type=int, help="stop when this process, the parent, is gone")
     add_settings(parser, GatewayConfig, HEADINGS)
     return parser
@@ -46,17 +51,26 @@ def main(argv: list[str] | None = None) -> int:
     if parent_pid is not None:
         die_with_parent(parent_pid)
     try:
-        config = load(file, os.environ, given)
-        logs.configure("gateway", level=config.log_level)
+        if given.pop("worker"):
+            start = read_start(sys.stdin.buffer)
+            service = serve(_log(load(tomllib.loads(start.config), {})), file, start)
+        else:
+            config = _log(load(file, os.environ, given))
+            service = serve(config, file) if config.workers == 1 else supervise(config, file)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(serve(config, file))
+            return runner.run(service)
     except ConfigError as error:
         sys.stderr.write(f"{file} is not a usable configuration:\n{error}\n")
-        return 2
+        return ExitCode.UNUSABLE_CONFIG
     except (ListenFailed, UnusableTls) as error:
         sys.stderr.write(f"{error}\n")
-        return 1
-    return 0
+        return ExitCode.FAILED
+
+
+def _log(config: GatewayConfig) -> GatewayConfig:
+    """Log as a configuration says, and return it."""
+    logs.configure("gateway", level=config.log_level)
+    return config
 
 
 if __name__ == "__main__":

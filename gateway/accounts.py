@@ -24,20 +24,13 @@ from msgspec import Struct
 
 from gateway.admission.quota import Scope, Subject
 from gateway.admission.usage import Payer
-from gateway.config import (
-    GatewayConfig,
-    KeyConfig,
-    ModelConfig,
-    TenantConfig,
-    TimeoutsConfig,
-    load,
-    timeouts_of,
-)
+from gateway.config import GatewayConfig, KeyConfig, ModelConfig, TenantConfig, load, timeouts_of
 from gateway.identity.bounded import BoundedDict
 from gateway.identity.caller import Identity, Principal
 from gateway.identity.keys import KeyTable
 from gateway.identity.tenant import TenantPolicy
 from gateway.quota_config import NO_LIMITS, ModelLimits, QuotaFail, QuotaLimits
+from gateway.timeout_config import TimeoutsConfig
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.config import ConfigError

@@ -1,19 +1,19 @@
-"""The gateway as a process: its parts, put together; its start and its end.
+"""The gateway's parts, put together; its start and its end.
 
-On SIGTERM or SIGINT the gateway is no longer ready and refuses new requests. Open ones may finish within
-`drain_s`; those that do not end with an error of their own. On SIGHUP the
-parts of the configuration that can be read again, certificates and issuers' keys are.
+When it ends, it is not ready from the first moment on. For `drain_delay_s` it still serves what comes, since
+load balancers need a while to notice, and asks clients to open other connections. Then its public listener
+is closed and new requests are refused. Open ones may finish within `drain_s`; those that do not end with an
+error of their own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import secrets
-import signal
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -44,25 +44,25 @@ from gateway.identity.caller import Identity, Revoked
 from gateway.identity.callers import callers_of
 from gateway.identity.jwks import KeySources
 from gateway.identity.keys import KeyTable
-from gateway.listener import PublicServer, listen
+from gateway.listener import Listening, PublicServer, listen
 from gateway.pipeline import Pipeline
 from gateway.public_tls import PublicTls
-from gateway.quota_config import QuotasConfig
 from gateway.record import HELD_BYTES, HTTP2_STREAMS, IN_FLIGHT, MEMBERS, forget_replica
 from gateway.relay.credentials import Credentials
 from gateway.relay.upstream import Upstream
 from gateway.replica_api import ReplicaRoutes
 from gateway.routing.replicas import Replicas
 from gateway.usage_api import UsageReports
+from gateway.workers.channel import Door, WorkerStart, listen_on
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import GatewayStopped, KeyRevoked
 from shared.fair_share import FairShare
 from shared.fair_threads import FairThreads
 from shared.ids import KeyId, TenantId
-from shared.lifecycle import Lifecycle, Phase, on_stop_signals
+from shared.lifecycle import Lifecycle, Phase
 from shared.listening import http1_options
-from shared.loops import loop_name, watch_lag
+from shared.loops import loop_name
 from shared.probes import Health
 
 if TYPE_CHECKING:
@@ -92,8 +92,10 @@ class Gateway:
         identity_of: IdentityOf | None = None,
         env: Mapping[str, str] = os.environ,
         clock: Clock = SYSTEM_CLOCK,
+        worker: WorkerStart | None = None,
     ) -> None:
         """`path` is the file that keys and tenants are read from again; None where there is none.
+        `worker` says which of several workers this one is; None for the only one.
         `quotas` is used in place of the store that the configuration names, and `identity_of` in place of
         what it says of callers. `env` has the keys of models that name a variable. Raises ConfigError when a
         key or a file of a model, an issuer or the store is missing, or UnusableTls.
@@ -101,13 +103,10 @@ class Gateway:
         credentials = Credentials(config.models, env)
         self.config = config
         self.lifecycle = Lifecycle()
-        days, gateways = config.accounting.days, config.quotas.gateways
-        self._redis = None if quotas is not None else _redis_store(config.quotas, env, days)
-        shared = quotas or self._redis
-        self.quotas: QuotaStore = shared or MemoryStore(clock, days)
-        self._guarded = None if shared is None else GuardedStore(shared, gateways, clock, days)
+        self._redis = None if quotas is not None else _redis_store(config, env)
+        self.quotas, self._guarded = _stores(config, quotas or self._redis, clock)
         store = self._guarded or self.quotas
-        self.billing, self._webhook = _billing(config.accounting, env, clock)
+        self.billing, self._webhook = _billing(_accounting(config, worker), env, clock)
         self.live = LiveRequests(config.limits.live_max)
         self._tls = None if config.listen.tls is None else PublicTls(config.listen.tls, clock)
         self._key_sources = KeySources(clock)
@@ -126,6 +125,8 @@ class Gateway:
         self._health = health = Health(self.lifecycle, self._problems)
         self._edge = Edge(config, self.accounts, pipeline, self.live, self.engines, store, health, clock)
         self._clock = clock
+        self._worker = worker
+        self._public: Listening | None = None
         self._background = Background(self._works(), clock)
         self._tokenizers = Background(self.engines.works(), clock)  # without one, prompts are estimated
         self._stack = AsyncExitStack()
@@ -173,43 +174,56 @@ class Gateway:
             tls = None if self._tls is None else self._tls.context
             buffer_len = self.config.limits.send_buffer_len
             public = PublicServer(self._edge, self.config)
-            self.port = await listen(
-                stack, public, address.host, address.port, send_buffer_len=buffer_len, tls=tls
+            port, is_shared = (address.port, False) if self._worker is None else (self._worker.port, True)
+            self._public = await listen(
+                stack, public, address.host, port, send_buffer_len=buffer_len, tls=tls, is_shared=is_shared
             )
-            if admin.port is not None:
-                options = http1_options(self.config.timeouts.idle_s)
-                directory = DirectoryRoutes(self._registry, self._follow)
-                usage = UsageReports(self._guarded or self.quotas, self.accounts, self._clock)
-                tables = directory.table, usage.table, ReplicaRoutes(self.replicas).table
-                handlers = Admin(self._health, self.accounts, self.reload, self.live, tables, self._clock)
-                private = web.Server(handlers.handle, **options)
-                self.admin_port = await listen(
-                    stack, private, admin.host, admin.port, send_buffer_len=buffer_len
-                )
+            self.port = self._public.port
+            if self._worker is not None:
+                door = Door(self._health, self.live.__len__, self._refresh, self._admin().handle)
+                await listen_on(stack, door, self._worker.socket)
+            elif admin.port is not None:
+                private = web.Server(self._admin().handle, **http1_options(self.config.timeouts.idle_s))
+                listening = await listen(stack, private, admin.host, admin.port, send_buffer_len=buffer_len)
+                self.admin_port = listening.port
             self._stack = stack.pop_all()
         self.lifecycle.to(Phase.READY)
         ports = {"port": self.port, "admin_port": self.admin_port}
-        log.info("gateway.listening", host=address.host, **ports, loop=loop_name())
+        event = "gateway.listening" if self._worker is None else "worker.listening"
+        log.info(event, host=address.host, **ports, loop=loop_name())
         return self
+
+    def _admin(self) -> Admin:
+        """What operators are answered by."""
+        directory = DirectoryRoutes(self._registry, self._follow)
+        usage = UsageReports(self._guarded or self.quotas, self.accounts, self._clock)
+        tables = directory.table, usage.table, ReplicaRoutes(self.replicas).table
+        return Admin(self._health, self.accounts, self.reload, self.live, tables, self._clock)
 
     async def __aexit__(self, *_: object) -> None:
         await self.drain()
         await self._stack.aclose()
         self.lifecycle.to(Phase.STOPPED)
 
-    async def drain(self) -> None:
-        """Refuse new requests, and let the open ones finish within `drain_s`. Later calls do nothing."""
+    async def drain(self, hurry: asyncio.Event | None = None) -> bool:
+        """Refuse new requests, and let the open ones finish within `drain_s` and until `hurry` is set. Later
+        calls do nothing. Returns whether no request had to be ended."""
         if self.lifecycle.phase is not Phase.READY:
-            return
+            return True
         self.lifecycle.to(Phase.DRAINING)
-        log.info("gateway.draining", live=len(self.live))
-        clean = await self.live.drain(
-            self.config.timeouts.drain_s,
-            _stopped,
-        )
+        hurry = hurry or asyncio.Event()
+        delay_s, drain_s = self.config.timeouts.drain_delay_s, self.config.timeouts.drain_s
+        log.info("gateway.draining", live=len(self.live), delay_s=delay_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(delay_s):
+                await hurry.wait()
+        if self._public is not None:
+            await self._public.close()
+        clean = await self.live.drain(drain_s, hurry, _stopped)
         if self._guarded is not None:
             await self._guarded.post()
         log.info("gateway.drained", clean=clean)
+        return clean
 
     async def reload(self) -> list[str]:
         """Read again what is read again when it changes: the configuration, certificates, issuers' keys.
@@ -219,6 +233,10 @@ class Gateway:
         if self._tls is not None:
             self._tls.reload()
         return problems
+
+    async def _refresh(self) -> None:
+        """Take over what another worker has changed of keys and tenants."""
+        await (self.accounts.reload() if self._follower is None else self._follow())
 
     async def _follow(self) -> None:
         """Take over what was changed in the directory in Redis, if there is one and it can be asked."""
@@ -300,15 +318,37 @@ def _billing(
     return billing, Webhook(config.webhook, secret, billing.spool, clock)
 
 
-def _redis_store(config: QuotasConfig, env: Mapping[str, str], days_kept: int) -> RedisStore | None:
+def _accounting(config: GatewayConfig, worker: WorkerStart | None) -> AccountingConfig:
+    """The settings of accounting. Each of several workers has a billing file of its own: `lines.jsonl` is
+    `lines-0.jsonl` for the first."""
+    accounting = config.accounting
+    if worker is None or accounting.file is None:
+        return accounting
+    path = Path(accounting.file)
+    return replace(accounting, file=str(path.with_stem(f"{path.stem}-{worker.index}")))
+
+
+def _stores(
+    config: GatewayConfig, shared: SharedStore | None, clock: Clock
+) -> tuple[QuotaStore, GuardedStore | None]:
+    """The store of quotas, and what guards it where it is shared. Each worker counts as a gateway: while
+    Redis cannot be asked, each has its part of the limits."""
+    days = config.accounting.days
+    if shared is None:
+        return MemoryStore(clock, days), None
+    return shared, GuardedStore(shared, config.quotas.gateways * config.workers, clock, days)
+
+
+def _redis_store(config: GatewayConfig, env: Mapping[str, str]) -> RedisStore | None:
     """The store in Redis, not yet connected; None where quotas are kept in memory. Raises ConfigError."""
-    if config.store == "memory":
+    quotas = config.quotas
+    if quotas.store == "memory":
         return None
     # Only here: a gateway that keeps quotas in memory has no use for a client of Redis.
     from gateway.admission.redis_links import links_of
     from gateway.admission.redis_store import RedisStore
 
-    return RedisStore(links_of(config, env), config.key_prefix, days_kept=days_kept)
+    return RedisStore(links_of(quotas, env), quotas.key_prefix, days_kept=config.accounting.days)
 
 
 def _revoked_key() -> KeyRevoked:
@@ -342,36 +382,3 @@ def _registry(
 
 def _stopped() -> GatewayStopped:
     return GatewayStopped("The gateway was stopped before the answer's end.")
-
-
-async def serve(config: GatewayConfig, path: Path) -> None:
-    """Run a gateway until a stop signal; a second one ends the drain."""
-    stop, now = asyncio.Event(), asyncio.Event()
-    on_stop_signals(lambda _: now.set() if stop.is_set() else stop.set())
-    watch_lag()
-    async with Gateway(config, path=path) as gateway:
-        hangup = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup.set)
-        reloading = asyncio.create_task(_reload_at(hangup, gateway))
-        gc.collect()
-        gc.freeze()  # a full collection would look through all modules, and stop every stream for 15 ms
-        await stop.wait()
-        draining = asyncio.create_task(gateway.drain())
-        impatient = asyncio.create_task(now.wait())
-        await asyncio.wait((draining, impatient), return_when=asyncio.FIRST_COMPLETED)
-        impatient.cancel()
-        if not draining.done():
-            gateway.live.end_all(_stopped)
-        await draining
-        reloading.cancel()
-
-
-async def _reload_at(hangup: asyncio.Event, gateway: Gateway) -> None:
-    """Reload at each signal."""
-    while True:
-        await hangup.wait()
-        hangup.clear()
-        try:
-            await gateway.reload()
-        except Exception:
-            log.exception("gateway.reload_failed")

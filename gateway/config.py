@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta
 
@@ -48,15 +48,17 @@ from gateway.quota_config import (
     QuotasConfig,
     model_limit_problems,
 )
+from gateway.timeout_config import TimeoutOverrides, TimeoutsConfig
 from shared import config
 from shared.config import ConfigError
 from shared.ids import KeyId, TenantId
-from shared.settings import LogLevel, Rule
+from shared.settings import LogLevel, Rule, Unit
 
 ENV_PREFIX: Final = "PENSTOCK_GATEWAY_"
 HEADINGS: Final[Mapping[str, str]] = {}
 """None within the top level: the file has sections."""
 REPLICAS_MAX: Final = 256
+WORKERS_MAX: Final = 64
 
 
 HASH_PREFIX: Final = "sha256:"
@@ -67,55 +69,6 @@ EndpointScope = Annotated[
     str, Meta(max_length=64), Rule(f"be * or one of {', '.join(SCOPES)}", {ANY, *SCOPES}.__contains__)
 ]
 LABELS_MAX: Final = 16
-
-
-@dataclass(frozen=True, slots=True)
-class TimeoutsConfig:
-    """Time limits of every request."""
-
-    body_s: Seconds = 30.0
-    """From the headers of a request to the last byte of its body."""
-    connect_s: Seconds = 5.0
-    """Connecting to an engine."""
-    first_token_s: Seconds = 120.0
-    """From dispatch to the first event of a stream. A unary answer has no first token on the wire: only
-    total_s bounds its wait."""
-    inter_token_s: Seconds = 60.0
-    """Between any two reads from the engine after the first byte."""
-    total_s: Seconds = 1800.0
-    """From the request's arrival to the last byte of its answer."""
-    slow_client_s: Seconds = 30.0
-    """How long a client may leave its connection's buffers full."""
-    idle_s: Seconds = 75.0
-    """How long a connection may have no request in progress."""
-    head_s: Seconds = 10.0
-    """From the first byte of a request's headers to their last; then the connection is closed."""
-    drain_s: Seconds = 60.0
-    """How long open requests may take to end after SIGTERM."""
-
-
-General = TypeVar("General", TimeoutsConfig, "TimeoutOverrides")
-
-
-@dataclass(frozen=True, slots=True)
-class TimeoutOverrides:
-    """The time limits of one model, one service tier or one tenant. None leaves the more general setting as
-    it is."""
-
-    connect_s: Seconds | None = None
-    """Wins over the more general connect_s, be it shorter or longer, as each of these does."""
-    first_token_s: Seconds | None = None
-    """Wins over the more general first_token_s."""
-    inter_token_s: Seconds | None = None
-    """Wins over the more general inter_token_s."""
-    total_s: Seconds | None = None
-    """Wins over the more general total_s."""
-    slow_client_s: Seconds | None = None
-    """Wins over the more general slow_client_s."""
-
-    def over(self, general: General) -> General:
-        """The more general settings, with those that are set here in their place."""
-        return replace(general, **{name: s for name, s in asdict(self).items() if s is not None})
 
 
 HopProtocol = Literal["http2", "http1"]
@@ -382,6 +335,8 @@ class GatewayConfig:
     """Callers' usage: how long it is kept, and to whom it is told."""
     admission: AdmissionConfig = AdmissionConfig()
     """How requests are checked and counted before they are let in."""
+    workers: Annotated[int, Meta(ge=1, le=WORKERS_MAX), Unit("processes")] = 1
+    """Processes that serve the public port together. More than one count quotas in Redis."""
     log_level: LogLevel = "info"
     """Lowest level that is logged."""
 
@@ -446,8 +401,29 @@ def _contradictions(config: GatewayConfig) -> Iterator[str]:
     for key in config.keys:
         yield from (f"keys.{key.id}.{p}" for p in key_problems(key, model_names, tenant_ids))
     yield from _unknown_names(config, model_names, tenant_ids)
+    if config.workers > 1 and config.quotas.store == "memory":
+        yield from _counted_apart(config)
     if config.directory.store == "redis" and config.quotas.url is None:
         yield 'directory: store = "redis" needs url in [quotas]'
+
+
+def _counted_apart(config: GatewayConfig) -> Iterator[str]:
+    """The limits that several workers would each count for itself."""
+    told = f'{config.workers} workers cannot count it together in memory: set store = "redis" in [quotas]'
+    yield from (f"models.{one.name}.limits: {told}" for one in config.models if one.limits != NO_LIMITS)
+    holders: list[tuple[str, TenantConfig | KeyConfig | CertificateConfig | GrantConfig]] = [
+        *((f"tenants.{one.id}", one) for one in config.tenants),
+        *((f"keys.{one.id}", one) for one in config.keys),
+        *((f"certificates.{one.id}", one) for one in config.certificates),
+        *((f"grants[{at}]", one) for at, one in enumerate(config.grants)),
+    ]
+    for where, holder in holders:
+        if holder.limits != NO_LIMITS:
+            yield f"{where}.limits: {told}"
+        if holder.model_limits:
+            yield f"{where}.model_limits: {told}"
+    if config.directory.store == "redis":
+        yield f"directory.store: its tenants and keys may have limits; {told}"
 
 
 def tenant_problems(tenant: TenantConfig, model_names: Container[str]) -> Iterator[str]:

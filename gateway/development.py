@@ -9,17 +9,12 @@ import secrets
 from collections.abc import Iterable
 from typing import Final
 
-from gateway.config import (
-    GatewayConfig,
-    KeyConfig,
-    ModelConfig,
-    TenantConfig,
-    TimeoutsConfig,
-)
+from gateway.config import GatewayConfig, KeyConfig, ModelConfig, TenantConfig
 from gateway.directory_config import DirectoryConfig
 from gateway.edge_config import ListenConfig, TlsConfig, is_loopback
 from gateway.identity.keys import hash_key
 from gateway.quota_config import QuotaLimits, QuotasConfig
+from gateway.timeout_config import TimeoutsConfig
 
 ID: Final = "development"
 """The id of the tenant, and of its key."""

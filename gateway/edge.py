@@ -53,6 +53,7 @@ from shared.errors import (
 )
 from shared.http import ClientGone
 from shared.ids import REQUEST_ID_HEADER, TRACEPARENT_HEADER, RequestId, accept_request_id, mint_request_id
+from shared.lifecycle import Phase
 from shared.openai import (
     AbortResponse,
     Model,
@@ -106,6 +107,8 @@ class Edge:
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path = path_of(request)
+        if self._health.lifecycle.phase is Phase.DRAINING:  # its connection is closed after the answer
+            request._message = request._message._replace(should_close=True)
         if path in PROBES:
             return self._probe(request)
         exchange = self._open(request, path)

@@ -16,11 +16,11 @@ from gateway.admission.quota import Decision, ReservationId, Window, Windows
 from gateway.admission.usage import Payer
 from gateway.client.answer import Client
 from gateway.client.deadlines import Watch
-from gateway.config import TimeoutsConfig
 from gateway.endpoints import Endpoint
 from gateway.identity.caller import Principal
 from gateway.record import RequestRecord
 from gateway.relay.stream import Progress
+from gateway.timeout_config import TimeoutsConfig
 from shared.clock import Clock
 from shared.errors import ApiError, NotReady, Overloaded
 from shared.fair_share import FairShare
@@ -212,19 +212,21 @@ class LiveRequests:
         """The reservations whose leases are to be renewed."""
         return [exchange.reservation for exchange in self._exchanges if exchange.is_seated]
 
-    async def drain(self, within_s: float, reason: Callable[[], ApiError]) -> bool:
-        """Refuse new requests, wait for the open ones, and end what is left after so long.
+    async def drain(self, within_s: float, hurry: asyncio.Event, reason: Callable[[], ApiError]) -> bool:
+        """Refuse new requests, wait for the open ones, and end what is left after so long, or once `hurry` is
+        set.
 
         Returns whether nothing had to be ended.
         """
         self._stopping = True
         if not self._exchanges:
             self._drained.set()
-        try:
-            async with asyncio.timeout(within_s):
-                await self._drained.wait()
-        except TimeoutError:
-            self.end_all(reason)
-            await self._drained.wait()
-            return False
-        return True
+        waiting = [asyncio.create_task(event.wait()) for event in (self._drained, hurry)]
+        await asyncio.wait(waiting, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
+        if self._drained.is_set():
+            return True
+        self.end_all(reason)
+        await self._drained.wait()
+        return False

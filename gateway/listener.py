@@ -62,6 +62,23 @@ class ListenFailed(Exception):
     """A listener cannot be opened; the message is for the operator."""
 
 
+class Listening:
+    """An open listener."""
+
+    def __init__(self, site: _Site, server: web.Server, port: int) -> None:
+        self._site: _Site | None = site
+        self._server = server
+        self.port: Final = port
+
+    async def close(self) -> None:
+        """Accept no more connections, and close those without a request; the others are closed after their
+        answer. Later calls do nothing."""
+        site, self._site = self._site, None
+        if site is not None:
+            await site.stop()
+            self._server.pre_shutdown()
+
+
 async def listen(
     stack: AsyncExitStack,
     server: web.Server,
@@ -70,18 +87,20 @@ async def listen(
     *,
     send_buffer_len: int,
     tls: ssl.SSLContext | None = None,
-) -> int:
-    """Serve on an address until `stack` is closed. Returns the port. Raises ListenFailed."""
+    is_shared: bool = False,
+) -> Listening:
+    """Serve on an address until `stack` is closed. `is_shared` is true if other workers listen on it, too.
+    Raises ListenFailed."""
     runner = web.ServerRunner(server, shutdown_timeout=CLOSE_GRACE_S)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
     try:
-        sock = bound_socket(host, port, send_buffer_len)
+        sock = bound_socket(host, port, send_buffer_len, is_shared=is_shared)
     except OSError as error:
         raise ListenFailed(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-    await _Site(runner, sock, ssl_context=tls, backlog=BACKLOG_LEN).start()
-    bound: int = sock.getsockname()[1]
-    return bound
+    site = _Site(runner, sock, ssl_context=tls, backlog=BACKLOG_LEN)
+    await site.start()
+    return Listening(site, server, sock.getsockname()[1])
 
 
 class PublicServer(web.Server):
@@ -107,6 +126,16 @@ class PublicServer(web.Server):
         first = next((one for one in self._connections if _is_idle(one) and one is not handler), handler)
         self._tell("gateway.connections_full", connections_max=self._connections_max)
         self._connections[first].abort()
+
+    def pre_shutdown(self) -> None:
+        """Close the connections without a request, and the others after their answer.
+
+        One that was accepted a moment ago, whose task has not begun, is left: aiohttp would keep it open and
+        drop what comes. Its request is refused like any other while the gateway drains.
+        """
+        for protocol in list(self._connections):
+            if protocol._waiter is not None or protocol._current_request is not None:
+                protocol.close()
 
     def note(self, protocol: _Protocol) -> None:
         """Rule 2, after a connection has received something or is lost."""

@@ -41,8 +41,11 @@ def http1_options(keepalive_s: float) -> dict[str, Any]:
     }
 
 
-def bound_socket(host: str, port: int, send_buffer_len: int = SEND_BUFFER_LEN) -> socket.socket:
-    """A TCP socket that is bound to the first address of `host`, and does not listen yet. Raises OSError.
+def bound_socket(
+    host: str, port: int, send_buffer_len: int = SEND_BUFFER_LEN, *, is_shared: bool = False
+) -> socket.socket:
+    """A TCP socket that is bound to the first address of `host`, and does not listen yet. `is_shared` is true
+    if other processes of this user may listen on the same port. Raises OSError.
 
     Connections that it accepts inherit the kernel's bound on what is sent and not read, `send_buffer_len`
     bytes: without it a client that stopped reading would be noticed megabytes later. The bound is set before
@@ -55,6 +58,8 @@ def bound_socket(host: str, port: int, send_buffer_len: int = SEND_BUFFER_LEN) -
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_len)
+        if is_shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind(address)
     except OSError:
         sock.close()

@@ -101,6 +101,7 @@ def test_imports_keep_to_their_floor(path: Path) -> None:
 
 GATEWAY_LEVELS = (
     {"accounting_config", "edge_config", "quota_config", "directory_config", "endpoints"},
+    {"timeout_config"},
     {"config", "secret", "hygiene", "background", "shield", "client"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
     {"accounts", "operators", "billing", "public_tls", "engines", "record", "development", "openapi"},
@@ -109,7 +110,9 @@ GATEWAY_LEVELS = (
     {"pipeline"},  # the only one that knows the order of the stages
     {"edge"},
     {"listener"},
+    {"workers"},
     {"app"},
+    {"service"},
     {"__main__"},
 )
 """Each module and package of the gateway imports lower levels alone."""
@@ -234,6 +237,7 @@ REACHED_BY_NAME = {
         "'gateway.bench.paced_engine'": "an engine that answers at a given pace",
         "module": "the paced engine, wherever a version has it",
     },
+    "gateway/workers/process.py": {"'gateway'": "a worker is a process of its own"},
     "shared/bench/services.py": {"'engine.demo'": "the demo model's directory"},
     "shared/cli/__init__.py": {"f'shared.cli.{name}'": "a command is imported when it is asked for"},
     "shared/cli/bench.py": {"BENCHES[name][0]": "a bench is its service's own"},

@@ -24,10 +24,10 @@ from engine.config import EngineConfig
 from engine.config import build_parser as engine_parser
 from gateway import __main__ as gateway_main
 from gateway import config, dispatch, hygiene
-from gateway.config import TimeoutsConfig
 from gateway.edge_config import LimitsConfig
 from gateway.identity.keys import hash_key
 from gateway.routing import health, retries
+from gateway.timeout_config import TimeoutsConfig
 from shared import (
     census,
     cli,

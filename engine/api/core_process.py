@@ -1,6 +1,6 @@
 """The core as a child process: started, talked to over two ZeroMQ sockets, watched, ended.
 
-The sockets live in a directory that only this user can enter (`socket_directory`). The child leads a
+The sockets live in a directory that only this user can enter (`shared.socket_directory`). The child leads a
 process group of its own from its first moment, so that a Ctrl-C in the terminal reaches this process
 alone, which drains before it ends the core; nor does the child heed a SIGTERM that is meant for all of a
 service's processes. Should this process die, the kernel ends the child. It stays in our session: Linux
@@ -21,11 +21,14 @@ import msgspec
 import zmq
 
 from engine.api.core_client import CoreDied
-from engine.api.socket_directory import INBOX, OUTBOX, SocketDirectory
 from engine.config import CoreStart, EngineConfig
 from engine.core.messages import CoreInput, CoreOutput
 from shared import logs
+from shared.socket_directory import SocketDirectory
 
+SOCKETS_PREFIX: Final = "penstock-core-"
+INBOX: Final = "in"
+OUTBOX: Final = "out"
 SEND_QUEUE_LEN_MAX: Final = 65536
 """The most messages that may wait for the core. It is far more than the queue's bounds allow, so reaching it
 means that the core no longer reads."""
@@ -51,7 +54,7 @@ class CoreProcess:
         self._encoder = msgspec.msgpack.Encoder()
 
     async def start(self) -> None:
-        self._directory = SocketDirectory.make()
+        self._directory = SocketDirectory.make(SOCKETS_PREFIX)
         start = CoreStart(
             config=self._config,
             inbox=self._directory.endpoint(INBOX),

@@ -32,9 +32,10 @@ from urllib.parse import urlsplit
 from gateway.bench.paced_engine import MODEL
 from gateway.bench.subjects import ServerUnderTest, gateway, paced_engine
 from gateway.bench.unary import checked
-from gateway.config import KeyConfig, TimeoutsConfig
+from gateway.config import KeyConfig
 from gateway.edge_config import LimitsConfig
 from gateway.identity.keys import SECRET_LEN, KeyTable, MintedKey, mint_key
+from gateway.timeout_config import TimeoutsConfig
 from shared.bench.figures import Figure, at_most, figure, quantile
 from shared.bench.streams import BenchFailed
 from shared.errors import Unauthenticated

@@ -171,14 +171,19 @@ def _limit(text: str | None) -> int:
 
 async def _body(asked: Asked) -> Mapping[str, Any]:
     """The fields of a request's body; none for an empty one. Raises ApiError, ConfigError."""
-    request = asked.request
+    body = await read_operator_body(asked.request)
+    return decode_object(body) if body else {}
+
+
+async def read_operator_body(request: web.BaseRequest) -> bytes:
+    """The body of a request on the admin listener. Raises ApiError."""
 
     async def go_on() -> None:
         await request.writer.write(CONTINUE)
         request.writer.output_size = 0
 
     try:
-        body = await read_body(
+        return await read_body(
             request.headers,
             request.content.readany,
             go_on,
@@ -191,4 +196,3 @@ async def _body(asked: Asked) -> Mapping[str, Any]:
     except Exception as error:
         detail = type(error).__name__
         raise InvalidRequest("The request body is not framed as its headers say.", detail=detail) from None
-    return decode_object(body) if body else {}

@@ -24,10 +24,10 @@ from msgspec import Struct, field
 
 from gateway.client.answer import Client
 from gateway.client.deadlines import Watch
-from gateway.config import TimeoutsConfig
 from gateway.endpoints import Dialect
 from gateway.relay.foreign import ForeignStream, Source, usage_of
 from gateway.relay.upstream import Answer, read_back
+from gateway.timeout_config import TimeoutsConfig
 from shared.errors import InterTokenTimeout, UpstreamLost
 from shared.http2.report import Report
 from shared.ids import TOKENIZER_HEADER

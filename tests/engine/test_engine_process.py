@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from engine.__main__ import NICENESS
-from engine.api.socket_directory import remove_abandoned
+from engine.api.core_process import SOCKETS_PREFIX
+from shared.socket_directory import remove_abandoned
 from tests.services import MODEL_DIR, Service, client, engine, gauges, until
 
 CHAT = {"model": "model", "messages": [{"role": "user", "content": "Who are you?"}], "stream": True}
@@ -152,7 +153,7 @@ def test_the_core_does_not_outlive_the_api_process(short_tmp: Path) -> None:
         process.wait()
         until(lambda: not is_running(core_pid))
     assert len(list(short_tmp.iterdir())) == 1
-    remove_abandoned(short_tmp)
+    remove_abandoned(short_tmp, SOCKETS_PREFIX)
     assert list(short_tmp.iterdir()) == []
 
 

@@ -12,17 +12,10 @@ import msgspec
 import pytest
 
 from gateway.accounts import POLL_S, AccountsReader
-from gateway.config import (
-    GatewayConfig,
-    TenantConfig,
-    Tier,
-    TimeoutOverrides,
-    TimeoutsConfig,
-    load,
-    timeouts_of,
-)
+from gateway.config import GatewayConfig, TenantConfig, Tier, load, timeouts_of
 from gateway.identity.caller import Principal
 from gateway.identity.keys import KeyTable, hash_key
+from gateway.timeout_config import TimeoutOverrides, TimeoutsConfig
 from shared import logs
 from shared.config import ConfigError
 from shared.errors import Unauthenticated

@@ -13,12 +13,13 @@ from msgspec.structs import replace
 
 from gateway.accounts import Accounts
 from gateway.admission.quota import Scope
-from gateway.config import KeyConfig, ModelConfig, TenantConfig, TiersConfig, TimeoutsConfig
+from gateway.config import KeyConfig, ModelConfig, TenantConfig, TiersConfig
 from gateway.identity import keys
 from gateway.identity.caller import Principal
 from gateway.identity.keys import KeyTable, hash_key, mint_key
 from gateway.identity.tenant import TenantPolicy
 from gateway.quota_config import QuotaLimits
+from gateway.timeout_config import TimeoutsConfig
 from shared.errors import InvalidRequest, ModelNotFound, Unauthenticated
 from shared.ids import KeyId
 

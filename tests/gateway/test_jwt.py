@@ -16,14 +16,7 @@ from msgspec import structs
 
 from gateway.accounts import TERMS_MAX, Accounts
 from gateway.admission.quota import Scope
-from gateway.config import (
-    GrantConfig,
-    ModelConfig,
-    TenantConfig,
-    TiersConfig,
-    TimeoutsConfig,
-    load,
-)
+from gateway.config import GrantConfig, ModelConfig, TenantConfig, TiersConfig, load
 from gateway.edge_config import IssuerConfig
 from gateway.identity import jwt
 from gateway.identity.caller import Principal
@@ -32,6 +25,7 @@ from gateway.identity.jwt import TOKEN_LEN_MAX, TokenTable, subject_id
 from gateway.identity.keys import KeyTable
 from gateway.identity.tenant import TenantPolicy
 from gateway.quota_config import QuotaLimits
+from gateway.timeout_config import TimeoutsConfig
 from shared.errors import Unauthenticated
 from shared.ids import TenantId
 from shared.listening import HEADER_LEN_MAX

@@ -1,13 +1,14 @@
-"""The directory of the core's two sockets. It is private, and is removed however its engine ends.
+"""The directory of the sockets between a service's own processes. It is private, and is removed however the
+service ends.
 
 Rules:
 
-1. Only the user who started the engine can enter it (mode 0700).
-2. The engine holds a lock on it, which the kernel releases when the process ends. A pid in its name would not
-   do: engines in containers can share a temporary directory and not see each other's processes.
-3. An engine that was killed leaves its directory behind, and the next one to start removes it. It removes
-   only directories with this prefix, of this user, with mode 0700, that are not locked; and deletes nothing
-   in them but the two sockets.
+1. Only the user who started the service can enter it (mode 0700).
+2. The service holds a lock on it, which the kernel releases when the process ends. A pid in its name would
+   not do: services in containers can share a temporary directory and not see each other's processes.
+3. A service that was killed leaves its directory behind, and the next one to start removes it. It removes
+   only directories with its prefix, of this user, with mode 0700, that are not locked; and deletes nothing
+   in them but sockets.
 """
 
 from __future__ import annotations
@@ -23,9 +24,6 @@ from typing import Final
 
 from shared import logs
 
-PREFIX: Final = "penstock-core-"
-INBOX: Final = "in"
-OUTBOX: Final = "out"
 _ATTEMPTS_MAX: Final = 16
 
 log = logs.get(__name__)
@@ -39,15 +37,15 @@ class SocketDirectory:
         in use."""
 
     @classmethod
-    def make(cls) -> SocketDirectory:
-        """Make a new directory in the temporary directory, after removing those of engines that are
-        gone. Raises OSError."""
-        remove_abandoned(Path(tempfile.gettempdir()))
+    def make(cls, prefix: str) -> SocketDirectory:
+        """Make a new directory in the temporary directory, after removing those of services that are
+        gone. `prefix` begins the names of this kind of service's directories. Raises OSError."""
+        remove_abandoned(Path(tempfile.gettempdir()), prefix)
         for _ in range(_ATTEMPTS_MAX):
-            path = Path(tempfile.mkdtemp(prefix=PREFIX))
+            path = Path(tempfile.mkdtemp(prefix=prefix))
             with contextlib.suppress(
                 FileNotFoundError
-            ):  # another engine's start removed it before it was locked
+            ):  # another service's start removed it before it was locked
                 descriptor = _open(path)
                 with contextlib.suppress(OSError):  # the file system has no locks, so nothing is ever removed
                     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -64,9 +62,9 @@ class SocketDirectory:
         os.close(self._descriptor)
 
 
-def remove_abandoned(parent: Path) -> None:
-    """Remove the socket directories in `parent` whose engines are gone."""
-    for path in parent.glob(f"{PREFIX}*"):
+def remove_abandoned(parent: Path, prefix: str) -> None:
+    """Remove the socket directories in `parent` whose services are gone."""
+    for path in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):  # in use, another user's, or gone meanwhile
             _remove_if_abandoned(path)
 
@@ -78,11 +76,11 @@ def _remove_if_abandoned(path: Path) -> None:
         if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) != 0o700:
             return
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for name in (INBOX, OUTBOX):
-            with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(descriptor):
+            if stat.S_ISSOCK(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode):
                 os.unlink(name, dir_fd=descriptor)
         path.rmdir()
-        log.info("core.sockets_removed", directory=path)
+        log.info("sockets.removed", directory=path)
     finally:
         os.close(descriptor)
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.api.socket_directory import PREFIX, SocketDirectory, remove_abandoned
+from shared.socket_directory import SocketDirectory, remove_abandoned
+
+PREFIX = "penstock-core-"
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +20,7 @@ def temporary(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def abandoned(directory: Path, name: str = "left", mode: int = 0o700) -> Path:
-    """What an engine leaves that was killed: its sockets, which nobody holds."""
+    """What a service leaves that was killed: its sockets, which nobody holds."""
     path = directory / f"{PREFIX}{name}"
     path.mkdir()
     for name in ("in", "out"):
@@ -28,25 +30,25 @@ def abandoned(directory: Path, name: str = "left", mode: int = 0o700) -> Path:
     return path
 
 
-def test_it_is_private_and_goes_with_its_engine(temporary: Path) -> None:
-    directory = SocketDirectory.make()
+def test_it_is_private_and_goes_with_its_service(temporary: Path) -> None:
+    directory = SocketDirectory.make(PREFIX)
     assert directory.path.stat().st_mode & 0o777 == 0o700
     assert directory.endpoint("in") == f"ipc://{directory.path}/in"
     directory.remove()
     assert list(temporary.iterdir()) == []
 
 
-def test_the_next_start_removes_what_a_killed_engine_left(temporary: Path) -> None:
+def test_the_next_start_removes_what_a_killed_service_left(temporary: Path) -> None:
     left, fresh = abandoned(temporary), temporary / f"{PREFIX}fresh"
     fresh.mkdir(mode=0o700)  # killed before it had made its sockets
-    directory = SocketDirectory.make()
+    directory = SocketDirectory.make(PREFIX)
     assert list(temporary.iterdir()) == [directory.path]
     assert not left.exists()
 
 
 def test_one_that_is_in_use_stays(temporary: Path) -> None:
-    used = SocketDirectory.make()
-    SocketDirectory.make().remove()
+    used = SocketDirectory.make(PREFIX)
+    SocketDirectory.make(PREFIX).remove()
     assert used.path.exists()
 
 
@@ -59,14 +61,14 @@ def test_nothing_goes_that_is_not_certainly_ours(temporary: Path, monkeypatch: p
     elsewhere = temporary / "elsewhere"
     abandoned(temporary, "there").rename(elsewhere)
     (temporary / f"{PREFIX}link").symlink_to(elsewhere)
-    remove_abandoned(temporary)
+    remove_abandoned(temporary, PREFIX)
     assert len(list(temporary.iterdir())) == 6
     assert (kept / "notes").exists()
     assert sorted(os.listdir(elsewhere)) == ["in", "out"]
 
     monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
     theirs = abandoned(temporary, "theirs")
-    remove_abandoned(temporary)
+    remove_abandoned(temporary, PREFIX)
     assert theirs.exists()
 
 
@@ -83,7 +85,7 @@ def test_one_that_another_start_removes_before_it_is_locked_is_made_again(
         flock(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", after_another_start)
-    directory = SocketDirectory.make()
+    directory = SocketDirectory.make(PREFIX)
     assert directory.path.exists()
     assert directory.path != taken[0]
     directory.remove()

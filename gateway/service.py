@@ -1,0 +1,144 @@
+"""The gateway as a process: its signals, and its exit status.
+
+On SIGTERM or SIGINT the gateway drains (`gateway.app`), and a second one ends what is still open. On SIGHUP
+the parts of the configuration that can be read again, certificates and issuers' keys are. With several
+workers, the supervisor does the same to all of them, and each of them is such a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import signal
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from aiohttp import web
+
+from gateway.app import Gateway
+from gateway.config import GatewayConfig
+from gateway.listener import ListenFailed, listen
+from gateway.workers.channel import WorkerStart
+from gateway.workers.process import ChildWorker, Worker
+from shared import logs
+from shared.config import to_toml
+from shared.exit_codes import ExitCode
+from shared.lifecycle import Phase, on_stop_signals
+from shared.listening import http1_options
+from shared.loops import watch_lag
+from shared.socket_directory import SocketDirectory
+
+if TYPE_CHECKING:
+    from gateway.workers.place import Launch
+    from gateway.workers.supervisor import Supervisor
+
+SOCKETS_PREFIX: Final = "penstock-gateway-"
+
+log = logs.get(__name__)
+
+
+async def serve(config: GatewayConfig, path: Path, worker: WorkerStart | None = None) -> ExitCode:
+    """Run a gateway until a stop signal; a second one ends the drain. `worker` says which of several workers
+    it is. Raises ConfigError, ListenFailed and UnusableTls."""
+    stop, hurry = _stop_signals()
+    watch_lag()
+    async with Gateway(config, path=path, worker=worker) as gateway:
+        if worker is not None and worker.is_replacement:
+            await gateway.reload()
+        hangup = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup.set)
+        reloading = asyncio.create_task(_reload_at(hangup, gateway))
+        gc.collect()
+        gc.freeze()  # a full collection would look through all modules, and stop every stream for 15 ms
+        await stop.wait()
+        is_clean = await gateway.drain(hurry)
+        reloading.cancel()
+    return ExitCode.CLEAN if is_clean else ExitCode.DRAIN_CUT
+
+
+async def _reload_at(hangup: asyncio.Event, gateway: Gateway) -> None:
+    """Reload at each signal."""
+    while True:
+        await hangup.wait()
+        hangup.clear()
+        try:
+            await gateway.reload()
+        except Exception:
+            log.exception("gateway.reload_failed")
+
+
+def _stop_signals() -> tuple[asyncio.Event, asyncio.Event]:
+    """Events that the first stop signal and the second one set."""
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    on_stop_signals(lambda _: (hurry if stop.is_set() else stop).set())
+    return stop, hurry
+
+
+# -- several workers ------------------------------------------------------------------------------
+
+
+async def supervise(config: GatewayConfig, path: Path) -> ExitCode:
+    """Run several workers until a stop signal; a second one hurries their drain. Raises ListenFailed."""
+    from gateway.workers.place import GaveUp
+    from gateway.workers.supervisor import Supervisor  # a single gateway has no use for it
+
+    stop, hurry = _stop_signals()
+    watch_lag()
+    async with AsyncExitStack() as stack:
+        launch, port = _launcher(stack, config, path)
+        drain_s = config.timeouts.drain_delay_s + config.timeouts.drain_s
+        supervisor = Supervisor(config.workers, launch, drain_s)
+        admin_port = await _front(stack, supervisor, config)
+        stack.push_async_callback(supervisor.kill)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, supervisor.signal, signal.SIGHUP)
+        try:
+            await supervisor.start(stop)
+            if supervisor.lifecycle.phase is Phase.READY:
+                ports = {"port": port, "admin_port": admin_port}
+                log.info("gateway.listening", host=config.listen.host, **ports, workers=config.workers)
+            await supervisor.run(stop)
+        except GaveUp as error:
+            log.error("gateway.gave_up", reason=str(error), status=error.code.name)
+            await supervisor.drain(hurry)
+            return error.code
+        return await supervisor.drain(hurry)
+
+
+def _launcher(stack: AsyncExitStack, config: GatewayConfig, path: Path) -> tuple[Launch, int]:
+    """The function that starts workers, and the port that they share. Raises ListenFailed."""
+    from gateway.workers.supervisor import hold_port
+
+    address = config.listen
+    try:
+        held = hold_port(address.host, address.port)
+        stack.callback(held.close)
+        directory = SocketDirectory.make(SOCKETS_PREFIX)
+        stack.callback(directory.remove)
+    except OSError as error:
+        raise ListenFailed(
+            f"cannot listen on {address.host}:{address.port}: {error.strerror or error}"
+        ) from error
+    port: int = held.getsockname()[1]
+    text, starts = to_toml(config), itertools.count()
+
+    async def launch(index: int, is_replacement: bool) -> Worker:
+        socket = directory.path / f"{index}-{next(starts)}"
+        return await ChildWorker.start(WorkerStart(text, index, port, str(socket), is_replacement), path)
+
+    return launch, port
+
+
+async def _front(stack: AsyncExitStack, supervisor: Supervisor, config: GatewayConfig) -> int | None:
+    """Open the admin listener. Returns its port; None where there is none. Raises ListenFailed."""
+    from gateway.workers.front import Front
+
+    admin = config.admin
+    if admin.port is None:
+        return None
+    front = Front(supervisor, shares_usage=config.quotas.store == "redis")
+    server = web.Server(front.handle, **http1_options(config.timeouts.idle_s))
+    buffer_len = config.limits.send_buffer_len
+    listening = await listen(stack, server, admin.host, admin.port, send_buffer_len=buffer_len)
+    return listening.port

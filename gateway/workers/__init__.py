@@ -1,0 +1,1 @@
+"""Several gateway processes behind one port, and the process that keeps them."""

@@ -1,0 +1,189 @@
+"""The channel between the supervisor and a worker: HTTP over a socket in a directory that only their user can
+enter (`shared.socket_directory`).
+
+The worker serves on it what the admin listener of a single gateway serves, with the same handlers and the
+same authentication of operators, and for the supervisor alone:
+
+    GET  /worker/status     a `Status`: the heartbeat
+    GET  /worker/metrics    its metrics in numbers (`gateway.workers.metrics`)
+    POST /worker/refresh    read again what another worker has changed of keys and tenants
+
+The supervisor passes on what is below `/admin/v1` alone. What a worker starts with comes over its standard
+input, since a command line is bounded and everybody can read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from http import HTTPStatus
+from typing import BinaryIO, Final, TypeVar
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from msgspec import Struct
+from yarl import URL
+
+from gateway.client.responses import json_response
+from gateway.hygiene import path_of
+from gateway.workers import metrics
+from shared.config import FILE_LEN_MAX
+from shared.listening import CLOSE_GRACE_S, http1_options
+from shared.probes import Health
+
+T = TypeVar("T")
+STATUS: Final = "/worker/status"
+METRICS: Final = "/worker/metrics"
+REFRESH: Final = "/worker/refresh"
+ANSWER_S: Final = 5.0
+"""How long a worker may take to answer the supervisor, in seconds."""
+ANSWER_LEN_MAX: Final = 64 * 1024 * 1024
+"""Bytes of an answer that the supervisor reads."""
+IDLE_S: Final = 3600.0
+"""The time for which the supervisor's connection is kept while nothing is asked, in seconds."""
+
+
+class WorkerStart(Struct, frozen=True):
+    """What a worker starts with."""
+
+    config: str
+    """The configuration as TOML: with what variables and options said when the supervisor started, so that
+    all workers have the same, whatever became of the file."""
+    index: int
+    """Its place among the workers."""
+    port: int
+    """The public port."""
+    socket: str
+    """The path of its end of the channel."""
+    is_replacement: bool
+    """True if it takes the place of one that died: what is read again has to be read before it serves."""
+
+
+class Status(Struct, frozen=True):
+    """How a worker is."""
+
+    phase: str
+    """Its `shared.lifecycle.Phase`."""
+    ready: bool
+    """True if new requests are welcome."""
+    problems: list[str]
+    live: int
+    """Requests in progress."""
+
+
+class Answer(Struct, frozen=True):
+    """A worker's answer to something that the supervisor passed on."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class WorkerSilent(Exception):
+    """A worker did not answer in time, or broke off."""
+
+
+def read_start(stdin: BinaryIO) -> WorkerStart:
+    """What the supervisor has written to a worker's standard input. Raises msgspec.DecodeError."""
+    return msgspec.json.decode(stdin.read(2 * FILE_LEN_MAX), type=WorkerStart)
+
+
+# -- the worker's end -----------------------------------------------------------------------------
+
+
+class Door:
+    """The handlers of a worker's end."""
+
+    def __init__(
+        self,
+        health: Health,
+        live: Callable[[], int],
+        refresh: Callable[[], Awaitable[None]],
+        admin: Callable[[web.BaseRequest], Awaitable[web.Response]],
+    ) -> None:
+        """`live` returns the number of requests in progress. `admin` answers what operators ask."""
+        self._health: Final = health
+        self._live: Final = live
+        self._refresh: Final = refresh
+        self._admin: Final = admin
+
+    async def handle(self, request: web.BaseRequest) -> web.Response:
+        """Answer one request."""
+        match path_of(request):
+            case "/worker/status":
+                return json_response(HTTPStatus.OK, msgspec.json.encode(self._status()), {})
+            case "/worker/metrics":
+                return web.Response(body=metrics.encode(metrics.snapshot()))
+            case "/worker/refresh":
+                await self._refresh()
+                return web.Response(status=HTTPStatus.NO_CONTENT)
+            case _:
+                return await self._admin(request)
+
+    def _status(self) -> Status:
+        life, problems = self._health.lifecycle, self._health.problems()
+        return Status(life.phase.value, life.is_ready and not problems, problems, self._live())
+
+
+async def listen_on(stack: AsyncExitStack, door: Door, path: str) -> None:
+    """Serve a worker's end until `stack` is closed. Raises OSError."""
+    runner = web.ServerRunner(
+        web.Server(door.handle, **http1_options(IDLE_S)), shutdown_timeout=CLOSE_GRACE_S
+    )
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    await web.UnixSite(runner, path).start()
+
+
+# -- the supervisor's end -------------------------------------------------------------------------
+
+
+class WorkerClient:
+    """The supervisor's end of the channel to one worker. Each call raises WorkerSilent."""
+
+    def __init__(self, path: str) -> None:
+        self._session: Final = aiohttp.ClientSession(
+            connector=aiohttp.UnixConnector(path=path),
+            timeout=aiohttp.ClientTimeout(total=ANSWER_S),
+            auto_decompress=False,
+        )
+
+    async def aclose(self) -> None:
+        await self._session.close()
+
+    async def status(self) -> Status:
+        return await self._told("GET", STATUS, lambda body: msgspec.json.decode(body, type=Status))
+
+    async def metrics(self) -> metrics.Snapshot:
+        return await self._told("GET", METRICS, metrics.decode)
+
+    async def refresh(self) -> None:
+        answer = await self.ask("POST", REFRESH, {}, b"")
+        if answer.status != HTTPStatus.NO_CONTENT:
+            raise WorkerSilent(f"it answered {answer.status} when it was to read accounts again")
+
+    async def ask(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Answer:
+        """Send a request. `target` is the path and the query as they were sent."""
+        url = URL(f"http://worker{target}", encoded=True)
+        try:
+            async with self._session.request(
+                method, url, headers=headers, data=body, allow_redirects=False
+            ) as answer:
+                read = bytearray()
+                async for piece in answer.content.iter_any():
+                    read += piece
+                    if len(read) > ANSWER_LEN_MAX:
+                        raise WorkerSilent(f"its answer has more than {ANSWER_LEN_MAX} bytes")
+                return Answer(answer.status, dict(answer.headers), bytes(read))
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            raise WorkerSilent(f"{type(error).__name__}: {error}") from None
+
+    async def _told(self, method: str, path: str, read: Callable[[bytes], T]) -> T:
+        answer = await self.ask(method, path, {}, b"")
+        try:
+            if answer.status == HTTPStatus.OK:
+                return read(answer.body)
+        except msgspec.MsgspecError as error:
+            raise WorkerSilent(str(error)) from None
+        raise WorkerSilent(f"it answered {answer.status}")

@@ -1,0 +1,205 @@
+"""The admin listener of several workers, in the supervisor.
+
+It answers probes and metrics itself, and passes everything else on to workers, which know and decide: they
+authenticate the operator, change keys, and leave the audit lines. `gateway.workers.answers` says who is asked
+and what becomes of their answers. A worker that does not answer within `channel.ANSWER_S` holds up nobody
+longer, and is named.
+
+`/readyz` says yes as long as one worker is ready: a worker that starts again is no reason to send nothing
+here. On the public port each worker answers probes for itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Final
+
+from aiohttp import web
+
+from gateway.admin import probe_response
+from gateway.client.responses import error_response
+from gateway.directory.admin_routes import read_operator_body
+from gateway.hygiene import check, path_of
+from gateway.workers.answers import Rule, rule_of, together
+from gateway.workers.channel import Answer, WorkerSilent
+from gateway.workers.metrics import registry_of
+from gateway.workers.place import Place
+from gateway.workers.supervisor import Supervisor
+from shared import logs
+from shared.errors import (
+    ApiError,
+    InternalError,
+    MethodNotAllowed,
+    NotReady,
+    Overloaded,
+    RouteNotFound,
+    forget_frames,
+)
+from shared.ids import REQUEST_ID_HEADER, accept_request_id
+from shared.listening import SERVER
+from shared.probes import PROBES
+from shared.telemetry import METRICS_CONTENT_TYPE, metrics_text
+
+ASKING_MAX: Final = 32
+"""Requests that are passed on at a time."""
+SILENT_HEADER: Final = "x-penstock-silent-workers"
+"""Names the workers whose metrics are not as new as the scrape."""
+_PATH: Final = re.compile(r"/admin/v1/[A-Za-z0-9._~:%\[\]/-]{1,640}")
+"""The paths that are passed on: none that only the supervisor may ask for."""
+_PASSED: Final = ("authorization", "content-type", "if-match", "traceparent")
+_DROPPED: Final = frozenset(
+    {"connection", "keep-alive", "transfer-encoding", "content-length", "server", "date", REQUEST_ID_HEADER}
+)
+"""Headers of an answer that are this listener's own."""
+
+log = logs.get(__name__)
+
+
+class Front:
+    """The handlers."""
+
+    def __init__(self, supervisor: Supervisor, *, shares_usage: bool) -> None:
+        """`shares_usage` is true if every worker knows the usage of all."""
+        self._supervisor: Final = supervisor
+        self._shares_usage: Final = shares_usage
+        self._asking = 0
+
+    async def handle(self, request: web.BaseRequest) -> web.Response:
+        """Answer one request, whatever happens."""
+        request_id = accept_request_id(request.headers.get(REQUEST_ID_HEADER))
+        try:
+            check(request)
+            response = await self._answer(request, request_id)
+        except ApiError as error:
+            response = error_response(error, {})
+            response.force_close()  # a head that was refused may not be all that there is of the request
+            forget_frames(error)
+        except Exception:
+            log.exception("admin.crashed", path=path_of(request))
+            response = error_response(InternalError("The gateway failed; its log says how."), {})
+        if not request.content.is_eof():
+            response.force_close()
+        response.headers[REQUEST_ID_HEADER] = request_id
+        return response
+
+    async def _answer(self, request: web.BaseRequest, request_id: str) -> web.Response:
+        path = path_of(request)
+        if path in PROBES:
+            return probe_response(self._supervisor.health, request, tells_problems=True)
+        if self._asking >= ASKING_MAX:
+            raise Overloaded("Too many operators ask at the moment.", retry_after_s=1.0)
+        self._asking += 1
+        try:
+            if path == "/metrics":
+                return await self._metrics(request)
+            if _PATH.fullmatch(path) is None or "/.." in path:
+                raise RouteNotFound(
+                    f"There are {', '.join([*PROBES, '/metrics'])} and what begins with /admin/v1/."
+                )
+            body = await read_operator_body(request)
+            headers = {name: request.headers[name] for name in _PASSED if name in request.headers}
+            headers[REQUEST_ID_HEADER] = request_id
+            return _response(await self._ask(request, path, headers, body))
+        finally:
+            self._asking -= 1
+
+    async def _metrics(self, request: web.BaseRequest) -> web.Response:
+        """The metrics of all; of a worker that does not answer those that it told last."""
+        if request.method not in ("GET", "HEAD"):
+            raise MethodNotAllowed("/metrics takes GET.", allow="GET, HEAD")
+        counted = await asyncio.gather(*map(_counted, self._supervisor.places))
+        silent = ",".join(
+            str(place.index) for place, ok in zip(self._supervisor.places, counted, strict=True) if not ok
+        )
+        headers = {"content-type": METRICS_CONTENT_TYPE, "server": SERVER}
+        if silent:
+            headers[SILENT_HEADER] = silent
+        return web.Response(body=metrics_text(registry_of(self._supervisor.metrics())), headers=headers)
+
+    async def _ask(
+        self, request: web.BaseRequest, path: str, headers: Mapping[str, str], body: bytes
+    ) -> Answer:
+        """Raises NotReady where no worker answers."""
+        method = "GET" if request.method == "HEAD" else request.method
+        places = [place for place in self._supervisor.places if place.client is not None]
+        target = f"{path}?{query}" if (query := request.rel_url.raw_query_string) else path
+        asked = method, target, headers, body
+        match rule_of(method, path, shares_usage=self._shares_usage):
+            case Rule.EVERY:
+                return await self._every(places, asked)
+            case Rule.CHANGE:
+                return await self._change(places, asked)
+            case Rule.ONE:
+                return await self._one(places, asked)
+
+    async def _one(self, places: Sequence[Place], asked: _Asked) -> Answer:
+        for place in places:
+            if (answer := await _asked(place, asked)) is not None:
+                return answer
+        raise _nobody()
+
+    async def _change(self, places: Sequence[Place], asked: _Asked) -> Answer:
+        if not places:
+            raise _nobody()
+        answer = await _asked(places[0], asked)
+        if answer is None:
+            raise NotReady(f"Worker {places[0].index} did not answer: look whether the change was made.")
+        refreshed = await asyncio.gather(*map(_refreshed, places[1:]))
+        silent = [place.index for place, ok in zip(places[1:], refreshed, strict=True) if not ok]
+        return together({places[0].index: answer}, silent)
+
+    async def _every(self, places: Sequence[Place], asked: _Asked) -> Answer:
+        answers = await asyncio.gather(*(_asked(place, asked) for place in places))
+        told = {place.index: one for place, one in zip(places, answers, strict=True) if one is not None}
+        if not told:
+            raise _nobody()
+        return together(told, [place.index for place in self._supervisor.places if place.index not in told])
+
+
+_Asked = tuple[str, str, Mapping[str, str], bytes]
+"""What `WorkerClient.ask` takes."""
+
+
+async def _asked(place: Place, asked: _Asked) -> Answer | None:
+    """A worker's answer; None where it does not answer."""
+    client = place.client
+    if client is None:
+        return None
+    try:
+        return await client.ask(*asked)
+    except WorkerSilent as error:
+        log.warning("worker.silent", worker=place.index, reason=str(error))
+        return None
+
+
+async def _refreshed(place: Place) -> bool:
+    try:
+        if (client := place.client) is not None:
+            await client.refresh()
+        return True
+    except WorkerSilent as error:
+        log.warning("worker.silent", worker=place.index, reason=str(error))
+        return False
+
+
+async def _counted(place: Place) -> bool:
+    try:
+        await place.count()
+        return True
+    except WorkerSilent as error:
+        log.warning("worker.silent", worker=place.index, reason=str(error))
+        return False
+
+
+def _nobody() -> ApiError:
+    return NotReady("No worker answers at the moment.", retry_after_s=1.0)
+
+
+def _response(answer: Answer) -> web.Response:
+    headers = {name: value for name, value in answer.headers.items() if name.lower() not in _DROPPED}
+    return web.Response(
+        status=HTTPStatus(answer.status), headers={**headers, "server": SERVER}, body=answer.body
+    )

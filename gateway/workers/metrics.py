@@ -1,0 +1,176 @@
+"""The metrics of all workers as those of one service.
+
+Rules:
+
+1. Counters and histograms are added up. What a worker had counted when it was last asked stays counted after
+   its death, so that no sum ever falls.
+2. A gauge is added up, or is the largest or the smallest of all, as `GAUGES` says. A gauge that is not named
+   there is shown once for each worker, with the label `worker`. A dead worker has no gauges.
+3. The values of `worker` are the workers' places and the supervisor: their number is bounded by the
+   configuration, however often a worker is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from shared.metrics import REGISTRY
+
+LABEL: Final = "worker"
+
+
+class Sample(Struct, frozen=True, array_like=True):
+    """One number."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+class Family(Struct, frozen=True, array_like=True):
+    """A metric with all its numbers."""
+
+    name: str
+    documentation: str
+    type: str
+    samples: list[Sample]
+
+
+Snapshot = list[Family]
+"""All metrics of a process at a moment."""
+
+
+class Rule(Enum):
+    """What several processes' values of one number are together."""
+
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+    EACH = "each"
+
+
+GAUGES: Final[Mapping[str, Rule]] = {
+    "penstock_gateway_requests_in_flight": Rule.SUM,
+    "penstock_gateway_held_bytes": Rule.SUM,
+    "penstock_gateway_http2_streams": Rule.SUM,
+    "penstock_gateway_billing_queued_lines": Rule.SUM,
+    "penstock_gateway_billing_waiting_bytes": Rule.SUM,
+    "penstock_gateway_quota_store_up": Rule.MIN,
+    "penstock_gateway_directory_up": Rule.MIN,
+    "penstock_loop_lag_max_seconds": Rule.MAX,
+    "process_resident_memory_bytes": Rule.EACH,
+    "process_virtual_memory_bytes": Rule.EACH,
+    "process_open_fds": Rule.EACH,
+    "process_max_fds": Rule.EACH,
+    "process_start_time_seconds": Rule.EACH,
+    "python_info": Rule.MAX,
+}
+"""Rule 2. A name that is not here counts as `EACH`."""
+ADDED: Final = ("counter", "histogram", "summary")
+"""The types of rule 1."""
+
+
+def snapshot(registry: CollectorRegistry = REGISTRY) -> Snapshot:
+    """This process's metrics."""
+    return [
+        Family(
+            metric.name,
+            metric.documentation,
+            metric.type,
+            [Sample(one.name, dict(one.labels), one.value) for one in metric.samples],
+        )
+        for metric in registry.collect()
+    ]
+
+
+_decoder: Final = msgspec.msgpack.Decoder(Snapshot)
+
+
+def encode(families: Snapshot) -> bytes:
+    """The message that has these metrics."""
+    return msgspec.msgpack.encode(families)
+
+
+def decode(message: bytes) -> Snapshot:
+    """The metrics in a message. Raises msgspec.DecodeError."""
+    return _decoder.decode(message)
+
+
+def merged(alive: Mapping[str, Snapshot], gone: Snapshot) -> Snapshot:
+    """The metrics of all. `alive` has the processes by their values of the label `worker`, and `gone` what
+    `retired` has kept of dead ones."""
+    families: dict[str, _Merged] = {}
+    for worker, families_of_one in [("", gone), *alive.items()]:
+        for family in families_of_one:
+            if (sum_ := families.get(family.name)) is None:
+                sum_ = families[family.name] = _Merged(family)
+            sum_.add(worker, family.samples)
+    return [one.family for one in families.values()]
+
+
+def retired(gone: Snapshot, last: Snapshot) -> Snapshot:
+    """`gone` with the counts of one more process that has died."""
+    return merged({"": [family for family in last if family.type in ADDED]}, gone)
+
+
+class _Merged:
+    """The numbers of one metric of several processes."""
+
+    def __init__(self, first: Family) -> None:
+        self._first = first
+        self._rule = Rule.SUM if first.type in ADDED else GAUGES.get(first.name, Rule.EACH)
+        self._values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+
+    def add(self, worker: str, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            labels = tuple(sample.labels.items())
+            if self._rule is Rule.EACH:
+                labels = (*labels, (LABEL, worker))
+            key, value = (sample.name, labels), sample.value
+            if (before := self._values.get(key)) is not None:
+                value = _together(self._rule, sample.name, before, value)
+            self._values[key] = value
+
+    @property
+    def family(self) -> Family:
+        samples = [Sample(name, dict(labels), value) for (name, labels), value in self._values.items()]
+        return Family(self._first.name, self._first.documentation, self._first.type, samples)
+
+
+def _together(rule: Rule, name: str, a: float, b: float) -> float:
+    if name.endswith("_created"):
+        return min(a, b)
+    match rule:
+        case Rule.SUM:
+            return a + b
+        case Rule.MIN:
+            return min(a, b)
+        case _:
+            return max(a, b)
+
+
+class _Shown(Collector):
+    def __init__(self, families: Iterable[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._families:
+            metric = Metric(family.name, family.documentation, family.type)
+            for sample in family.samples:
+                metric.add_sample(sample.name, sample.labels, sample.value)
+            yield metric
+
+
+def registry_of(families: Iterable[Family]) -> CollectorRegistry:
+    """A registry that shows these metrics."""
+    registry = CollectorRegistry()
+    registry.register(_Shown(families))
+    return registry
