@@ -130,12 +130,16 @@ class PublicServer(web.Server):
     def pre_shutdown(self) -> None:
         """Close the connections without a request, and the others after their answer.
 
-        One that was accepted a moment ago, whose task has not begun, is left: aiohttp would keep it open and
-        drop what comes. Its request is refused like any other while the gateway drains.
+        aiohttp's `close` leaves the transport of an idle connection open, and drops what comes. It would do
+        so to one that was accepted a moment ago, too, whose task has not begun: that one is left, and its
+        request is refused like any other while the gateway drains.
         """
-        for protocol in list(self._connections):
+        for protocol, transport in list(self._connections.items()):
+            is_idle = protocol._waiter is not None and not protocol._waiter.done()
             if protocol._waiter is not None or protocol._current_request is not None:
                 protocol.close()
+            if is_idle:
+                transport.close()
 
     def note(self, protocol: _Protocol) -> None:
         """Rule 2, after a connection has received something or is lost."""
