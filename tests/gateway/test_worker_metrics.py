@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -42,7 +43,7 @@ def counted(requests: int, seconds: list[float], live: int, tenant: str = "acme"
         "penstock_new_gauge": live,
     }
     for name, value in gauges.items():
-        Gauge(name, "A gauge.", registry=registry).set_function(lambda value=value: value)
+        Gauge(name, "A gauge.", registry=registry).set_function(partial(float, value))
     return metrics.decode(metrics.encode(snapshot(registry)))
 
 
