@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import aiohttp
 import pytest
@@ -34,8 +35,9 @@ async def test_idle_connections_are_closed_and_new_ones_refused_at_once(house: H
         await until(lambda: house.gateway.lifecycle.phase is Phase.DRAINING)
         for reader, writer in idle:
             writer.write(GET_READY)
-            while line := await reader.readline():  # to its end: none is left hanging
-                assert line != b"HTTP/1.1 200 OK\r\n" or reader is idle[0][0]
+            with contextlib.suppress(ConnectionResetError):
+                while line := await reader.readline():  # to its end: none is left hanging
+                    assert not line.startswith(b"HTTP/1.1 200")
             writer.close()
         with pytest.raises(aiohttp.ClientConnectorError):
             await house.chat()
