@@ -124,8 +124,7 @@ class Gateway:
         pipeline = Pipeline(config, *parts, self.billing)
         self._health = health = Health(self.lifecycle, self._problems)
         self._edge = Edge(config, self.accounts, pipeline, self.live, self.engines, store, health, clock)
-        self._clock = clock
-        self._worker = worker
+        self._clock, self._worker = clock, worker
         self._public: Listening | None = None
         self._background = Background(self._works(), clock)
         self._tokenizers = Background(self.engines.works(), clock)  # without one, prompts are estimated
