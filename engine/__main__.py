@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from engine.core.messages import Runner, RunnerInfo
     from engine.core.transport import CoreTransport
     from engine.runtime.config import RunnerConfig
+    from engine.runtime.parallel.rendezvous import Rendezvous
 
 DEMO: Final = "demo"
 """The built-in model's name for `--model`."""
@@ -49,7 +50,7 @@ USAGE = "usage: python -m engine serve [--help] --model DIR|ID [options]\n"
 def main(argv: list[str]) -> int:
     match argv:
         case ["serve", *options]:
-            return serve(from_args(options, os.environ))
+            return _rank(from_args(options, os.environ))
         case ["core"]:
             return core(CoreStart.decode(sys.stdin.buffer.read()))
         case _:
@@ -57,25 +58,50 @@ def main(argv: list[str]) -> int:
             return 2
 
 
+def _rank(config: EngineConfig) -> int:
+    """Serve, unless this process is another rank than 0 of a model on several machines. Returns its exit
+    status."""
+    from engine.runtime.parallel.rendezvous import rendezvous_in
+    from shared.config import ConfigError
+
+    try:
+        place = rendezvous_in(os.environ, config.tensor_parallel_size)
+    except ConfigError as error:
+        sys.stderr.write("".join(f"penstock engine: {problem}\n" for problem in error.problems))
+        return 2
+    if place is None or place.rank == 0:
+        return serve(config)
+    from engine.runtime.parallel.remote import follow
+
+    logs.configure(f"engine-rank-{place.rank}", level=config.log_level)
+    return follow(config.runner, place, config.startup_timeout_s, lambda: _model_directory(config))
+
+
 def serve(config: EngineConfig) -> int:
     """The API process, until a stop signal. Returns its exit status."""
     from engine.api import server
     from engine.api.core_process import CoreProcess
-    from engine.demo import MODEL_DIR
     from engine.runtime.errors import ModelError
-    from engine.runtime.hub import resolve_model
 
-    def resolve(model: str) -> Path:
-        if model == DEMO and not Path(DEMO).exists():
-            return MODEL_DIR
+    def resolve(_model: str) -> Path:
         try:
-            return resolve_model(model, config.revision)
+            return _model_directory(config)
         except ModelError as error:
             raise server.StartFailed(str(error)) from error
 
     logs.configure("engine", level=config.log_level)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(server.serve(config, resolve, CoreProcess))
+
+
+def _model_directory(config: EngineConfig) -> Path:
+    """The directory of the model that `config` names, which may be downloaded first. Raises ModelError."""
+    from engine.demo import MODEL_DIR
+    from engine.runtime.hub import resolve_model
+
+    if config.model == DEMO and not Path(DEMO).exists():
+        return MODEL_DIR
+    return resolve_model(config.model, config.revision)
 
 
 def core(start: CoreStart) -> int:
@@ -111,6 +137,7 @@ def core(start: CoreStart) -> int:
             discipline=DISCIPLINES[config.discipline],
             overlap=runner.info.is_async if config.overlap is None else config.overlap,
         ).run()
+        _say_goodbye(runner)
     return 0
 
 
@@ -128,6 +155,20 @@ def _runner(config: RunnerConfig, transport: CoreTransport, lost: Callable[[str]
     except Exception as error:
         transport.outbox.send(CoreFailed(last_words(error)))
         raise
+
+
+def _say_goodbye(runner: Runner) -> None:
+    from engine.runtime.parallel.leader import LeadingRunner
+
+    if isinstance(runner, LeadingRunner):
+        runner.close()
+
+
+def _place(settings: RunnerConfig) -> Rendezvous | None:
+    """The place of rank 0, which the API process has checked."""
+    from engine.runtime.parallel.rendezvous import rendezvous_in
+
+    return rendezvous_in(os.environ, settings.tensor_parallel_size)
 
 
 def _scheduling(config: EngineConfig, runner: RunnerInfo) -> SchedulerConfig:
@@ -150,7 +191,7 @@ def _load(settings: RunnerConfig, progress: Callable[[str], None], lost: Callabl
     if settings.tensor_parallel_size > 1:
         from engine.runtime.parallel.leader import lead
 
-        return lead(settings, progress, lost)
+        return lead(settings, progress, lost, place=_place(settings))
     from engine.runtime.load import load_runner
 
     return load_runner(settings, progress)

@@ -29,7 +29,6 @@ from engine.runtime.hardware import available_memory_bytes, multiplies_bf16, usa
 from engine.runtime.kv_cache import HostPages, KVGeometry, host_page_count
 from engine.runtime.models.config import ModelConfig, read_model_config
 from engine.runtime.models.parameters import EMBEDDING, LM_HEAD, read_all
-from engine.runtime.parallel.shard import Shard
 from engine.runtime.weights import Checkpoint, Inspection, checkpoint_files
 
 Progress = Callable[[str], None]
@@ -91,6 +90,11 @@ class LoadedShard(Protocol[Built]):
 class Others(Protocol):
     """The other ranks, as rank 0's start needs them."""
 
+    @property
+    def neighbours(self) -> int:
+        """The ranks that share rank 0's machine, itself included."""
+        ...
+
     def together(self) -> AbstractContextManager[None]:
         """Encloses what every rank does at the same time. Raises RankLost."""
         ...
@@ -106,6 +110,8 @@ class Others(Protocol):
 
 class NoOthers:
     """`Others` of a runner that is a single process."""
+
+    neighbours: Final = 1
 
     def together(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -131,7 +137,8 @@ def start(
         shard = load()
         own_pages = shard.page_count()
     loaded_s = time.monotonic()
-    info = _sized(config, shard, others.fewest_pages(own_pages), load_s=loaded_s - began_s)
+    pages = others.fewest_pages(own_pages)
+    info = _sized(config, shard, pages, others.neighbours, load_s=loaded_s - began_s)
     ranks = f" on each of {config.tensor_parallel_size} ranks" if config.tensor_parallel_size > 1 else ""
     progress(f"allocating {info.pages} KV pages of {info.page_size} tokens{ranks}")
     others.build(info)
@@ -154,10 +161,12 @@ def start_alone(config: RunnerConfig, load: Callable[[], LoadedShard[Own]], prog
     return start(config, load, itself, NoOthers(), progress)
 
 
-def _sized(config: RunnerConfig, shard: LoadedShard[Own], pages: int, *, load_s: float) -> RunnerInfo:
+def _sized(
+    config: RunnerConfig, shard: LoadedShard[Own], pages: int, neighbours: int, *, load_s: float
+) -> RunnerInfo:
     """The sizes that every rank builds. A page's bytes are those of all ranks together."""
     info = shard.info(pages)
-    host_bytes = available_memory_bytes() // config.tensor_parallel_size
+    host_bytes = available_memory_bytes() // neighbours
     return msgspec.structs.replace(
         info,
         page_bytes=info.page_bytes * config.tensor_parallel_size,
@@ -260,12 +269,12 @@ def choose_max_model_len(config: RunnerConfig, model: ModelConfig) -> int:
     return config.max_model_len or model.context_len
 
 
-def set_threads(config: RunnerConfig, shard: Shard) -> int:
-    """The threads that one rank computes with, of those that all ranks share.
+def set_threads(config: RunnerConfig, neighbours: int) -> int:
+    """The threads that one rank computes with, of those that all ranks of this machine share.
 
     torch's thread counts belong to the process: there is one runner per process.
     """
-    threads = max(1, (config.threads or usable_cores()) // shard.size)
+    threads = max(1, (config.threads or usable_cores()) // neighbours)
     torch.set_num_threads(threads)
     with contextlib.suppress(RuntimeError):  # fixed once anything ran in parallel; it is a hint, nothing more
         torch.set_num_interop_threads(1)

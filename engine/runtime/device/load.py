@@ -320,7 +320,7 @@ def load_shard(
 ) -> DeviceShard:
     """One rank's part of the model, or the whole of it, with each matrix's kernel measured. Raises
     ModelError."""
-    threads = set_threads(config, ranks.shard)
+    threads = set_threads(config, ranks.neighbours)
     model = read_model(config, progress)
     design = Design.of(config, model, card, ranks.shard)
     shards = "" if ranks.shard == WHOLE else f", in {ranks.shard.size} shards,"

@@ -99,6 +99,8 @@ class HostShard:
     dtype: torch.dtype
     max_model_len: int
     network: HostNetwork
+    neighbours: int = 1
+    """The ranks that share this machine's memory, this one included."""
 
     @property
     def geometry(self) -> KVGeometry:
@@ -106,7 +108,7 @@ class HostShard:
         return KVGeometry(model.layers, model.kv_heads, self.config.page_size, model.head_dim, self.dtype)
 
     def page_count(self) -> int:
-        config, available_bytes = self.config, available_memory_bytes() // self.config.tensor_parallel_size
+        config, available_bytes = self.config, available_memory_bytes() // self.neighbours
         return page_count(config, self.model, self.geometry, self.max_model_len, available_bytes)
 
     def info(self, pages: int) -> RunnerInfo:
@@ -127,7 +129,7 @@ class HostShard:
 def load_shard(config: RunnerConfig, progress: Progress, ranks: Collective = ALONE) -> HostShard:
     """One rank's part of the model, or the whole of it. Raises ModelError."""
     shard = ranks.shard
-    threads = set_threads(config, shard)
+    threads = set_threads(config, ranks.neighbours)
     model, dtype = read_model(config, progress), choose_dtype(config.dtype)
     max_model_len = choose_max_model_len(config, model)
     stored = "" if model.fp8 is None else f", multiplied out of {model.fp8}"
@@ -139,7 +141,7 @@ def load_shard(config: RunnerConfig, progress: Progress, ranks: Collective = ALO
     if network.draw_plain is not None:
         # Little is left to torch, and its threads would compete with the network's own for the cores.
         torch.set_num_threads(1)
-    return HostShard(config, shard.of(model), dtype, max_model_len, network)
+    return HostShard(config, shard.of(model), dtype, max_model_len, network, ranks.neighbours)
 
 
 def host_network(

@@ -23,8 +23,13 @@ that is late, by a deadline on rank 0's own clock. It names that rank and ends a
 API process and ends. The other way, a rank ends when its socket does, or by the kernel's signal when its
 parent is gone. So no process waits for ever.
 
+Several machines. Another program may start the ranks and tell each its place in the environment
+(`rendezvous`): torchrun, or a LeaderWorkerSet. Then rank 0 starts nobody. The others find it over the network
+(`nodes`), the messages travel over TCP, and a rank ends by itself when its connection does (`remote`).
+
     shard        the part that a rank holds                collective   sum, gather (`group`: by gloo or NCCL)
     wire         messages and frames                       ranks        the other processes, seen from rank 0
     leader       rank 0's runner                           rank         the program of the other processes
-    loading      a rank's weights, on a CPU or a GPU
+    loading      a rank's weights, on a CPU or a GPU       rendezvous   a rank's place, from the environment
+    nodes        ranks on several machines meet            remote       the program of such a rank
 """

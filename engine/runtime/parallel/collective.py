@@ -22,6 +22,11 @@ class Collective(Protocol):
         """This rank's part of the model: its number, and the number of ranks."""
         ...
 
+    @property
+    def neighbours(self) -> int:
+        """The ranks that share this machine's cores and memory, this one included."""
+        ...
+
     def all_reduce_(self, x: Tensor) -> Tensor:
         """The sum over all ranks, in place. Raises CollectiveFailed."""
         ...
@@ -36,6 +41,7 @@ class Alone:
     """The `Collective` of a single rank, which has nothing to do."""
 
     shard: Final = WHOLE
+    neighbours: Final = 1
 
     def all_reduce_(self, x: Tensor) -> Tensor:
         return x

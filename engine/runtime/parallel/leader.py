@@ -1,6 +1,6 @@
 """Rank 0: its own runner, and the messages to the other ranks, sent before it runs anything itself.
 
-Importing this imports no torch: the other ranks start first.
+Importing this imports no torch: the ranks that it starts begin first.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from engine.runtime.config import RunnerConfig
 from engine.runtime.errors import BadRunnerConfig
 from engine.runtime.models.config import read_model_config
 from engine.runtime.parallel.ranks import OnLost, Ranks
+from engine.runtime.parallel.rendezvous import Rendezvous
 from engine.runtime.parallel.shard import Shard
 from engine.runtime.parallel.wire import Build, Execute, Here, Landed, Loaded, digest_of
 from shared.clock import SYSTEM_CLOCK, Clock
 
 if TYPE_CHECKING:
+    from engine.runtime.parallel.group import Meeting
     from engine.runtime.starting import LoadedShard, Progress, ShardRunner
 
 
@@ -66,6 +68,7 @@ class OtherRanks:
     """Implements `engine.runtime.starting.Others`."""
 
     ranks: Ranks
+    neighbours: int
 
     def together(self) -> AbstractContextManager[None]:
         return self.ranks.step(0)
@@ -78,17 +81,29 @@ class OtherRanks:
 
 
 def lead(
-    config: RunnerConfig, progress: Progress, on_lost: OnLost, clock: Clock = SYSTEM_CLOCK
+    config: RunnerConfig,
+    progress: Progress,
+    on_lost: OnLost,
+    clock: Clock = SYSTEM_CLOCK,
+    place: Rendezvous | None = None,
 ) -> LeadingRunner:
     """A warm runner of `tensor_parallel_size` ranks, of which this process is the first. Raises ModelError.
 
-    `on_lost` is called in another thread when a rank is lost, even while this thread waits.
+    `on_lost` is called in another thread when a rank is lost, even while this thread waits. `place`: where
+    ranks that somebody else starts find this one; None: this process starts them.
     """
     _refuse(config)
-    progress(f"starting {config.tensor_parallel_size} ranks")
-    ranks = Ranks(config, on_lost, clock)
+    meeting = None
+    if place is None:
+        progress(f"starting {config.tensor_parallel_size} ranks")
+        ranks = Ranks(config, on_lost, clock)
+    else:
+        from engine.runtime.parallel.nodes import gather
+
+        gathered = gather(place, Path(config.model), progress)
+        meeting, ranks = gathered.meeting, Ranks(config, on_lost, clock, gathered.wires)
     try:
-        runner = _load(config, ranks, progress)
+        runner = _load(config, ranks, progress, meeting)
     except BaseException:
         ranks.close()
         raise
@@ -109,7 +124,7 @@ def _refuse(config: RunnerConfig) -> None:
         )
 
 
-def _load(config: RunnerConfig, ranks: Ranks, progress: Progress) -> LeadingRunner:
+def _load(config: RunnerConfig, ranks: Ranks, progress: Progress, meeting: Meeting | None) -> LeadingRunner:
     """Start as the other ranks do: all import torch, and then load, at the same time."""
     from engine.runtime.parallel import loading
     from engine.runtime.starting import start
@@ -117,9 +132,10 @@ def _load(config: RunnerConfig, ranks: Ranks, progress: Progress) -> LeadingRunn
     ranks.answers(Here)
 
     def load() -> LoadedShard[ShardRunner]:
-        return loading.load_shard(config, loading.connect(config, 0, ranks.store_file), progress)
+        return loading.load_shard(config, loading.connect(config, 0, ranks.store_file, meeting), progress)
 
     def lead(own: ShardRunner) -> LeadingRunner:
         return LeadingRunner(own.info, own, ranks)
 
-    return start(config, load, lead, OtherRanks(ranks), progress)
+    neighbours = config.tensor_parallel_size if meeting is None else meeting.neighbours
+    return start(config, load, lead, OtherRanks(ranks, neighbours), progress)

@@ -1,7 +1,7 @@
 """A rank's part of the model, made the same way on every rank.
 
-On a GPU that is `engine.runtime.device.load`, rank r on card r; on a CPU `engine.runtime.host.load`, where
-ranks share the machine's cores and memory.
+On a GPU that is `engine.runtime.device.load`, rank r of a machine on card r; on a CPU
+`engine.runtime.host.load`, where ranks share the machine's cores and memory.
 """
 
 from __future__ import annotations
@@ -11,23 +11,25 @@ import torch
 from engine.runtime.config import RunnerConfig
 from engine.runtime.errors import BadRunnerConfig
 from engine.runtime.load import choose_device
-from engine.runtime.parallel.group import Group
+from engine.runtime.parallel.group import Group, Meeting
 from engine.runtime.parallel.shard import Shard
 from engine.runtime.starting import LoadedShard, Progress, ShardRunner
 
 
-def connect(config: RunnerConfig, rank: int, store_file: str) -> Group:
+def connect(config: RunnerConfig, rank: int, store_file: str, meeting: Meeting | None = None) -> Group:
     """Waits for the other ranks. Raises CollectiveFailed, BadRunnerConfig."""
     device = choose_device(config)
-    own = torch.device("cuda", rank) if device.type == "cuda" else device
+    local_rank = rank if meeting is None else meeting.local_rank
+    own = torch.device("cuda", local_rank) if device.type == "cuda" else device
     if own.type == "cuda":
-        if torch.cuda.device_count() < config.tensor_parallel_size:
+        neighbours = config.tensor_parallel_size if meeting is None else meeting.neighbours
+        if torch.cuda.device_count() < neighbours:
             raise BadRunnerConfig(
-                f"--tensor-parallel-size {config.tensor_parallel_size} needs a GPU for each rank, and there "
-                f"are {torch.cuda.device_count()}"
+                f"--tensor-parallel-size {config.tensor_parallel_size} needs a GPU for each rank, which is "
+                f"{neighbours} on this machine, and there are {torch.cuda.device_count()}"
             )
         torch.cuda.set_device(own)
-    return Group(Shard(rank, config.tensor_parallel_size), store_file, own)
+    return Group(Shard(rank, config.tensor_parallel_size), store_file, own, meeting)
 
 
 def load_shard(config: RunnerConfig, ranks: Group, progress: Progress) -> LoadedShard[ShardRunner]:

@@ -22,6 +22,7 @@ from engine.runtime.parallel.wire import (
     Done,
     Execute,
     Failed,
+    Goodbye,
     Here,
     Landed,
     Loaded,
@@ -34,6 +35,7 @@ from shared.lifecycle import die_with_parent
 
 if TYPE_CHECKING:
     from engine.core.messages import Pending, Runner
+    from engine.runtime.parallel.group import Meeting
 
 log = logs.get(__name__)
 
@@ -46,21 +48,34 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logs.configure(f"engine-rank-{start.rank}")
     try:
-        execute(wire, load(wire, start))
+        return follow(wire, start)
     except Closed:
         return 0
+
+
+def follow(wire: RankEnd, start: Start, meeting: Meeting | None = None) -> int:
+    """Load and execute until rank 0 says goodbye. Returns the process's exit status. Raises Closed when rank
+    0 is gone."""
+    try:
+        execute(wire, load(wire, start, meeting))
+    except Closed:
+        raise
     except CollectiveFailed as error:
         log.warning("rank.collective_failed", reason=str(error))
         wire.wait_for_the_end()
+        raise Closed from error
     except ModelError as error:
+        log.error("rank.failed", reason=str(error))
         wire.send(Failed(str(error)))
     except Exception as error:
         wire.send(Failed(f"{type(error).__name__}: {' '.join(str(error).split())}"))
         raise
+    else:
+        return 0
     return 1
 
 
-def load(wire: RankEnd, start: Start) -> Runner:
+def load(wire: RankEnd, start: Start, meeting: Meeting | None = None) -> Runner:
     """This rank's shard, and a runner of the sizes that rank 0 chose."""
     import torch  # takes seconds
 
@@ -68,7 +83,8 @@ def load(wire: RankEnd, start: Start) -> Runner:
 
     wire.send(Here())
     with torch.inference_mode():
-        shard = load_shard(start.config, connect(start.config, start.rank, start.store_file), _quiet)
+        group = connect(start.config, start.rank, start.store_file, meeting)
+        shard = load_shard(start.config, group, _quiet)
         wire.send(Loaded(shard.page_count()))
         build = wire.receive()
         assert isinstance(build, Build)
@@ -84,8 +100,8 @@ def _quiet(stage: str) -> None:
 
 
 def execute(wire: RankEnd, runner: Runner) -> None:
-    """Execute plans until rank 0 is gone, which raises Closed. Raises RankLost when tokens differ from rank
-    0's."""
+    """Execute plans until rank 0 says goodbye, or is gone, which raises Closed. Raises RankLost when tokens
+    differ from rank 0's."""
     launched: deque[tuple[int, Pending]] = deque()
     while True:
         match wire.receive():
@@ -96,6 +112,8 @@ def execute(wire: RankEnd, runner: Runner) -> None:
                 assert own_step == step, "collected in the order of the launches"
                 if digest_of(pending.collect().tokens) != digest:
                     raise RankLost(f"its tokens of step {step} are not those of rank 0")
+            case Goodbye():
+                return
             case message:
                 raise AssertionError(f"{type(message).__name__} between steps")
         wire.send(Done())

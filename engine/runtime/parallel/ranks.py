@@ -1,4 +1,5 @@
-"""The other ranks as rank 0 sees them: processes, a socket to each, and a thread that watches them.
+"""The other ranks as rank 0 sees them: processes, a socket to each, and a thread that watches them. Of a rank
+on another machine there is the socket alone.
 
 The thread is needed because the main one may be inside a collective (or wait for a device that is), which
 never ends once a rank died in it. The thread watches three things:
@@ -7,7 +8,7 @@ never ends once a rank died in it. The thread watches three things:
   2. a rank that has not done what it was told within `deadline_s`;
   3. rank 0's own step, which has taken as long: then no rank can be named.
 
-The first of these to occur decides. Every rank is killed, waits of the main thread end with `RankLost`, and
+The first of these to occur decides. Every rank is ended, waits of the main thread end with `RankLost`, and
 `on_lost` is called with the reason. Deadlines are counted on rank 0's clock alone, and only while it serves:
 loading and capturing have no deadline of their own, as the API process has one for the whole start.
 """
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,7 @@ from engine.runtime.parallel.wire import (
     Execute,
     Failed,
     FromRank,
+    Goodbye,
     Landed,
     Reader,
     Start,
@@ -68,7 +70,8 @@ class _Rank:
     """One rank's process and its socket."""
 
     number: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | None
+    """None for one that somebody else started: it ends by itself when its socket does."""
     wire: socket.socket
     reader: Reader[FromRank]
     answers: deque[FromRank] = field(default_factory=deque)
@@ -80,15 +83,53 @@ class _Rank:
     @property
     def is_stopped(self) -> bool:
         """True if the process is stopped by a signal or by a debugger."""
+        if self.process is None:
+            return False
         with contextlib.suppress(OSError):
             state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
             return state in "Tt"
         return False
 
+    def end(self) -> None:
+        """End the rank at once."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+        else:
+            with contextlib.suppress(OSError):
+                self.wire.shutdown(socket.SHUT_RDWR)
+
+    def reap(self) -> None:
+        """Wait for the end of its process, for a moment."""
+        if self.process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(EXIT_S)
+
+    def end_reason(self) -> str:
+        """Why its socket has ended."""
+        if self.process is None:
+            return f"rank {self.number} has closed its connection, or cannot be reached"
+        try:
+            status = self.process.wait(EXIT_S)
+        except subprocess.TimeoutExpired:
+            return f"rank {self.number} has closed its socket"
+        if status < 0:
+            return f"rank {self.number} was ended by {signal.Signals(-status).name}"
+        return f"rank {self.number} exited with status {status}"
+
 
 class Ranks:
-    def __init__(self, config: RunnerConfig, on_lost: OnLost, clock: Clock = SYSTEM_CLOCK) -> None:
-        """Start the other ranks, in the thread that lives longest: ranks are killed when that thread ends."""
+    def __init__(
+        self,
+        config: RunnerConfig,
+        on_lost: OnLost,
+        clock: Clock = SYSTEM_CLOCK,
+        joined: Sequence[socket.socket] = (),
+    ) -> None:
+        """Start the other ranks, in the thread that lives longest: ranks are killed when that thread ends.
+
+        `joined`: connections to ranks that somebody else has started, from rank 1 on; then none is
+        started."""
         assert config.tensor_parallel_size > 1
         self._deadline_s = config.rank_timeout_s
         self._on_lost = on_lost
@@ -100,10 +141,14 @@ class Ranks:
         self._is_serving = False
         self._step: tuple[int, float] | None = None
         """The main thread's current step and its start, in seconds of the clock; None between steps."""
-        # Stays open as long as this process: torch writes to it once more when it drops its store.
-        self._store = os.memfd_create("ranks")
-        self.store_file: Final = f"/proc/self/fd/{self._store}"
-        self._ranks = [self._start(config, number) for number in range(1, config.tensor_parallel_size)]
+        if joined:
+            self.store_file = ""
+            self._ranks = [self._greet(config, number, wire) for number, wire in enumerate(joined, 1)]
+        else:
+            # Stays open as long as this process: torch writes to it once more when it drops its store.
+            self._store = os.memfd_create("ranks")
+            self.store_file = f"/proc/self/fd/{self._store}"
+            self._ranks = [self._start(config, number) for number in range(1, config.tensor_parallel_size)]
         self._watch = threading.Thread(target=self._watch_all, name="ranks", daemon=True)
         self._watch.start()
 
@@ -117,6 +162,12 @@ class Ranks:
         ours.sendall(frame(Start(config, number, os.getpid(), self.store_file)))
         log.info("rank.started", rank=number, pid=process.pid)
         return rank
+
+    def _greet(self, config: RunnerConfig, number: int, wire: socket.socket) -> _Rank:
+        with contextlib.suppress(OSError):  # the watch finds that it is gone
+            wire.sendall(frame(Start(config, number, os.getpid(), self.store_file)))
+        log.info("rank.joined", rank=number, address=wire.getpeername()[0])
+        return _Rank(number, None, wire, Reader(msgspec.msgpack.Decoder(FromRank)))
 
     # -- the main thread --------------------------------------------------------------------------
 
@@ -169,10 +220,20 @@ class Ranks:
         if self._is_closed:
             return
         self._is_closed = True
-        self._kill_all()
+        if self._is_serving and self._lost is None:
+            self._say_goodbye()
+        self._end_all()
         self._watch.join()
         for rank in self._ranks:
             rank.wire.close()
+
+    def _say_goodbye(self) -> None:
+        """Let ranks that somebody else started end as they should."""
+        for rank in self._ranks:
+            if rank.process is None:
+                with contextlib.suppress(OSError):  # one that does not take it learns it from the end
+                    rank.wire.settimeout(EXIT_S)
+                    rank.wire.sendall(frame(Goodbye()))
 
     # -- the watch --------------------------------------------------------------------------------
 
@@ -206,7 +267,7 @@ class Ranks:
         except OSError:
             data = b""
         if not data:
-            return self._ended(rank)
+            return rank.end_reason()
         for message in rank.reader.feed(data):
             match message:
                 case Done():
@@ -236,27 +297,16 @@ class Ranks:
             return f"step {step[0]} has taken {self._deadline_s:g} s, though all ranks answer"
         return None
 
-    def _ended(self, rank: _Rank) -> str:
-        try:
-            status = rank.process.wait(EXIT_S)
-        except subprocess.TimeoutExpired:
-            return f"rank {rank.number} has closed its socket"
-        if status < 0:
-            return f"rank {rank.number} was ended by {signal.Signals(-status).name}"
-        return f"rank {rank.number} exited with status {status}"
-
     def _lose(self, reason: str) -> None:
         log.error("rank.lost", reason=reason)
-        self._kill_all()
+        self._end_all()
         with self._news:
             self._lost = reason
             self._news.notify_all()
         self._on_lost(reason)
 
-    def _kill_all(self) -> None:
+    def _end_all(self) -> None:
         for rank in self._ranks:
-            with contextlib.suppress(ProcessLookupError):
-                rank.process.kill()
+            rank.end()
         for rank in self._ranks:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                rank.process.wait(EXIT_S)
+            rank.reap()

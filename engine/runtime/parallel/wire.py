@@ -1,6 +1,7 @@
-"""The messages between rank 0 and another rank: msgpack in frames, over a socket pair.
+"""The messages between rank 0 and another rank: msgpack in frames, over a socket pair or, to another machine,
+over TCP (`nodes`).
 
-A frame is four bytes of length and the message. The socket pair has no name, so no other process can connect.
+A frame is four bytes of length and the message. A socket pair has no name, so no other process can connect.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Start(msgspec.Struct, array_like=True, frozen=True, tag="start"):
     rank: int
     leader_pid: int
     store_file: str
-    """The open file, inherited by all ranks, by which they find each other."""
+    """The open file, inherited by all ranks, by which they find each other. Empty for ranks that met over the
+    network."""
 
 
 class Build(msgspec.Struct, array_like=True, frozen=True, tag="build"):
@@ -52,7 +54,11 @@ class Landed(msgspec.Struct, array_like=True, frozen=True, tag="landed"):
     digest: int
 
 
-ToRank = Start | Build | Execute | Landed
+class Goodbye(msgspec.Struct, array_like=True, frozen=True, tag="goodbye"):
+    """Tells a rank that somebody else started that rank 0 ends as it should."""
+
+
+ToRank = Start | Build | Execute | Landed | Goodbye
 
 
 class Here(msgspec.Struct, array_like=True, frozen=True, tag="here"):

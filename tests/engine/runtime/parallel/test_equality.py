@@ -157,7 +157,9 @@ def test_a_rank_that_finds_other_tokens_ends_it_all(tiny_model: MakeModel) -> No
 def test_a_step_without_the_other_rank(tiny_model: MakeModel) -> None:
     """The main thread's collective ends, by an error that names who is missing."""
     with two_ranks(tiny_model("qwen3")) as runner:
-        os.kill(runner.ranks._ranks[0].process.pid, signal.SIGKILL)
+        [other] = runner.ranks._ranks
+        assert other.process is not None
+        os.kill(other.process.pid, signal.SIGKILL)
         with pytest.raises(RankLost, match="rank 1 was ended by SIGKILL"):
             runner.run(plan(1))
 

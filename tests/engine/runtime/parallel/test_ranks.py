@@ -63,7 +63,7 @@ class Stage:
         until(lambda: not any(rank.told_at_s for rank in self.ranks._ranks))
 
     def assert_gone(self) -> None:
-        assert all(rank.process.returncode is not None for rank in self.ranks._ranks)
+        assert all(rank.process and rank.process.returncode is not None for rank in self.ranks._ranks)
 
 
 @pytest.fixture
@@ -118,6 +118,7 @@ def test_of_several_that_are_late_the_stopped_one_is_to_blame(stage: Callable[..
     running.ranks.serve()
     running.ranks.send(Execute(PLAN))
     second = running.ranks._ranks[1]
+    assert second.process is not None
     second.process.send_signal(signal.SIGSTOP)
     until(lambda: second.is_stopped)
     running.clock.advance(30.1)

@@ -146,6 +146,7 @@ class Silent:
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
+        self.neighbours = shard.size
 
     def all_reduce_(self, x: Tensor) -> Tensor:
         raise AssertionError

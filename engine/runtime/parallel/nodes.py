@@ -1,0 +1,293 @@
+"""The meeting of ranks that somebody else started, on several machines: rank 0 gathers them, the others join.
+
+    rank 0   serves torch's store at MASTER_PORT (or uses that of torchrun's agent), listens for connections
+             at a port that the kernel chooses, and puts this port and a random word into the store
+    rank r   waits for the store, reads both, connects, and introduces itself with the word, its number and a
+             digest of its model
+
+Rank 0 listens on the address of MASTER_ADDR alone, and for connections only until all are there. The word
+keeps out a stray connection, no more: the store, the messages and gloo's or NCCL's data are neither encrypted
+nor authenticated, as with every engine that uses torch.distributed. So these ports belong on a network that
+only the ranks of one model can reach.
+
+A rank may come again while the others are awaited: then its new connection counts. Models are compared,
+because ranks with different weights would agree with each other on wrong tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import importlib.metadata
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+import torch.distributed
+
+from engine.runtime.errors import BadRunnerConfig, RankLost
+from engine.runtime.parallel.group import Meeting
+from engine.runtime.parallel.rendezvous import Rendezvous
+from shared import logs
+
+HELLO_LEN_MAX: Final = 1024
+"""Bytes of an introduction."""
+HELLO_DEADLINE_S: Final = 5.0
+"""The time in which who connects has to introduce itself."""
+RETRY_S: Final = 0.5
+"""The rest between two attempts to reach another machine."""
+TOLD_EVERY_S: Final = 15.0
+"""The time after which it is said again who is awaited."""
+STORE_TIMEOUT: Final = timedelta(seconds=20)
+SILENCE_S: Final = 30
+"""The time after which a machine that does not answer the kernel's probes counts as gone."""
+DIGESTED_LEN: Final = 1 << 20
+"""Bytes at the beginning of each file of weights that are compared."""
+_CONTROL: Final = "control"
+_c10d: Final[Any] = torch._C._distributed_c10d  # its stubs lack most of what is used here
+
+log = logs.get(__name__)
+
+
+class Control(msgspec.Struct, frozen=True):
+    """What rank 0 puts into the store."""
+
+    address: str
+    port: int
+    word: str
+
+
+class Hello(msgspec.Struct, array_like=True, frozen=True, tag="hello"):
+    """A rank's introduction."""
+
+    word: str
+    rank: int
+    world_size: int
+    version: str
+    model_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The other ranks, met by rank 0."""
+
+    meeting: Meeting
+    wires: list[socket.socket]
+    """A connection to each, from rank 1 on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Rank 0, met by another rank."""
+
+    meeting: Meeting
+    wire: socket.socket
+
+
+def version() -> str:
+    """The version of this code; ranks of different ones do not understand each other."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("penstock")
+    return ""
+
+
+def model_digest(directory: Path) -> str:
+    """A digest of what tells models apart: the configuration, and the beginning of each file of weights."""
+    digest = hashlib.sha256()
+    files = [directory / "config.json", *sorted(directory.glob("*.safetensors"))]
+    for path in files:
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {path.stat().st_size}\n".encode() + file.read(DIGESTED_LEN))
+    return digest.hexdigest()
+
+
+# -- rank 0 ---------------------------------------------------------------------------------------
+
+
+def gather(place: Rendezvous, model: Path, progress: Callable[[str], None]) -> Gathered:
+    """Wait for all other ranks, without a limit of its own: the engine's start has one. Raises
+    BadRunnerConfig."""
+    own = _own_address(place, progress)
+    store = _store(place, own)
+    with _listen(own, 0) as listener:
+        word = secrets.token_hex(16)
+        control = Control(own, listener.getsockname()[1], word)
+        store.set(_CONTROL, msgspec.json.encode(control).decode())
+        expected = Hello(word, 0, place.world_size, version(), model_digest(model))
+        wires = _accept_all(listener, expected, progress)
+    meeting = Meeting(store, own, place.local_rank, place.local_world_size)
+    return Gathered(meeting, [wires[rank] for rank in sorted(wires)])
+
+
+def _own_address(place: Rendezvous, progress: Callable[[str], None]) -> str:
+    """The number of MASTER_ADDR. A cluster's names may take a while to be known."""
+    told_s = 0.0
+    while True:
+        try:
+            return _numbers_of(place.address)[0]
+        except OSError as error:
+            if time.monotonic() - told_s > TOLD_EVERY_S:
+                told_s = time.monotonic()
+                progress(f"MASTER_ADDR: {place.address}: {error.strerror}")
+        time.sleep(RETRY_S)
+
+
+def _numbers_of(name: str) -> list[str]:
+    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in found]
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family, backlog=128)
+    except OSError as error:
+        what = f"MASTER_PORT: cannot listen on {address}:{port}" if port else f"MASTER_ADDR: {address}"
+        raise BadRunnerConfig(
+            f"{what}: {error.strerror}; rank 0 must run on the host that MASTER_ADDR names"
+        ) from error
+
+
+def _store(place: Rendezvous, own: str) -> Any:
+    """torch's store, served by this process unless the runner does."""
+    try:
+        store = _client(place) if place.is_hosted else serve_store(own, place.port)
+    except RuntimeError as error:
+        raise BadRunnerConfig(f"MASTER_ADDR, MASTER_PORT: {_first_line(error)}") from error
+    return _c10d.PrefixStore(f"penstock-{place.attempt}", store)
+
+
+def serve_store(address: str, port: int) -> Any:
+    """torch's store, on this address alone: by itself it listens on all. Port 0 takes any free one."""
+    with _listen(address, port) as listener:
+        port = listener.getsockname()[1]
+        fd = listener.detach()
+    return _c10d.TCPStore(address, port, None, True, STORE_TIMEOUT, False, False, fd)
+
+
+def _client(place: Rendezvous) -> Any:
+    return _c10d.TCPStore(place.address, place.port, None, False, STORE_TIMEOUT, False)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _accept_all(
+    listener: socket.socket, expected: Hello, progress: Callable[[str], None]
+) -> dict[int, socket.socket]:
+    """A connection to each rank, by its number."""
+    wires: dict[int, socket.socket] = {}
+    listener.settimeout(TOLD_EVERY_S)
+    try:
+        while missing := sorted(set(range(1, expected.world_size)) - wires.keys()):
+            progress(f"waiting for rank {', '.join(map(str, missing))}")
+            with contextlib.suppress(TimeoutError):
+                _accept(listener, expected, wires)
+    except BadRunnerConfig:
+        for wire in wires.values():
+            wire.close()
+        raise
+    return wires
+
+
+def _accept(listener: socket.socket, expected: Hello, wires: dict[int, socket.socket]) -> None:
+    """Add the next rank that connects. Raises TimeoutError, BadRunnerConfig."""
+    wire, peer = listener.accept()
+    try:
+        hello = _heard(wire)
+        if hello is None or not hmac.compare_digest(hello.word.encode(), expected.word.encode()):
+            log.warning("rank.stranger", address=peer[0])
+            return
+        _refuse(hello, expected)
+        if hello.rank in wires:
+            wires.pop(hello.rank).close()
+        wires[hello.rank] = _watched(wire.dup())
+    finally:
+        wire.close()
+
+
+def _heard(wire: socket.socket) -> Hello | None:
+    """The introduction of who has connected; None when it is none."""
+    deadline_s = time.monotonic() + HELLO_DEADLINE_S
+    data = b""
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        while not data.endswith(b"\n") and len(data) <= HELLO_LEN_MAX:
+            wire.settimeout(max(deadline_s - time.monotonic(), 0.001))
+            if not (more := wire.recv(HELLO_LEN_MAX)):
+                return None
+            data += more
+        return msgspec.json.decode(data, type=Hello)
+    return None
+
+
+def _refuse(hello: Hello, expected: Hello) -> None:
+    """Raise BadRunnerConfig for a rank with which this one cannot work."""
+    who = f"rank {hello.rank}"
+    if hello.version != expected.version:
+        raise BadRunnerConfig(f"{who} is of version {hello.version or '?'}, rank 0 of {expected.version}")
+    if hello.world_size != expected.world_size:
+        raise BadRunnerConfig(
+            f"WORLD_SIZE: must be the same for all ranks, and is {hello.world_size} for {who} and "
+            f"{expected.world_size} for rank 0"
+        )
+    if not 1 <= hello.rank < expected.world_size:
+        raise BadRunnerConfig(f"RANK: must be from 1 to {expected.world_size - 1}, got {hello.rank}")
+    if hello.model_digest != expected.model_digest:
+        raise BadRunnerConfig(f"{who} has another model than rank 0: its files differ")
+
+
+# -- the other ranks ------------------------------------------------------------------------------
+
+
+def join(place: Rendezvous, model: Path, timeout_s: float) -> Joined:
+    """Wait for rank 0. Raises RankLost after `timeout_s`."""
+    own = Hello("", place.rank, place.world_size, version(), model_digest(model))
+    deadline_s, told_s = time.monotonic() + timeout_s, 0.0
+    while True:
+        try:
+            return _joined(place, own)
+        except (OSError, RuntimeError, ValueError, msgspec.DecodeError) as error:
+            now_s = time.monotonic()
+            where = f"MASTER_ADDR, MASTER_PORT: rank 0 cannot be reached at {place.address}:{place.port}"
+            if now_s > deadline_s:
+                raise RankLost(f"{where}: {_first_line(error)}") from error
+            if now_s - told_s > TOLD_EVERY_S:
+                told_s = now_s
+                log.info("rank.waiting", reason=f"{where}: {_first_line(error)}")
+        time.sleep(RETRY_S)
+
+
+def _joined(place: Rendezvous, own: Hello) -> Joined:
+    """One attempt."""
+    # torch's client waits long and tells at length why; this finds out quietly whether anybody is there
+    socket.create_connection((place.address, place.port), HELLO_DEADLINE_S).close()
+    store = _c10d.PrefixStore(f"penstock-{place.attempt}", _client(place))
+    if not store.check([_CONTROL]):
+        raise ValueError("rank 0 has not said yet where it listens")
+    control = msgspec.json.decode(store.get(_CONTROL), type=Control)
+    wire = socket.create_connection((control.address, control.port), HELLO_DEADLINE_S)
+    hello = msgspec.structs.replace(own, word=control.word)
+    wire.sendall(msgspec.json.encode(hello) + b"\n")
+    address = wire.getsockname()[0]
+    return Joined(Meeting(store, address, place.local_rank, place.local_world_size), _watched(wire))
+
+
+def _watched(wire: socket.socket) -> socket.socket:
+    """The connection, set up so that the end of the other machine is noticed and no message waits."""
+    wire.settimeout(None)
+    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S // 3)
+    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE_S // 6)
+    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
+    return wire
