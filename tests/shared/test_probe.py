@@ -1,0 +1,56 @@
+"""The health check of the images: a service's probe, asked from the same container."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from shared.probe import main
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/readyz" else 503)
+        self.end_headers()
+        self.wfile.write(b'{"phase":"draining"}')
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_yes(url: str) -> None:
+    assert main([f"{url}/readyz"], {}) == 0
+    assert main([], {"PENSTOCK_PROBE_URL": f"{url}/readyz", "RANK": "0"}) == 0
+
+
+def test_a_no_is_told(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"{url}/livez"], {}) == 1
+    assert capsys.readouterr().err == f'{url}/livez: 503 {{"phase":"draining"}}\n'
+
+
+def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["http://127.0.0.1:1/readyz"], {}) == 1
+    assert "Connection refused" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["", "https://127.0.0.1/readyz", "http://example.com/readyz"])
+def test_only_this_machine_is_asked(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([url], {}) == 1
+    assert "PENSTOCK_PROBE_URL: must be an http URL of this machine" in capsys.readouterr().err
+
+
+def test_a_rank_that_serves_nothing() -> None:
+    assert main([], {"RANK": "3"}) == 0

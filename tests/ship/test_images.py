@@ -1,0 +1,74 @@
+"""What the images' descriptions promise, read from the files. `tests/ship/run.sh` builds and runs them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+FILES = {name: (ROOT / name / "Dockerfile").read_text() for name in ("gateway", "engine")}
+USER = "10001:10001"
+
+
+def instructions(text: str) -> list[tuple[str, str]]:
+    """The instructions of a Dockerfile, each with the rest of its logical line."""
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    logical = re.sub(r"\\\n\s*", " ", "\n".join(lines)).splitlines()
+    return [(line.split()[0], line.partition(" ")[2]) for line in logical]
+
+
+def last_stage(text: str) -> list[tuple[str, str]]:
+    found = instructions(text)
+    return found[max(number for number, (word, _) in enumerate(found) if word == "FROM") :]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_runs_is_no_root_and_has_a_health_check(name: str) -> None:
+    stage = dict(last_stage(FILES[name]))
+    assert stage["USER"] == USER
+    assert stage["STOPSIGNAL"] == "SIGTERM"
+    assert stage["HEALTHCHECK"].endswith('CMD ["python", "-m", "shared.probe"]')
+    command = json.loads(stage["ENTRYPOINT"])
+    assert command[:3] == ["python", "-m", name], "the service is the first process: it gets the signals"
+    labels = re.findall(r"org\.opencontainers\.image\.(\w+)=", stage["LABEL"])
+    assert labels == ["title", "description", "version", "revision"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_packages_are_held_to_their_hashes(name: str) -> None:
+    installs = re.findall(r"pip (install|wheel) (.*?)(?:&&|\n|$)", FILES[name])
+    assert installs
+    for _, options in installs:
+        assert "--require-hashes" in options or "--no-deps" in options
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_runs_has_no_compiler_and_no_installer(name: str) -> None:
+    text = " ".join(rest for _, rest in last_stage(FILES[name]))
+    assert "apt-get" not in text
+    assert "pip install" not in text
+    _, *stages = FILES[name].split("\nFROM ")
+    names = [stage.split("\n")[0] for stage in stages if re.search(r"recommends (g\+\+|gcc) ", stage)]
+    assert names == (["${BASE} AS build", "${BASE} AS runtime-cuda"] if name == "engine" else [])
+
+
+def test_the_context_is_what_the_images_copy_from() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    allowed = {line[1:] for line in lines if line.startswith("!")}
+    for text in FILES.values():
+        for word, rest in instructions(text):
+            if word == "COPY" and "--from" not in rest:
+                for source in rest.split()[:-1]:
+                    top = source.split("/")[0].replace("[e]", "e")
+                    assert top in allowed, source
+    assert lines[1] == "*"
+
+
+def test_the_version_is_the_projects() -> None:
+    version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert version is not None
+    for text in FILES.values():
+        assert f"ARG VERSION={version[1]}\n" in text
