@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from shared import sse
@@ -126,8 +127,12 @@ def test_the_longest_closing_is_a_comment_that_the_scanner_finds() -> None:
         **times,
     )
     most = 1 << 40
-    comment = sse.closing_comment(closing, LoadReport((most, most, most), most, True))
+    load = LoadReport((most, most, most), most, True)
+    comment = sse.closing_comment(closing, load)
     scanner = sse.TailScanner()
     sent = sse.DONE + comment
     forwarded = b"".join(scanner.feed(sent[at : at + 100]) for at in range(0, len(sent), 100))
-    assert (forwarded + scanner.finish(), scanner.closing) == (sse.DONE, closing)
+    assert (forwarded + scanner.finish(), scanner.closing) == (
+        sse.DONE,
+        msgspec.structs.replace(closing, load=load),
+    )
