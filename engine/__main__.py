@@ -182,7 +182,12 @@ def _scheduling(config: EngineConfig, runner: RunnerInfo) -> SchedulerConfig:
         queue_tokens_max=config.max_queue_tokens + PROMPTS_MAX * runner.max_model_len,
         prefix_cache=config.prefix_cache,
         stall_deadline_s=config.stall_deadline_s,
-        step_time_target_s=config.step_time_target_ms / 1e3,
+        gap_targets_s=(
+            config.gap_target_flex_ms / 1e3,
+            config.gap_target_ms / 1e3,
+            config.gap_target_priority_ms / 1e3,
+        ),
+        prompt_share=config.prompt_share,
     )
 
 

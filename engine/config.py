@@ -63,9 +63,16 @@ class EngineConfig(RunnerConfig):
     kv_cache_memory: Memory | None = None
     swap_memory: MemoryOr0 | None = None
 
-    step_time_target_ms: Annotated[float, Meta(gt=0.0)] = 100.0
-    """How long prompts may make one step, which is the longest gap that running streams see. One prompt never
-    doubles theirs, and two may always make it 2.6 times as long. inf: as long as max_step_tokens takes."""
+    gap_target_ms: Annotated[float, Meta(gt=0.0)] = 100.0
+    """The longest gap that running streams are to see when prompts are computed beside them. inf: as long as
+    max_step_tokens takes."""
+    gap_target_priority_ms: Annotated[float, Meta(gt=0.0)] = 50.0
+    """The same while a stream of the class priority runs."""
+    gap_target_flex_ms: Annotated[float, Meta(gt=0.0)] = 500.0
+    """The same while only streams of the class flex run."""
+    prompt_share: Annotated[float, Meta(ge=0.05, le=0.9)] = 0.5
+    """The least share of the time that prompts have when no gap target can be kept: one half makes gaps at
+    most twice as long as without prompts."""
     max_queue_len: Annotated[Count, Unit("sequences")] = 256
     """Sequences that may wait; beyond it requests get 503 with Retry-After at once."""
     max_queue_tokens: Count = 1 << 20
@@ -155,7 +162,7 @@ class CoreStart:
     """The API process: the core ends when it does."""
 
     def encode(self) -> bytes:
-        """MessagePack, because JSON has no infinity, which `step_time_target_ms` may be."""
+        """MessagePack, because JSON has no infinity, which `gap_target_ms` may be."""
         return msgspec.msgpack.encode(self)
 
     @staticmethod

@@ -8,14 +8,13 @@ is the best that short prompts can have, and starves long ones.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final
 
-from engine.bench.virtual import Engine
+from engine.bench.virtual import UNBOUNDED_GAPS, Engine
 from engine.core import policy
-from engine.core.pace import PlanBuilder
+from engine.core.plan_builder import PlanBuilder
 from engine.core.planner import Planner
 from engine.core.policy import Circumstances, Discipline
 from engine.core.sequence import Sequence, Status
@@ -48,7 +47,7 @@ class PrefillFirst(Planner):
 def served_by(name: str, engine: Engine) -> Engine:
     """`engine` with the discipline called `name`."""
     if name == PREFILL_FIRST:
-        return replace(engine, discipline=policy.FIFO, planner=PrefillFirst, step_time_target_s=math.inf)
+        return replace(engine, discipline=policy.FIFO, planner=PrefillFirst, gap_targets_s=UNBOUNDED_GAPS)
     return replace(engine, discipline=_DISCIPLINES[name])
 
 

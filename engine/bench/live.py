@@ -43,7 +43,7 @@ _ABBA: Final = ("fifo", "response-ratio", "response-ratio", "fifo")
 ROUNDS: Final = (*_ABBA, *reversed(_ABBA[:2]), *reversed(_ABBA[2:]))
 """The disciplines of the rounds, in pairs that see the same traffic. Other load on the machine falls on both
 disciplines alike."""
-STEP_TIME_TARGET_MS: Final = 50
+GAP_TARGET_MS: Final = 50
 MODEL: Final = "bench"
 TOKEN_ID_MIN, TOKEN_ID_MAX = 300, 2000
 """Plain tokens of the demo model."""
@@ -160,6 +160,6 @@ async def _engine(discipline: str) -> AsyncIterator[ApiServer]:
     port = free_port()
     argv = [sys.executable, "-m", "engine", "serve", "--model", demo_model(), "--served-model-name", MODEL]
     argv += ["--port", str(port), "--discipline", discipline, "--max-queue-len", "4096"]
-    argv += ["--step-time-target-ms", str(STEP_TIME_TARGET_MS), "--log-level", "error"]
+    argv += ["--gap-target-ms", str(GAP_TARGET_MS), "--log-level", "error"]
     async with service(argv, f"http://127.0.0.1:{port}/readyz"):
         yield ApiServer(f"http://127.0.0.1:{port}/v1")

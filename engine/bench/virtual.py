@@ -25,6 +25,7 @@ from engine.core.messages import (
     SamplingParams,
     ServiceClass,
     StepOutput,
+    TimedStep,
 )
 from engine.core.planner import Planner
 from engine.core.policy import OLDEST_EVERY, RESPONSE_RATIO, Discipline
@@ -34,6 +35,7 @@ from engine.core.sequence import Status
 
 VOCAB_SIZE: Final = 1000
 UNBOUNDED: Final = 1_000_000
+UNBOUNDED_GAPS: Final = (math.inf,) * len(ServiceClass)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,8 @@ class Engine:
     page_size: int = 64
     slots: int = 256
     step_tokens_max: int = 2048
-    step_time_target_s: float = 0.1
+    gap_targets_s: tuple[float, ...] = (0.1,) * len(ServiceClass)
+    prompt_share: float = 0.5
     host_pages: int = 0
     """Pages in host memory for swapped sequences."""
     discipline: Discipline = RESPONSE_RATIO
@@ -169,12 +172,14 @@ class _Virtual:
             warmup_s=0.0,
             host_pages=engine.host_pages,
             page_copy_s=engine.cost.page_s if engine.host_pages else 0.0,
+            timed_steps=timed_steps(engine.cost),
         )
         config = SchedulerConfig(
             step_tokens_max=engine.step_tokens_max,
             queue_len_max=UNBOUNDED,
             prefix_cache=False,
-            step_time_target_s=engine.step_time_target_s,
+            gap_targets_s=engine.gap_targets_s,
+            prompt_share=engine.prompt_share,
         )
         self._cost, self._noise, self._rng = engine.cost, engine.noise, random.Random(1)
         self._scheduler = Scheduler(config, info, engine.discipline, engine.planner)
@@ -216,6 +221,15 @@ class _Virtual:
             outcome = self._outcomes[finished.handle]
             outcome.end_s = self._now - outcome.request.at_s
             outcome.preemptions = finished.preemptions
+
+
+def timed_steps(cost: StepCost) -> tuple[TimedStep, ...]:
+    """What a runner of this cost measures while it warms up (`engine.runtime.starting`)."""
+    shapes = [([64], [1]), ([64] * 8, [1] * 8), ([0], [64]), ([0], [256]), ([1024], [16]), ([1024], [1])]
+    return tuple(
+        TimedStep(positions, lengths, cost.seconds(Work.of(positions, lengths)))
+        for positions, lengths in shapes
+    )
 
 
 def _message(handle: int, request: Request) -> AddSequence:

@@ -36,7 +36,7 @@ from engine.core.block_manager import BlockManager, pages_for
 from engine.core.config import SchedulerConfig
 from engine.core.cost import CostLearner
 from engine.core.messages import Lack, Move, Moved, RunnerInfo, ServiceClass
-from engine.core.pace import PlanBuilder
+from engine.core.plan_builder import PlanBuilder
 from engine.core.sequence import Sequence, Status
 from engine.core.step import InFlight
 from engine.core.swap import Preference, Prefix, Swapper
@@ -73,7 +73,8 @@ class Allocator:
         self._may_yield_from = -math.inf
         self.holdings: Final = TenantHoldings(runner.slots, runner.pages)
         self.pages: Final = BlockManager(runner.pages, runner.page_size)
-        self.swapper: Final = Swapper(runner.host_pages, self.pages, config.step_time_target_s, prefers_swap)
+        gap_target_s = config.gap_targets_s[ServiceClass.DEFAULT]
+        self.swapper: Final = Swapper(runner.host_pages, self.pages, gap_target_s, prefers_swap)
         self.running: Final[dict[int, Sequence]] = {}
         """The running sequences by slot, in the order of admission."""
         self.preemptions = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from engine.core.messages import RunnerInfo
+from engine.core.messages import RunnerInfo, ServiceClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,11 @@ class SchedulerConfig:
     paused_max: int = 256
     """Sequences that may be paused at once. With one more, the one paused for longest ends before its
     deadline, so that clients that do not read hold a bounded number of sequences."""
-    step_time_target_s: float = math.inf
-    """The time of a step up to which prompts may fill it, in seconds: the longest gap that running streams
-    are to see. Few prompts use less of it, and where decodes alone come near it prompts take a share of their
-    time all the same (`engine.core.pace`). Infinite: `step_tokens_max` alone bounds prompts."""
+    gap_targets_s: tuple[float, ...] = (math.inf,) * len(ServiceClass)
+    """For each class, FLEX first: the longest gap that its streams are to see beside prompts, in seconds.
+    Infinite: `step_tokens_max` alone bounds prompts. (`engine.core.pace`)"""
+    prompt_share: float = 0.5
+    """The least share of the time that prompts have beside decodes when no gap target can be kept."""
 
     def __post_init__(self) -> None:
         assert self.step_tokens_max >= 1
@@ -43,7 +44,9 @@ class SchedulerConfig:
         assert self.preemptions_max >= 1
         assert self.stall_deadline_s > 0.0
         assert self.paused_max >= 1
-        assert self.step_time_target_s > 0.0
+        assert len(self.gap_targets_s) == len(ServiceClass)
+        assert min(self.gap_targets_s) > 0.0
+        assert 0.0 < self.prompt_share < 1.0
 
     def check_against(self, runner: RunnerInfo) -> None:
         """Assert the relations between these limits and the runner's."""

@@ -14,21 +14,36 @@ chunk may be so that a step keeps to its target, and whether to copy a sequence'
 again.
 
 Learning is exponentially weighted least squares on *relative* errors, so that a decode of 2 ms counts
-as much as a chunk of 200, with no coefficient below zero (`engine.core.least_squares`). What recent steps
-say nothing about keeps its last value. Copies are rare and small beside the noise of the steps that they
-are in: so the time of a copy that the runner measured as it warmed up counts for ever, `PRIOR` times as much
-as a step that only copies. Without it, a few bad readings could put an end to swapping, and with that to
-readings that correct them.
+as much as a chunk of 200, with no coefficient below zero (`engine.core.least_squares`).
+
+*What steps cannot tell apart.* A learned prediction can be right while every coefficient is wrong: the chunks
+of a long prompt have all about the same length, and so the price of a token, that of a chunk and that of the
+decodes beside it move together. The prediction then fails for the first step of another shape. So learning
+begins with what the runner measured while it warmed up, steps of shapes chosen to tell the coefficients apart
+(`TimedStep`), and these count for ever: each as much as `WARMUP_WEIGHT` of a step of today, beside some fifty
+of these. What today's steps determine, they decide; in what they leave open, the measured shapes do. A
+machine that others use as well is slower now than it was then, in every shape alike: so the measured times
+are taken as many times as long as steps take now by comparison (`_slowdown`).
+
+Copies are rare and small beside the noise of the steps that they are in: so the time of a copy that the
+runner measured as it warmed up counts for ever, too, `PRIOR` times as much as a step that only copies.
+Without it, a few bad readings could put an end to swapping, and with that to readings that correct them.
+
+*Its error.* The model keeps, of the last `ERRORS` steps with prompts, by how much each took longer than it
+was estimated to, before it learned from it. `error` is the quantile `QUANTILE` of that: one step in ten errs
+by more. Steps that took less count as 0, since they break no promise.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Final
 
 from engine.core.least_squares import nonnegative
+from engine.core.messages import TimedStep
 
 FORGETTING: Final = 0.98
 """The weight of an observation after one more step: about the last fifty steps count."""
@@ -38,6 +53,19 @@ PRIOR: Final = 0.1
 """The weight of the measured copy time, in observations of a step that only copies."""
 OUTLIER: Final = 4.0
 """The multiple of its estimate at which a step's time is cut before the model learns from it."""
+WARMUP_WEIGHT: Final = 0.3
+"""The weight of each step that was timed while warming up, in steps of today."""
+WARMUP_ROUNDS: Final = 64
+"""Solutions in a row with which the coefficients begin: each is damped towards the one before it."""
+SLOWDOWN_MAX: Final = 16.0
+"""The largest factor by which steps count as slower, or as faster, than they were while warming up."""
+QUANTILE: Final = 0.9
+ERRORS: Final = 200
+"""The number of steps from which the error is taken."""
+ERROR_MIN, ERROR_MAX = 0.02, 1.0
+ERROR_AT_FIRST: Final = 0.1
+"""The error until `ERRORS_KNOWN` steps tell it."""
+ERRORS_KNOWN: Final = 10
 
 
 def _pairs(position: int, length: int) -> float:
@@ -117,25 +145,70 @@ class StepCost:
 
 COEFFICIENTS: Final = [field.name for field in fields(StepCost)]
 PAGE: Final = COEFFICIENTS.index("page_s")
+Equations = list[list[float]]
+"""Row i: the sums of the products of feature i with every feature, and with the time; all relative to the
+time."""
+
+
+def _features(work: Work) -> tuple[float, ...]:
+    return (
+        work.prompt_tokens,
+        work.decode_rows,
+        work.pairs,
+        work.context_tokens,
+        1,
+        work.copied_pages,
+    )
+
+
+def _equations_of(work: Work, seconds: float) -> Equations:
+    scaled = [feature / seconds for feature in _features(work)]
+    sides = [*scaled, 1.0]
+    return [[row * side for side in sides] for row in scaled]
+
+
+def _sum(equations: Equations, factor: float, others: Equations) -> Equations:
+    return [
+        [factor * left + right for left, right in zip(row, other, strict=True)]
+        for row, other in zip(equations, others, strict=True)
+    ]
 
 
 class CostLearner:
     """Learns the cost of a step from the steps that were made."""
 
-    def __init__(self, page_s: float = 0.0) -> None:
-        """`page_s` is the measured time to copy one page, in seconds; 0.0 when it was not measured."""
+    def __init__(self, page_s: float = 0.0, timed: Iterable[TimedStep] = ()) -> None:
+        """`page_s` is the measured time to copy one page, in seconds; 0.0 when it was not measured. `timed`
+        has the steps that were timed while warming up."""
         self._cost = StepCost(page_s=page_s) if page_s else StepCost()
-        self._equations = [[0.0] * (len(COEFFICIENTS) + 1) for _ in COEFFICIENTS]
-        self._prior = (PRIOR / page_s**2, PRIOR / page_s) if page_s else (0.0, 0.0)
+        self._equations: Equations = [[0.0] * (len(COEFFICIENTS) + 1) for _ in COEFFICIENTS]
+        self._copies = (PRIOR / page_s**2, PRIOR / page_s) if page_s else (0.0, 0.0)
         """The terms that the measured copy time adds to both sides of the equation of `page_s`."""
+        self._warmup: Equations | None = None
         self._has_learned = False
         self._unsolved = 0
+        self._errors: deque[float] = deque(maxlen=ERRORS)
+        self._begin(timed)
+        self._measured = self._cost
+        self._slowdowns, self._slowdowns_weight = 0.0, 0.0
+
+    def _begin(self, timed: Iterable[TimedStep]) -> None:
+        """Begin with the steps that were timed while warming up."""
+        for step in timed:
+            if step.seconds > 0.0:
+                equations = _equations_of(Work.of(step.positions, step.lengths), step.seconds)
+                self._warmup = equations if self._warmup is None else _sum(equations, 1.0, self._warmup)
+        if self._warmup is not None:
+            self._warmup = [[WARMUP_WEIGHT * value for value in row] for row in self._warmup]
+            self._has_learned = True
+            for _ in range(WARMUP_ROUNDS):
+                self._solve(slowdown=1.0)
 
     @property
     def cost(self) -> StepCost:
         """The learned cost. It is solved for when it is asked for, which steps of decodes alone do not."""
         if self._unsolved:
-            self._solve()
+            self._solve(self._slowdown)
         return self._cost
 
     def forecast_s(self, work: Work) -> float:
@@ -143,36 +216,50 @@ class CostLearner:
         before the first observation."""
         return self._cost.seconds(work) if self._has_learned else 0.0
 
+    @property
+    def error(self) -> float:
+        """The share by which a step with prompts may take longer than its estimate (see above)."""
+        if len(self._errors) < ERRORS_KNOWN:
+            return max([ERROR_AT_FIRST, *self._errors])
+        return max(ERROR_MIN, sorted(self._errors)[int(QUANTILE * len(self._errors))])
+
+    @property
+    def _slowdown(self) -> float:
+        """How many times as long steps take as they did while warming up."""
+        if not self._slowdowns_weight:
+            return 1.0
+        return min(max(self._slowdowns / self._slowdowns_weight, 1.0 / SLOWDOWN_MAX), SLOWDOWN_MAX)
+
     def observe(self, work: Work, seconds: float) -> None:
         """Learn from a step that did `work` in `seconds`."""
         if seconds <= 0.0:
             return  # a clock too coarse to tell
-        if self._has_learned and seconds > OUTLIER * self._cost.seconds(work):
-            seconds = min(seconds, OUTLIER * self.cost.seconds(work)) or seconds
+        if self._has_learned:
+            expected_s = self._cost.seconds(work)
+            if seconds > OUTLIER * expected_s:
+                expected_s = self.cost.seconds(work)
+                seconds = min(seconds, OUTLIER * expected_s) or seconds
+            if work.prompt_tokens and expected_s:
+                self._errors.append(min(max(0.0, seconds / expected_s - 1.0), ERROR_MAX))
         self._has_learned = True
-        features = (
-            work.prompt_tokens,
-            work.decode_rows,
-            work.pairs,
-            work.context_tokens,
-            1,
-            work.copied_pages,
-        )
-        scaled = [feature / seconds for feature in features]
-        sides = [*scaled, 1.0]
-        self._equations = [
-            [FORGETTING * old + new * side for old, side in zip(row, sides, strict=True)]
-            for row, new in zip(self._equations, scaled, strict=True)
-        ]
+        if self._warmup is not None and (measured_s := self._measured.seconds(work)):
+            self._slowdowns = FORGETTING * self._slowdowns + seconds / measured_s
+            self._slowdowns_weight = FORGETTING * self._slowdowns_weight + 1.0
+        self._equations = _sum(self._equations, FORGETTING, _equations_of(work, seconds))
         self._unsolved += 1
         if self._unsolved == UNSOLVED_MAX:
-            self._solve()
+            self._solve(self._slowdown)
 
-    def _solve(self) -> None:
+    def _solve(self, slowdown: float) -> None:
         self._unsolved = 0
-        cost, (left, right) = self._cost, self._prior
+        cost, (left, right) = self._cost, self._copies
         last = [cost.token_s, cost.row_s, cost.pair_s, cost.context_s, cost.fixed_s, cost.page_s]
         equations = [row.copy() for row in self._equations]
+        if self._warmup is not None:
+            for row, measured in zip(equations, self._warmup, strict=True):
+                for i, value in enumerate(measured[:-1]):
+                    row[i] += value / slowdown**2
+                row[-1] += measured[-1] / slowdown
         equations[PAGE][PAGE] += left
         equations[PAGE][-1] += right
         self._cost = StepCost(*nonnegative(equations, last))

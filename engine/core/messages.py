@@ -154,6 +154,14 @@ CoreInput = AddSequence | AbortSequences | PauseSequences | ResumeSequences | Pi
 # -- core -> API process --------------------------------------------------------------------------
 
 
+class TimedStep(msgspec.Struct, array_like=True, frozen=True):
+    """A step that was timed while warming up: row i computed `lengths[i]` tokens from `positions[i]` on."""
+
+    positions: list[int]
+    lengths: list[int]
+    seconds: float
+
+
 class RunnerInfo(msgspec.Struct, array_like=True, frozen=True):
     """The properties of a runner that is warm."""
 
@@ -173,6 +181,8 @@ class RunnerInfo(msgspec.Struct, array_like=True, frozen=True):
     """Time to copy a page there or back, measured while warming up, in seconds; 0.0: not measured."""
     is_async: bool = False
     """True if it computes beside the host: `launch` returns before the plan is executed."""
+    timed_steps: tuple[TimedStep, ...] = ()
+    """Steps of different shapes, from which the learned cost of a step begins. Empty: not measured."""
 
 
 class CoreReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):

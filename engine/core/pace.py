@@ -1,101 +1,104 @@
-"""How much of a step prompts may take: the step's time for them, and the tokens of each chunk.
+"""How much of a step prompts may take: one rule.
 
-A step computes one token of every running sequence that decodes, and chunks of prompts beside them. Each
-chunk makes the step longer, and with it the gap between two tokens that the streams see; but a chunk that is
-left out delays the prompt's first token. The estimates are those of the learned cost of a step
-(`engine.core.cost`).
+A step computes one token of every running sequence that decodes, and chunks of prompts beside them. The
+decodes alone take `D` seconds. With chunks of `P` seconds beside them the streams see gaps of `D + P`. Let
+`tau` be the longest gap that they are to see, `phi` the least share of the time that prompts have although
+`tau` is not kept then, and `m` the error by which a step may take longer than its estimate. Then
 
-- While nothing decodes there is no gap to keep short: prompts take what the step time target leaves, or a
-  multiple of what a step takes without them, whichever is more (`prompt_budget_alone_s`).
-- Beside decodes, a lone prompt takes half of the decodes' time (`LONE`). Several take `EACH` of it apiece,
-  more when they are late, at most what the target leaves or twice `EACH`, whichever is more
-  (`prompt_budget_s`).
-- The length of a chunk solves the inequality "it takes no longer than the time that is left". The first chunk
-  of a step computes `PROMPT_TOKENS_MIN` tokens however long they take, so that every prompt gets on.
-- One part in `RESERVED_PART` of the step's tokens and time is reserved for the prefill that has run for
-  longest, so that prompts that rank above it do not stop it.
+    P = max( tau / (1 + m) - D ,  phi / (1 - phi) * D / (1 + m) )
 
-`PlanBuilder` applies this: it is a step's plan in the making, and does the account of what is left.
+**Where `tau` can be kept, prompts fill the step up to it.** A prompt of S seconds delays every stream by S in
+all, however it is cut: the cut decides how long the largest gap is, and each chunk reads the whole context
+before it. So the right chunk is the longest that keeps `tau`. Shorter ones gain the streams nothing that they
+asked for, and cost the prompt its first token.
+
+**Where it cannot be kept** (decodes alone come near it, as on a CPU), the second part holds: prompts have the
+share `phi` of the time. With one half, a step takes at most twice as long as its decodes.
+
+**`m` is learned**, and not set: it is the quantile `QUANTILE` of how much longer steps with prompts took than
+their estimates (`engine.core.cost`). Good estimates earn longer chunks.
+
+- `tau` is the least gap target of the classes that stream in this step; each class has one of its own. `P`
+  grows with `tau`, so a larger target never makes a lone prompt's first token later.
+- The number of prompts is no part of the rule: all of `P` is spent whenever there is work of prompts, and
+  their rank says on which (`engine.core.policy`). So a second prompt never makes the first one faster.
+- Where nothing decodes no stream waits. But newcomers wait for the step to end, and a short step is mostly
+  spent on reading the weights. So the same formula is used with the gap target of the default class, and with
+  `ALONE_SHARE` as `phi`: what a step takes without any row is at most a fifth of it. There is no credit and
+  no debt then.
+- A chunk spends at most the share `REREAD_SHARE` of its time on reading the context before it. Where `P` is
+  too short for that, it is kept as *credit*, and the chunk is computed once budget and credit suffice. No
+  step is made longer by credit than `tau`, or twice its decodes. Only a chunk of one token may, where reading
+  its context alone takes longer than that; then it is computed as rarely as its share of the time says.
+- What a step overspends, as for copies of pages, is debt: prompts pay it in the steps after it.
+
+Hence the law: **no step takes longer than max(tau, 2 D)**, or max(tau, D / (1 - phi)) where the operator sets
+a `phi` above one half, but for an error of the estimate beyond `m` and for the two exceptions above.
+
+One part in `RESERVED_PART` of a step's tokens and time is reserved for the prefill that has run for longest,
+so that prompts that rank above it do not stop it. `engine.core.plan_builder` applies all of this.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
-from engine.core.cost import StepCost, Work
-from engine.core.messages import SlotAssignment
-from engine.core.sequence import Sequence
+from engine.core.cost import StepCost
 
-PROMPT_TOKENS_MIN: Final = 4
-"""Tokens that the first chunk of a step computes at least, however long that takes."""
-LONE: Final = 0.5
-"""Time for a lone prompt beside decodes, as a multiple of the decodes' time."""
-EACH: Final = 0.8
-"""Time for each prompt when there are several, as a multiple of the decodes' time."""
-SWING: Final = 0.15
-"""The share by which a lone prompt's time is raised in one step and lowered in the next."""
-FIXED_MULTIPLE: Final = 4.0
-"""The least time for prompts while nothing decodes, as a multiple of the step's time without prompts."""
+ALONE_SHARE: Final = 0.8
+"""The least share of a step that prompts have while nothing decodes."""
+REREAD_SHARE: Final = 0.25
+"""The largest share of a chunk's time that goes into reading the context before it."""
 RESERVED_PART: Final = 16
 """One part in so many of a step's tokens and time is reserved for the prefill that has run for longest."""
 STEP_S_MAX: Final = 1e6
-"""The time for prompts when no step time target is set, in seconds."""
+"""The time for prompts where no gap target binds, in seconds."""
 
 
-def chunk_len(pending_len: int, tokens_left: int) -> int:
-    """The length of a sequence's next chunk, in tokens: at least one while any budget is left."""
-    return min(pending_len, tokens_left)
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The time of one step for prompts, in seconds."""
+
+    seconds: float
+    """`P`."""
+    longest_s: float
+    """The longest time to which credit may extend it."""
 
 
-def prompt_budget_s(target_s: float, decodes_s: float, prompts: Iterable[float], *, is_odd: bool) -> float:
-    """The time that prompts may take beside decodes, in seconds.
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """The time that prompts did not use although they had work, in seconds."""
 
-    `target_s` is the step time target, infinite when none is set; `decodes_s` is what the step takes with its
-    decodes alone; `prompts` has the `lateness` of each running prefill and of each unpaused waiting sequence.
-
-    A lone prompt takes half of the decodes' time: the gap that streams see does not double, though estimates
-    err and contexts grow meanwhile. Of several, each takes `EACH` of it, or `lateness ** 2` times that when
-    it is late: prompts that come faster than they are computed soon get all that the target leaves. A fixed
-    share would cap their rate instead, and queues that could be served would grow.
-
-    Decodes alone may take the target or more. Even then prompts may take what two of them want: far into a
-    long prompt the shortest chunk takes longer than a smaller rest would allow.
-
-    A lone prompt's time is larger by `SWING` in odd steps and smaller in even ones. Otherwise hundreds of its
-    chunks would have the same length, and the learned cost could not tell the price of a token from that of a
-    chunk.
-    """
-    if target_s == math.inf:
-        return target_s
-    each_s = EACH * decodes_s
-    budget_s = max(2 * each_s, target_s - decodes_s)
-    count, wanted_s = 0, 0.0
-    for late in prompts:
-        count += 1
-        wanted_s += max(1.0, late * late) * each_s
-        if count > 1 and wanted_s >= budget_s:
-            break  # the budget is reached: further prompts cannot change it
-    if count == 1:
-        return LONE * decodes_s * (1.0 + SWING if is_odd else 1.0 - SWING)
-    return min(budget_s, wanted_s)
+    seconds: float = 0.0
+    """Below zero: debt."""
+    wanted_s: float = 0.0
+    """The time of the chunk of one token that waits for it; 0.0 when none does."""
 
 
-def prompt_budget_alone_s(target_s: float, base_s: float) -> float:
-    """The time that prompts may take in a step without decodes, in seconds.
+def prompt_budget(gap_target_s: float, decodes_s: float, share: float, error: float) -> Budget:
+    """The rule at the head of this module. `decodes_s` is D, `share` is phi and `error` is m."""
+    assert 0.0 < share < 1.0
+    by_target_s = gap_target_s / (1.0 + error) - decodes_s
+    by_share_s = share / (1.0 - share) * decodes_s / (1.0 + error)
+    seconds = min(max(by_target_s, by_share_s), STEP_S_MAX)
+    return Budget(seconds, max(seconds, decodes_s / (1.0 + error)))
 
-    There is no gap to keep short, but new sequences wait for the step to end. `base_s` is what the step takes
-    without prompts, for the weights and for copies: where that alone comes near the target, steps that keep
-    to it would spend most of their time on it.
-    """
-    return max(target_s - base_s, FIXED_MULTIPLE * base_s)
+
+def time_with_credit_s(budget: Budget, credit: Credit) -> float:
+    """The time for prompts in a step, what is left from earlier ones included; below zero in debt."""
+    return min(budget.seconds + credit.seconds, max(budget.longest_s, credit.wanted_s))
 
 
-def lateness(sequence: Sequence, cost: StepCost, now: float) -> float:
-    """A prompt's age as a multiple of the time that it takes alone."""
-    return (now - sequence.arrived_at) / cost.service_s(len(sequence.tokens))
+def chunk_len_min(cost: StepCost, position: int) -> int:
+    """The length of the shortest chunk from `position` on of whose time at most `REREAD_SHARE` goes into
+    reading the context before it."""
+    reading_s = cost.context_s * position
+    token_s = cost.token_s + cost.context_s + cost.pair_s * position
+    if not reading_s or not token_s:
+        return 1
+    return max(1, math.ceil(reading_s * (1.0 - REREAD_SHARE) / (REREAD_SHARE * token_s)))
 
 
 def reserve(tokens_left: int, time_left_s: float, least_s: float) -> tuple[int, float]:
@@ -104,130 +107,5 @@ def reserve(tokens_left: int, time_left_s: float, least_s: float) -> tuple[int, 
     `least_s` is the time of a single token of it, which is long far into a long context: the reserved time is
     at least that, but no more than half of what is left.
     """
-    return -(-tokens_left // RESERVED_PART), min(max(time_left_s / RESERVED_PART, least_s), time_left_s / 2)
-
-
-@dataclass(slots=True)
-class PlanBuilder:
-    """A step's plan in the making: its rows, and the tokens and the time that are left for further ones."""
-
-    tokens_left: int
-    """Tokens that further rows may compute together."""
-    time_left_s: float = STEP_S_MAX
-    """Time that further chunks may take together, by the estimates of `cost`; below zero when it is
-    exceeded."""
-    cost: StepCost = field(default_factory=StepCost)
-    seated: list[SlotAssignment] = field(default_factory=list)
-    """The sequences that this plan admits, as the runner is told of them."""
-    grown: dict[int, list[int]] = field(default_factory=dict)
-    """The pages that page tables gain, by slot."""
-    rows: list[Sequence] = field(default_factory=list)
-    """The sequence of each row."""
-    prefills: list[Sequence] = field(default_factory=list)
-    """Running sequences with more than one token to compute, also those that this plan admits; the one that
-    has run for longest comes first."""
-    has_chunk: bool = False
-    """True if any chunk of a prompt has a row."""
-    reserved_tokens: int = 0
-    """Part of the tokens that is set aside for the first prefill, and not in `tokens_left`."""
-    reserved_s: float = 0.0
-    """Part of the time that is set aside for the first prefill, and not in `time_left_s`."""
-    slots: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    samples: list[bool] = field(default_factory=list)
-    copied_pages: int = 0
-    """Pages that this plan copies to host memory or back."""
-    copies_charged: int = 0
-    """Copied pages whose time has been taken off `time_left_s`."""
-
-    @property
-    def work(self) -> Work:
-        return Work.of(self.positions, self.lengths, self.copied_pages)
-
-    def add_decodes(self, sequences: Mapping[int, Sequence]) -> None:
-        """Add a row for each of these sequences, by slot, which have one token pending. A column at a time
-        takes a third of the time that a row at a time takes."""
-        rows = len(sequences)
-        assert rows <= self.tokens_left
-        self.tokens_left -= rows
-        self.rows += sequences.values()
-        self.slots += sequences
-        self.positions += [sequence.planned_len for sequence in sequences.values()]
-        self.lengths += [1] * rows
-        self.samples += [True] * rows
-
-    @property
-    def unplanned_prefills(self) -> list[Sequence]:
-        """The prefills that have no row yet."""
-        planned = {id(sequence) for sequence in self.rows}
-        return [sequence for sequence in self.prefills if id(sequence) not in planned]
-
-    @property
-    def is_full(self) -> bool:
-        return not self.tokens_left or (self.time_left_s <= 0.0 and self.has_chunk)
-
-    def open_to_prompts(self, budget_s: float, cost: StepCost) -> None:
-        """Go on from decodes to prompts, which may take `budget_s`; reserve a part of it for the first
-        prefill, if there is one."""
-        self.time_left_s, self.cost = min(budget_s, STEP_S_MAX), cost
-        self.copies_charged = self.copied_pages
-        if self.prefills:
-            first = self.prefills[0]
-            least_s = cost.chunk_s(first.planned_len, 1)
-            tokens, self.reserved_s = reserve(self.tokens_left, self.time_left_s, least_s)
-            self.reserved_tokens = min(tokens, first.pending_len)
-            self.tokens_left -= self.reserved_tokens
-            self.time_left_s -= self.reserved_s
-
-    def add_chunk(self, sequence: Sequence, tokens_min: int = 0) -> None:
-        """Add a chunk of this prompt as long as tokens and time allow, if they allow any.
-
-        The chunk has at least `tokens_min` tokens, whatever time they take, while that many are left. It
-        samples a token when it completes the prompt.
-        """
-        if self._free_reserve(sequence):
-            tokens_min = 1
-        if not self.has_chunk:
-            tokens_min = PROMPT_TOKENS_MIN
-        position = sequence.planned_len
-        within = max(tokens_min, self.cost.tokens_within(self.time_left_s, position))
-        length = chunk_len(sequence.pending_len, min(self.tokens_left, within))
-        if length:
-            assert sequence.slot is not None
-            assert length <= self.tokens_left
-            self.has_chunk = True
-            self.tokens_left -= length
-            self.time_left_s -= self.cost.chunk_s(position, length)
-            self.rows.append(sequence)
-            self.slots.append(sequence.slot)
-            self.positions.append(position)
-            self.lengths.append(length)
-            self.samples.append(length == sequence.pending_len)
-
-    def _free_reserve(self, sequence: Sequence) -> bool:
-        """Add the reserve back to what is left if `sequence` is the prefill that it was made for."""
-        if not self.reserved_tokens or sequence is not self.prefills[0]:
-            return False
-        self.tokens_left, self.reserved_tokens = self.tokens_left + self.reserved_tokens, 0
-        self.time_left_s, self.reserved_s = self.time_left_s + self.reserved_s, 0.0
-        return True
-
-    def charge_copies(self) -> None:
-        """Take the time of page copies that were added since the last call off the time for prompts."""
-        self.time_left_s -= self.cost.page_s * (self.copied_pages - self.copies_charged)
-        self.copies_charged = self.copied_pages
-
-    def drop(self, slot: int, sequence: Sequence) -> None:
-        """Take back what was planned for a sequence that is preempted by this very plan."""
-        self.grown.pop(slot, None)
-        if sequence in self.prefills:
-            self._free_reserve(sequence)
-            self.prefills.remove(sequence)
-        if slot not in self.slots:
-            return
-        row = self.slots.index(slot)
-        self.tokens_left += self.lengths[row]
-        self.time_left_s += self.cost.chunk_s(self.positions[row], self.lengths[row])
-        for column in (self.rows, self.slots, self.positions, self.lengths, self.samples):
-            del column[row]
+    reserved_s = min(max(time_left_s / RESERVED_PART, least_s), time_left_s / 2)
+    return -(-tokens_left // RESERVED_PART), max(0.0, reserved_s)

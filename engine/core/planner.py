@@ -21,9 +21,10 @@ from typing import Final
 from engine.core import pace
 from engine.core.allocator import Allocator
 from engine.core.config import SchedulerConfig
-from engine.core.cost import CostLearner
+from engine.core.cost import CostLearner, StepCost
 from engine.core.messages import RunnerInfo, ServiceClass, SlotAssignment, Started
-from engine.core.pace import PlanBuilder
+from engine.core.pace import Budget, Credit
+from engine.core.plan_builder import PlanBuilder
 from engine.core.policy import Circumstances
 from engine.core.sequence import LifePhase, Sequence, Status
 from engine.core.step import InFlight, News
@@ -77,8 +78,8 @@ class Planner:
     learner: CostLearner
     in_flight: Mapping[int, InFlight]
     """The steps in flight, by step number."""
-    is_odd: bool = False
-    """Toggled by every step that has prompts beside decodes (`pace.SWING`)."""
+    credit: Credit = field(default_factory=Credit)
+    """What the last step left to prompts."""
     prefix_query_tokens: int = 0
     """Prompt tokens of all sequences that were admitted for the first time."""
     prefix_hit_tokens: int = 0
@@ -106,24 +107,25 @@ class Planner:
     def _plan_prompts(self, builder: PlanBuilder, news: News, now: float) -> None:
         """Spend what the decodes left, by rank: on admissions and on chunks of running sequences."""
         if not (builder.prefills or self.waiting.unpaused):
+            self.credit = Credit()
             return  # the usual step
         circumstances = self._circumstances(now)
-        builder.open_to_prompts(self._prompt_budget_s(builder, circumstances), circumstances.cost)
+        builder.open_to_prompts(self._budget(builder, circumstances.cost), self.credit, circumstances.cost)
         if self.allocator.has_free_slot or self.allocator.may_preempt(
             now
         ):  # else ranking would change nothing
             self._admit_by_rank(builder, news, circumstances)
         for sequence in self.waiting.rank(builder.unplanned_prefills, circumstances):
             builder.add_chunk(sequence)
+        self.credit = builder.credit
 
-    def _prompt_budget_s(self, builder: PlanBuilder, circumstances: Circumstances) -> float:
-        work, cost, now = builder.work, circumstances.cost, circumstances.now
-        target_s, without_prompts_s = self.config.step_time_target_s, cost.seconds(work)
-        if not work.decode_rows:
-            return pace.prompt_budget_alone_s(target_s, without_prompts_s)
-        prompts = (pace.lateness(s, cost, now) for s in (*builder.prefills, *self.waiting.unpaused))
-        self.is_odd = not self.is_odd
-        return pace.prompt_budget_s(target_s, without_prompts_s, prompts, is_odd=self.is_odd)
+    def _budget(self, builder: PlanBuilder, cost: StepCost) -> Budget:
+        """The time for prompts beside the rows of `builder`, which are all decodes."""
+        targets, decodes_s, error = self.config.gap_targets_s, cost.seconds(builder.work), self.learner.error
+        if not builder.rows:
+            return pace.prompt_budget(targets[ServiceClass.DEFAULT], decodes_s, pace.ALONE_SHARE, error)
+        target_s = min([targets[sequence.service_class] for sequence in builder.rows])
+        return pace.prompt_budget(target_s, decodes_s, self.config.prompt_share, error)
 
     def _circumstances(self, now: float) -> Circumstances:
         competing = {sequence.tenant for sequence in self.waiting.unpaused}
@@ -145,6 +147,8 @@ class Planner:
             sequence.expected_len = len(sequence.tokens) - prefix.computed_len
             if not candidate.in_turn and self._is_coming(sequence, prefix, builder):
                 blocked.pass_over(sequence)
+            elif not builder.has_time_for(sequence.expected_len, prefix.computed_len):
+                return
             elif allocator.fits(sequence, prefix) or allocator.preempt_for(sequence, prefix, builder, now):
                 self._admit(sequence, prefix, builder, news, now)
             else:

@@ -72,7 +72,7 @@ from engine.core.messages import (
     RunResult,
     StepOutput,
 )
-from engine.core.pace import PlanBuilder
+from engine.core.plan_builder import PlanBuilder
 from engine.core.planner import Planner
 from engine.core.policy import RESPONSE_RATIO, Discipline
 from engine.core.results import Results
@@ -104,7 +104,7 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}  # by handle: all that have not ended
         self._paused: dict[int, Sequence] = {}  # by handle, in any status, in the order of their pauses
         self._waiting = WaitingQueue(discipline)
-        self._learner = CostLearner(runner.page_copy_s)
+        self._learner = CostLearner(runner.page_copy_s, runner.timed_steps)
         self._in_flight: dict[int, InFlight] = {}  # by step number, in order
         self._allocator = Allocator(
             config, runner, self._waiting, self._in_flight, self._learner, prefers_swap

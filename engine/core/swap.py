@@ -26,9 +26,9 @@ Rules
 4. When a sequence is admitted again and its shared pages are gone from the cache, what lies behind them is
    of no use, since there is no way to compute the middle of a sequence alone: it is recomputed. When the
    cache holds some that were copied, too, only the rest is copied back.
-5. Everything has a bound. When host pages do not suffice, or when one step's copies would take longer
-   than `COPY_SHARE` of its time, the sequence is recomputed. What the copies take is no longer there for
-   prompts (`engine.core.cost` counts them as work).
+5. Everything has a bound. When host pages do not suffice, or when one step's copies would take longer than
+`COPY_SHARE` of the gap target, the sequence is recomputed. What the copies take is no longer there for
+prompts (`engine.core.cost` counts them as work).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from engine.core.cost import StepCost
 from engine.core.sequence import Sequence, Swapped
 
 COPY_SHARE: Final = 0.5
-"""The largest share of the step time target that one step's copies may take."""
+"""The largest share of the default class's gap target that one step's copies may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +131,13 @@ class Swapper:
         self,
         host_pages: int,
         pages: BlockManager,
-        step_time_target_s: float,
+        gap_target_s: float,
         prefers: Preference = if_cheaper,
     ) -> None:
-        """`step_time_target_s` is infinite when none is set: then copies are not bounded by time."""
+        """`gap_target_s` is infinite when none is set: then copies are not bounded by time."""
         self.host: Final = HostPool(host_pages)
         self._pages: Final = pages
-        self._copies_s_max: Final = step_time_target_s * COPY_SHARE
+        self._copies_s_max: Final = gap_target_s * COPY_SHARE
         self._prefers: Final = prefers
         self._out: list[tuple[int, int]] = []
         self._in: list[tuple[int, int]] = []

@@ -4,6 +4,7 @@
     size       the number of pages for which every rank has room, and the other sizes (`RunnerInfo`)
     build      the cache, the slots' tables, graphs
     warm up    one plan of each kind, run by the runner that is handed out
+    time       steps of a few shapes (`engine.runtime.timing`), and a page's copy
 
 Tensor-parallel ranks start the same way. Rank 0 calls `start` with an `Others` that keeps the other ranks in
 step (`parallel.leader`); those load and build as they are told (`parallel.rank`).
@@ -29,6 +30,7 @@ from engine.runtime.hardware import available_memory_bytes, multiplies_bf16, usa
 from engine.runtime.kv_cache import HostPages, KVGeometry, host_page_count
 from engine.runtime.models.config import ModelConfig, read_model_config
 from engine.runtime.models.parameters import EMBEDDING, LM_HEAD, read_all
+from engine.runtime.timing import time_steps
 from engine.runtime.weights import Checkpoint, Inspection, checkpoint_files
 
 Progress = Callable[[str], None]
@@ -147,8 +149,11 @@ def start(
     runner = lead(own)
     progress("warming up")
     warm_up(runner)
+    timed_steps = time_steps(runner, config.max_step_tokens)
     page_copy_s, warmed_s = own.host.measure(), time.monotonic()
-    runner.info = msgspec.structs.replace(info, warmup_s=warmed_s - loaded_s, page_copy_s=page_copy_s)
+    runner.info = msgspec.structs.replace(
+        info, warmup_s=warmed_s - loaded_s, page_copy_s=page_copy_s, timed_steps=timed_steps
+    )
     return runner
 
 

@@ -55,7 +55,7 @@ def test_overlap_is_the_devices_to_say_unless_it_is_told() -> None:
     assert from_args(MINIMAL, {"PENSTOCK_ENGINE_OVERLAP": "false"}).overlap is False
 
 
-@pytest.mark.parametrize("argv", [[], ["--step-time-target-ms", "inf", "--swap-memory", "0"]])
+@pytest.mark.parametrize("argv", [[], ["--gap-target-ms", "inf", "--swap-memory", "0"]])
 def test_the_core_is_told_what_the_command_line_said(argv: list[str]) -> None:
     start = CoreStart(from_args([*MINIMAL, *argv], {}), "ipc://in", "ipc://out", 7)
     assert CoreStart.decode(start.encode()) == start

@@ -27,7 +27,7 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.parametrize("loop", ["--overlap", "--no-overlap"])
 def test_it_serves_frees_and_tells_when_its_core_is_killed(short_tmp: Path, loop: str) -> None:
-    with engine(short_tmp, loop, "--step-time-target-ms", "inf") as process, client(process) as http:
+    with engine(short_tmp, loop, "--gap-target-ms", "inf") as process, client(process) as http:
         assert process.line("core.ready")["overlap"] is (loop == "--overlap")
 
         # an answer

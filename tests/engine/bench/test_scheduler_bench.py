@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import math
 import re
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 from engine.bench import comparison, disciplines, plot, scheduler
 from engine.bench.comparison import ttft_p99
-from engine.bench.virtual import Engine, Request, run
+from engine.bench.virtual import UNBOUNDED_GAPS, Engine, Request, run
 from engine.bench.workloads import CHAT
 from engine.core.cost import StepCost
 from shared.bench.figures import Figure
@@ -22,7 +21,7 @@ COST = StepCost(token_s=1e-3, row_s=1e-3, pair_s=0.0, fixed_s=0.01)
 
 
 def test_virtual_time_is_the_cost_of_the_steps() -> None:
-    done = run([Request(5.0, 100, 3), Request(20.0, 10, 1)], Engine(COST, step_time_target_s=1.0))
+    done = run([Request(5.0, 100, 3), Request(20.0, 10, 1)], Engine(COST, gap_targets_s=(1.0,) * 3))
     first, second = done.outcomes
     assert first.first_token_s == pytest.approx(0.11)
     assert first.end_s == pytest.approx(0.11 + 2 * 0.011)
@@ -37,15 +36,15 @@ def test_a_long_prompt_does_not_stall_a_stream(target_s: float) -> None:
     """The gaps keep to the target once the runner's cost is learned, which takes a chunk or two."""
     cost = StepCost(token_s=1e-4, row_s=1e-3, pair_s=2e-9, fixed_s=5e-3)
     warming, stream, long = Request(0.0, 3000, 1), Request(3.0, 100, 300), Request(4.0, 30_000, 1)
-    timed = run([warming, stream, long], Engine(cost, step_time_target_s=target_s))
-    whole = run([warming, stream, long], Engine(cost, step_time_target_s=math.inf))
+    timed = run([warming, stream, long], Engine(cost, gap_targets_s=(target_s,) * 3))
+    whole = run([warming, stream, long], Engine(cost, gap_targets_s=UNBOUNDED_GAPS))
     assert timed.outcomes[1].gap_s_max <= 1.1 * target_s
     assert whole.outcomes[1].gap_s_max > 0.2
     assert timed.outcomes[2].first_token_s <= 1.3 * whole.outcomes[2].first_token_s
 
 
 def test_prefill_first_delays_decodes_and_penstock_does_not() -> None:
-    """With prefill first, streams wait for whole prompts, and steps exceed the step time target."""
+    """With prefill first, streams wait for whole prompts, and steps exceed the gap target."""
     stream = Request(0.0, 100, 200)
     prompts = [Request(1.0 + 0.01 * i, 2000, 1) for i in range(20)]
     gaps_s = {}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 from engine.core.config import SchedulerConfig
 from engine.core.messages import (
     AddSequence,
@@ -14,6 +16,7 @@ from engine.core.messages import (
     ServiceClass,
     Started,
     StepOutput,
+    TimedStep,
     TokenLogprobs,
 )
 from engine.core.policy import RESPONSE_RATIO, Discipline
@@ -48,7 +51,8 @@ class Harness:
         host_pages: int = 0,
         prefers_swap: Preference = if_cheaper,
         paused_max: int = 256,
-        step_time_target_s: float = math.inf,
+        gap_target_s: float = math.inf,
+        timed_steps: tuple[TimedStep, ...] = (),
     ) -> None:
         config = SchedulerConfig(
             step_tokens_max=step_tokens_max,
@@ -59,11 +63,12 @@ class Harness:
             stall_deadline_s=stall_deadline_s,
             paused_max=paused_max,
             queue_tokens_max=queue_tokens_max,
-            step_time_target_s=step_time_target_s,
+            gap_targets_s=(gap_target_s,) * len(ServiceClass),
         )
         info = runner_info(
             pages=pages, page_size=page_size, slots=slots, max_model_len=max_model_len, host_pages=host_pages
         )
+        info = msgspec.structs.replace(info, timed_steps=timed_steps)
         self.now = 100.0
         self.scheduler = Scheduler(config, info, discipline, prefers_swap=prefers_swap)
         self.runner = FakeRunner(info, step_tokens_max)

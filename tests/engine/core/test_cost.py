@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from engine.core.cost import CostLearner, StepCost, Work
+from engine.bench.virtual import timed_steps
+from engine.core.cost import ERROR_AT_FIRST, ERROR_MAX, ERROR_MIN, CostLearner, StepCost, Work
+from engine.core.messages import TimedStep
 
 RUNNERS = {
     "a large GPU": StepCost(token_s=5e-5, row_s=1e-4, pair_s=2e-9, context_s=5e-8, fixed_s=6e-3),
@@ -112,3 +115,72 @@ def test_a_free_runner_has_no_bound_and_a_service_above_zero() -> None:
     free = StepCost(0.0, 0.0, 0.0, 0.0)
     assert free.tokens_within(1.0, 0) > 10**6
     assert free.service_s(1) > 0.0
+
+
+@pytest.mark.parametrize("name", RUNNERS)
+def test_the_steps_of_the_warm_up_tell_every_coefficient(name: str) -> None:
+    learner, truth = CostLearner(timed=timed_steps(RUNNERS[name])), RUNNERS[name]
+    for work in (Work.of([0], [100]), Work.of([4000], [20]), Work.of([200] * 8, [1] * 8)):
+        assert learner.cost.seconds(work) == pytest.approx(truth.seconds(work), rel=0.05)
+    assert learner.cost.service_s(4000) == pytest.approx(truth.service_s(4000), rel=0.1)
+
+
+def test_steps_that_took_no_time_teach_nothing() -> None:
+    assert CostLearner(timed=[TimedStep([0], [8], 0.0)]).cost == StepCost()
+
+
+CHUNKS: dict[str, Callable[[random.Random], int]] = {
+    "of one length": lambda _: 25,
+    "of hardly different lengths": lambda rng: rng.randint(24, 26),
+}
+
+
+@pytest.mark.parametrize("slowdown", [1.0, 1.7, 0.6])
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("name", RUNNERS)
+def test_steps_that_are_all_alike_do_not_confuse_the_coefficients(
+    name: str, chunks: str, noise: float, slowdown: float
+) -> None:
+    """Three hundred chunks of about one length beside eight decodes: their steps do not tell the price of a
+    token from that of a chunk or of the decodes. Steps of other shapes are predicted all the same, on a
+    machine that is slower than it was at the warm-up, too."""
+    truth, rng = RUNNERS[name], random.Random(3)
+    learner = CostLearner(timed=timed_steps(truth))
+    position, contexts = 0, [100] * 8
+    for _ in range(300):
+        length = CHUNKS[chunks](rng)
+        work = Work.of([*contexts, position], [1] * 8 + [length])
+        learner.observe(work, slowdown * truth.seconds(work) * (1.0 + noise * rng.uniform(-1.0, 1.0)))
+        position, contexts = (position + length) % 4000, [context + 1 for context in contexts]
+    others = (
+        Work.of([0], [500]),
+        Work.of([200] * 8, [1] * 8),
+        Work.of([200, 0], [1, 400]),
+        Work.of([100], [1]),
+    )
+    for work in others:
+        assert learner.cost.seconds(work) == pytest.approx(slowdown * truth.seconds(work), rel=0.1 + noise)
+
+
+def test_the_model_knows_its_error() -> None:
+    truth, rng = RUNNERS["two CPU cores"], random.Random(1)
+    learner = CostLearner(timed=timed_steps(truth))
+    assert learner.error == ERROR_AT_FIRST
+    for _ in range(300):
+        learner.observe(Work.of([rng.randint(0, 999)], [1]), 1.0)
+    assert learner.error == ERROR_AT_FIRST, "steps without prompts say nothing about prompts"
+    learner = CostLearner(timed=timed_steps(truth))
+    for noise, least, most in ((0.0, ERROR_MIN, ERROR_MIN), (0.2, 0.12, 0.25), (0.0, ERROR_MIN, 0.05)):
+        for _ in range(300):
+            work = Work.of([500] * 8 + [rng.randint(0, 3000)], [1] * 8 + [rng.randint(10, 60)])
+            learner.observe(work, truth.seconds(work) * (1.0 + noise * rng.uniform(-1.0, 1.0)))
+        assert least <= learner.error <= most
+
+
+def test_the_error_is_bounded() -> None:
+    learner, truth = CostLearner(timed=timed_steps(RUNNERS["two CPU cores"])), RUNNERS["two CPU cores"]
+    for i in range(100):
+        work = Work.of([0], [50])
+        learner.observe(work, truth.seconds(work) * (100.0 if i % 2 else 0.01))
+    assert learner.error <= ERROR_MAX

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core import pace
+from engine.core import plan_builder
 from engine.core.messages import FinishReason, RunResult, ServiceClass
 from tests.engine.core.harness import STEP_S, Harness, greedy
 from tests.fake_runner import NUMERIC_SEEDS, solo
@@ -95,7 +95,7 @@ def test_decodes_come_first_and_a_long_prompt_does_not_stall_them() -> None:
 
 def test_decodes_come_first_beside_chunks_of_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """With short chunks several prompts are in one plan; the runner checks the order of each plan's rows."""
-    monkeypatch.setattr(pace, "chunk_len", lambda pending, left: min(pending, left, 3 + pending % 5))
+    monkeypatch.setattr(plan_builder, "chunk_len", lambda pending, left: min(pending, left, 3 + pending % 5))
     h = Harness(step_tokens_max=24)
     for handle in range(1, 9):
         h.add(handle, [handle] * (31 - 3 * handle), greedy(12))

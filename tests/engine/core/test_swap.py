@@ -96,17 +96,17 @@ def test_a_victim_is_swapped_when_that_is_cheaper_than_recomputing(page_s: float
 
 
 @pytest.mark.parametrize(
-    ("host_pages", "step_time_target_s"), [(0, math.inf), (3, math.inf), (8, 0.0039), (8, 0.0)]
+    ("host_pages", "gap_target_s"), [(0, math.inf), (3, math.inf), (8, 0.0039), (8, 0.0)]
 )
 def test_a_victim_that_does_not_fit_or_copies_too_long_is_recomputed(
-    host_pages: int, step_time_target_s: float
+    host_pages: int, gap_target_s: float
 ) -> None:
     manager = BlockManager(8, SIZE)
     sequence = running(manager, 16)
     assert Swapper(8, manager, 0.0041, always).take_out(sequence, COST) is not None, (
         "half of the target is enough"
     )
-    swapper = Swapper(host_pages, manager, step_time_target_s, always)
+    swapper = Swapper(host_pages, manager, gap_target_s, always)
     assert swapper.restoration(sequence, COST).swap_s == math.inf
     assert swapper.take_out(sequence, COST) is None
     swapper.host.check([])
@@ -232,8 +232,8 @@ def test_a_prefill_is_swapped_in_the_middle_of_its_prompt() -> None:
 
 
 def test_copies_take_their_time_from_the_prompts_of_the_step() -> None:
-    """Copies that take longer than the step time target leave one token of the budget."""
-    h = pressed(step_time_target_s=0.1)
+    """Copies that take longer than the gap target leave one token of the budget."""
+    h = pressed(gap_target_s=0.1)
     h.scheduler._learner._cost = StepCost(token_s=0.001, row_s=0.0, pair_s=0.0, fixed_s=0.0, page_s=0.1)
     h.scheduler._learner.observe = lambda work, seconds: None  # type: ignore[method-assign]
     h.add(3, [3] * 12, greedy(2))

@@ -49,6 +49,10 @@ def test_loading_tells_what_it_does_and_what_it_offers(tiny_model: MakeModel) ->
     assert info.warmup_s > 0
     assert (info.page_bytes, info.host_pages) == (2 * 2 * 1 * 64 * 16 * 2, 3 * 2)
     assert 0 < info.page_copy_s < 1
+    assert [len(step.positions) for step in info.timed_steps] == [1, 1, 1, 1, 1, 3]
+    assert [step.lengths[0] for step in info.timed_steps] == [64, 16, 16, 1, 1, 1]
+    assert [step.positions[0] for step in info.timed_steps[:3]] == [0, 64, 80]
+    assert all(step.seconds > 0 for step in info.timed_steps)
 
 
 @pytest.mark.parametrize(

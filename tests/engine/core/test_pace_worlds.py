@@ -1,0 +1,15 @@
+"""A few of the random worlds of `tests.pace_worlds`, in both loops."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.pace_worlds import run_world
+
+SEEDS = (25, 75, 200, 201, 202, 203)
+"""The first two broke a law once."""
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_laws_of_a_steps_time_hold_in_random_worlds(overlap: bool) -> None:
+    assert sum(run_world(seed, overlap=overlap).mixed for seed in SEEDS) > 500

@@ -1,0 +1,209 @@
+"""Random worlds of `engine.core.pace`: `python -m tests.pace_worlds N [FIRST]` runs N of them, in both loops.
+
+A world has a runner of random cost, gap targets, streams of random classes and prompts of random lengths that
+arrive beside them. The scheduler is the real one, in virtual time. The laws:
+
+- no step with decodes takes longer than the largest of the gap target of those that stream, twice its decodes
+  and their time over one less the share, but for copies, and for a single token whose context takes longer to
+  read than that;
+- prompts that wait beside decodes get their share of the time: over the steps in which they wait, at least
+  nine tenths of it, apart from what one chunk takes;
+- every request is answered in full.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from engine.bench.virtual import timed_steps
+from engine.core.config import SchedulerConfig
+from engine.core.cost import StepCost, Work
+from engine.core.messages import AddSequence, Plan, RunResult, SamplingParams, ServiceClass
+from engine.core.scheduler import Scheduler
+from engine.core.sequence import Sequence
+from tests.fake_runner import runner_info
+
+UNBOUNDED: Final = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    cost: StepCost
+    gap_targets_s: tuple[float, ...]
+    prompt_share: float
+    step_tokens_max: int
+    requests: tuple[tuple[float, int, int, ServiceClass], ...]
+    """For each request: when it arrives, its prompt's and its answer's length, its class."""
+
+
+def random_world(seed: int) -> World:
+    rng = random.Random(seed)
+    token_s = 10 ** rng.uniform(-5.0, -2.5)
+    cost = StepCost(
+        token_s=token_s,
+        row_s=token_s * rng.uniform(0.1, 2.0),
+        pair_s=token_s * rng.choice([0.0, 10 ** rng.uniform(-5.0, -3.0)]),
+        context_s=token_s * rng.choice([0.0, 10 ** rng.uniform(-4.0, -2.0)]),
+        fixed_s=token_s * 10 ** rng.uniform(0.0, 2.5),
+    )
+    target_s = cost.fixed_s * 10 ** rng.uniform(-0.5, 1.5)
+    requests, now = [], 0.0
+    for _ in range(rng.randint(2, 20)):
+        prompt_len = rng.choice([rng.randint(1, 100), rng.randint(100, 2000), rng.randint(1000, 6000)])
+        requests.append((now, prompt_len, rng.randint(1, 150), rng.choice(list(ServiceClass))))
+        now += rng.expovariate(1.0) * cost.service_s(rng.randint(1, 2000)) * rng.choice([0.0, 1.0, 3.0])
+    return World(
+        cost=cost,
+        gap_targets_s=(target_s * rng.uniform(1.0, 10.0), target_s, target_s * rng.uniform(0.3, 1.0)),
+        prompt_share=rng.choice([0.5, 0.5, 0.1, 0.3, 0.8]),
+        step_tokens_max=rng.choice([256, 2048, 8192]),
+        requests=tuple(requests),
+    )
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one world showed."""
+
+    steps: int = 0
+    mixed: int = 0
+    """Steps with decodes and prompts."""
+    waited_s: float = 0.0
+    """The time of steps with decodes beside which a prompt waited or was computed."""
+    computed_s: float = 0.0
+    """The part of it that prompts had."""
+    longest_chunk_s: float = 0.0
+    finished: set[int] = field(default_factory=set)
+
+
+def run_world(seed: int, *, overlap: bool) -> Seen:
+    """Run one world to its end. Raises AssertionError when a law is broken."""
+    return _Running(random_world(seed), overlap=overlap).run()
+
+
+class _Running:
+    def __init__(self, world: World, *, overlap: bool) -> None:
+        self._world = world
+        info = runner_info(pages=4096, page_size=64, slots=64, max_model_len=8192, vocab_size=10)
+        info = msgspec.structs.replace(info, timed_steps=timed_steps(world.cost))
+        config = SchedulerConfig(
+            step_tokens_max=world.step_tokens_max,
+            queue_len_max=UNBOUNDED,
+            prefix_cache=False,
+            gap_targets_s=world.gap_targets_s,
+            prompt_share=world.prompt_share,
+        )
+        self._scheduler = Scheduler(config, info)
+        self._overlap = overlap
+        self._now = 0.0
+        self._arrived = 0
+        self._flying: list[tuple[Plan, bool]] = []
+        self._seen = Seen()
+
+    def run(self) -> Seen:
+        requests = self._world.requests
+        while self._arrived < len(requests) or self._scheduler.has_work or self._flying:
+            if not (self._scheduler.has_work or self._flying):
+                self._now = max(self._now, requests[self._arrived][0])
+            self._arrive()
+            plan = self._scheduler.plan(self._now)
+            if plan is not None:
+                self._flying.append((plan, self._check(plan)))
+            if self._flying and (plan is None or len(self._flying) > self._overlap):
+                self._land(*self._flying.pop(0))
+            output = self._scheduler.report()
+            self._seen.finished |= {each.handle for each in output.finished} if output else set()
+        assert self._seen.finished == set(range(len(requests))), "a request was not answered"
+        self._check_share()
+        return self._seen
+
+    def _arrive(self) -> None:
+        while self._arrived < len(self._world.requests):
+            at_s, prompt_len, output_len, service_class = self._world.requests[self._arrived]
+            if at_s > self._now:
+                return
+            sampling = SamplingParams(seed=1, max_tokens=output_len)
+            handle = self._arrived
+            message = AddSequence(
+                handle, str(handle), [1] * prompt_len, sampling, service_class=service_class
+            )
+            self._scheduler.add(message, at_s)
+            self._arrived += 1
+
+    def _land(self, plan: Plan, waits: bool) -> None:
+        work = Work.of(plan.positions, plan.lengths)
+        step_s = self._world.cost.seconds(work)
+        decodes = self._decodes(plan)
+        decodes_s = self._world.cost.seconds(decodes)
+        self._now += step_s
+        self._seen.steps += 1
+        if decodes.decode_rows and (waits or step_s > decodes_s):
+            self._seen.waited_s += step_s
+            self._seen.computed_s += step_s - decodes_s
+        self._scheduler.commit(plan, RunResult([0] * sum(plan.samples), [], []), self._now)
+
+    def _decodes(self, plan: Plan) -> Work:
+        rows = [i for i, sequence in enumerate(self._rows(plan)) if sequence is not None]
+        return Work.of([plan.positions[i] for i in rows], [1] * len(rows))
+
+    def _rows(self, plan: Plan) -> list[Sequence | None]:
+        """The sequence of each row that is a decode, and None for a chunk of a prompt."""
+        flight = self._scheduler._in_flight[plan.step]
+        chunks = {id(sequence) for sequence in flight.prefills}
+        return [None if id(sequence) in chunks else sequence for sequence in flight.rows]
+
+    def _check(self, plan: Plan) -> bool:
+        """Check a plan's time. Returns whether a prompt waits for more of it."""
+        world, rows = self._world, self._rows(plan)
+        streams = [sequence for sequence in rows if sequence is not None]
+        flight = self._scheduler._in_flight[plan.step]
+        waits = any(sequence.pending_len > 1 for sequence in flight.prefills)
+        if not streams:
+            return waits
+        step_s = world.cost.seconds(Work.of(plan.positions, plan.lengths))
+        decodes_s = world.cost.seconds(self._decodes(plan))
+        target_s = min(world.gap_targets_s[sequence.service_class] for sequence in streams)
+        most_s = max(target_s, 2.0 * decodes_s, decodes_s / (1.0 - world.prompt_share))
+        if step_s > decodes_s:
+            self._seen.mixed += 1
+            self._seen.longest_chunk_s = max(self._seen.longest_chunk_s, step_s - decodes_s)
+            excess = self._excess_s(plan)
+            assert step_s <= 1.02 * most_s + excess, f"{step_s} s, and not {most_s} s"
+        return waits
+
+    def _excess_s(self, plan: Plan) -> float:
+        """The time of the chunks that have a single token, or of the one that the eldest has in any case."""
+        rows = self._rows(plan)
+        return sum(
+            self._world.cost.chunk_s(position, length)
+            for position, length, sequence in zip(plan.positions, plan.lengths, rows, strict=True)
+            if sequence is None and length == 1
+        )
+
+    def _check_share(self) -> None:
+        seen = self._seen
+        if seen.waited_s > 20 * seen.longest_chunk_s > 0.0:
+            assert seen.computed_s >= 0.85 * self._world.prompt_share * seen.waited_s - seen.longest_chunk_s
+
+
+def main(argv: list[str]) -> int:
+    count, first = int(argv[0]), int(argv[1]) if len(argv) > 1 else 0
+    mixed = 0
+    for seed in range(first, first + count):
+        for overlap in (False, True):
+            try:
+                mixed += run_world(seed, overlap=overlap).mixed
+            except AssertionError as error:
+                sys.stderr.write(f"world {seed}, {'overlapped' if overlap else 'plain'}: {error}\n")
+                return 1
+    sys.stdout.write(f"{count} worlds in both loops, {mixed} steps with streams and prompts\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
