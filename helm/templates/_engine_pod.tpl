@@ -120,16 +120,28 @@ spec:
       ports:
         - name: http
           containerPort: {{ $engine.port }}
+          protocol: TCP
         - name: probes
           containerPort: {{ $engine.probePort }}
+          protocol: TCP
       {{- include "penstock.probes" $engine.probes | nindent 6 }}
-      lifecycle:
-        {{- include "penstock.preStop" $root | nindent 8 }}
       {{- end }}
+      lifecycle:
+        {{- if $isWorker }}
+        preStop:
+          exec:
+            command: ["python", "/etc/penstock/group.py", "worker", {{ $engine.probePort | toString | quote }}]
+        {{- else if and $isGroup (gt $ranks 1) }}
+        preStop:
+          exec:
+            command: ["python", "/etc/penstock/group.py", "leader", {{ $root.Values.drain.endpointDelayS | toString | quote }}]
+        {{- else }}
+        {{- include "penstock.preStop" $root | nindent 8 }}
+        {{- end }}
       resources:
         {{- $resources := deepCopy $engine.resources }}
         {{- if gt (int $engine.gpus) 0 }}
-        {{- $_ := set $resources "limits" (merge (dict $engine.gpuResource (int $engine.gpus)) (default (dict) $resources.limits)) }}
+        {{- $_ := set $resources "limits" (merge (dict $engine.gpuResource (toString $engine.gpus)) (default (dict) $resources.limits)) }}
         {{- end }}
         {{- toYaml $resources | nindent 8 }}
       securityContext:

@@ -232,7 +232,11 @@ def test_each_pod_has_a_policy_and_engines_are_reached_by_gateways_alone(preset:
         held = [p for p in policies if p["spec"]["podSelector"]["matchLabels"].items() <= labels]
         assert len(held) == 1 or component == "test", name
         if component == "engine":
-            [rule] = [r for r in held[0]["spec"]["ingress"] if r.get("ports") == [{"port": "http"}]]
+            [rule] = [
+                r
+                for r in held[0]["spec"]["ingress"]
+                if r.get("ports") == [{"port": "http", "protocol": "TCP"}]
+            ]
             [peer] = rule["from"]
             assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "gateway"
             assert held[0]["spec"]["policyTypes"] == ["Ingress", "Egress"]
@@ -284,7 +288,7 @@ def test_a_model_split_over_gpus_is_told_so(tmp_path: Path) -> None:
     assert (engine.tensor_parallel_size, engine.device) == (8, "cuda")
     [workload] = of_kind(render("tensor-parallel"), "StatefulSet")
     [container] = workload["spec"]["template"]["spec"]["containers"]
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
     [shm] = [v for v in workload["spec"]["template"]["spec"]["volumes"] if v["name"] == "shm"]
     assert shm["emptyDir"]["medium"] == "Memory"
     [group] = engine_configs(render("multi-node"), tmp_path).values()
