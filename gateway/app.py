@@ -35,6 +35,7 @@ from gateway.config import GatewayConfig, ModelConfig, timeouts_of
 from gateway.directory.admin_routes import DirectoryRoutes
 from gateway.directory.file_directory import FileDirectory
 from gateway.directory.registry import Registry
+from gateway.discovery.discovery import Discovery
 from gateway.dispatch import watch_replicas
 from gateway.edge import Edge
 from gateway.endpoints import ENDPOINTS
@@ -101,8 +102,7 @@ class Gateway:
         key or a file of a model, an issuer or the store is missing, or UnusableTls.
         """
         credentials = Credentials(config.models, env)
-        self.config = config
-        self.lifecycle = Lifecycle()
+        self.config, self.lifecycle = config, Lifecycle()
         self._redis = None if quotas is not None else _redis_store(config, env)
         self.quotas, self._guarded = _stores(config, quotas or self._redis, clock)
         store = self._guarded or self.quotas
@@ -115,6 +115,7 @@ class Gateway:
         self._follower = _follower(config, self.accounts, env, clock)
         self._registry = _registry(self._follower, path, self.accounts, env, clock)
         self.replicas = _replicas(config, self.accounts, clock)
+        self._discovery = Discovery(config.models, self.replicas, env, clock)
         self._upstream = upstream = Upstream(config.hop, config.models, self.replicas.observe_origin)
         self._threads = FairThreads(config.limits.tokenizer_threads)
         self.engines = Engines(config.models, _profiles(config, upstream, credentials, self.replicas), clock)
@@ -143,6 +144,7 @@ class Gateway:
             "pools": self.replicas.keep,
             "members' ends": self.replicas.sweep,
             "replicas' health": partial(watch_replicas, self.replicas, self._upstream, self._clock),
+            **self._discovery.works(),
         }
         if self._follower is not None:
             works["directory"] = self._follower.watch
@@ -169,7 +171,7 @@ class Gateway:
             stack.push_async_callback(self.billing.aclose)
             await stack.enter_async_context(self._background)
             await stack.enter_async_context(self._tokenizers)
-            await self._key_sources.first()
+            await asyncio.gather(self._key_sources.first(), self._discovery.first())
             tls = None if self._tls is None else self._tls.context
             buffer_len = self.config.limits.send_buffer_len
             public = PublicServer(self._edge, self.config)

@@ -24,6 +24,7 @@ from msgspec import Meta
 
 from gateway.accounting_config import AccountingConfig
 from gateway.directory_config import DirectoryConfig, KeyEnv, Label
+from gateway.discovery_config import DiscoveryConfig
 from gateway.edge_config import (
     ENTRIES_MAX,
     ISSUERS_MAX,
@@ -40,6 +41,10 @@ from gateway.edge_config import (
     is_base_url,
 )
 from gateway.endpoints import SCOPES
+from gateway.holder_config import ALL_MODELS as ALL_MODELS
+from gateway.holder_config import ANY as ANY
+from gateway.holder_config import CertificateConfig, GrantConfig
+from gateway.holder_config import Tier as Tier
 from gateway.quota_config import (
     NO_LIMITS,
     PerModel,
@@ -62,8 +67,6 @@ WORKERS_MAX: Final = 64
 
 
 HASH_PREFIX: Final = "sha256:"
-ANY: Final = "*"
-ALL_MODELS: Final = (ANY,)
 ALL_ENDPOINTS: Final = (ANY,)
 EndpointScope = Annotated[
     str, Meta(max_length=64), Rule(f"be * or one of {', '.join(SCOPES)}", {ANY, *SCOPES}.__contains__)
@@ -72,7 +75,6 @@ LABELS_MAX: Final = 16
 
 
 HopProtocol = Literal["http2", "http1"]
-Tier = Literal["flex", "default", "priority"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,10 @@ class ModelConfig:
 
     name: Name
     """The name that clients use."""
-    replicas: Annotated[tuple[str, ...], Meta(min_length=1, max_length=REPLICAS_MAX)]
-    """Base URLs of its engines, such as http://engine-0:8001."""
+    replicas: Annotated[tuple[str, ...], Meta(max_length=REPLICAS_MAX)] = ()
+    """Base URLs of its engines, such as http://engine-0:8001, unless discovery finds them."""
+    discovery: DiscoveryConfig | None = None
+    """Where its engines are found."""
     prefix_owners: Annotated[int, Meta(ge=1, le=16)] | None = None
     """Replicas that cache the same system prompt. Unset: all. 2 where those in use exceed one's cache."""
     protocol: HopProtocol = "http2"
@@ -238,68 +242,6 @@ class KeyConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class GrantConfig:
-    """The rights of a token's holder. The first grant that fits the token's issuer and claims is the
-    holder's; a token that none fits is refused."""
-
-    issuer: Id
-    """Id of the issuer of the token."""
-    claim: tuple[Name, ...] = ()
-    """Name of the claim that is looked at; within nested claims, the names from the outermost to the
-    innermost. Unset: every token of the issuer fits."""
-    value: Name | None = None
-    """The claim must be this text, number or truth, or a list with it; of the claim scope, one of its
-    words."""
-    tenant: Id | None = None
-    """Id of the tenant that the holder belongs to."""
-    tenant_claim: tuple[Name, ...] = ()
-    """Name of the claim that is the tenant's id, in place of tenant."""
-    models: tuple[Name, ...] = ALL_MODELS
-    """Those of the tenant's models that the holder may use; * is all."""
-    service_tier: Tier | None = None
-    """The highest tier of the holder's requests, where it is below the tenant's."""
-    limits: QuotaLimits = NO_LIMITS
-    """Quotas of each subject (claim sub) alone, beside its tenant's."""
-    model_limits: PerModel = ()
-    """Quotas of each subject (claim sub) alone for single models, beside its tenant's."""
-
-    def __post_init__(self) -> None:
-        if bool(self.claim) != (self.value is not None):
-            raise ConfigError(["claim and value belong together"])
-        if (self.tenant is None) != bool(self.tenant_claim):
-            raise ConfigError(["needs exactly one of tenant and tenant_claim"])
-
-
-@dataclass(frozen=True, slots=True)
-class CertificateConfig:
-    """The rights of a client certificate's holder. The first entry that fits a name of the certificate is
-    the holder's."""
-
-    id: Id
-    """The holder's name in logs and quotas; no key has the same."""
-    tenant: Id
-    """Id of the tenant that the holder belongs to."""
-    dns: Name | None = None
-    """DNS name in the certificate's subjectAltName, in full; * stands for nothing else."""
-    uri: Name | None = None
-    """URI in its subjectAltName, such as spiffe://prod/billing."""
-    subject: Name | None = None
-    """Its whole subject as RFC 4514 writes it, such as CN=billing,O=Acme."""
-    models: tuple[Name, ...] = ALL_MODELS
-    """Those of the tenant's models that the holder may use; * is all."""
-    service_tier: Tier | None = None
-    """The highest tier of the holder's requests, where it is below the tenant's."""
-    limits: QuotaLimits = NO_LIMITS
-    """Quotas of the holder alone, beside its tenant's."""
-    model_limits: PerModel = ()
-    """Quotas of the holder alone for single models, beside its tenant's."""
-
-    def __post_init__(self) -> None:
-        if sum(name is not None for name in (self.dns, self.uri, self.subject)) != 1:
-            raise ConfigError(["needs exactly one of dns, uri and subject"])
-
-
-@dataclass(frozen=True, slots=True)
 class GatewayConfig:
     """The whole configuration. Raises ConfigError where its parts contradict each other."""
 
@@ -389,6 +331,8 @@ def _contradictions(config: GatewayConfig) -> Iterator[str]:
     for model in config.models:
         if model.api_key_env is not None and model.api_key_file is not None:
             yield f"models.{model.name}: api_key_env and api_key_file exclude each other"
+        if bool(model.replicas) == (model.discovery is not None):
+            yield f"models.{model.name}: needs exactly one of replicas and discovery"
         for url in model.replicas:
             if not is_base_url(url):
                 yield f"models.{model.name}: {url!r} is no base URL like http://host:port"

@@ -101,10 +101,11 @@ def test_imports_keep_to_their_floor(path: Path) -> None:
 
 GATEWAY_LEVELS = (
     {"accounting_config", "edge_config", "quota_config", "directory_config", "endpoints"},
-    {"timeout_config"},
+    {"timeout_config", "discovery_config", "holder_config"},
     {"config", "secret", "hygiene", "background", "shield", "client"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
     {"accounts", "operators", "billing", "public_tls", "engines", "record", "development", "openapi"},
+    {"discovery"},
     {"exchange", "directory", "usage_api", "replica_api"},
     {"outbound", "admin", "dispatch"},
     {"pipeline"},  # the only one that knows the order of the stages

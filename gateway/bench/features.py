@@ -31,9 +31,9 @@ from gateway.bench.quota import redis_server
 from gateway.bench.streams import Load, measured
 from gateway.bench.subjects import LIMITS, Engine, ServerUnderTest, gateway_of, paced_engine
 from gateway.bench.unary import Unary
-from gateway.config import GrantConfig
 from gateway.development import ID, development_config, development_key
 from gateway.edge_config import AdminConfig, IssuerConfig
+from gateway.holder_config import GrantConfig
 from gateway.quota_config import QuotasConfig
 from shared.bench.client import ApiServer
 from shared.bench.figures import Figure, Target, at_most, figure, quantile

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPub
 from cryptography.x509.oid import ExtensionOID
 from msgspec import Struct
 
-from gateway.config import CertificateConfig
+from gateway.holder_config import CertificateConfig
 from gateway.identity.bounded import BoundedDict
 from gateway.identity.caller import Principal, Revoked
 from shared import logs

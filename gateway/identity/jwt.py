@@ -28,8 +28,8 @@ from typing import Annotated, Any, Final, NoReturn, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from gateway.config import GrantConfig
 from gateway.edge_config import IssuerConfig
+from gateway.holder_config import GrantConfig
 from gateway.identity.bounded import BoundedDict
 from gateway.identity.caller import Principal
 from gateway.identity.jwks import REFETCH_WAIT_S, WAITING_MAX, IssuerKeys

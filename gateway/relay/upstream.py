@@ -184,7 +184,7 @@ class Upstream:
     """The transports to the engines, made in a running loop. Raises UnusableTls."""
 
     def __init__(self, hop: HopConfig, models: Iterable[ModelConfig], on_load: OnLoad = ignore_load) -> None:
-        secure = {model.protocol for model in models for url in model.replicas if url.startswith("https:")}
+        secure = {model.protocol for model in models if _is_secure(model)}
 
         def context(protocol: HopProtocol) -> ssl.SSLContext | None:
             """A TLS context for one protocol, as they differ in what ALPN offers. None where no engine needs
@@ -269,6 +269,13 @@ class Upstream:
     async def aclose(self) -> None:
         for transport in self._transports.values():
             await transport.aclose()
+
+
+def _is_secure(model: ModelConfig) -> bool:
+    """True if some replica of the model is reached by https."""
+    if model.discovery is not None:
+        return model.discovery.scheme == "https"
+    return any(url.startswith("https:") for url in model.replicas)
 
 
 @lru_cache(maxsize=BOUNDS_MAX)

@@ -19,8 +19,8 @@ from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from jwt.algorithms import get_default_algorithms
 
-from gateway.config import GrantConfig
 from gateway.edge_config import IssuerConfig
+from gateway.holder_config import GrantConfig
 from gateway.identity.caller import Principal
 from gateway.identity.jwks import KeySources
 from gateway.identity.jwt import TokenTable

@@ -16,8 +16,9 @@ from msgspec import structs
 
 from gateway.accounts import TERMS_MAX, Accounts
 from gateway.admission.quota import Scope
-from gateway.config import GrantConfig, ModelConfig, TenantConfig, TiersConfig, load
+from gateway.config import ModelConfig, TenantConfig, TiersConfig, load
 from gateway.edge_config import IssuerConfig
+from gateway.holder_config import GrantConfig
 from gateway.identity import jwt
 from gateway.identity.caller import Principal
 from gateway.identity.jwks import KeySources

@@ -22,8 +22,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from gateway import listener, public_tls
-from gateway.config import CertificateConfig
 from gateway.edge_config import TlsConfig
+from gateway.holder_config import CertificateConfig
 from gateway.identity.caller import Caller, Principal
 from gateway.identity.certificates import CertificateTable
 from gateway.public_tls import PublicTls

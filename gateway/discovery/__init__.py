@@ -1,0 +1,1 @@
+"""The finding of replicas: by DNS, or by the endpoints of a Service in Kubernetes."""
