@@ -123,7 +123,7 @@ class EngineConfig(RunnerConfig):
     drain_timeout_s: Seconds = 30.0
     """After SIGTERM open answers may finish for this time."""
     exit_on_failure: bool = False
-    """When the process that computes has died, tell the open requests and exit with status 1, for systemd's
+    """When the process that computes has died, tell the open requests and exit with status 5, for systemd's
     Restart=on-failure. Off: stay and answer 500 to /livez, for a liveness probe."""
     log_level: LogLevel = "info"
     """Lowest level that is logged."""

@@ -31,6 +31,7 @@ from shared import logs, tls
 from shared.arguments import cannot_listen
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import NotReady
+from shared.exit_codes import ExitCode
 from shared.lifecycle import Phase, on_stop_signals
 from shared.load_report import PUSH_INTERVAL_S, encode_load
 from shared.loops import loop_name, watch_lag
@@ -130,21 +131,23 @@ class Engine:
         state.lifecycle.to(Phase.READY)
         log.info("engine.ready", port=self.port, model=config.name, loop=loop_name())
 
-    async def drain(self, hurry: asyncio.Event | None = None) -> None:
+    async def drain(self, hurry: asyncio.Event | None = None) -> bool:
         """Let the open answers finish, for `drain_timeout_s` and until `hurry` is set, and end the
-        others."""
+        others. Returns whether all have finished."""
         state = self.state
         if state.lifecycle.phase is Phase.FAILED:
-            return
+            return False
         state.lifecycle.to(Phase.DRAINING)
         self._push_load()
         self.server.retire()
         log.info("engine.draining", open_sequences=state.core.live)
-        if not await _idle(state, self._config.drain_timeout_s, hurry):
-            log.warning("engine.drain_cut", open_sequences=state.core.live)
-            state.core.shut(NotReady("The engine is shutting down and could not wait for this answer."))
-            if not await _idle(state, UNWIND_S, None):
-                log.warning("engine.unwind_cut")
+        if await _idle(state, self._config.drain_timeout_s, hurry):
+            return True
+        log.warning("engine.drain_cut", open_sequences=state.core.live)
+        state.core.shut(NotReady("The engine is shutting down and could not wait for this answer."))
+        if not await _idle(state, UNWIND_S, None):
+            log.warning("engine.unwind_cut")
+        return False
 
     async def _push_loads(self) -> None:
         """Tell gateways the load at intervals, for as long as the process serves."""
@@ -233,14 +236,13 @@ async def _in_daemon_thread(work: Callable[[], Path]) -> Path:
     return await asyncio.wrap_future(done)
 
 
-async def serve(config: EngineConfig, resolve: Resolve, make_link: MakeLink) -> int:
-    """Run the engine until a stop signal; a second one ends the drain. Returns the process's exit
-    status."""
+async def serve(config: EngineConfig, resolve: Resolve, make_link: MakeLink) -> ExitCode:
+    """Run the engine until a stop signal; a second one ends the drain."""
     try:
         engine = Engine(config, resolve, make_link)
     except StartFailed as error:
         log.error("engine.start_failed", reason=str(error))
-        return 1
+        return ExitCode.FAILED
     stop, hurry = asyncio.Event(), asyncio.Event()
     on_stop_signals(lambda _: (hurry if stop.is_set() else stop).set())
     watch_lag()
@@ -252,14 +254,16 @@ async def serve(config: EngineConfig, resolve: Resolve, make_link: MakeLink) -> 
             gc.collect()
             gc.freeze()  # a full collection would look through all modules, and stop every stream for 40 ms
             await engine.serve_until(stop)
-        await engine.drain(hurry)
+        is_clean = await engine.drain(hurry)
     except (StartFailed, OSError) as error:
         log.error("engine.start_failed", reason=str(error))
-        return 1
+        return ExitCode.FAILED
     finally:
         start.cancel()
         await engine.stop()
-    return 1 if engine.state.lifecycle.phase is Phase.FAILED else 0
+    if engine.state.lifecycle.phase is Phase.FAILED:
+        return ExitCode.CORE_DIED
+    return ExitCode.CLEAN if is_clean else ExitCode.DRAIN_CUT
 
 
 async def _idle(state: EngineState, timeout_s: float, hurry: asyncio.Event | None) -> bool:

@@ -32,10 +32,12 @@ class Rule(Enum):
 
 _EVERY: Final = re.compile(r"/admin/v1/(reload|requests(/.*)?|replicas(/.*)?)")
 USAGE: Final = "/admin/v1/usage"
-ADDED: Final = ("ended",)
+ADDED: Final = ("aborted",)
 """The fields that are added up."""
 JOINED: Final = ("data",)
 """The fields whose lists are joined; each entry then says which worker it is of."""
+MORE: Final = "has_more"
+"""The field that says whether there are more entries."""
 GROUPED: Final = "rows"
 """The field whose entries are added up by what they are of."""
 ERROR: Final = 400
@@ -78,6 +80,8 @@ def _object(answer: Answer) -> dict[str, Any] | None:
 def _field(name: str, values: Mapping[int, Any]) -> Any:
     if name in ADDED:
         return sum(values.values())
+    if name == MORE:
+        return any(values.values())
     if name in JOINED:
         return [{**entry, "worker": worker} for worker, entries in values.items() for entry in entries]
     if name == GROUPED:

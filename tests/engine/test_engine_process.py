@@ -11,6 +11,7 @@ import pytest
 
 from engine.__main__ import NICENESS
 from engine.api.core_process import SOCKETS_PREFIX
+from shared.exit_codes import ExitCode
 from shared.socket_directory import remove_abandoned
 from tests.services import MODEL_DIR, Service, client, engine, gauges, until
 
@@ -59,7 +60,7 @@ def test_it_serves_frees_and_tells_when_its_core_is_killed(short_tmp: Path, loop
         assert late.json()["error"]["code"] == "not_ready"
         assert "SIGKILL" in process.line("core.failed")["reason"]
         process.signal(signal.SIGTERM)
-        assert process.wait() == 1
+        assert process.wait() == ExitCode.CORE_DIED
     assert list(short_tmp.iterdir()) == []
 
 
@@ -141,7 +142,7 @@ def test_a_second_signal_ends_the_drain(short_tmp: Path) -> None:
             rest = "\n".join(lines)
         assert "[DONE]" not in rest
         assert '"code":"not_ready"' in rest
-        assert process.wait() == 0
+        assert process.wait() == ExitCode.DRAIN_CUT
     assert list(short_tmp.iterdir()) == []
 
 

@@ -125,10 +125,14 @@ def told(given: Answer) -> Any:
 
 
 def test_numbers_are_added_up_and_lists_joined() -> None:
-    both = together({0: answer({"id": "a", "ended": 1}), 1: answer({"id": "a", "ended": 2})}, [])
-    assert told(both) == {"id": "a", "ended": 3}
-    lists = together({0: answer({"data": [{"id": "a"}]}), 2: answer({"data": [{"id": "b"}]})}, [])
-    assert told(lists) == {"data": [{"id": "a", "worker": 0}, {"id": "b", "worker": 2}]}
+    both = together({0: answer({"id": "a", "aborted": 1}), 1: answer({"id": "a", "aborted": 2})}, [])
+    assert told(both) == {"id": "a", "aborted": 3}
+    parts = {
+        0: answer({"data": [{"id": "a"}], "has_more": False}),
+        2: answer({"data": [{"id": "b"}], "has_more": True}),
+    }
+    lists = told(together(parts, []))
+    assert lists == {"data": [{"id": "a", "worker": 0}, {"id": "b", "worker": 2}], "has_more": True}
 
 
 def test_rows_of_usage_are_added_up_by_what_they_are_of() -> None:
@@ -141,8 +145,8 @@ def test_rows_of_usage_are_added_up_by_what_they_are_of() -> None:
 
 
 def test_a_silent_worker_is_named() -> None:
-    whole = told(together({1: answer({"ended": 1})}, [0, 2]))
-    assert whole == {"ended": 1, "partial": True, "silent_workers": [0, 2]}
+    whole = told(together({1: answer({"aborted": 1})}, [0, 2]))
+    assert whole == {"aborted": 1, "partial": True, "silent_workers": [0, 2]}
 
 
 def test_an_error_of_one_is_the_answer_of_all_and_what_is_no_object_stays_as_it_is() -> None:

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.__main__ import main
 from shared.exit_codes import ExitCode
 from tests.gateway.conftest import CHAT, KEY
 from tests.gateway.fake_engine import FakeEngine, byte_bundle, chunk, stream
@@ -178,16 +179,12 @@ async def test_a_drain_that_is_hurried_ends_the_streams_of_all_workers_and_says_
         ("[directory]\nstore = 'redis'\n[quotas]\nurl = 'redis://localhost'", "directory.store: "),
     ],
 )
-def test_workers_that_would_count_apart_are_refused(tmp_path: Path, extra: str, problem: str) -> None:
+def test_workers_that_would_count_apart_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: str, problem: str
+) -> None:
     config = tmp_path / "gateway.toml"
     config.write_text(toml("http://127.0.0.1:1", extra))
-    done = subprocess.run(
-        [sys.executable, "-m", "gateway", "--config", str(config), "--workers", "2"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == ExitCode.UNUSABLE_CONFIG
-    assert problem in done.stderr
-    assert 'set store = "redis" in [quotas]' in done.stderr
+    assert main(["--config", str(config), "--workers", "2"]) == ExitCode.UNUSABLE_CONFIG
+    told = capsys.readouterr().err
+    assert problem in told
+    assert 'set store = "redis" in [quotas]' in told

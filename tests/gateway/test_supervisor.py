@@ -1,0 +1,266 @@
+"""The supervisor of workers that are no processes: deaths, hangs, crash loops, and the drain."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import cast
+
+import pytest
+
+from gateway.workers import place as places
+from gateway.workers import supervisor as supervisors
+from gateway.workers.channel import Status, WorkerClient, WorkerSilent
+from gateway.workers.metrics import Family, Sample, Snapshot
+from gateway.workers.place import MISSED_MAX, START_S, GaveUp, PlacePhase
+from gateway.workers.process import Worker
+from gateway.workers.restarts import DEATHS_MIN
+from gateway.workers.supervisor import Supervisor
+from shared.exit_codes import ExitCode
+from shared.lifecycle import Phase
+from tests.fakes import VirtualClock
+from tests.gateway.conftest import PATIENCE_S, until
+
+
+class StubClient:
+    """The channel to a worker that answers, or does not."""
+
+    def __init__(self) -> None:
+        self.is_silent = False
+        self.problems: list[str] = []
+        self.requests = 0
+        self.beats = 0
+
+    async def status(self) -> Status:
+        self.beats += 1
+        if self.is_silent:
+            raise WorkerSilent("it hangs")
+        return Status("ready", not self.problems, self.problems, 0)
+
+    async def metrics(self) -> Snapshot:
+        if self.is_silent:
+            raise WorkerSilent("it hangs")
+        return [Family("requests", "Requests.", "counter", [Sample("requests_total", {}, self.requests)])]
+
+
+class StubWorker:
+    """A worker that ends when it is told to, with a status of the test's choice."""
+
+    def __init__(self, index: int, pid: int) -> None:
+        self.index = index
+        self.pid = pid
+        self.stub = StubClient()
+        self.signals: list[int] = []
+        self.stop_status: int | None = 0
+        """How it ends after SIGTERM; None if it does not."""
+        self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    @property
+    def client(self) -> WorkerClient:
+        return cast(WorkerClient, self.stub)
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._end)
+
+    def die(self, status: int) -> None:
+        if not self._end.done():
+            self._end.set_result(status)
+
+    def signal(self, number: int) -> None:
+        self.signals.append(number)
+        if number == signal.SIGKILL:
+            self.die(-number)
+        elif number == signal.SIGTERM and self.stop_status is not None:
+            self.die(self.stop_status)
+
+    async def aclose(self) -> None:
+        pass
+
+
+class House:
+    """A supervisor and all workers that it has started."""
+
+    def __init__(self, workers: int) -> None:
+        self.clock = VirtualClock()
+        self.started: list[StubWorker] = []
+        self.is_born_silent = False
+        self.fails = False
+        self.supervisor = Supervisor(workers, self.launch, 0.01, self.clock)
+        self.stop, self.hurry = asyncio.Event(), asyncio.Event()
+
+    async def launch(self, index: int, is_replacement: bool) -> Worker:
+        if self.fails:
+            raise OSError("no more processes")
+        assert is_replacement == any(worker.index == index for worker in self.started)
+        worker = StubWorker(index, len(self.started))
+        worker.stub.is_silent = self.is_born_silent
+        self.started.append(worker)
+        return worker
+
+    async def pass_until(self, condition: Callable[[], bool], step_s: float = 0.5) -> None:
+        """Let time pass until it holds."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition():
+                await asyncio.sleep(0.001)
+                self.clock.advance(step_s)
+
+    @property
+    def phases(self) -> list[PlacePhase]:
+        return [place.phase for place in self.supervisor.places]
+
+
+@asynccontextmanager
+async def serving(workers: int = 2) -> AsyncIterator[House]:
+    house = House(workers)
+    try:
+        await house.supervisor.start(house.stop)
+        yield house
+    finally:
+        await house.supervisor.kill()
+
+
+async def test_a_dead_worker_is_replaced_and_the_others_are_left_alone() -> None:
+    async with serving() as house:
+        assert house.supervisor.lifecycle.is_ready
+        victim, other = house.started
+        victim.stub.requests = 3
+        await house.pass_until(lambda: bool(house.supervisor.places[0].metrics))
+        victim.die(-signal.SIGSEGV)
+        await until(lambda: house.phases[0] is PlacePhase.PAUSED)
+        assert house.supervisor.health.problems() == [], "the other is ready"
+        await house.pass_until(lambda: len(house.started) == 3 and house.phases[0] is PlacePhase.SERVING)
+        assert house.started[2].index == 0
+        assert other.signals == []
+        [counted] = [family for family in house.supervisor.metrics() if family.name == "requests"]
+        assert counted.samples[0].value == 3
+
+
+async def test_a_worker_that_hangs_is_killed_and_one_missed_heartbeat_kills_nobody() -> None:
+    async with serving() as house:
+        victim, other = house.started
+        other.stub.is_silent = True
+        beats = other.stub.beats
+        await house.pass_until(lambda: other.stub.beats == beats + MISSED_MAX - 1)
+        other.stub.is_silent = False
+        await house.pass_until(lambda: other.stub.beats > beats + MISSED_MAX + 1)
+        assert other.signals == []
+        victim.stub.is_silent = True
+        await house.pass_until(lambda: signal.SIGKILL in victim.signals)
+        await house.pass_until(lambda: len(house.started) == 3)
+        assert other.signals == []
+
+
+async def test_one_that_never_begins_to_serve_is_killed_in_the_end() -> None:
+    house = House(1)
+    house.is_born_silent = True
+    starting = asyncio.create_task(house.supervisor.start(house.stop))
+    await until(lambda: bool(house.started))
+    began_s = house.clock.monotonic()
+    await house.pass_until(lambda: signal.SIGKILL in house.started[0].signals, step_s=5.0)
+    assert house.clock.monotonic() - began_s >= START_S
+    house.stop.set()
+    await starting
+    assert house.supervisor.lifecycle.phase is Phase.STARTING
+    assert await house.supervisor.drain(house.hurry) is ExitCode.CLEAN, "none had served"
+
+
+async def test_a_crash_loop_ends_the_supervisor() -> None:
+    async with serving() as house:
+        running = asyncio.create_task(house.supervisor.run(house.stop))
+
+        def kill_all() -> bool:
+            for worker in house.started:
+                worker.die(1)
+            return running.done()
+
+        await house.pass_until(kill_all)
+        with pytest.raises(GaveUp) as given:
+            await running
+        assert given.value.code is ExitCode.CRASH_LOOP
+        assert len(house.started) <= DEATHS_MIN + 1
+
+
+@pytest.mark.parametrize("code", [ExitCode.FAILED, ExitCode.UNUSABLE_CONFIG])
+async def test_a_start_that_cannot_succeed_is_not_tried_again(code: ExitCode) -> None:
+    house = House(2)
+    house.is_born_silent = True
+    starting = asyncio.create_task(house.supervisor.start(house.stop))
+    await until(lambda: len(house.started) == 2)
+    house.started[1].die(code)
+    with pytest.raises(GaveUp) as given:
+        await starting
+    assert given.value.code is code
+    await house.supervisor.drain(house.hurry)
+    assert len(house.started) == 2
+
+
+async def test_a_process_that_cannot_be_started_is_tried_again() -> None:
+    async with serving() as house:
+        house.fails = True
+        house.started[0].die(-9)
+        await house.pass_until(lambda: house.supervisor.places[0].code == ExitCode.FAILED)
+        house.fails = False
+        await house.pass_until(lambda: len(house.started) == 3 and house.phases[0] is PlacePhase.SERVING)
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(0, ExitCode.CLEAN), (ExitCode.DRAIN_CUT, ExitCode.DRAIN_CUT), (-9, ExitCode.DRAIN_CUT)],
+)
+async def test_the_drain_is_clean_if_every_worker_s_was(status: int, code: ExitCode) -> None:
+    async with serving() as house:
+        house.started[1].stop_status = status
+        house.stop.set()
+        await house.supervisor.run(house.stop)
+        assert await house.supervisor.drain(house.hurry) is code
+        assert house.supervisor.lifecycle.phase is Phase.DRAINING
+        assert set(house.phases) == {PlacePhase.ENDED}
+        assert len(house.started) == 2, "none is replaced"
+
+
+async def test_a_second_signal_reaches_the_workers() -> None:
+    async with serving() as house:
+        for worker in house.started:
+            worker.stop_status = None
+        drain = asyncio.create_task(house.supervisor.drain(house.hurry))
+        await until(lambda: all(worker.signals == [signal.SIGTERM] for worker in house.started))
+        for worker in house.started:
+            worker.stop_status = int(ExitCode.DRAIN_CUT)
+        house.hurry.set()
+        assert await drain is ExitCode.DRAIN_CUT
+        assert all(worker.signals == [signal.SIGTERM] * 2 for worker in house.started)
+
+
+async def test_workers_that_outlast_the_drain_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisors, "ENDING_S", 0.01)
+    async with serving() as house:
+        for worker in house.started:
+            worker.stop_status = None
+        assert await house.supervisor.drain(house.hurry) is ExitCode.DRAIN_CUT
+        assert all(worker.signals[-1] == signal.SIGKILL for worker in house.started)
+
+
+async def test_a_paused_place_does_not_hold_up_the_end() -> None:
+    async with serving() as house:
+        house.started[0].die(1)
+        await until(lambda: house.phases[0] is PlacePhase.PAUSED)
+        assert await house.supervisor.drain(house.hurry) is ExitCode.CLEAN
+        assert len(house.started) == 2
+
+
+async def test_one_ready_worker_is_enough_and_problems_name_their_worker() -> None:
+    async with serving() as house:
+        house.started[0].stub.problems = ["quota store"]
+        await house.pass_until(lambda: not house.supervisor.places[0].is_ready)
+        assert house.supervisor.health.problems() == []
+        house.started[1].die(1)
+        await until(lambda: house.phases[1] is PlacePhase.PAUSED)
+        assert house.supervisor.health.problems() == ["worker 0: quota store", "worker 1: paused"]
+        house.supervisor.signal(signal.SIGHUP)
+        assert house.started[0].signals == [signal.SIGHUP]
+
+
+def test_a_hang_is_noticed_within_a_bounded_time() -> None:
+    assert places.HANG_S <= 15

@@ -1,0 +1,275 @@
+"""The admin listener of several workers: two gateways of this process behind one port."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from gateway.app import Gateway
+from gateway.config import GatewayConfig, load
+from gateway.listener import listen
+from gateway.workers import front as fronts
+from gateway.workers.channel import Answer, WorkerClient, WorkerSilent, WorkerStart
+from gateway.workers.front import Front
+from gateway.workers.process import Worker
+from gateway.workers.supervisor import Supervisor, hold_port
+from shared.config import to_toml
+from shared.exit_codes import ExitCode
+from shared.lifecycle import Phase
+from tests.gateway.conftest import CHAT, KEY, PATIENCE_S, until
+from tests.gateway.fake_engine import FakeEngine, byte_bundle, chunk, stream, unary
+from tests.gateway.test_admin import OPERATOR, operator_keys
+from tests.gateway.test_process import toml
+
+HEADERS = {"authorization": f"Bearer {KEY}"}
+
+
+class Client(WorkerClient):
+    """A channel that can be made to hang."""
+
+    is_silent = False
+
+    async def ask(self, *asked: Any) -> Answer:
+        if self.is_silent:
+            raise WorkerSilent("it hangs")
+        return await super().ask(*asked)
+
+
+class InProcess:
+    """A worker that is a gateway of this process."""
+
+    pid = 0
+
+    def __init__(self, gateway: Gateway, client: Client) -> None:
+        self.gateway = gateway
+        self.client = client
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._ending: asyncio.Task[None] | None = None
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._ended)
+
+    def signal(self, number: int) -> None:
+        self._ending = self._ending or asyncio.create_task(self._end())
+
+    async def _end(self) -> None:
+        is_clean = await self.gateway.drain()
+        await self.gateway.__aexit__()
+        self._ended.set_result(ExitCode.CLEAN if is_clean else ExitCode.DRAIN_CUT)
+
+    async def aclose(self) -> None:
+        await self.client.aclose()
+
+
+class House:
+    """Two workers, what is in front of them, and an engine behind."""
+
+    def __init__(
+        self, engine: FakeEngine, client: aiohttp.ClientSession, file: Path, log: io.StringIO
+    ) -> None:
+        self.engine = engine
+        self.client = client
+        self.file = file
+        self.log = log
+        self.workers: list[InProcess] = []
+        self.port = self.admin_port = 0
+
+    async def open(self, stack: AsyncExitStack, config: GatewayConfig) -> None:
+        held = hold_port("127.0.0.1", 0)
+        stack.callback(held.close)
+        self.port = held.getsockname()[1]
+        count = itertools.count()
+
+        async def launch(index: int, is_replacement: bool) -> Worker:
+            socket = str(self.file.parent / f"{next(count)}.sock")
+            start = WorkerStart(to_toml(config), index, self.port, socket, is_replacement)
+            gateway = await Gateway(config, path=self.file, worker=start).__aenter__()
+            self.workers.append(InProcess(gateway, Client(socket)))
+            return self.workers[-1]
+
+        self.supervisor = Supervisor(2, launch, 10.0)
+        stack.push_async_callback(self.supervisor.drain, asyncio.Event())
+        front = Front(self.supervisor, shares_usage=False)
+        self.admin_port = (
+            await listen(stack, web.Server(front.handle), "127.0.0.1", 0, send_buffer_len=65536)
+        ).port
+        await self.supervisor.start(asyncio.Event())
+        for worker in self.workers:
+            engines = worker.gateway.engines
+            await until(lambda: engines.of(config.models[0]).profile is not None)  # noqa: B023
+
+    def admin(self, path: str, method: str = "GET", **options: Any) -> aiohttp.client._RequestContextManager:
+        url = f"http://127.0.0.1:{self.admin_port}{path}"
+        return self.client.request(method, url, **{"headers": OPERATOR, **options})
+
+    def chat(self, **headers: str) -> aiohttp.client._RequestContextManager:
+        url = f"http://127.0.0.1:{self.port}/v1/chat/completions"
+        return self.client.post(url, json={**CHAT, "stream": True}, headers=HEADERS | headers)
+
+
+@asynccontextmanager
+async def opened(tmp_path: Path, log: io.StringIO) -> AsyncIterator[House]:
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(FakeEngine(bundle=byte_bundle()))
+        client = await stack.enter_async_context(
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        )
+        house = House(engine, client, tmp_path / "gateway.toml", log)
+        operator = operator_keys()["keys"][0]
+        text = (
+            f'{toml(engine.url)}\n[admin]\nport = 0\nkeys = [{{ id = "ops", hash = "{operator["hash"]}" }}]\n'
+        )
+        house.file.write_text(text)
+        await house.open(stack, load(house.file, {}, {"workers": "2"}))
+        yield house
+
+
+@pytest.fixture
+async def house(short_tmp: Path, log: io.StringIO) -> AsyncIterator[House]:
+    async with asyncio.timeout(6 * PATIENCE_S), opened(short_tmp, log) as found:
+        yield found
+
+
+async def test_a_request_is_ended_whichever_worker_has_it(house: House) -> None:
+    house.engine.script = stream(chunk("a"), asyncio.Event())
+    ids = [f"req-{i}" for i in range(8)]
+    answers = [await house.chat(**{"x-request-id": id_}) for id_ in ids]
+    for answer in answers:
+        await answer.content.readuntil(b"\n\n")
+    for id_, answer in zip(ids, answers, strict=True):
+        async with house.admin(f"/admin/v1/requests/{id_}", "DELETE") as ended:
+            assert await ended.json() == {"id": id_, "aborted": 1}
+        assert b"request_aborted" in await answer.read()
+
+
+async def test_a_key_that_is_created_works_at_every_worker_when_the_answer_comes(house: House) -> None:
+    house.engine.script = unary()
+    async with house.admin("/admin/v1/keys", "POST", json={"tenant": "acme"}) as answer:
+        assert answer.status == 200, await answer.text()
+        minted = await answer.json()
+    headers = {"authorization": f"Bearer {minted['key']}"}
+    for worker in house.workers:
+        assert worker.gateway.accounts.keys.has(headers["authorization"])
+    path = f"/admin/v1/keys/{minted['id']}"
+    async with house.admin(path) as shown:
+        assert shown.status == 200
+        assert shown.headers["etag"]
+    async with house.admin(path, "DELETE", headers=OPERATOR | {"if-match": '"other"'}) as no:
+        assert no.status == 412
+    async with house.admin(path, "DELETE") as gone:
+        assert gone.status == 200
+    assert not any(worker.gateway.accounts.keys.has(headers["authorization"]) for worker in house.workers)
+
+
+async def test_a_silent_worker_is_named_and_holds_up_nobody(house: House) -> None:
+    house.workers[0].client.is_silent = True
+    async with house.admin("/admin/v1/reload", "POST") as answer:
+        assert await answer.json() == {"reloaded": True, "partial": True, "silent_workers": [0]}
+    async with house.admin("/admin/v1/keys") as answer:
+        assert answer.status == 200, "the other is asked"
+    async with house.admin("/metrics") as answer:
+        assert answer.headers[fronts.SILENT_HEADER] == "0"
+        assert 'penstock_gateway_workers{phase="serving"} 2.0' in await answer.text()
+    async with house.admin("/admin/v1/keys", "POST", json={"tenant": "acme"}) as answer:
+        assert answer.status == 503
+        assert "Worker 0 did not answer" in await answer.text()
+    house.workers[0].client.is_silent, house.workers[1].client.is_silent = False, True
+    async with house.admin("/admin/v1/keys", "POST", json={"tenant": "acme"}) as answer:
+        assert (await answer.json())["silent_workers"] == [1]
+    house.workers[0].client.is_silent = True
+    for path, method in (
+        ("/admin/v1/keys", "GET"),
+        ("/admin/v1/reload", "POST"),
+        ("/admin/v1/tenants/a", "PUT"),
+    ):
+        async with house.admin(path, method, json={} if method == "PUT" else None) as answer:
+            assert answer.status == 503
+    for worker in house.workers:
+        worker.client.is_silent = False
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "status"),
+    [
+        ("/worker/status", "GET", 404),
+        ("/worker/refresh", "POST", 404),
+        ("/admin/v1/../../worker/refresh", "POST", 404),
+        ("/nothing", "GET", 404),
+        ("/metrics", "POST", 405),
+        ("/readyz", "POST", 405),
+        ("/readyz", "GET", 200),
+        ("/livez", "HEAD", 200),
+        ("/admin/v1/keys", "HEAD", 200),
+        ("/admin/v1/nothing", "GET", 404),
+        ("/admin/v1/usage?by=nobody", "GET", 400),
+        ("/admin/v1/usage", "GET", 200),
+    ],
+)
+async def test_what_is_answered(house: House, path: str, method: str, status: int) -> None:
+    async with house.admin(path, method, headers=OPERATOR | {"x-request-id": "mine"}) as answer:
+        assert answer.status == status, await answer.text()
+        assert answer.headers.getall("x-request-id") == ["mine"]
+        assert answer.headers.getall("server") == ["penstock"]
+
+
+async def test_workers_decide_who_may_ask(house: House) -> None:
+    for headers, status in (({}, 401), (HEADERS, 403)):
+        for path, method in (
+            ("/admin/v1/reload", "POST"),
+            ("/admin/v1/keys", "GET"),
+            ("/admin/v1/keys", "POST"),
+        ):
+            async with house.admin(path, method, headers=headers) as answer:
+                assert answer.status == status
+    assert "admin.change" not in house.log.getvalue()
+
+
+async def test_usage_in_memory_is_added_up(house: House) -> None:
+    house.engine.script = stream(chunk("a"))
+    for _ in range(6):
+        async with house.chat() as answer:
+            await answer.read()
+    await until(lambda: house.log.getvalue().count('"request.completed"') == 6)
+    async with house.admin("/admin/v1/usage") as usage:
+        rows = (await usage.json())["rows"]
+    assert [(row["tenant"], row["requests"]) for row in rows] == [("acme", 6)]
+
+
+async def test_operators_who_ask_too_much_at_once_are_refused(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fronts, "ASKING_MAX", 0)
+    async with house.admin("/admin/v1/keys") as answer:
+        assert answer.status == 503
+    async with house.admin("/readyz") as answer:
+        assert answer.status == 200
+
+
+async def test_a_front_without_workers_says_so(house: House) -> None:
+    await house.supervisor.drain(asyncio.Event())
+    assert house.supervisor.lifecycle.phase is Phase.DRAINING
+    for path, method, status in (
+        ("/readyz", "GET", 503),
+        ("/livez", "GET", 200),
+        ("/admin/v1/keys", "GET", 503),
+        ("/admin/v1/keys", "POST", 503),
+        ("/metrics", "GET", 200),
+    ):
+        async with house.admin(path, method) as answer:
+            assert answer.status == status
+
+
+def test_a_port_that_another_gateway_has_is_not_shared_by_accident() -> None:
+    with hold_port("127.0.0.1", 0) as held:
+        held.listen()
+        with pytest.raises(OSError, match="in use"):
+            hold_port("127.0.0.1", held.getsockname()[1])
