@@ -24,6 +24,26 @@
 {{- toJson (dict "urls" $urls) -}}
 {{- end -}}
 
+{{/* Where the replicas of a model are found: the names of those that are ready, or their addresses. */}}
+{{- define "penstock.discovery" -}}
+{{- $name := include "penstock.engine" . -}}
+{{- if eq .engine.discovery "watch" -}}
+  {{- $service := ternary (print $name "-leaders") $name .engine.isGroup -}}
+  {{- toJson (dict "kubernetes" (dict "service" $service "namespace" .root.Release.Namespace "port" "http")) -}}
+{{- else -}}
+  {{- $scheme := ternary "https" "http" (eq (include "penstock.hasHopTls" .root) "true") -}}
+  {{- $srv := printf "_http._tcp.%s.%s.svc.%s" $name .root.Release.Namespace .root.Values.clusterDomain -}}
+  {{- toJson (dict "srv" $srv "scheme" $scheme "interval_s" 5) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Truth ("true" or nothing): the gateways watch endpoints. */}}
+{{- define "penstock.watches" -}}
+{{- range (include "penstock.engines" . | fromJson).engines -}}
+  {{- if and .isOurs (eq .discovery "watch") }}true{{ end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* gateway.toml: what takes a restart ("penstock.gatewayRestart"), and what is read again by itself. */}}
 {{- define "penstock.gatewayToml" -}}
 {{ include "penstock.gatewayRestart" . }}
@@ -34,9 +54,14 @@
 {{- $own := omit .Values.gateway.settings "keys" "tenants" "tiers" "issuers" "grants" "certificates" -}}
 {{- $models := list -}}
 {{- range (include "penstock.engines" . | fromJson).engines -}}
-  {{- $urls := (include "penstock.replicas" (dict "root" $ "engine" .) | fromJson).urls -}}
-  {{- $model := dict "name" .served "replicas" $urls -}}
+  {{- $it := dict "root" $ "engine" . -}}
+  {{- $model := dict "name" .served -}}
   {{- if .isOurs }}{{ $_ := set $model "upstream_model" .served }}{{ end -}}
+  {{- if and .isOurs (ne .discovery "names") -}}
+    {{- $_ := set $model "discovery" (include "penstock.discovery" $it | fromJson) -}}
+  {{- else -}}
+    {{- $_ := set $model "replicas" (include "penstock.replicas" $it | fromJson).urls -}}
+  {{- end -}}
   {{- $models = append $models (mergeOverwrite $model (default (dict) .gateway)) -}}
 {{- end -}}
 {{- $_ := set $own "models" $models -}}
@@ -53,8 +78,8 @@
   {{- $files := "/etc/penstock-hop/" -}}
   {{- $_ := set $own "hop" (dict "ca" (print $files "ca.crt") "cert" (print $files "tls.crt") "key" (print $files "tls.key")) -}}
 {{- end -}}
-{{- $longest := include "penstock.longestStreamS" . | int -}}
 {{- $times := dict "total_s" .Values.drain.longestStreamS "drain_s" (include "penstock.gatewayDrainS" . | int) -}}
+{{- $_ := set $times "drain_delay_s" .Values.drain.endpointDelayS -}}
 {{- $_ := set $own "timeouts" (mergeOverwrite $times (default (dict) $own.timeouts)) -}}
 {{- $url := include "penstock.redisUrl" . -}}
 {{- if $url -}}

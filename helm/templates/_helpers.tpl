@@ -90,6 +90,10 @@ annotations:
   {{- $_ := set $engine "served" (default .name .servedName) -}}
   {{- $_ := set $engine "isOurs" (empty .urls) -}}
   {{- $_ := set $engine "isGroup" (eq $engine.workload "LeaderWorkerSet") -}}
+  {{- if eq $engine.discovery "auto" -}}
+    {{- $isFixed := or (eq $engine.autoscaling.mode "none") $engine.isGroup -}}
+    {{- $_ := set $engine "discovery" (ternary "names" "dns" $isFixed) -}}
+  {{- end -}}
   {{- if $engine.isOurs -}}
     {{- include "penstock.checkEngine" (dict "root" $ "engine" $engine) -}}
   {{- end -}}
@@ -117,6 +121,12 @@ annotations:
 {{- if and (ne $auto.mode "none") (gt (int $auto.min) (int $auto.max)) -}}
   {{- fail (printf "%s: autoscaling.min is above autoscaling.max" $name) -}}
 {{- end -}}
+{{- if and (eq $engine.discovery "watch") (ne .root.Values.hop.mode "plain") -}}
+  {{- fail (printf "%s: discovery: watch finds addresses, for which the hop's certificates are not: use dns or names" $name) -}}
+{{- end -}}
+{{- if and (eq $engine.discovery "dns") $engine.isGroup -}}
+  {{- fail (printf "%s: discovery: dns needs a StatefulSet: the leaders of groups have no SRV records" $name) -}}
+{{- end -}}
 {{- if and $engine.inferencePool.enabled (not $engine.inferencePool.picker) -}}
   {{- fail (printf "%s: inferencePool needs picker, the Service of an endpoint picker" $name) -}}
 {{- end -}}
@@ -137,7 +147,7 @@ annotations:
 {{- ceil $longest -}}
 {{- end -}}
 
-{{/* Seconds that the gateway takes to drain. */}}
+{{/* Seconds for which the gateway lets open streams run after it has stopped taking new ones. */}}
 {{- define "penstock.gatewayDrainS" -}}
 {{- $own := dig "timeouts" "drain_s" 0 .Values.gateway.settings -}}
 {{- if $own }}{{ ceil $own }}{{ else }}{{ include "penstock.longestStreamS" . }}{{ end -}}
@@ -153,7 +163,8 @@ annotations:
 {{- add .root.Values.drain.endpointDelayS .drainS .root.Values.drain.marginS -}}
 {{- end -}}
 
-{{/* The wait before SIGTERM: others go on sending until they have learned that the pod is going. */}}
+{{/* The wait before SIGTERM of an engine: others go on sending until they have learned that the pod is going. A
+gateway waits by itself (drain_delay_s). */}}
 {{- define "penstock.preStop" -}}
 preStop:
   {{- if semverCompare ">=1.30-0" .Capabilities.KubeVersion.Version }}

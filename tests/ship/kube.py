@@ -9,12 +9,14 @@ are held against Kubernetes' own schemas by the tests. Nothing schedules or runs
     dry run    the server would take every manifest of every preset that it knows
     install    helm installs, upgrades, rolls back and removes every preset, and leaves nothing
     custom     custom resources fit their definitions, with their rules in CEL and strict fields
+    watch      the gateway's account follows the endpoints of a Service, and may do nothing else
     rollout    a new version replaces engines one by one under the names they had, and never lacks a gateway
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import shutil
 import ssl
@@ -31,7 +33,8 @@ from typing import Any, Final
 import yaml
 
 from tests.ship import tools
-from tests.ship.rendering import PRESETS, Manifest, manifests, of_kind, preset_file, render
+from tests.ship.kube_watch import DEFINITION, Server, refused, watched
+from tests.ship.rendering import NAMESPACE, PRESETS, Manifest, manifests, of_kind, preset_file, render
 from tests.ship.stand_in import StandIn
 from tests.ship.values_schema import CHART
 
@@ -98,7 +101,7 @@ def namespace(cluster: Cluster, name: str) -> Iterator[str]:
 
 def dry_run(cluster: Cluster) -> None:
     """The server would take every manifest that it knows, and refuses one that schemas pass."""
-    with namespace(cluster, "serving"):
+    with namespace(cluster, NAMESPACE):
         for preset in PRESETS:
             version = "1.33" if preset == "many-models" else OLDEST
             foreign = (*UNKNOWN, *CUSTOM_PLURALS)
@@ -273,9 +276,24 @@ def rollout(cluster: Cluster) -> None:
         say(f"rollout: every pod replaced; ready at the worst moment {worst}")
 
 
+def watch(cluster: Cluster) -> None:
+    """The gateway's watch of endpoints, with the rights that the chart gives."""
+    server = Server.of(cluster.custom_config, cluster.config.parent)
+    status, told = server.ask(
+        "POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", DEFINITION, "admintoken"
+    )
+    assert status in (201, 409), told
+    rights = of_kind(render("many-models", "1.35"), "Role", "RoleBinding", "ServiceAccount")
+    with namespace(cluster, NAMESPACE) as where, tempfile.TemporaryDirectory() as folder:
+        cluster.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(rights))
+        token = cluster.kubectl("-n", where, "create", "token", "r-penstock-gateway").strip()
+        asyncio.run(watched(server, token, Path(folder), say))
+        refused(server, token, say)
+
+
 def main() -> None:
     """Do everything, or the parts that are named."""
-    parts: dict[str, Any] = {"dry-run": dry_run, "install": install, "rollout": rollout}
+    parts: dict[str, Any] = {"dry-run": dry_run, "install": install, "watch": watch, "rollout": rollout}
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -105,6 +105,11 @@ def test_a_misspelt_or_wrong_value_is_refused(misspelt: str) -> None:
         ("engine.autoscaling.mode=hpa,engine.autoscaling.min=9", "autoscaling.min is above autoscaling.max"),
         ("engine.inferencePool.enabled=true", "inferencePool needs picker"),
         ("gateway.settings.tenants[0].id=a,gateway.settings.tenants[0].limits.concurrent=9", "redis.url"),
+        (
+            "engine.discovery=watch,hop.mode=certManager",
+            "models[demo]: discovery: watch finds addresses, for which the hop's certificates are not",
+        ),
+        ("engine.discovery=dns,engine.workload=LeaderWorkerSet", "discovery: dns needs a StatefulSet"),
         ("hop.mode=secrets", "hop.mode secrets needs hop.gatewaySecret"),
         ("gateway.tls.mode=secret", "gateway.tls.mode secret needs gateway.tls.secret"),
         ("gateway.tls.mode=certManager", "gateway.tls.mode certManager needs gateway.tls.dnsNames"),
@@ -139,7 +144,7 @@ def test_a_breach_of_the_policy_is_noticed() -> None:
             container["securityContext"]["readOnlyRootFilesystem"] = False
             container.pop("livenessProbe", None)
     breaches = "\n".join(policy.broken(found))
-    assert "Deployment/r-penstock-gateway: no token of the API" in breaches
+    assert "StatefulSet/r-penstock-demo: no token of the API" in breaches
     assert "StatefulSet/r-penstock-demo, engine: read-only root" in breaches
     assert "StatefulSet/r-penstock-demo, engine: probes" in breaches
 

@@ -60,8 +60,12 @@ def test_the_services_take_their_configuration(preset: str, tmp_path: Path) -> N
     for engine in engines.values():
         model = served[engine.name]
         assert model.upstream_model == engine.name
-        assert {urlsplit(url).port for url in model.replicas} == {engine.port}
-        assert {urlsplit(url).scheme for url in model.replicas} == {"https" if engine.tls_cert else "http"}
+        scheme = "https" if engine.tls_cert else "http"
+        if model.discovery is None:
+            assert {urlsplit(url).port for url in model.replicas} == {engine.port}
+            assert {urlsplit(url).scheme for url in model.replicas} == {scheme}
+        else:
+            assert model.discovery.scheme == scheme
         assert (engine.host, engine.probe_port) == ("0.0.0.0", 8002)
 
 
@@ -70,17 +74,56 @@ def test_a_replica_has_a_name_that_it_keeps(preset: str) -> None:
     """The ring that prefixes are placed on is made of these names: a new pod has the old one's place."""
     found = render(preset)
     urls = {url for model in gateway_config(found).models for url in model.replicas}
-    ours = {url for url in urls if ".svc.cluster.local" in url}
-    hosts = set()
+    hosts = {urlsplit(url).hostname for url in urls if ".svc.cluster.local" in url}
+    named = {model.name for model in gateway_config(found).models if model.discovery is None}
+    expected = set()
     for workload in of_kind(found, "StatefulSet", "LeaderWorkerSet"):
         name, spec = workload["metadata"]["name"], workload["spec"]
-        [scaled] = [s["spec"] for s in of_kind(found, "ScaledObject") if s["metadata"]["name"] == name] or [
-            {}
-        ]
         assert spec.get("serviceName", name) == name
-        for index in range(scaled.get("maxReplicaCount") or spec["replicas"]):
-            hosts.add(f"{name}-{index}.{name}.{NAMESPACE}.svc.cluster.local")
-    assert {urlsplit(url).hostname for url in ours} == hosts
+        [toml] = [
+            text for manifest, text in files(found, "engine.toml") if manifest["metadata"]["name"] == name
+        ]
+        if tomllib.loads(toml)["served_model_name"] in named:
+            domain = f"{name}.{NAMESPACE}.svc.cluster.local"
+            expected |= {f"{name}-{index}.{domain}" for index in range(spec["replicas"])}
+    assert hosts == expected
+
+
+def test_replicas_that_are_scaled_are_found_by_the_names_that_are_ready() -> None:
+    found = render("tensor-parallel")
+    [model] = gateway_config(found).models
+    assert model.discovery is not None
+    assert model.discovery.srv == f"_http._tcp.r-penstock-llama-70b.{NAMESPACE}.svc.cluster.local"
+    assert model.discovery.scheme == "https"
+    [service] = [s for s in of_kind(found, "Service") if s["metadata"]["name"] == "r-penstock-llama-70b"]
+    assert service["spec"]["ports"][0]["name"] == "http"
+    assert "publishNotReadyAddresses" not in service["spec"], "only those that are ready"
+
+
+def test_gateways_may_watch_endpoints_and_nothing_more() -> None:
+    found = render("many-models")
+    watched = {model.discovery.kubernetes for model in gateway_config(found).models if model.discovery}
+    services = {service["metadata"]["name"] for service in of_kind(found, "Service")}
+    assert {one.service for one in watched if one is not None} <= services
+    [role] = of_kind(found, "Role")
+    [rule] = role["rules"]
+    assert rule == {
+        "apiGroups": ["discovery.k8s.io"],
+        "resources": ["endpointslices"],
+        "verbs": ["list", "watch"],
+    }
+    [binding] = of_kind(found, "RoleBinding")
+    assert [subject["name"] for subject in binding["subjects"]] == ["r-penstock-gateway"]
+    assert of_kind(found, "ClusterRole", "ClusterRoleBinding") == []
+    tokens = {name: pod["spec"]["automountServiceAccountToken"] for name, pod in pod_templates(found)}
+    assert {name for name, has_token in tokens.items() if has_token} == {"Deployment/r-penstock-gateway"}
+
+
+def test_without_a_watch_nobody_has_a_right_or_a_token() -> None:
+    for preset in ("", "laptop", "one-gpu", "tensor-parallel", "multi-node"):
+        found = render(preset)
+        assert of_kind(found, "Role", "RoleBinding") == []
+        assert not any(pod["spec"]["automountServiceAccountToken"] for _, pod in pod_templates(found))
 
 
 def test_every_kind_of_value_reaches_the_file() -> None:
@@ -206,11 +249,14 @@ def test_a_pod_is_killed_only_after_its_longest_stream(preset: str, tmp_path: Pa
     assert gateway.timeouts.drain_s >= gateway.timeouts.total_s
     drains = {name: engine.drain_timeout_s for name, engine in engines.items()}
     drains["r-penstock-gateway"] = gateway.timeouts.drain_s
+    delays = {"r-penstock-gateway": gateway.timeouts.drain_delay_s}
     for workload in of_kind(found, "Deployment", "StatefulSet"):
         spec = workload["spec"]["template"]["spec"]
         [container] = spec["containers"]
-        delay_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-        drain_s = drains[workload["metadata"]["name"]]
+        name = workload["metadata"]["name"]
+        delay_s = delays.get(name) or container["lifecycle"]["preStop"]["sleep"]["seconds"]
+        drain_s = drains[name]
+        assert delay_s > 0
         assert spec["terminationGracePeriodSeconds"] >= delay_s + drain_s + 5
         assert drain_s >= gateway.timeouts.total_s
 
@@ -266,8 +312,8 @@ def test_the_hop_is_mtls_with_probes_in_plain_text(tmp_path: Path) -> None:
         if c["spec"].get("usages") == ["server auth"] and "hop" in c["metadata"]["name"]
     ]
     [name] = certificate["spec"]["dnsNames"]
-    for url in gateway.models[0].replicas:
-        assert re.fullmatch(name.replace(".", r"\.").replace("*", r"[^.]+"), urlsplit(url).hostname or "")
+    pod = f"r-penstock-llama-70b-0.r-penstock-llama-70b.{NAMESPACE}.svc.cluster.local"
+    assert re.fullmatch(name.replace(".", r"\.").replace("*", r"[^.]+"), pod)
 
 
 def test_scaling_asks_for_a_metric_that_an_engine_has() -> None:

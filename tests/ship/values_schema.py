@@ -54,7 +54,7 @@ GATEWAY_OWNED: Final = ("models", "admin", "hop")
 LISTEN_GIVEN: Final = ("client_certificates", "client_ca", "crl")
 """What of [listen.tls] is not the chart's."""
 QUOTAS_OWNED: Final = ("store", "url", "password_env", "password_file", "gateways")
-MODEL_OWNED: Final = ("name", "replicas", "upstream_model")
+MODEL_OWNED: Final = ("name", "replicas", "discovery", "upstream_model")
 ENGINE_OWNED: Final = (
     *("model", "revision", "host", "port", "probe_port", "served_model_name"),
     *("tls_cert", "tls_key", "tls_client_ca", "tensor_parallel_size", "startup_timeout_s"),
@@ -93,6 +93,7 @@ def gateway_settings() -> Schema:
     properties = schema["properties"]
     given = {name: tls["properties"][name] for name in LISTEN_GIVEN}
     properties["listen"] = table("What of [listen] is not the chart's.", tls=table("TLS.", **given))
+    properties["timeouts"] = without(section(properties["timeouts"]), "drain_delay_s")
     properties["quotas"] = without(section(properties["quotas"]), *QUOTAS_OWNED)
     return schema | {"description": "Settings of gateway.toml, as gateway/README.md lists them."}
 
@@ -264,6 +265,11 @@ def engine_properties() -> dict[str, Schema]:
         "nodes": whole(1, "Pods of one replica, with LeaderWorkerSet."),
         "gpus": whole(0, "GPUs of each pod. The model is split between all of a replica's."),
         "gpuResource": text("Name of the GPUs' resource.", minLength=1),
+        "discovery": choice(
+            "How gateways find replicas: each by its name, those that are ready by SRV records, or by "
+            "watching EndpointSlices. auto: names, or dns where replicas are scaled.",
+            *("auto", "names", "dns", "watch"),
+        ),
         "topologyKey": text("With LeaderWorkerSet: a replica has one such domain for itself."),
         "port": whole(1024, "Port of the hop.", PORT_MAX),
         "probePort": whole(1024, "Port of probes and metrics, always plain text.", PORT_MAX),
@@ -350,6 +356,7 @@ def network_policy() -> Schema:
         enabled=truth("Have them."),
         gatewayFrom=list_of(PEER, "Peers that may reach the gateways. Empty: all."),
         monitoringFrom=list_of(PEER, "Peers that may read metrics."),
+        apiServerPorts=list_of(port(""), "Ports of the API server."),
         gatewayEgress=list_of(EGRESS, "Further egress of the gateways."),
         engineEgress=list_of(EGRESS, "Further egress of the engines."),
     )
