@@ -22,6 +22,7 @@ from shared.config import ConfigError
 from shared.holding import memory_max
 from shared.openai import BODY_LEN_MAX
 from shared.settings import LogLevel, ModelName, Port, Rule, Text, Unit
+from shared.tracing import TracingConfig
 
 ENV_PREFIX: Final = "PENSTOCK_ENGINE_"
 COUNT_MAX: Final = 1 << 30
@@ -125,6 +126,15 @@ class EngineConfig(RunnerConfig):
     exit_on_failure: bool = False
     """When the process that computes has died, tell the open requests and exit with status 5, for systemd's
     Restart=on-failure. Off: stay and answer 500 to /livez, for a liveness probe."""
+    otlp_endpoint: Text | None = None
+    """URL that takes requests' spans by OTLP over HTTP, such as http://collector:4318/v1/traces; it needs the
+    extra otel. Unset: what OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT say."""
+    trace_ratio: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    """Part of the traces that are exported, where no traceparent decides; a gateway always sends one."""
+    trace_errors: bool = True
+    """Export every request that failed. On unless --no-trace-errors is given."""
+    trace_slow_s: Annotated[float, Meta(gt=0.0, le=86_400.0)] | None = None
+    """Export every request that took this long. Unset: none for that reason."""
     log_level: LogLevel = "info"
     """Lowest level that is logged."""
 
@@ -142,6 +152,11 @@ class EngineConfig(RunnerConfig):
     def name(self) -> str:
         """The name that clients use."""
         return self.served_model_name or served_name(self.model)
+
+    @property
+    def tracing(self) -> TracingConfig:
+        """The settings of spans, as both services have them."""
+        return TracingConfig(self.otlp_endpoint, self.trace_ratio, self.trace_errors, self.trace_slow_s)
 
     @property
     def runner(self) -> RunnerConfig:

@@ -64,6 +64,7 @@ from shared.ids import KeyId, TenantId
 from shared.lifecycle import Lifecycle, Phase
 from shared.listening import http1_options
 from shared.loops import loop_name
+from shared.otlp import tracing_of
 from shared.probes import Health
 
 if TYPE_CHECKING:
@@ -124,7 +125,9 @@ class Gateway:
         parts = self.engines, store, self.replicas, upstream, credentials, self.live, self._threads, memory
         pipeline = Pipeline(config, *parts, self.billing)
         self._health = health = Health(self.lifecycle, self._problems)
-        self._edge = Edge(config, self.accounts, pipeline, self.live, self.engines, store, health, clock)
+        self._tracing = tracing_of(config.tracing, "penstock-gateway", env)
+        known = self.accounts, pipeline, self.live, self.engines, store, health
+        self._edge = Edge(config, *known, clock, self._tracing)
         self._clock, self._worker = clock, worker
         self._public: Listening | None = None
         self._background = Background(self._works(), clock)
@@ -159,6 +162,7 @@ class Gateway:
         warm(endpoint.shape for endpoint in ENDPOINTS.values())
         openapi.document()
         async with AsyncExitStack() as stack:
+            stack.push_async_callback(asyncio.to_thread, self._tracing.close)
             stack.push_async_callback(self._upstream.aclose)
             stack.callback(self._threads.close)
             if self._redis is not None:

@@ -58,6 +58,7 @@ from shared import config
 from shared.config import ConfigError
 from shared.ids import KeyId, TenantId
 from shared.settings import LogLevel, Rule, Unit
+from shared.tracing import TracingConfig
 
 ENV_PREFIX: Final = "PENSTOCK_GATEWAY_"
 HEADINGS: Final[Mapping[str, str]] = {}
@@ -279,6 +280,8 @@ class GatewayConfig:
     """How requests are checked and counted before they are let in."""
     workers: Annotated[int, Meta(ge=1, le=WORKERS_MAX), Unit("processes")] = 1
     """Processes that serve the public port together. More than one count quotas in Redis."""
+    tracing: TracingConfig = TracingConfig()
+    """Spans of requests, for OpenTelemetry's collectors."""
     log_level: LogLevel = "info"
     """Lowest level that is logged."""
 

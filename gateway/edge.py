@@ -52,7 +52,14 @@ from shared.errors import (
     forget_frames,
 )
 from shared.http import ClientGone
-from shared.ids import REQUEST_ID_HEADER, TRACEPARENT_HEADER, RequestId, accept_request_id, mint_request_id
+from shared.ids import (
+    REQUEST_ID_HEADER,
+    TRACEPARENT_HEADER,
+    TRACESTATE_HEADER,
+    RequestId,
+    accept_request_id,
+    mint_request_id,
+)
 from shared.lifecycle import Phase
 from shared.openai import (
     AbortResponse,
@@ -63,6 +70,7 @@ from shared.paths import no_such_path
 from shared.probes import PROBES, Health
 from shared.sse import TailScanner
 from shared.telemetry import Stages
+from shared.tracing import NO_TRACING, Tracing
 
 UNKNOWN: Final = "unknown"
 DESCRIBING_MAX: Final = 64
@@ -83,8 +91,10 @@ class Edge:
         quotas: QuotaStore,
         health: Health,
         clock: Clock = SYSTEM_CLOCK,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         self._config = config
+        self._tracing = tracing
         self._accounts = accounts
         self._pipeline = pipeline
         self._live = live
@@ -97,7 +107,7 @@ class Edge:
             timeouts.body_s, timeouts.first_token_s, timeouts.inter_token_s, timeouts.slow_client_s
         )
         self._started_s = int(clock.wall())
-        self._reporter = Reporter()
+        self._reporter = Reporter(tracing)
         self._name = secrets.token_hex(8)
         """A name of this process in the ids of its reservations, which makes them differ from other
         gateways'."""
@@ -244,7 +254,12 @@ class Edge:
 
     def _open(self, request: web.BaseRequest, path: str) -> Exchange:
         headers = request.headers
-        stages = Stages("gateway", self._clock, traceparent=headers.get(TRACEPARENT_HEADER))
+        stages = self._tracing.stages(
+            "gateway",
+            self._clock,
+            traceparent=headers.get(TRACEPARENT_HEADER),
+            tracestate=headers.get(TRACESTATE_HEADER),
+        )
         watch = Watch(self._config.timeouts.total_s, self._soonest_s)
         request_id = accept_request_id(headers.get(REQUEST_ID_HEADER))
         endpoint = ENDPOINTS.get(path)

@@ -24,6 +24,7 @@ from shared.ids import (
     SERVICE_TIER_HEADER,
     TENANT_HEADER,
     TRACEPARENT_HEADER,
+    TRACESTATE_HEADER,
 )
 from shared.openai import BODY_LEN_MAX, GenerationRequest, StreamOptions
 from shared.timeouts import stated_timeout_s
@@ -37,6 +38,7 @@ _RANKS: Final[dict[object, int]] = {"flex": 0, "default": 1, "auto": 1, "scale":
 _JSON: Final = (b"content-type", b"application/json")
 _REQUEST_ID: Final = REQUEST_ID_HEADER.encode()
 _TRACEPARENT: Final = TRACEPARENT_HEADER.encode()
+_TRACESTATE: Final = TRACESTATE_HEADER.encode()
 _TENANT: Final = TENANT_HEADER.encode()
 _SERVICE_TIER: Final = SERVICE_TIER_HEADER.encode()
 
@@ -63,6 +65,8 @@ def outbound(
         (_TRACEPARENT, exchange.stages.trace.traceparent.encode()),
         *credentials,
     )
+    if exchange.stages.state:
+        headers += ((_TRACESTATE, exchange.stages.state.encode()),)
     overrides: dict[str, object] = {"model": terms.model.upstream_model or terms.model.name}
     if maximum is not None:
         overrides["max_tokens"] = maximum

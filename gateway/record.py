@@ -23,6 +23,7 @@ from shared.ids import KeyId, ReplicaId, RequestId, TenantId
 from shared.metrics import Counter, Gauge, GaugeFamily, Histogram
 from shared.sse import Closing
 from shared.telemetry import Stages
+from shared.tracing import NO_TRACING, Tracing, has_failed, line_of
 
 TENANTS_SHOWN_MAX: Final = 100
 FAILURES_SHOWN_MAX: Final = 8
@@ -185,12 +186,16 @@ def observe_decision(decision: Decision) -> None:
 class Reporter:
     """Writes completed lines and counts requests, each once."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracing: Tracing = NO_TRACING) -> None:
+        self._tracing = tracing
         self._tenants: set[TenantId] = set()
 
     def completed(self, record: RequestRecord, stages: Stages, seconds: float) -> None:
-        stages.end(status=record.status, end_reason=record.end_reason, endpoint=record.endpoint)
-        logs.write_line(_line(record, stages, seconds), "info")
+        stages.end()
+        line = _line(record, stages, seconds)
+        logs.write_line(line, "info")
+        failed = has_failed(record.status, record.error is not None)
+        self._tracing.ended(stages, stages.began_s, seconds, failed=failed, line=lambda: line_of(line))
         model, tenant = record.model or NONE, self._tenant_label(record.tenant)
         REQUESTS.inc(record.endpoint, model, tenant, record.status, record.end_reason.value)
         SECONDS.observe(seconds, model, record.stream)

@@ -28,6 +28,7 @@ TOKENIZER_HEADER: Final = "x-penstock-tokenizer"
 """The hash of the tokenizer that the engine serves with, in every answer of it."""
 IGNORED_FIELDS_HEADER: Final = "x-penstock-ignored-fields"
 TRACEPARENT_HEADER: Final = "traceparent"
+TRACESTATE_HEADER: Final = "tracestate"
 
 _WELL_FORMED: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 

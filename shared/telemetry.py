@@ -1,9 +1,9 @@
 """The stages of a request and their times, with one name for the log field, the header, the span and the
 metric.
 
-`with stages("quota"):` costs about two microseconds, `stages.enter("quota")` a third of that. Spans are
-made only when an OpenTelemetry SDK is installed and configured before the first request; without one,
-trace ids are still carried on, so that a caller's trace joins the logs of both services.
+`with stages("quota"):` costs about two microseconds, `stages.enter("quota")` a third of that. Trace ids are
+carried on, so that a caller's trace joins the logs of both services; spans are made of the stages after the
+request, where they are wanted (`shared.tracing`).
 
 Stage names are constants of the code, never taken from requests: they label a histogram.
 """
@@ -11,15 +11,14 @@ Stage names are constants of the code, never taken from requests: they label a h
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from functools import cache, lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain
 from operator import itemgetter, sub
 from types import TracebackType
 from typing import Final
 
 from msgspec import Struct
-from opentelemetry import trace
-from opentelemetry.context import Context
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
@@ -66,6 +65,9 @@ def metrics_text(registry: CollectorRegistry = REGISTRY) -> bytes:
 
 # -- trace context --------------------------------------------------------------------------------
 
+STATE_LEN_MAX: Final = 512
+"""The longest `tracestate` that is carried on, which every party must carry (W3C Trace Context)."""
+_TRACESTATE: Final = re.compile(r"[a-z0-9][\x21-\x7e \t]*")
 _TRACEPARENT: Final = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
 
 
@@ -90,6 +92,13 @@ def parse_traceparent(value: str | None) -> TraceContext | None:
     if not int(trace_id, 16) or not int(span_id, 16):
         return None
     return TraceContext(trace_id, span_id, bool(int(flags, 16) & 1))
+
+
+def carried_state(value: str | None) -> str:
+    """The `tracestate` header as it is carried on; empty where it is none, or longer than must be carried."""
+    if value is None or len(value) > STATE_LEN_MAX or _TRACESTATE.fullmatch(value) is None:
+        return ""
+    return value
 
 
 # -- stages ---------------------------------------------------------------------------------------
@@ -124,23 +133,22 @@ class Stages:
     """
 
     __slots__ = (
-        *(
-            "_began_s",
-            "_clock",
-            "_measured_s",
-            "_final",
-            "_monotonic",
-            "_over",
-            "_service",
-            "_span",
-            "_tracer",
-        ),
-        *("now", "parent_span_id", "trace"),
+        *("_began_s", "_carved", "_ended_s", "_final", "_measured_s", "_monotonic", "_over", "_service"),
+        *("clock", "now", "parent_span_id", "state", "trace"),
     )
 
-    def __init__(self, service: str, clock: Clock = SYSTEM_CLOCK, *, traceparent: str | None = None) -> None:
+    def __init__(
+        self,
+        service: str,
+        clock: Clock = SYSTEM_CLOCK,
+        *,
+        traceparent: str | None = None,
+        tracestate: str | None = None,
+        samples: Callable[[str], bool] | None = None,
+    ) -> None:
+        """`samples` decides by its id whether a new trace is sampled; without it none is."""
         self._service = service
-        self._clock = clock
+        self.clock = clock
         self._monotonic = clock.monotonic
         self._over: list[str] = []
         """The visits to stages that are over, in order; those that `enter` began come first."""
@@ -148,6 +156,10 @@ class Stages:
         """The start of each of them, and of the one that is not over, in seconds on the clock."""
         self._measured_s: dict[str, float] = {}
         """The times of stages that were measured elsewhere, in seconds."""
+        self._ended_s: dict[str, float] = {}
+        """The last end of each of those stages that `with` measured, in seconds on the clock."""
+        self._carved: dict[str, dict[str, float]] = {}
+        """The parts of stages that `carve` named, and the seconds of each."""
         self._final: tuple[_Layout, list[float]] | None = None
         """The stages' times as they were at `end`. None before."""
         self.now = ""
@@ -155,17 +167,14 @@ class Stages:
         parent = parse_traceparent(traceparent) if traceparent is not None else None
         self.parent_span_id = None if parent is None else parent.span_id
         """The span that `traceparent` named. None where there was none."""
-        self._tracer = _tracer()
-        self._span = None if self._tracer is None else self._tracer.start_span(service, _otel_context(parent))
-        if self._span is not None:
-            context = self._span.get_span_context()
-            self.trace = TraceContext(
-                f"{context.trace_id:032x}", f"{context.span_id:016x}", context.trace_flags.sampled
-            )
+        self.state = "" if parent is None or tracestate is None else carried_state(tracestate)
+        """The caller's `tracestate`, which goes with its `traceparent`. Empty without one."""
+        ids = f"{random_bits(192) | 1 << 64 | 1:048x}"  # neither id may be zero
+        if parent is not None:
+            self.trace = TraceContext(parent.trace_id, ids[32:], parent.sampled)
         else:
-            ids = f"{random_bits(192) | 1 << 64 | 1:048x}"  # neither id may be zero
-            trace_id = parent.trace_id if parent else ids[:32]
-            self.trace = TraceContext(trace_id, ids[32:], parent is not None and parent.sampled)
+            trace_id = ids[:32]
+            self.trace = TraceContext(trace_id, ids[32:], samples is not None and samples(trace_id))
 
     def __call__(self, stage: str) -> _Stage:
         """`with stages("quota"): ...` measures. A stage that is entered again adds up."""
@@ -180,35 +189,49 @@ class Stages:
         began_s = self._began_s
         if began_s:
             self._over.append(self.now)
-            if self._span is not None:
-                self._add_span(self.now, now_s - began_s[-1])
         began_s.append(now_s)
         self.now = stage
         return now_s
 
+    @property
+    def began_s(self) -> float:
+        """When the first stage was entered, in seconds on the clock; now, before that."""
+        return self._began_s[0] if self._began_s else self._monotonic()
+
     def record(self, stage: str, seconds: float) -> None:
-        """Add a duration that was measured elsewhere, and ended now."""
+        """Add a duration that was measured elsewhere."""
         self._measured_s[stage] = self._measured_s.get(stage, 0.0) + seconds
-        if self._span is not None:
-            self._add_span(stage, seconds)
 
     def carve(self, stage: str, parts: Mapping[str, float]) -> None:
         """Give parts of a stage that is over names of their own: they were measured elsewhere, in seconds.
         The stage keeps the rest, and no part takes more than is left of it: so the sum stays the same."""
         names, seconds = self._taken()
         left = whole = seconds[names.names.index(stage)]
+        carved: dict[str, float] = {}
         for part, asked in parts.items():
-            taken = max(0.0, min(asked, left))
-            self.record(part, taken)
-            left -= taken
-        self._measured_s[stage] = self._measured_s.get(stage, 0.0) + left - whole
+            carved[part] = max(0.0, min(asked, left))
+            self.record(part, carved[part])
+            left -= carved[part]
+        self.record(stage, left - whole)
+        self._carved[stage] = carved
 
-    def _add_span(self, stage: str, seconds: float) -> None:
-        assert self._tracer is not None
-        assert self._span is not None
-        end_ns = int(self._clock.wall() * 1e9)
-        parent = trace.set_span_in_context(self._span)
-        self._tracer.start_span(stage, parent, start_time=end_ns - int(seconds * 1e9)).end(end_ns)
+    def visits(self, end_s: float, order: Sequence[str] = ()) -> Iterator[tuple[str, float, float]]:
+        """The visits to stages up to `end_s`, the request's end: name, begin and duration, in seconds on the
+        clock. Of the parts of a stage the time is known and not the place: they follow each other in it, as
+        in `order`."""
+        began_s = self._began_s
+        for name, begin_s, next_s in zip(self._over, began_s, began_s[1:], strict=False):
+            at_s = begin_s
+            carved = self._carved.get(name, {})
+            for part in sorted(carved, key=order.index if order else None):
+                took_s = min(carved[part], next_s - at_s)
+                yield part, at_s, took_s
+                at_s += took_s
+            yield name, at_s, next_s - at_s
+        parts = {*self._carved, *chain.from_iterable(self._carved.values())}
+        for name, took_s in self._measured_s.items():
+            if name not in parts:
+                yield name, self._ended_s.get(name, end_s) - took_s, took_s
 
     def _taken(self) -> tuple[_Layout, list[float]]:
         """The stages that are over, and the seconds that each took."""
@@ -241,14 +264,10 @@ class Stages:
         layout, seconds = self._taken()
         return _picker(layout.names, names)([*_milliseconds(seconds), None])
 
-    def end(self, **attributes: str | int | float | bool) -> None:
-        """Observe the time of each stage, and end the span of the request. `attributes` never hold prompt
-        text."""
+    def end(self) -> None:
+        """Observe the time of each stage."""
         layout, seconds = self._final = self._taken()
         _STAGE_SECONDS.observe_all(layout.names, seconds, self._service)
-        if self._span is not None:
-            self._span.set_attributes(attributes)
-            self._span.end()
 
 
 _MS: Final = 1e3
@@ -283,21 +302,6 @@ class _Stage:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        self._stages.record(self._name, self._stages._monotonic() - self._started_s)
-
-
-@cache
-def _tracer() -> trace.Tracer | None:
-    """The tracer; None without an SDK. Cached, as the library looks into the environment each time."""
-    no_sdk = isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
-    return None if no_sdk else trace.get_tracer("penstock")
-
-
-def _otel_context(parent: TraceContext | None) -> Context | None:
-    if parent is None:
-        return None
-    flags = trace.TraceFlags(trace.TraceFlags.SAMPLED if parent.sampled else trace.TraceFlags.DEFAULT)
-    remote = trace.SpanContext(
-        int(parent.trace_id, 16), int(parent.span_id, 16), is_remote=True, trace_flags=flags
-    )
-    return trace.set_span_in_context(trace.NonRecordingSpan(remote))
+        stages, now_s = self._stages, self._stages._monotonic()
+        stages.record(self._name, now_s - self._started_s)
+        stages._ended_s[self._name] = now_s

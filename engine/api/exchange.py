@@ -31,6 +31,7 @@ from shared.ids import (
     TENANT_HEADER,
     TOKENIZER_HEADER,
     TRACEPARENT_HEADER,
+    TRACESTATE_HEADER,
     RequestId,
     accept_request_id,
     mint_request_id,
@@ -38,6 +39,7 @@ from shared.ids import (
 from shared.load_report import LOAD_HEADER, LoadReport, encode_load
 from shared.openai import error_envelope
 from shared.telemetry import Stages
+from shared.tracing import NO_TRACING, Tracing, has_failed
 
 JSON_TYPE: Final = "application/json"
 _TOLD_STAGES: Final = ("edge", "body", "validate", "tokenize", "handover")
@@ -71,13 +73,19 @@ class Exchange:
         tokenizer_hash: str | None,
         load: Callable[[], LoadReport],
         clock: Clock,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         self.request = request
         self.responder = responder
         self.request_id = accept_request_id(request.headers.get(REQUEST_ID_HEADER))
         self.tenant = request.headers.get(TENANT_HEADER, "")
         """The tenant that the gateway names; empty where no gateway does."""
-        self.stages = Stages("engine", clock, traceparent=request.headers.get(TRACEPARENT_HEADER))
+        self.stages = tracing.stages(
+            "engine",
+            clock,
+            traceparent=request.headers.get(TRACEPARENT_HEADER),
+            tracestate=request.headers.get(TRACESTATE_HEADER),
+        )
         self.endpoint = "unknown"
         """The route, once it is found."""
         self.stage = "edge"
@@ -102,6 +110,7 @@ class Exchange:
         """When the request's headers were read, in seconds on `clock`."""
         self._clock = clock
         self._load = load
+        self._tracing = tracing
         self._tokenizer_hash = tokenizer_hash
         self._status = 0
         self._is_event_stream = False
@@ -251,8 +260,12 @@ class Exchange:
             self._cut.cancel()
         total_s = self.stages.enter(self.stages.now) - self.started_at
         level = "debug" if self.is_quiet else "info"
-        logs.write(EVENT, {**self._line(total_s), **self.stages.log_fields()}, level)
-        self.stages.end(endpoint=self.endpoint, status=self._status, end_reason=self.end_reason)
+        line = {**self._line(total_s), **self.stages.log_fields()}
+        logs.write(EVENT, line, level)
+        self.stages.end()
+        if not self.is_quiet:
+            failed = has_failed(self._status, self._error is not None)
+            self._tracing.ended(self.stages, self.started_at, total_s, failed=failed, line=lambda: line)
         if self.is_generation:
             self.responder.report(sse.encode_closing(self.closing()))
         for error in (self._error, self.fate):
@@ -304,7 +317,7 @@ def log_unparsed(error: ApiError, clock: Clock) -> RequestId:
         **_told(error),
     }
     logs.write(EVENT, _known(fields))
-    stages.end(endpoint=UNPARSED, status=int(error.status))
+    stages.end()
     return request_id
 
 

@@ -14,6 +14,7 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import gc
+import os
 import ssl
 import threading
 from collections.abc import Callable
@@ -35,6 +36,7 @@ from shared.exit_codes import ExitCode
 from shared.lifecycle import Phase, on_stop_signals
 from shared.load_report import PUSH_INTERVAL_S, encode_load
 from shared.loops import loop_name, watch_lag
+from shared.otlp import tracing_of
 from shared.tokenizer import UnusableTokenizer
 
 CORE_STOP_S: Final = 5.0
@@ -72,7 +74,9 @@ class Engine:
             metrics=metrics,
             clock=clock,
         )
-        self.state = EngineState(config, core, metrics, clock)
+        self.state = EngineState(
+            config, core, metrics, clock, tracing_of(config.tracing, "penstock-engine", os.environ)
+        )
         self.server = HttpServer(
             Service(self.state).handle,
             host=config.host,
@@ -163,6 +167,7 @@ class Engine:
         state = self.state
         if self._push_task is not None:
             self._push_task.cancel()
+        await asyncio.to_thread(state.tracing.close)
         await state.core.stop(CORE_STOP_S)
         if self._core_task is not None:
             self._core_task.cancel()

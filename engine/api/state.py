@@ -22,6 +22,7 @@ from shared.lifecycle import Lifecycle, Phase
 from shared.load_report import LoadReport
 from shared.openai import Model
 from shared.probes import Health
+from shared.tracing import NO_TRACING, Tracing
 
 
 class Abortable(Protocol):
@@ -35,8 +36,10 @@ class EngineState:
         core: CoreClient,
         metrics: EngineMetrics,
         clock: Clock,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         self.config = config
+        self.tracing = tracing
         self.core = core
         self.metrics = metrics
         self.clock = clock

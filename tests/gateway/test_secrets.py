@@ -9,21 +9,20 @@ import asyncio
 import contextlib
 import gc
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import pytest
-from opentelemetry import trace
 
 from gateway.config import KeyConfig
 from gateway.identity.keys import KeyTable, mint_key
-from shared import telemetry
 from shared.openai import AssistantMessage, ChatChoice, ChatDelta, ChatRequest, CompletionRequest
+from shared.tracing import TracePolicy, Tracing
 from shared.validation import parse
 from tests.gateway.conftest import CHAT, KEY, OTHER_KEY, PATIENCE_S, House, Open, until
 from tests.gateway.fake_engine import CUT, HEADERS, Script, Seen, chunk, refusal, stream, unary
 from tests.gateway.issuers import EC
-from tests.shared.test_telemetry import Recorder
+from tests.span_sink import KeptSpans
 
 PROMPT: Final = "canary-of-a-prompt"
 ANSWER: Final = "canary-of-an-answer"
@@ -77,17 +76,16 @@ FAILURES: Final = (
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
-    """Takes the spans."""
-    recorder = Recorder()
-    monkeypatch.setattr(trace, "get_tracer_provider", lambda: recorder)
-    telemetry._tracer.cache_clear()
-    yield recorder
-    telemetry._tracer.cache_clear()
+def recorder(monkeypatch: pytest.MonkeyPatch) -> KeptSpans:
+    """Takes the spans of all requests."""
+    recorder = KeptSpans()
+    tracing = Tracing(TracePolicy(ratio=1.0), recorder)
+    monkeypatch.setattr("gateway.app.tracing_of", lambda *_: tracing)
+    return recorder
 
 
 @pytest.fixture
-async def house(open_house: Open, recorder: Recorder) -> House:
+async def house(open_house: Open, recorder: KeptSpans) -> House:
     house = await open_house(
         admin={"port": 0},
         timeouts={"body_s": 0.1, "total_s": 30},
@@ -174,7 +172,7 @@ def _is_ours(one: object) -> bool:
     return type(one).__module__.startswith(OURS)
 
 
-async def test_no_canary_is_shown_anywhere(house: House, recorder: Recorder) -> None:
+async def test_no_canary_is_shown_anywhere(house: House, recorder: KeptSpans) -> None:
     told: list[tuple[int, str]] = [await ask(house, body) for body in REFUSED]
     assert {status for status, _ in told} == {400}
     told += [answer async for answer in strangers(house)]

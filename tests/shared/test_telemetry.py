@@ -1,12 +1,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
-from opentelemetry import trace
-from opentelemetry.trace import ProxyTracerProvider, Span, SpanContext, TraceFlags, TracerProvider
 
 from shared import telemetry
 from shared.metrics import REGISTRY
@@ -108,65 +104,34 @@ def test_later_versions_of_the_header_are_read() -> None:
     assert parse_traceparent("01" + GOOD[2:] + "-more") == TraceContext(TRACE_ID, SPAN_ID, True)
 
 
-class RecordedSpan(trace.NonRecordingSpan):
-    def __init__(self, name: str, parent: SpanContext, start_ns: int | None, number: int) -> None:
-        trace_id = parent.trace_id or 0xABC
-        super().__init__(SpanContext(trace_id, number, is_remote=False, trace_flags=TraceFlags(1)))
-        self.name, self.parent, self.start_ns = name, parent, start_ns
-        self.end_ns: int | None = None
-        self.attributes: dict[str, Any] = {}
-        self.ended = False
-
-    def set_attributes(self, attributes: Any) -> None:
-        self.attributes.update(attributes)
-
-    def end(self, end_time: int | None = None) -> None:
-        self.ended, self.end_ns = True, end_time
+@pytest.mark.parametrize("value", ["vendor=opaque", "a=1, b@c=2", "ot=th:8"])
+def test_a_tracestate_goes_with_its_traceparent(value: str) -> None:
+    assert Stages("svc", traceparent=GOOD, tracestate=value).state == value
+    assert not Stages("svc", tracestate=value).state, "a new trace has none"
 
 
-class Recorder(TracerProvider, trace.Tracer):
-    """An SDK in a few lines."""
-
-    def __init__(self) -> None:
-        self.spans: list[RecordedSpan] = []
-
-    def get_tracer(self, *args: Any, **kwargs: Any) -> trace.Tracer:
-        return self
-
-    def start_span(
-        self, name: str, context: Any = None, *args: Any, start_time: int | None = None, **kw: Any
-    ) -> Span:
-        parent = trace.get_current_span(context).get_span_context()
-        self.spans.append(RecordedSpan(name, parent, start_time, len(self.spans) + 1))
-        return self.spans[-1]
-
-    def start_as_current_span(self, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("stages end their spans themselves")
+@pytest.mark.parametrize("value", ["", "=x", "a=\r\nx: y", "a=" + "x" * 511, "Ä=1"])
+def test_a_tracestate_that_is_none_is_left_out(value: str) -> None:
+    assert not Stages("svc", traceparent=GOOD, tracestate=value).state
 
 
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
-    recorder = Recorder()
-    assert isinstance(trace.get_tracer_provider(), ProxyTracerProvider)
-    monkeypatch.setattr(trace, "get_tracer_provider", lambda: recorder)
-    telemetry._tracer.cache_clear()
-    yield recorder
-    telemetry._tracer.cache_clear()
-
-
-def test_with_an_sdk_every_stage_is_a_span_of_the_request(recorder: Recorder) -> None:
-    clock = VirtualClock(wall=1000.0)
-    stages = Stages("gateway", clock, traceparent=GOOD)
-    with stages("auth"):
+def test_visits_have_their_places_on_the_clock() -> None:
+    clock = VirtualClock()
+    stages, began_s = Stages("svc", clock), VirtualClock().monotonic()
+    stages.enter("connect")
+    clock.advance(1)
+    with stages("validate"):
         clock.advance(0.5)
-    stages.enter("relay")
-    clock.advance(0.25)
     stages.enter("settle")
-    stages.end(status=200)
-    request, auth, relay = recorder.spans
-    assert (relay.name, relay.start_ns, relay.end_ns) == ("relay", int(1000.5 * 1e9), int(1000.75 * 1e9))
-    assert (request.name, f"{request.parent.span_id:016x}", request.ended) == ("gateway", SPAN_ID, True)
-    assert request.attributes == {"status": 200}
-    assert (auth.name, auth.parent.span_id) == ("auth", request.get_span_context().span_id)
-    assert (auth.start_ns, auth.end_ns) == (1000 * 10**9, int(1000.5 * 10**9))
-    assert stages.trace == TraceContext(TRACE_ID, f"{1:016x}", True)
+    clock.advance(2)
+    end_s = stages.enter("settle")
+    stages.carve("connect", {"prefill": 0.5, "queue": 0.25})
+    order = ("queue", "prefill")
+    found = [(name, begin_s - began_s, took_s) for name, begin_s, took_s in stages.visits(end_s, order)]
+    assert found == [
+        ("queue", 0, 0.25),
+        ("prefill", 0.25, 0.5),
+        ("connect", 0.75, 0.75),
+        ("settle", 1.5, 2.0),
+        ("validate", 1.0, 0.5),
+    ]

@@ -1,0 +1,37 @@
+"""The engine's spans, under the gateway's."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.completed_line import ENGINE_STAGES
+from shared.tracing import TracePolicy, Tracing
+from tests.engine.api.conftest import MODEL, Serve, until
+from tests.span_sink import KeptSpans
+
+TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
+
+
+async def test_a_sampled_request_is_a_tree_under_the_gateways_span(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = KeptSpans()
+    monkeypatch.setattr("engine.api.server.tracing_of", lambda *_: Tracing(TracePolicy(), sink))
+    async with serve() as served:
+        served.says("the lazy dog")
+        for flags in ("00", "01"):
+            headers = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-{flags}", "tracestate": "vendor=1"}
+            answer = await served.http.post("/v1/chat/completions", json=CHAT, headers=headers)
+            assert answer.status_code == 200
+        await served.http.get("/readyz", headers=headers)
+        await until(lambda: bool(sink.spans))
+        request, *stages = sink.spans
+        assert (request.context.trace_id, request.parent_span_id) == (TRACE_ID, SPAN_ID)
+        assert (request.name, request.state) == (f"chat {MODEL}", "vendor=1")
+        assert int(request.attributes["gen_ai.usage.output_tokens"]) > 0
+        assert {"body", "validate", "tokenize"} <= {span.name for span in stages} <= set(ENGINE_STAGES)
+        for span in stages:
+            assert span.parent_span_id == request.context.span_id
+            assert request.start_ns - 1000 <= span.start_ns <= span.end_ns <= request.end_ns + 1000
+    assert sink.is_closed

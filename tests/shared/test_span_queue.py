@@ -1,0 +1,187 @@
+"""The queue of spans: bounded, whoever receives them, and in a trace as OTLP's receivers see it."""
+
+from __future__ import annotations
+
+import builtins
+import threading
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from shared.config import ConfigError
+from shared.metrics import REGISTRY
+from shared.otlp import tracing_of
+from shared.span_queue import BATCH_MAX, SpanQueue
+from shared.telemetry import TraceContext
+from shared.tracing import NO_TRACING, Span, TracingConfig, spans_of
+from tests.fakes import VirtualClock
+from tests.shared.test_tracing import LINE, SPAN_ID, TRACE_ID, walked
+
+PATIENCE_S = 60.0
+
+
+def span(number: int) -> Span:
+    return Span("s", TraceContext(TRACE_ID, f"{number + 1:016x}", True), None, "", 1, 2)
+
+
+def counted(outcome: str) -> float:
+    return REGISTRY.get_sample_value("penstock_spans_total", {"outcome": outcome}) or 0.0
+
+
+def test_spans_are_sent_in_batches_in_their_order() -> None:
+    sent: list[Span] = []
+
+    def send(spans: Sequence[Span]) -> bool:
+        assert len(spans) <= BATCH_MAX
+        sent.extend(spans)
+        return True
+
+    before, queue = counted("sent"), SpanQueue(send)
+    spans = [span(i) for i in range(BATCH_MAX + 3)]
+    queue.put(spans)
+    queue.close()
+    assert sent == spans
+    assert counted("sent") - before == len(spans)
+
+
+def test_a_receiver_that_hangs_costs_the_queue_and_nothing_else() -> None:
+    hangs, entered = threading.Event(), threading.Event()
+
+    def send(spans: Sequence[Span]) -> bool:
+        entered.set()
+        return hangs.wait(PATIENCE_S)
+
+    before, queue = counted("dropped"), SpanQueue(send, queue_max=8, interval_s=0.001)
+    queue.put([span(0)])
+    assert entered.wait(PATIENCE_S)
+    for i in range(20):
+        queue.put([span(i)])
+    assert counted("dropped") - before == 12
+    hangs.set()
+    queue.close()
+    queue.put([span(0)])
+    assert counted("dropped") - before == 13, "nothing is taken after the end"
+
+
+def test_a_receiver_that_fails_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: Iterator[bool | OSError] = iter([False, OSError("away"), True])
+    done = threading.Semaphore(0)
+
+    def send(spans: Sequence[Span]) -> bool:
+        try:
+            answer = next(answers)
+            if isinstance(answer, OSError):
+                raise answer
+            return answer
+        finally:
+            done.release()
+
+    said: list[str] = []
+    from shared import span_queue
+
+    monkeypatch.setattr(span_queue.log, "warning", lambda event, **_: said.append(event), raising=False)
+    monkeypatch.setattr(span_queue.log, "info", lambda event, **_: said.append(event), raising=False)
+    before, queue = counted("failed"), SpanQueue(send, interval_s=0.001)
+    for i in range(3):
+        queue.put([span(i)])
+        assert done.acquire(timeout=PATIENCE_S)
+    queue.close()
+    assert counted("failed") - before == 2
+    assert said == ["spans.not_taken", "spans.sent_again"]
+
+
+# -- as a collector sees it -----------------------------------------------------------------------
+
+
+class Collector(ThreadingHTTPServer):
+    """Takes OTLP over HTTP."""
+
+    def __init__(self) -> None:
+        self.requests: list[ExportTraceServiceRequest] = []
+        super().__init__(("127.0.0.1", 0), Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1/traces"
+
+    @property
+    def spans(self) -> list[Any]:
+        return [
+            found
+            for request in self.requests
+            for resource in request.resource_spans
+            for scope in resource.scope_spans
+            for found in scope.spans
+        ]
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        assert isinstance(self.server, Collector)
+        self.server.requests.append(ExportTraceServiceRequest.FromString(body))
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_request(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with Collector() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_a_collector_gets_the_tree_with_its_links_and_errors(collector: Collector) -> None:
+    tracing = tracing_of(TracingConfig(endpoint=collector.url), "penstock-gateway", {})
+    stages = walked(VirtualClock(wall=1000.0))
+    line = {**LINE, "error_code": "upstream_failed"}
+    assert tracing._sink is not None
+    tracing._sink.put(spans_of(stages, stages.began_s, 2.5, line))
+    tracing.close()
+    [request] = collector.requests
+    attributes = {a.key: a.value.string_value for a in request.resource_spans[0].resource.attributes}
+    assert attributes["service.name"] == "penstock-gateway"
+    root, first, second, _ = collector.spans
+    assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE_ID, SPAN_ID)
+    assert (root.trace_state, root.kind, root.status.code) == ("v=1", 2, 2)
+    assert first.parent_span_id == second.parent_span_id == root.span_id
+    assert [link.span_id for link in second.links] == [first.span_id]
+    assert (second.start_time_unix_nano, second.end_time_unix_nano) == (1001 * 10**9, 1001_500_000_000)
+
+
+def test_the_environment_turns_the_export_on(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", collector.url)
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
+    tracing = tracing_of(TracingConfig(), "penstock-engine", {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "x"})
+    stages = walked(VirtualClock())
+    tracing.ended(stages, stages.began_s, 2.5, failed=False, line=lambda: LINE)
+    tracing.close()
+    [request] = collector.requests
+    attributes = {a.key: a.value.string_value for a in request.resource_spans[0].resource.attributes}
+    assert attributes["service.name"] == "ours"
+
+
+def test_without_an_address_there_is_none_and_without_the_extra_it_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert tracing_of(TracingConfig(ratio=1.0), "svc", {}) is NO_TRACING
+    known = builtins.__import__
+
+    def blocked(name: str, *args: Any, **named: Any) -> Any:
+        if name.startswith(("opentelemetry.sdk", "opentelemetry.exporter")):
+            raise ImportError(name)
+        return known(name, *args, **named)
+
+    monkeypatch.setattr(builtins, "__import__", blocked)
+    with pytest.raises(ConfigError, match=r"penstock\[otel\]"):
+        tracing_of(TracingConfig(endpoint="http://127.0.0.1:1/v1/traces"), "svc", {})
