@@ -162,7 +162,6 @@ class Gateway:
         warm(endpoint.shape for endpoint in ENDPOINTS.values())
         openapi.document()
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(asyncio.to_thread, self._tracing.close)
             stack.push_async_callback(self._upstream.aclose)
             stack.callback(self._threads.close)
             if self._redis is not None:
@@ -208,6 +207,7 @@ class Gateway:
     async def __aexit__(self, *_: object) -> None:
         await self.drain()
         await self._stack.aclose()
+        await asyncio.to_thread(self._tracing.close)
         self.lifecycle.to(Phase.STOPPED)
 
     async def drain(self, hurry: asyncio.Event | None = None) -> bool:
