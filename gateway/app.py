@@ -96,12 +96,9 @@ class Gateway:
         clock: Clock = SYSTEM_CLOCK,
         worker: WorkerStart | None = None,
     ) -> None:
-        """`path` is the file that keys and tenants are read from again; None where there is none.
-        `worker` says which of several workers this one is; None for the only one.
-        `quotas` is used in place of the store that the configuration names, and `identity_of` in place of
-        what it says of callers. `env` has the keys of models that name a variable. Raises ConfigError when a
-        key or a file of a model, an issuer or the store is missing, or UnusableTls.
-        """
+        """`path` is the file that keys and tenants are read from again, if there is one. `worker` says which
+        of several this one is. `quotas` and `identity_of` replace what the configuration says of them. Raises
+        ConfigError when a key or a file of a model, an issuer or the store is missing, or UnusableTls."""
         credentials = Credentials(config.models, env)
         self.config, self.lifecycle = config, Lifecycle()
         self._redis = None if quotas is not None else _redis_store(config, env)

@@ -30,9 +30,7 @@ class Service:
     async def handle(self, request: Request, responder: Responder) -> None:
         state = self._state
         tokenizer_hash = None if state.model is None else state.model.tokenizer.hash
-        exchange = Exchange(
-            request, responder, tokenizer_hash, state.load, state.clock, state.tracing
-        )
+        exchange = Exchange(request, responder, tokenizer_hash, state.load, state.clock, state.tracing)
         try:
             await self._answer(exchange)
         except ClientGone:
