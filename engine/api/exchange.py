@@ -63,26 +63,29 @@ class Tally:
     """The times of the sequence that ended last; `preemptions` is the sum over all."""
 
 
+@dataclass(frozen=True, slots=True)
+class House:
+    """What an engine tells on every answer, and by which clock."""
+
+    tokenizer_hash: str | None
+    """The hash of its tokenizer. None before it is known."""
+    load: Callable[[], LoadReport]
+    clock: Clock
+    tracing: Tracing = NO_TRACING
+
+
 class Exchange:
     """A request, its responder, and what its completed line will say."""
 
-    def __init__(
-        self,
-        request: Request,
-        responder: Responder,
-        tokenizer_hash: str | None,
-        load: Callable[[], LoadReport],
-        clock: Clock,
-        tracing: Tracing = NO_TRACING,
-    ) -> None:
+    def __init__(self, request: Request, responder: Responder, house: House) -> None:
         self.request = request
         self.responder = responder
         self.request_id = accept_request_id(request.headers.get(REQUEST_ID_HEADER))
         self.tenant = request.headers.get(TENANT_HEADER, "")
         """The tenant that the gateway names; empty where no gateway does."""
-        self.stages = tracing.stages(
+        self.stages = house.tracing.stages(
             "engine",
-            clock,
+            house.clock,
             traceparent=request.headers.get(TRACEPARENT_HEADER),
             tracestate=request.headers.get(TRACESTATE_HEADER),
         )
@@ -108,10 +111,7 @@ class Exchange:
         """What the request waited for."""
         self.started_at = self.stages.enter("edge")
         """When the request's headers were read, in seconds on `clock`."""
-        self._clock = clock
-        self._load = load
-        self._tracing = tracing
-        self._tokenizer_hash = tokenizer_hash
+        self._house = house
         self._status = 0
         self._is_event_stream = False
         self.first_byte_at: float | None = None
@@ -138,7 +138,7 @@ class Exchange:
     def answers(self) -> None:
         """Note that the first of the answer's body is about to be written. Later calls do nothing."""
         if self.first_byte_at is None:
-            self.first_byte_at = self._clock.monotonic()
+            self.first_byte_at = self._house.clock.monotonic()
 
     async def send(
         self,
@@ -186,18 +186,18 @@ class Exchange:
         await self.responder.send(status, {**self._headers(), **headers}, body)
 
     def _headers(self) -> dict[str, str]:
-        load = encode_load(self._load()).decode()
+        load = encode_load(self._house.load()).decode()
         headers: dict[str, str] = {REQUEST_ID_HEADER: self.request_id, LOAD_HEADER: load}
         if timing := self.stages.server_timing():
             headers["server-timing"] = timing
-        if self._tokenizer_hash is not None:
-            headers[TOKENIZER_HEADER] = self._tokenizer_hash
+        if (own := self._house.tokenizer_hash) is not None:
+            headers[TOKENIZER_HEADER] = own
         return headers
 
     def tell_load(self) -> None:
         """Tell the gateway that the load it is told of has this request in it. The headers of a stream say
         so, those of a whole answer come too late."""
-        self.responder.tell_load(encode_load(self._load()))
+        self.responder.tell_load(encode_load(self._house.load()))
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ class Exchange:
 
     def closing_comment(self) -> bytes:
         """The last bytes of a stream: what it has cost, and the load without it."""
-        return sse.closing_comment(self.closing(), self._load())
+        return sse.closing_comment(self.closing(), self._house.load())
 
     def closing(self) -> sse.Closing:
         tally = self.tally or Tally()
@@ -265,7 +265,7 @@ class Exchange:
         self.stages.end()
         if not self.is_quiet:
             failed = has_failed(self._status, self._error is not None)
-            self._tracing.ended(self.stages, self.started_at, total_s, failed=failed, line=lambda: line)
+            self._house.tracing.ended(self.stages, self.started_at, total_s, failed=failed, line=lambda: line)
         if self.is_generation:
             self.responder.report(sse.encode_closing(self.closing()))
         for error in (self._error, self.fate):

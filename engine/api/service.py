@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from engine.api.exchange import Exchange
+from engine.api.exchange import Exchange, House
 from engine.api.handlers import OPERATORS_PATHS, find_route
 from engine.api.state import EngineState
 from shared import logs
@@ -30,7 +30,8 @@ class Service:
     async def handle(self, request: Request, responder: Responder) -> None:
         state = self._state
         tokenizer_hash = None if state.model is None else state.model.tokenizer.hash
-        exchange = Exchange(request, responder, tokenizer_hash, state.load, state.clock, state.tracing)
+        house = House(tokenizer_hash, state.load, state.clock, state.tracing)
+        exchange = Exchange(request, responder, house)
         try:
             await self._answer(exchange)
         except ClientGone:
