@@ -106,6 +106,10 @@ class Opened(Struct, frozen=True, eq=False):
     head: bytes
     """The bytes of a stream up to the end of its first event, or beyond. Empty for any other answer."""
 
+    def __repr__(self) -> str:
+        """Nothing of the answer."""
+        return f"<{type(self).__name__} {self.answer.status}>"
+
     async def aclose(self) -> None:
         await self.answer.aclose()
 
