@@ -216,7 +216,7 @@ async def test_the_stall_deadline_ends_it(serve: Serve, lines: list[dict[str, An
             await slow.leave()
         [line] = lines
         assert (line["status"], line["end_reason"], line["error_code"]) == (200, "slow_client", "slow_client")
-        assert line["stalled_ms"] == 7.0
+        assert 0 < line["stalled_ms"] <= 7.0, "no more than there was"
         assert core.aborted == []
         served.assert_nothing_leaks()
 
