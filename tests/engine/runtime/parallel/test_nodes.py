@@ -21,6 +21,7 @@ from engine.runtime.parallel.nodes import Gathered, Hello, gather, join
 from engine.runtime.parallel.ranks import Ranks
 from engine.runtime.parallel.rendezvous import Rendezvous
 from engine.runtime.parallel.wire import Closed, Execute, Goodbye, Here, RankEnd, Start
+from shared.build import version
 from tests.services import MODEL_DIR, PATIENCE_S, until
 
 LOOPBACK = "127.0.0.1"
@@ -75,7 +76,7 @@ def control_of(place: Rendezvous) -> nodes.Control:
 
 
 def own(rank: int, size: int = 3) -> Hello:
-    return Hello("", rank, size, nodes.version(), nodes.model_digest(MODEL_DIR))
+    return Hello("", rank, size, version(), nodes.model_digest(MODEL_DIR))
 
 
 def test_all_are_gathered_in_order_and_strangers_are_not(place: Rendezvous, gathering: Gather) -> None:

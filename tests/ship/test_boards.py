@@ -1,0 +1,140 @@
+"""The dashboards and the alert rules: as described, sound by Prometheus' own tool, of metrics that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from shared.metrics import REGISTRY, Counter, GaugeFamily, Histogram
+from tests.services import KEY, MODEL, PATIENCE_S, admin_url, engine, engine_url, gateway, gateway_url
+from tests.ship import tools
+from tests.ship.boards.alerts import ALERTS, proofs
+from tests.ship.boards.dashboards import DASHBOARDS
+from tests.ship.boards.files import HELM, RULES, contents
+from tests.ship.boards.metrics import grouped_by, read_by
+
+QUERIES = [query for dashboard in DASHBOARDS.values() for query in dashboard.queries]
+EXPRESSIONS = QUERIES + [alert.expr for alert in ALERTS]
+Labels = dict[str, set[str]]
+"""By the name of each series: the names of its labels."""
+
+
+# -- the files ------------------------------------------------------------------------------------
+
+
+def test_the_files_are_as_described() -> None:
+    made = contents()
+    for path, text in made.items():
+        assert path.read_text() == text, f"{path.name}: run python -m tests.ship.boards"
+    assert {*HELM.glob("dashboards/*.json"), *HELM.glob("alerts/*")} <= made.keys()
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_a_dashboard_is_one_of_grafana(name: str) -> None:
+    document = json.loads((HELM / f"dashboards/{name}.json").read_text())
+    panels = document["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    places = [(place["x"], place["y"]) for place in (panel["gridPos"] for panel in panels)]
+    assert len(set(places)) == len(places)
+    known = {variable["name"] for variable in document["templating"]["list"]}
+    used = set(re.findall(r"\$\{?(\w+)", json.dumps(panels))) - {"__rate_interval"}
+    assert used <= known
+    assert all(panel["description"] for panel in panels if panel["type"] != "row")
+    assert len({board.uid for board in DASHBOARDS.values()}) == len(DASHBOARDS)
+
+
+def test_every_alert_has_its_line_in_the_runbook() -> None:
+    sections = re.findall(r"^## (\w+)\n\n(.+)$", (HELM / "RUNBOOK.md").read_text(), re.MULTILINE)
+    assert [name for name, _ in sections] == [alert.name for alert in ALERTS]
+    for rule in yaml.safe_load(RULES.read_text())["groups"][0]["rules"]:
+        assert rule["annotations"]["runbook"] == f"RUNBOOK.md#{rule['alert'].lower()}"
+
+
+# -- Prometheus' own tool -------------------------------------------------------------------------
+
+
+def test_every_alert_fires_for_its_series_and_no_other(tmp_path: Path) -> None:
+    promtool = tools.promtool()
+    if promtool is None:
+        pytest.skip("promtool is neither installed nor in a package that apt-get can download")
+    file = tmp_path / "proofs.yaml"
+    file.write_text(yaml.safe_dump(proofs(str(RULES)), sort_keys=False))
+    queries = [re.sub(r"\$__rate_interval", "5m", query) for query in QUERIES]
+    rules = [{"record": f"query:{n}", "expr": query} for n, query in enumerate(queries)]
+    (tmp_path / "queries.yaml").write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))
+    for command in (["test", "rules", str(file)], ["check", "rules", str(tmp_path / "queries.yaml")]):
+        done = subprocess.run([str(promtool), *command], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+# -- the metrics ----------------------------------------------------------------------------------
+
+
+def test_what_an_expression_reads() -> None:
+    expr = 'sum by (le, model) (rate(penstock_x_bucket{stream="True", instance=~"$i"}[5m])) / penstock_y'
+    assert read_by(expr) == {"penstock_x_bucket": frozenset({"stream"}), "penstock_y": frozenset()}
+    assert grouped_by(expr) == {"le", "model"}
+
+
+@pytest.fixture(scope="module")
+def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Labels]:
+    """Both services, scraped once after a stream, a whole answer and a refusal."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", "/tmp")
+        directory = tmp_path_factory.mktemp("services")
+        with engine(Path("/tmp")) as backend, gateway(directory, engine_url(backend)) as front:
+            url, key = gateway_url(front), {"authorization": f"Bearer {KEY}"}
+            for more in ({"stream": True}, {"stream": False}):
+                body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+                answer = httpx.post(
+                    f"{url}/v1/chat/completions", json=body | more, headers=key, timeout=PATIENCE_S
+                )
+                assert answer.status_code == 200
+            texts = [httpx.get(f"{at}/metrics", timeout=PATIENCE_S).text for at in
+                     (admin_url(front), engine_url(backend))]  # fmt: skip
+        yield labels_of("".join(texts))
+
+
+def labels_of(text: str) -> Labels:
+    found: Labels = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+        if not family.samples:  # none was counted yet: what the code has declared
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            found[name] = declared(family.name)
+    return found
+
+
+def declared(name: str) -> set[str]:
+    """The labels of a metric of the gateway that has no sample yet."""
+    import gateway.app  # noqa: F401  declares them all
+
+    [collector] = [one for one in REGISTRY._collector_to_names if getattr(one, "_name", "") == name]
+    assert isinstance(collector, Counter | GaugeFamily | Histogram)
+    return set(collector._labels)
+
+
+def test_every_metric_that_is_queried_exists_with_its_labels(scraped: Labels) -> None:
+    for expr in EXPRESSIONS:
+        read = read_by(expr)
+        assert read, expr
+        for name, labels in read.items():
+            assert name in scraped, f"{name} in {expr}"
+            assert labels <= scraped[name], f"{name} has {sorted(scraped[name])}, not {sorted(labels)}"
+        of_all = set().union(*(scraped[name] for name in read))
+        assert grouped_by(expr) <= of_all, expr
+
+
+def test_every_choice_of_a_dashboard_is_a_label(scraped: Labels) -> None:
+    for dashboard in DASHBOARDS.values():
+        for variable in dashboard.variables:
+            assert variable.name in scraped[variable.series] | {"instance"}
