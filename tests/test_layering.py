@@ -227,6 +227,7 @@ REACHED_BY_NAME = {
     "engine/runtime/backends.py": {"name": "attention libraries that may be missing: FUNCTIONS names them"},
     "engine/runtime/parallel/ranks.py": {"MODULE": "a rank is a process of its own"},
     "gateway/bench/attackers.py": {"'gateway.bench.attackers'": "attackers are a process of their own"},
+    "gateway/bench/faults.py": {"'gateway.bench.faulty_engine'": "each engine is a process of its own"},
     "gateway/bench/hop.py": {"'gateway.bench.bare'": "the ends of a hop are processes of their own"},
     "gateway/bench/neighbours.py": {
         "'engine'": "the bench attacks both services",

@@ -16,13 +16,15 @@ Rules:
    that ejected it at one moment do not return at one moment. A replica that was well for
    `EJECTION_MS_MAX` begins with the shortest time again.
 3. After that time it is on trial: one request decides. One that works ends the ejection, one that fails
-   begins the next. One that tells nothing in as long as the ejection lasted lets another try.
+   begins the next, also when it breaks after its first event. One that tells nothing in as long as the
+   ejection lasted lets another try.
 4. Requests that were sent before an ejection change nothing in it, so that the failures of one moment count
    once, and what still arrives does not end it.
 5. Of a pool at most half is away at a time, though one may always be. Beyond that all are used (`usable`):
    what fails everywhere is no fault of a replica, and the rest could not carry the load.
 6. A replica is *silent* when several of its streams wait for their first event for far longer than the pool
-   takes, while none there begins and others elsewhere do (`silent`). Where all are slow, none is silent.
+   takes, while none there begins and others elsewhere do in good time (`silent`). Where all are slow, none
+   is silent.
 """
 
 from __future__ import annotations
@@ -143,6 +145,8 @@ class Health:
     """How often it was ejected."""
     began_ms: int | None = None
     """When a stream's first event came last. None before the first."""
+    took_ms: int = 0
+    """The time that it took."""
     _level: int = 0
     """The ejections since it was last well for long."""
     _until_ms: int = 0
@@ -153,6 +157,8 @@ class Health:
     """When it came back last."""
     _trial: Ticket | None = None
     _trial_ms: int = 0
+    _decided: Ticket | None = None
+    """The request that ended the last ejection."""
     _recent: deque[_Verdict] = field(default_factory=lambda: deque(maxlen=RECENT_MAX))
     _window: list[tuple[int, int, int]] = field(default_factory=lambda: [(-1, 0, 0)] * WINDOW_S)
     """The successes and failures of each of the last seconds, each at the second modulo the length."""
@@ -196,15 +202,15 @@ class Health:
     def began(self, ticket: Ticket, now_ms: int) -> int | None:
         """Note that a request worked. Returns for how long the replica was away when that ended it, in
         milliseconds."""
-        if self._waiting.pop(ticket, None) is not None:
-            self.began_ms = now_ms
+        if (since_ms := self._waiting.pop(ticket, None)) is not None:
+            self.began_ms, self.took_ms = now_ms, now_ms - since_ms
         if ticket.epoch != self.ejections or ticket.success is not None:
             return None
         ticket.success = self._count(_Verdict(now_ms // 1000, is_failure=False))
         if self.phase is HealthPhase.WELL:
             return None
         self._to(HealthPhase.WELL)
-        self._trial, self._well_ms = None, now_ms
+        self._trial, self._well_ms, self._decided = None, now_ms, ticket
         return now_ms - self._left_ms
 
     def note(self, ticket: Ticket, outcome: Outcome, now_ms: int) -> Ejection | None:
@@ -219,7 +225,8 @@ class Health:
         self._count(_Verdict(now_ms // 1000, is_failure=True))
         match self.phase:
             case HealthPhase.WELL:
-                reason = self._verdict(now_ms // 1000)
+                is_decided = ticket is self._decided
+                reason = Reason.TRIAL if is_decided else self._verdict(now_ms // 1000)
                 return None if reason is None else self.eject(reason, outcome, now_ms)
             case HealthPhase.TRIAL if is_trial:
                 return self.eject(Reason.TRIAL, outcome, now_ms)
@@ -308,7 +315,10 @@ def usable(healths: Sequence[Health], left: Sequence[bool], now_ms: int) -> tupl
 
 def silent(healths: Sequence[Health], late_ms: int, now_ms: int) -> list[Health]:
     """The silent ones of a pool (rule 6)."""
-    begins = any(one.began_ms is not None and now_ms - one.began_ms < late_ms for one in healths)
+    begins = any(
+        one.began_ms is not None and now_ms - one.began_ms < late_ms and one.took_ms < late_ms // 2
+        for one in healths
+    )
     return [health for health in healths if begins and health.is_silent(late_ms, now_ms)]
 
 

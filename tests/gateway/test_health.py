@@ -189,6 +189,18 @@ def test_one_trial_at_a_time_decides(replica: Replica) -> None:
     assert replica.health.phase is HealthPhase.WELL
 
 
+def test_a_trial_that_breaks_after_its_first_event_has_failed(replica: Replica) -> None:
+    replica.now_ms += replica.eject().length_ms
+    trial = replica.send()
+    assert replica.health.began(trial, replica.now_ms) is not None
+    assert replica.allows
+    replica.work()
+    ejection = replica.fail(trial)
+    assert ejection is not None
+    assert ejection.reason is Reason.TRIAL
+    assert not replica.allows
+
+
 def test_a_trial_that_says_nothing_of_the_replica_leaves_the_place_to_another(replica: Replica) -> None:
     replica.now_ms += replica.eject().length_ms
     replica.health.note(replica.send(), Outcome.NEUTRAL, replica.now_ms)
