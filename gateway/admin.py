@@ -30,7 +30,7 @@ from gateway.directory.admin_routes import refusal
 from gateway.exchange import LiveRequests
 from gateway.hygiene import check, path_of
 from gateway.identity.caller import Principal
-from gateway.operators import Asked, Table
+from gateway.operators import Asked, Handler, Table
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.config import ConfigError
@@ -92,8 +92,10 @@ class Admin:
         self._open: Final[Mapping[str, Open]] = {**dict.fromkeys(PROBES, self._probe), "/metrics": _metrics}
         """The handlers of GET and HEAD, by path."""
         own: Table = {RELOAD: {"POST": self._reload}, REQUEST: {"DELETE": self._abort}}
-        entries = (entry for table in (own, *tables) for entry in table.items())
-        self._operators: Final[Table] = dict(entries)
+        merged: dict[str, dict[str, Handler]] = {}
+        for path, methods in (entry for table in (own, *tables) for entry in table.items()):
+            merged.setdefault(path, {}).update(methods)
+        self._operators: Final[Table] = merged
         """The operators' handlers by method, by path."""
         self._patterns: Final = [
             (re.compile(path.replace("{id}", _ID).replace("{replica}", _REPLICA)), methods)

@@ -49,9 +49,11 @@ from gateway.listener import Listening, PublicServer, listen
 from gateway.pipeline import Pipeline
 from gateway.public_tls import PublicTls
 from gateway.record import HELD_BYTES, HTTP2_STREAMS, IN_FLIGHT, MEMBERS, forget_replica
+from gateway.recorder import Recorder
 from gateway.relay.credentials import Credentials
 from gateway.relay.upstream import Upstream
 from gateway.replica_api import ReplicaRoutes
+from gateway.requests_api import RequestsApi
 from gateway.routing.replicas import Replicas
 from gateway.usage_api import UsageReports
 from gateway.workers.channel import Door, WorkerStart, listen_on
@@ -123,8 +125,9 @@ class Gateway:
         pipeline = Pipeline(config, *parts, self.billing)
         self._health = health = Health(self.lifecycle, self._problems)
         self._tracing = tracing_of(config.tracing, "penstock-gateway", env)
+        self._recorder = _recorder(config, worker)
         known = self.accounts, pipeline, self.live, self.engines, store, health
-        self._edge = Edge(config, *known, clock, self._tracing)
+        self._edge = Edge(config, *known, clock, self._tracing, self._recorder)
         self._clock, self._worker = clock, worker
         self._public: Listening | None = None
         self._background = Background(self._works(), clock)
@@ -198,7 +201,8 @@ class Gateway:
         """What operators are answered by."""
         directory = DirectoryRoutes(self._registry, self._follow)
         usage = UsageReports(self._guarded or self.quotas, self.accounts, self._clock)
-        tables = directory.table, usage.table, ReplicaRoutes(self.replicas).table
+        requests = RequestsApi(self.live, self._recorder, self._clock)
+        tables = directory.table, usage.table, ReplicaRoutes(self.replicas).table, requests.table
         return Admin(self._health, self.accounts, self.reload, self.live, tables, self._clock)
 
     async def __aexit__(self, *_: object) -> None:
@@ -286,6 +290,12 @@ def _replicas(config: GatewayConfig, accounts: AccountsReader, clock: Clock) -> 
     accounts.on_models = replicas.take
     MEMBERS.set_function(replicas.counts)
     return replicas
+
+
+def _recorder(config: GatewayConfig, worker: WorkerStart | None) -> Recorder:
+    """The recorder; it keeps nothing where no operator can ask."""
+    has_admin = worker is not None or config.admin.port is not None
+    return Recorder(config.admin.records if has_admin else 0)
 
 
 def _set_gauges(live: LiveRequests, upstream: Upstream, memory: FairShare) -> None:

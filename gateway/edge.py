@@ -37,6 +37,7 @@ from gateway.identity.tenant import TenantPolicy
 from gateway.openapi import PATH, document
 from gateway.pipeline import Pipeline
 from gateway.record import Reporter, RequestRecord
+from gateway.recorder import Recorder
 from gateway.relay.stream import Progress
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
@@ -92,6 +93,7 @@ class Edge:
         health: Health,
         clock: Clock = SYSTEM_CLOCK,
         tracing: Tracing = NO_TRACING,
+        recorder: Recorder | None = None,
     ) -> None:
         self._config = config
         self._tracing = tracing
@@ -107,7 +109,7 @@ class Edge:
             timeouts.body_s, timeouts.first_token_s, timeouts.inter_token_s, timeouts.slow_client_s
         )
         self._started_s = int(clock.wall())
-        self._reporter = Reporter(tracing)
+        self._reporter = Reporter(tracing, recorder)
         self._name = secrets.token_hex(8)
         """A name of this process in the ids of its reservations, which makes them differ from other
         gateways'."""

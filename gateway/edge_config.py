@@ -264,3 +264,6 @@ class AdminConfig:
     """Port for them. Unset: there is no such listener."""
     keys: Annotated[tuple[OperatorKeyConfig, ...], Meta(max_length=ENTRIES_MAX)] = ()
     """Keys that may change something. Without one, nothing can be changed."""
+    records: Annotated[int, Meta(ge=0, le=100_000)] = 2048
+    """Completed requests that are kept for `/admin/v1/requests`, the latest of them, in 8 MiB at most. 0:
+    none."""

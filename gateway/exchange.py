@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Final
 
 from aiohttp import web
@@ -151,6 +151,9 @@ class LiveRequests:
 
     def __len__(self) -> int:
         return len(self._exchanges)
+
+    def __iter__(self) -> Iterator[Exchange]:
+        return iter(self._exchanges)
 
     def enter(self, exchange: Exchange) -> None:
         """Add a request; `leave` must follow. Raises NotReady while the gateway drains."""

@@ -12,6 +12,7 @@ from typing import Final
 from msgspec import Struct
 
 from gateway.admission.quota import Decision, Settlement
+from gateway.recorder import Recorder
 from gateway.relay.stream import Progress
 from gateway.routing.policy import Route
 from gateway.routing.replicas import Replica
@@ -186,14 +187,17 @@ def observe_decision(decision: Decision) -> None:
 class Reporter:
     """Writes completed lines and counts requests, each once."""
 
-    def __init__(self, tracing: Tracing = NO_TRACING) -> None:
+    def __init__(self, tracing: Tracing = NO_TRACING, recorder: Recorder | None = None) -> None:
         self._tracing = tracing
+        self._recorder = Recorder(0) if recorder is None else recorder
         self._tenants: set[TenantId] = set()
 
     def completed(self, record: RequestRecord, stages: Stages, seconds: float) -> None:
         stages.end()
         line = _line(record, stages, seconds)
         logs.write_line(line, "info")
+        if self._recorder.is_on:
+            self._recorder.add(line, stages.visits())
         failed = has_failed(record.status, record.error is not None)
         self._tracing.ended(stages, stages.began_s, seconds, failed=failed, line=lambda: line_of(line))
         model, tenant = record.model or NONE, self._tenant_label(record.tenant)
@@ -249,6 +253,12 @@ def _line(record: RequestRecord, stages: Stages, seconds: float) -> GatewayLine:
         quota_meter=None if refusal is None else refusal.meter.value,
         quota_scope=None if refusal is None else refusal.scope.value,
         engine_end_reason=None if closing is None else closing.end_reason,
+        engine_edge_ms=None if closing is None else closing.edge_ms,
+        engine_body_ms=None if closing is None else closing.body_ms,
+        engine_validate_ms=None if closing is None else closing.validate_ms,
+        engine_tokenize_ms=None if closing is None else closing.tokenize_ms,
+        engine_handover_ms=None if closing is None else closing.handover_ms,
+        engine_first_byte_ms=None if closing is None else closing.first_byte_ms or None,
         engine_queue_ms=None if closing is None else closing.queue_ms,
         engine_prefill_ms=None if closing is None else closing.prefill_ms,
         engine_decode_ms=None if closing is None else closing.decode_ms,

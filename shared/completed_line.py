@@ -131,6 +131,13 @@ class GatewayLine(CompletedLine, frozen=True, kw_only=True):
     engine_end_reason: str | None = None
     """The engine's own `end_reason`; empty from an engine of another make. This and the following are copies
     of the engine's line, and None where the engine told nothing."""
+    engine_edge_ms: Milliseconds | None = None
+    engine_body_ms: Milliseconds | None = None
+    engine_validate_ms: Milliseconds | None = None
+    engine_tokenize_ms: Milliseconds | None = None
+    engine_handover_ms: Milliseconds | None = None
+    engine_first_byte_ms: Milliseconds | None = None
+    """From the request's headers to the answer's first byte, at the engine."""
     engine_queue_ms: Milliseconds | None = None
     engine_prefill_ms: Milliseconds | None = None
     engine_decode_ms: Milliseconds | None = None

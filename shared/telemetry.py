@@ -236,6 +236,16 @@ class Stages:
             if name not in parts:
                 yield name, self._ended_s.get(name, end_s) - took_s, took_s
 
+    def visits(self, *, is_over: bool = True) -> list[tuple[str, float, float]]:
+        """The visits that `enter` began: the stage, and milliseconds since the first began and taken. Unless
+        the request `is_over`, the stage that runs is the last of them, until now."""
+        began_s, names = self._began_s, self._over
+        if not is_over:
+            began_s, names = [*began_s, self._monotonic()], [*names, self.now]
+        starts_s = [at - began_s[0] for at in began_s]
+        starts = _milliseconds(starts_s)
+        return list(zip(names, starts, _milliseconds(list(map(sub, starts_s[1:], starts_s))), strict=False))
+
     def _taken(self) -> tuple[_Layout, list[float]]:
         """The stages that are over, and the seconds that each took."""
         if self._final is not None:

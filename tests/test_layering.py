@@ -102,12 +102,12 @@ def test_imports_keep_to_their_floor(path: Path) -> None:
 GATEWAY_LEVELS = (
     {"accounting_config", "edge_config", "quota_config", "directory_config", "endpoints"},
     {"timeout_config", "discovery_config", "holder_config"},
-    {"config", "secret", "hygiene", "background", "shield", "client"},
+    {"config", "secret", "hygiene", "background", "shield", "client", "recorder"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
     {"accounts", "operators", "billing", "public_tls", "engines", "record", "development", "openapi"},
     {"discovery"},
     {"exchange", "directory", "usage_api", "replica_api"},
-    {"outbound", "admin", "dispatch"},
+    {"outbound", "requests_api", "admin", "dispatch"},
     {"pipeline"},  # the only one that knows the order of the stages
     {"edge"},
     {"listener"},

@@ -7,7 +7,8 @@
 | EVERY  | every worker: each has a part                         | all together, field by field   |
 
 An answer of which a worker's part is missing says `"partial": true`, and names the worker in
-`silent_workers`. An error of one worker is the answer of all: what the others did is done.
+`silent_workers`. An error of one worker is the answer of all: what the others did is done. What some workers
+do not find, and others do, is found.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from http import HTTPStatus
 from typing import Any, Final
 
 import msgspec
@@ -38,6 +40,8 @@ JOINED: Final = ("data",)
 """The fields whose lists are joined; each entry then says which worker it is of."""
 MORE: Final = "has_more"
 """The field that says whether there are more entries."""
+LATEST: Final = ("before",)
+"""The fields of which the largest counts: the next page begins where the first worker's part ended."""
 GROUPED: Final = "rows"
 """The field whose entries are added up by what they are of."""
 ERROR: Final = 400
@@ -52,6 +56,8 @@ def rule_of(method: str, path: str, *, shares_usage: bool) -> Rule:
 
 def together(answers: Mapping[int, Answer], silent: Sequence[int]) -> Answer:
     """The answer of all, of which `silent` have none. `answers` has one at least."""
+    found = {worker: one for worker, one in answers.items() if one.status != HTTPStatus.NOT_FOUND}
+    answers = found or answers
     first = next((one for one in answers.values() if one.status >= ERROR), None)
     if first is not None or (len(answers) == 1 and not silent):
         return first or next(iter(answers.values()))
@@ -82,6 +88,8 @@ def _field(name: str, values: Mapping[int, Any]) -> Any:
         return sum(values.values())
     if name == MORE:
         return any(values.values())
+    if name in LATEST:
+        return max((value for value in values.values() if value is not None), default=None)
     if name in JOINED:
         return [{**entry, "worker": worker} for worker, entries in values.items() for entry in entries]
     if name == GROUPED:

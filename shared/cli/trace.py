@@ -1,40 +1,65 @@
-"""The command `penstock trace`: the completed lines of one request in both services' logs."""
+"""The command `penstock trace`: what became of requests, from a running gateway or both services' logs."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final, TypeVar
 
+import httpx
 import msgspec
 
 from shared.arguments import Parser, checked
 from shared.cli import terminal
+from shared.cli.usage import DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE
+from shared.completed_line import GatewayLine, Line
 from shared.ids import is_request_id
+from shared.openai import ErrorEnvelope
 from shared.trace.join import join
-from shared.trace.reading import LINES_MAX, Reading
-from shared.trace.table import printable, table
+from shared.trace.reading import LINES_MAX, DamagedLine, Reading, SlowestReading, Tail, parse
+from shared.trace.record import RequestPage, RequestRecords
+from shared.trace.table import line_row, printable, record_text, summary_row, table
 
 STDIN: Final = "-"
+SLOWEST_MAX: Final = 1000
+POLL_S: Final = 0.5
+TIMEOUT_S: Final = 30.0
+
+T = TypeVar("T")
+
+
+class TraceFailed(Exception):
+    """The gateway refused, or could not be reached. The message is for the user."""
 
 
 def _id_problem(text: str) -> str | None:
     return None if is_request_id(text) else "must be 1 to 64 of A-Z a-z 0-9 . _ -"
 
 
+def _count_problem(text: str) -> str | None:
+    is_number = text.isascii() and text.isdecimal() and len(text) < 5 and 1 <= int(text) <= SLOWEST_MAX
+    return None if is_number else f"must be a whole number from 1 to {SLOWEST_MAX}"
+
+
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add `trace` to the command line."""
     parser = commands.add_parser(
         "trace",
-        help="show what became of a request, from both services' logs",
-        description="Show what became of a request: how it ended in gateway and engine, and the time of "
-        "every stage. Requests that share the id are shown one after the other.",
+        help="show what became of a request, from a running gateway or from both services' logs",
+        description="Show what became of a request: how it ended in gateway and engine, the time of every "
+        "stage, and what it waited for. Requests that share the id are shown one after the other. Without "
+        f"--logs a running gateway is asked, with an operator's key in ${KEY_VARIABLE}.",
     )
     parser.add_argument(
         "request_id",
         metavar="REQUEST_ID",
+        nargs="?",
         type=checked(_id_problem),
         help="the x-request-id of its answer",
     )
@@ -42,42 +67,178 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         "--logs",
         metavar="FILE",
         nargs="+",
-        required=True,
         help="logs of gateways and engines, in any order and mixed as you like; - is standard input",
     )
+    parser.add_argument(
+        "--slowest", metavar="N", type=checked(_count_problem), help="show the N requests that took longest"
+    )
+    parser.add_argument("--follow", action="store_true", help="show each request as it ends, in a row")
     parser.add_argument("--json", action="store_true", help="one JSON object per request")
+    parser.add_argument(
+        "--admin-url",
+        default=os.environ.get(URL_VARIABLE) or DEFAULT_URL,
+        metavar="URL",
+        help=f"the gateway's [admin] listener (default: ${URL_VARIABLE}, or {DEFAULT_URL})",
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the requests that were found. Returns 0, or 1 when there is none. Raises OSError for an
-    unreadable log."""
+    """Print the requests that were found. Returns 0, or 1 when there is none or the gateway cannot be asked,
+    and 2 for a wrong question. Raises OSError for an unreadable log."""
     terminal.prepare()
-    reading = Reading(options.request_id)
-    for name in dict.fromkeys(options.logs):
-        if name == STDIN:
-            reading.read(sys.stdin.buffer)
-        else:
-            with Path(name).open("rb") as log:
-                reading.read(log)
+    asked = [bool(options.request_id), bool(options.slowest), options.follow]
+    if sum(asked) != 1:
+        _tell("give one of REQUEST_ID, --slowest and --follow")
+        return 2
+    try:
+        if options.follow:
+            return _follow(options)
+        return _from_logs(options) if options.logs else _from_gateway(options)
+    except TraceFailed as error:
+        _tell(terminal.harmless(str(error)))
+        return 1
+
+
+def _tell(problem: str) -> None:
+    print(f"penstock trace: {problem}", file=sys.stderr)
+
+
+# -- logs -----------------------------------------------------------------------------------------
+
+
+def _from_logs(options: argparse.Namespace) -> int:
+    slowest = None if options.slowest is None else SlowestReading(int(options.slowest))
+    reading = slowest or Reading(options.request_id)
+    for log in _opened(options.logs):
+        reading.read(log)
     traces = join(reading.lines)
+    if slowest is not None:
+        traces.sort(key=lambda one: -max(line.total_ms for line in one.lines))
     if options.json:
         for trace in traces:
             print(json.dumps(msgspec.to_builtins(trace)))  # ASCII alone, so nothing that a terminal obeys
     elif traces:
         print("\n".join(table(traces)))
     for problem in _problems(reading, options.logs):
-        print(f"penstock trace: {problem}", file=sys.stderr)
+        _tell(problem)
     return 0 if traces else 1
 
 
-def _problems(reading: Reading, logs: list[str]) -> list[str]:
+def _opened(names: list[str]) -> Iterator[BinaryIO]:
+    for name in dict.fromkeys(names):
+        if name == STDIN:
+            yield sys.stdin.buffer
+        else:
+            with Path(name).open("rb") as log:
+                yield log
+
+
+def _problems(reading: Reading | SlowestReading, logs: list[str]) -> list[str]:
     """Problems with the logs that the user should know about, in words."""
     problems = []
     if not reading.lines:
-        problems.append(f"no completed line of this request in {printable(', '.join(logs))}")
+        whose = "of this request " if isinstance(reading, Reading) else ""
+        problems.append(f"no completed line {whose}in {printable(', '.join(logs))}")
     if reading.damaged:
-        problems.append(f"lines that name this request and cannot be read: {reading.damaged}")
-    if reading.left_out:
+        which = "that name this request and" if isinstance(reading, Reading) else "that"
+        problems.append(f"lines {which} cannot be read: {reading.damaged}")
+    if isinstance(reading, Reading) and reading.left_out:
         problems.append(f"only the first {LINES_MAX} lines are shown; there are {reading.left_out} more")
     return problems
+
+
+# -- a running gateway ----------------------------------------------------------------------------
+
+
+def _from_gateway(options: argparse.Namespace) -> int:
+    if options.slowest is not None:
+        page = _ask(options.admin_url, "", RequestPage, {"limit": str(SLOWEST_MAX)})
+        slowest = sorted(page.data, key=lambda one: -one.total_ms)[: int(options.slowest)]
+        for one in slowest:
+            print(json.dumps(msgspec.to_builtins(one)) if options.json else summary_row(one))
+        return 0 if slowest else 1
+    records = _ask(options.admin_url, f"/{options.request_id}", RequestRecords, {}).data
+    for number, record in enumerate(records):
+        if options.json:
+            print(json.dumps(msgspec.to_builtins(record)))
+            continue
+        print("\n".join([*([""] if number else []), *record_text(record)]))
+    return 0
+
+
+def _ask(url: str, path: str, kind: type[T], parameters: dict[str, str]) -> T:
+    """Ask a gateway. Raises TraceFailed."""
+    key = os.environ.get(KEY_VARIABLE, "")
+    try:
+        answer = httpx.get(
+            f"{url.rstrip('/')}/admin/v1/requests{path}",
+            params=parameters,
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            timeout=TIMEOUT_S,
+            trust_env=False,  # no proxy is to see an operator's key
+        )
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        hint = "; or give its logs with --logs"
+        raise TraceFailed(f"{url} does not answer: {error or type(error).__name__}{hint}") from None
+    try:
+        if answer.status_code == httpx.codes.OK:
+            return msgspec.json.decode(answer.content, type=kind)
+        problem = msgspec.json.decode(answer.content, type=ErrorEnvelope).error.message
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise TraceFailed(f"{url} is no admin listener of a gateway ({answer.status_code})") from None
+    hint = f"; put an operator's key into ${KEY_VARIABLE}" if answer.status_code == 401 else ""
+    raise TraceFailed(f"{problem} ({answer.status_code}){hint}")
+
+
+# -- following ------------------------------------------------------------------------------------
+
+
+def _follow(options: argparse.Namespace, sleep: Callable[[float], None] = time.sleep) -> int:
+    rows = _log_rows(options.logs) if options.logs else _gateway_rows(options.admin_url)
+    try:
+        for row in rows:
+            if row is None:
+                sys.stdout.flush()
+                sleep(POLL_S)
+            else:
+                print(row)
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def _log_rows(names: list[str]) -> Iterator[str | None]:
+    """A row for each request that ends in the logs; None where there is nothing new. Where a gateway writes,
+    the engines' lines are left out."""
+    with ExitStack() as files:
+        logs = [sys.stdin.buffer if n == STDIN else files.enter_context(Path(n).open("rb")) for n in names]
+        tails = [Tail(log) for log in logs]
+        has_gateway = False
+        while True:
+            for tail in tails:
+                for text in tail.lines():
+                    line = _completed(text)
+                    has_gateway |= isinstance(line, GatewayLine)
+                    if line is not None and (isinstance(line, GatewayLine) or not has_gateway):
+                        yield line_row(line)
+            yield None
+
+
+def _completed(text: bytes) -> Line | None:
+    try:
+        return parse(text)
+    except DamagedLine:
+        return None
+
+
+def _gateway_rows(url: str) -> Iterator[str | None]:
+    """A row for each request that ends at the gateway; None where there is nothing new."""
+    last = None
+    while True:
+        page = _ask(url, "", RequestPage, {"state": "done", "limit": str(SLOWEST_MAX)})
+        for one in reversed(page.data):
+            if last is not None and one.number > last:
+                yield summary_row(one)
+        last = max((one.number for one in page.data), default=0)
+        yield None

@@ -24,10 +24,13 @@ class Trace(Struct, frozen=True, omit_defaults=True):
     """The engines' lines, in the order of their ends. Empty where none was found."""
 
     @property
+    def lines(self) -> list[Line]:
+        return [*([self.gateway] if self.gateway else []), *self.engines]
+
+    @property
     def ended_s(self) -> float:
         """The time at which the last line was written, in seconds since 1970."""
-        lines = [*self.engines, *([self.gateway] if self.gateway else [])]
-        return max(line.ts.timestamp() for line in lines)
+        return max(line.ts.timestamp() for line in self.lines)
 
 
 def join(lines: Iterable[Line]) -> list[Trace]:

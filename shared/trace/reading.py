@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from heapq import heappop, heappush, nlargest
 from typing import BinaryIO, Final
 
 import msgspec
@@ -14,6 +15,9 @@ LINE_LEN_MAX: Final = 64 * 1024
 """Bytes of the longest line that is read. A completed line has a few thousand at most."""
 LINES_MAX: Final = 1000
 """The most completed lines that are kept. Callers may use an id as often as they like."""
+ENGINES_EACH: Final = 8
+"""Engines' lines that are kept for each of the slowest requests, until it is known which are theirs."""
+_MARK: Final = f'"{EVENT}"'.encode()
 
 
 class _Head(Struct):
@@ -63,6 +67,70 @@ class Reading:
                 self.lines.append(line)
             else:
                 self.left_out += 1
+
+
+class SlowestReading:
+    """The completed lines of the slowest requests: the gateway's, and of engines those that are as slow."""
+
+    def __init__(self, count: int) -> None:
+        self.damaged = 0
+        self._count = count
+        self._heaps: dict[bool, list[tuple[float, int, Line]]] = {True: [], False: []}
+        """By whether it is the gateway's: the slowest lines, the fastest of them first."""
+        self._number = 0
+
+    @property
+    def lines(self) -> list[Line]:
+        """The lines that were found: of engines only those of requests that are shown."""
+        gateways = [line for _, _, line in self._heaps[True]]
+        engines = [line for _, _, line in self._heaps[False]]
+        if gateways:
+            spans = {line.span_id for line in gateways}
+            return gateways + [line for line in engines if line.parent_span_id in spans]
+        return [line for _, _, line in nlargest(self._count, self._heaps[False])]
+
+    def read(self, log: BinaryIO) -> None:
+        """Read a log to its end. Raises OSError."""
+        for text in bounded_lines(log):
+            self.take(text)
+
+    def take(self, text: bytes) -> None:
+        """Take one line of a log."""
+        if _MARK not in text:
+            return
+        try:
+            line = parse(text)
+        except DamagedLine:
+            self.damaged += 1
+            return
+        if line is None:
+            return
+        is_gateways = isinstance(line, GatewayLine)
+        heap, room = self._heaps[is_gateways], self._count if is_gateways else ENGINES_EACH * self._count
+        self._number += 1
+        heappush(heap, (line.total_ms, self._number, line))
+        if len(heap) > room:
+            heappop(heap)
+
+
+class Tail:
+    """The lines that are appended to a log file, as they come."""
+
+    def __init__(self, log: BinaryIO) -> None:
+        self._log = log
+        self._rest = b""
+        self._is_long = False
+
+    def lines(self) -> Iterator[bytes]:
+        """The lines that are whole by now. A line that grows too long is left out."""
+        while piece := self._log.read(LINE_LEN_MAX):
+            *whole, self._rest = (self._rest + piece).split(b"\n")
+            for line in whole:
+                if not self._is_long:
+                    yield line
+                self._is_long = False
+            if len(self._rest) > LINE_LEN_MAX:
+                self._rest, self._is_long = b"", True
 
 
 def bounded_lines(log: BinaryIO) -> Iterator[bytes]:

@@ -1,7 +1,6 @@
 """A request as readable text: what happened in words, then every stage with its times.
 
-The two services have an axis each, from the request's headers to its end there. The engine's lies within the
-gateway's `wait` and `relay`; their clocks do not say where exactly.
+Both services are on one time axis (`shared.trace.axis`), which says how far off the engine's times may be.
 
 Every value is shown as printable text on one line: no control character, which a terminal could obey, and no
 line end, which could forge a row.
@@ -9,20 +8,22 @@ line end, which could forge a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC
 from typing import Final
 
-from shared.completed_line import ENGINE_STAGES, GATEWAY_STAGES, EngineLine, GatewayLine, Line
+from shared.causes import Cause
+from shared.completed_line import EngineLine, GatewayLine, Line
 from shared.end_reason import MEANINGS
+from shared.trace.axis import Axis, Bar, axis, named
 from shared.trace.join import Trace
+from shared.trace.record import RequestRecord, RequestSummary
+from shared.trace.sentences import duration, sentence
 
 SHOWN_LEN_MAX: Final = 300
 """Characters of one value that are shown."""
-REST_MS_MIN: Final = 0.1
-"""The shortest time between stages that has a row, in milliseconds."""
-BETWEEN: Final = ("preempted", "stalled")
-"""Stages of the engine that come in between others, so that they have no beginning of their own."""
+BAR_WIDTH: Final = 32
+"""Characters of the longest bar."""
 _UNPRINTABLE: Final = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -39,10 +40,14 @@ def table(traces: Sequence[Trace]) -> Iterator[str]:
         if number > 1:
             yield ""
         count = f", {number} of {len(traces)}" if len(traces) > 1 else ""
-        yield printable(f"request {trace.request_id}{count}")
-        yield from _words(trace)
+        yield from _heading_and_words(trace, count)
         yield ""
         yield from _stages(trace)
+
+
+def _heading_and_words(trace: Trace, number: str = "") -> Iterator[str]:
+    yield printable(f"request {trace.request_id}{number}")
+    yield from _words(trace)
 
 
 # -- words ----------------------------------------------------------------------------------------
@@ -61,11 +66,14 @@ def _words(trace: Trace) -> Iterator[str]:
         yield from _gateway(trace.gateway)
     else:
         yield _row("gateway", "no line in these logs: its log is missing, or the engine was asked directly")
-    for label, engine in _labelled(trace.engines):
+    for label, engine in named(trace.engines):
         yield from _end(label, engine)
         yield from _engine_tokens(engine)
     if missing := _missing(trace):
         yield _row("engine", missing)
+    told = next((one.causes for one in (trace.gateway, *trace.engines) if one and one.causes), ())
+    for number, cause in enumerate(told):
+        yield _row("" if number else "why", sentence(cause))
 
 
 def _gateway(line: GatewayLine) -> Iterator[str]:
@@ -115,12 +123,6 @@ def _missing(trace: Trace) -> str | None:
     return f"{_count(missing, 'line')} missing: not in these logs, not reached, or of another make"
 
 
-def _labelled(engines: Sequence[EngineLine]) -> list[tuple[str, EngineLine]]:
-    if len(engines) == 1:
-        return [("engine", engines[0])]
-    return [(f"engine {number}", line) for number, line in enumerate(engines, 1)]
-
-
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
@@ -133,32 +135,76 @@ def _row(label: str, text: str) -> str:
 
 
 def _stages(trace: Trace) -> Iterator[str]:
+    shown = axis(trace.gateway, trace.engines)
+    ends = {"gateway": trace.gateway.stage} if trace.gateway else {}
+    ends |= {label: engine.stage for label, engine in named(trace.engines)}
+    yield from waterfall(shown, ends)
+
+
+def waterfall(shown: Axis, ends: Mapping[str, str]) -> Iterator[str]:
+    """The axis as rows with bars. `ends` has the stage in which the request ended, by service."""
     yield f"  {'service':<9}{'stage':<12}{'from ms':>12}{'takes ms':>12}"
-    if trace.gateway is not None:
-        yield from _axis("gateway", trace.gateway, GATEWAY_STAGES)
-    for label, engine in _labelled(trace.engines):
-        yield from _axis(label, engine, ENGINE_STAGES)
+    whole_ms = max((bar.from_ms + bar.takes_ms for bar in shown.bars if bar.from_ms is not None), default=0.0)
+    for bar in shown.bars:
+        at = "" if bar.from_ms is None else f"{bar.from_ms:.3f}"
+        mark = "   ended here" if ends.get(bar.service) == bar.stage else ""
+        row = f"  {bar.service:<9}{bar.stage:<12}{at:>12}{bar.takes_ms:>12.3f}  {_bar(bar, whole_ms)}{mark}"
+        yield printable(row.rstrip())
+    if shown.error_ms is not None:
+        yield f"  the engine's times are placed within {shown.error_ms:.3f} ms"
 
 
-def _axis(label: str, line: Line, stages: Sequence[str]) -> Iterator[str]:
-    """The stages that the request came to, in order, and what is left of its time."""
-    at_ms = between_ms = 0.0
-    for stage in stages:
-        takes_ms: float | None = getattr(line, f"{stage}_ms")
-        if takes_ms is None:
-            continue
-        is_between = stage in BETWEEN
-        yield _stage_row(label, stage, None if is_between else at_ms, takes_ms, is_last=stage == line.stage)
-        if is_between:
-            between_ms += takes_ms
-        else:
-            at_ms += takes_ms
-    rest_ms = line.total_ms - at_ms - between_ms
-    if rest_ms >= REST_MS_MIN:
-        yield _stage_row(label, "(other)", None, rest_ms, is_last=False)
+def _bar(bar: Bar, whole_ms: float) -> str:
+    if bar.from_ms is None or whole_ms <= 0.0:
+        return " " * BAR_WIDTH
+    first = min(BAR_WIDTH - 1, int(bar.from_ms / whole_ms * BAR_WIDTH))
+    width = max(1, min(BAR_WIDTH - first, round(bar.takes_ms / whole_ms * BAR_WIDTH)))
+    return f"{' ' * first}{'=' * width}".ljust(BAR_WIDTH)
 
 
-def _stage_row(label: str, stage: str, at_ms: float | None, takes_ms: float, *, is_last: bool) -> str:
-    at = "" if at_ms is None else f"{at_ms:.3f}"
-    mark = "   ended here" if is_last else ""
-    return f"  {label:<9}{stage:<12}{at:>12}{takes_ms:>12.3f}{mark}"
+# -- requests in a row each -----------------------------------------------------------------------
+
+
+def record_text(record: RequestRecord) -> Iterator[str]:
+    """A gateway's record of a request as text."""
+    one = record.summary
+    if record.line is not None:
+        yield from _heading_and_words(Trace(one.request_id, record.line))
+    else:
+        yield printable(f"request {one.request_id}, in progress")
+        model, tenant = one.model or "no model", one.tenant or "no tenant"
+        yield _row("asked", f"{one.method} {one.endpoint}; model {model}, tenant {tenant}")
+        yield _row(
+            "now", f"in {one.stage} for {duration(one.total_ms)} in all; {_count(one.events, 'event')}"
+        )
+    yield ""
+    ends = {"gateway": one.stage} if not one.is_live else {}
+    yield from waterfall(record.axis, ends)
+
+
+def summary_row(one: RequestSummary, causes: Sequence[Cause] = ()) -> str:
+    """A request in one row: when, how it ended, how long it took, whose it was, and why it took long."""
+    ended = one.began_at.astimezone(UTC).strftime("%H:%M:%S.%f")[:-3]
+    end = f"in {one.stage}" if one.is_live else f"{one.status} {one.end_reason}"
+    longest = max(causes, key=lambda cause: cause.ms, default=None)
+    why = "" if longest is None else f"  {sentence(longest)}"
+    whose = f"{one.tenant or '-'} {one.model or '-'}"
+    return printable(f"{ended}  {duration(one.total_ms):>10}  {end:<24} {whose}  {one.request_id}{why}")
+
+
+def line_row(line: Line) -> str:
+    """A completed line in one row."""
+    one = RequestSummary(
+        request_id=line.request_id,
+        is_live=False,
+        began_at=line.ts,
+        total_ms=line.total_ms,
+        stage=line.stage,
+        method=line.method,
+        endpoint=line.endpoint,
+        tenant=line.tenant,
+        model=line.model,
+        status=line.status,
+        end_reason=line.end_reason,
+    )
+    return summary_row(one, line.causes or ())

@@ -66,7 +66,7 @@ def test_a_request_is_shown_in_words_and_stage_by_stage() -> None:
     assert "engine   499 client_cancel in decode, after" in text
     assert text.count("the client left before its answer was complete") == 2
     assert text.count("prompt 12 tokens (0 cached), answer ") == 2
-    rows = [row.split() for row in text[text.index("service") :].splitlines()[1:]]
+    rows = [row.split() for row in text[text.index("service") :].splitlines()[1:-1]]
     stages = [tuple(row[:2]) for row in rows]
     assert stages[:3] == [("gateway", "edge"), ("gateway", "auth"), ("gateway", "seat")]
     assert stages.index(("gateway", "settle")) < stages.index(("engine", "body"))
@@ -75,7 +75,7 @@ def test_a_request_is_shown_in_words_and_stage_by_stage() -> None:
 
 def test_the_gateways_stages_follow_one_another_until_its_total() -> None:
     text = shown("left", line_of("gateway", "left"))
-    rows = [row.split() for row in text[text.index("service") :].splitlines()[1:]]
+    rows = [row.split() for row in text[text.index("service") :].splitlines()[1:] if "gateway" in row]
     spans = [(float(row[2]), float(row[3])) for row in rows]
     for (start, takes), (following, _) in pairwise(spans):
         assert start + takes == pytest.approx(following, abs=0.002)
@@ -276,7 +276,6 @@ def test_json_has_every_field_that_the_lines_have(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (("left",), "--logs"),
         (("not an id", "--logs", str(REAL)), "must be 1 to 64"),
         (("\x1b[2J", "--logs", str(REAL)), "must be 1 to 64"),
     ],

@@ -1,0 +1,180 @@
+"""`GET /admin/v1/requests` and `GET /admin/v1/requests/{id}`: live and recent requests, for operators.
+
+    state                       live, done; both without it
+    tenant, model, endpoint     only of this one
+    status                      a status such as 429, or a class such as 5xx; of completed requests alone
+    end_reason                  a word of `shared.end_reason`; of completed requests alone
+    min_ms                      only what took so long, or has taken so long
+    limit                       rows at most: 100 without it, `LIMIT_MAX` at most
+    before                      completed requests before this number: what a page's `before` says
+
+Rules:
+
+1. An answer is bounded, in rows and in the work that it takes: the ring is searched, and one page is made.
+2. It tells of every tenant, so it is for operators alone (`gateway.admin`, rule 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime, timedelta
+from http import HTTPStatus
+from typing import Final
+
+import msgspec
+from aiohttp import web
+from msgspec import Struct
+
+from gateway.client.responses import json_response
+from gateway.exchange import Exchange, LiveRequests
+from gateway.operators import Asked, Table
+from gateway.recorder import Recorder
+from shared.clock import SYSTEM_CLOCK, Clock
+from shared.end_reason import EndReason
+from shared.errors import InvalidRequest, NotFound
+from shared.trace.axis import Axis, Bar, Visit
+from shared.trace.record import RequestPage, RequestRecord, RequestRecords, RequestSummary
+
+REQUESTS: Final = "/admin/v1/requests"
+REQUEST: Final = "/admin/v1/requests/{id}"
+LIMIT: Final = 100
+LIMIT_MAX: Final = 1000
+SAME_ID_MAX: Final = 16
+"""Records of one id that are answered."""
+NAME_LEN_MAX: Final = 512
+_NUMBERS: Final = {"limit": LIMIT_MAX, "before": 2**53, "min_ms": 10**12}
+_TEXTS: Final = ("tenant", "model", "endpoint", "end_reason", "status", "state")
+_STATUSES: Final = ("1xx", "2xx", "3xx", "4xx", "5xx")
+
+
+class Query(Struct, frozen=True, kw_only=True):
+    """An operator's question."""
+
+    live: bool = True
+    done: bool = True
+    tenant: str | None = None
+    model: str | None = None
+    endpoint: str | None = None
+    status: str | None = None
+    end_reason: str | None = None
+    min_ms: int = 0
+    limit: int = LIMIT
+    before: int | None = None
+
+    def covers(self, one: RequestSummary) -> bool:
+        """True if the request is asked for."""
+        return (
+            one.total_ms >= self.min_ms
+            and self.tenant in (None, one.tenant)
+            and self.model in (None, one.model)
+            and self.endpoint in (None, one.endpoint)
+            and self.end_reason in (None, one.end_reason)
+            and self.status in (None, str(one.status), f"{(one.status or 0) // 100}xx")
+        )
+
+
+def parse(parameters: Mapping[str, str]) -> Query:
+    """The question in a query string. Raises InvalidRequest, naming the parameter."""
+    asked: dict[str, object] = {}
+    for name, text in parameters.items():
+        if name in _NUMBERS:
+            asked[name] = _number(name, text)
+        elif name in _TEXTS and 0 < len(text) <= NAME_LEN_MAX:
+            asked[name] = text
+        elif name in _TEXTS:
+            raise InvalidRequest(f"{name} must have 1 to {NAME_LEN_MAX} characters.", param=name)
+        else:
+            known = ", ".join((*_TEXTS, *_NUMBERS))
+            raise InvalidRequest(f"There are the parameters {known}.", param=name[:64])
+    state = asked.pop("state", None)
+    if state not in (None, "live", "done"):
+        raise InvalidRequest("state must be live or done.", param="state")
+    if (reason := asked.get("end_reason")) is not None and reason not in EndReason.__members__.values():
+        raise InvalidRequest(f"end_reason must be one of {', '.join(EndReason)}.", param="end_reason")
+    status = str(asked.get("status", "200"))
+    if status not in _STATUSES and not (len(status) == 3 and status.isascii() and status.isdecimal()):
+        raise InvalidRequest("status must be one such as 429, or a class such as 5xx.", param="status")
+    return msgspec.convert({**asked, "live": state != "done", "done": state != "live"}, Query)
+
+
+def _number(name: str, text: str) -> int:
+    least = 1 if name == "limit" else 0
+    if not (text.isascii() and text.isdecimal() and len(text) <= 16 and least <= int(text) <= _NUMBERS[name]):
+        raise InvalidRequest(f"{name} must be a whole number from {least} to {_NUMBERS[name]}.", param=name)
+    return int(text)
+
+
+class RequestsApi:
+    """The handlers."""
+
+    def __init__(self, live: LiveRequests, recorder: Recorder, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._live: Final = live
+        self._recorder: Final = recorder
+        self._clock: Final = clock
+
+    @property
+    def table(self) -> Table:
+        """The handlers."""
+        return {REQUESTS: {"GET": self._list}, REQUEST: {"GET": self._show}}
+
+    async def _list(self, asked: Asked) -> web.Response:
+        """Raises InvalidRequest."""
+        return _json(self.page(parse(asked.request.query)))
+
+    async def _show(self, asked: Asked) -> web.Response:
+        """Raises NotFound."""
+        live = [self._live_record(one) for one in self._live if one.request_id == asked.id]
+        done = self._recorder.find(asked.id, SAME_ID_MAX - len(live[:SAME_ID_MAX]))
+        found = (*live[:SAME_ID_MAX], *done)
+        if not found:
+            raise NotFound("There is no such request among the live ones and the latest.")
+        return _json(RequestRecords(found))
+
+    def page(self, query: Query) -> RequestPage:
+        """The requests that are asked for."""
+        found: list[RequestSummary] = []
+        if query.live and query.before is None:
+            lives = sorted(self._lives(), key=lambda one: one.total_ms)
+            found = [one for one in lives if query.covers(one)][: query.limit]
+        if query.done:
+            for one in self._recorder.newest_first(query.before):
+                if len(found) == query.limit:
+                    last = found[-1]
+                    return RequestPage(tuple(found), last.number if not last.is_live else one.number + 1)
+                if query.covers(one):
+                    found.append(one)
+        return RequestPage(tuple(found))
+
+    def _lives(self) -> Iterator[RequestSummary]:
+        return (self._live_summary(exchange) for exchange in self._live)
+
+    def _live_summary(self, exchange: Exchange) -> RequestSummary:
+        record, now_s = exchange.record, self._clock.monotonic()
+        total_s = now_s - exchange.arrived_s
+        return RequestSummary(
+            request_id=exchange.request_id,
+            is_live=True,
+            began_at=datetime.fromtimestamp(self._clock.wall(), UTC) - timedelta(seconds=total_s),
+            total_ms=round(total_s * 1e3, 3),
+            stage=exchange.stages.now,
+            method=record.method,
+            endpoint=record.endpoint,
+            stream=exchange.streams,
+            tenant=record.tenant,
+            key_id=record.key,
+            model=record.model,
+            replica=record.replica,
+            attempts=record.attempts,
+            prompt_tokens=record.prompt_tokens,
+            events=exchange.progress.events,
+            first_byte_ms=None if record.first_byte_s is None else round(record.first_byte_s * 1e3, 3),
+        )
+
+    def _live_record(self, exchange: Exchange) -> RequestRecord:
+        visits = tuple(Visit(*visit) for visit in exchange.stages.visits(is_over=False))
+        bars = tuple(Bar("gateway", visit.stage, visit.takes_ms, visit.from_ms) for visit in visits)
+        return RequestRecord(summary=self._live_summary(exchange), visits=visits, axis=Axis(bars))
+
+
+def _json(answer: RequestPage | RequestRecords) -> web.Response:
+    return json_response(HTTPStatus.OK, msgspec.json.encode(answer), {})

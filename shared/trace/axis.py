@@ -1,0 +1,124 @@
+"""Both services' stages on one time axis: that of the gateway, from the request's headers on.
+
+No two clocks are compared. The gateway knows when it sent the request and when the answer's first byte came;
+the engine knows how long it took from the request's headers to that byte. What is left between the two is the
+hop's round trip: the engine's part lies within it, and is put into its middle. So it is off by half of the
+round trip at most, and that error is told. Without a first byte, the whole time at the engine is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+from msgspec import Struct
+
+from shared.completed_line import ENGINE_STAGES, GATEWAY_STAGES, EngineLine, GatewayLine
+
+BETWEEN = ("preempted", "stalled", "handover")
+"""Stages of the engine that come in between others, so that they have no beginning of their own."""
+TOLD = ("edge", "body", "validate", "tokenize", "queue", "prefill", "decode", *BETWEEN)
+"""The engine's stages that the gateway's line has."""
+
+
+class Visit(Struct, frozen=True, array_like=True):
+    """A visit to a stage, in milliseconds from the request's headers."""
+
+    stage: str
+    from_ms: float
+    takes_ms: float
+
+
+class Bar(Struct, frozen=True, omit_defaults=True):
+    """A stage on the axis, in milliseconds."""
+
+    service: str
+    stage: str
+    takes_ms: float
+    from_ms: float | None = None
+    """None for a stage that comes in between others, and where nobody knows."""
+
+
+class Axis(Struct, frozen=True, omit_defaults=True):
+    """The stages of one request."""
+
+    bars: tuple[Bar, ...]
+    error_ms: float | None = None
+    """How far off the engine's bars may be, against the gateway's. None where there are not both."""
+
+
+def axis(gateway: GatewayLine | None, engines: Sequence[EngineLine], visits: Sequence[Visit] = ()) -> Axis:
+    """The axis of a request, from what is known of it. `visits` are the gateway's, where they are known; else
+    its stages are taken to have been visited once each, in their order."""
+    if gateway is None:
+        return Axis(
+            tuple(chain.from_iterable(_engine_bars(name, line, 0.0) for name, line in named(engines)))
+        )
+    visits = visits or list(visits_of(gateway))
+    bars = [Bar("gateway", visit.stage, visit.takes_ms, visit.from_ms) for visit in visits]
+    waits = [visit for visit in visits if visit.stage == "wait"]
+    if engines:
+        place = _place(gateway, waits, engines[-1].total_ms)
+        for name, line in named(engines):
+            bars += _engine_bars(name, line, place[0] if place and line is engines[-1] else None)
+    else:
+        place = _place(gateway, waits, None)
+        bars += _told_bars(gateway, place[0] if place else None)
+    return Axis(tuple(bars), place[1] if place and any(bar.service != "gateway" for bar in bars) else None)
+
+
+def visits_of(line: GatewayLine) -> Iterator[Visit]:
+    """The gateway's stages one after the other, as its line has them."""
+    at_ms = 0.0
+    for stage in GATEWAY_STAGES:
+        takes_ms: float | None = getattr(line, f"{stage}_ms")
+        if takes_ms is not None:
+            yield Visit(stage, round(at_ms, 3), takes_ms)
+            at_ms += takes_ms
+
+
+def named(engines: Sequence[EngineLine]) -> list[tuple[str, EngineLine]]:
+    """The engines' lines with names that differ."""
+    if len(engines) == 1:
+        return [("engine", engines[0])]
+    return [(f"engine {number}", line) for number, line in enumerate(engines, 1)]
+
+
+def _place(
+    gateway: GatewayLine, waits: Sequence[Visit], total_ms: float | None
+) -> tuple[float, float] | None:
+    """When the engine that answered got the request, on the gateway's axis, and how far off that may be."""
+    if not waits:
+        return None
+    wait = waits[-1]
+    first_ms = gateway.engine_first_byte_ms
+    if first_ms and gateway.first_byte_ms is not None:
+        room_ms = gateway.first_byte_ms - wait.from_ms - first_ms
+    elif total_ms is not None:
+        room_ms = gateway.total_ms - wait.from_ms - total_ms
+    else:
+        told = sum(getattr(gateway, f"engine_{stage}_ms") or 0.0 for stage in TOLD)
+        room_ms = gateway.total_ms - wait.from_ms - told
+    return round(wait.from_ms + max(0.0, room_ms) / 2, 3), round(abs(room_ms) / 2, 3)
+
+
+def _engine_bars(name: str, line: EngineLine, at_ms: float | None) -> Iterator[Bar]:
+    times = ((stage, getattr(line, f"{stage}_ms")) for stage in ENGINE_STAGES)
+    return _row(name, times, at_ms)
+
+
+def _told_bars(line: GatewayLine, at_ms: float | None) -> Iterator[Bar]:
+    """The engine's stages, as its closing told them to the gateway."""
+    times = ((stage, getattr(line, f"engine_{stage}_ms") or None) for stage in TOLD)
+    return _row("engine", times, at_ms)
+
+
+def _row(name: str, times: Iterator[tuple[str, float | None]], at_ms: float | None) -> Iterator[Bar]:
+    """Bars one after the other. Those that come in between move what follows them."""
+    for stage, takes_ms in times:
+        if takes_ms is None:
+            continue
+        is_between = stage in BETWEEN
+        yield Bar(name, stage, takes_ms, None if is_between or at_ms is None else round(at_ms, 3))
+        if at_ms is not None:
+            at_ms += takes_ms

@@ -1,0 +1,72 @@
+"""The answers of a gateway's admin API about single requests: `GET /admin/v1/requests` and the record of one.
+
+They hold no text of prompts or answers.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from msgspec import Struct
+
+from shared.completed_line import GatewayLine
+from shared.trace.axis import Axis, Visit
+
+
+class RequestSummary(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A request in one row. What is not known yet is left out."""
+
+    request_id: str
+    is_live: bool
+    number: int = 0
+    """Orders completed requests by their ends, those of several workers, too: microseconds since 1970, each
+    once in a worker. 0 for a live one."""
+    began_at: datetime
+    total_ms: float
+    """Until its end, or until now."""
+    stage: str
+    """The stage in which it ended, or is."""
+    method: str
+    endpoint: str
+    stream: bool = False
+    tenant: str | None = None
+    key_id: str | None = None
+    model: str | None = None
+    status: int | None = None
+    end_reason: str | None = None
+    error_code: str | None = None
+    replica: str | None = None
+    attempts: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int | None = None
+    events: int = 0
+    """Events that were passed on to the client: about the tokens that it was sent."""
+    first_byte_ms: float | None = None
+
+
+class RequestPage(Struct, frozen=True):
+    """Requests, the newest first: the live ones, then the completed ones."""
+
+    data: tuple[RequestSummary, ...]
+    before: int | None = None
+    """Ask again with this `before` for older ones. None: there are none."""
+
+
+class RequestRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """All that a gateway knows of one request."""
+
+    summary: RequestSummary
+    line: GatewayLine | None = None
+    """Its completed line. None while it is live."""
+    visits: tuple[Visit, ...] = ()
+    """The gateway's stages, each visit by itself."""
+    axis: Axis
+    """The stages of both services."""
+    causes: tuple[str, ...] = ()
+    """What it waited for, in words."""
+
+
+class RequestRecords(Struct, frozen=True):
+    """The requests of one id, the newest first: callers choose the ids."""
+
+    data: tuple[RequestRecord, ...]
