@@ -17,6 +17,7 @@ from gateway.relay.stream import Progress
 from gateway.routing.policy import Route
 from gateway.routing.replicas import Replica
 from shared import logs
+from shared.causes import Cause, CauseCode, most_telling
 from shared.completed_line import EVENT, GATEWAY_STAGES, GatewayLine
 from shared.end_reason import EndReason, end_reason_of
 from shared.errors import STATUS_CLIENT_GONE, ApiError
@@ -28,6 +29,8 @@ from shared.tracing import NO_TRACING, Tracing, has_failed, line_of
 
 TENANTS_SHOWN_MAX: Final = 100
 FAILURES_SHOWN_MAX: Final = 8
+SLOW_TOKENIZER_MS: Final = 50.0
+"""The time from which on counting tokens is a cause to be told, in milliseconds."""
 NONE: Final = "none"
 """The label of a request that ended before it had the value."""
 
@@ -241,7 +244,7 @@ def _line(record: RequestRecord, stages: Stages, seconds: float) -> GatewayLine:
         prompt_tokens=record.prompt_tokens if closing is None else closing.prompt_tokens,
         completion_tokens=None if closing is None else closing.completion_tokens,
         cached_tokens=None if closing is None else closing.cached_tokens,
-        causes=None if closing is None else closing.causes or None,
+        causes=_causes(closing, tokenize),
         body_ms=body, validate_ms=validate, tokenize_ms=tokenize,
         service="gateway", key_id=record.key, replica=record.replica, attempts=record.attempts,
         failed_attempts=", ".join(record.failures) or None,
@@ -268,6 +271,14 @@ def _line(record: RequestRecord, stages: Stages, seconds: float) -> GatewayLine:
         edge_ms=edge, auth_ms=auth, answer_ms=answer, seat_ms=seat, tenant_ms=tenant, quota_ms=quota,
         route_ms=route, connect_ms=connect, wait_ms=wait, relay_ms=relay, settle_ms=settle,
     )  # fmt: skip
+
+
+def _causes(closing: Closing | None, tokenize_ms: float | None) -> tuple[Cause, ...] | None:
+    """What the engine told, and the tokenizer here if it was slow. None where there is nothing to tell."""
+    told = () if closing is None else closing.causes
+    if tokenize_ms is not None and tokenize_ms >= SLOW_TOKENIZER_MS:
+        told = most_telling((Cause(code=CauseCode.TOKENIZER, ms=tokenize_ms), *told))
+    return told or None
 
 
 def _ms(seconds: float) -> float:

@@ -66,6 +66,10 @@ class SequenceMarks(Struct, eq=False):
     arrived: StepRecord = NO_STEP
     admitted: StepRecord | None = None
     first_token: StepRecord | None = None
+    admitted_before: tuple[int, ...] = (0, 0, 0)
+    """Sequences that had been admitted when it came, for each class, FLEX first."""
+    admitted_first: tuple[int, ...] | None = None
+    """Those that had been when it was admitted itself; None until then."""
     interruptions: tuple[Interruption, ...] = ()
 
     def interrupted(self, interruption: Interruption) -> None:
@@ -116,7 +120,8 @@ def wait_cause(
     before, after = marks.arrived.sums, admitted.sums
     lacking_s = [late - early for early, late in zip(before.lacking_s, after.lacking_s, strict=True)]
     lack = max(Lack, key=lambda one: (lacking_s[one], -one))
-    taken = [late - early for early, late in zip(before.admitted, after.admitted, strict=True)]
+    first = marks.admitted_first or ring.admitted
+    taken = [late - early for early, late in zip(marks.admitted_before, first, strict=True)]
     higher = sum(taken[marks.service_class + 1 :])
     steps = ring.between(marks.arrived.number, admitted.number)
     seen = next((step for step in steps if step.lack is lack), admitted)

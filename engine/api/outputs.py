@@ -119,7 +119,9 @@ class ChoiceOutput:
         """Tokens that came since there was something to send."""
         self._unsent_text_len = 0
         self._steps: Final = StepRing() if steps is None else steps
-        self._marks: Final = SequenceMarks(service_class, prompt_len, self._steps.last)
+        self._marks: Final = SequenceMarks(
+            service_class, prompt_len, self._steps.last, admitted_before=tuple(self._steps.admitted)
+        )
         self._halts: Final = Halts(self._steps)
         self._preempted_in_prefill_s = 0.0
 
@@ -190,6 +192,8 @@ class ChoiceOutput:
         self.cached_len = started.cached_len
         self._queue_s = started.queue_s
         self._marks.admitted = self._steps.last
+        self._marks.admitted_first = tuple(self._steps.admitted)
+        self._steps.admitted[self._marks.service_class] += 1
 
     def on_paused(self, now: float) -> None:
         """Note that the core was told to pause the sequence."""

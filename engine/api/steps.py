@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Final
 
-from engine.core.messages import Lack, StepRecord, StepSums
+from engine.core.messages import Lack, ServiceClass, StepRecord, StepSums
 
 STEPS_MAX: Final = 1024
 """Records in the ring: some 600 bytes each."""
@@ -30,13 +30,15 @@ NO_STEP: Final = StepRecord(0, 0.0, 0.0, 0.0, 0, 0, (0, 0, 0), 0, Lack.NOTHING, 
 
 
 class StepRing:
-    """The newest steps, and the longest."""
+    """The newest steps and the longest, and the sequences that were admitted."""
 
-    __slots__ = ("_beaten", "_long", "_ring", "last")
+    __slots__ = ("_beaten", "_long", "_ring", "admitted", "last")
 
     def __init__(self) -> None:
         self.last = NO_STEP
         """The step that was committed last."""
+        self.admitted = [0] * len(ServiceClass)
+        """Sequences that were admitted for the first time, for each class, FLEX first."""
         self._ring: deque[StepRecord] = deque(maxlen=STEPS_MAX)
         self._long: list[StepRecord] = []
         """Long steps in which sequences decoded, in order."""

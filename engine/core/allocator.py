@@ -79,8 +79,6 @@ class Allocator:
         """The running sequences by slot, in the order of admission."""
         self.preemptions = 0
         """Preemptions since the start, those of stalled sequences included."""
-        self.admitted: Final = [0] * len(ServiceClass)
-        """Sequences that were admitted for the first time since the start, by class."""
         self.lack = Lack.NOTHING
         """What the first sequence lacked that did not fit into the plan that is made."""
 
@@ -220,9 +218,7 @@ class Allocator:
     def admit(self, sequence: Sequence, prefix: Prefix, builder: PlanBuilder, now: float) -> None:
         """Give a slot and pages to a waiting sequence that fits."""
         self._waiting.admit(sequence)
-        if sequence.status is Status.WAITING:
-            self.admitted[sequence.service_class] += 1
-        else:
+        if sequence.status is not Status.WAITING:
             self._moved.append(Moved(sequence.handle, Move.READMITTED, sequence.swapped is not None))
         if sequence.status is not Status.STALLED:
             self.pages.acquire(prefix.pages)

@@ -332,8 +332,6 @@ class StepSums(msgspec.Struct, array_like=True, frozen=True):
     prompt_tokens: int = 0
     decodes: int = 0
     """Rows that computed the token of a sequence that decodes."""
-    admitted: tuple[int, ...] = (0, 0, 0)
-    """Sequences that were admitted for the first time, for each class, FLEX first."""
     lacking_s: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     """Time in which sequences waited, for each `Lack`."""
 

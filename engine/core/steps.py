@@ -49,7 +49,6 @@ class StepBook:
             before.prompts + prompts,
             before.prompt_tokens + work.prompt_tokens,
             before.decodes + work.decode_rows,
-            tuple(allocator.admitted),
             tuple(lacking_s),
         )
         pages = allocator.pages

@@ -82,6 +82,8 @@ def _gateway(line: GatewayLine) -> Iterator[str]:
     engines = "no engine was asked" if not line.attempts else f"asked {_count(line.attempts, 'engine')}"
     replica = f", last {line.replica}" if line.replica else ""
     yield _row("", f"{first}{engines}{replica}")
+    if line.failed_attempts:
+        yield _row("", f"failed before: {line.failed_attempts}")
     if line.quota_meter is not None:
         yield _row("", f"refused by the {line.quota_scope}'s quota of {line.quota_meter}")
     is_counted = line.prompt_exact or line.prompt_tokens

@@ -32,7 +32,6 @@ class Steps:
         decodes: int = 1,
         copied_pages: int = 0,
         lack: Lack = Lack.NOTHING,
-        admitted: tuple[int, int, int] = (0, 0, 0),
     ) -> StepRecord:
         before = self.ring.last.sums
         lacking_s = list(before.lacking_s)
@@ -44,7 +43,6 @@ class Steps:
             before.prompts + prompts,
             before.prompt_tokens + prompt_tokens,
             before.decodes + decodes,
-            tuple(a + b for a, b in zip(before.admitted, admitted, strict=True)),
             tuple(lacking_s),
         )
         step = StepRecord(
@@ -58,7 +56,7 @@ class Steps:
         self, spent: Spent, *interruptions: Interruption, since: StepRecord = NO_STEP
     ) -> list[Cause]:
         """The causes of a sequence that has decoded since then."""
-        marks = SequenceMarks(DEFAULT, 10, since, since, since, interruptions)
+        marks = SequenceMarks(DEFAULT, 10, since, since, since, interruptions=interruptions)
         return list(causes_of(marks, spent, self.ring))
 
 
@@ -85,8 +83,10 @@ def test_a_wait_is_put_down_to_what_was_lacking_for_longest(lack: Lack, says: st
     steps = Steps()
     arrived = steps.add(lack=Lack.TURN, prompt_tokens=77)
     steps.add(0.4, lack=lack, prompt_tokens=1000)
-    steps.add(0.3, lack=Lack.SLOTS if lack is not Lack.SLOTS else Lack.PAGES, admitted=(0, 0, 3))
-    marks = SequenceMarks(DEFAULT, 10, arrived, steps.ring.last)
+    steps.add(0.3, lack=Lack.SLOTS if lack is not Lack.SLOTS else Lack.PAGES)
+    marks = SequenceMarks(
+        DEFAULT, 10, arrived, steps.ring.last, admitted_before=(5, 0, 1), admitted_first=(5, 0, 4)
+    )
     steps.add(0.9, lack=Lack.PAGES)
     [wait] = causes_of(marks, spent(queue_s=1.8), steps.ring)
     assert sentence(wait) == says
@@ -95,8 +95,9 @@ def test_a_wait_is_put_down_to_what_was_lacking_for_longest(lack: Lack, says: st
 
 def test_a_sequence_that_still_waits_has_the_cause_of_its_wait() -> None:
     steps = Steps()
-    steps.add(2.0, lack=Lack.PAGES, admitted=(1, 2, 0))
-    marks = SequenceMarks(DEFAULT, 10)
+    steps.add(2.0, lack=Lack.PAGES)
+    marks = SequenceMarks(DEFAULT, 10, admitted_before=(5, 5, 5))
+    steps.ring.admitted = [6, 7, 5]
     [wait] = causes_of(marks, spent(queue_s=2.0), steps.ring)
     assert (wait.code, wait.first, wait.higher_class) == (CauseCode.WAITED_PAGES, 3, 0)
 

@@ -27,7 +27,6 @@ def test_a_step_tells_its_prompts_its_decodes_by_class_and_its_times() -> None:
     assert (first.number, first.prompts, first.prompt_tokens, first.decodes) == (1, 2, 7, (0, 0, 0))
     assert (round(first.interval_s, 6), round(first.step_s, 6), first.expected_s) == (STEP_S, STEP_S, 0.0)
     assert (first.holders, first.held_percent) == (2, 100 * 2 // 64)
-    assert first.sums.admitted == (0, 1, 1)
     harness.now += 0.05  # the host does something else
     harness.add(3, [9] * 5, greedy(8), service_class=FLEX)
     second = recorded(harness)
@@ -36,7 +35,6 @@ def test_a_step_tells_its_prompts_its_decodes_by_class_and_its_times() -> None:
     assert round(second.step_s, 6) == STEP_S
     assert second.expected_s > 0.0
     assert second.sums.prompt_tokens == 12
-    assert second.sums.admitted == (1, 1, 1)
     assert round(second.sums.host_s, 6) == 0.05
 
 

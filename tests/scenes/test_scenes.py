@@ -1,0 +1,202 @@
+"""Scenes: each stages one trouble for real, and ends in the sentence that an operator should read of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from shared.trace.sentences import sentence
+from tests.engine.api.tiny import write_model_dir
+from tests.histories.world import until
+from tests.scenes.stage import Setting, SlowPool, Stage, Told, play
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_dir(tmp_path_factory.mktemp("model"))
+
+
+def causes(told: Told, request_id: str) -> str:
+    """The causes of a request in words; both services tell the same."""
+    engine, gateway = told.line(request_id, "engine"), told.line(request_id, "gateway")
+    assert engine.causes == gateway.causes
+    return "\n".join(sentence(cause) for cause in engine.causes or ())
+
+
+def says(text: str, pattern: str) -> None:
+    assert re.search(pattern, text, re.MULTILINE), text
+
+
+def test_a_full_queue(model_dir: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        clients = [await stage.ask("first", max_tokens=40)]
+        await stage.until_running(1)
+        clients += [await stage.ask(name) for name in ("second", "third")]
+        for client in clients:
+            await client.until_over()
+
+    told = play(scene, Setting(slots=1, max_queue_len=1), model_dir)
+    trace = told.trace("third")
+    says(trace, r"gateway  503 refused in route")
+    says(trace, r"error queue_full")
+    says(causes(told, "second"), r"^queued \d+ ms: no slot \(1 sequence runs\)")
+
+
+def test_no_pages(model_dir: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        first = await stage.ask("first", prompt_len=90, max_tokens=30)
+        await stage.until_running(1)
+        second = await stage.ask("second", prompt_len=40, max_tokens=2, tenant="other")
+        await first.until_over()
+        await second.until_over()
+
+    told = play(scene, Setting(pages=30), model_dir)
+    says(causes(told, "second"), r"^queued \d+ ms: no pages \(1 sequence holds \d+ %\)$")
+    assert "first" not in causes(told, "second"), "of others only their number is told"
+    says(told.trace("second"), r"why +queued \d+ ms: no pages")
+
+
+def test_a_long_prompt_beside_a_stream(model_dir: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        stream = await stage.ask("stream", max_tokens=40)
+        await stream.until_event(5)
+        long = await stage.ask("long", prompt_len=300, max_tokens=2, tenant="other")
+        await long.until_over()
+        await stream.until_over()
+
+    told = play(scene, Setting(), model_dir)
+    says(causes(told, "stream"), r"gap of 305 ms: 300 prompt tokens of another request")
+    says(causes(told, "long"), r"prefill of 305 ms: 300 prompt tokens of its own in 1 step, beside 1 stream")
+
+
+@pytest.mark.parametrize(
+    ("host_pages", "ends"), [(0, r"took its place$"), (400, r"its pages were kept in host memory$")]
+)
+def test_preempted_by_a_higher_class(model_dir: Path, host_pages: int, ends: str) -> None:
+    async def scene(stage: Stage) -> None:
+        flex = await stage.ask("flex", prompt_len=300, max_tokens=40, service_tier="flex")
+        await flex.until_event(5)
+        high = await stage.ask("high", prompt_len=60, max_tokens=20, service_tier="priority")
+        await high.until_over()
+        await flex.until_over()
+
+    told = play(scene, Setting(slots=1, host_pages=host_pages), model_dir)
+    found = causes(told, "flex")
+    says(found, r"preempted for \d+ ms: a request of a higher class took its place")
+    assert any(re.search(ends, line) for line in found.splitlines()), found
+
+
+def test_a_request_waits_for_those_of_a_higher_class(model_dir: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        running = await stage.ask("running", max_tokens=20, service_tier="priority")
+        await running.until_event(2)
+        clients = [await stage.ask("flex", service_tier="flex")]
+        clients += [await stage.ask(f"high-{number}", service_tier="priority") for number in range(3)]
+        for client in (running, *clients):
+            await client.until_over()
+
+    told = play(scene, Setting(slots=1), model_dir)
+    says(causes(told, "flex"), r"^queued \d+ ms: no slot \(1 sequence runs\), 3 of a higher class went first")
+
+
+def test_a_reader_that_stalls(model_dir: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        slow = await stage.ask("slow", max_tokens=600)
+        await slow.until_event(2)
+        slow.transport.pause_reading()
+        await stage.wait(12.0)
+        slow.transport.resume_reading()
+        await slow.until_over()
+
+    told = play(scene, Setting(), model_dir)
+    says(causes(told, "slow"), r"stalled (9|1[012])(\.\d)? s: this client did not read")
+    line = told.line("slow", "engine")
+    assert line.end_reason == "ok"
+
+
+def test_a_replica_that_dies_before_the_first_byte(model_dir: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        asked = await stage.ask("asked", prompt_len=300)
+        await until_any_runs(stage)
+        stage.kill(next(i for i, core in enumerate(stage.cores) if core.computed))
+        await asked.until_over()
+
+    told = play(scene, Setting(engines=2), model_dir)
+    line = told.line("asked", "gateway")
+    assert (line.status, line.end_reason) == (200, "ok")
+    trace = told.trace("asked")
+    says(trace, r"asked 2 engines")
+    says(trace, r"failed before")
+
+
+async def until_any_runs(stage: Stage) -> None:
+    await until(lambda: any(core.scheduler._allocator.running for core in stage.cores))
+
+
+def test_a_quota_that_refuses(model_dir: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        for name in ("first", "second"):
+            client = await stage.ask(name)
+            await client.until_over()
+
+    told = play(scene, Setting(tenant={"limits": {"requests_per_min": 1}}), model_dir)
+    trace = told.trace("second")
+    says(trace, r"gateway  429 refused in seat")
+    says(trace, r"refused by the tenant's quota of requests")
+    assert "engine   " not in trace
+
+
+def test_a_slow_tokenizer(model_dir: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        asked = await stage.ask("asked", prompt="many words " * 2000, max_tokens=2)
+        await asked.until_over()
+
+    told = play(scene, Setting(pool=SlowPool, pages=4000), model_dir)
+    says(told.trace("asked"), r"tokenizing took \d+(\.\d)? s")
+
+
+@pytest.mark.parametrize("stage_left", ["body", "queue", "prefill", "decode", "stalled"])
+def test_a_client_that_leaves(model_dir: Path, stage_left: str) -> None:
+    async def scene(stage: Stage) -> None:
+        if stage_left == "body":
+            left = await stage.send("left", b'{"model"', length=100)
+            await stage.wait(1.0)
+            await left.leave()
+            return
+        if stage_left == "queue":
+            other = await stage.ask("other", max_tokens=400, tenant="other")
+            await stage.until_running(1)
+            left = await stage.ask("left")
+            await stage.wait(1.0)
+            await left.leave()
+            await other.leave()
+            return
+        left = await stage.ask("left", prompt_len=600, max_tokens=900)
+        await until_any_runs(stage)
+        if stage_left == "prefill":
+            await stage.wait(0.2)
+        else:
+            await left.until_event(60)
+        if stage_left == "stalled":
+            left.transport.pause_reading()
+            await stage.wait(9.0)
+        await left.leave()
+
+    told = play(scene, Setting(slots=1, step_tokens_max=128, pages=1000), model_dir)
+    gateway = told.line("left", "gateway")
+    assert (gateway.status, gateway.end_reason) == (499, "client_cancel")
+    if stage_left == "body":
+        assert gateway.stage == "body"
+        says(told.trace("left"), r"body +\d\.\d+ +\d+\.\d+ .*ended here")
+        return
+    engine = told.line("left", "engine")
+    assert (engine.stage, engine.end_reason) == (stage_left, "client_cancel")
+    expected = {
+        "queue": r"^queued (9\d\d ms|1 s): no slot \(1 sequence runs\)",
+        "prefill": r"^prefill of \d+ ms: 600 prompt tokens of its own in \d+ step",
+        "decode": r"^prefill of \d+ ms: 600 prompt tokens of its own in 5 steps",
+        "stalled": r"stalled [789](\.\d)? s: this client did not read",
+    }
+    says(causes(told, "left"), expected[stage_left])
