@@ -87,6 +87,11 @@ log = logs.get(__name__)
 class Gateway:
     """`async with Gateway(config) as gateway:` serves until the block is left."""
 
+    port = 0
+    """The public listener's port; 0 until it listens."""
+    admin_port: int | None = None
+    """The admin listener's port. None until it listens, and where there is none."""
+
     def __init__(
         self,
         config: GatewayConfig,
@@ -133,10 +138,6 @@ class Gateway:
         self._background = Background(self._works(), clock)
         self._tokenizers = Background(self.engines.works(), clock)  # without one, prompts are estimated
         self._stack = AsyncExitStack()
-        self.port = 0
-        """The public listener's port; 0 until it listens."""
-        self.admin_port: int | None = None
-        """The admin listener's port. None until it listens, and where there is none."""
 
     def _works(self) -> dict[str, Work]:
         """The tasks in the background without which the gateway is not ready, by name."""
