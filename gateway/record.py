@@ -200,7 +200,7 @@ class Reporter:
         line = _line(record, stages, seconds)
         logs.write_line(line, "info")
         if self._recorder.is_on:
-            self._recorder.add(line, stages.visits())
+            self._recorder.add(line, stages.entered())
         failed = has_failed(record.status, record.error is not None)
         self._tracing.ended(stages, stages.began_s, seconds, failed=failed, line=lambda: line_of(line))
         model, tenant = record.model or NONE, self._tenant_label(record.tenant)

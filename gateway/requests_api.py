@@ -171,7 +171,7 @@ class RequestsApi:
         )
 
     def _live_record(self, exchange: Exchange) -> RequestRecord:
-        visits = tuple(Visit(*visit) for visit in exchange.stages.visits(is_over=False))
+        visits = tuple(Visit(*visit) for visit in exchange.stages.entered(is_over=False))
         bars = tuple(Bar("gateway", visit.stage, visit.takes_ms, visit.from_ms) for visit in visits)
         return RequestRecord(summary=self._live_summary(exchange), visits=visits, axis=Axis(bars))
 

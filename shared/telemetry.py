@@ -236,7 +236,7 @@ class Stages:
             if name not in parts:
                 yield name, self._ended_s.get(name, end_s) - took_s, took_s
 
-    def visits(self, *, is_over: bool = True) -> list[tuple[str, float, float]]:
+    def entered(self, *, is_over: bool = True) -> list[tuple[str, float, float]]:
         """The visits that `enter` began: the stage, and milliseconds since the first began and taken. Unless
         the request `is_over`, the stage that runs is the last of them, until now."""
         began_s, names = self._began_s, self._over
