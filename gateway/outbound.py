@@ -18,6 +18,7 @@ from gateway.config import Tier
 from gateway.exchange import Exchange
 from gateway.relay.upstream import HeaderPairs, Outbound
 from shared.ids import (
+    FIRST_TOKEN_TIMEOUT_HEADER,
     QUEUE_TIMEOUT_HEADER,
     REQUEST_ID_HEADER,
     REQUEST_TIMEOUT_HEADER,
@@ -27,7 +28,7 @@ from shared.ids import (
     TRACESTATE_HEADER,
 )
 from shared.openai import BODY_LEN_MAX, GenerationRequest, StreamOptions
-from shared.timeouts import stated_timeout_s
+from shared.timeouts import TIMEOUT_S_MAX, stated_timeout_s
 from shared.validation import Parsed, with_fields
 
 OURS_ALONE: Final = frozenset({"penstock", "priority"})
@@ -41,6 +42,7 @@ _TRACEPARENT: Final = TRACEPARENT_HEADER.encode()
 _TRACESTATE: Final = TRACESTATE_HEADER.encode()
 _TENANT: Final = TENANT_HEADER.encode()
 _SERVICE_TIER: Final = SERVICE_TIER_HEADER.encode()
+_FIRST_TOKEN_TIMEOUT: Final = FIRST_TOKEN_TIMEOUT_HEADER.encode()
 
 
 def outbound(
@@ -85,7 +87,11 @@ def outbound(
 
 def _for_ours(exchange: Exchange, terms: Terms) -> HeaderPairs:
     tenant, model = terms.tenant, terms.model
-    headers: HeaderPairs = ((_TENANT, tenant.id.encode()), (_SERVICE_TIER, tenant.service_tier.encode()))
+    headers: HeaderPairs = (
+        (_TENANT, tenant.id.encode()),
+        (_SERVICE_TIER, tenant.service_tier.encode()),
+        (_FIRST_TOKEN_TIMEOUT, b"%d" % max(1, round(1e3 * _first_token_s(exchange)))),
+    )
     deadlines = (
         (QUEUE_TIMEOUT_HEADER, tenant.queue_timeout_s or model.queue_timeout_s),
         (REQUEST_TIMEOUT_HEADER, tenant.request_timeout_s or model.request_timeout_s),
@@ -97,6 +103,15 @@ def _for_ours(exchange: Exchange, terms: Terms) -> HeaderPairs:
         if (seconds := bound_s(name, asked, most_s)) is not None:
             headers += ((name.encode(), repr(seconds).removesuffix(".0").encode()),)
     return headers
+
+
+def _first_token_s(exchange: Exchange) -> float:
+    """The time for which a first token is of use: a stream is given up without one, and another answer when
+    it is not complete."""
+    timeouts = exchange.timeouts
+    if exchange.streams:
+        return min(timeouts.first_token_s, timeouts.total_s, TIMEOUT_S_MAX)
+    return min(timeouts.total_s, TIMEOUT_S_MAX)
 
 
 def bound_s(header: str, asked: str | None, most_s: float | None) -> float | None:

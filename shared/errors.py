@@ -254,6 +254,12 @@ class Overloaded(ApiError):
     retryable = True
 
 
+class FirstTokenDeadline(Overloaded):
+    """The first token could not come while it was of use. Told at once where that is known beforehand."""
+
+    code = "first_token_deadline"
+
+
 class NotReady(ApiError):
     """The service starts or drains, or no replica is healthy."""
 

@@ -24,6 +24,8 @@ REQUEST_TIMEOUT_HEADER: Final = "x-request-timeout"
 """The caller's own bound on the whole request, in seconds."""
 QUEUE_TIMEOUT_HEADER: Final = "x-queue-timeout"
 """The caller's own bound on waiting for the engine to begin, in seconds."""
+FIRST_TOKEN_TIMEOUT_HEADER: Final = "x-penstock-first-token-timeout-ms"  # noqa: S105 -- a header, not a secret
+"""The time after which the gateway gives up waiting for the first token, in whole milliseconds."""
 TOKENIZER_HEADER: Final = "x-penstock-tokenizer"
 """The hash of the tokenizer that the engine serves with, in every answer of it."""
 IGNORED_FIELDS_HEADER: Final = "x-penstock-ignored-fields"

@@ -6,6 +6,7 @@ Everything that holds the request's body is local to `ask`, and is freed when `a
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,7 +32,12 @@ from engine.api.state import EngineState
 from shared.errors import ApiError, QueueTimeout, RequestTimeout
 from shared.fair_threads import Slices
 from shared.holding import Holding, weigh, weigh_long
-from shared.ids import QUEUE_TIMEOUT_HEADER, REQUEST_TIMEOUT_HEADER, SERVICE_TIER_HEADER
+from shared.ids import (
+    FIRST_TOKEN_TIMEOUT_HEADER,
+    QUEUE_TIMEOUT_HEADER,
+    REQUEST_TIMEOUT_HEADER,
+    SERVICE_TIER_HEADER,
+)
 from shared.openai import (
     BODY_LEN_MAX,
     ChatRequest,
@@ -40,7 +46,7 @@ from shared.openai import (
     TokenizeRequest,
 )
 from shared.prompts import prompt_slices
-from shared.timeouts import stated_timeout_s
+from shared.timeouts import stated_timeout_ms, stated_timeout_s
 from shared.validation import INLINE_LEN_MAX, Parsed, parse, prompt_count
 
 T = TypeVar("T")
@@ -55,6 +61,7 @@ class Deadlines:
 
     queue_s: float | None
     in_all_s: float | None
+    first_token_s: float | None
     started_at_s: float
     """The request's arrival, in seconds on the event loop's clock."""
 
@@ -66,8 +73,16 @@ class Deadlines:
         return cls(
             stated_timeout_s(QUEUE_TIMEOUT_HEADER, headers.get(QUEUE_TIMEOUT_HEADER)),
             stated_timeout_s(REQUEST_TIMEOUT_HEADER, headers.get(REQUEST_TIMEOUT_HEADER)),
+            stated_timeout_ms(FIRST_TOKEN_TIMEOUT_HEADER, headers.get(FIRST_TOKEN_TIMEOUT_HEADER)),
             asyncio.get_running_loop().time(),
         )
+
+    @property
+    def first_token_left_s(self) -> float:
+        """The time for which a first token is still of use, in seconds; infinite where none is stated."""
+        if self.first_token_s is None:
+            return math.inf
+        return max(0.0, self.started_at_s + self.first_token_s - asyncio.get_running_loop().time())
 
     async def bounded(self, work: Coroutine[Any, Any, T]) -> T:
         """Run the work that comes before the queue, within both limits. Raises RequestTimeout and

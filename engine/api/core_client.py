@@ -180,8 +180,10 @@ class CoreClient:
         sequences: Sequence[tuple[list[int], SamplingParams]],
         outputs: Sequence[ChoiceOutput],
         share: Share,
+        first_token_s: float = math.inf,
     ) -> list[int]:
-        """Queue a request's sequences, all or none. Returns their handles.
+        """Queue a request's sequences, all or none, whose first tokens are of use for `first_token_s`
+        seconds. Returns their handles.
 
         Raises NotReady, EngineFailed, and Overloaded when the queue is full, or when a tenant has filled
         its part of it.
@@ -208,6 +210,7 @@ class CoreClient:
                     share.cache_salt,
                     share.tenant,
                     share.service_class,
+                    first_token_s,
                 )
             )
         return handles
@@ -357,7 +360,9 @@ class CoreClient:
                     self.info = runner
                     self.settled.set()
                     self._ponged.set()
-                    log.info("core.ready", overlap=overlap, **msgspec.structs.asdict(runner))
+                    told = msgspec.structs.asdict(runner)
+                    del told["timed_steps"]
+                    log.info("core.ready", overlap=overlap, **told)
                 case CoreFailed(failure):
                     return failure
 

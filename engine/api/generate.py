@@ -110,7 +110,11 @@ class Generation:
             try:
                 sequences, self._sequences = self._sequences, []
                 self._handles = self._state.core.submit(
-                    self._exchange.request_id, sequences, self._outputs, self._share
+                    self._exchange.request_id,
+                    sequences,
+                    self._outputs,
+                    self._share,
+                    self._deadlines.first_token_left_s,
                 )
                 del sequences
                 self._exchange.tally = self._tally(submitted_at)

@@ -19,6 +19,7 @@ Only what the writer could take counts as unsent. A sequence is not paused for t
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,10 +33,11 @@ from engine.api.halts import Halts
 from engine.api.steps import StepRing
 from engine.core.messages import Finished, FinishReason, Moved, ServiceClass, Started, TokenLogprobs
 from shared.causes import Cause
-from shared.errors import ApiError, EngineFailed, Overloaded, SlowClient
+from shared.errors import ApiError, EngineFailed, FirstTokenDeadline, Overloaded, SlowClient
 from shared.openai import FinishReasonName
 
 UNSENT_TOKENS_MAX: Final = 64
+TOO_LATE_RETRY_S_MAX: Final = 30.0
 UNSENT_TEXT_LEN_MAX: Final = 16 * 1024
 """The most characters that are unsent before a sequence is paused."""
 TEXT_PIECES_MAX: Final = 512
@@ -254,6 +256,8 @@ class ChoiceOutput:
                 self._finish("stop" if is_stop and not self._discards else "length")
             case FinishReason.REJECTED:
                 self.output.fail(Overloaded("The engine's queue is full.", retry_after_s=1.0))
+            case FinishReason.TOO_LATE:
+                self.output.fail(_too_late(finished.expected_s))
             case FinishReason.NUMERIC:
                 self.output.fail(EngineFailed("The model's output for this request was not finite."))
             case FinishReason.STALLED:
@@ -377,3 +381,14 @@ class RequestOutput:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done() and self._has_news:
             self._waiter.set_result(None)
+
+
+def _too_late(expected_s: float) -> FirstTokenDeadline:
+    retry_after_s = min(max(1.0, math.ceil(expected_s / 4)), TOO_LATE_RETRY_S_MAX)
+    if not expected_s:
+        return FirstTokenDeadline("The first token did not come in time.", retry_after_s=retry_after_s)
+    return FirstTokenDeadline(
+        f"The first token is expected in {expected_s:.1f} s, which is later than it is of use. "
+        "Please try again later, or with a shorter prompt.",
+        retry_after_s=retry_after_s,
+    )

@@ -19,6 +19,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.cost import StepCost, Work
 from engine.core.messages import (
     AddSequence,
+    FinishReason,
     Plan,
     RunnerInfo,
     RunResult,
@@ -47,6 +48,8 @@ class Request:
     output_len: int
     tenant: str = ""
     service_class: ServiceClass = ServiceClass.DEFAULT
+    first_token_s: float = math.inf
+    """The time from its arrival after which its first token is of no use, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,9 @@ class Outcome:
     gaps_s: array[float] = field(default_factory=lambda: array("d"), repr=False)
     """Times between its tokens."""
     preemptions: int = 0
+    reason: FinishReason | None = None
+    expected_s: float = 0.0
+    """The estimate with which it was refused as too late."""
     _last_token_at: float = field(default=math.nan, repr=False)
 
     def on_token(self, now: float) -> None:
@@ -221,6 +227,7 @@ class _Virtual:
             outcome = self._outcomes[finished.handle]
             outcome.end_s = self._now - outcome.request.at_s
             outcome.preemptions = finished.preemptions
+            outcome.reason, outcome.expected_s = finished.reason, finished.expected_s
 
 
 def timed_steps(cost: StepCost) -> tuple[TimedStep, ...]:
@@ -240,4 +247,5 @@ def _message(handle: int, request: Request) -> AddSequence:
         SamplingParams(seed=1, max_tokens=request.output_len),
         tenant=request.tenant,
         service_class=request.service_class,
+        first_token_s=request.first_token_s,
     )

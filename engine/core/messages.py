@@ -18,6 +18,7 @@ compare their clocks.
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
 from typing import Protocol
 
@@ -39,6 +40,8 @@ class FinishReason(IntEnum):
     """The core did not queue the sequence: the queue was full, or it can never run here."""
     STALLED = 6
     """The sequence stayed paused until its stall deadline, or too many others were paused after it."""
+    TOO_LATE = 7
+    """Its first token did not come by its deadline, or could not have."""
 
 
 class ServiceClass(IntEnum):
@@ -113,6 +116,8 @@ class AddSequence(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     tenant: str = ""
     """A short key of the tenant; tenants share the engine fairly."""
     service_class: ServiceClass = ServiceClass.DEFAULT
+    first_token_s: float = math.inf
+    """The time from its arrival after which its first token is of no use, in seconds."""
 
 
 class AbortSequences(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
@@ -238,6 +243,8 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     """Preemptions while it ran; losing its pages while it was stalled is not counted."""
     stalled_s: float = 0.0
     """Time from each pause to its resumption, and on until the sequence has a slot again if it stalled."""
+    expected_s: float = 0.0
+    """The estimate of its time to first token, for one that was refused as too late; 0.0 otherwise."""
 
 
 class CoreStats(msgspec.Struct, array_like=True, frozen=True):

@@ -64,6 +64,12 @@ class PlanBuilder:
     """True if a chunk was made shorter or left out for want of time."""
     has_streams: bool = False
     """True if the step has decodes."""
+    hurried: Sequence | None = None
+    """The prompt that is hurried (`engine.core.deadlines`)."""
+    extra_s: float = 0.0
+    """The time that it may have beyond what is left."""
+    hurried_s: float = 0.0
+    """The part of it that its chunk took."""
     is_saving: bool = False
     """True if the first chunk was left out for want of time: all of it is saved, and none goes to prompts of
     lower rank."""
@@ -133,13 +139,17 @@ class PlanBuilder:
         The chunk has at least `tokens_min` tokens, whatever time they take, while that many are left. It
         samples a token when it completes the prompt.
         """
-        if self.is_saving:
+        is_hurried = sequence is self.hurried
+        if self.is_saving and not is_hurried:
             return
         position = sequence.planned_len
         if self._free_reserve(sequence) and self.has_chunk:
             tokens_min = 1
         if not self.rows:
             tokens_min = pace.chunk_len_min(self.cost, position)
+        extra_s = self.extra_s if is_hurried else 0.0
+        self.time_left_s += extra_s
+        self.longest_s += extra_s
         within = self._within(sequence.pending_len, position)
         if tokens_min:
             within, self.is_saving = max(tokens_min, within), False
@@ -156,6 +166,15 @@ class PlanBuilder:
             self.positions.append(position)
             self.lengths.append(length)
             self.samples.append(length == sequence.pending_len)
+        if is_hurried:
+            self._take_back(extra_s)
+
+    def _take_back(self, extra_s: float) -> None:
+        """Take back what a hurried prompt left of its extra time."""
+        unused_s = min(extra_s, max(0.0, self.time_left_s))
+        self.time_left_s -= unused_s
+        self.longest_s -= extra_s
+        self.hurried_s += extra_s - unused_s
 
     def _within(self, pending_len: int, position: int) -> int:
         """The tokens from `position` on for which there is time; 0 when it does not suffice for a chunk that

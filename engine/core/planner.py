@@ -13,15 +13,19 @@ D. A sequence waits, and others pass it, while another computes the very page th
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final
 
-from engine.core import pace
+from engine.core import deadlines, pace
 from engine.core.allocator import Allocator
 from engine.core.config import SchedulerConfig
-from engine.core.cost import CostLearner, StepCost
+from engine.core.cost import CostLearner, Work
+from engine.core.deadlines import HurryCredits, Rate
 from engine.core.messages import RunnerInfo, ServiceClass, SlotAssignment, Started
 from engine.core.pace import Budget, Credit
 from engine.core.plan_builder import PlanBuilder
@@ -35,6 +39,8 @@ from engine.core.waiting import Candidate, WaitingQueue
 PASSED_MAX: Final = 16
 """Sequences of one tenant that one plan passes over by rule D."""
 NO_CLASS: Final = -1
+HURRIED_OF: Final = 8
+"""The number of running prompts of which one may be hurried: those that have run for longest."""
 HIGHEST_CLASS: Final = max(ServiceClass)
 """Computed once, because the members of an Enum are iterated in Python, for every candidate."""
 
@@ -80,6 +86,7 @@ class Planner:
     """The steps in flight, by step number."""
     credit: Credit = field(default_factory=Credit)
     """What the last step left to prompts."""
+    hurries: HurryCredits = field(default_factory=HurryCredits)
     prefix_query_tokens: int = 0
     """Prompt tokens of all sequences that were admitted for the first time."""
     prefix_hit_tokens: int = 0
@@ -110,7 +117,9 @@ class Planner:
             self.credit = Credit()
             return  # the usual step
         circumstances = self._circumstances(now)
-        builder.open_to_prompts(self._budget(builder, circumstances.cost), self.credit, circumstances.cost)
+        budget = self._budget(builder.rows, decodes_s := circumstances.cost.seconds(builder.work))
+        builder.open_to_prompts(budget, self.credit, circumstances.cost)
+        self._hurry(builder, Rate(decodes_s, budget.seconds, len(builder.rows), builder.tokens_left), now)
         if self.allocator.has_free_slot or self.allocator.may_preempt(
             now
         ):  # else ranking would change nothing
@@ -118,14 +127,62 @@ class Planner:
         for sequence in self.waiting.rank(builder.unplanned_prefills, circumstances):
             builder.add_chunk(sequence)
         self.credit = builder.credit
+        if builder.hurried is not None:
+            self.hurries.spend(builder.hurried.tenant, builder.hurried_s, now)
 
-    def _budget(self, builder: PlanBuilder, cost: StepCost) -> Budget:
-        """The time for prompts beside the rows of `builder`, which are all decodes."""
-        targets, decodes_s, error = self.config.gap_targets_s, cost.seconds(builder.work), self.learner.error
-        if not builder.rows:
+    def _budget(self, streams: Sequence_[Sequence], decodes_s: float) -> Budget:
+        """The time for prompts beside these decodes, which take `decodes_s`."""
+        targets, error = self.config.gap_targets_s, self.learner.error
+        if not streams:
             return pace.prompt_budget(targets[ServiceClass.DEFAULT], decodes_s, pace.ALONE_SHARE, error)
-        target_s = min([targets[sequence.service_class] for sequence in builder.rows])
+        target_s = min([targets[sequence.service_class] for sequence in streams])
         return pace.prompt_budget(target_s, decodes_s, self.config.prompt_share, error)
+
+    # -- first-token deadlines --------------------------------------------------------------------
+
+    def _hurry(self, builder: PlanBuilder, rate: Rate, now: float) -> None:
+        """Choose the prompt that is hurried, if one is: by rule 2 of `engine.core.deadlines`."""
+        fast = deadlines.hurried(rate, self.learner.error)
+        if fast.prompts_s <= rate.prompts_s:
+            return
+        first_token_by = math.inf
+        for sequence in builder.prefills[:HURRIED_OF]:
+            by = sequence.first_token_by
+            if (
+                by >= first_token_by
+                or sequence.output_len
+                or not self.hurries.left_s(sequence.tenant, now) > 0.0
+            ):
+                continue
+            needs_s = deadlines.prefill_s(builder.cost, rate, sequence.planned_len, sequence.pending_len)
+            if now + needs_s * (1.0 + self.learner.error) > by:
+                builder.hurried, first_token_by = sequence, by
+        if builder.hurried is not None:
+            left_s = self.hurries.left_s(builder.hurried.tenant, now)
+            builder.extra_s = min(fast.prompts_s - rate.prompts_s, left_s)
+
+    def first_token_s(self, sequence: Sequence, now: float) -> float:
+        """The estimate of a newcomer's time to first token, by rule 1 of `engine.core.deadlines`."""
+        prefills, streams = [], []
+        for other in self.allocator.running.values():
+            if other.is_due:
+                (streams if other.pending_len == 1 else prefills).append(other)
+        cost, error = self.learner.cost, self.learner.error
+        decodes_s = cost.seconds(Work.of([each.planned_len for each in streams], [1] * len(streams)))
+        budget = self._budget(streams, decodes_s)
+        rate = Rate(decodes_s, budget.seconds, len(streams), self.config.step_tokens_max)
+        waiting = [other for other in islice(self.waiting, deadlines.LOOKED_AT_MAX) if not other.is_paused]
+        rivals = [*prefills, *waiting][: deadlines.LOOKED_AT_MAX]
+        before: list[int] = []
+        if rivals:
+            ranked = self.waiting.rank([*rivals, sequence], self._circumstances(now))
+            before = [other.expected_len for other in ranked[: ranked.index(sequence)]]
+        position, allowance_s = (
+            sequence.prompt_len - sequence.expected_len,
+            self.hurries.left_s(sequence.tenant, now),
+        )
+        fast = deadlines.hurried(rate, error)
+        return deadlines.first_token_s(cost, rate, fast, before, position, sequence.expected_len, allowance_s)
 
     def _circumstances(self, now: float) -> Circumstances:
         competing = {sequence.tenant for sequence in self.waiting.unpaused}

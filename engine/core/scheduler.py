@@ -61,6 +61,7 @@ from engine.core.allocator import Allocator
 from engine.core.block_manager import TOKENS, PageChain, pages_for
 from engine.core.config import SchedulerConfig
 from engine.core.cost import CostLearner
+from engine.core.deadlines import Deadlines
 from engine.core.messages import (
     AddSequence,
     CoreStats,
@@ -106,6 +107,7 @@ class Scheduler:
         self._waiting = WaitingQueue(discipline)
         self._learner = CostLearner(runner.page_copy_s, runner.timed_steps)
         self._in_flight: dict[int, InFlight] = {}  # by step number, in order
+        self._deadlines = Deadlines()
         self._allocator = Allocator(
             config, runner, self._waiting, self._in_flight, self._learner, prefers_swap
         )
@@ -159,8 +161,7 @@ class Scheduler:
         assert message.handle not in self._sequences, "handles are never reused"
         self._newest = message.handle
         if self._is_full(len(message.prompt_ids)) or not self._can_ever_run(message):
-            nothing = Finished(message.handle, FinishReason.REJECTED, 0.0, 0.0, 0.0, 0.0, 0)
-            self._news.finished.append(nothing)
+            self._refuse(message.handle, FinishReason.REJECTED)
             return
         sequence = Sequence(
             handle=message.handle,
@@ -171,11 +172,22 @@ class Scheduler:
             arrived_at=now,
             tenant=message.tenant,
             service_class=message.service_class,
+            first_token_by=now + message.first_token_s,
         )
         sequence.expected_len -= self._allocator.find_prefix(sequence).computed_len
+        if message.first_token_s < math.inf:
+            expected_s = self._planner.first_token_s(sequence, now)
+            if expected_s > message.first_token_s:
+                self._refuse(message.handle, FinishReason.TOO_LATE, expected_s)
+                return
+            self._deadlines.add(sequence.first_token_by, sequence.handle)
+            self._deadlines.forget(self._sequences, len(self._sequences))
         self._wake(now)
         self._sequences[sequence.handle] = sequence
         self._waiting.enter(sequence)
+
+    def _refuse(self, handle: int, reason: FinishReason, expected_s: float = 0.0) -> None:
+        self._news.finished.append(Finished(handle, reason, 0.0, 0.0, 0.0, 0.0, 0, 0.0, expected_s))
 
     def _wake(self, now: float) -> None:
         """Note that a sequence comes that can be computed, in case there was none."""
@@ -229,9 +241,14 @@ class Scheduler:
                 sequence.resume(now)
 
     def _end_overdue(self, now: float) -> None:
-        """End the sequences whose stall deadline has passed."""
+        """End the sequences whose stall deadline has passed, and those whose first token is of no use any
+        more."""
         while (first := next(iter(self._paused.values()), None)) and self._deadline(first) <= now:
             self._finish(first, FinishReason.STALLED, now)
+        for handle in self._deadlines.passed(now):
+            late = self._sequences.get(handle)
+            if late is not None and not late.output_len and not late.coming:
+                self._finish(late, FinishReason.TOO_LATE, now)
 
     def _deadline(self, paused: Sequence) -> float:
         assert paused.paused_at is not None

@@ -43,6 +43,7 @@ and nothing changes it. One that finishes may leave rows in flight behind; they 
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -122,6 +123,8 @@ class Sequence:
     arrived_at: float
     tenant: str = ""
     service_class: ServiceClass = ServiceClass.DEFAULT
+    first_token_by: float = math.inf
+    """The core's clock when its first token is of no use any more, in seconds."""
     status: Status = Status.WAITING
     slot: int | None = None
     pages: list[int] = field(default_factory=list)

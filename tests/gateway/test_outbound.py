@@ -13,6 +13,7 @@ from gateway.relay.credentials import Credentials
 from shared.config import ConfigError
 from shared.errors import InvalidRequest
 from shared.ids import (
+    FIRST_TOKEN_TIMEOUT_HEADER,
     QUEUE_TIMEOUT_HEADER,
     REQUEST_ID_HEADER,
     REQUEST_TIMEOUT_HEADER,
@@ -21,9 +22,16 @@ from shared.ids import (
     TRACEPARENT_HEADER,
 )
 from tests.gateway.conftest import KEY, House, Open, settings
-from tests.gateway.fake_engine import refusal, unary
+from tests.gateway.fake_engine import chunk, refusal, unary
+from tests.gateway.fake_engine import stream as script_of
 
-OURS = (TENANT_HEADER, SERVICE_TIER_HEADER, QUEUE_TIMEOUT_HEADER, REQUEST_TIMEOUT_HEADER)
+OURS = (
+    FIRST_TOKEN_TIMEOUT_HEADER,
+    TENANT_HEADER,
+    SERVICE_TIER_HEADER,
+    QUEUE_TIMEOUT_HEADER,
+    REQUEST_TIMEOUT_HEADER,
+)
 SECRET = "sk-upstream-0123"
 
 
@@ -105,6 +113,18 @@ async def test_a_foreign_engine_is_sent_openais_fields_alone(
     assert not any(name in seen.headers for name in OURS)
     assert seen.headers[REQUEST_ID_HEADER]
     assert seen.headers[TRACEPARENT_HEADER]
+
+
+@pytest.mark.parametrize(("stream", "sent"), [(True, "2500"), (False, "9000")])
+async def test_ours_is_told_for_how_long_a_first_token_is_of_use(
+    open_house: Open, stream: bool, sent: str
+) -> None:
+    house = await open_house(model={"timeouts": {"first_token_s": 2.5, "total_s": 9}})
+    house.engine.script = script_of(chunk("hello")) if stream else unary()
+    async with house.chat(stream=stream, headers={FIRST_TOKEN_TIMEOUT_HEADER: "99999999"}) as answer:
+        assert answer.status == 200
+        await answer.read()
+    assert house.engine.seen[-1].headers[FIRST_TOKEN_TIMEOUT_HEADER] == sent
 
 
 async def test_ours_is_sent_all_fields_and_the_class_that_bounds_them(open_house: Open) -> None:

@@ -168,12 +168,12 @@ class FakeCore:
                 output.finished.append(Finished(row.add.handle, reason, 0.001, 0.002, 0.003, 0.0, 0))
         self.say(output)
 
-    def finish(self, handle: int, reason: FinishReason) -> None:
+    def finish(self, handle: int, reason: FinishReason, expected_s: float = 0.0) -> None:
         """End a sequence without a token."""
         self.running.pop(handle, None)
         self.waiting.pop(handle, None)
         self.paused.discard(handle)
-        finished = [Finished(handle, reason, 0.001, 0.002, 0.003, 0.0, 0, 0.007)]
+        finished = [Finished(handle, reason, 0.001, 0.002, 0.003, 0.0, 0, 0.007, expected_s)]
         self.say(StepOutput(self._steps, [], [], [], [], [], finished, self._stats()))
 
     def _stats(self) -> CoreStats:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import httpx
 import pytest
 
 from engine.api import core_client
-from engine.core.messages import CoreInput, Ping, Pong
+from engine.core.messages import CoreInput, FinishReason, Ping, Pong
 from shared import sse
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Serve, Served, until
 
@@ -74,6 +75,46 @@ async def test_a_deadline_that_is_none_is_refused_by_name(served: Served, value:
     response = await chat(served, {"x-queue-timeout": value})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "x-queue-timeout"
+
+
+# -- first-token deadlines ------------------------------------------------------------------------
+
+FIRST_TOKEN = "x-penstock-first-token-timeout-ms"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("expected_s", "says", "after"), [(75.04, "in 75.0 s", "19"), (0.0, "did not come", "1")]
+)
+async def test_a_first_token_that_comes_too_late_is_told_with_the_estimate(
+    served: Served, expected_s: float, says: str, after: str, stream: bool
+) -> None:
+    served.core.admits = False
+    asked = asyncio.create_task(chat(served, {FIRST_TOKEN: "60000"}, stream=stream))
+    await until(lambda: bool(served.core.added))
+    assert 30.0 < served.core.added[0].first_token_s <= 60.0
+    served.core.finish(1, FinishReason.TOO_LATE, expected_s)
+    response = await asked
+    assert '"code":"first_token_deadline"' in response.text
+    assert says in response.text
+    if not stream:
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == after
+
+
+async def test_without_a_gateway_a_first_token_is_of_use_for_ever(served: Served) -> None:
+    served.says("the")
+    assert (await chat(served, {})).status_code == 200
+    assert served.core.added[0].first_token_s == math.inf
+
+
+@pytest.mark.parametrize("value", ["soon", "0", "-1", "1.5", "nan", "٣", "9" * 9, "86400001"])
+async def test_a_first_token_timeout_that_is_none_is_refused_by_name(served: Served, value: str) -> None:
+    response = await served.http.post(
+        "/v1/chat/completions", json=CHAT, headers={FIRST_TOKEN: value.encode()}
+    )
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == FIRST_TOKEN
 
 
 # -- a core that hangs ----------------------------------------------------------------------------

@@ -88,6 +88,7 @@ class Harness:
         *,
         tenant: str = "",
         service_class: ServiceClass = ServiceClass.DEFAULT,
+        first_token_s: float = math.inf,
     ) -> None:
         message = AddSequence(
             handle,
@@ -97,6 +98,7 @@ class Harness:
             cache_salt,
             tenant,
             service_class,
+            first_token_s,
         )
         self.messages[handle] = message
         self.tokens[handle] = []

@@ -1,0 +1,138 @@
+"""First-token deadlines: met, refused at once or hurried, within what a tenant may harm others by."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from engine.bench.virtual import Engine, Outcome, Request
+from engine.core import deadlines
+from engine.core.cost import StepCost
+from engine.core.deadlines import HURRY_PART, HURRY_S, HURRY_SHARE, Deadlines, HurryCredits, Rate
+from engine.core.messages import FinishReason
+from tests.engine.core.harness import Harness, greedy
+from tests.engine.core.test_long_prompts import CALM_STEPS, RUNNERS, beside_streams, decodes_s
+
+SLOW = RUNNERS["474M on two cores"]
+
+
+def beside(
+    first_token_s: float, prompt_len: int = 8000, *more: Request
+) -> tuple[Outcome, list[Outcome], list[Outcome]]:
+    """The outcomes of a long prompt with this deadline, of `more` that come with it, and of eight streams."""
+    at_s = CALM_STEPS * decodes_s(SLOW, 100)
+    long = Request(at_s, prompt_len, 2, first_token_s=first_token_s)
+    (outcome, *others), streams = beside_streams(Engine(SLOW), long, *[replace(r, at_s=at_s) for r in more])
+    return outcome, others, streams
+
+
+@pytest.mark.parametrize("first_token_s", [10.0, 60.0, 80.0, 90.0, 95.0, 100.0, 105.0, 110.0, 120.0, 300.0])
+def test_a_long_prompt_is_answered_in_time_or_refused_at_once(first_token_s: float) -> None:
+    outcome, _, _ = beside(first_token_s)
+    if outcome.reason is FinishReason.TOO_LATE:
+        assert math.isnan(outcome.first_token_s)
+        assert outcome.end_s < 1.0, "it was refused late"
+        assert first_token_s < outcome.expected_s < 130.0
+    else:
+        assert outcome.first_token_s <= first_token_s
+        assert first_token_s >= 60.0
+
+
+def test_a_prompt_in_a_hurry_lengthens_steps_for_a_bounded_time_only() -> None:
+    calm, _, _ = beside(math.inf)
+    assert 90.0 < calm.first_token_s < 120.0
+    hurried, _, streams = beside(calm.first_token_s - 8.0)
+    assert hurried.reason is FinishReason.LENGTH
+    assert hurried.first_token_s <= calm.first_token_s - 8.0
+    usual_s = 2.05 * decodes_s(SLOW, 900)
+    longer_s = sum(max(0.0, gap - usual_s) for gap in streams[0].gaps_s)
+    assert 1.0 < longer_s <= HURRY_S + hurried.first_token_s / HURRY_PART
+    assert streams[0].gap_s_max <= decodes_s(SLOW, 900) / (1.0 - HURRY_SHARE)
+
+
+def test_a_deadline_changes_no_rank() -> None:
+    """A shorter prompt that comes with a long one in a hurry is answered first, and hardly later."""
+    short = Request(0.0, 300, 2)
+    _, (without,), _ = beside(math.inf, 8000, short)
+    _, (beside_hurry,), _ = beside(96.0, 8000, short)
+    assert beside_hurry.first_token_s <= 1.5 * without.first_token_s
+
+
+def test_a_queue_that_takes_too_long_is_counted() -> None:
+    at_s = CALM_STEPS * decodes_s(SLOW, 100)
+    crowd = [Request(at_s, 500, 2) for _ in range(40)]
+    late = Request(at_s, 800, 2, first_token_s=30.0)
+    outcomes, _ = beside_streams(Engine(SLOW), *crowd, late)
+    assert outcomes[-1].reason is FinishReason.TOO_LATE
+    alone, _, _ = beside(30.0, 800)
+    assert alone.reason is FinishReason.LENGTH
+    assert alone.first_token_s < 10.0
+
+
+def test_a_sequence_ends_when_its_first_token_is_of_no_use_any_more() -> None:
+    h = Harness(slots=1)
+    h.add(1, [1] * 4, greedy(50))
+    h.step()
+    h.add(2, [2] * 4, greedy(3), first_token_s=0.2)
+    h.steps(19)
+    assert 2 not in h.finished
+    h.step()
+    h.step()
+    assert h.reason(2) is FinishReason.TOO_LATE
+    assert h.finished[2].expected_s == 0.0
+    h.run()
+    assert h.reason(1) is FinishReason.LENGTH
+
+
+def test_a_first_token_in_time_is_all_that_counts() -> None:
+    h = Harness()
+    h.add(1, [1] * 4, greedy(50), first_token_s=0.1)
+    h.run()
+    assert h.reason(1) is FinishReason.LENGTH
+
+
+def test_what_a_tenant_spends_comes_back() -> None:
+    purse = HurryCredits()
+    assert purse.left_s("a", 5.0) == HURRY_S
+    purse.spend("a", 4.0, 5.0)
+    purse.spend("a", 0.0, 5.0)
+    assert purse.left_s("a", 5.0) == HURRY_S - 4.0
+    assert purse.left_s("b", 5.0) == HURRY_S
+    assert purse.left_s("a", 5.0 + HURRY_PART) == HURRY_S - 3.0
+    purse.spend("b", 1.0, 5.0 + 5 * HURRY_PART)
+    assert set(purse._spent) == {"b"}, "who has everything back is forgotten"
+
+
+def test_deadlines_of_the_ended_are_forgotten() -> None:
+    waiting = Deadlines()
+    for handle in range(1000):
+        waiting.add(float(handle), handle)
+    waiting.forget({1, 2, 999}, 3)
+    assert waiting.passed(500.0) == [1, 2]
+    assert waiting.passed(1000.0) == [999]
+
+
+@pytest.mark.parametrize("name", RUNNERS)
+@pytest.mark.parametrize("target_s", [0.02, 0.1])
+def test_the_estimate_of_a_prompt_is_near_what_it_takes(name: str, target_s: float) -> None:
+    cost = RUNNERS[name]
+    engine = Engine(cost, gap_targets_s=(target_s,) * 3)
+    (prompt,), _ = beside_streams(engine, Request(CALM_STEPS * decodes_s(cost, 100), 4000, 2))
+    own_s = decodes_s(cost, 60 + CALM_STEPS)
+    prompts_s = max(target_s / 1.02 - own_s, own_s / 1.02)
+    rate = Rate(own_s, prompts_s, 8, 2048)
+    assert deadlines.prefill_s(cost, rate, 0, 4000) == pytest.approx(prompt.first_token_s, rel=0.12)
+
+
+def test_the_estimate_of_a_runner_that_costs_nothing_is_nothing() -> None:
+    free = StepCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    assert deadlines.prefill_s(free, Rate(0.0, 1.0, 0, 100), 0, 1000) == 0.0
+
+
+def test_nothing_is_hurried_where_nothing_streams() -> None:
+    rate = Rate(0.1, 0.4, 0, 100)
+    assert deadlines.hurried(rate, 0.1) is rate
+    estimate_s = deadlines.first_token_s(SLOW, rate, rate, [100], 0, 100, HURRY_S)
+    assert estimate_s == pytest.approx(SLOW.chunk_s(0, 100) + deadlines.prefill_s(SLOW, rate, 0, 100))
