@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _log(config: GatewayConfig) -> GatewayConfig:
     """Log as a configuration says, and return it."""
-    logs.configure("gateway", level=config.log_level)
+    logs.configure("gateway", level=config.log_level, is_shared=config.workers > 1)
     return config
 
 

@@ -21,11 +21,12 @@ import logging
 import queue
 import sys
 import threading
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from datetime import UTC, datetime
 from enum import Enum
 from functools import lru_cache
 from pathlib import PurePath
+from select import PIPE_BUF
 from types import TracebackType
 from typing import Any, Final, TextIO, get_args
 
@@ -66,8 +67,9 @@ _exception_to_dicts: Final = ExceptionDictTransformer(
 class _Writer:
     """A thread that writes lines which it takes from any other thread."""
 
-    def __init__(self, stream: TextIO, service: str, level: str) -> None:
+    def __init__(self, stream: TextIO, service: str, level: str, *, is_shared: bool) -> None:
         self._stream = stream
+        self._is_shared = is_shared
         self.service = service
         self.levels: Final = frozenset(LEVELS[LEVELS.index(level) :])
         """The levels whose lines are shown."""
@@ -109,10 +111,25 @@ class _Writer:
 
     def _write(self, lines: Sequence[str]) -> None:
         try:
-            self._stream.write("".join([f"{line}\n" for line in lines]))
-            self._stream.flush()
+            for text in _atomic(lines) if self._is_shared else ["".join([f"{line}\n" for line in lines])]:
+                self._stream.write(text)
+                self._stream.flush()
         except (OSError, ValueError):
             self._dropped += len(lines)  # the stream is closed or broken
+
+
+def _atomic(lines: Iterable[str]) -> Iterator[str]:
+    """The texts in which lines are written so that a pipe takes each as a whole: those of several processes
+    do not run into each other. A line that is longer than a pipe allows for is written by itself."""
+    text, text_len = "", 0
+    for line in lines:
+        line_len = len(line.encode(errors="replace")) + 1
+        if text and text_len + line_len > PIPE_BUF:
+            yield text
+            text, text_len = "", 0
+        text, text_len = f"{text}{line}\n", text_len + line_len
+    if text:
+        yield text
 
 
 class _Sink:
@@ -150,12 +167,15 @@ class _StdlibHandler(logging.Handler):
 _writer: _Writer | None = None
 
 
-def configure(service: str, *, level: str = "info", stream: TextIO | None = None) -> None:
-    """Send all logs of this process to `stream` (default: stderr). May be called again."""
+def configure(
+    service: str, *, level: str = "info", stream: TextIO | None = None, is_shared: bool = False
+) -> None:
+    """Send all logs of this process to `stream` (default: stderr). `is_shared` is true if other processes
+    write there, too. May be called again."""
     global _writer
     assert level in LEVELS
     close()
-    _writer = writer = _Writer(stream or sys.stderr, service, level)
+    _writer = writer = _Writer(stream or sys.stderr, service, level, is_shared=is_shared)
     structlog.configure(
         processors=[structlog.contextvars.merge_contextvars, _renderer(service)],
         wrapper_class=structlog.make_filtering_bound_logger(level),

@@ -8,7 +8,7 @@ read again, or discovery. Rules:
 2. A member that drains takes no new requests, and leaves the table, so that its conversations move once. Its
    open requests go on. One that no source lists any more is gone with the last of them, or after `LINGER_S`.
 3. An engine that said that it drains is asked again after `ENGINE_DRAIN_S`, unless it said so anew: its
-   successor may have the same address.
+   successor may have the same address. It is asked earlier where nobody else takes a request.
 4. Members that join a pool which has some are new to its conversations (slow start, `policy`).
 """
 
@@ -151,8 +151,26 @@ class Replicas:
         return len(self._pools[model].replicas) > 1
 
     def place(self, model: str, affinity: Affinity, tried: Collection[ReplicaId] = ()) -> Placement | None:
-        """Choose a replica that is ready and was not tried yet, and add the request's load to it. None when
-        there is none."""
+        """Choose a replica that is ready and was not tried yet, and add the request's load to it. Where there
+        is none, choose one that has said that it drains (rule 3). None when there is none either."""
+        placed = self._place(model, affinity, tried)
+        if placed is None and (replica := self._said_to_drain(model, tried)) is not None:
+            placed = self._placed(replica, Route.RETRY if tried else Route.PANIC, affinity, 0)
+        return placed
+
+    def _said_to_drain(self, model: str, tried: Collection[ReplicaId]) -> Replica | None:
+        """The replica that alone keeps from new requests, and said so first: it may have been restarted."""
+        said = [
+            one
+            for one in self.members(model)
+            if one.drained_by == {DrainCause.ENGINE}
+            and one.id not in tried
+            and phase_of(one.standings.values(), (), 0) is MemberPhase.READY
+        ]
+        return min(said, key=lambda one: one.engine_drains_until_s, default=None)
+
+    def _place(self, model: str, affinity: Affinity, tried: Collection[ReplicaId]) -> Placement | None:
+        """The choice among those that are ready."""
         pool = self._pools[model]
         left = [_is_ready(replica) and replica.id not in tried for replica in pool.replicas]
         if len(left) == 1:

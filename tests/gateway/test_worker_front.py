@@ -145,6 +145,10 @@ async def test_a_request_is_ended_whichever_worker_has_it(house: House) -> None:
     answers = [await house.chat(**{"x-request-id": id_}) for id_ in ids]
     for answer in answers:
         await answer.content.readuntil(b"\n\n")
+    async with house.admin("/admin/v1/requests?state=live") as live:
+        told = await live.json()
+    assert {one["request_id"] for one in told["data"]} == set(ids)
+    assert {one["worker"] for one in told["data"]} <= {0, 1}
     for id_, answer in zip(ids, answers, strict=True):
         async with house.admin(f"/admin/v1/requests/{id_}", "DELETE") as ended:
             assert await ended.json() == {"id": id_, "aborted": 1}

@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from datetime import datetime, timedelta
+from select import PIPE_BUF
 from typing import Any
 
 import msgspec
@@ -230,3 +231,22 @@ def test_a_typed_line_that_json_or_the_bound_refuses_is_written_with_what_fits(
     assert expected.items() <= written.items()
     assert "unset" not in written
     assert len(str(written["detail"])) < 10_000
+
+
+def test_lines_of_several_processes_do_not_run_into_each_other() -> None:
+    """A pipe takes `PIPE_BUF` bytes as a whole."""
+    written: list[str] = []
+
+    class Pipe(io.StringIO):
+        def write(self, text: str) -> int:
+            written.append(text)
+            return len(text)
+
+    told = ["ä" * 900] * 5 + ["x" * (PIPE_BUF + 1), "short"]
+    writer = logs._Writer(Pipe(), "test", "info", is_shared=True)
+    for line in told:
+        writer.msg(line)
+    writer.close()
+    assert "".join(written) == "".join(f"{line}\n" for line in told)
+    assert all(text.endswith("\n") for text in written)
+    assert [text for text in written if len(text.encode()) > PIPE_BUF] == ["x" * (PIPE_BUF + 1) + "\n"]
