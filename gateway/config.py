@@ -64,6 +64,8 @@ ENV_PREFIX: Final = "PENSTOCK_GATEWAY_"
 HEADINGS: Final[Mapping[str, str]] = {}
 """None within the top level: the file has sections."""
 REPLICAS_MAX: Final = 256
+FALLBACKS_MAX: Final = 4
+FallbackReason = Literal["unavailable", "full"]
 WORKERS_MAX: Final = 64
 
 
@@ -92,6 +94,12 @@ class ModelConfig:
     """Replicas that cache the same system prompt. Unset: all. 2 where those in use exceed one's cache."""
     protocol: HopProtocol = "http2"
     """The protocol of its engines: HTTP/2 by prior knowledge, as ours speaks, or HTTP/1.1."""
+    fallback: Annotated[tuple[Name, ...], Meta(max_length=FALLBACKS_MAX)] = ()
+    """Names of models that are asked, one after the other, when none of its engines can answer. Their own
+    fallbacks are not followed."""
+    fallback_on: tuple[FallbackReason, ...] = ("unavailable",)
+    """unavailable: none is ready, or all that were asked failed before they answered. full: the queues of
+    those that were asked are full."""
     aliases: tuple[Name, ...] = ()
     """Further names that it answers to; * is any name that no other model has."""
     upstream_model: Name | None = None
@@ -336,6 +344,7 @@ def _contradictions(config: GatewayConfig) -> Iterator[str]:
             yield f"models.{model.name}: api_key_env and api_key_file exclude each other"
         if bool(model.replicas) == (model.discovery is not None):
             yield f"models.{model.name}: needs exactly one of replicas and discovery"
+        yield from _fallback_problems(model, model_names)
         for url in model.replicas:
             if not is_base_url(url):
                 yield f"models.{model.name}: {url!r} is no base URL like http://host:port"
@@ -371,6 +380,15 @@ def _counted_apart(config: GatewayConfig) -> Iterator[str]:
             yield f"{where}.model_limits: {told}"
     if config.directory.store == "redis":
         yield f"directory.store: its tenants and keys may have limits; {told}"
+
+
+def _fallback_problems(model: ModelConfig, model_names: Container[str]) -> Iterator[str]:
+    for name in model.fallback:
+        if name == model.name or name not in model_names:
+            problem = "is the model itself" if name == model.name else "there is no such model"
+            yield f"models.{model.name}.fallback: {name!r}: {problem}"
+    if len(set(model.fallback)) < len(model.fallback):
+        yield f"models.{model.name}.fallback: names a model twice"
 
 
 def tenant_problems(tenant: TenantConfig, model_names: Container[str]) -> Iterator[str]:

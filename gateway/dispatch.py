@@ -32,7 +32,7 @@ from gateway.record import RETRIES, observe_attempt
 from gateway.relay.stream import Opened, Progress, open_answer
 from gateway.relay.upstream import Outbound, Upstream
 from gateway.routing.health import Outcome
-from gateway.routing.policy import Affinity
+from gateway.routing.policy import Affinity, Route
 from gateway.routing.replicas import Placement, Replica, Replicas
 from gateway.routing.retries import RetryBudget
 from shared.clock import Clock
@@ -83,6 +83,8 @@ class Prepared(Struct, frozen=True):
     affinity: Affinity
     """Where the prompt may be cached."""
     dialect: Dialect
+    is_fallback: bool = False
+    """True if the caller asked for another model, which could not answer."""
 
 
 class Dispatched(Struct, frozen=True):
@@ -176,6 +178,18 @@ class Dispatcher:
             budget.active -= 1
             raise
 
+    def begins_anew(self, exchange: Exchange, prepared: Prepared, failure: ApiError) -> bool:
+        """Make the progress ready for another model, after all that could answer for this one have failed.
+        Returns False where an answer reported tokens: they are not to be computed twice."""
+        progress = exchange.progress
+        if _tokens_of(progress):
+            return False
+        if isinstance(failure, UNSENT) and not progress.refused:
+            progress.dispatched = False
+        is_lost = progress.dispatched and not progress.refused
+        exchange.progress = progress.anew(prepared.dialect.done, lost=is_lost)
+        return True
+
     def end(self, exchange: Exchange, dispatched: Dispatched, error: BaseException | None) -> None:
         """Note the end of a request, and the error that ended it."""
         self._budgets[dispatched.model.name].active -= 1
@@ -190,7 +204,7 @@ class Dispatcher:
                 place = self._replicas.place(prepared.model.name, prepared.affinity, sending.tried)
                 if place is None:
                     raise failure or _nobody()
-                exchange.record.placed(place.route)
+                exchange.record.placed(Route.FALLBACK if prepared.is_fallback else place.route)
                 if failure is not None:
                     RETRIES.inc("unsent" if isinstance(failure, UNSENT) else "repeated")
                 try:

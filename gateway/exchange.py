@@ -24,7 +24,7 @@ from gateway.timeout_config import TimeoutsConfig
 from shared.clock import Clock
 from shared.errors import ApiError, NotReady, Overloaded
 from shared.fair_share import FairShare
-from shared.ids import IGNORED_FIELDS_HEADER, REQUEST_ID_HEADER, KeyId, RequestId, TenantId
+from shared.ids import FALLBACK_HEADER, IGNORED_FIELDS_HEADER, REQUEST_ID_HEADER, KeyId, RequestId, TenantId
 from shared.telemetry import Stages
 
 ENGINE_TIMING_LEN_MAX: Final = 1024
@@ -70,12 +70,19 @@ class Exchange(Struct, eq=False):
     windows: Windows | None = None
     """The caller's quotas as they stood last. None as long as they were not looked up."""
     ignored_fields: str = ""
+    fallback: str = ""
+    """The model that is asked in place of the requested one. Empty while that is asked itself."""
     engine_timing: str = ""
     """The engine's `server-timing`, with its names marked as the engine's. Empty without one."""
 
     def admit(self, payer: Payer, tokens: int) -> None:
         """Note that so many tokens were reserved."""
         self.payer, self.reserved, self.reserved_s = payer, tokens, self.clock.wall()
+
+    def begin_fallback(self, model: str, reservation: ReservationId) -> None:
+        """Note that another model is to be asked, under a reservation of its own."""
+        self.fallback, self.reservation = model, reservation
+        self.payer, self.reserved = None, 0
 
     def bound_by(self, timeouts: TimeoutsConfig) -> None:
         self.timeouts = timeouts
@@ -98,6 +105,8 @@ class Exchange(Struct, eq=False):
         }
         if self.ignored_fields:
             headers[IGNORED_FIELDS_HEADER] = self.ignored_fields
+        if self.fallback:
+            headers[FALLBACK_HEADER] = self.fallback
         if self.windows is not None:
             headers |= ratelimit_headers(self.windows)
         return headers

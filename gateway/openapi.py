@@ -253,6 +253,7 @@ _HEADERS: Final[Mapping[str, Json]] = {
     "x-request-id": _header("The request's name in both services' logs.", r"^[A-Za-z0-9._-]{1,64}$"),
     "server-timing": _header("Milliseconds of each stage until the first byte."),
     "x-penstock-ignored-fields": _header("The unknown fields of the request."),
+    "x-penstock-fallback": _header("The model that answered, where it was not the requested one."),
     "x-should-retry": _header("Whether a retry can help.", "^(true|false)$"),
     "retry-after": _header("Seconds until a retry can help.", "^[0-9]+$"),
     "retry-after-ms": _header("The same in milliseconds.", "^[0-9]+$"),

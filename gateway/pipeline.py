@@ -26,6 +26,10 @@ Rules:
 3. Nothing is dispatched twice, except as `gateway.dispatch` says.
 4. What may be generated is what was reserved: a request that states no maximum, from a caller whose tokens
    are limited, is given one.
+5. Where a model's engines cannot answer, its `fallback` models are asked, those that the caller may use. Each
+   has a reservation of its own, under its own limits and by its own count: what was reserved for the one
+   before is given back, and the tokens are charged where they were used. So a request that falls back counts
+   as several in limits on requests per minute.
 """
 
 from __future__ import annotations
@@ -35,15 +39,15 @@ from functools import partial
 from typing import Final
 
 from gateway.accounts import Terms
-from gateway.admission.quota import Decision, Meter, QuotaStore, Refusal, Scope
+from gateway.admission.quota import Decision, Meter, QuotaStore, Refusal, ReservationId, Scope
 from gateway.admission.tokens import Count, check_fits, count_tokens, span
 from gateway.admission.usage import NOTHING, Used
 from gateway.admission.validate import validate
 from gateway.billing.lines import Billing
 from gateway.client.body import read_body
 from gateway.config import ALL_ENDPOINTS, GatewayConfig
-from gateway.dispatch import Dispatched, Dispatcher, Prepared
-from gateway.endpoints import Endpoint, ProxiedRequest
+from gateway.dispatch import REPEATED, Dispatched, Dispatcher, Prepared
+from gateway.endpoints import Dialect, Endpoint, ProxiedRequest
 from gateway.engines import Engines
 from gateway.exchange import Exchange, LiveRequests
 from gateway.identity.caller import Caller, Principal
@@ -61,11 +65,13 @@ from shared.errors import (
     ApiError,
     BudgetExhausted,
     IdentityUnavailable,
+    Overloaded,
     PermissionDenied,
     RateLimited,
     RequestExceedsQuota,
     TokensRateLimited,
     Unauthenticated,
+    forget_frames,
 )
 from shared.fair_share import FairShare
 from shared.fair_threads import FairThreads
@@ -139,15 +145,88 @@ class Pipeline:
         returns."""
         with Holding(self._memory, principal.tenant) as holding:
             parsed = await self._read(exchange, principal, endpoint, holding)
-            terms = self._resolve(exchange, principal, parsed)
+            terms = self._resolve(exchange, principal, parsed, parsed.request.model)
             count = await self._count(exchange, terms, parsed.request)
-            maximum = await self._reserve(exchange, terms, parsed.request, count)
-            request = self._outbound(exchange, terms, parsed, count, maximum)
-            affinity = self._affinity(terms, parsed.request, count)
+            prepared = await self._prepare(exchange, terms, parsed, count, endpoint.dialect)
+            if terms.model.fallback:
+                return await self._send_or_fall_back(exchange, principal, parsed, prepared)
             del parsed, count  # from here on the outbound request alone is held
-            holding.shrink(len(request.content))
-            prepared = Prepared(terms.model, request, affinity, endpoint.dialect)
+            holding.shrink(len(prepared.outbound.content))
             return await self._dispatcher.send(exchange, prepared)
+
+    async def _prepare(
+        self,
+        exchange: Exchange,
+        terms: Terms,
+        parsed: Parsed[ProxiedRequest],
+        count: Count,
+        dialect: Dialect,
+    ) -> Prepared:
+        """Reserve the request's tokens, and make of it what is sent."""
+        maximum = await self._reserve(exchange, terms, parsed.request, count)
+        request = self._outbound(exchange, terms, parsed, count, maximum)
+        affinity = self._affinity(terms, parsed.request, count)
+        return Prepared(terms.model, request, affinity, dialect, is_fallback=bool(exchange.fallback))
+
+    async def _send_or_fall_back(
+        self, exchange: Exchange, principal: Principal, parsed: Parsed[ProxiedRequest], prepared: Prepared
+    ) -> Dispatched:
+        """Dispatch the request, or the same to another model where its own cannot answer (rule 5). Raises the
+        first failure when none can."""
+        asked, names = prepared.model, list(prepared.model.fallback)
+        first: ApiError | None = None
+        try:
+            while True:
+                try:
+                    return await self._dispatcher.send(exchange, prepared)
+                except REPEATED as error:
+                    forget_frames(error)
+                    first = first or error
+                    reason = "full" if isinstance(error, Overloaded) else "unavailable"
+                    if reason not in asked.fallback_on or not self._dispatcher.begins_anew(
+                        exchange, prepared, error
+                    ):
+                        raise
+                other = await self._next_fallback(exchange, principal, parsed, prepared.dialect, names)
+                if other is None:
+                    exchange.fallback, exchange.record.model = "", asked.name
+                    raise first
+                prepared = other
+        finally:
+            del first  # its traceback refers to this frame
+
+    async def _next_fallback(
+        self,
+        exchange: Exchange,
+        principal: Principal,
+        parsed: Parsed[ProxiedRequest],
+        dialect: Dialect,
+        names: list[str],
+    ) -> Prepared | None:
+        """The request for the first of the models that the caller may use, that can take it, and that its
+        quotas admit. Takes what it tried from `names`. None when there is none."""
+        while names:
+            try:
+                terms = self._resolve(exchange, principal, parsed, names.pop(0))
+                count = await self._count(exchange, terms, parsed.request)
+                await self._reserve_anew(exchange, principal, terms, parsed.request)
+                return await self._prepare(exchange, terms, parsed, count, dialect)
+            except ApiError as error:
+                forget_frames(error)
+        return None
+
+    async def _reserve_anew(
+        self, exchange: Exchange, principal: Principal, terms: Terms, request: ProxiedRequest
+    ) -> None:
+        """Give back what was reserved for one model, and take a seat for another."""
+        before = exchange.reservation
+        exchange.begin_fallback(terms.model.name, ReservationId(f"{before}-f"))
+        await shielded(self._quotas.settle(before, NOTHING), exchange.record.settlement)
+        exchange.stages.enter("quota")
+        subjects = exchange.accounts.subjects(principal)
+        generates = isinstance(request, ChatRequest | CompletionRequest)
+        decision = await self._quotas.enter(exchange.reservation, subjects, needs_tokens=generates)
+        self._apply_decision(exchange, decision, 1 if generates else 0)
 
     async def authenticate(self, exchange: Exchange) -> Principal:
         """The caller. Raises Unauthenticated, IdentityUnavailable, and PermissionDenied where it may not use
@@ -207,9 +286,11 @@ class Pipeline:
         exchange.streams = isinstance(parsed.request, GenerationRequest) and bool(parsed.request.stream)
         return parsed
 
-    def _resolve(self, exchange: Exchange, principal: Principal, parsed: Parsed[ProxiedRequest]) -> Terms:
+    def _resolve(
+        self, exchange: Exchange, principal: Principal, parsed: Parsed[ProxiedRequest], name: str | None
+    ) -> Terms:
         exchange.stages.enter("tenant")
-        terms = exchange.accounts.terms(principal, parsed.request.model)
+        terms = exchange.accounts.terms(principal, name)
         exchange.record.model = terms.model.name
         exchange.bound_by(terms.timeouts)
         if not self._engines.of(terms.model).is_foreign:  # another make may support the field

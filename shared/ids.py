@@ -28,6 +28,8 @@ FIRST_TOKEN_TIMEOUT_HEADER: Final = "x-penstock-first-token-timeout-ms"  # noqa:
 """The time after which the gateway gives up waiting for the first token, in whole milliseconds."""
 TOKENIZER_HEADER: Final = "x-penstock-tokenizer"
 """The hash of the tokenizer that the engine serves with, in every answer of it."""
+FALLBACK_HEADER: Final = "x-penstock-fallback"
+"""The model that answered in place of the one that was asked for, in an answer."""
 IGNORED_FIELDS_HEADER: Final = "x-penstock-ignored-fields"
 TRACEPARENT_HEADER: Final = "traceparent"
 TRACESTATE_HEADER: Final = "tracestate"

@@ -83,6 +83,8 @@ class Route(StrEnum):
     """Another replica was tried before."""
     PANIC = "panic"
     """Every replica that is left has failed lately, so all are used."""
+    FALLBACK = "fallback"
+    """The model that was asked for could not answer, and this is another one's."""
     HEDGE = "hedge"
     """Another replica has not begun to answer in the time that nearly all take."""
 
