@@ -69,6 +69,8 @@ NEVER_MS: Final = 1 << 62
 _FULL: Final = 1000
 _PARTS: Final = tuple(tuple(min(_FULL, _FULL * other // own) for other in WEIGHTS) for own in WEIGHTS)
 """By the class of a request: how much it waits for tokens of each class, in thousandths."""
+_PARTS_OF: Final = tuple(zip(*_PARTS, strict=True))
+"""By the class of tokens: how much a request of each class waits for them."""
 _MASK: Final = 2**64 - 1
 
 
@@ -171,15 +173,18 @@ class View(Struct):
         return not (self.requests or any(self.sent))
 
     def _send(self, service_class: int, tokens: int) -> None:
-        self.sent = [
-            sent + tokens * parts[service_class] for sent, parts in zip(self.sent, _PARTS, strict=True)
-        ]
+        """Add to what was sent. This and the sum are written out, as every request comes here thrice."""
+        flex, default, priority = self.sent
+        parts = _PARTS_OF[service_class]
+        self.sent = [flex + tokens * parts[0], default + tokens * parts[1], priority + tokens * parts[2]]
         self._sum()
 
     def _sum(self) -> None:
-        requests = REQUEST_LEN * max(self.requests, self.sequences)
+        told, sent, requests = self.told, self.sent, REQUEST_LEN * max(self.requests, self.sequences)
         self.loads = [
-            (told + sent) // _FULL + requests for told, sent in zip(self.told, self.sent, strict=True)
+            (told[0] + sent[0]) // _FULL + requests,
+            (told[1] + sent[1]) // _FULL + requests,
+            (told[2] + sent[2]) // _FULL + requests,
         ]
 
 
@@ -194,30 +199,32 @@ class Choice(Struct, frozen=True):
 
 def loads(views: Sequence[View], now_ms: int, service_class: int = DEFAULT) -> list[int]:
     """The loads to decide by, for a request of this class (rules 2 and 4)."""
-    since_ms = now_ms - SLOW_START_MS
-    if all(view.since_ms <= since_ms and now_ms <= view.fresh_until_ms for view in views):
-        return [view.loads[service_class] for view in views]
-    faded = _faded(views, now_ms, service_class)
-    started = [_part(now_ms - view.since_ms, SLOW_START_MS) for view in views]
-    middle = _middle(faded, [part == _FULL for part in started])
-    return [
-        (load * part + max(load, middle) * (_FULL - part)) // _FULL
-        for load, part in zip(faded, started, strict=True)
-    ]
+    known = [view.loads[service_class] for view in views]
+    old_ms = now_ms - SLOW_START_MS
+    late = [i for i, view in enumerate(views) if now_ms > view.fresh_until_ms]
+    new = [i for i, view in enumerate(views) if old_ms < view.since_ms]
+    if late:
+        _fade(known, late, views, now_ms, service_class)
+    if new:
+        middle = _middle(known, new)
+        for i in new:
+            part = _part(now_ms - views[i].since_ms, SLOW_START_MS)
+            known[i] = (known[i] * part + max(known[i], middle) * (_FULL - part)) // _FULL
+    return known
 
 
-def _faded(views: Sequence[View], now_ms: int, service_class: int) -> list[int]:
-    """The loads with the pool's median in place of what late reports say. What this worker has sent itself it
-    knows, however late they are."""
+def _fade(
+    known: list[int], late: Sequence[int], views: Sequence[View], now_ms: int, service_class: int
+) -> None:
+    """Put the pool's median in place of what late reports say. What this worker has sent itself it knows,
+    however late they are."""
     own = [view.sent[service_class] // _FULL + REQUEST_LEN * view.requests for view in views]
-    told = [view.loads[service_class] - load for view, load in zip(views, own, strict=True)]
-    trusts = [_part(view.fresh_until_ms + LATE_MS - now_ms, LATE_MS) for view in views]
-    reports = [trust == _FULL and view.reports for view, trust in zip(views, trusts, strict=True)]
-    middle = _middle(told, reports)
-    return [
-        mine + (theirs * trust + middle * (_FULL - trust)) // _FULL
-        for mine, theirs, trust in zip(own, told, trusts, strict=True)
-    ]
+    told = [load - mine for load, mine in zip(known, own, strict=True)]
+    silent = [i for i, view in enumerate(views) if not view.reports]
+    middle = _middle(told, [*late, *silent])
+    for i in late:
+        part = _part(views[i].fresh_until_ms + LATE_MS - now_ms, LATE_MS)
+        known[i] = own[i] + (told[i] * part + middle * (_FULL - part)) // _FULL
 
 
 def _part(amount: int, whole: int) -> int:
@@ -225,9 +232,10 @@ def _part(amount: int, whole: int) -> int:
     return max(0, min(_FULL, _FULL * amount // whole))
 
 
-def _middle(values: Sequence[int], counts: Sequence[bool]) -> int:
-    """The median of those that count, or of all where none does."""
-    return median_low(list(compress(values, counts)) or values)
+def _middle(values: Sequence[int], without: Sequence[int]) -> int:
+    """The median of the values but those at some indices, or of all where there is no other."""
+    left_out = frozenset(without)
+    return median_low([value for i, value in enumerate(values) if i not in left_out] or values)
 
 
 def choose(
