@@ -46,6 +46,10 @@ _EVENT_HEAD: Final = (
     b'"model":"paced","choices":[{"index":0,"delta":{"content":"'
 )
 _EVENT_TAIL: Final = b'"},"finish_reason":null}]}\n\n'
+_FOREIGN_USAGE: Final = (
+    b'data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1700000000,'
+    b'"model":"paced","choices":[],"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}}\n\n'
+) + DONE
 EVENT_LEN: Final = len(_EVENT_HEAD + b" token" + _EVENT_TAIL)
 STATS: Final = "/paced/stats"
 """The path of a GET that returns `Stats`."""
@@ -114,20 +118,36 @@ class Ticker:
 class PacedEngine:
     """The answers, for either protocol."""
 
-    def __init__(self, ticker: Ticker, model_dir: Path) -> None:
+    def __init__(self, ticker: Ticker, model_dir: Path, *, is_foreign: bool = False) -> None:
+        """`is_foreign`: it does without what only engines of ours have, as one of another make does."""
         model = Model(id=MODEL, created=CREATED, max_model_len=CONTEXT_LEN)
         bundle = TokenizerBundle.from_dir(model_dir)
         self.ticker = ticker
+        self.is_foreign = is_foreign
         self.sse = {"content-type": "text/event-stream", TOKENIZER_HEADER: bundle.hash}
         self.json = {"content-type": "application/json", TOKENIZER_HEADER: bundle.hash}
         self._fixed = {
             "/penstock/tokenizer": msgspec.json.encode(bundle),
             "/v1/models": msgspec.json.encode(ModelList(data=[model])),
         }
+        if is_foreign:
+            del self.sse[TOKENIZER_HEADER], self.json[TOKENIZER_HEADER], self._fixed["/penstock/tokenizer"]
 
     def got(self, path: str) -> bytes:
         """The body of the answer to a GET."""
         return msgspec.json.encode(self.ticker.stats()) if path == STATS else self._fixed.get(path, b"{}")
+
+    def knows(self, path: str) -> bool:
+        """False for what an engine of another make has not."""
+        return not (self.is_foreign and path.startswith("/penstock/"))
+
+    def ending(self, events: int) -> bytes:
+        """The end of a stream."""
+        return (
+            _FOREIGN_USAGE % (PROMPT_TOKENS, events, PROMPT_TOKENS + events)
+            if self.is_foreign
+            else _ending(events)
+        )
 
     def unary(self, events: int) -> tuple[dict[str, str], bytes]:
         usage = Usage(PROMPT_TOKENS, events, PROMPT_TOKENS + events, PromptTokensDetails())
@@ -161,7 +181,7 @@ class PacedEngine:
                 await stream.due.wait()
                 await responder.write(stream.event)
                 stream.wrote()
-            await responder.write(_ending(events))
+            await responder.write(self.ending(events))
             await responder.finish()
         finally:
             self.ticker.streams.discard(stream)
@@ -218,7 +238,7 @@ class Http1Connection(asyncio.Protocol):
         self._left -= 1
         if self._left == 0:
             self._engine.ticker.streams.discard(self)
-            self._transport.write(_chunk(_ending(self._events)) + b"0\r\n\r\n")
+            self._transport.write(_chunk(self._engine.ending(self._events)) + b"0\r\n\r\n")
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -234,6 +254,9 @@ class Http1Connection(asyncio.Protocol):
         self._answer(head.split(b" ", 2)[1].decode(), rest[:length])
 
     def _answer(self, path: str, body: bytes) -> None:
+        if not self._engine.knows(path):
+            self._transport.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+            return
         if not body:
             self._send(self._engine.json, self._engine.got(path))
             return
@@ -267,8 +290,8 @@ def _ending(events: int) -> bytes:
     return DONE + closing_comment(_closing(events))
 
 
-async def serve(port: int, interval_s: float, model_dir: Path) -> None:
-    engine = PacedEngine(Ticker(interval_s), model_dir)
+async def serve(port: int, interval_s: float, model_dir: Path, *, is_foreign: bool) -> None:
+    engine = PacedEngine(Ticker(interval_s), model_dir, is_foreign=is_foreign)
 
     async def handle(request: ServerRequest, responder: ServerResponder) -> None:
         with contextlib.suppress(ClientGone):
@@ -291,9 +314,11 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--interval-ms", type=float, default=20.0, help="time between two events of a stream")
     parser.add_argument("--tokenizer", type=Path, required=True, help="the model whose tokenizer is served")
+    parser.add_argument("--foreign", action="store_true", help="be an engine of another make")
     options = parser.parse_args()
+    interval_s = options.interval_ms / 1000
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        runner.run(serve(options.port, options.interval_ms / 1000, options.tokenizer))
+        runner.run(serve(options.port, interval_s, options.tokenizer, is_foreign=options.foreign))
 
 
 if __name__ == "__main__":

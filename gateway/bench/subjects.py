@@ -101,8 +101,11 @@ class Engine:
 
 
 @contextlib.asynccontextmanager
-async def paced_engine(interval_ms: float, checkout: Path | None = None) -> AsyncIterator[Engine]:
-    """A paced engine. `checkout` is the source of another version; None for this one."""
+async def paced_engine(
+    interval_ms: float, checkout: Path | None = None, *, is_foreign: bool = False
+) -> AsyncIterator[Engine]:
+    """A paced engine. `checkout` is the source of another version; None for this one. `is_foreign`: it is of
+    another make."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     module = "gateway.bench.paced_engine"
@@ -110,6 +113,7 @@ async def paced_engine(interval_ms: float, checkout: Path | None = None) -> Asyn
         module = "shared.bench.paced_engine"  # the module's place in versions until November 2026
     argv = [sys.executable, "-m", module, "--port", str(port)]
     argv += ["--interval-ms", str(interval_ms), "--tokenizer", demo_model()]
+    argv += ["--foreign"] if is_foreign else []
     async with service(argv, f"{url}/readyz", checkout):
         yield Engine(url)
 

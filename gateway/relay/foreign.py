@@ -114,7 +114,7 @@ class ForeignStream:
         return next((usage for usage in found if usage is not None), None)
 
     def _taken(self, chunk: bytes) -> bytes:
-        if b"\r" not in chunk and not self._held:
+        if not self._held and b"\r" not in chunk:
             data = chunk
         else:
             data = self._held + chunk
@@ -133,6 +133,8 @@ class ForeignStream:
     def _shown(self, data: bytes) -> bytes:
         """The whole events in `data`, without the one to hide. What is too long to be that one is passed on
         unfinished."""
+        if not self._partial and data.endswith(_BOUNDARY) and b"[]" not in data:  # as nearly always
+            return data
         data = self._partial + data
         end = data.rfind(_BOUNDARY) + len(_BOUNDARY) if _BOUNDARY in data else 0
         if len(data) - end > TAIL_LEN:

@@ -17,6 +17,10 @@ BENCHES: Final = {
     "edge": ("gateway.bench.edge", "callers of the gateway that are slow, too large, malformed or guessing"),
     "engine": ("engine.bench.served", "tokens/s, time to first token and gap between tokens of an engine"),
     "faults": ("gateway.bench.faults", "what callers notice when one of three engines fails, beside Envoy"),
+    "foreign": (
+        "gateway.bench.foreign",
+        "CPU time per event of engines of other makes, over HTTP/1.1, beside that of ours",
+    ),
     "gateway": (
         "gateway.bench.compare",
         "CPU time per event and per request, and the latency that the gateway adds",

@@ -1,0 +1,223 @@
+"""The framing of HTTP/1.1 answers: where a head ends, and where its body. No I/O.
+
+A gateway and an engine that read the same bytes differently would give one caller's answer to another. So
+everything that may be read in two ways is an error: a length beside a transfer coding, two lengths, a coding
+other than `chunked`, a folded or nameless header line, a bare CR or LF, a chunk's size with a sign, a space
+or a prefix. After an error, and after bytes that follow an answer's end, the connection is not used again.
+
+Bodies are taken a whole read at a time: what the chunks of a read hold is joined, and handed on as one piece.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from msgspec import Struct
+
+from shared.http2.headers import HeaderList
+
+HEAD_LEN_MAX: Final = 64 * 1024
+HEAD_LINES_MAX: Final = 256
+SIZE_LINE_LEN_MAX: Final = 256
+"""Bytes of a chunk's size with its extensions."""
+TRAILER_LEN_MAX: Final = 8 * 1024
+HEAD_END: Final = b"\r\n\r\n"
+_CRLF: Final = b"\r\n"
+_STATUS: Final = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: [^\0-\x08\x0a-\x1f\x7f]*)?")
+_NAME: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+_FORBIDDEN: Final = re.compile(rb"[\0\r\n]")
+_SIZE: Final = re.compile(rb"([0-9a-fA-F]{1,15})(?:[ \t]*;[^\0-\x08\x0a-\x1f\x7f]*)?")
+_SIZES: Final = {b"%03x" % size: size for size in range(0x100, 0x1000)} | {
+    b"%03X" % size: size for size in range(0x100, 0x1000)
+}
+"""The sizes that three digits tell."""
+_LENGTH: Final = re.compile(rb"[0-9]{1,18}")
+
+
+class BadAnswer(Exception):
+    """What came is no answer of HTTP/1.1. Nothing of it is shown."""
+
+
+class Body(Protocol):
+    @property
+    def is_done(self) -> bool: ...
+
+    @property
+    def ends_with_connection(self) -> bool:
+        """True if the end of the connection may be its end."""
+        ...
+
+    @property
+    def has_surplus(self) -> bool:
+        """True if bytes came behind its end."""
+        ...
+
+    def feed(self, data: bytes) -> bytes:
+        """The body's bytes in what was read next. Raises BadAnswer."""
+        ...
+
+
+class Head(Struct, frozen=True):
+    status: int
+    headers: HeaderList
+    """Names in lower case."""
+    body: Body
+    keeps_alive: bool
+    """True if another request may follow the body on this connection."""
+
+
+def parse_head(block: bytes, *, has_body: bool) -> Head:
+    """The head in `block`, which ends before the empty line. `has_body` is False for an answer to HEAD.
+    Raises BadAnswer."""
+    first, *lines = block.split(_CRLF)
+    matched = _STATUS.fullmatch(first)
+    if matched is None:
+        raise BadAnswer("the status line is malformed")
+    if len(lines) > HEAD_LINES_MAX:
+        raise BadAnswer("there are too many headers")
+    is_current, status = matched[1] == b"1", int(matched[2])
+    headers = [_field(line) for line in lines]
+    body = _body_of(headers, is_current) if has_body and status not in (204, 304) else Sized(0)
+    options = b",".join(_values(headers, b"connection")).lower()
+    closes = not is_current or b"close" in options or body.ends_with_connection
+    return Head(status, headers, body, not closes)
+
+
+def _field(line: bytes) -> tuple[bytes, bytes]:
+    name, colon, value = line.partition(b":")
+    if not colon or _NAME.fullmatch(name) is None or _FORBIDDEN.search(value) is not None:
+        raise BadAnswer("a header is malformed")
+    return name.lower(), value.strip(b" \t")
+
+
+def _values(headers: HeaderList, wanted: bytes) -> Sequence[bytes]:
+    return [value for name, value in headers if name == wanted]
+
+
+def _body_of(headers: HeaderList, is_current: bool) -> Body:
+    codings, lengths = _values(headers, b"transfer-encoding"), _values(headers, b"content-length")
+    if codings:
+        if lengths or not is_current or len(codings) > 1 or codings[0].lower() != b"chunked":
+            raise BadAnswer("the body's framing is not clear")
+        return Chunked()
+    if not lengths:
+        return UntilClosed()
+    if len(lengths) > 1 or _LENGTH.fullmatch(lengths[0]) is None:
+        raise BadAnswer("the body's length is malformed")
+    return Sized(int(lengths[0]))
+
+
+class Sized:
+    """A body of a length that is known."""
+
+    __slots__ = ("_left", "has_surplus")
+    ends_with_connection = False
+
+    def __init__(self, length: int) -> None:
+        self._left = length
+        self.has_surplus = False
+
+    @property
+    def is_done(self) -> bool:
+        return self._left == 0
+
+    def feed(self, data: bytes) -> bytes:
+        if len(data) > self._left:
+            self.has_surplus, data = True, data[: self._left]
+        self._left -= len(data)
+        return data
+
+
+class UntilClosed:
+    """A body that ends with its connection."""
+
+    __slots__ = ()
+    ends_with_connection = True
+    is_done = has_surplus = False
+
+    def feed(self, data: bytes) -> bytes:
+        return data
+
+
+class Chunked:
+    """A body in chunks, each with its size before it, the last of which is empty."""
+
+    __slots__ = ("_in_chunk", "_in_trailer", "_left", "_partial", "_trailer_len", "has_surplus", "is_done")
+    ends_with_connection = False
+
+    def __init__(self) -> None:
+        self.is_done = self.has_surplus = False
+        self._left = 0  # of the chunk's bytes
+        self._in_chunk = False  # until the line end behind it
+        self._in_trailer = False
+        self._trailer_len = 0
+        self._partial = b""
+        """The beginning of a line, or of a line end."""
+
+    def feed(self, data: bytes) -> bytes:
+        if self._partial:
+            data, self._partial = self._partial + data, b""
+        elif self._is_between and data.find(_CRLF) == 3:  # an event alone in its chunk, as mostly
+            size = _SIZES.get(data[:3])
+            if size is not None and len(data) == size + 7 and data.endswith(_CRLF):
+                return data[5:-2]
+        return self._unframed(data)
+
+    @property
+    def _is_between(self) -> bool:
+        """True if a chunk's size comes next."""
+        return not (self._left or self._in_chunk or self._in_trailer)
+
+    def _unframed(self, data: bytes) -> bytes:
+        pieces: list[bytes] = []
+        at = 0
+        while not self.is_done:
+            if self._left:
+                piece = data[at : at + self._left]
+                pieces.append(piece)
+                at += len(piece)
+                self._left -= len(piece)
+                if self._left:
+                    break
+            if self._in_chunk:
+                if (end := data[at : at + 2]) != _CRLF:
+                    self._wait(end, b"\r")
+                    break
+                at += 2
+                self._in_chunk = False
+            end_at = data.find(_CRLF, at)
+            if end_at < 0:
+                self._wait_for_line(data[at:])
+                break
+            self._take_line(data, at, end_at)
+            at = end_at + 2
+        self.has_surplus |= at < len(data) and self.is_done
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _wait(self, begun: bytes, allowed: bytes) -> None:
+        if begun not in (b"", allowed):
+            raise BadAnswer("a chunk does not end where it should")
+        self._partial = begun
+
+    def _wait_for_line(self, begun: bytes) -> None:
+        if len(begun) > (TRAILER_LEN_MAX if self._in_trailer else SIZE_LINE_LEN_MAX):
+            raise BadAnswer("a line of a chunk is too long")
+        self._partial = begun
+
+    def _take_line(self, data: bytes, at: int, end: int) -> None:
+        if self._in_trailer:
+            self._trailer_len += end - at
+            if self._trailer_len > TRAILER_LEN_MAX:
+                raise BadAnswer("the trailer is too long")
+            if at == end:
+                self.is_done = True
+            else:
+                _field(data[at:end])
+            return
+        if end - at > SIZE_LINE_LEN_MAX or (matched := _SIZE.fullmatch(data, at, end)) is None:
+            raise BadAnswer("a chunk's size is malformed")
+        self._left = int(matched[1], 16)
+        self._in_chunk = self._left > 0
+        self._in_trailer = self._left == 0
