@@ -1,4 +1,4 @@
-"""The configuration of a gateway for development: one engine, one tenant without limits, one key.
+"""The configuration of a gateway for development: one model, one tenant without limits, one key.
 
 `penstock up` and the benches write it to a file and start a gateway with that.
 """
@@ -39,6 +39,7 @@ def development_config(
     key: str,
     model: str,
     engine_url: str,
+    more_engine_urls: Iterable[str] = (),
     aliases: Iterable[str] = (),
     host: str = "127.0.0.1",
     tls: tuple[str, str] | None = None,
@@ -53,7 +54,7 @@ def development_config(
     return GatewayConfig(
         listen=_listen(host, port, tls),
         timeouts=TimeoutsConfig(drain_s=drain_s),
-        models=(ModelConfig(model, (engine_url,), aliases=names),),
+        models=(ModelConfig(model, (engine_url, *more_engine_urls), aliases=names),),
         tenants=(TenantConfig(ID, limits=limits),),
         quotas=QuotasConfig() if redis is None else QuotasConfig("redis", redis),
         directory=DirectoryConfig("file" if redis is None else "redis"),

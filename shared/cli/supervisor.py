@@ -58,6 +58,8 @@ class ServiceSpec:
     start_deadline_s: float
     cert: str | None = None
     """The path of its certificate for an `https` URL, PEM. None for plain HTTP."""
+    restarts: bool = False
+    """True if it is started again when it ends."""
 
 
 class Service:

@@ -1,4 +1,4 @@
-"""The command `penstock up`: an engine and a gateway with embedded defaults, until Ctrl-C."""
+"""The command `penstock up`: engines and a gateway with embedded defaults, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Annotated, Any, Final, TextIO
+
+from msgspec import Meta
 
 from shared.arguments import Parser, cannot_listen, checked, closest, spelt
 from shared.cli import running
+from shared.cli.restarts import raise_first_death
 from shared.cli.running import Running
 from shared.cli.service import command, missing_extra, reach
 from shared.cli.supervisor import Service, ServiceDied, ServiceSpec, parse_line, stop_all, unless
@@ -38,6 +42,8 @@ ENGINE_START_S: Final = 24 * 3600.0
 """The time in which the engine must be ready, in seconds: a download may take long. Once it is done the
 engine's own limit counts (--startup-timeout-s)."""
 GATEWAY_START_S: Final = 60.0
+REPLICAS_MAX: Final = 16
+Replicas = Annotated[int, Meta(ge=1, le=REPLICAS_MAX)]
 
 _OURS: Final = frozenset(
     {
@@ -81,6 +87,10 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         default=os.environ.get("PENSTOCK_ENGINE_SERVED_MODEL_NAME") or None,
         help="what clients call the model (default: the last part of --model)",
     )
+    parser.add_argument(
+        "--replicas", metavar="N", type=spelt(Replicas), default=1,
+        help=f"engines behind the gateway, all with the same model (1 to {REPLICAS_MAX}, default: 1)",
+    )  # fmt: skip
     parser.add_argument(
         "--alias", metavar="NAME", nargs="+", action="extend", default=[], type=spelt(ModelName),
         help="further names that the model answers to; * is any name",
@@ -221,34 +231,33 @@ def make_plan(options: argparse.Namespace) -> Plan:
     tls = _tls(options.tls_cert, options.tls_key)
     certificate_names = names_of(*tls) if tls is not None else ()
     gateway_port = _check_port(options.host, options.port)
-    engine_port = _check_port("127.0.0.1", 0)
     development = reach("gateway.development")
     key = options.api_key or development.development_key()
     run_dir = _make_run_dir(options.log_dir, gateway_port)
     config = run_dir / "gateway.toml"
-    engine_url = f"http://127.0.0.1:{engine_port}"
+    engine_urls = [f"http://127.0.0.1:{port}" for port in _free_ports(options.replicas)]
     gateway_config = development.development_config(
         host=options.host,
         port=gateway_port,
         key=key,
         model=name,
         aliases=options.alias,
-        engine_url=engine_url,
+        engine_url=engine_urls[0],
+        more_engine_urls=engine_urls[1:],
         tls=tls,
         redis=options.redis,
         drain_s=DRAIN_S,
     )
     running.write_private(config, f"# Written by `penstock up`.\n{to_toml(gateway_config)}".encode())
     engine_options = ["--model", model, "--served-model-name", name, "--host", "127.0.0.1"]
-    engine_options += ["--port", str(engine_port), *_drain_options(os.environ), *options.more]
+    last_options = [*_drain_options(os.environ), *options.more]
     gateway_drain_s = reach("gateway.config").load(config, os.environ).timeouts.drain_s
     scheme, cert = ("http", None) if tls is None else ("https", tls[0])
     base_url = f"{scheme}://{_reachable(options.host, certificate_names)}:{gateway_port}"
-    engine_argv = tuple(command("engine", engine_options))
     gateway_argv = tuple(command("gateway", ["--config", str(config)]))
     return Plan(
         services=(
-            ServiceSpec("engine", engine_argv, run_dir / "engine.log", engine_url, ENGINE_START_S),
+            *_engines(engine_urls, engine_options, last_options, run_dir),
             ServiceSpec("gateway", gateway_argv, run_dir / "gateway.log", base_url, GATEWAY_START_S, cert),
         ),
         running=Running(
@@ -259,6 +268,24 @@ def make_plan(options: argparse.Namespace) -> Plan:
         certificate_names=certificate_names,
         aliases=tuple(options.alias),
     )
+
+
+def _engines(
+    urls: Sequence[str], options: Sequence[str], last_options: Sequence[str], run_dir: Path
+) -> Iterator[ServiceSpec]:
+    """The engines, one at each URL. Several are numbered, and started again when they end."""
+    for number, url in enumerate(urls):
+        name = "engine" if len(urls) == 1 else f"engine-{number}"
+        argv = command("engine", [*options, "--port", url.rpartition(":")[2], *last_options])
+        log, restarts = run_dir / f"{name}.log", len(urls) > 1
+        yield ServiceSpec(name, tuple(argv), log, url, ENGINE_START_S, restarts=restarts)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports of this machine's own address that nobody listens on, each another one."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [probe.getsockname()[1] for probe in probes]
 
 
 def _model_and_name(model: str | None, name: str | None) -> tuple[str, str]:
@@ -328,7 +355,7 @@ async def supervise(plan: Plan, out: TextIO, clock: Clock = SYSTEM_CLOCK) -> int
         else:
             progress.say(announcement(plan, clock.monotonic() - progress.started_s))
             _announce_to_chat(plan)
-            await unless(stop, _raise_first_death(services))
+            await unless(stop, raise_first_death(services, progress.say, clock))
         progress.say("Stopping. Ctrl-C again stops at once.")
     except (ServiceDied, OSError) as error:
         progress.say(f"penstock up: {error}\nThe logs are in {plan.run_dir}")
@@ -337,17 +364,6 @@ async def supervise(plan: Plan, out: TextIO, clock: Clock = SYSTEM_CLOCK) -> int
         running.clear_running(plan.running.pid)
         await stop_all(services, plan.grace_s, hurry)
     return 0
-
-
-async def _raise_first_death(services: Sequence[Service]) -> None:
-    deaths = [asyncio.create_task(service.failed()) for service in services]
-    try:
-        done, _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
-        raise done.pop().result()
-    finally:
-        for death in deaths:
-            death.cancel()
-        await asyncio.gather(*deaths, return_exceptions=True)
 
 
 def _announce_to_chat(plan: Plan) -> None:
@@ -413,13 +429,14 @@ def announcement(plan: Plan, seconds: float) -> str:
         {"model": model, "stream": True, "messages": [{"role": "user", "content": "What is a penstock?"}]},
         ensure_ascii=False,
     )
+    stopped = "both" if len(plan.services) == 2 else "all"
     also = f"   (also as {', '.join(plan.aliases)})" if plan.aliases else ""
     return f"""
 Ready after {seconds:.1f} s.
 
   Base URL   {url}
   API key    {key}
-  Model      {model}{also}
+  Model      {model}{also}{_about_engines(plan)}
 
 {_about_certificate(plan)}Stream an answer:
 
@@ -434,8 +451,13 @@ With the OpenAI SDK:
       model={model!r}, messages=[{{"role": "user", "content": "What is a penstock?"}}])
   print(answer.choices[0].message.content)
 
-In another terminal: {_penstock()} chat. Ctrl-C here stops both services.
+In another terminal: {_penstock()} chat. Ctrl-C here stops {stopped} services.
 """
+
+
+def _about_engines(plan: Plan) -> str:
+    engines = len(plan.services) - 1
+    return "" if engines == 1 else f"\n  Engines    {engines}"
 
 
 def _about_certificate(plan: Plan) -> str:

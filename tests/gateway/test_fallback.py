@@ -188,7 +188,7 @@ async def test_tokens_are_charged_to_the_model_that_used_them(open_pair: Opener)
             await answer.read()
         await pair.house.at_rest()
         store = pair.house.store
-        rows = [row async for row in store.usage("acme", 0, 100_000)]  # type: ignore[arg-type]
+        rows = [row async for row in store.usage("acme", 0, 100_000)]
         used = {row.model: (row.totals.requests, row.totals.total_tokens) for row in rows}
         assert used == {"spare": (1, 13), "tiny": (1, 0)}
         assert store.ledger.settled == 13

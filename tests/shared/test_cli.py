@@ -59,6 +59,7 @@ def exits(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str
         (("up", "--port", "x"), "must be a port from 0 to 65535, got 'x'"),
         (("up", "--api-key", " key"), "printable ASCII characters, no space at its ends"),
         (("up", "--api-key", ""), "printable ASCII characters, no space at its ends"),
+        (("up", "--replicas", "0"), "must be a whole number from 1 to 16, got '0'"),
         (("up", "--alias", ""), "must be a name of 1 to 256 characters"),
         (("up", "--dtype", "float8"), "--dtype: must be one of auto, float32, bfloat16, got 'float8'"),
         (("up", "--config", "engine.toml"), "there is no option --config"),
@@ -266,6 +267,23 @@ def test_options_reach_the_service_that_they_are_for(tmp_path: Path) -> None:
     assert config.directory.store == "redis"
     assert plan_of("--port", "0", "--model", "Qwen/Qwen3-0.6B").running.model == "Qwen3-0.6B"
     assert plan_of("--port", "0", "--host", "0.0.0.0").running.url.startswith("http://127.0.0.1:")
+
+
+def test_several_engines_are_numbered_and_all_in_the_gateways_file() -> None:
+    plan = plan_of("--port", "0", "--replicas", "3", "--max-model-len", "128")
+    *engines, gateway = plan.services
+    assert [engine.name for engine in engines] == ["engine-0", "engine-1", "engine-2"]
+    assert [engine.log.name for engine in engines] == ["engine-0.log", "engine-1.log", "engine-2.log"]
+    assert len({engine.url for engine in engines}) == 3
+    for engine in engines:
+        assert engine.argv[engine.argv.index("--port") + 1] == engine.url.rpartition(":")[2]
+        assert engine.argv[-2:] == ("--max-model-len", "128")
+        assert engine.restarts
+    assert not gateway.restarts
+    config = Path(gateway.argv[gateway.argv.index("--config") + 1])
+    assert load_gateway_config(config, {}).models[0].replicas == tuple(engine.url for engine in engines)
+    assert "Engines    3" in up.announcement(plan, 1.0)
+    assert not plan_of("--port", "0").services[0].restarts
 
 
 def test_up_takes_the_model_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

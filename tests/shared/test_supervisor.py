@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shared.cli import running, supervisor, up
+from shared.cli import restarts, running, supervisor, up
 from shared.cli.running import Running
 from shared.cli.supervisor import ServiceSpec
 
@@ -57,18 +57,21 @@ class Stage:
     habits: dict[str, tuple[str, ...]]
     start_deadline_s: float = PATIENCE_S
     grace_s: float = PATIENCE_S
+    engines: int = 1
     screen: Screen = field(default_factory=Screen)
     plan: up.Plan = field(init=False)
     task: asyncio.Task[int] = field(init=False)
 
     def __post_init__(self) -> None:
         specs = []
-        for name in ("engine", "gateway"):
+        engines = ["engine"] if self.engines == 1 else [f"engine-{i}" for i in range(self.engines)]
+        for name in (*engines, "gateway"):
             port = free_port()
             argv = (sys.executable, str(CHILD), name, str(port), str(self.diary), *self.habits.get(name, ()))
             log, url = self.directory / f"{name}.log", f"http://127.0.0.1:{port}"
-            specs.append(ServiceSpec(name, argv, log, url, self.start_deadline_s))
-        ours = Running(url=f"{specs[1].url}/v1", key="k", model="m", pid=os.getpid())
+            restarts = self.engines > 1 and name != "gateway"
+            specs.append(ServiceSpec(name, argv, log, url, self.start_deadline_s, restarts=restarts))
+        ours = Running(url=f"{specs[-1].url}/v1", key="k", model="m", pid=os.getpid())
         self.plan = up.Plan(tuple(specs), ours, self.directory, self.grace_s)
         self.task = asyncio.create_task(up.supervise(self.plan, self.screen))
 
@@ -103,9 +106,12 @@ async def staging(tmp_path: Path) -> AsyncIterator[Staging]:
     stages: list[Stage] = []
 
     def start(
-        start_deadline_s: float = PATIENCE_S, grace_s: float = PATIENCE_S, **habits: tuple[str, ...]
+        start_deadline_s: float = PATIENCE_S,
+        grace_s: float = PATIENCE_S,
+        engines: int = 1,
+        **habits: tuple[str, ...],
     ) -> Stage:
-        stages.append(Stage(tmp_path, habits, start_deadline_s, grace_s))
+        stages.append(Stage(tmp_path, habits, start_deadline_s, grace_s, engines))
         return stages[-1]
 
     yield start
@@ -114,6 +120,53 @@ async def staging(tmp_path: Path) -> AsyncIterator[Staging]:
         await asyncio.gather(stage.task, return_exceptions=True)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().remove_signal_handler(number)
+
+
+async def test_an_engine_of_several_that_ends_is_started_again(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And Ctrl-C ends all of them, the new one too."""
+    monkeypatch.setattr(restarts, "RESTART_S_MIN", 0.01)
+    stage = staging(engines=2)
+    await stage.screen.shows("Ctrl-C here stops all services.")
+    assert "Engines    2" in stage.screen.getvalue()
+    first = stage.pid("engine-1")
+    os.kill(first, signal.SIGKILL)
+    await stage.screen.shows("the engine-1 was killed by signal 9")
+    await stage.screen.shows("The engine-1 is ready again.")
+    started = [line for line in stage.diary.read_text().splitlines() if line.startswith("engine-1 started")]
+    pids = [int(line.split()[2]) for line in started]
+    assert (len(pids), pids[0]) == (2, first)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert await stage.ends() == 0
+    assert not is_alive(pids[1])
+    assert stage.events()[-3:] == ["gateway stopped", "engine-1 stopped", "engine-0 stopped"]
+
+
+async def test_an_engine_that_ends_again_and_again_ends_all(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "RESTART_S_MIN", 0.01)
+    monkeypatch.setattr(restarts, "ROW_MAX", 2)
+    stage = staging(engines=2)
+    await stage.screen.shows("Ready after")
+    spec = stage.plan.services[0]
+    object.__setattr__(spec, "argv", (*spec.argv, "dies"))
+    os.kill(stage.pid("engine-0"), signal.SIGKILL)
+    assert await stage.ends() == 1
+    shown = stage.screen.getvalue()
+    assert shown.count("is started again in") == 2
+    assert "the engine-0 exited with status 3" in shown
+    assert stage.events()[-2:] == ["gateway stopped", "engine-1 stopped"]
+
+
+async def test_the_gateways_end_is_the_end_of_all_engines(staging: Staging) -> None:
+    stage = staging(engines=2)
+    await stage.screen.shows("Ready after")
+    os.kill(stage.pid("gateway"), signal.SIGKILL)
+    assert await stage.ends() == 1
+    assert "the gateway was killed by signal 9" in stage.screen.getvalue()
+    assert stage.events()[-2:] == ["engine-1 stopped", "engine-0 stopped"]
 
 
 def is_alive(pid: int) -> bool:
