@@ -82,6 +82,8 @@ class Terms(Struct, frozen=True):
     any."""
     payer: Payer
     """Where the request is counted."""
+    is_hedged: bool
+    """True if a stream that is slow to begin is sent to a second replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,8 @@ class Accounts:
         limits = [limit for subject in subjects for limit in _token_limits(subject.limits)]
         tokens_max = min((limit for limit in limits if limit is not None), default=None)
         payer = Payer(principal.tenant, principal.key, model.name)
-        terms = Terms(model, tenant, timeouts, subjects, tokens_max, payer)
+        is_hedged = self.tenants.hedges(tenant)
+        terms = Terms(model, tenant, timeouts, subjects, tokens_max, payer, is_hedged)
         if model_name in model.names:  # callers make up names behind a `*`
             self._terms.put((principal, model_name), terms)
         return terms

@@ -135,6 +135,9 @@ class TierConfig:
     """Wins over the model's queue_timeout_s."""
     request_timeout_s: Seconds | None = None
     """Wins over the model's request_timeout_s."""
+    hedge: bool = False
+    """True if their streams are sent to a second replica when the first has not begun in the time that 95 %
+    of the model's take. The one that begins first answers, and is charged for."""
 
 
 PLAIN: Final = TierConfig()

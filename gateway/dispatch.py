@@ -4,7 +4,7 @@ Rules:
 
 1. A request is sent again only until its answer begins, with a stream's first event: its client has been sent
    nothing until then. It goes to a replica that was not asked before, after the stream at the one before was
-   reset, so that never two work on it at a time (`Hedge` is the exception that operators turn on).
+   reset, so that never two work on it at a time (hedging is the exception that operators turn on).
 2. After a replica that was sent nothing (no connection, not ready), every other may be asked. After one that
    was (its stream broke, it answered 5xx, its queue was full), `REPEATS_MAX` others are asked, within the
    budget (`routing.retries`): neither an overload nor a request that breaks engines is to be multiplied by
@@ -28,6 +28,7 @@ from gateway.client.deadlines import Watch
 from gateway.config import ModelConfig
 from gateway.endpoints import Dialect
 from gateway.exchange import Exchange
+from gateway.hedging import failure_of, race, succeeded
 from gateway.record import RETRIES, observe_attempt
 from gateway.relay.stream import Opened, Progress, open_answer
 from gateway.relay.upstream import Outbound, Upstream
@@ -85,6 +86,8 @@ class Prepared(Struct, frozen=True):
     dialect: Dialect
     is_fallback: bool = False
     """True if the caller asked for another model, which could not answer."""
+    is_hedged: bool = False
+    """True if it may be sent to a second replica when the first is slow to begin."""
 
 
 class Dispatched(Struct, frozen=True):
@@ -125,6 +128,14 @@ class Attempt:
         if self._task is not None and not self._given_up:
             self._given_up = True
             self._task.cancel()
+
+
+class Hedge(Struct, frozen=True, eq=False):
+    """The second attempt of a hedged request."""
+
+    placement: Placement
+    progress: Progress
+    task: asyncio.Task[Dispatched]
 
 
 class Sending(Struct, eq=False):
@@ -208,7 +219,7 @@ class Dispatcher:
                 if failure is not None:
                     RETRIES.inc("unsent" if isinstance(failure, UNSENT) else "repeated")
                 try:
-                    return await self._attempt(exchange, prepared, place, sending)
+                    return await self._answered(exchange, prepared, place, sending)
                 except REPEATED as error:
                     forget_frames(error)  # some refer to the error, and all to the request
                     failure = error
@@ -238,17 +249,102 @@ class Dispatcher:
         exchange.stages.enter("route")
         return True
 
-    async def _attempt(
+    async def _answered(
         self, exchange: Exchange, prepared: Prepared, place: Placement, sending: Sending
     ) -> Dispatched:
-        """Send the request to one replica, and wait for the beginning of its answer."""
-        replica, progress, request = place.replica, exchange.progress, prepared.outbound
-        progress.report.counted = partial(self._replicas.counted, place)
+        """Ask one replica, or two where the request is hedged."""
         exchange.stages.enter("connect")
-        exchange.record.replica = replica.id
+        exchange.record.replica = place.replica.id
+        after_ms = None
         if exchange.streams:
             within_s = exchange.timeouts.first_token_s
             exchange.watch.expect(within_s, FirstTokenTimeout, "The engine produced no token in time.")
+            if prepared.is_hedged:
+                after_ms = self._replicas.first_events(prepared.model.name).p95_ms
+        if after_ms is None:
+            return await self._attempt(exchange, prepared, place, sending, exchange.progress)
+        return await self._hedged(exchange, prepared, place, sending, after_ms)
+
+    async def _hedged(
+        self, exchange: Exchange, prepared: Prepared, place: Placement, sending: Sending, after_ms: int
+    ) -> Dispatched:
+        """Ask another replica as well when this one has not begun after `after_ms`. The one that begins first
+        is charged for, alone."""
+        hedges: list[Hedge] = []
+        route = exchange.record.route
+        done = prepared.dialect.done
+
+        def start() -> asyncio.Task[Dispatched] | None:
+            if (second := self._place_hedge(prepared, place, sending)) is None:
+                return None
+            exchange.record.placed(second.route)
+            progress = exchange.progress.anew(done)
+            task = asyncio.create_task(self._attempt(exchange, prepared, second, sending, progress))
+            hedges.append(Hedge(second, progress, task))
+            return task
+
+        lead = asyncio.create_task(self._attempt(exchange, prepared, place, sending, exchange.progress))
+        try:
+            winner = await race(lead, after_ms / 1000, start)
+        except BaseException as error:
+            for hedge in hedges:
+                self._replicas.release(hedge.placement, outcome_of(error, exchange.watch))
+            raise
+        finally:
+            for _ in hedges:
+                sending.budget.give_back()
+        for hedge in hedges:
+            await self._decide(exchange, place, lead, hedge, hedge.task is winner)
+            if hedge.task is not winner:
+                exchange.record.route = route
+                sending.tried.add(hedge.placement.replica.id)
+        return winner.result()
+
+    def _place_hedge(self, prepared: Prepared, place: Placement, sending: Sending) -> Placement | None:
+        """A place at another replica, within the budget."""
+        if not sending.budget.take():
+            RETRIES.inc("refused")
+            return None
+        tried = sending.tried | {place.replica.id}
+        second = self._replicas.place(prepared.model.name, prepared.affinity, tried, Route.HEDGE)
+        if second is None:
+            sending.budget.give_back()
+        else:
+            RETRIES.inc("hedged")
+        return second
+
+    async def _decide(
+        self,
+        exchange: Exchange,
+        place: Placement,
+        lead: asyncio.Task[Dispatched],
+        hedge: Hedge,
+        has_won: bool,
+    ) -> None:
+        """Give the loser's place back, and charge for the winner. Where the lead has lost to nobody, its
+        error is the request's."""
+        loser, lost_at = (lead, place) if has_won else (hedge.task, hedge.placement)
+        if (failure := failure_of(loser)) is not None and isinstance(failure, ApiError):
+            forget_frames(failure)
+            exchange.record.attempt_failed(lost_at.replica.id, failure.code)
+        if has_won or not succeeded(lead):
+            progress, other = exchange.progress, hedge.progress
+            if has_won:
+                exchange.progress = other
+                exchange.record.replica = hedge.placement.replica.id
+            else:
+                progress.lost |= other.dispatched and not other.refused
+        outcome = Outcome.NEUTRAL if failure is None else outcome_of(failure, exchange.watch)
+        self._replicas.release(lost_at, outcome)
+        if succeeded(loser):
+            await loser.result().opened.aclose()
+
+    async def _attempt(
+        self, exchange: Exchange, prepared: Prepared, place: Placement, sending: Sending, progress: Progress
+    ) -> Dispatched:
+        """Send the request to one replica, and wait for the beginning of its answer."""
+        replica, request = place.replica, prepared.outbound
+        progress.report.counted = partial(self._replicas.counted, place)
 
         def connected() -> None:
             progress.dispatched = True

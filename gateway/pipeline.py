@@ -166,7 +166,14 @@ class Pipeline:
         maximum = await self._reserve(exchange, terms, parsed.request, count)
         request = self._outbound(exchange, terms, parsed, count, maximum)
         affinity = self._affinity(terms, parsed.request, count)
-        return Prepared(terms.model, request, affinity, dialect, is_fallback=bool(exchange.fallback))
+        return Prepared(
+            terms.model,
+            request,
+            affinity,
+            dialect,
+            is_fallback=bool(exchange.fallback),
+            is_hedged=terms.is_hedged,
+        )
 
     async def _send_or_fall_back(
         self, exchange: Exchange, principal: Principal, parsed: Parsed[ProxiedRequest], prepared: Prepared

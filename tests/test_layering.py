@@ -104,7 +104,17 @@ GATEWAY_LEVELS = (
     {"timeout_config", "discovery_config", "holder_config"},
     {"config", "secret", "hygiene", "background", "shield", "client", "recorder"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
-    {"accounts", "operators", "billing", "public_tls", "engines", "record", "development", "openapi"},
+    {
+        "accounts",
+        "operators",
+        "billing",
+        "public_tls",
+        "engines",
+        "record",
+        "development",
+        "openapi",
+        "hedging",
+    },
     {"discovery"},
     {"exchange", "directory", "usage_api", "replica_api"},
     {"outbound", "requests_api", "admin", "dispatch"},

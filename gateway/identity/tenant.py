@@ -67,6 +67,10 @@ class TenantPolicy:
         """The settings of every tenant."""
         return self._tenants.values()
 
+    def hedges(self, tenant: TenantConfig) -> bool:
+        """True if a tenant's service tier has its streams hedged."""
+        return self._tiers.of(tenant.service_tier).hedge
+
     def models_of(self, tenant: TenantConfig) -> Iterable[ModelConfig]:
         """The models that a tenant may use."""
         return (model for model in self._models if _allows(tenant.models, model))

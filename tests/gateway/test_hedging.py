@@ -1,0 +1,233 @@
+"""Hedging: a second replica where the first is slow to begin; one answer, one charge."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from gateway.hedging import failure_of, race, succeeded
+from gateway.routing.health import SAMPLES_MAX
+from gateway.routing.retries import RetryBudget
+from shared.errors import UpstreamLost
+from tests.gateway.conftest import House, Open, until
+from tests.gateway.fake_engine import CUT, HEADERS, FakeEngine, Script, byte_bundle, chunk, closing, stream
+from tests.gateway.test_disconnect import RawClient, body
+
+HEDGED = {"priority": {"hedge": True}}
+GOOD = stream(chunk("a"), end=closing(10, 1))
+
+# -- the race -------------------------------------------------------------------------------------
+
+
+async def value(name: str, *events: asyncio.Event) -> str:
+    for event in events:
+        await event.wait()
+    return name
+
+
+async def failing(*events: asyncio.Event) -> str:
+    for event in events:
+        await event.wait()
+    raise UpstreamLost("gone")
+
+
+async def turns_later() -> str:
+    for _ in range(5):
+        await asyncio.sleep(0)
+    return "other"
+
+
+async def test_a_lead_in_time_starts_no_other() -> None:
+    lead = asyncio.create_task(value("lead"))
+    assert await race(lead, 30.0, pytest.fail) is lead
+
+
+@pytest.mark.parametrize("lead_fails", [False, True])
+async def test_the_first_to_succeed_wins_and_the_other_is_over(lead_fails: bool) -> None:
+    begun = asyncio.Event()
+    lead = asyncio.create_task(failing(begun) if lead_fails else value("lead", asyncio.Event()))
+    started: list[asyncio.Task[str]] = []
+
+    def start() -> asyncio.Task[str]:
+        begun.set()
+        started.append(asyncio.create_task(turns_later()))
+        return started[0]
+
+    assert await race(lead, 0.0, start) is started[0]
+    assert lead.done()
+    assert not succeeded(lead)
+    assert (failure_of(lead) is not None) == lead_fails
+
+
+async def test_where_none_succeeds_the_lead_is_returned() -> None:
+    lead = asyncio.create_task(failing())
+    assert await race(lead, 30.0, pytest.fail) is lead
+    never = asyncio.Event()
+    hanging = asyncio.create_task(value("lead", never))
+
+    def nobody() -> None:
+        hanging.cancel()
+
+    assert await race(hanging, 0.0, nobody) is hanging
+
+
+async def test_leaving_a_race_ends_both() -> None:
+    never, tasks = asyncio.Event(), list[asyncio.Task[str]]()
+
+    def start() -> asyncio.Task[str]:
+        tasks.append(asyncio.create_task(value("other", never)))
+        return tasks[-1]
+
+    tasks.append(asyncio.create_task(value("lead", never)))
+    racing = asyncio.create_task(race(tasks[0], 0.0, start))
+    await until(lambda: len(tasks) == 2)
+    racing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await racing
+    assert all(task.cancelled() for task in tasks)
+
+
+# -- at the gateway -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def other() -> AsyncIterator[FakeEngine]:
+    async with FakeEngine(bundle=byte_bundle()) as engine:
+        yield engine
+
+
+async def hedging(open_house: Open, other: FakeEngine) -> tuple[House, FakeEngine, FakeEngine]:
+    """A gateway that hedges, and knows how long first events take: no time. The engine that it asks first,
+    and the other."""
+    house: House = await open_house(other.url, tiers=HEDGED)
+    house.engine.script = other.script = GOOD
+    async with house.chat(stream=True) as answer:
+        await answer.read()
+    first_events = house.gateway.replicas.first_events("tiny")
+    for _ in range(SAMPLES_MAX):
+        first_events.add(1)
+    assert first_events.p95_ms == 1
+    home = (await house.line())["replica"]
+    lead, second = (house.engine, other) if home == house.engine.url[7:] else (other, house.engine)
+    lead.seen.clear()
+    return house, lead, second
+
+
+async def line_of(house: House) -> dict[str, Any]:
+    """The completed line of the request after `hedging`'s."""
+    return (await house.lines(2))[1]
+
+
+async def test_the_second_answers_where_the_first_is_slow(open_house: Open, other: FakeEngine) -> None:
+    house, lead, second = await hedging(open_house, other)
+    lead.script = Script([HEADERS, asyncio.Event()])
+    async with house.chat(stream=True) as answer:
+        assert (await answer.read()).startswith(chunk("a"))
+    line = await line_of(house)
+    assert (line["route"], line["attempts"], line["settled_tokens"]) == ("hedge", 2, 11)
+    assert line["replica"] == second.url[7:]
+    assert "failed_attempts" not in line
+    await lead.seen[0].cancelled.wait()
+    assert not second.seen[0].cancelled.is_set()
+    await house.at_rest()
+
+
+async def test_the_first_may_still_win(open_house: Open, other: FakeEngine) -> None:
+    house, lead, second = await hedging(open_house, other)
+    go_on = asyncio.Event()
+    lead.script = stream(go_on, chunk("a"), end=closing(10, 1))
+    second.script = Script([HEADERS, asyncio.Event()])
+    async with asyncio.TaskGroup() as tasks:
+        asked = tasks.create_task(house.chat(stream=True).__aenter__())
+        await until(lambda: len(lead.seen) + len(second.seen) == 2)
+        go_on.set()
+    assert (await asked.result().read()).startswith(chunk("a"))
+    line = await line_of(house)
+    assert (line["attempts"], line["settled_tokens"], line["end_reason"]) == (2, 11, "ok")
+    assert (line["route"], line["replica"]) == ("affinity", lead.url[7:])
+    await second.seen[0].cancelled.wait()
+    await house.at_rest()
+
+
+async def test_a_second_that_fails_harms_nothing_and_is_not_asked_again(
+    open_house: Open, other: FakeEngine
+) -> None:
+    house, lead, second = await hedging(open_house, other)
+    go_on = asyncio.Event()
+    lead.script, second.script = stream(go_on, chunk("a"), end=closing(10, 1)), Script([CUT])
+    async with asyncio.TaskGroup() as tasks:
+        asked = tasks.create_task(house.chat(stream=True).__aenter__())
+        await until(lambda: any(seen.finished.is_set() for seen in second.seen) and bool(lead.seen))
+        go_on.set()
+    assert (await asked.result().read()).startswith(chunk("a"))
+    line = await line_of(house)
+    assert (line["attempts"], line["settled_tokens"]) == (2, 11)
+    assert line.get("failed_attempts") in (None, f"{second.url[7:]}=upstream_failed"), "if seen in time"
+    await house.at_rest()
+
+
+async def test_where_both_fail_the_reservation_is_charged_once(open_house: Open, other: FakeEngine) -> None:
+    house, lead, second = await hedging(open_house, other)
+    fail = asyncio.Event()
+    lead.script = second.script = Script([HEADERS, fail, CUT])
+    async with asyncio.TaskGroup() as tasks:
+        asked = tasks.create_task(house.chat(stream=True).__aenter__())
+        await until(lambda: len(lead.seen) + len(second.seen) == 2)
+        fail.set()
+    assert asked.result().status == 502
+    asked.result().release()
+    line = await line_of(house)
+    assert line["settled_tokens"] == line["reserved_tokens"]
+    budget = house.gateway._edge._pipeline._dispatcher._budgets["tiny"]
+    assert (budget.active, budget.retrying) == (0, 0)
+    await house.at_rest()
+
+
+async def test_a_client_that_leaves_ends_both(open_house: Open, other: FakeEngine) -> None:
+    house, lead, second = await hedging(open_house, other)
+    lead.script = second.script = Script([HEADERS, asyncio.Event()])
+    client = await RawClient.of(house)
+    client.post(body(stream=True))
+    await until(lambda: len(lead.seen) + len(second.seen) == 2)
+    client.leave()
+    for seen in (*lead.seen, *second.seen):
+        await seen.cancelled.wait()
+    assert (await line_of(house))["end_reason"] == "client_cancel"
+    await house.at_rest()
+
+
+async def test_without_a_place_in_the_budget_there_is_no_second(
+    open_house: Open, other: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[bool] = []
+
+    def refuse(_: RetryBudget) -> bool:
+        refused.append(True)
+        return False
+
+    monkeypatch.setattr(RetryBudget, "take", refuse)
+    house, lead, second = await hedging(open_house, other)
+    go_on = asyncio.Event()
+    lead.script = stream(go_on, chunk("a"))
+    async with asyncio.TaskGroup() as tasks:
+        asked = tasks.create_task(house.chat(stream=True).__aenter__())
+        await until(lambda: bool(refused))
+        go_on.set()
+    await asked.result().read()
+    assert (await line_of(house))["attempts"] == 1
+    assert not second.seen
+    await house.at_rest()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_what_is_no_stream_and_a_pool_of_one_are_not_hedged(open_house: Open, streaming: bool) -> None:
+    house: House = await open_house(tiers=HEDGED)
+    for _ in range(SAMPLES_MAX):
+        house.gateway.replicas.first_events("tiny").add(0)
+    async with house.chat(stream=streaming) as answer:
+        await answer.read()
+    assert (await house.line())["attempts"] == 1
+    await house.at_rest()
