@@ -121,7 +121,7 @@ class Gateway:
         self._registry = _registry(self._follower, path, self.accounts, env, clock)
         self.replicas = _replicas(config, self.accounts, clock)
         self._discovery = Discovery(config.models, self.replicas, env, clock)
-        self._upstream = upstream = Upstream(config.hop, config.models, self.replicas.observe_origin)
+        self._upstream = upstream = Upstream(config.hop, config.models, self.replicas.observe_origin, clock)
         self._threads = FairThreads(config.limits.tokenizer_threads)
         self.engines = Engines(config.models, _profiles(config, upstream, credentials, self.replicas), clock)
         memory = FairShare(config.limits.request_memory)
@@ -148,6 +148,7 @@ class Gateway:
             "pools": self.replicas.keep,
             "members' ends": self.replicas.sweep,
             "replicas' health": partial(watch_replicas, self.replicas, self._upstream, self._clock),
+            "hop's certificates": self._upstream.watch_tls,
             **self._discovery.works(),
         }
         if self._follower is not None:

@@ -16,13 +16,13 @@ import asyncio
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from gateway.edge_config import TlsConfig
 from gateway.identity.caller import Revoked
-from gateway.identity.jwks import FileVersion, file_version
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
+from shared.renewable_tls import FileVersion, RenewableContext, file_version
 from shared.tls import HTTP1, UnusableTls, server_context
 
 POLL_S: Final = 1.0
@@ -38,16 +38,6 @@ class _Loaded:
 
     context: ssl.SSLContext
     revoked: Revoked
-
-
-class RenewableContext(ssl.SSLContext):
-    """The context that a listener is given once. Each handshake is by the one that is `current` then."""
-
-    current: ssl.SSLContext
-
-    def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
-        """Begin a handshake, as event loops do for each connection."""
-        return self.current.wrap_bio(*args, **kwargs)
 
 
 class PublicTls:

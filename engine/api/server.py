@@ -15,9 +15,9 @@ import concurrent.futures
 import dataclasses
 import gc
 import os
-import ssl
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,6 +37,7 @@ from shared.lifecycle import Phase, on_stop_signals
 from shared.load_report import PUSH_INTERVAL_S, encode_load
 from shared.loops import loop_name, watch_lag
 from shared.otlp import tracing_of
+from shared.renewable_tls import RenewableTls
 from shared.tokenizer import UnusableTokenizer
 
 CORE_STOP_S: Final = 5.0
@@ -77,14 +78,16 @@ class Engine:
         self.state = EngineState(
             config, core, metrics, clock, tracing_of(config.tracing, "penstock-engine", os.environ)
         )
+        self._tls = _tls(config, clock)
         self.server = HttpServer(
             Service(self.state).handle,
             host=config.host,
             port=config.port,
             keepalive_timeout_s=config.keepalive_timeout_s,
-            tls=_tls(config),
+            tls=None if self._tls is None else self._tls.context,
         )
         self._probes = _probe_server(config, self.state)
+        self._tls_task: asyncio.Task[None] | None = None
         metrics.http2_streams.set_function(lambda: self.server.http2_streams)
         metrics.held_bytes.set_function(lambda: self.state.memory.held)
         self.port = 0
@@ -108,6 +111,8 @@ class Engine:
             except OSError as error:
                 said = cannot_listen(config.host, config.probe_port or 0, error, option="--probe-port")
                 raise StartFailed(said) from error
+        if self._tls is not None:
+            self._tls_task = asyncio.create_task(self._tls.watch(), name="certificates")
         log.info("engine.listening", host=config.host, port=self.port, probe_port=self.probe_port)
         self._push_task = asyncio.create_task(self._push_loads(), name="push-loads")
         directory = await _in_daemon_thread(lambda: self._resolve(config.model))
@@ -173,6 +178,8 @@ class Engine:
             self._core_task.cancel()
             await asyncio.gather(self._core_task, return_exceptions=True)
         await self.server.stop()
+        if self._tls_task is not None:
+            self._tls_task.cancel()
         if self._probes is not None:
             await self._probes.stop()
         state.threads.close()
@@ -212,16 +219,13 @@ def _probe_server(config: EngineConfig, state: EngineState) -> HttpServer | None
     )
 
 
-def _tls(config: EngineConfig) -> ssl.SSLContext | None:
-    if config.tls_cert is None or config.tls_key is None:
+def _tls(config: EngineConfig, clock: Clock) -> RenewableTls | None:
+    cert, key, client_ca = config.tls_cert, config.tls_key, config.tls_client_ca
+    if cert is None or key is None:
         return None
+    load = partial(tls.server_context, cert, key, client_ca=client_ca, protocols=(tls.HTTP2, tls.HTTP1))
     try:
-        return tls.server_context(
-            config.tls_cert,
-            config.tls_key,
-            client_ca=config.tls_client_ca,
-            protocols=(tls.HTTP2, tls.HTTP1),
-        )
+        return RenewableTls((cert, key, client_ca), load, is_server=True, clock=clock)
     except tls.UnusableTls as error:
         raise StartFailed(str(error)) from error
 

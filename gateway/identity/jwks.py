@@ -38,6 +38,7 @@ from shared import logs
 from shared.clock import Clock
 from shared.config import ConfigError
 from shared.metrics import Counter
+from shared.renewable_tls import file_version
 from shared.tls import UnusableTls, client_context
 
 FETCH_S: Final = 5.0
@@ -288,18 +289,6 @@ def _read(path: Path) -> bytes:
 def _located(config: IssuerConfig, error: BadKeys) -> list[str]:
     path = config.jwks_file or config.secret_file
     return [f"issuers.{config.id}: {path}: {problem}" for problem in error.problems]
-
-
-FileVersion = tuple[int, int, int] | None
-
-
-def file_version(path: Path) -> FileVersion:
-    """A value that changes whenever the file does, a replaced one too; None where there is none."""
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
 class KeySources:

@@ -11,11 +11,12 @@ the engine to stop.
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from http import HTTPStatus
 from typing import Final
 
@@ -27,6 +28,7 @@ from gateway.edge_config import HopConfig
 from gateway.relay.http1 import Http1Transport
 from gateway.shield import shielded
 from shared import errors
+from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import (
     ApiError,
     ConnectTimeout,
@@ -47,6 +49,7 @@ from shared.http2.client import (
 from shared.http2.config import PulseConfig
 from shared.http2.report import Report
 from shared.load_report import LoadReport, parse_load
+from shared.renewable_tls import RenewableTls
 from shared.sse import CLOSING_HEADER, Closing, parse_closing
 from shared.tls import client_context
 
@@ -183,15 +186,26 @@ class Answer:
 class Upstream:
     """The transports to the engines, made in a running loop. Raises UnusableTls."""
 
-    def __init__(self, hop: HopConfig, models: Iterable[ModelConfig], on_load: OnLoad = ignore_load) -> None:
+    def __init__(
+        self,
+        hop: HopConfig,
+        models: Iterable[ModelConfig],
+        on_load: OnLoad = ignore_load,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
         secure = {model.protocol for model in models if _is_secure(model)}
+
+        self._tls: Final[list[RenewableTls]] = []
 
         def context(protocol: HopProtocol) -> ssl.SSLContext | None:
             """A TLS context for one protocol, as they differ in what ALPN offers. None where no engine needs
             one and no file has to be checked: making a context reads the system's authorities."""
             if protocol not in secure and (hop.ca, hop.cert) == (None, None):
                 return None
-            return client_context(ca=hop.ca, cert=hop.cert, key=hop.key)
+            load = partial(client_context, ca=hop.ca, cert=hop.cert, key=hop.key)
+            renewable = RenewableTls((hop.ca, hop.cert, hop.key), load, is_server=False, clock=clock)
+            self._tls.append(renewable)
+            return renewable.context
 
         def load_told(origin: Origin, payload: bytes) -> None:
             if (report := parse_load(payload)) is not None:
@@ -205,6 +219,10 @@ class Upstream:
             "http1": Http1Transport(context("http1")),
             "http2": self._http2,
         }
+
+    async def watch_tls(self) -> None:
+        """Take over certificates and authorities that change, until cancelled."""
+        await asyncio.gather(*(renewable.watch() for renewable in self._tls))
 
     @property
     def streams(self) -> int:

@@ -46,7 +46,7 @@ async def engine(files: Path) -> AsyncIterator[str]:
 
 
 async def ask(url: str, protocol: str, hop: HopConfig) -> bytes:
-    model = ModelConfig("m", (url,), protocol)  # type: ignore[arg-type]
+    model = ModelConfig("m", (url,), protocol=protocol)  # type: ignore[arg-type]
     hop_end = Upstream(hop, [model])
     try:
         answer = await hop_end.send(model.protocol, url, Outbound("GET", "/hello", ()), 10.0)

@@ -17,6 +17,7 @@ import structlog
 
 from engine.api.server import StartFailed, serve
 from engine.config import EngineConfig
+from shared.exit_codes import ExitCode
 from tests.engine.api.conftest import MODEL, PATIENCE_S, Serve
 from tests.engine.api.fake_core import FakeCore
 
@@ -109,7 +110,7 @@ class Process:
         return f"http://127.0.0.1:{(await self.line('engine.ready'))['port']}"
 
 
-async def test_with_exit_on_failure_it_tells_the_open_requests_and_exits_with_status_1(
+async def test_with_exit_on_failure_it_tells_the_open_requests_and_exits_with_a_status_that_says_so(
     config: EngineConfig, model_dir: Path, events: list[MutableMapping[str, Any]]
 ) -> None:
     process = Process(replace(config, exit_on_failure=True), model_dir, events)
@@ -126,7 +127,7 @@ async def test_with_exit_on_failure_it_tells_the_open_requests_and_exits_with_st
         assert '"code":"engine_failed"' in rest
         assert (await whole).json()["error"]["code"] == "engine_failed"
         async with asyncio.timeout(PATIENCE_S):
-            assert await process.exit == 1
+            assert await process.exit == ExitCode.CORE_DIED
         with pytest.raises(httpx.ConnectError):
             await http.get("/livez")
     assert process.core.is_closed
@@ -143,4 +144,4 @@ async def test_without_it_the_process_stays_to_say_that_it_failed(
         assert not process.exit.done()
         os.kill(os.getpid(), signal.SIGTERM)
         async with asyncio.timeout(PATIENCE_S):
-            assert await process.exit == 1
+            assert await process.exit == ExitCode.CORE_DIED
