@@ -5,12 +5,13 @@ import json
 import os
 import ssl
 import sys
+from pathlib import Path
 from urllib.parse import urlsplit
 
 url = urlsplit(os.environ["BASE_URL"])
-key, model = os.environ.get("API_KEY", ""), os.environ["MODEL"]
+key_file, model = Path(os.environ["KEY_FILE"]), os.environ["MODEL"]
 timeout_s = float(os.environ["TIMEOUT_S"])
-if not key:
+if not key_file.exists():
     sys.exit("helmTest.keySecret names no Secret with an API key: nothing was asked")
 if url.scheme == "https":
     context = ssl.create_default_context()
@@ -23,7 +24,7 @@ else:
     connection = http.client.HTTPConnection(url.netloc, timeout=timeout_s)
 question = {"role": "user", "content": "Say hello."}
 asked = {"model": model, "messages": [question], "stream": True, "max_tokens": 16}
-head = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+head = {"authorization": f"Bearer {key_file.read_text().strip()}", "content-type": "application/json"}
 connection.request("POST", "/v1/chat/completions", json.dumps(asked), head)
 answer = connection.getresponse()
 request_id = answer.headers.get("x-request-id")

@@ -20,11 +20,6 @@ def _security(container: Manifest) -> Manifest:
     return found
 
 
-def _component(pod: Manifest) -> str:
-    found: str = pod["metadata"]["labels"]["app.kubernetes.io/component"]
-    return found
-
-
 def _resources(container: Manifest, which: str) -> Manifest:
     found: Manifest = container.get("resources", {}).get(which, {})
     return found
@@ -44,15 +39,15 @@ CONTAINER_RULES: Final[dict[str, ContainerRule]] = {
     "a pinned image": lambda c: not c["image"].endswith(":latest") and (":" in c["image"].rpartition("/")[2]),
     "no secret in a variable": lambda c: (
         not any(
-            "value" in e and any(word in e["name"] for word in ("KEY", "TOKEN", "PASSWORD", "SECRET"))
+            "value" in e
+            and not e["name"].endswith("_FILE")
+            and any(word in e["name"] for word in ("KEY", "TOKEN", "PASSWORD", "SECRET"))
             for e in c.get("env", [])
         )
     ),
 }
 POD_RULES: Final[dict[str, PodRule]] = {
-    "no token of the API": lambda p: (
-        p["spec"].get("automountServiceAccountToken") is False or _component(p) == "gateway"
-    ),
+    "no token of the API": lambda p: p["spec"].get("automountServiceAccountToken") is False,
     "no links of Services": lambda p: p["spec"].get("enableServiceLinks") is False,
     "no host namespaces": lambda p: not any(p["spec"].get(n) for n in ("hostNetwork", "hostPID", "hostIPC")),
     "no host paths": lambda p: not any("hostPath" in volume for volume in p["spec"].get("volumes", [])),
@@ -64,11 +59,13 @@ POD_RULES: Final[dict[str, PodRule]] = {
 PROBES: Final = ("startupProbe", "readinessProbe", "livenessProbe")
 
 EXCEPTIONS: Final[dict[str, str]] = {
-    "no limit of CPU": "a limit of CPU throttles a process that holds streams, though the node is idle",
-    "tags, not digests": "the chart cannot know the digest of an image in the user's own registry",
-    "a token of the API for the gateway": "it watches the endpoints of engines, where replicas are found so",
+    "limits of CPU (CKV_K8S_11)": "they slow a process that holds streams although its node is idle",
+    "digests, and pulling always (CKV_K8S_43, CKV_K8S_15)": (
+        "the registry is the user's, who may give a digest; a pod must start though the registry is down"
+    ),
+    "secrets as files alone (CKV_K8S_35)": "the keys of a Secret are one setting, a variable, and hashes",
 }
-"""What a scanner would ask for, and the chart does not do, with the reason. At most three."""
+"""What checkov asks for, and the chart does not do, with the reason. At most three."""
 
 
 def broken(found: tuple[Manifest, ...]) -> Iterator[str]:

@@ -85,14 +85,12 @@ def pod_templates(found: tuple[Manifest, ...]) -> Iterator[tuple[str, Manifest]]
     for manifest in found:
         name = f"{manifest['kind']}/{manifest['metadata']['name']}"
         match manifest["kind"]:
-            case "Deployment" | "StatefulSet":
+            case "Deployment" | "StatefulSet" | "Job":
                 yield name, manifest["spec"]["template"]
             case "LeaderWorkerSet":
                 inner = manifest["spec"]["leaderWorkerTemplate"]
                 yield f"{name} leader", inner["leaderTemplate"]
                 yield f"{name} worker", inner["workerTemplate"]
-            case "Pod":
-                yield name, manifest
 
 
 def containers(pod: Manifest) -> list[Manifest]:

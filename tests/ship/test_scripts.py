@@ -65,15 +65,21 @@ def gateway(status: int, body: bytes) -> Iterator[tuple[str, list[dict[str, Any]
         server.server_close()
 
 
-def stream(url: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {"BASE_URL": url, "MODEL": "demo", "TIMEOUT_S": "60", "API_KEY": "sk_x", **variables}
+def stream(url: str, key_file: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {"BASE_URL": url, "MODEL": "demo", "TIMEOUT_S": "60", "KEY_FILE": key_file, **variables}
     command = [sys.executable, "-I", str(STREAM)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
-def test_a_whole_stream_is_a_success() -> None:
+@pytest.fixture
+def key_file(tmp_path: Path) -> str:
+    (tmp_path / "key").write_text("sk_x\n")
+    return str(tmp_path / "key")
+
+
+def test_a_whole_stream_is_a_success(key_file: str) -> None:
     with gateway(200, WHOLE) as (url, asked):
-        done = stream(url)
+        done = stream(url, key_file)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "3 events, x-request-id r1: 'Hello'\n"
     [request] = asked
@@ -89,28 +95,32 @@ def test_a_whole_stream_is_a_success() -> None:
         (200, event("") + event("") + b"data: [DONE]\n\n", "the answer was empty, x-request-id r1"),
     ],
 )
-def test_anything_else_is_a_failure_that_names_the_request(status: int, body: bytes, says: str) -> None:
+def test_anything_else_is_a_failure_that_names_the_request(
+    status: int, body: bytes, says: str, key_file: str
+) -> None:
     with gateway(status, body) as (url, _):
-        done = stream(url)
+        done = stream(url, key_file)
     assert done.returncode == 1
     assert says in done.stderr
 
 
 def test_without_a_key_nothing_is_asked() -> None:
-    done = stream("http://127.0.0.1:1", API_KEY="")
+    done = stream("http://127.0.0.1:1", "/no/such/file")
     assert done.returncode == 1
     assert "helmTest.keySecret names no Secret" in done.stderr
 
 
 def test_the_pod_runs_the_script_with_what_it_needs() -> None:
-    [pod] = of_kind(render("one-gpu"), "Pod")
-    [container] = pod["spec"]["containers"]
-    variables = {variable["name"]: variable.get("value") for variable in container["env"]}
+    [job] = of_kind(render("one-gpu"), "Job")
+    spec = job["spec"]["template"]["spec"]
+    [container] = spec["containers"]
+    variables = {variable["name"]: variable["value"] for variable in container["env"]}
     assert variables["BASE_URL"] == "http://r-penstock-gateway:80"
     assert variables["MODEL"] == "qwen3-8b"
-    assert set(variables) == {"BASE_URL", "MODEL", "TIMEOUT_S", "API_KEY"}
-    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
-    [_, script] = [m for m in of_kind(render("one-gpu"), "ConfigMap") if "stream.py" in m["data"]] * 2
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert str(Path(variables["KEY_FILE"]).parent) in mounts
+    assert job["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    [script] = [m for m in of_kind(render("one-gpu"), "ConfigMap") if "stream.py" in m["data"]]
     assert script["data"]["stream.py"].strip() == STREAM.read_text().strip()
 
 
