@@ -41,6 +41,7 @@ from gateway.edge import Edge
 from gateway.endpoints import ENDPOINTS
 from gateway.engines import EngineProfile, Engines, fetch_profile
 from gateway.exchange import LiveRequests
+from gateway.foreign_loads import ForeignLoads
 from gateway.identity.caller import Identity, Revoked
 from gateway.identity.callers import callers_of
 from gateway.identity.jwks import KeySources
@@ -136,7 +137,7 @@ class Gateway:
         self._clock, self._worker = clock, worker
         self._public: Listening | None = None
         self._background = Background(self._works(), clock)
-        self._tokenizers = Background(self.engines.works(), clock)  # without one, prompts are estimated
+        self._tokenizers = Background(self._helpers(), clock)
         self._stack = AsyncExitStack()
 
     def _works(self) -> dict[str, Work]:
@@ -158,6 +159,12 @@ class Gateway:
         if self._webhook is not None:
             works["billing webhook"] = self._webhook.send
         return works if self._tls is None else works | {"certificates": self._tls.watch}
+
+    def _helpers(self) -> dict[str, Work]:
+        """Those that it can do without: without a tokenizer, prompts are estimated."""
+        models, every_s = self.config.models, self.config.hop.metrics_interval_s
+        loads = ForeignLoads(models, every_s, self.engines, self.replicas, self._upstream, self._clock)
+        return {**self.engines.works(), "engines' metrics": loads.watch}
 
     async def __aenter__(self) -> Gateway:
         address, admin = self.config.listen, self.config.admin

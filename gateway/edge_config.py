@@ -40,6 +40,7 @@ Bytes = Annotated[int, Unit("bytes")]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Seconds = Annotated[float, Meta(gt=0.0, le=86_400.0)]
 PingSeconds = Annotated[float, Meta(ge=0.1, le=60.0)]
+MetricsSeconds = Annotated[float, Meta(ge=0.0, le=60.0)]
 Algorithm = Literal[
     "HS256", "HS384", "HS512", "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384",
     "ES512", "EdDSA",
@@ -87,6 +88,9 @@ class HopConfig:
     ping_timeout_s: PingSeconds = 3.0
     """How long a PING may be unanswered, and nothing else come, before the connection is dead and its
     streams are lost."""
+    metrics_interval_s: MetricsSeconds = 1.0
+    """Time between two looks at the metrics of an engine of another make (vLLM, SGLang, llama.cpp): its queue
+    counts as load. 0 asks for none."""
 
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):

@@ -115,7 +115,7 @@ GATEWAY_LEVELS = (
         "openapi",
         "hedging",
     },
-    {"discovery"},
+    {"discovery", "foreign_loads"},
     {"exchange", "directory", "usage_api", "replica_api"},
     {"outbound", "requests_api", "admin", "dispatch"},
     {"pipeline"},  # the only one that knows the order of the stages

@@ -310,7 +310,9 @@ def _dispatch(turn: Turn, fleet: Fleet, choose: Choose) -> tuple[int, float]:
     """Send a turn from a random worker. Returns the cached tokens, and the time of the first token."""
     worker = fleet.random.randrange(len(fleet.views))
     choice = choose(turn, fleet, worker)
-    fleet.views[worker][choice.replica].count(DEFAULT, -choice.computed_len)
+    view = fleet.views[worker][choice.replica]
+    view.enter(DEFAULT, choice.computed_len)
+    view.leave()  # only what waits counts in this simulation
     server = fleet.servers[choice.replica]
     return server.take(turn, fleet.now_ms), server.free_at_ms
 

@@ -133,23 +133,27 @@ class View(Struct):
     """Prompt tokens to compute that this worker has sent and no report has."""
     requests: int = 0
     """The requests of this worker that are there."""
+    uncounted: int = 0
+    """Those of them whose prompt tokens are in `sent`."""
     loads: list[int] = field(default_factory=lambda: [0, 0, 0])
     """The sum of all that, in tokens."""
 
-    def report(self, report: LoadReport, now_ms: int) -> None:
-        """Take over what the replica says of itself."""
+    def report(self, report: LoadReport, now_ms: int, late_ms: int = LATE_MS) -> None:
+        """Take over what the replica says of itself. It is believed in full for `late_ms`."""
         self.told = tuple(sum(map(mul, report.waiting, parts)) for parts in _PARTS)
         self.sequences = report.sequences
-        self.fresh_until_ms = now_ms + LATE_MS
+        self.fresh_until_ms = now_ms + late_ms
         self._sum()
 
     def enter(self, service_class: int, tokens: int) -> None:
         """Count a request of this class that is sent there, with the prompt tokens that it has to compute."""
         self.requests += 1
+        self.uncounted += tokens > 0
         self._send(service_class, tokens)
 
     def count(self, service_class: int, tokens: int) -> None:
-        """Take note that a report has these tokens, or that they are computed."""
+        """Take note that a report has these tokens of a request, or that they are computed."""
+        self.uncounted -= 1
         self._send(service_class, -tokens)
 
     def leave(self) -> None:
