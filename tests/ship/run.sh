@@ -1,0 +1,97 @@
+#!/usr/bin/env bash
+# Builds both images and runs them, on a Debian machine that may have nothing but Python and git, as root:
+#
+#     tests/ship/run.sh            # builds what is not built yet, and checks all
+#     tests/ship/run.sh compose    # the compose part alone
+#
+# It is run by hand, and is no part of the tests: it takes a quarter of an hour, a gigabyte of packages, and the
+# right to make containers. Where containers cannot run it says so and exits with 77.
+#
+# SHIP_HOME   where images and the base are kept (default: /var/tmp/penstock-ship)
+# BASE        an image to build on; unset, one is made by debootstrap, which stands in for Python's own
+# PIP_FIND_LINKS   a folder with torch's wheel for CPUs, where PyTorch's index cannot be reached
+#
+# Not shown here: the published base image, CUDA's variant, and the images of Grafana and Jaeger, which cannot be
+# fetched without a registry. Redis and Prometheus are Debian's, under the names that compose.yaml has.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+cannot() {
+    echo "############################################################" >&2
+    echo "# NOTHING WAS SHOWN: containers cannot run here: $*" >&2
+    echo "############################################################" >&2
+    exit 77
+}
+
+[ "$(id -u)" = 0 ] || cannot "this is not root"
+missing=""
+for tool in buildah podman runc debootstrap aardvark-dns; do
+    command -v "$tool" >/dev/null || [ -x "/usr/lib/podman/$tool" ] || missing="$missing $tool"
+done
+if [ -n "$missing" ]; then
+    { apt-get update -qq && apt-get install -y -qq --no-install-recommends buildah podman runc netavark \
+        aardvark-dns iptables debootstrap >/dev/null; } || cannot "these cannot be installed:$missing"
+fi
+
+home="${SHIP_HOME:-/var/tmp/penstock-ship}"
+mkdir -p "$home"
+cat >"$home/containers.conf" <<END
+[containers]
+default_ulimits=["nofile=4096:4096","nproc=4096:4096"]
+[engine]
+runtime="runc"
+cgroup_manager="cgroupfs"
+events_logger="file"
+END
+driver="${SHIP_DRIVER:-overlay}"
+printf '[storage]\ndriver="%s"\ngraphroot="%s/graph"\nrunroot="%s/run"\n' "$driver" "$home" "$home" >"$home/storage.conf"
+export CONTAINERS_CONF="$home/containers.conf" CONTAINERS_STORAGE_CONF="$home/storage.conf"
+export BUILDAH_ISOLATION=chroot BUILDAH_FORMAT=docker
+
+image_is_there() { podman image exists "$1"; }
+
+# -- the base, and Debian's packages under the names of images that cannot be fetched
+base="${BASE:-localhost/penstock-base:bookworm}"
+if ! image_is_there "$base"; then
+    [ -d "$home/root" ] || debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates \
+        bookworm "$home/root" >"$home/debootstrap.log"
+    tar -C "$home/root" --exclude='./proc/*' --exclude='./sys/*' --exclude='./dev/*' -c . |
+        podman import -q - "$base" || cannot "an image cannot be imported"
+fi
+podman run --rm --network none "$base" true 2>"$home/first-run.log" || cannot "$(tail -1 "$home/first-run.log")"
+
+find_links="${PIP_FIND_LINKS:-}"
+build() {
+    local name="$1" file="$2"
+    shift 2
+    echo "+ building $name"
+    buildah bud -q --pull=never --layers -f "$file" --build-arg BASE="$base" -v /etc/ssl/certs:/etc/ssl/certs:ro \
+        --build-arg REVISION="$(git rev-parse HEAD 2>/dev/null || echo unknown)" "$@" -t "$name" . \
+        >"$home/build.log" 2>&1 || { tail -20 "$home/build.log" >&2; exit 1; }
+}
+build localhost/penstock-gateway:dev gateway/Dockerfile
+if [ -n "$find_links" ]; then
+    build localhost/penstock-engine:dev engine/Dockerfile --build-arg PIP_FIND_LINKS="$find_links" \
+        --build-arg PIP_EXTRA_INDEX_URL= -v "$find_links:$find_links:ro"
+else
+    build localhost/penstock-engine:dev engine/Dockerfile
+fi
+redis=$(grep -o 'docker.io/library/redis:[^ ]*' compose.yaml)
+prometheus=$(grep -o 'docker.io/prom/prometheus:[^ ]*' compose.yaml)
+if ! image_is_there "$redis"; then
+    printf 'FROM %s\nRUN apt-get update -qq && apt-get install -qq -y --no-install-recommends redis-server \\\n && mkdir -p /data && chown 999:999 /data\nVOLUME /data\nWORKDIR /data\n' \
+        "$base" >"$home/Dockerfile.redis"
+    buildah bud -q --pull=never -f "$home/Dockerfile.redis" -t "$redis" "$home/graph/.." >>"$home/build.log" 2>&1
+fi
+if ! image_is_there "$prometheus"; then
+    printf 'FROM %s\nRUN apt-get update -qq && apt-get install -qq -y --no-install-recommends prometheus wget \\\n && mkdir -p /prometheus && chown 65534:65534 /prometheus\nENTRYPOINT ["prometheus"]\n' \
+        "$base" >"$home/Dockerfile.prometheus"
+    buildah bud -q --pull=never -f "$home/Dockerfile.prometheus" -t "$prometheus" "$home/graph/.." >>"$home/build.log" 2>&1
+fi
+
+# -- what they do, told by a program that needs httpx and PyYAML
+python=.venv/bin/python
+[ -x "$python" ] || cannot "there is no .venv: README.md's test command makes it"
+[ -x "$home/compose/bin/podman-compose" ] ||
+    { python3 -m venv "$home/compose" && "$home/compose/bin/pip" install -q 'podman-compose==1.6.0'; }
+exec "$python" -m tests.ship.containers --home "$home" "$@"
