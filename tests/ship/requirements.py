@@ -65,7 +65,7 @@ def cpu_torch(version: str) -> list[str]:
 
 
 def main() -> None:
-    engine = resolved("pyproject.toml", "--extra", "engine")
+    engine = resolved("pyproject.toml", "--extra", "engine", "--extra", "otel")
     version = engine["torch"][0].partition("==")[2]
     cpu = {name: lines for name, lines in engine.items() if not CUDA.match(name)}
     with tempfile.NamedTemporaryFile("w", suffix=".in") as build:
@@ -73,7 +73,7 @@ def main() -> None:
         build.flush()
         built = resolved(build.name)
     made = {
-        "gateway": resolved("pyproject.toml", "--extra", "gateway"),
+        "gateway": resolved("pyproject.toml", "--extra", "gateway", "--extra", "otel"),
         "cuda": engine,
         "cpu": {**cpu, "torch": cpu_torch(version)},
         "build": built,

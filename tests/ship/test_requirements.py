@@ -42,7 +42,8 @@ def test_every_version_is_that_of_the_constraints_and_has_a_hash(name: str) -> N
     ("name", "extra"), [("gateway", "gateway"), ("cpu", "engine"), ("cuda", "engine"), ("build", None)]
 )
 def test_everything_that_is_asked_for_is_there(name: str, extra: str | None) -> None:
-    asked = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"][extra]] if extra else ["hatchling"]
+    extras = PROJECT["optional-dependencies"]
+    asked = [*PROJECT["dependencies"], *extras[extra], *extras["otel"]] if extra else ["hatchling"]
     names = {re.split(r"[\[<>=;]", one)[0].lower().replace("_", "-") for one in asked}
     assert names <= required(name).keys()
 
