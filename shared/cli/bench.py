@@ -31,6 +31,7 @@ BENCHES: Final = {
     "quota": ("gateway.bench.quota", "CPU time and latency of quotas, in memory and in Redis"),
     "routing": ("gateway.bench.routing", "policies of choosing a replica, in virtual time"),
     "scheduler": ("engine.bench.scheduler", "the scheduler against simpler ones, in virtual time"),
+    "workers": ("gateway.bench.workers", "throughput and CPU time of several workers beside one process"),
 }
 """The module and the summary of each bench. A module has `add_arguments(parser)`, `async run(options)` and
 `BenchFailed`."""

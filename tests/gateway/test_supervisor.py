@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import cast
 
 import pytest
 
+from gateway.config import load
+from gateway.listener import ListenFailed
+from gateway.service import supervise
 from gateway.workers import place as places
 from gateway.workers import supervisor as supervisors
-from gateway.workers.channel import Status, WorkerClient, WorkerSilent
+from gateway.workers.channel import Status, WorkerClient, WorkerSilent, WorkerStart
 from gateway.workers.metrics import Family, Sample, Snapshot
 from gateway.workers.place import MISSED_MAX, START_S, GaveUp, PlacePhase
-from gateway.workers.process import Worker
+from gateway.workers.process import ChildWorker, Worker
 from gateway.workers.restarts import DEATHS_MIN
 from gateway.workers.supervisor import Supervisor
 from shared.exit_codes import ExitCode
 from shared.lifecycle import Phase
 from tests.fakes import VirtualClock
-from tests.gateway.conftest import PATIENCE_S, until
+from tests.gateway.conftest import PATIENCE_S, settings, until
 
 
 class StubClient:
@@ -260,6 +265,30 @@ async def test_one_ready_worker_is_enough_and_problems_name_their_worker() -> No
         assert house.supervisor.health.problems() == ["worker 0: quota store", "worker 1: paused"]
         house.supervisor.signal(signal.SIGHUP)
         assert house.started[0].signals == [signal.SIGHUP]
+
+
+async def test_the_exit_status_is_that_of_a_worker_that_cannot_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def start(start: WorkerStart, file: Path) -> Worker:
+        worker = StubWorker(start.index, start.port)
+        worker.stub.is_silent = True
+        worker.die(int(ExitCode.UNUSABLE_CONFIG))
+        return worker
+
+    monkeypatch.setattr(ChildWorker, "start", staticmethod(start))
+    config = load(settings("http://127.0.0.1:1", admin={"port": 0}), {}, {"workers": "2"})
+    assert await supervise(config, tmp_path / "gateway.toml") is ExitCode.UNUSABLE_CONFIG
+
+
+async def test_a_port_that_is_taken_ends_the_supervisor_before_any_worker_starts(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        config = load(settings("http://127.0.0.1:1", listen={"port": port}), {}, {"workers": "2"})
+        with pytest.raises(ListenFailed, match=str(port)):
+            await supervise(config, tmp_path / "gateway.toml")
 
 
 def test_a_hang_is_noticed_within_a_bounded_time() -> None:
