@@ -5,8 +5,8 @@ All gateways run side by side before the same two paced engines and are measured
 than one process can forward; unary requests come in a closed loop. The load and the engines run on the same
 machine, so that on two cores the throughput says how well workers share what is left; only the ratios of one
 run mean anything. CPU time is that of all processes of a gateway, its supervisor included. Each worker has
-a connection of its own to each engine, so that fewer events come with a read than in one process. Quotas are off:
-several workers count them in Redis, which `penstock bench quota` measures.
+a connection of its own to each engine, so that fewer events come with a read than in one process. Quotas are
+off: several workers count them in Redis, which `penstock bench quota` measures.
 """
 
 from __future__ import annotations
