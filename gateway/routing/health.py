@@ -141,6 +141,8 @@ class Health:
     phase: HealthPhase = HealthPhase.WELL
     is_suspect: bool = False
     """True while its connections are silent though they were asked for a sign of life."""
+    is_silenced: bool = False
+    """True after it was ejected as silent, until a first event comes."""
     ejections: int = 0
     """How often it was ejected."""
     began_ms: int | None = None
@@ -203,7 +205,7 @@ class Health:
         """Note that a request worked. Returns for how long the replica was away when that ended it, in
         milliseconds."""
         if (since_ms := self._waiting.pop(ticket, None)) is not None:
-            self.began_ms, self.took_ms = now_ms, now_ms - since_ms
+            self.began_ms, self.took_ms, self.is_silenced = now_ms, now_ms - since_ms, False
         if ticket.epoch != self.ejections or ticket.success is not None:
             return None
         ticket.success = self._count(_Verdict(now_ms // 1000, is_failure=False))
@@ -243,6 +245,7 @@ class Health:
         self._until_ms = now_ms + self._length_ms
         self._level = min(self._level + 1, EJECTION_MS_MAX.bit_length())
         self.ejections += 1
+        self.is_silenced |= reason is Reason.SILENT
         self._trial = None
         self._recent.clear()
         self._window = [(-1, 0, 0)] * WINDOW_S

@@ -243,13 +243,14 @@ class Replicas:
             if late_ms is None:
                 continue
             found = silent([replica.health for replica in pool.replicas], late_ms, now_ms)
-            for replica in (one for one in pool.replicas if any(one.health is health for health in found)):
-                if replica.health.phase is not HealthPhase.EJECTED:
-                    ejection = replica.health.eject(Reason.SILENT, Outcome.LATE, now_ms)
-                    observe_ejection(replica.id, ejection)
-                for ticket in replica.health.late(late_ms, now_ms):
-                    if ticket.on_late is not None:
-                        ticket.on_late()
+            for replica in pool.replicas:
+                health = replica.health
+                if health.phase is not HealthPhase.EJECTED and any(health is one for one in found):
+                    observe_ejection(replica.id, health.eject(Reason.SILENT, Outcome.LATE, now_ms))
+                if health.is_silenced:
+                    for ticket in health.late(late_ms, now_ms):  # also those that found no room before
+                        if ticket.on_late is not None:
+                            ticket.on_late()
 
     def release(self, placement: Placement, outcome: Outcome) -> None:
         """Remove the request's load, and note how it went."""
