@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.bench import comparison, disciplines, plot, scheduler
+from engine.bench import comparison, disciplines, plot, scheduler, served
 from engine.bench.comparison import ttft_p99
 from engine.bench.virtual import UNBOUNDED_GAPS, Engine, Request, run
 from engine.bench.workloads import CHAT
+from engine.config import EngineConfig
 from engine.core.cost import StepCost
 from shared.bench.figures import Figure
 from shared.cli.bench import BENCHES
@@ -178,3 +179,7 @@ async def test_one_part_runs_alone() -> None:
 
 def test_penstock_bench_lists_the_scheduler_bench() -> None:
     assert BENCHES["scheduler"][0] == scheduler.__name__
+
+
+def test_the_bench_of_an_engine_knows_the_gap_target() -> None:
+    assert EngineConfig("model").gap_target_ms == served.GAP_TARGET_MS
