@@ -14,6 +14,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from shared.metrics import REGISTRY, Counter, GaugeFamily, Histogram
+from tests import metrics_page
 from tests.services import KEY, MODEL, PATIENCE_S, admin_url, engine, engine_url, gateway, gateway_url
 from tests.ship import tools
 from tests.ship.boards.alerts import ALERTS, proofs
@@ -132,6 +133,21 @@ def test_every_metric_that_is_queried_exists_with_its_labels(scraped: Labels) ->
             assert labels <= scraped[name], f"{name} has {sorted(scraped[name])}, not {sorted(labels)}"
         of_all = set().union(*(scraped[name] for name in read))
         assert grouped_by(expr) <= of_all, expr
+
+
+def test_the_page_of_metrics_has_those_that_both_services_answer(scraped: Labels) -> None:
+    page = {series: row for row in metrics_page.rows() for series in row.series}
+    answered = {name for name in scraped if name.startswith("penstock_") and not name.endswith("_created")}
+    assert {name for name in answered if name not in page and f"{name}_count" not in page} == set()
+    told = {row.name for row in page.values()}
+    named = {row.name for name, row in page.items() if name in answered or row.name in answered}
+    assert told - named <= {"penstock_gateway_worker_deaths"}, "a supervisor's, of several workers"
+    for name in answered & set(page):
+        assert scraped[name] - {"le"} <= set(page[name].labels), name
+
+
+def test_the_page_of_metrics_is_as_the_code_has_them() -> None:
+    assert metrics_page.PAGE.read_text() == metrics_page.text(), "run python -m tests.metrics_page"
 
 
 def test_every_choice_of_a_dashboard_is_a_label(scraped: Labels) -> None:

@@ -1,0 +1,103 @@
+"""The page of all metrics of both services: `python -m tests.metrics_page` writes shared/METRICS.md.
+
+The names, their labels and their meanings are read from the code that counts them, so the page says what is
+there. A test holds it equal to what both services answer to a scrape (`tests/ship/test_boards.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import gateway.service  # declares the gateway's metrics
+import gateway.workers.place  # noqa: F401
+from engine.api.metrics import CoreReading, EngineMetrics
+from engine.core.messages import CoreStats, ServiceClass
+from shared.metrics import REGISTRY
+
+PAGE: Final = Path(__file__).parent.parent / "shared" / "METRICS.md"
+HEAD: Final = """# Metrics
+
+Both services answer `/metrics` in Prometheus' format: the gateway on its `[admin]` port, the engine on its
+own. The names below are all that Penstock counts; beside them are `process_*` and `python_*`, which its
+client library counts. Written by `python -m tests.metrics_page`.
+
+- Times are in seconds, sizes in bytes, and each name says so. What has no unit in its name is a number.
+- A counter's series ends in `_total`. A histogram has `_bucket`, `_sum` and `_count`.
+- Labels are names of the configuration or constants of the code, never texts of requests. Tenants beyond 100
+  share one label.
+"""
+UNITS: Final = ("seconds", "bytes", "tokens", "pages", "lines", "sequences", "requests", "streams", "spans")
+TITLES: Final = {"gateway": "The gateway's", "engine": "The engine's", "both": "Both services'"}
+SUFFIXES: Final = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One metric."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    meaning: str
+
+    @property
+    def series(self) -> set[str]:
+        """The names of its series in an answer."""
+        return {self.name + suffix for suffix in SUFFIXES.get(self.kind, ("",))}
+
+    @property
+    def unit(self) -> str:
+        return next((unit for unit in UNITS if unit in self.name.split("_")), "")
+
+    @property
+    def service(self) -> str:
+        return next(
+            (one for one in ("gateway", "engine") if self.name.startswith(f"penstock_{one}_")), "both"
+        )
+
+
+def rows() -> list[Row]:
+    """All metrics of Penstock, by name."""
+    metrics = EngineMetrics(1)
+    of_classes = [name for name in CoreStats.__struct_fields__ if name.startswith("class_")]
+    stats = CoreStats(*[0] * 11, **dict.fromkeys(of_classes, (0,) * len(ServiceClass)))
+    metrics.watch_core(lambda: CoreReading(stats, 0, 0, True))
+    found: dict[str, Row] = {}
+    for registry in (REGISTRY, metrics.registry):  # the second has the first's, without their labels
+        for row in _rows_of(registry):
+            found.setdefault(row.name, row)
+    return [found[name] for name in sorted(found)]
+
+
+def _rows_of(registry: object) -> Iterator[Row]:
+    for collector in list(registry._collector_to_names):  # type: ignore[attr-defined]
+        for family in collector.collect():
+            if not family.name.startswith("penstock_"):
+                continue
+            used = {label: None for sample in family.samples for label in sample.labels if label != "le"}
+            labels = getattr(collector, "_labels", None) or tuple(used)
+            yield Row(family.name, family.type, tuple(labels), family.documentation)
+
+
+def text() -> str:
+    """The page."""
+    parts = [HEAD]
+    for service, title in (
+        ("gateway", "The gateway's"),
+        ("engine", "The engine's"),
+        ("both", "Both services'"),
+    ):
+        parts.append(f"\n## {title}\n\n| metric | type | unit | labels | meaning |\n|---|---|---|---|---|\n")
+        for row in rows():
+            if row.service == service:
+                labels = ", ".join(f"`{label}`" for label in row.labels)
+                meaning = row.meaning.replace("|", "\\|")
+                parts.append(f"| `{row.name}` | {row.kind} | {row.unit} | {labels} | {meaning} |\n")
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(text())
