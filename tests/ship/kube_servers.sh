@@ -47,7 +47,7 @@ if [ ! -x "$dir/bin/crd-apiserver" ]; then
     for package in "$work"/apt-sid/archives/*.deb; do dpkg-deb -x "$package" "$work/root"; done
     go=$(echo "$work"/root/usr/lib/go-*/bin/go)
     (cd "$work/root/usr/share/gocode" &&
-        GOROOT=${go%/bin/go} GOPATH="$work/root/usr/share/gocode" GO111MODULE=off GOFLAGS=-mod=mod CGO_ENABLED=0 \
+        GOROOT=${go%/bin/go} GOPATH="$work/root/usr/share/gocode" GO111MODULE=off GOFLAGS= CGO_ENABLED=0 \
             "$go" build -o "$dir/bin/crd-apiserver" k8s.io/apiextensions-apiserver)
 fi
 
