@@ -359,7 +359,7 @@ def _figures(fault: Fault, ours: Seen, theirs: Seen | None) -> Iterator[Figure]:
         ("cut later", "requests", lambda seen: seen.cut, _most(cut)),
         ("retries", "retries", lambda seen: seen.retries, _most(fault.retries)),
         ("ejections", "times", lambda seen: seen.ejections, at_least(1) if fault.ejects else None),
-        ("recovered after", "s", lambda seen: seen.recovered_s, at_most(5)),
+        ("recovered after", "s", lambda seen: seen.recovered_s, at_most(5) if fault.ejects else None),
     )
     yield figure(f"{fault.name}: sent", ours.requests, "requests")
     for what, unit, value, target in rows:
