@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 import gateway.service  # declares the gateway's metrics
 import gateway.workers.place  # noqa: F401
 from engine.api.metrics import CoreReading, EngineMetrics
@@ -62,8 +64,11 @@ class Row:
 def rows() -> list[Row]:
     """All metrics of Penstock, by name."""
     metrics = EngineMetrics(1)
-    of_classes = [name for name in CoreStats.__struct_fields__ if name.startswith("class_")]
-    stats = CoreStats(*[0] * 11, **dict.fromkeys(of_classes, (0,) * len(ServiceClass)))
+    of_classes = {
+        name: (0,) * len(ServiceClass) for name in CoreStats.__struct_fields__ if name.startswith("class_")
+    }
+    values = [of_classes.get(name, 0) for name in CoreStats.__struct_fields__]
+    stats = msgspec.convert(values, CoreStats)
     metrics.watch_core(lambda: CoreReading(stats, 0, 0, True))
     found: dict[str, Row] = {}
     for registry in (REGISTRY, metrics.registry):  # the second has the first's, without their labels

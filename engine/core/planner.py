@@ -163,7 +163,8 @@ class Planner:
 
     def first_token_s(self, sequence: Sequence, now: float) -> float:
         """The estimate of a newcomer's time to first token, by rule 1 of `engine.core.deadlines`."""
-        prefills, streams = [], []
+        prefills: list[Sequence] = []
+        streams: list[Sequence] = []
         for other in self.allocator.running.values():
             if other.is_due:
                 (streams if other.pending_len == 1 else prefills).append(other)

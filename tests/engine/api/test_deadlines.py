@@ -110,9 +110,8 @@ async def test_without_a_gateway_a_first_token_is_of_use_for_ever(served: Served
 
 @pytest.mark.parametrize("value", ["soon", "0", "-1", "1.5", "nan", "٣", "9" * 9, "86400001"])
 async def test_a_first_token_timeout_that_is_none_is_refused_by_name(served: Served, value: str) -> None:
-    response = await served.http.post(
-        "/v1/chat/completions", json=CHAT, headers={FIRST_TOKEN: value.encode()}
-    )
+    headers = {FIRST_TOKEN.encode(): value.encode()}
+    response = await served.http.post("/v1/chat/completions", json=CHAT, headers=headers)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == FIRST_TOKEN
 
