@@ -45,7 +45,7 @@ MET: Final = {
     "gateway: aborted in wait, unary": 5,
     "gateway: aborted in relay, stream": 3,
     "gateway: first_token_timeout in wait, stream": 5,
-    "gateway: inter_token_timeout in relay, stream": 2,
+    "gateway: inter_token_timeout in relay, stream": 1,
     "gateway: total_timeout in wait, unary": 2,
     "gateway: slow_client in relay, stream": 5,
     "gateway: queue_timeout in wait, stream": 3,

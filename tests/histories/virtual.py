@@ -176,7 +176,7 @@ class Transport(asyncio.Transport):
         self._loop = loop
         self._latency_s = latency_s
         self._read_len = read_len
-        self._protocol: asyncio.Protocol | None = None
+        self._protocol: asyncio.Protocol | asyncio.BufferedProtocol | None = None
         self._sent: deque[bytes] = deque()
         self._sent_len = 0
         self._high_len, self._low_len = 64 * 1024, 16 * 1024
@@ -195,10 +195,10 @@ class Transport(asyncio.Transport):
     # -- asyncio.Transport ------------------------------------------------------------------------
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        assert isinstance(protocol, asyncio.Protocol), "none here is buffered"
+        assert isinstance(protocol, asyncio.Protocol | asyncio.BufferedProtocol)
         self._protocol = protocol
 
-    def get_protocol(self) -> asyncio.Protocol:
+    def get_protocol(self) -> asyncio.Protocol | asyncio.BufferedProtocol:
         assert self._protocol is not None
         return self._protocol
 
@@ -273,8 +273,7 @@ class Transport(asyncio.Transport):
         if self._lost:
             return
         if self._sent and peer._reads:
-            protocol = peer.get_protocol()
-            protocol.data_received(self._take())
+            _give(peer.get_protocol(), self._take())
             self._resume()
         if self._closing and not self._sent:
             self._end()
@@ -320,3 +319,16 @@ class Transport(asyncio.Transport):
         protocol, self._protocol = self._protocol, None
         assert protocol is not None
         protocol.connection_lost(error)
+
+
+def _give(protocol: asyncio.Protocol | asyncio.BufferedProtocol, data: bytes) -> None:
+    """Hand a protocol what has arrived, in its own buffer if it has one."""
+    if isinstance(protocol, asyncio.Protocol):
+        protocol.data_received(data)
+        return
+    while data:
+        buffer = memoryview(protocol.get_buffer(len(data)))
+        taken = min(len(buffer), len(data))
+        buffer[:taken] = data[:taken]
+        protocol.buffer_updated(taken)
+        data = data[taken:]

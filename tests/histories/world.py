@@ -193,9 +193,9 @@ def _tokenizer(bundle: TokenizerBundle) -> Tokenizer:
     return _tokenizers[bundle.hash]
 
 
-def _table(names: Sequence[str]) -> Table:
+def _table(names: Sequence[str], *, is_filled: bool = True) -> Table:
     """The table of replicas by number: their ports are the machine's, and would decide where requests go."""
-    return Table([f"engine-{i}" for i in range(len(names))])
+    return Table([f"engine-{i}" for i in range(len(names))], is_filled=is_filled)
 
 
 async def until(condition: Callable[[], bool]) -> None:
