@@ -13,7 +13,8 @@ from typing import Final
 
 import msgspec
 
-import gateway.service  # declares the gateway's metrics
+import gateway.directory.follower  # these declare the gateway's metrics
+import gateway.service
 import gateway.workers.place  # noqa: F401
 from engine.api.metrics import CoreReading, EngineMetrics
 from engine.core.messages import CoreStats, ServiceClass

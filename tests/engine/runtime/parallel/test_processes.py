@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from shared.exit_codes import ExitCode
 from tests.engine.test_engine_process import CHAT, LONG, is_running
 from tests.services import ROOT, Service, client, engine, until
 
@@ -40,7 +41,7 @@ def assert_failed(process: Service, http: httpx.Client, reason: str) -> None:
     until(lambda: not is_running(rank_pid(process)))
     until(lambda: not is_running(process.line("core.started")["pid"]))
     process.signal(signal.SIGTERM)
-    assert process.wait() == 1
+    assert process.wait() == ExitCode.CORE_DIED
 
 
 def test_it_serves_and_tells_when_a_rank_is_killed(short_tmp: Path) -> None:
@@ -86,7 +87,7 @@ def test_a_rank_that_cannot_load(short_tmp: Path, tmp_path: Path, monkeypatch: p
     with engine(short_tmp, *RANKS) as process:
         reason = process.line("engine.start_failed")["reason"]
         assert "rank 1: there is no room for the shard" in reason
-        assert process.wait() == 1
+        assert process.wait() == ExitCode.FAILED
         until(lambda: not is_running(rank_pid(process)))
     assert list(short_tmp.iterdir()) == []
 
