@@ -207,7 +207,7 @@ class Gateway:
         return self
 
     def _admin(self) -> Admin:
-        """What operators are answered by."""
+        """The handlers for operators."""
         directory = DirectoryRoutes(self._registry, self._follow)
         usage = UsageReports(self._guarded or self.quotas, self.accounts, self._clock)
         requests = RequestsApi(self.live, self._recorder, self._clock)

@@ -274,7 +274,7 @@ def _line(record: RequestRecord, stages: Stages, seconds: float) -> GatewayLine:
 
 
 def _causes(closing: Closing | None, tokenize_ms: float | None) -> tuple[Cause, ...] | None:
-    """What the engine told, and the tokenizer here if it was slow. None where there is nothing to tell."""
+    """The engine's causes, and the tokenizer here if it was slow. None where there is nothing to tell."""
     told = () if closing is None else closing.causes
     if tokenize_ms is not None and tokenize_ms >= SLOW_TOKENIZER_MS:
         told = most_telling((Cause(code=CauseCode.TOKENIZER, ms=tokenize_ms), *told))

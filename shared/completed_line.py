@@ -84,7 +84,7 @@ class CompletedLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     cached_tokens: WholeNumber | None = None
     """Prompt tokens that were found in the prefix cache. None as `completion_tokens`."""
     causes: Annotated[tuple[Cause, ...], Meta(max_length=CAUSES_MAX)] | None = None
-    """What the request waited for, as the engine found it. None where there is nothing to tell."""
+    """The causes of the request's waits, as the engine found them. None where there is nothing to tell."""
     body_ms: Milliseconds | None = None
     """Stage: reading the request's body."""
     validate_ms: Milliseconds | None = None

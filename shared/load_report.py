@@ -25,7 +25,7 @@ Amount = Annotated[int, Meta(ge=0, le=1 << 40)]
 
 class LoadReport(msgspec.Struct, frozen=True, omit_defaults=True):
     waiting: tuple[Amount, Amount, Amount] = (0, 0, 0)
-    """By class: prompt tokens that are to be computed and are not, those of requests that have begun
+    """Prompt tokens that are to be computed and are not, by class, those of requests that have begun
     included, and those that the cache has left out."""
     sequences: Amount = 0
     """The sequences that have not ended, waiting ones included."""

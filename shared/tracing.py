@@ -81,7 +81,7 @@ class Span(Struct, frozen=True):
     is_server: bool = False
     """True for the span of a request, False for that of a stage."""
     error: str | None = None
-    """What went wrong. None for a span that did not fail."""
+    """The word for its failure. None for a span that did not fail."""
     linked_span_id: str | None = None
     """The span of the same trace that this one repeats."""
 
@@ -97,7 +97,7 @@ class SpanSink(Protocol):
 
 
 class Tracing:
-    """What a service does about spans. Without a sink it does nothing."""
+    """A service's handling of spans. Without a sink it does nothing."""
 
     def __init__(self, policy: TracePolicy = TracePolicy(), sink: SpanSink | None = None) -> None:
         self.policy: Final = policy

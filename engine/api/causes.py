@@ -1,4 +1,4 @@
-"""What a sequence waited for: pure functions from the records of steps to causes.
+"""Causes of a sequence's waits: pure functions from the records of steps.
 
 A sequence keeps a few records (`SequenceMarks`): of the step before it came, before it was admitted, and of
 its first token. What the steps between two of them did is the difference of their sums. So a token costs

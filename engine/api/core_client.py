@@ -138,7 +138,7 @@ class CoreClient:
         self._seen = 0
         """The newest handle that `stats` count."""
         self._unseen = [0] * len(ServiceClass)
-        """By class: the prompt tokens of waiting sequences with newer handles."""
+        """Prompt tokens of waiting sequences with newer handles, by class."""
         self._paused: set[int] = set()
         self._queue_s = 0.0
         """How long the sequence that started last had waited, in seconds."""
@@ -167,7 +167,7 @@ class CoreClient:
 
     @property
     def waiting_tokens(self) -> tuple[int, ...]:
-        """By class: the prompt tokens that are to be computed and are not. Of the sequences that the core has
+        """Prompt tokens that are to be computed and are not, by class. Of the sequences that the core has
         not counted yet, all."""
         counted = () if self.stats is None else self.stats.class_tokens
         return tuple(map(sum, zip_longest(counted, self._unseen, fillvalue=0)))

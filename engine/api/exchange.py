@@ -65,7 +65,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class House:
-    """What an engine tells on every answer, and by which clock."""
+    """The report that is on every answer, and the clock of it."""
 
     tokenizer_hash: str | None
     """The hash of its tokenizer. None before it is known."""
@@ -108,7 +108,7 @@ class Exchange:
         """The cost of the generation. None until its sequences are in the core's queue."""
         self.end_reason = EndReason.OK
         self.causes: list[Cause] = []
-        """What the request waited for."""
+        """The causes of the request's waits."""
         self.started_at = self.stages.enter("edge")
         """When the request's headers were read, in seconds on `clock`."""
         self._house = house

@@ -135,7 +135,7 @@ EXACT: Final[dict[str, dict[str, Handler]]] = {
     "/metrics": {"GET": metrics},
 }
 OPERATORS_PATHS: Final = frozenset({*PROBES, "/metrics"})
-"""What a listener for operators answers, and nothing else."""
+"""The handlers of a listener for operators."""
 NAMED: Final[dict[str, dict[str, NamedHandler]]] = {
     "/v1/models/": {"GET": get_model},
     "/v1/requests/": {"DELETE": abort_request},

@@ -178,8 +178,8 @@ class ChoiceOutput:
         return Timing(self._queue_s, prefill_s, decode_s, preempted_s, halts.preemptions, stalled_s)
 
     def causes(self, now: float, *, shared: bool) -> list[Cause]:
-        """What the sequence waited for, in the order of its life. To be called once, when nothing more comes.
-        `shared` says that its request has other sequences."""
+        """The causes of the sequence's waits, in the order of its life. To be called once, when nothing
+        more comes. `shared` says that its request has other sequences."""
         for one in self._halts.take_over(now, is_last=True):
             self._marks.interrupted(one)
         timing = self.timing(now)

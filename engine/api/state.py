@@ -88,7 +88,7 @@ class EngineState:
         return []
 
     def load(self) -> LoadReport:
-        """What gateways are told, by which they choose among engines."""
+        """The report by which gateways choose among engines."""
         flex, default, priority = self.core.waiting_tokens
         is_over = self.lifecycle.phase in (Phase.DRAINING, Phase.STOPPED)
         return LoadReport((flex, default, priority), self.core.live, is_over)

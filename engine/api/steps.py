@@ -23,7 +23,7 @@ GAPS_MAX: Final = 3
 LONG_MAX: Final = 64
 """Long steps that are kept. Only where ever shorter ones follow each other are there so many."""
 NEWEST: Final = 8
-"""Of these, the newest that are kept in any case."""
+"""The newest of them, which are kept in any case."""
 
 NO_STEP: Final = StepRecord(0, 0.0, 0.0, 0.0, 0, 0, (0, 0, 0), 0, Lack.NOTHING, 0, 0, StepSums())
 """The record before the first."""

@@ -231,7 +231,7 @@ class _Virtual:
 
 
 def timed_steps(cost: StepCost) -> tuple[TimedStep, ...]:
-    """What a runner of this cost measures while it warms up (`engine.runtime.starting`)."""
+    """The timings of a runner of this cost while it warms up (`engine.runtime.starting`)."""
     shapes = [([64], [1]), ([64] * 8, [1] * 8), ([0], [64]), ([0], [256]), ([1024], [16]), ([1024], [1])]
     return tuple(
         TimedStep(positions, lengths, cost.seconds(Work.of(positions, lengths)))

@@ -80,7 +80,7 @@ class Allocator:
         self.preemptions = 0
         """Preemptions since the start, those of stalled sequences included."""
         self.lack = Lack.NOTHING
-        """What the first sequence lacked that did not fit into the plan that is made."""
+        """The want of the first sequence that did not fit into the plan that is made."""
 
     @property
     def has_free_slot(self) -> bool:

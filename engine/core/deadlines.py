@@ -116,10 +116,10 @@ class HurryCredits:
     """The time by which the prompts of each tenant may still lengthen steps."""
 
     _spent: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """By tenant: the seconds that it has spent and not got back, and when that was reckoned."""
+    """The seconds that each tenant has spent and not got back, and when that was reckoned."""
 
     def left_s(self, tenant: str, now: float) -> float:
-        """What a tenant may spend now, in seconds."""
+        """The seconds that a tenant may spend now."""
         return HURRY_S - self._owed_s(tenant, now)
 
     def spend(self, tenant: str, seconds: float, now: float) -> None:

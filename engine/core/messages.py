@@ -293,7 +293,7 @@ class CoreStats(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Lack(IntEnum):
-    """What held back sequences that waited when a step was planned."""
+    """The reason why sequences still waited when a step was planned."""
 
     NOTHING = 0
     """None waited."""

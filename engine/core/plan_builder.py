@@ -80,7 +80,7 @@ class PlanBuilder:
 
     @property
     def credit(self) -> Credit:
-        """What the next step is to be given, or asked back."""
+        """The time that the next step is given, or gives back."""
         if not self.has_streams:
             return Credit()
         left_s = self.time_left_s + self.reserved_s

@@ -85,7 +85,7 @@ class Planner:
     in_flight: Mapping[int, InFlight]
     """The steps in flight, by step number."""
     credit: Credit = field(default_factory=Credit)
-    """What the last step left to prompts."""
+    """The time that the last step left to prompts."""
     hurries: HurryCredits = field(default_factory=HurryCredits)
     prefix_query_tokens: int = 0
     """Prompt tokens of all sequences that were admitted for the first time."""

@@ -30,7 +30,7 @@ class InFlight:
     planned_at: float
     """The core's clock when the step was planned, in seconds."""
     lack: Lack = Lack.NOTHING
-    """What held back the sequences that waited for admission when it was planned."""
+    """The reason why sequences still waited for admission when it was planned."""
     tables: list[list[int]] = field(default_factory=list)
     """Pages of sequences that ended and whose last row is in this step; released at its commit."""
     slots: list[int] = field(default_factory=list)

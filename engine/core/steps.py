@@ -74,7 +74,7 @@ class StepBook:
 
 
 def lack_of(allocator: Allocator, *, waits: bool) -> Lack:
-    """What held back the sequences that still wait once a plan is made; `waits` says whether any does."""
+    """The reason why sequences still wait once a plan is made; `waits` says whether any does."""
     if not waits:
         return Lack.NOTHING
     return allocator.lack or (Lack.TURN if allocator.has_free_slot else Lack.SLOTS)

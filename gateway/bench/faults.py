@@ -41,7 +41,7 @@ __all__ = ["BenchFailed", "add_arguments", "run"]
 REPLICAS: Final = 3
 INTERVAL_MS: Final = 100.0
 EVENTS: Final = 50
-"""Of each stream, which so takes five seconds."""
+"""Events of each stream, which so takes five seconds."""
 RATE: Final = 39
 """Requests per second: with streams of five seconds, about 200 are open."""
 FAULT_AT_S: Final = 3.0
@@ -49,7 +49,7 @@ SILENT_S: Final = 8.0
 STEP_S: Final = 0.5
 RECOVERED_FACTOR: Final = 2.0
 RECOVERED_S_MIN: Final = 5 * INTERVAL_MS / 1000
-"""What a stream may take to its first event in any case: it waits for the engine's next tick."""
+"""Time that a stream may take to its first event in any case: it waits for the engine's next tick."""
 
 
 class Cable:
@@ -165,7 +165,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the callers of one proxy noticed."""
+    """The experience of one proxy's callers."""
 
     lost: int
     silent: int

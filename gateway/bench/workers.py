@@ -58,7 +58,7 @@ class Group(ServerUnderTest):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What was measured of one gateway, a value for each round."""
+    """Measurements of one gateway, a value for each round."""
 
     streams: list[Measurement]
     unary_us: list[float]

@@ -37,7 +37,7 @@ _LENGTH: Final = re.compile(rb"[0-9]{1,18}")
 
 
 class BadAnswer(Exception):
-    """What came is no answer of HTTP/1.1. Nothing of it is shown."""
+    """An answer that is not HTTP/1.1. Nothing of it is shown."""
 
 
 class Body(Protocol):

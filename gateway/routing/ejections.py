@@ -1,4 +1,4 @@
-"""What is told of ejections: a log line for each, and for each return, and counters."""
+"""Ejections as operators see them: a log line for each, and for each return, and counters."""
 
 from __future__ import annotations
 

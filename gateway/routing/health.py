@@ -127,9 +127,9 @@ class Ticket:
     epoch: int
     """The ejections before it was placed."""
     success: _Verdict | None = None
-    """What is to be taken back if it fails after all."""
+    """The note that is taken back if it fails after all."""
     on_late: Callable[[], None] | None = None
-    """What to call when its replica is found silent while it waits."""
+    """Called when its replica is found silent while it waits."""
 
 
 @dataclass(slots=True)

@@ -45,7 +45,7 @@ MOVES: Final[Mapping[MemberPhase, frozenset[MemberPhase]]] = {
 
 
 class Standing(Enum):
-    """What a source says of a member."""
+    """A source's word about a member."""
 
     READY = "ready"
     WAITING = "waiting"

@@ -68,9 +68,9 @@ short prompts, which are as good as computed when they arrive."""
 NEVER_MS: Final = 1 << 62
 _FULL: Final = 1000
 _PARTS: Final = tuple(tuple(min(_FULL, _FULL * other // own) for other in WEIGHTS) for own in WEIGHTS)
-"""By the class of a request: how much it waits for tokens of each class, in thousandths."""
+"""Weights that tokens of each class have for a request, in thousandths, by the class of the request."""
 _PARTS_OF: Final = tuple(zip(*_PARTS, strict=True))
-"""By the class of tokens: how much a request of each class waits for them."""
+"""The same, by the class of the tokens first."""
 _MASK: Final = 2**64 - 1
 
 

@@ -60,7 +60,7 @@ class Replica:
     health: Health
     phase: MemberPhase = MemberPhase.JOINING
     standings: dict[str, Standing] = field(default_factory=dict)
-    """What its source says of it, by the model of each pool that lists it."""
+    """Its source's word about it, by the model of each pool that lists it."""
     drained_by: set[DrainCause] = field(default_factory=set)
     engine_drains_until_s: float = 0.0
     """The end of `ENGINE_DRAIN_S`, on the monotonic clock."""
@@ -100,9 +100,9 @@ class _Pool:
     protocol: HopProtocol
     owners: int | None
     wanted: dict[str, Standing]
-    """What its source listed last, by URL."""
+    """The members that its source listed last, by URL."""
     listed: dict[str, Standing] = field(default_factory=dict)
-    """What was taken over of that."""
+    """Those of them that were taken over."""
     replicas: tuple[Replica, ...] = ()
     """Those that were ready when the table was built, in its order."""
     table: Table = field(default_factory=lambda: Table(()))

@@ -45,7 +45,7 @@ IDLE_S: Final = 3600.0
 
 
 class WorkerStart(Struct, frozen=True):
-    """What a worker starts with."""
+    """The message with which a worker starts."""
 
     config: str
     """The configuration as TOML: with what variables and options said when the supervisor started, so that
@@ -85,7 +85,7 @@ class WorkerSilent(Exception):
 
 
 def read_start(stdin: BinaryIO) -> WorkerStart:
-    """What the supervisor has written to a worker's standard input. Raises msgspec.DecodeError."""
+    """Read what the supervisor has written to a worker's standard input. Raises msgspec.DecodeError."""
     return msgspec.json.decode(stdin.read(2 * FILE_LEN_MAX), type=WorkerStart)
 
 

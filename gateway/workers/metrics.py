@@ -49,7 +49,7 @@ Snapshot = list[Family]
 
 
 class Rule(Enum):
-    """What several processes' values of one number are together."""
+    """The one value that several processes' values of a number make."""
 
     SUM = "sum"
     MAX = "max"

@@ -73,7 +73,7 @@ FATAL: Final = (ExitCode.FAILED, ExitCode.UNUSABLE_CONFIG)
 
 
 class Owner(Protocol):
-    """What a place asks of the supervisor."""
+    """The supervisor as a place sees it."""
 
     @property
     def has_served(self) -> bool:
@@ -105,9 +105,9 @@ class Place:
         self.index: Final = index
         self.phase = PlacePhase.STARTING
         self.status: Status | None = None
-        """What its worker said last. None as long as it does not serve."""
+        """Its worker's last report. None as long as it does not serve."""
         self.metrics: Snapshot = []
-        """What its worker had counted when it was asked last."""
+        """Its worker's counters when it was asked last."""
         self.has_served = asyncio.Event()
         """Set once a worker of this place has served."""
         self.code: int | None = None
@@ -132,7 +132,7 @@ class Place:
 
     @property
     def problems(self) -> list[str]:
-        """What keeps it from being ready, for operators."""
+        """The reason why it is not ready, for operators."""
         if self.phase is not PlacePhase.SERVING or self.status is None:
             return [f"worker {self.index}: {self.phase.value}"]
         told = self.status.problems or ([] if self.status.ready else [self.status.phase])

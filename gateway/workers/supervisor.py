@@ -54,7 +54,7 @@ class Supervisor:
         self.lifecycle: Final = Lifecycle()
         self.health: Final = Health(self.lifecycle, self._problems)
         self.gone: Snapshot = []
-        """What workers that have died had counted."""
+        """The counters of workers that have died."""
         restarts = Restarts(workers)
         self.places: Final[Sequence[Place]] = [
             Place(index, launch, restarts, self, clock) for index in range(workers)

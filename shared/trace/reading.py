@@ -76,7 +76,7 @@ class SlowestReading:
         self.damaged = 0
         self._count = count
         self._heaps: dict[bool, list[tuple[float, int, Line]]] = {True: [], False: []}
-        """By whether it is the gateway's: the slowest lines, the fastest of them first."""
+        """The slowest lines, the fastest of them first, by whether they are the gateway's."""
         self._number = 0
 
     @property

@@ -63,7 +63,7 @@ class RequestRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     axis: Axis
     """The stages of both services."""
     causes: tuple[str, ...] = ()
-    """What it waited for, in words."""
+    """The causes of its waits, in words."""
 
 
 class RequestRecords(Struct, frozen=True):

@@ -9,7 +9,7 @@ from shared.causes import Cause, CauseCode
 
 
 def sentence(cause: Cause) -> str:
-    """What a cause says, in words."""
+    """The words of a cause."""
     say = _SENTENCES.get(cause.code)
     return f"{duration(cause.ms)}: {cause.code}" if say is None else say(cause)
 

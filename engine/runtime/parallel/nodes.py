@@ -58,7 +58,7 @@ log = logs.get(__name__)
 
 
 class Control(msgspec.Struct, frozen=True):
-    """What rank 0 puts into the store."""
+    """The entry that rank 0 puts into the store."""
 
     address: str
     port: int
