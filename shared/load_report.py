@@ -31,6 +31,8 @@ class LoadReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """The sequences that have not ended, waiting ones included."""
     draining: bool = False
     """True if the engine finishes what it has, and takes no more."""
+    computed: Amount = 0
+    """Prompt tokens that it has computed since it started: while they rise, it works on what waits."""
 
 
 _decode: Final = msgspec.json.Decoder(LoadReport).decode

@@ -24,7 +24,8 @@ Rules:
    what fails everywhere is no fault of a replica, and the rest could not carry the load.
 6. A replica is *silent* when several of its streams wait for their first event for far longer than the pool
    takes, while none there begins and others elsewhere do in good time (`silent`). Where all are slow, none
-   is silent.
+   is silent. Nor is one whose reports say that prompt tokens wait and that it has computed some lately: a
+   giant prompt takes its time. One whose core hangs reports a queue too, but computes nothing of it.
 """
 
 from __future__ import annotations
@@ -149,6 +150,10 @@ class Health:
     """When a stream's first event came last. None before the first."""
     took_ms: int = 0
     """The time that it took."""
+    computed: int = 0
+    """The prompt tokens that it has computed, by its last report."""
+    computed_ms: int | None = None
+    """When a report last said that it had computed some, of a queue that is not empty yet."""
     _level: int = 0
     """The ejections since it was last well for long."""
     _until_ms: int = 0
@@ -253,8 +258,19 @@ class Health:
 
     # -- silence ----------------------------------------------------------------------------------
 
+    def report(self, computed: int, waiting: int, now_ms: int) -> None:
+        """Take note of how many prompt tokens it says that it has computed, and how many wait."""
+        if not waiting:
+            self.computed_ms = None
+        elif computed != self.computed:  # less after a restart
+            self.computed_ms = now_ms
+        self.computed = computed
+
     def is_silent(self, late_ms: int, now_ms: int) -> bool:
-        """True if several streams wait for their first event for `late_ms`, and none has begun since."""
+        """True if several streams wait for their first event for `late_ms`, and none has begun since, nor
+        was any part of the queue computed."""
+        if self.computed_ms is not None and now_ms - self.computed_ms < late_ms:
+            return False
         if self.phase is HealthPhase.WELL:
             since_ms = next(islice(self._waiting.values(), SILENT_MIN - 1, None), now_ms)
         else:

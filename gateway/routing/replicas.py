@@ -279,7 +279,9 @@ class Replicas:
     def observe(self, replica: Replica, report: LoadReport, interval_s: float = PUSH_INTERVAL_S) -> None:
         """Take over what a replica reports of its load. One that drains gets nothing new, unless none is left
         beside it: what it says may be out of date, and it refuses by itself."""
-        replica.view.report(report, self._now_ms(), int(INTERVALS_MAX * interval_s * 1000))
+        now_ms = self._now_ms()
+        replica.view.report(report, now_ms, int(INTERVALS_MAX * interval_s * 1000))
+        replica.health.report(report.computed, sum(report.waiting), now_ms)
         if not report.draining:
             self.undrain(replica, DrainCause.ENGINE)
         elif DrainCause.ENGINE in replica.drained_by or self._is_spare(replica):

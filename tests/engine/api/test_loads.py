@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.core.messages import ServiceClass, StepOutput
+from engine.api.steps import NO_STEP
+from engine.core.messages import ServiceClass, StepOutput, StepRecord, StepSums
 from shared.http2.client import Http2Transport
 from shared.http2.report import Report
 from shared.load_report import DEFAULT, FLEX, LOAD_HEADER, PRIORITY, LoadReport, encode_load, parse_load
@@ -24,10 +25,10 @@ def load_of(answer: Any) -> LoadReport:
     return report
 
 
-def counted(core: Any, class_tokens: tuple[int, ...], newest: int) -> None:
+def counted(core: Any, class_tokens: tuple[int, ...], newest: int, record: StepRecord | None = None) -> None:
     """Let the fake core count tokens, up to a handle."""
     stats = msgspec.structs.replace(core._stats(), class_tokens=class_tokens, newest=newest)
-    core.say(StepOutput(0, [], [], [], [], [], [], stats))
+    core.say(StepOutput(0, [], [], [], [], [], [], stats, [], record))
 
 
 def test_the_classes_are_the_cores() -> None:
@@ -55,7 +56,7 @@ def test_what_is_no_report_is_none(text: str | bytes | None) -> None:
 
 
 def test_a_report_comes_back_as_it_was() -> None:
-    report = LoadReport((1, 2, 3), 4, True)
+    report = LoadReport((1, 2, 3), 4, True, 5)
     assert parse_load(encode_load(report)) == report
     assert parse_load('{"waiting":[1,2,3],"later":"versions say more"}') == LoadReport((1, 2, 3))
 
@@ -126,6 +127,13 @@ async def test_what_the_core_has_counted_is_not_counted_again(serve: Serve) -> N
         counted(served.core, (0, 0, 0), served.core.added[-1].handle)
         await until(lambda: state.core._seen == served.core.added[-1].handle)
         assert state.load() == LoadReport()
+
+
+async def test_the_report_says_how_much_was_computed(serve: Serve) -> None:
+    async with serve() as served:
+        step = msgspec.structs.replace(NO_STEP, number=1, sums=StepSums(prompts=2, prompt_tokens=600))
+        counted(served.core, (0, 0, 0), 0, step)
+        await until(lambda: served.engine.state.load() == LoadReport(computed=600))
 
 
 async def test_gateways_are_told_at_intervals_and_when_a_whole_answer_is_queued(serve: Serve) -> None:

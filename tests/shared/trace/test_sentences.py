@@ -127,7 +127,7 @@ def test_the_longest_closing_is_a_comment_that_the_scanner_finds() -> None:
         **times,
     )
     most = 1 << 40
-    load = LoadReport((most, most, most), most, True)
+    load = LoadReport((most, most, most), most, True, most)
     comment = sse.closing_comment(closing, load)
     scanner = sse.TailScanner()
     sent = sse.DONE + comment
