@@ -135,6 +135,9 @@ class EngineConfig(RunnerConfig):
     """Export every request that failed. On unless --no-trace-errors is given."""
     trace_slow_s: Annotated[float, Meta(gt=0.0, le=86_400.0)] | None = None
     """Export every request that took this long. Unset: none for that reason."""
+    vllm_metrics: bool = False
+    """Tell the main figures under vLLM's names, too, such as vllm:num_requests_waiting, for dashboards and
+    routers that query those."""
     log_level: LogLevel = "info"
     """Lowest level that is logged."""
 

@@ -49,7 +49,7 @@ from shared.ids import REQUEST_ID_HEADER, RequestId, accept_request_id
 from shared.listening import SERVER
 from shared.openai import AbortResponse
 from shared.probes import PROBES, Health, answer_probe
-from shared.telemetry import METRICS_CONTENT_TYPE, metrics_text
+from shared.telemetry import exposition
 
 RELOAD: Final = "/admin/v1/reload"
 REQUEST: Final = "/admin/v1/requests/{id}"
@@ -181,9 +181,9 @@ def _method(request: web.BaseRequest) -> str:
     return "GET" if request.method == "HEAD" else request.method
 
 
-def _metrics(_: web.BaseRequest) -> web.Response:
-    headers = {"content-type": METRICS_CONTENT_TYPE, "server": SERVER}
-    return web.Response(body=metrics_text(), headers=headers)
+def _metrics(request: web.BaseRequest) -> web.Response:
+    told = exposition(request.headers.get("accept"))
+    return web.Response(body=told.body, headers={"content-type": told.content_type, "server": SERVER})
 
 
 def probe_response(health: Health, request: web.BaseRequest, *, tells_problems: bool = False) -> web.Response:

@@ -196,18 +196,19 @@ class Reporter:
         self._tenants: set[TenantId] = set()
 
     def completed(self, record: RequestRecord, stages: Stages, seconds: float) -> None:
-        stages.end()
+        failed = has_failed(record.status, record.error is not None)
+        exemplar = self._tracing.exemplar(stages, record.request_id, seconds, failed=failed)
+        stages.end(exemplar)
         line = _line(record, stages, seconds)
         logs.write_line(line, "info")
         if self._recorder.is_on:
             self._recorder.add(line, stages.entered())
-        failed = has_failed(record.status, record.error is not None)
         self._tracing.ended(stages, stages.began_s, seconds, failed=failed, line=lambda: line_of(line))
         model, tenant = record.model or NONE, self._tenant_label(record.tenant)
         REQUESTS.inc(record.endpoint, model, tenant, record.status, record.end_reason.value)
-        SECONDS.observe(seconds, model, record.stream)
+        SECONDS.observe(seconds, model, record.stream, exemplar=exemplar)
         if record.first_byte_s is not None:
-            FIRST_BYTE.observe(record.first_byte_s, model, record.stream)
+            FIRST_BYTE.observe(record.first_byte_s, model, record.stream, exemplar=exemplar)
         if (closing := record.closing) is not None:
             TOKENS.inc(model, tenant, "prompt", by=closing.prompt_tokens)
             TOKENS.inc(model, tenant, "completion", by=closing.completion_tokens)

@@ -9,20 +9,23 @@ Rules:
 1. One thread counts and is scraped: the event loop's. So there are no locks.
 2. Label values come from the configuration or are constants of the code, never from requests: their
    combinations are kept for ever.
+3. A bucket of a histogram keeps one exemplar, the newest. So exemplars are as many as there are buckets.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import accumulate
 from operator import add
 from typing import Final
 
+from msgspec import Struct
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar as ShownExemplar
 from prometheus_client.utils import floatToGoString
 
 PENDING_MAX: Final = 256
@@ -40,6 +43,25 @@ def registry_of_service() -> CollectorRegistry:
     registry = CollectorRegistry()
     registry.register(REGISTRY)
     return registry
+
+
+_Bucket = tuple[str, float] | tuple[str, float, ShownExemplar]
+"""The upper bound of a bucket, its count, and its exemplar where it has one."""
+
+
+class Exemplar(Struct, frozen=True):
+    """A request that stands for those in its bucket: where to look when a bucket grows."""
+
+    trace_id: str
+    request_id: str
+    at_s: float
+    """When it was observed, in seconds since 1970."""
+
+    def shown(self, value: float) -> ShownExemplar:
+        """The exemplar as the library has it. Both ids together stay below the 128 characters that
+        OpenMetrics allows."""
+        labels = {"trace_id": self.trace_id, "request_id": self.request_id}
+        return ShownExemplar(labels, value, round(self.at_s, 3))
 
 
 class Counter(Collector):
@@ -67,6 +89,10 @@ class Counter(Collector):
             assert len(labels) == len(self._labels)
             value = 0
         self._values[labels] = value + by
+
+    def value(self, *labels: object) -> float:
+        """The number of these label values."""
+        return self._values.get(labels, 0)
 
     def forget(self, first: object) -> None:
         """Drop the numbers whose first label has this value."""
@@ -155,33 +181,61 @@ class Histogram(Collector):
         """Observed rows that are in no bucket yet, by the values of the last label and of the labels before
         it. A row has a value for each of the names."""
         if not labels:
-            self._sort_in((), [])
+            self.declare()
         registry.register(self)
 
-    def observe(self, value: float, *labels: object) -> None:
+    def declare(self, *labels: object) -> None:
+        """Show these label values from now on, though nothing was observed for them."""
+        self._cell(labels)
+
+    def observe(self, value: float, *labels: object, exemplar: Exemplar | None = None) -> None:
         values = self._pending.get(labels)
         if values is None:
             assert len(labels) == len(self._labels)
             values = self._pending[labels] = []
         values.append(value)
-        if len(values) == PENDING_MAX:
+        if exemplar is not None:
+            self._mark(labels, value, exemplar)
+        if len(values) >= PENDING_MAX:
             self._sort_in(labels, values)
 
-    def observe_all(self, names: tuple[str, ...], values: Sequence[float], *labels: object) -> None:
+    def observe_again(self, value: float, times: int, *labels: object) -> None:
+        """Observe the same value so many times: at most as many as requests run at once."""
+        values = self._pending.setdefault(labels, [])
+        values += [value] * times
+        if len(values) >= PENDING_MAX:
+            self._sort_in(labels, values)
+
+    def observe_all(
+        self,
+        names: tuple[str, ...],
+        values: Sequence[float],
+        *labels: object,
+        exemplar: Exemplar | None = None,
+    ) -> None:
         """Observe one value for each of `names`, which are values of the last label."""
         rows = self._rows.get((names, labels))
         if rows is None:
             assert len(labels) + 1 == len(self._labels)
             rows = self._rows[names, labels] = []
         rows.append(values)
+        if exemplar is not None:
+            for name, value in zip(names, values, strict=True):
+                self._mark((*labels, name), value, exemplar)
         if len(rows) == PENDING_MAX:
             self._sort_in_rows(names, labels, rows)
 
-    def _sort_in(self, labels: tuple[object, ...], values: list[float]) -> None:
+    def _cell(self, labels: tuple[object, ...]) -> _Cell:
         cell = self._cells.get(labels)
         if cell is None:
             cell = self._cells[labels] = _Cell([0] * (len(self._bounds) + 1))
-        cell.add(values, self._bounds)
+        return cell
+
+    def _mark(self, labels: tuple[object, ...], value: float, exemplar: Exemplar) -> None:
+        self._cell(labels).exemplars[bisect_left(self._bounds, value)] = (exemplar, value)
+
+    def _sort_in(self, labels: tuple[object, ...], values: list[float]) -> None:
+        self._cell(labels).add(values, self._bounds)
         values.clear()
 
     def _sort_in_rows(
@@ -201,7 +255,7 @@ class Histogram(Collector):
         family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         for labels, cell in self._cells.items():
-            buckets = list(zip(bounds, accumulate(cell.counts), strict=True))
+            buckets = cell.shown(bounds)
             family.add_metric([str(label) for label in labels], buckets, cell.total)
         yield family
 
@@ -209,13 +263,15 @@ class Histogram(Collector):
 class _Cell:
     """One histogram's counts for one set of labels."""
 
-    __slots__ = ("counts", "total")
+    __slots__ = ("counts", "exemplars", "total")
 
     def __init__(self, counts: list[int]) -> None:
         self.counts = counts
         """The observations in each bucket, without those of the buckets below it."""
         self.total = 0.0
         """The sum of all observations."""
+        self.exemplars: dict[int, tuple[Exemplar, float]] = {}
+        """The newest exemplar in each bucket that has one, and its value."""
 
     def add(self, values: list[float], bounds: Sequence[float]) -> None:
         self.total = reduce(add, values, self.total)
@@ -225,3 +281,10 @@ class _Cell:
             self.counts[at] += up_to - below
             below = up_to
         self.counts[-1] += len(ordered) - below
+
+    def shown(self, bounds: Sequence[str]) -> list[_Bucket]:
+        """The buckets with their counts, those below each included, and their exemplars."""
+        shown: list[_Bucket] = list(zip(bounds, accumulate(self.counts), strict=True))
+        for at, (exemplar, value) in self.exemplars.items():
+            shown[at] = (*shown[at][:2], exemplar.shown(value))
+        return shown

@@ -21,13 +21,16 @@ from typing import Final
 from msgspec import Struct
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from shared.build import version
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.ids import random_bits
-from shared.metrics import REGISTRY, GaugeFamily, Histogram
+from shared.metrics import REGISTRY, Exemplar, GaugeFamily, Histogram
 
-METRICS_CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
+ACCEPT_LEN_MAX: Final = 4096
+"""Characters of a scraper's `Accept` that are read."""
+_OPENMETRICS: Final = "application/openmetrics-text"
 BUILD: Final = GaugeFamily("penstock_build_info", "1, with the version of the code.", ("version",))
 BUILD.set_function(lambda: {(version(),): 1.0})
 LAYOUTS_MAX: Final = 1024
@@ -61,9 +64,36 @@ _STAGE_SECONDS: Final = Histogram(
 )
 
 
-def metrics_text(registry: CollectorRegistry = REGISTRY) -> bytes:
-    """The body of the answer to a scrape, of the type `METRICS_CONTENT_TYPE`."""
-    return generate_latest(registry)
+class Exposition(Struct, frozen=True):
+    """The answer to a scrape."""
+
+    body: bytes
+    content_type: str
+
+
+def exposition(accept: str | None = None, registry: CollectorRegistry = REGISTRY) -> Exposition:
+    """The metrics, in OpenMetrics where `accept` prefers it, since that format alone has exemplars, and else
+    in Prometheus' own format."""
+    if not _prefers_openmetrics(accept or ""):
+        return Exposition(generate_latest(registry), CONTENT_TYPE_LATEST)
+    # By default the library writes the colon of `vllm:` names as an underscore in this format.
+    body: bytes = openmetrics.generate_latest(registry, escaping=openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]
+    return Exposition(body, openmetrics.CONTENT_TYPE_LATEST)
+
+
+def _prefers_openmetrics(accept: str) -> bool:
+    """True where the header names the format, and no text before it."""
+    wanted: dict[str, float] = {}
+    for part in accept[:ACCEPT_LEN_MAX].lower().split(","):
+        name, *parameters = (piece.strip() for piece in part.split(";"))
+        quality = next((piece[2:] for piece in parameters if piece.startswith("q=")), "1")
+        weight = float(quality) if _QUALITY.fullmatch(quality) else 0.0
+        wanted[name] = max(weight, wanted.get(name, 0.0))
+    weight = wanted.get(_OPENMETRICS, 0.0)
+    return weight > 0.0 and weight >= wanted.get("text/plain", 0.0)
+
+
+_QUALITY: Final = re.compile(r"[01](?:\.[0-9]{0,3})?")
 
 
 # -- trace context --------------------------------------------------------------------------------
@@ -277,10 +307,10 @@ class Stages:
         layout, seconds = self._taken()
         return _picker(layout.names, names)([*_milliseconds(seconds), None])
 
-    def end(self) -> None:
+    def end(self, exemplar: Exemplar | None = None) -> None:
         """Observe the time of each stage."""
         layout, seconds = self._final = self._taken()
-        _STAGE_SECONDS.observe_all(layout.names, seconds, self._service)
+        _STAGE_SECONDS.observe_all(layout.names, seconds, self._service, exemplar=exemplar)
 
 
 _MS: Final = 1e3

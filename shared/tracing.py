@@ -27,7 +27,8 @@ from msgspec import Meta, Struct
 from shared import genai
 from shared.clock import Clock
 from shared.completed_line import ENGINE_STAGES
-from shared.ids import random_bits
+from shared.ids import RequestId, random_bits
+from shared.metrics import Exemplar
 from shared.settings import Text
 from shared.telemetry import Stages, TraceContext
 
@@ -121,11 +122,22 @@ class Tracing:
     ) -> None:
         """Export the spans of a request that has ended, if they are wanted. It began at `began_s` on the
         stages' clock and took so long; `line` makes its completed line."""
-        sink = self._sink
-        if sink is not None and self.policy.wants(
+        if self._sink is not None and self._wants(stages, seconds, failed=failed):
+            self._sink.put(spans_of(stages, began_s, seconds, line()))
+
+    def exemplar(
+        self, stages: Stages, request_id: RequestId, seconds: float, *, failed: bool
+    ) -> Exemplar | None:
+        """The request as an exemplar of metrics, where its trace can be found: its spans are exported from
+        here, or its caller's are. It has taken so long by now."""
+        if stages.trace.sampled or self._wants(stages, seconds, failed=failed):
+            return Exemplar(stages.trace.trace_id, request_id, stages.clock.wall())
+        return None
+
+    def _wants(self, stages: Stages, seconds: float, *, failed: bool) -> bool:
+        return self._sink is not None and self.policy.wants(
             sampled=stages.trace.sampled, failed=failed, seconds=seconds
-        ):
-            sink.put(spans_of(stages, began_s, seconds, line()))
+        )
 
     def close(self) -> None:
         """Send what is queued, within a bounded time."""

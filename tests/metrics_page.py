@@ -17,7 +17,8 @@ import gateway.directory.follower  # these declare the gateway's metrics
 import gateway.service
 import gateway.workers.place  # noqa: F401
 from engine.api.metrics import CoreReading, EngineMetrics
-from engine.core.messages import CoreStats, ServiceClass
+from engine.api.vllm_metrics import LABELS, PREFIX, VllmNames
+from engine.core.messages import CoreStats, RunnerInfo, ServiceClass
 from shared.metrics import REGISTRY
 
 PAGE: Final = Path(__file__).parent.parent / "shared" / "METRICS.md"
@@ -31,6 +32,16 @@ client library counts. Written by `python -m tests.metrics_page`.
 - A counter's series ends in `_total`. A histogram has `_bucket`, `_sum` and `_count`.
 - Labels are names of the configuration or constants of the code, never texts of requests. Tenants beyond 100
   share one label.
+- Scraped as OpenMetrics, which Prometheus asks for, the histograms have exemplars: for each bucket the trace
+  and the request id of the newest request in it whose trace is kept. `penstock trace ID` tells the rest.
+"""
+VLLM: Final = """
+## Under vLLM's names
+
+With `--vllm-metrics` the engine tells these, too, for dashboards and routers that query vLLM's. All but the
+last have the labels `model_name` and `engine`. A name that vLLM has retired stands beside the one that
+replaced it. The gap between two tokens is that of their steps.
+
 """
 UNITS: Final = ("seconds", "bytes", "tokens", "pages", "lines", "sequences", "requests", "streams", "spans")
 TITLES: Final = {"gateway": "The gateway's", "engine": "The engine's", "both": "Both services'"}
@@ -78,10 +89,18 @@ def rows() -> list[Row]:
     return [found[name] for name in sorted(found)]
 
 
-def _rows_of(registry: object) -> Iterator[Row]:
+def vllm_rows() -> list[Row]:
+    """The engine's metrics under vLLM's names."""
+    metrics = EngineMetrics(1, VllmNames("model", prefix_cache=True))
+    metrics.core_ready(RunnerInfo(1, 1, 1, 100, 1, "bfloat16", 0.0, 0.0))
+    rows = _rows_of(metrics.registry, PREFIX)
+    return sorted(rows, key=lambda row: (row.labels[: len(LABELS)] != LABELS, row.name))
+
+
+def _rows_of(registry: object, prefix: str = "penstock_") -> Iterator[Row]:
     for collector in list(registry._collector_to_names):  # type: ignore[attr-defined]
         for family in collector.collect():
-            if not family.name.startswith("penstock_"):
+            if not family.name.startswith(prefix):
                 continue
             used = {label: None for sample in family.samples for label in sample.labels if label != "le"}
             labels = getattr(collector, "_labels", None) or tuple(used)
@@ -102,6 +121,8 @@ def text() -> str:
                 labels = ", ".join(f"`{label}`" for label in row.labels)
                 meaning = row.meaning.replace("|", "\\|")
                 parts.append(f"| `{row.name}` | {row.kind} | {row.unit} | {labels} | {meaning} |\n")
+    parts += [VLLM, "| metric | type | meaning |\n|---|---|---|\n"]
+    parts += [f"| `{row.name}` | {row.kind} | {row.meaning} |\n" for row in vllm_rows()]
     return "".join(parts)
 
 

@@ -358,6 +358,7 @@ class CoreClient:
                     log.info("core.progress", stage=stage)
                 case CoreReady(runner, overlap):
                     self.info = runner
+                    self._metrics.core_ready(runner)
                     self.settled.set()
                     self._ponged.set()
                     told = msgspec.structs.asdict(runner)

@@ -37,6 +37,7 @@ from shared.ids import (
     mint_request_id,
 )
 from shared.load_report import LOAD_HEADER, LoadReport, encode_load
+from shared.metrics import Exemplar
 from shared.openai import error_envelope
 from shared.telemetry import Stages
 from shared.tracing import NO_TRACING, Tracing, has_failed
@@ -262,15 +263,25 @@ class Exchange:
         level = "debug" if self.is_quiet else "info"
         line = {**self._line(total_s), **self.stages.log_fields()}
         logs.write(EVENT, line, level)
-        self.stages.end()
+        self.stages.end(self.exemplar(total_s))
         if not self.is_quiet:
-            failed = has_failed(self._status, self._error is not None)
-            self._house.tracing.ended(self.stages, self.started_at, total_s, failed=failed, line=lambda: line)
+            self._house.tracing.ended(
+                self.stages, self.started_at, total_s, failed=self._has_failed, line=lambda: line
+            )
         if self.is_generation:
             self.responder.report(sse.encode_closing(self.closing()))
         for error in (self._error, self.fate):
             forget_frames(error)
         return total_s
+
+    @property
+    def _has_failed(self) -> bool:
+        return has_failed(self._status, self._error is not None)
+
+    def exemplar(self, seconds: float) -> Exemplar | None:
+        """The request as an exemplar of metrics, after it has taken so long. None where its trace is not
+        kept."""
+        return self._house.tracing.exemplar(self.stages, self.request_id, seconds, failed=self._has_failed)
 
     def _line(self, total_s: float) -> dict[str, object]:
         """The fields of a `shared.completed_line.EngineLine`, without the stages' times."""

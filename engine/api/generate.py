@@ -32,6 +32,7 @@ from engine.api.exchange import Exchange, Tally
 from engine.api.model import ServedModel
 from engine.api.outputs import ChoiceOutput, Delta, RequestOutput
 from engine.api.state import EngineState
+from engine.api.vllm_metrics import EndedSequence
 from shared import sse
 from shared.errors import ApiError, RequestAborted
 from shared.holding import Holding
@@ -94,6 +95,7 @@ class Generation:
         self._share = asked.share
         self._sequences = [(choice.prompt_ids, choice.sampling) for choice in asked.choices]
         self._prompt_lens = [len(choice.prompt_ids) for choice in asked.choices[:: asked.n]]
+        self._tokens_max = [choice.sampling.max_tokens for choice in asked.choices]
         self._output = RequestOutput(len(asked.choices), whole=not asked.streams, on_end=self._on_end)
         self._outputs = [self._choice_output(asked, model, index) for index in range(len(asked.choices))]
         self._encoder = self._make_encoder(asked, model)
@@ -254,15 +256,36 @@ class Generation:
         last = max(self._outputs, key=lambda output: output.timing(now).life_s)
         exchange.causes += last.causes(now, shared=len(self._outputs) > 1)
         metrics.prompt_tokens.inc(by=tally.prompt_tokens)
+        request_s = now - exchange.started_at
+        exemplar = exchange.exemplar(request_s)
         first_token_at = [
             output.first_token_at for output in self._outputs if output.first_token_at is not None
         ]
-        if first_token_at:
-            metrics.ttft_s.observe(min(first_token_at) - exchange.started_at)
-            metrics.queue_s.observe(timing.queue_s)
+        first_token_s = min(first_token_at) - exchange.started_at if first_token_at else None
+        if metrics.vllm is not None:
+            ended = [self._ended(index, output, now) for index, output in enumerate(self._outputs)]
+            metrics.vllm.on_end(ended, first_token_s, request_s, exemplar)
+        if first_token_s is not None:
+            metrics.ttft_s.observe(first_token_s, exemplar=exemplar)
+            metrics.queue_s.observe(timing.queue_s, exemplar=exemplar)
         for output in self._outputs:
             if output.finish_reason is not None and output.completion_tokens > 1:
-                metrics.tpot_s.observe(output.timing(now).decode_s / (output.completion_tokens - 1))
+                gap_s = output.timing(now).decode_s / (output.completion_tokens - 1)
+                metrics.tpot_s.observe(gap_s, exemplar=exemplar)
+
+    def _ended(self, index: int, output: ChoiceOutput, now: float) -> EndedSequence:
+        error, timing = self._exchange.fate or self._output.error, output.timing(now)
+        is_abort = error is None or isinstance(error, RequestAborted)
+        return EndedSequence(
+            reason=output.finish_reason or ("abort" if is_abort else "error"),
+            prompt_len=self._prompt_lens[index // self._n],
+            tokens=output.completion_tokens,
+            tokens_max=self._tokens_max[index],
+            queue_s=timing.queue_s,
+            prefill_s=timing.prefill_s,
+            decode_s=timing.decode_s,
+            run_s=timing.life_s - timing.queue_s,
+        )
 
     def _tally(self, now: float) -> Tally:
         timings = [output.timing(now) for output in self._outputs]

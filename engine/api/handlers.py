@@ -31,7 +31,6 @@ from shared.openai import (
 from shared.paths import no_such_path
 from shared.probes import PROBES, answer_probe
 from shared.prompts import prompt_slices, text_slices
-from shared.telemetry import METRICS_CONTENT_TYPE
 
 _encode = msgspec.json.Encoder().encode
 T = TypeVar("T", bound=msgspec.Struct)
@@ -55,7 +54,8 @@ async def probe(state: EngineState, exchange: Exchange) -> None:
 
 async def metrics(state: EngineState, exchange: Exchange) -> None:
     exchange.is_quiet = True
-    await exchange.send(state.metrics.text(), content_type=METRICS_CONTENT_TYPE)
+    told = state.metrics.exposition(exchange.request.headers.get("accept"))
+    await exchange.send(told.body, content_type=told.content_type)
 
 
 # -- the model ------------------------------------------------------------------------------------

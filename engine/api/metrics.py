@@ -13,9 +13,10 @@ from typing import Final
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.core.messages import CoreStats, ServiceClass, StepOutput
+from engine.api.vllm_metrics import VllmMetrics, VllmNames, VllmReading
+from engine.core.messages import CoreStats, RunnerInfo, ServiceClass, StepOutput
 from shared.metrics import Counter, Gauge, Histogram, registry_of_service
-from shared.telemetry import metrics_text
+from shared.telemetry import Exposition, exposition
 
 PREFIX: Final = "penstock_engine_"
 _LATENCY_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -36,9 +37,13 @@ class CoreReading:
 class EngineMetrics:
     """The metrics of one engine."""
 
-    def __init__(self, step_tokens_max: int) -> None:
-        """`step_tokens_max` is the budget of one step."""
+    def __init__(self, step_tokens_max: int, vllm: VllmNames | None = None) -> None:
+        """`step_tokens_max` is the budget of one step. With `vllm` the figures have vLLM's names, too."""
         self._step_tokens_max = step_tokens_max
+        self._vllm_names = vllm
+        self._read: Callable[[], CoreReading] | None = None
+        self.vllm: VllmMetrics | None = None
+        """The figures under vLLM's names. None where they are not wanted, and before the core is ready."""
         self._last_step = 0
         self.registry = registry_of_service()
         self.requests = self._counter("requests", "Requests, by how they ended.", "end_reason")
@@ -76,15 +81,33 @@ class EngineMetrics:
             self._last_step = step.step
             self.step_s.observe(step.stats.step_s)
             self.budget_use.observe(step.stats.step_tokens / self._step_tokens_max)
+            if self.vllm is not None:
+                self.vllm.on_step(step)
         if step.tokens:
             self.generated_tokens.inc(by=len(step.tokens))
 
-    def text(self) -> bytes:
+    def core_ready(self, info: RunnerInfo) -> None:
+        """Take note of what the core has. Its sizes are in vLLM's metrics."""
+        if self._vllm_names is not None and self.vllm is None:
+            self.vllm = VllmMetrics(self._vllm_names, info, self.registry)
+            self.vllm.watch(self._vllm_reading)
+
+    def _vllm_reading(self) -> VllmReading:
+        reading = None if self._read is None else self._read()
+        return VllmReading(
+            stats=None if reading is None else reading.stats,
+            waiting=0 if reading is None else reading.waiting,
+            prompt_tokens=self.prompt_tokens.value(),
+            generated_tokens=self.generated_tokens.value(),
+        )
+
+    def exposition(self, accept: str | None = None) -> Exposition:
         """The answer to a scrape: the process's metrics and the engine's."""
-        return metrics_text(self.registry)
+        return exposition(accept, self.registry)
 
     def watch_core(self, read: Callable[[], CoreReading]) -> None:
         """Ask `read` for the figures of the core at each scrape."""
+        self._read = read
         self.registry.register(_CoreCollector(read))
 
 

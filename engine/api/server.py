@@ -27,6 +27,7 @@ from engine.api.metrics import EngineMetrics
 from engine.api.model import UnusableModel, load_model
 from engine.api.service import Service
 from engine.api.state import EngineState
+from engine.api.vllm_metrics import VllmNames
 from engine.config import EngineConfig
 from shared import logs, tls
 from shared.arguments import cannot_listen
@@ -67,7 +68,8 @@ class Engine:
         self._resolve = resolve
         self._make_link = make_link
         self._clock = clock
-        metrics = EngineMetrics(config.max_step_tokens)
+        names = VllmNames(config.name, config.prefix_cache) if config.vllm_metrics else None
+        metrics = EngineMetrics(config.max_step_tokens, names)
         core = CoreClient(
             queue_len_max=config.max_queue_len,
             queue_tokens_max=config.max_queue_tokens,

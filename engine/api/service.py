@@ -43,7 +43,7 @@ class Service:
             total_s = exchange.complete()
             if exchange.is_generation:
                 state.metrics.requests.inc(exchange.end_reason)
-                state.metrics.e2e_s.observe(total_s)
+                state.metrics.e2e_s.observe(total_s, exemplar=exchange.exemplar(total_s))
 
     async def _answer(self, exchange: Exchange) -> None:
         try:

@@ -41,7 +41,7 @@ from shared.errors import (
 from shared.ids import REQUEST_ID_HEADER, accept_request_id
 from shared.listening import SERVER
 from shared.probes import PROBES
-from shared.telemetry import METRICS_CONTENT_TYPE, metrics_text
+from shared.telemetry import exposition
 
 ASKING_MAX: Final = 32
 """Requests that are passed on at a time."""
@@ -114,10 +114,11 @@ class Front:
         silent = ",".join(
             str(place.index) for place, ok in zip(self._supervisor.places, counted, strict=True) if not ok
         )
-        headers = {"content-type": METRICS_CONTENT_TYPE, "server": SERVER}
+        told = exposition(request.headers.get("accept"), registry_of(self._supervisor.metrics()))
+        headers = {"content-type": told.content_type, "server": SERVER}
         if silent:
             headers[SILENT_HEADER] = silent
-        return web.Response(body=metrics_text(registry_of(self._supervisor.metrics())), headers=headers)
+        return web.Response(body=told.body, headers=headers)
 
     async def _ask(
         self, request: web.BaseRequest, path: str, headers: Mapping[str, str], body: bytes

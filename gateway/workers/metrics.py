@@ -8,6 +8,7 @@ Rules:
    there is shown once for each worker, with the label `worker`. A dead worker has no gauges.
 3. The values of `worker` are the workers' places and the supervisor: their number is bounded by the
    configuration, however often a worker is replaced.
+4. Of several exemplars of one bucket the newest is shown.
 """
 
 from __future__ import annotations
@@ -21,10 +22,20 @@ from msgspec import Struct
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 from shared.metrics import REGISTRY
 
 LABEL: Final = "worker"
+
+
+class Mark(Struct, frozen=True, array_like=True):
+    """An exemplar of one bucket."""
+
+    labels: dict[str, str]
+    value: float
+    at_s: float
+    """When it was observed, in seconds since 1970."""
 
 
 class Sample(Struct, frozen=True, array_like=True):
@@ -33,6 +44,7 @@ class Sample(Struct, frozen=True, array_like=True):
     name: str
     labels: dict[str, str]
     value: float
+    mark: Mark | None = None
 
 
 class Family(Struct, frozen=True, array_like=True):
@@ -86,10 +98,16 @@ def snapshot(registry: CollectorRegistry = REGISTRY) -> Snapshot:
             metric.name,
             metric.documentation,
             metric.type,
-            [Sample(one.name, dict(one.labels), one.value) for one in metric.samples],
+            [Sample(one.name, dict(one.labels), one.value, _mark(one.exemplar)) for one in metric.samples],
         )
         for metric in registry.collect()
     ]
+
+
+def _mark(exemplar: Exemplar | None) -> Mark | None:
+    if exemplar is None:
+        return None
+    return Mark(dict(exemplar.labels), exemplar.value, float(exemplar.timestamp or 0.0))
 
 
 _decoder: Final = msgspec.msgpack.Decoder(Snapshot)
@@ -129,6 +147,7 @@ class _Merged:
         self._first = first
         self._rule = Rule.SUM if first.type in ADDED else GAUGES.get(first.name, Rule.EACH)
         self._values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        self._marks: dict[tuple[str, tuple[tuple[str, str], ...]], Mark] = {}
 
     def add(self, worker: str, samples: Sequence[Sample]) -> None:
         for sample in samples:
@@ -139,10 +158,16 @@ class _Merged:
             if (before := self._values.get(key)) is not None:
                 value = _together(self._rule, sample.name, before, value)
             self._values[key] = value
+            mark, kept = sample.mark, self._marks.get(key)
+            if mark is not None and (kept is None or mark.at_s >= kept.at_s):
+                self._marks[key] = mark
 
     @property
     def family(self) -> Family:
-        samples = [Sample(name, dict(labels), value) for (name, labels), value in self._values.items()]
+        samples = [
+            Sample(name, dict(labels), value, self._marks.get((name, labels)))
+            for (name, labels), value in self._values.items()
+        ]
         return Family(self._first.name, self._first.documentation, self._first.type, samples)
 
 
@@ -166,7 +191,9 @@ class _Shown(Collector):
         for family in self._families:
             metric = Metric(family.name, family.documentation, family.type)
             for sample in family.samples:
-                metric.add_sample(sample.name, sample.labels, sample.value)
+                mark = sample.mark
+                shown = None if mark is None else Exemplar(mark.labels, mark.value, mark.at_s)
+                metric.add_sample(sample.name, sample.labels, sample.value, exemplar=shown)
             yield metric
 
 

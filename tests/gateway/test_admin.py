@@ -62,10 +62,10 @@ async def test_a_request_goes_by_its_path_and_its_method(
 
 
 async def test_a_handler_that_crashes_is_answered_for(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> bytes:
+    def broken(accept: str | None) -> bytes:
         raise RuntimeError("a canary")
 
-    monkeypatch.setattr(admin, "metrics_text", broken)
+    monkeypatch.setattr(admin, "exposition", broken)
     async with ask(house, "GET", "/metrics") as answer:
         assert (answer.status, (await answer.json())["error"]["code"]) == (500, "internal_error")
         assert "canary" not in await answer.text()

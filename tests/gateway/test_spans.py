@@ -61,6 +61,26 @@ async def test_the_hop_carries_the_trace_and_its_state(open_house: Open, sink: K
     assert (parent.trace_id, parent.sampled, seen["tracestate"]) == (TRACE_ID, True, "vendor=1")
 
 
+async def test_a_sampled_request_is_the_exemplar_of_its_buckets(open_house: Open, sink: KeptSpans) -> None:
+    house = await open_house(admin={"port": 0})
+    async with house.chat(headers={**SAMPLED, "x-request-id": "sampled.1"}) as answer:
+        await answer.read()
+    async with house.chat(headers={"x-request-id": "unsampled.1"}) as answer:
+        await answer.read()
+    await house.lines(2)
+    metrics = f"http://127.0.0.1:{house.gateway.admin_port}/metrics"
+    async with house.client.get(metrics, headers={"accept": "application/openmetrics-text"}) as answer:
+        lines = (await answer.text()).splitlines()
+    told = [line for line in lines if "sampled.1" in line]
+    assert all(f'# {{request_id="sampled.1",trace_id="{TRACE_ID}"}}' in line for line in told)
+    names = {line.partition("{")[0] for line in told}
+    assert names == {
+        "penstock_gateway_first_byte_seconds_bucket",
+        "penstock_gateway_request_seconds_bucket",
+        "penstock_stage_seconds_bucket",
+    }
+
+
 async def test_only_failures_are_exported_where_nobody_samples(open_house: Open, sink: KeptSpans) -> None:
     house = await traced(open_house, sink)
     async with house.chat() as answer:

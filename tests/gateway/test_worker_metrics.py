@@ -24,7 +24,7 @@ from gateway.workers.restarts import (
     Restarts,
 )
 from shared.metrics import Counter, Gauge, Histogram
-from shared.telemetry import metrics_text
+from shared.telemetry import exposition
 
 # -- metrics --------------------------------------------------------------------------------------
 
@@ -49,7 +49,7 @@ def counted(requests: int, seconds: list[float], live: int, tenant: str = "acme"
 
 def shown(families: Snapshot) -> dict[str, float]:
     """The numbers that a scrape has, as any reader of the format sees them."""
-    text = metrics_text(registry_of(families)).decode()
+    text = exposition(registry=registry_of(families)).body.decode()
     return {
         ":".join((sample.name, *sample.labels.values())): sample.value
         for family in text_string_to_metric_families(text)

@@ -30,7 +30,7 @@ def test_one_name_for_header_log_and_metric() -> None:
     assert observed("svc", "quota") == (0, 0)
     stages.end()
     assert observed("svc", "quota") == (1, 0.5)
-    text = telemetry.metrics_text().decode()
+    text = telemetry.exposition().body.decode()
     assert 'penstock_stage_seconds_bucket{le="0.5",service="svc",stage="quota"} 1.0' in text
 
 

@@ -334,7 +334,7 @@ def test_scaling_asks_for_a_metric_that_an_engine_has() -> None:
     [(metric, labels)] = re.findall(r"(penstock_\w+)\{(.*?)\}", query)
     metrics = EngineMetrics(8)
     metrics.watch_core(lambda: CoreReading(None, waiting=3, live=4, is_ready=True))
-    assert f"{metric} 3.0" in metrics.text().decode(), "a series without labels of its own"
+    assert f"{metric} 3.0" in metrics.exposition().body.decode(), "a series without labels of its own"
     assert set(re.findall(r"(\w+)=", labels)) == {"namespace", "service"}, "labels that Prometheus sets"
     services = {service["metadata"]["name"] for service in of_kind(found, "Service")}
     assert set(re.findall(r'service="(.*?)"', labels)) <= services

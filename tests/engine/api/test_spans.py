@@ -35,3 +35,26 @@ async def test_a_sampled_request_is_a_tree_under_the_gateways_span(
             assert span.parent_span_id == request.context.span_id
             assert request.start_ns - 1000 <= span.start_ns <= span.end_ns <= request.end_ns + 1000
     assert sink.is_closed
+
+
+async def test_a_sampled_request_is_the_exemplar_of_its_buckets(serve: Serve) -> None:
+    async with serve(vllm_metrics=True) as served:
+        served.says("the lazy dog")
+        for flags in ("01", "00"):
+            headers = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-{flags}", "x-request-id": f"the.{flags}"}
+            await served.http.post("/v1/chat/completions", json=CHAT, headers=headers)
+        await until(lambda: not served.engine.state._working)
+        answer = await served.http.get("/metrics", headers={"accept": "application/openmetrics-text"})
+        told = [line for line in answer.text.splitlines() if "the.0" in line]
+        assert all(f'# {{request_id="the.01",trace_id="{TRACE_ID}"}}' in line for line in told)
+        names = {line.partition("{")[0].removesuffix("_bucket") for line in told}
+        assert {
+            "penstock_engine_request_seconds",
+            "penstock_engine_time_to_first_token_seconds",
+            "penstock_engine_time_per_output_token_seconds",
+            "penstock_engine_queue_seconds",
+            "penstock_stage_seconds",
+            "vllm:e2e_request_latency_seconds",
+            "vllm:time_to_first_token_seconds",
+            "vllm:request_queue_time_seconds",
+        } == names
