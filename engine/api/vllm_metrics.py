@@ -171,7 +171,7 @@ class VllmMetrics:
 
 
 class _Counted(Collector):
-    """What the core counts, and the counters that the engine has under other names."""
+    """The figures that the core counts, and the counters that the engine has under other names."""
 
     def __init__(self, read: Callable[[], VllmReading], labels: tuple[str, str]) -> None:
         self._read = read
