@@ -9,9 +9,12 @@ relays bytes and parses no event. `TailScanner` finds the comment under these ru
 
 1. A comment counts only as the very last thing on the stream, and only at an event boundary (at the
    start, or after an empty line). JSON has no raw newline, so no payload can forge a boundary.
-2. Whatever the chunking, the bytes forwarded are the stream's bytes without the comment, in order.
-3. At most `CLOSING_LEN_MAX` bytes are withheld, and only while they may be the comment.
-4. A chunk that cannot hold the start of a comment comes back as the same object: no copy.
+2. Whatever the chunking, the bytes forwarded are the stream's events without the comment, in order.
+3. What is forwarded ends at a boundary, so that an error event can be appended at any moment: the beginning
+   of an event is withheld until its end comes. It is dropped when that never comes, as a client would do.
+4. At most `EVENT_LEN_MAX` bytes are withheld. A longer event is forwarded as it comes, and nothing can be
+   appended within it.
+5. A chunk of whole events, none of which may be the comment, comes back as the same object: no copy.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ CONTENT_TYPE: Final = "text/event-stream; charset=utf-8"
 CLOSING_HEADER: Final = "x-penstock-closing"
 """The header that has the closing's JSON on answers that are not streams."""
 CLOSING_LEN_MAX: Final = 4096
+EVENT_LEN_MAX: Final = 64 * 1024
+"""The bytes of an event that are withheld at most until it is whole."""
 
 LINE_LEN_MAX: Final = 16 * 1024 * 1024
 
@@ -40,7 +45,7 @@ _COMMENT: Final = b": penstock "
 _MAY_CONTINUE: Final = (b":", b"\n:")
 """The beginnings of a chunk that continues a boundary at the end of the chunk before, and may begin a
 comment."""
-assert len(_COMMENT) < CLOSING_LEN_MAX
+assert len(_COMMENT) < CLOSING_LEN_MAX < EVENT_LEN_MAX
 
 
 class Closing(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,32 +138,31 @@ class TailScanner:
         """`done` is the last event of a whole answer."""
         self._end = _BOUNDARY + done
         self._held = b""
-        """The bytes that are not forwarded: they start at a boundary, and may be the comment."""
+        """The bytes that are not forwarded: they start at a boundary, and are the beginning of an event, or
+        may be the comment."""
         self._tail = _BOUNDARY
         """The last bytes that were forwarded. The start of a stream counts as a boundary."""
 
     def feed(self, chunk: bytes) -> bytes:
         """The bytes that may be forwarded at once: `chunk` itself, less or more than it, or none."""
         data = self._held + chunk if self._held else chunk
-        if b"\n\n:" not in data and not data.startswith(_MAY_CONTINUE):  # nearly every chunk
-            start = None
+        if data.endswith(_BOUNDARY) and b"\n\n:" not in data and not data.startswith(_MAY_CONTINUE):
+            self._held, forward = b"", data  # nearly every chunk
         else:
-            start = self._comment_start(data)
-        if start is None:
-            self._held, forward = b"", data
-        else:
-            self._held, forward = data[start:], data[:start]
+            end = self._forwarded_end(data)
+            self._held, forward = data[end:], data[:end]
         if forward:
-            room = len(self._end)
-            self._tail = forward[-room:] if len(forward) >= room else (self._tail + forward)[-room:]
+            self._note(forward)
         return forward
 
     def finish(self) -> bytes:
-        """The bytes that were withheld and turned out to be no closing comment, at the end of the stream."""
+        """The whole events that were withheld and turned out to be no closing comment, at the end of the
+        stream."""
         if self.closing is not None:
             return b""
         rest, self._held = self._held, b""
-        self._tail = (self._tail + rest)[-len(self._end) :]
+        rest = rest[: self._boundary_end(rest)]
+        self._note(rest)
         return rest
 
     @property
@@ -176,8 +180,25 @@ class TailScanner:
         """True if the forwarded bytes end a whole event, so that another may be appended."""
         return self._tail.endswith(_BOUNDARY)
 
+    def _note(self, forwarded: bytes) -> None:
+        room = len(self._end)
+        self._tail = forwarded[-room:] if len(forwarded) >= room else (self._tail + forwarded)[-room:]
+
+    def _forwarded_end(self, data: bytes) -> int:
+        """The index in `data` up to which it may be forwarded."""
+        if (start := self._comment_start(data)) is not None:
+            return start
+        end = self._boundary_end(data)
+        return end if len(data) - end <= EVENT_LEN_MAX else len(data)
+
+    def _boundary_end(self, data: bytes) -> int:
+        """The index in `data` behind its last boundary. 0 without one."""
+        if (at := data.rfind(_BOUNDARY)) >= 0:
+            return at + len(_BOUNDARY)
+        return int(data.startswith(b"\n") and self._tail.endswith(b"\n"))
+
     def _comment_start(self, data: bytes) -> int | None:
-        """The index in `data` at which the comment may begin: only behind the last boundary that a colon
+        """The index in `data` at which the comment begins: only behind the last boundary that a colon
         follows. None when there is no such place."""
         at = data.rfind(b"\n\n:")
         if at >= 0:

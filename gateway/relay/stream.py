@@ -10,8 +10,9 @@ Rules:
 2. The next chunk is read only when the client's buffers have room, so that backpressure reaches the engine.
    While they have room, the bytes of one turn of the loop are written in that turn, as one piece: no task is
    woken for them, and no byte waits for more.
-3. A stream that fails after its first byte ends with an error event and no `[DONE]`; where no event
-   can be appended, the connection is cut. It never ends cleanly as if it were whole.
+3. A stream that fails after its first byte ends with an error event and no `[DONE]`. Its client is sent whole
+   events alone (`shared.sse`), so that one can be appended at any moment. Within an event that is too long to
+   be withheld none can, and the connection is cut. It never ends cleanly as if it were whole.
 """
 
 from __future__ import annotations
@@ -189,10 +190,10 @@ class Relay(Struct, frozen=True, eq=False):
     def _pass(self, chunk: bytes) -> bool:
         """Pass a chunk on. Returns whether the client has room for more. A keep-alive comment does not count
         as a token."""
-        if _DATA in chunk:
-            self.watch.again()
         if not (data := self.progress.scanner.feed(chunk)):
             return True
+        if _DATA in data:
+            self.watch.again()
         self.progress.events += data.count(_BOUNDARY)
         self.progress.body_len += len(data)
         return self.client.write_nowait(data)

@@ -6,7 +6,7 @@ import aiohttp
 import pytest
 
 from shared.errors import EngineFailed
-from shared.sse import closing_comment, error_event
+from shared.sse import EVENT_LEN_MAX, closing_comment, error_event
 from tests.gateway.conftest import CONVERSATIONS, House, Open, error_of
 from tests.gateway.fake_engine import (
     CUT,
@@ -93,8 +93,20 @@ async def test_a_stream_that_ends_without_done_is_a_failure(house: House) -> Non
     assert DONE not in body
 
 
-async def test_a_stream_that_breaks_within_an_event_is_ended_by_closing_the_connection(house: House) -> None:
+async def test_a_stream_that_breaks_within_an_event_ends_with_an_error_event(house: House) -> None:
     house.engine.script = Script([chunk("a"), b"data: half", CUT])
+    async with house.chat(stream=True) as answer:
+        body = await answer.read()
+    assert body.startswith(chunk("a") + b"data: {")
+    assert b"upstream_failed" in body
+    assert b"half" not in body
+    await house.at_rest()
+
+
+async def test_a_stream_that_breaks_within_a_long_event_is_ended_by_closing_the_connection(
+    house: House,
+) -> None:
+    house.engine.script = Script([chunk("a"), b"data: " + b"x" * 2 * EVENT_LEN_MAX, CUT])
     async with house.chat(stream=True) as answer:
         assert answer.status == 200
         with pytest.raises(aiohttp.ClientPayloadError):

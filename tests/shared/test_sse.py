@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shared import sse
 from shared.errors import EngineFailed
-from shared.sse import CLOSING_LEN_MAX, DONE, Closing, TailScanner
+from shared.sse import CLOSING_LEN_MAX, DONE, EVENT_LEN_MAX, Closing, TailScanner
 
 CLOSING = Closing(
     end_reason="stop",
@@ -51,12 +51,13 @@ streams = st.lists(pieces | st.binary(max_size=6), max_size=8).map(b"".join)
 
 
 def expected(stream: bytes) -> tuple[bytes, Closing | None]:
-    """By definition: cut the comment off the whole stream."""
+    """By definition: cut the comment off the whole stream, and an event that does not end."""
     if stream.endswith(COMMENT):
         rest = stream.removesuffix(COMMENT)
         if not rest or rest.endswith(b"\n\n"):
             return rest, CLOSING
-    return stream, None
+    whole = b"\n\n" + stream
+    return whole[2 : whole.rfind(b"\n\n") + 2], None
 
 
 @given(streams, st.data())
@@ -67,7 +68,7 @@ def test_any_chunking_of_any_stream_forwards_the_same(stream: bytes, data: st.Da
     forwarded, scanner = scan(chunks)
     assert (forwarded, scanner.closing) == expected(stream)
     assert scanner.saw_done == (b"\n\n" + forwarded).endswith(b"\n\n" + DONE)
-    assert scanner.at_boundary == (b"\n\n" + forwarded).endswith(b"\n\n")
+    assert scanner.at_boundary
 
 
 def test_every_single_cut_and_every_byte_alone() -> None:
@@ -88,15 +89,30 @@ def test_withheld_bytes_are_bounded(stream: bytes, size: int) -> None:
         chunk = stream[start : start + size]
         fed += len(chunk)
         forwarded += len(scanner.feed(chunk))
-        assert 0 <= fed - forwarded <= CLOSING_LEN_MAX
+        assert 0 <= fed - forwarded <= EVENT_LEN_MAX
+        assert scanner.at_boundary
+
+
+@pytest.mark.parametrize("size", [1000, EVENT_LEN_MAX, 3 * EVENT_LEN_MAX])
+def test_an_event_that_is_too_long_to_hold_is_forwarded_as_it_comes(size: int) -> None:
+    stream = DONE + sse.event(b"x" * 2 * EVENT_LEN_MAX) + DONE + COMMENT
+    scanner = TailScanner()
+    fed, forwarded = 0, b""
+    for start in range(0, len(stream), size):
+        chunk = stream[start : start + size]
+        fed += len(chunk)
+        forwarded += scanner.feed(chunk)
+        assert fed - len(forwarded) <= EVENT_LEN_MAX
+        assert scanner.at_boundary == forwarded.endswith(b"\n\n")
+    assert (forwarded + scanner.finish(), scanner.closing) == (stream.removesuffix(COMMENT), CLOSING)
+    assert scanner.saw_done
 
 
 def test_a_chunk_without_a_possible_tail_is_not_copied() -> None:
     scanner = TailScanner()
     chunks = [
         sse.event(b'{"text":"hello"}'),
-        b'data: {"text":": penst',
-        b'ock {}"}\n\n',
+        b'data: {"text":": penstock {}"}\n\n',
         b": keep-alive\n\n",
         DONE,
     ]
@@ -115,15 +131,17 @@ def test_of_two_comments_only_the_last_is_kept() -> None:
     assert (forwarded, scanner.closing) == (COMMENT, CLOSING)
 
 
-def test_a_comment_cut_short_is_forwarded_as_it_came() -> None:
+def test_a_comment_cut_short_is_dropped() -> None:
     forwarded, scanner = scan([DONE, COMMENT[:-1]])
-    assert (forwarded, scanner.closing) == (DONE + COMMENT[:-1], None)
-    assert not scanner.saw_done
+    assert (forwarded, scanner.closing) == (DONE, None)
+    assert scanner.saw_done
 
 
-def test_a_stream_cut_inside_an_event_says_so() -> None:
-    _, scanner = scan([b'data: {"a":'])
-    assert not scanner.at_boundary
+@pytest.mark.parametrize("cut", [b'data: {"a":', b'data: {"a":1}\n', b": keep"])
+def test_an_event_that_is_cut_is_dropped(cut: bytes) -> None:
+    forwarded, scanner = scan([sse.event(b"{}"), cut])
+    assert forwarded == sse.event(b"{}")
+    assert scanner.at_boundary
     assert not scanner.saw_done
 
 
