@@ -135,6 +135,8 @@ class Gateway:
         known = self.accounts, pipeline, self.live, self.engines, store, health
         self._edge = Edge(config, *known, clock, self._tracing, self._recorder)
         self._clock, self._worker = clock, worker
+        if worker is not None:
+            self.replicas.take_drained(worker.drained)
         self._public: Listening | None = None
         self._background = Background(self._works(), clock)
         self._tokenizers = Background(self._helpers(), clock)
@@ -193,7 +195,8 @@ class Gateway:
             )
             self.port = self._public.port
             if self._worker is not None:
-                door = Door(self._health, self.live.__len__, self._refresh, self._admin().handle)
+                live, admin_ = self.live.__len__, self._admin().handle
+                door = Door(self._health, live, self._refresh, self.replicas, admin_)
                 await listen_on(stack, door, self._worker.socket)
             elif admin.port is not None:
                 private = web.Server(self._admin().handle, **http1_options(self.config.timeouts.idle_s))

@@ -6,8 +6,9 @@
     POST /admin/v1/replicas/ID/undrain            take that back
 
 An ID is as the list shows it, with the host and the port of the replica's URL; a slash in it is sent as %2F.
-What an operator drains stays so until it is undrained, or nothing lists the replica any more. This is one
-process's knowledge: other gateways are asked by themselves.
+What an operator drains stays so until it is undrained, or nothing lists the replica any more. Of several
+workers all drain it, those included that replace others. It is one gateway's knowledge: others are asked by
+themselves.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import asyncio
 import gc
 import itertools
 import signal
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -123,9 +124,9 @@ def _launcher(stack: AsyncExitStack, config: GatewayConfig, path: Path) -> tuple
     port: int = held.getsockname()[1]
     text, starts = to_toml(config), itertools.count()
 
-    async def launch(index: int, is_replacement: bool) -> Worker:
-        socket = directory.path / f"{index}-{next(starts)}"
-        return await ChildWorker.start(WorkerStart(text, index, port, str(socket), is_replacement), path)
+    async def launch(index: int, is_replacement: bool, drained: Sequence[str]) -> Worker:
+        socket = str(directory.path / f"{index}-{next(starts)}")
+        return await ChildWorker.start(WorkerStart(text, index, port, socket, is_replacement, drained), path)
 
     return launch, port
 

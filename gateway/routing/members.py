@@ -20,11 +20,16 @@ from collections.abc import Collection, Iterable, Mapping
 from enum import Enum, StrEnum
 from heapq import nsmallest
 from typing import Final
+from urllib.parse import urlsplit
 
 from msgspec import Struct
 
 from gateway.config import REPLICAS_MAX
 from gateway.routing.table import key_of
+from shared.ids import ReplicaId
+
+Origin = tuple[str, str, int]
+"""Scheme, host and port."""
 
 
 class MemberPhase(StrEnum):
@@ -61,6 +66,18 @@ class DrainCause(StrEnum):
     ENGINE = "engine"
 
 
+HANDOVER_S: Final = 60.0
+"""The time for which a drain that was handed over waits for its member to be listed, in seconds."""
+
+
+class Handover(Struct, frozen=True):
+    """The members that operators have drained at another worker, which this one takes over."""
+
+    ids: frozenset[str] = frozenset()
+    until_s: float = 0.0
+    """The end of `HANDOVER_S`, on the monotonic clock."""
+
+
 class Listed(Struct, frozen=True):
     """A member as a source lists it."""
 
@@ -86,3 +103,15 @@ def bounded(listed: Iterable[Listed]) -> tuple[dict[str, Standing], int]:
         return standings, 0
     kept = nsmallest(REPLICAS_MAX, standings, key=lambda url: key_of(url.encode()))
     return {url: standings[url] for url in kept}, left_out
+
+
+def id_of(url: str) -> ReplicaId:
+    """The name of the member at a URL."""
+    parts = urlsplit(url)
+    return ReplicaId(parts.netloc + parts.path)
+
+
+def origin_of(url: str) -> Origin:
+    """Where its connections lead."""
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)

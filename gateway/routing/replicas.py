@@ -19,21 +19,30 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
-from urllib.parse import urlsplit
 
 from gateway.config import HopProtocol, ModelConfig
 from gateway.routing.ejections import observe_ejection, observe_return
 from gateway.routing.health import FirstEvents, Health, HealthPhase, Outcome, Reason, Ticket, silent, usable
-from gateway.routing.members import MOVES, DrainCause, Listed, MemberPhase, Standing, bounded, phase_of
+from gateway.routing.members import (
+    HANDOVER_S,
+    MOVES,
+    DrainCause,
+    Handover,
+    Listed,
+    MemberPhase,
+    Origin,
+    Standing,
+    bounded,
+    id_of,
+    origin_of,
+    phase_of,
+)
 from gateway.routing.policy import SLOW_START_MS, Affinity, Route, View, choose, loads
 from gateway.routing.table import Table, key_of
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.ids import ReplicaId
 from shared.load_report import PUSH_INTERVAL_S, LoadReport
-
-Origin = tuple[str, str, int]
-"""Scheme, host and port."""
 
 INTERVALS_MAX: Final = 3
 """The intervals between two reports for which the last is believed in full."""
@@ -131,13 +140,14 @@ class Replicas:
         self._pools: Final[dict[str, _Pool]] = {}
         self._stale: Final = asyncio.Event()
         self._turn = 0
+        self._handover = Handover()
         self._starts = True
         for model in models:
             wanted, _ = bounded(Listed(url) for url in model.replicas)
             pool = _Pool(model.name, model.protocol, model.prefix_owners, wanted)
             self._pools[model.name] = pool
             ready = self._ready_urls(pool)
-            self._exchange(pool, wanted, ready, Table(_ids_of(ready)))
+            self._exchange(pool, wanted, ready, Table([*map(id_of, ready)]))
         self._starts = False
 
     # -- requests ---------------------------------------------------------------------------------
@@ -352,6 +362,19 @@ class Replicas:
             replica.drained_by.remove(cause)
             self._settle(replica)
 
+    @property
+    def drained(self) -> list[str]:
+        """The ids of the members that operators drain."""
+        return [one.id for one in self._by_url.values() if DrainCause.OPERATOR in one.drained_by]
+
+    def take_drained(self, ids: Collection[str]) -> None:
+        """Drain these and no others for operators. Those that are not listed yet are drained once they
+        are, within `HANDOVER_S`."""
+        self._handover = Handover(frozenset(ids), self._clock.monotonic() + HANDOVER_S)
+        for replica in self._by_url.values():
+            change = self.drain if replica.id in self._handover.ids else self.undrain
+            change(replica, DrainCause.OPERATOR)
+
     async def keep(self) -> None:
         """Take over what sources list, and build the tables that are stale, until cancelled."""
         while True:
@@ -379,7 +402,7 @@ class Replicas:
     async def _rebuild(self, pool: _Pool) -> None:
         """Rule 1."""
         changes, wanted, ready = pool.changes, pool.wanted, self._ready_urls(pool)
-        table = Table(_ids_of(ready), is_filled=False)
+        table = Table([*map(id_of, ready)], is_filled=False)
         for _ in table.fill():
             await asyncio.sleep(0)
         pool.built = changes
@@ -392,8 +415,15 @@ class Replicas:
             url
             for url, standing, replica in known
             if standing is Standing.READY
-            and (replica is None or (not replica.drained_by and replica.protocol == pool.protocol))
+            and (
+                not self._is_to_drain(id_of(url))
+                if replica is None
+                else not replica.drained_by and replica.protocol == pool.protocol
+            )
         ]
+
+    def _is_to_drain(self, id_: ReplicaId) -> bool:
+        return id_ in self._handover.ids and self._clock.monotonic() < self._handover.until_s
 
     def _exchange(self, pool: _Pool, listed: dict[str, Standing], ready: Sequence[str], table: Table) -> None:
         """Exchange a pool's members and its table at once."""
@@ -446,32 +476,20 @@ class Replicas:
         self._move(replica, MemberPhase.GONE)
         if self._by_url.get(replica.url) is replica:
             del self._by_url[replica.url]
-            self._by_origin[_origin_of(replica.url)].remove(replica)
+            self._by_origin[origin_of(replica.url)].remove(replica)
         self.on_gone(replica)
 
     def _entry(self, url: str, pool: _Pool) -> Replica:
         """The member at a URL, a new one if need be."""
         if (known := self._by_url.get(url)) is not None:
             return known
-        id_ = _id_of(url)
+        id_ = id_of(url)
         health = Health(self._seed ^ key_of(id_.encode()))
         new = self._by_url[url] = Replica(id_, url, pool.protocol, View(self._now_ms()), health)
-        self._by_origin.setdefault(_origin_of(url), []).append(new)
+        if self._is_to_drain(id_):
+            new.drained_by.add(DrainCause.OPERATOR)
+        self._by_origin.setdefault(origin_of(url), []).append(new)
         return new
-
-
-def _id_of(url: str) -> ReplicaId:
-    parts = urlsplit(url)
-    return ReplicaId(parts.netloc + parts.path)
-
-
-def _origin_of(url: str) -> Origin:
-    parts = urlsplit(url)
-    return parts.scheme, parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-
-
-def _ids_of(urls: Iterable[str]) -> list[ReplicaId]:
-    return [_id_of(url) for url in urls]
 
 
 def _is_ready(replica: Replica) -> bool:

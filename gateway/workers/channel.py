@@ -7,6 +7,7 @@ same authentication of operators, and for the supervisor alone:
     GET  /worker/status     a `Status`: the heartbeat
     GET  /worker/metrics    its metrics in numbers (`gateway.workers.metrics`)
     POST /worker/refresh    read again what another worker has changed of keys and tenants
+    POST /worker/drained    drain these replicas and no others, as operators told the other workers
 
 The supervisor passes on what is below `/admin/v1` alone. What a worker starts with comes over its standard
 input, since a command line is bounded and everybody can read it.
@@ -14,10 +15,10 @@ input, since a command line is bounded and everybody can read it.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from http import HTTPStatus
-from typing import BinaryIO, Final, TypeVar
+from typing import BinaryIO, Final, Protocol, TypeVar
 
 import aiohttp
 import msgspec
@@ -36,6 +37,7 @@ T = TypeVar("T")
 STATUS: Final = "/worker/status"
 METRICS: Final = "/worker/metrics"
 REFRESH: Final = "/worker/refresh"
+DRAINED: Final = "/worker/drained"
 ANSWER_S: Final = 5.0
 """How long a worker may take to answer the supervisor, in seconds."""
 ANSWER_LEN_MAX: Final = 64 * 1024 * 1024
@@ -58,6 +60,8 @@ class WorkerStart(Struct, frozen=True):
     """The path of its end of the channel."""
     is_replacement: bool
     """True if it takes the place of one that died: what is read again has to be read before it serves."""
+    drained: Sequence[str] = ()
+    """The ids of the replicas that operators have drained."""
 
 
 class Status(Struct, frozen=True):
@@ -70,6 +74,8 @@ class Status(Struct, frozen=True):
     problems: list[str]
     live: int
     """Requests in progress."""
+    drained: Sequence[str] = ()
+    """The ids of the replicas that operators have drained, in order."""
 
 
 class Answer(Struct, frozen=True):
@@ -92,6 +98,17 @@ def read_start(stdin: BinaryIO) -> WorkerStart:
 # -- the worker's end -----------------------------------------------------------------------------
 
 
+class Drains(Protocol):
+    """The replicas as the supervisor sees them."""
+
+    @property
+    def drained(self) -> Sequence[str]:
+        """The ids of those that operators drain."""
+
+    def take_drained(self, ids: Collection[str]) -> None:
+        """Drain these and no others for operators."""
+
+
 class Door:
     """The handlers of a worker's end."""
 
@@ -100,12 +117,14 @@ class Door:
         health: Health,
         live: Callable[[], int],
         refresh: Callable[[], Awaitable[None]],
+        replicas: Drains,
         admin: Callable[[web.BaseRequest], Awaitable[web.Response]],
     ) -> None:
         """`live` returns the number of requests in progress. `admin` answers what operators ask."""
         self._health: Final = health
         self._live: Final = live
         self._refresh: Final = refresh
+        self._replicas: Final = replicas
         self._admin: Final = admin
 
     async def handle(self, request: web.BaseRequest) -> web.Response:
@@ -118,12 +137,16 @@ class Door:
             case "/worker/refresh":
                 await self._refresh()
                 return web.Response(status=HTTPStatus.NO_CONTENT)
+            case "/worker/drained":
+                self._replicas.take_drained(msgspec.json.decode(await request.read(), type=list[str]))
+                return web.Response(status=HTTPStatus.NO_CONTENT)
             case _:
                 return await self._admin(request)
 
     def _status(self) -> Status:
         life, problems = self._health.lifecycle, self._health.problems()
-        return Status(life.phase.value, life.is_ready and not problems, problems, self._live())
+        is_ready, drained = life.is_ready and not problems, sorted(self._replicas.drained)
+        return Status(life.phase.value, is_ready, problems, self._live(), drained)
 
 
 async def listen_on(stack: AsyncExitStack, door: Door, path: str) -> None:
@@ -159,9 +182,15 @@ class WorkerClient:
         return await self._told("GET", METRICS, metrics.decode)
 
     async def refresh(self) -> None:
-        answer = await self.ask("POST", REFRESH, {}, b"")
+        await self._tell(REFRESH, b"")
+
+    async def drain(self, replicas: Sequence[str]) -> None:
+        await self._tell(DRAINED, msgspec.json.encode(replicas))
+
+    async def _tell(self, path: str, body: bytes) -> None:
+        answer = await self.ask("POST", path, {}, body)
         if answer.status != HTTPStatus.NO_CONTENT:
-            raise WorkerSilent(f"it answered {answer.status} when it was to read accounts again")
+            raise WorkerSilent(f"it answered {answer.status} to {path}")
 
     async def ask(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Answer:
         """Send a request. `target` is the path and the query as they were sent."""

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Final
 
@@ -23,6 +24,7 @@ from gateway.admin import probe_response
 from gateway.client.responses import error_response
 from gateway.directory.admin_routes import read_operator_body
 from gateway.hygiene import check, path_of
+from gateway.replica_api import REPLICAS
 from gateway.workers.answers import Rule, rule_of, together
 from gateway.workers.channel import Answer, WorkerSilent
 from gateway.workers.metrics import registry_of
@@ -153,11 +155,26 @@ class Front:
         return together({places[0].index: answer}, silent)
 
     async def _every(self, places: Sequence[Place], asked: _Asked) -> Answer:
-        answers = await asyncio.gather(*(_asked(place, asked) for place in places))
-        told = {place.index: one for place, one in zip(places, answers, strict=True) if one is not None}
+        told: dict[int, Answer] = {}
+        everybody = {*places}
+        while places:
+            answers = await asyncio.gather(*(_asked(place, asked) for place in places))
+            answered = zip(places, answers, strict=True)
+            told |= {place.index: one for place, one in answered if one is not None}
+            places = await self._late(asked, everybody)
+            everybody.update(places)
         if not told:
             raise _nobody()
         return together(told, [place.index for place in self._supervisor.places if place.index not in told])
+
+    async def _late(self, asked: _Asked, everybody: Collection[Place]) -> Sequence[Place]:
+        """The workers that have begun to serve while replicas were changed. The supervisor learns of the
+        change first, so that one which begins after this knows it."""
+        method, target, *_ = asked
+        if method == "GET" or not target.startswith(f"{REPLICAS}/"):
+            return []
+        await asyncio.gather(*map(_looked, self._supervisor.places))
+        return [place for place in self._supervisor.places if place.client and place not in everybody]
 
 
 _Asked = tuple[str, str, Mapping[str, str], bytes]
@@ -184,6 +201,11 @@ async def _refreshed(place: Place) -> bool:
     except WorkerSilent as error:
         log.warning("worker.silent", worker=place.index, reason=str(error))
         return False
+
+
+async def _looked(place: Place) -> None:
+    with suppress(WorkerSilent):  # its next heartbeat tells
+        await place.look()
 
 
 async def _counted(place: Place) -> bool:

@@ -13,7 +13,9 @@ Rules:
    slept kills nobody.
 2. A worker that ends without being told to is a death, whatever its exit status is. One that cannot even
    start, before any worker has served, ends the supervisor: the others could not start either.
-3. What it had counted is kept (`gateway.workers.metrics`). It is asked for its metrics every `COUNT_S`, so a
+3. A new worker drains from the start what operators have drained, and once more when it has begun to serve,
+   since they may have changed it in the meantime.
+4. What it had counted is kept (`gateway.workers.metrics`). It is asked for its metrics every `COUNT_S`, so a
    death loses the counts of that time at most.
 """
 
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum
 from typing import Final, Protocol
 
@@ -64,8 +66,9 @@ _MOVES: Final = {
     PlacePhase.ENDED: set[PlacePhase](),
 }
 
-Launch = Callable[[int, bool], Awaitable[Worker]]
-"""Starts the worker of a place; True if it replaces one. Raises OSError."""
+Launch = Callable[[int, bool, Sequence[str]], Awaitable[Worker]]
+"""Starts the worker of a place; True if it replaces one. The last are the replicas that operators have
+drained. Raises OSError."""
 
 
 FATAL: Final = (ExitCode.FAILED, ExitCode.UNUSABLE_CONFIG)
@@ -81,6 +84,9 @@ class Owner(Protocol):
 
     def retire(self, last: Snapshot) -> None:
         """Keep the last metrics of a worker that has died."""
+
+    def drained(self) -> Sequence[str]:
+        """The replicas that operators have drained, as far as workers know that serve."""
 
 
 class GaveUp(Exception):
@@ -108,6 +114,8 @@ class Place:
         """Its worker's last report. None as long as it does not serve."""
         self.metrics: Snapshot = []
         """Its worker's counters when it was asked last."""
+        self.drained: Sequence[str] = ()
+        """The replicas that operators had drained when its worker, or the one before, was asked last."""
         self.has_served = asyncio.Event()
         """Set once a worker of this place has served."""
         self.code: int | None = None
@@ -117,6 +125,8 @@ class Place:
         self._owner: Final = owner
         self._clock: Final = clock
         self._worker: Worker | None = None
+        self._handed: Sequence[str] = ()
+        """The drained replicas that its worker was told of."""
         self._hangs = False
         self._stopping = asyncio.Event()
 
@@ -162,6 +172,11 @@ class Place:
         finally:
             self._to(PlacePhase.ENDED)
 
+    async def look(self) -> None:
+        """Ask its worker which replicas operators have drained. Raises WorkerSilent."""
+        if (client := self.client) is not None:
+            self.drained = (await client.status()).drained
+
     async def count(self) -> None:
         """Ask its worker for its metrics. Raises WorkerSilent."""
         if (client := self.client) is not None:
@@ -174,7 +189,8 @@ class Place:
     async def _one(self) -> str:
         """Run one worker to its end. Returns the reason for its end, in one word."""
         try:
-            worker = await self._launch(self.index, self.code is not None)
+            self._handed = self._owner.drained()
+            worker = await self._launch(self.index, self.code is not None, self._handed)
         except OSError as error:
             log.error("worker.start_failed", worker=self.index, reason=str(error))
             self.code = int(ExitCode.FAILED)
@@ -206,8 +222,10 @@ class Place:
         missed = 0
         while missed < MISSED_MAX:
             try:
-                self.status = await worker.client.status()
-                missed = 0
+                status = await worker.client.status()
+                if self.status is None:
+                    await self._hand_over(worker)
+                self.status, self.drained, missed = status, status.drained, 0
                 if self.phase is PlacePhase.STARTING:
                     self._to(PlacePhase.SERVING)
                     self.has_served.set()
@@ -223,6 +241,12 @@ class Place:
         log.error("worker.hung", worker=self.index, pid=worker.pid)
         self._hangs = True
         worker.signal(signal.SIGKILL)
+
+    async def _hand_over(self, worker: Worker) -> None:
+        """Rule 3. Raises WorkerSilent."""
+        while self._handed != (drained := self._owner.drained()):
+            await worker.client.drain(drained)
+            self._handed = drained
 
     def _death(self, reason: str, lived_s: float) -> float:
         """Count and log a death. Returns the pause until the next start, in seconds. Raises GaveUp."""

@@ -137,6 +137,11 @@ class Supervisor:
         """Keep what a worker that has died had counted."""
         self.gone = metrics.retired(self.gone, last)
 
+    def drained(self) -> Sequence[str]:
+        """The replicas that operators have drained, as the workers know that serve, or the last that did."""
+        knowing = [place for place in self.places if place.client is not None] or self.places
+        return sorted({replica for place in knowing for replica in place.drained})
+
     def _stop_all(self) -> None:
         for place in self.places:
             place.stop()

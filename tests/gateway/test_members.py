@@ -21,6 +21,7 @@ from gateway.record import UPSTREAM_ATTEMPTS, forget_replica, observe_attempt
 from gateway.routing import replicas as pools
 from gateway.routing.health import Outcome
 from gateway.routing.members import (
+    HANDOVER_S,
     MOVES,
     DrainCause,
     Listed,
@@ -30,7 +31,14 @@ from gateway.routing.members import (
     phase_of,
 )
 from gateway.routing.policy import NOWHERE, SLOW_START_MS, Affinity, Route
-from gateway.routing.replicas import ENGINE_DRAIN_S, LINGER_S, SWEEP_S, Placement, Replica, Replicas
+from gateway.routing.replicas import (
+    ENGINE_DRAIN_S,
+    LINGER_S,
+    SWEEP_S,
+    Placement,
+    Replica,
+    Replicas,
+)
 from gateway.routing.table import STEP_LEN, Table, key_of
 from shared.ids import ReplicaId
 from tests.fakes import VirtualClock
@@ -284,6 +292,24 @@ async def test_an_operators_drain_lasts_until_it_is_taken_back() -> None:
         fleet.replicas.release(place, Outcome.WORKED)
         assert fleet.phases() == {"a:1": "ready", "b:1": "draining", "c:1": "ready"}
         fleet.replicas.undrain(place.replica, DrainCause.OPERATOR)
+        await fleet.settled()
+        assert set(fleet.homes()) == {"a:1", "b:1", "c:1"}
+
+
+async def test_drains_that_are_handed_over_count_for_those_that_are_listed_soon() -> None:
+    async with fleet_of(A, B) as fleet:
+        fleet.replicas.take_drained(["b:1", "c:1"])
+        await fleet.settled()
+        assert set(fleet.homes(20)) == {"a:1"}
+        await fleet.lists(A, B, C)
+        assert fleet.phases() == {"a:1": "ready", "b:1": "draining", "c:1": "draining"}
+        assert sorted(fleet.replicas.drained) == ["b:1", "c:1"]
+        assert set(fleet.homes(20)) == {"a:1"}
+        await fleet.lists(A, B)
+        await fleet.pass_s(HANDOVER_S)
+        await fleet.lists(A, B, C)
+        assert fleet.phases()["c:1"] == "ready", "it is another one"
+        fleet.replicas.take_drained([])
         await fleet.settled()
         assert set(fleet.homes()) == {"a:1", "b:1", "c:1"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import cast
@@ -37,12 +37,18 @@ class StubClient:
         self.problems: list[str] = []
         self.requests = 0
         self.beats = 0
+        self.drained: list[str] = []
+        self.on_drain: Callable[[], None] = lambda: None
+
+    async def drain(self, replicas: Sequence[str]) -> None:
+        self.on_drain()
+        self.drained = list(replicas)
 
     async def status(self) -> Status:
         self.beats += 1
         if self.is_silent:
             raise WorkerSilent("it hangs")
-        return Status("ready", not self.problems, self.problems, 0)
+        return Status("ready", not self.problems, self.problems, 0, self.drained)
 
     async def metrics(self) -> Snapshot:
         if self.is_silent:
@@ -95,12 +101,13 @@ class House:
         self.supervisor = Supervisor(workers, self.launch, 0.01, self.clock)
         self.stop, self.hurry = asyncio.Event(), asyncio.Event()
 
-    async def launch(self, index: int, is_replacement: bool) -> Worker:
+    async def launch(self, index: int, is_replacement: bool, drained: Sequence[str]) -> Worker:
         if self.fails:
             raise OSError("no more processes")
         assert is_replacement == any(worker.index == index for worker in self.started)
         worker = StubWorker(index, len(self.started))
         worker.stub.is_silent = self.is_born_silent
+        worker.stub.drained = list(drained)
         self.started.append(worker)
         return worker
 
@@ -140,6 +147,41 @@ async def test_a_dead_worker_is_replaced_and_the_others_are_left_alone() -> None
         assert other.signals == []
         [counted] = [family for family in house.supervisor.metrics() if family.name == "requests"]
         assert counted.samples[0].value == 3
+
+
+async def test_a_replaced_worker_knows_what_operators_have_drained() -> None:
+    async with serving() as house:
+        for worker in house.started:
+            worker.stub.drained = ["a:1"]
+        beats = [worker.stub.beats for worker in house.started]
+        await house.pass_until(
+            lambda: all(one.stub.beats > before for one, before in zip(house.started, beats, strict=True))
+        )
+        for worker in house.started[:2]:
+            worker.die(-9)
+        await house.pass_until(lambda: len(house.started) == 4)
+        assert [worker.stub.drained for worker in house.started[2:]] == [["a:1"], ["a:1"]]
+
+
+async def test_what_is_drained_while_a_worker_starts_is_handed_over_before_it_counts() -> None:
+    async with serving() as house:
+        place, other = house.supervisor.places
+        house.is_born_silent = True
+        house.started[0].die(-9)
+        await house.pass_until(lambda: len(house.started) == 3)
+        other.drained = ["a:1"]
+        new = house.started[2].stub
+
+        def changed() -> None:
+            assert place.client is None
+            if new.drained:  # an operator is quick
+                other.drained = ["b:2"]
+
+        new.on_drain = changed
+        house.started[1].stub.drained = ["b:2"]
+        new.is_silent = False
+        await house.pass_until(lambda: place.is_ready)
+        assert new.drained == ["b:2"]
 
 
 async def test_a_worker_that_hangs_is_killed_and_one_missed_heartbeat_kills_nobody() -> None:

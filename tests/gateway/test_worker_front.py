@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import itertools
-from collections.abc import AsyncIterator
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,10 @@ class Client(WorkerClient):
     """A channel that can be made to hang."""
 
     is_silent = False
+    on_ask: Callable[[], None] = staticmethod(lambda: None)
 
     async def ask(self, *asked: Any) -> Answer:
+        self.on_ask()
         if self.is_silent:
             raise WorkerSilent("it hangs")
         return await super().ask(*asked)
@@ -89,9 +92,9 @@ class House:
         self.port = held.getsockname()[1]
         count = itertools.count()
 
-        async def launch(index: int, is_replacement: bool) -> Worker:
+        async def launch(index: int, is_replacement: bool, drained: Sequence[str]) -> Worker:
             socket = str(self.file.parent / f"{next(count)}.sock")
-            start = WorkerStart(to_toml(config), index, self.port, socket, is_replacement)
+            start = WorkerStart(to_toml(config), index, self.port, socket, is_replacement, drained)
             gateway = await Gateway(config, path=self.file, worker=start).__aenter__()
             self.workers.append(InProcess(gateway, Client(socket)))
             return self.workers[-1]
@@ -172,6 +175,39 @@ async def test_a_key_that_is_created_works_at_every_worker_when_the_answer_comes
     async with house.admin(path, "DELETE") as gone:
         assert gone.status == 200
     assert not any(worker.gateway.accounts.keys.has(headers["authorization"]) for worker in house.workers)
+
+
+async def test_a_drained_replica_stays_so_at_a_replaced_worker(house: House) -> None:
+    path = "/admin/v1/replicas"
+    [id_] = {one.id for one in house.workers[0].gateway.replicas.members()}
+    async with house.admin(f"{path}/{id_}/drain", "POST") as answer:
+        assert (await answer.json())["drained_by"] == ["operator"]
+    assert [place.drained for place in house.supervisor.places] == [[id_], [id_]]
+    house.workers[0].signal(signal.SIGTERM)  # which nobody sent who may
+    await until(lambda: len(house.workers) == 3 and house.supervisor.places[0].is_ready)
+    assert house.workers[2].gateway.replicas.drained == [id_]
+    async with house.admin(path) as listed:
+        page = await listed.json()
+    assert {one["worker"]: one["phase"] for one in page["data"]} == {0: "draining", 1: "draining"}
+    async with house.admin(f"{path}/{id_}/undrain", "POST") as answer:
+        assert (await answer.json())["drained_by"] == []
+    assert not any(worker.gateway.replicas.drained for worker in house.workers[1:])
+    async with house.admin(f"{path}/nobody/drain", "POST") as answer:
+        assert answer.status == 404
+
+
+async def test_a_worker_that_begins_to_serve_while_a_replica_is_drained_is_told_as_well(house: House) -> None:
+    [id_] = {one.id for one in house.workers[0].gateway.replicas.members()}
+    late = house.supervisor.places[1]
+    status, late.status = late.status, None
+
+    def begin() -> None:
+        late.status = status
+
+    house.workers[0].client.on_ask = begin
+    async with house.admin(f"/admin/v1/replicas/{id_}/drain", "POST") as answer:
+        assert answer.status == 200
+    assert [worker.gateway.replicas.drained for worker in house.workers] == [[id_], [id_]]
 
 
 async def test_a_silent_worker_is_named_and_holds_up_nobody(house: House) -> None:
