@@ -126,21 +126,25 @@ class StepCost:
         return max(self.fixed_s + self.chunk_s(0, max(2, prompt_len)), 1e-6)
 
     def chunk_s(self, position: int, length: int) -> float:
-        """The time that a chunk of `length` prompt tokens from `position` on adds to a step, in seconds."""
+        """The time that a chunk of `length` prompt tokens from `position` on adds to a step, in seconds. A
+        single token costs what a decode does."""
+        if length == 1:
+            return self.row_s + self.context_s * (position + 1)
         attention_s = self.pair_s * _pairs(position, length) + self.context_s * (position + length)
         return self.token_s * length + attention_s
 
     def tokens_within(self, budget_s: float, position: int) -> int:
         """The length of the longest chunk from `position` on that adds at most `budget_s` to a step."""
-        budget_s -= self.context_s * position
-        if budget_s <= 0.0:
+        left_s = budget_s - self.context_s * position
+        if left_s <= 0.0:
             return 0
         linear = self.token_s + self.context_s + self.pair_s * (position + 0.5)
         square = self.pair_s / 2
         if linear + square <= 0.0:
             return 1 << 30
-        root = math.sqrt(linear * linear + 4 * square * budget_s)
-        return min(1 << 30, int(2 * budget_s / (linear + root)))
+        root = math.sqrt(linear * linear + 4 * square * left_s)
+        length = min(1 << 30, int(2 * left_s / (linear + root)))
+        return length if length > 1 else int(self.chunk_s(position, 1) <= budget_s)
 
 
 COEFFICIENTS: Final = [field.name for field in fields(StepCost)]

@@ -105,10 +105,24 @@ def test_a_bad_measurement_of_copies_fades() -> None:
 
 
 @pytest.mark.parametrize("name", RUNNERS)
-def test_a_chunk_costs_what_it_adds_to_a_step(name: str) -> None:
+@pytest.mark.parametrize("length", [1, 2, 40])
+def test_a_chunk_costs_what_it_adds_to_a_step(name: str, length: int) -> None:
     cost, others = RUNNERS[name], Work.of([50], [1], copied_pages=7)
-    both = Work.of([50, 300], [1, 40], copied_pages=7)
-    assert cost.chunk_s(300, 40) == pytest.approx(cost.seconds(both) - cost.seconds(others))
+    both = Work.of([50, 300], [1, length], copied_pages=7)
+    assert cost.chunk_s(300, length) == pytest.approx(cost.seconds(both) - cost.seconds(others))
+
+
+def test_there_is_time_for_a_single_token_where_there_is_time_for_a_decode() -> None:
+    """Far into a prompt a decode and a token of a chunk cost differently: world 209 of `tests.pace_worlds`
+    gave prompts a tenth of their share, since it priced single tokens as chunks."""
+    cheaper = StepCost(token_s=2e-4, row_s=9e-5, pair_s=1.5e-7, context_s=1e-8)
+    dearer = StepCost(token_s=1e-4, row_s=5e-4, pair_s=0.0, context_s=1e-8)
+    for cost in (cheaper, dearer):
+        single_s = cost.chunk_s(3000, 1)
+        assert single_s == cost.row_s + cost.context_s * 3001
+        assert cost.tokens_within(1.001 * single_s, 3000) >= 1
+    assert cheaper.tokens_within(0.999 * cheaper.chunk_s(3000, 1), 3000) == 0
+    assert dearer.tokens_within(dearer.token_s + dearer.context_s * 3001, 3000) == 0
 
 
 def test_a_free_runner_has_no_bound_and_a_service_above_zero() -> None:
