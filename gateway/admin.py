@@ -6,9 +6,10 @@ id, and every error the envelope that clients know.
 
 Rules:
 
-1. Probes and metrics are for everybody who reaches the listener. Whatever changes something, or tells of
-   single requests or keys, is for operators alone. They have keys of their own (`[[admin.keys]]`): a tenant's
-   key opens nothing here, and an operator's key opens nothing on the public port.
+1. Probes, metrics and the API's description are for everybody who reaches the listener. Whatever changes
+   something, or tells of single requests or keys, is for operators alone. They have keys of their own
+   (`[[admin.keys]]`): a tenant's key opens nothing here, and an operator's key opens nothing on the public
+   port.
 2. Each change leaves an audit line, `admin.change`: which operator, what, and with which result.
 3. A change that is refused has changed nothing, and the answer names all that is wrong with it.
 """
@@ -25,12 +26,14 @@ from aiohttp import web
 from msgspec import Struct
 
 from gateway.accounts import AccountsReader
+from gateway.admin_openapi import PATH as DOCUMENT
+from gateway.admin_openapi import document
 from gateway.client.responses import error_response, json_response
 from gateway.directory.admin_routes import refusal
 from gateway.exchange import LiveRequests
 from gateway.hygiene import check, path_of
 from gateway.identity.caller import Principal
-from gateway.operators import Asked, Handler, Table
+from gateway.operators import Asked, Handler, Operation, Table, does
 from shared import logs
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.config import ConfigError
@@ -89,7 +92,7 @@ class Admin:
         self._accounts = accounts
         self._live = live
         self._clock = clock
-        self._open: Final[Mapping[str, Open]] = {**dict.fromkeys(PROBES, self._probe), "/metrics": _metrics}
+        self._open: Final[dict[str, Open]] = {**dict.fromkeys(PROBES, self._probe), "/metrics": _metrics}
         """The handlers of GET and HEAD, by path."""
         own: Table = {RELOAD: {"POST": self._reload}, REQUEST: {"DELETE": self._abort}}
         merged: dict[str, dict[str, Handler]] = {}
@@ -97,6 +100,9 @@ class Admin:
             merged.setdefault(path, {}).update(methods)
         self._operators: Final[Table] = merged
         """The operators' handlers by method, by path."""
+        self._document: bytes | None = None
+        """Their description. None until it is asked for."""
+        self._open[DOCUMENT] = self._describe
         self._patterns: Final = [
             (re.compile(path.replace("{id}", _ID).replace("{replica}", _REPLICA)), methods)
             for path, methods in self._operators.items()
@@ -149,9 +155,15 @@ class Admin:
                 raise PermissionDenied(message) from None
             raise
 
+    def _describe(self, _: web.BaseRequest) -> web.Response:
+        if self._document is None:
+            self._document = document(self._operators)
+        return json_response(HTTPStatus.OK, self._document, {})
+
     def _probe(self, request: web.BaseRequest) -> web.Response:
         return probe_response(self._health, request, tells_problems=True)
 
+    @does(Operation("Read the configuration again.", ReloadResponse))
     async def _reload(self, asked: Asked) -> web.Response:
         problems = await self._read_again()
         _audit(asked, {"action": "reload", "problems": len(problems)})
@@ -160,6 +172,7 @@ class Admin:
             raise InvalidRequest(f"The configuration was not taken:\n{told}")
         return json_response(HTTPStatus.OK, msgspec.json.encode(ReloadResponse()), {})
 
+    @does(Operation("End the requests of this id, whoever sent them.", AbortResponse))
     async def _abort(self, asked: Asked) -> web.Response:
         request_id = RequestId(asked.id)
         ended = self._live.end(None, request_id, _aborted)

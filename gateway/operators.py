@@ -1,13 +1,20 @@
-"""A request of an operator's on the admin listener, and the table of those that are answered."""
+"""A request of an operator's on the admin listener, and the table of those that are answered.
+
+A handler carries the description of its operation, which stands above it in the code. `gateway.admin_openapi`
+makes a document of all that are in the tables, so an operation that is not described is not served.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from aiohttp import web
 from msgspec import Struct
 
 from gateway.identity.caller import Principal
+from shared.errors import ApiError
 
 
 class Asked(Struct, frozen=True):
@@ -25,3 +32,60 @@ Methods = Mapping[str, Handler]
 """The handlers of a path, by method."""
 Table = Mapping[str, Methods]
 """The methods by path, in which `{id}` stands for an id, and `{replica}` for a replica's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter in the query of an operation."""
+
+    name: str
+    description: str
+    schema: Mapping[str, Any] = field(default_factory=lambda: {"type": "string"})
+    """JSON Schema."""
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """The fields that the body of an operation may have: some of a configuration's."""
+
+    name: str
+    type: type
+    """A dataclass of the configuration."""
+    fields: frozenset[str]
+    required: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What a handler takes and answers."""
+
+    summary: str
+    answer: object
+    """The type of the answer's JSON."""
+    parameters: tuple[Parameter, ...] = ()
+    body: Body | None = None
+    errors: tuple[type[ApiError], ...] = ()
+    """Errors that not every operation has."""
+    is_versioned: bool = False
+    """True if the answer has an `etag`."""
+    takes_version: bool = False
+    """True if `if-match` is looked at."""
+
+
+_F = TypeVar("_F", bound=Callable[..., Awaitable[web.Response]])
+
+
+def does(operation: Operation) -> Callable[[_F], _F]:
+    """Describe the handler below."""
+
+    def described(handler: _F) -> _F:
+        handler.__operation__ = operation  # type: ignore[attr-defined]
+        return handler
+
+    return described
+
+
+def operation_of(handler: Handler) -> Operation:
+    """The description of a handler."""
+    operation: Operation = handler.__operation__  # type: ignore[attr-defined]
+    return operation

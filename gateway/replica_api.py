@@ -23,7 +23,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from gateway.client.responses import json_response
-from gateway.operators import Asked, Table
+from gateway.operators import Asked, Operation, Parameter, Table, does
 from gateway.routing.members import DrainCause, MemberPhase
 from gateway.routing.replicas import Replica, Replicas
 from shared import logs
@@ -33,6 +33,11 @@ REPLICAS: Final = "/admin/v1/replicas"
 PAGE_LEN: Final = 100
 PAGE_MAX: Final = 1000
 _PARAMETERS: Final = ("model", "after", "limit")
+_TOLD: Final = (
+    Parameter("model", "Only those of this model's pool."),
+    Parameter("after", "Only those behind this id."),
+    Parameter("limit", "Entries at most.", {"type": "integer", "minimum": 1, "maximum": PAGE_MAX}),
+)
 
 
 class ReplicaView(Struct, frozen=True):
@@ -82,6 +87,7 @@ class ReplicaRoutes:
             f"{one}/undrain": {"POST": self._undrain},
         }
 
+    @does(Operation("List replicas, by their ids.", ReplicaPage, _TOLD))
     async def _list(self, asked: Asked) -> web.Response:
         query = asked.request.query
         for name in query:
@@ -97,12 +103,15 @@ class ReplicaRoutes:
         body = msgspec.json.encode(ReplicaPage(page, has_more=len(found) > len(page)))
         return json_response(HTTPStatus.OK, body, {})
 
+    @does(Operation("Show a replica.", ReplicaView, errors=(NotFound,)))
     async def _show(self, asked: Asked) -> web.Response:
         return self._answer(self._find(asked))
 
+    @does(Operation("Send it no new requests.", ReplicaView, errors=(NotFound,)))
     async def _drain(self, asked: Asked) -> web.Response:
         return self._changed(asked, "drain", self._replicas.drain)
 
+    @does(Operation("Send it requests again.", ReplicaView, errors=(NotFound,)))
     async def _undrain(self, asked: Asked) -> web.Response:
         return self._changed(asked, "undrain", self._replicas.undrain)
 

@@ -27,7 +27,7 @@ from msgspec import Struct
 
 from gateway.client.responses import json_response
 from gateway.exchange import Exchange, LiveRequests
-from gateway.operators import Asked, Table
+from gateway.operators import Asked, Operation, Parameter, Table, does
 from gateway.recorder import Recorder
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.end_reason import EndReason
@@ -45,6 +45,26 @@ NAME_LEN_MAX: Final = 512
 _NUMBERS: Final = {"limit": LIMIT_MAX, "before": 2**53, "min_ms": 10**12}
 _TEXTS: Final = ("tenant", "model", "endpoint", "end_reason", "status", "state")
 _STATUSES: Final = ("1xx", "2xx", "3xx", "4xx", "5xx")
+_TEXT: Final = {"type": "string", "minLength": 1, "maxLength": NAME_LEN_MAX}
+_STATUS: Final = {"type": "string", "pattern": "^([0-9]{3}|[1-5]xx)$"}
+_PARAMETERS: Final = (
+    Parameter("state", "Without it both.", {"enum": ["live", "done"]}),
+    *(Parameter(name, "Only of this one.", _TEXT) for name in ("tenant", "model", "endpoint")),
+    Parameter("end_reason", "Of completed requests alone.", {"enum": [*EndReason]}),
+    Parameter(
+        "status",
+        "One such as 429, or a class such as 5xx.",
+        {"type": "string", "pattern": "^([0-9]{3}|[1-5]xx)$"},
+    ),
+    *(
+        Parameter(name, told, {"type": "integer", "minimum": int(name == "limit"), "maximum": _NUMBERS[name]})
+        for name, told in (
+            ("min_ms", "Only what took so long, or has taken so long."),
+            ("limit", f"Rows at most; {LIMIT} without it."),
+            ("before", "Only completed requests before this number."),
+        )
+    ),
+)
 
 
 class Query(Struct, frozen=True, kw_only=True):
@@ -117,10 +137,12 @@ class RequestsApi:
         """The handlers."""
         return {REQUESTS: {"GET": self._list}, REQUEST: {"GET": self._show}}
 
+    @does(Operation("List live and recent requests, the newest first.", RequestPage, _PARAMETERS))
     async def _list(self, asked: Asked) -> web.Response:
         """Raises InvalidRequest."""
         return _json(self.page(parse(asked.request.query)))
 
+    @does(Operation("Tell all of the requests of this id.", RequestRecords, errors=(NotFound,)))
     async def _show(self, asked: Asked) -> web.Response:
         """Raises NotFound."""
         live = [self._live_record(one) for one in self._live if one.request_id == asked.id]

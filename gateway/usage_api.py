@@ -28,7 +28,7 @@ from gateway.accounts import AccountsReader
 from gateway.admission.quota import QuotaStore, StoreUnavailable
 from gateway.admission.usage import Totals, UsageRow
 from gateway.client.responses import json_response
-from gateway.operators import Asked, Table
+from gateway.operators import Asked, Operation, Parameter, Table, does
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import InvalidRequest, QuotaUnavailable
 from shared.ids import TenantId
@@ -39,6 +39,15 @@ ROWS_MAX: Final = 50_000
 NAME_LEN_MAX: Final = 512
 _EPOCH: Final = date(1970, 1, 1)
 _PARAMETERS: Final = ("from", "to", "by", "tenant", "key", "model")
+_NAME: Final = {"type": "string", "minLength": 1, "maxLength": NAME_LEN_MAX}
+_DAY: Final = {"type": "string", "format": "date"}
+_BY: Final = {"type": "string", "pattern": "^({0})(,({0}))*$".format("|".join(DIMENSIONS))}
+_TOLD: Final = (
+    Parameter("from", "The first day; the first of the month of the last one without it.", _DAY),
+    Parameter("to", "The last day; today without it.", _DAY),
+    Parameter("by", "What is summed, each once, with commas between.", _BY),
+    *(Parameter(name, "Only what this one used.", _NAME) for name in ("tenant", "key", "model")),
+)
 
 
 class Query(Struct, frozen=True):
@@ -69,6 +78,7 @@ class UsageReports:
         """The handlers."""
         return {USAGE: {"GET": self._answer}}
 
+    @does(Operation("Sum up what callers used.", UsageReport, _TOLD))
     async def _answer(self, asked: Asked) -> web.Response:
         """Raises InvalidRequest, and QuotaUnavailable when the store cannot be asked."""
         today = datetime.fromtimestamp(self._clock.wall(), UTC).date()

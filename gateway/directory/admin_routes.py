@@ -12,7 +12,8 @@ What is shown has an `etag`; a change with that in `if-match` is refused with 41
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import fields
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -22,11 +23,19 @@ from msgspec import Struct
 
 from gateway.accounts import Kind
 from gateway.client.responses import json_response
-from gateway.directory.entries import ENTRY_LEN_MAX, PAGE_MAX, decode_object
-from gateway.directory.registry import MintedView, Registry, Shown
-from gateway.operators import Asked, Table
+from gateway.config import KeyConfig, TenantConfig
+from gateway.directory.entries import ENTRY_LEN_MAX, PAGE_MAX, KeyView, decode_object
+from gateway.directory.registry import CREATABLE, PATCHABLE, MintedView, Page, Registry, Rotation, Shown
+from gateway.operators import Asked, Body, Operation, Parameter, Table, does
 from shared.config import ConfigError
-from shared.errors import ApiError, InvalidRequest
+from shared.errors import (
+    ApiError,
+    Conflict,
+    InvalidRequest,
+    NotFound,
+    PreconditionFailed,
+    PreconditionRequired,
+)
 from shared.openai import ErrorBody
 from shared.request_body import CONTINUE, read_body
 
@@ -37,6 +46,16 @@ PAGE_LEN: Final = 100
 BODY_S: Final = 10.0
 """From the headers of a request to the last byte of its body, in seconds."""
 PLACE_LEN_MAX: Final = 160
+_PAGED: Final = (
+    Parameter("after", "What the page before told as `next`."),
+    Parameter("limit", "Entries at most.", {"type": "integer", "minimum": 1, "maximum": PAGE_MAX}),
+)
+_OF_TENANT: Final = Parameter("tenant", "Only the keys of this one.")
+_NEW_KEY: Final = Body("NewKey", KeyConfig, CREATABLE, frozenset({"tenant"}))
+_KEY_CHANGE: Final = Body("KeyChange", KeyConfig, PATCHABLE)
+_TENANT: Final = Body("TenantFields", TenantConfig, frozenset(one.name for one in fields(TenantConfig)))
+_ROTATION: Final = Body("Rotation", Rotation, frozenset(one.name for one in fields(Rotation)))
+_CHANGES: Final = (NotFound, Conflict, PreconditionFailed)
 
 
 class Problem(Struct, frozen=True):
@@ -77,50 +96,83 @@ class DirectoryRoutes:
             },
         }
 
+    @does(Operation("List keys, by their tenants.", Page[KeyView], (_OF_TENANT, *_PAGED)))
     async def _list_keys(self, asked: Asked) -> web.Response:
-        return await self._page(asked, "keys")
+        return await self._page(asked, "keys", (_OF_TENANT, *_PAGED))
 
+    @does(Operation("List tenants, by their ids.", Page[TenantConfig], _PAGED))
     async def _list_tenants(self, asked: Asked) -> web.Response:
-        return await self._page(asked, "tenants")
+        return await self._page(asked, "tenants", _PAGED)
 
-    async def _page(self, asked: Asked, kind: Kind) -> web.Response:
+    async def _page(self, asked: Asked, kind: Kind, parameters: Sequence[Parameter]) -> web.Response:
         query = asked.request.query
+        for name in query:
+            if name not in {one.name for one in parameters}:
+                raise InvalidRequest(f"There is no parameter {name[:64]!r} here.", param=name[:64])
         tenant = query.get("tenant") if kind == "keys" else None
         page = await self._registry.page(
             kind, tenant, query.get("after", "")[:PLACE_LEN_MAX], _limit(query.get("limit"))
         )
         return json_response(HTTPStatus.OK, msgspec.json.encode(page), {})
 
+    @does(Operation("Create a key. Only this answer has its secret.", MintedView, (), _NEW_KEY, _CHANGES))
     async def _create_key(self, asked: Asked) -> web.Response:
         return await self._minted(self._registry.create_key(await _body(asked), asked.operator.key))
 
+    @does(
+        Operation("Replace a key's secret.", MintedView, body=_ROTATION, errors=_CHANGES, takes_version=True)
+    )
     async def _rotate_key(self, asked: Asked) -> web.Response:
         body = await _body(asked)
         return await self._minted(
             self._registry.rotate_key(asked.id, body, asked.operator.key, _if_match(asked))
         )
 
+    @does(Operation("Show a key.", KeyView, errors=(NotFound,), is_versioned=True))
     async def _key(self, asked: Asked) -> web.Response:
         return _answer(await self._registry.get("keys", asked.id))
 
+    @does(Operation("Show a tenant.", TenantConfig, errors=(NotFound,), is_versioned=True))
     async def _tenant(self, asked: Asked) -> web.Response:
         return _answer(await self._registry.get("tenants", asked.id))
 
+    @does(
+        Operation(
+            "Change fields of a key.",
+            KeyView,
+            body=_KEY_CHANGE,
+            errors=_CHANGES,
+            is_versioned=True,
+            takes_version=True,
+        )
+    )
     async def _patch_key(self, asked: Asked) -> web.Response:
         body = await _body(asked)
         return await self._changed(
             self._registry.patch_key(asked.id, body, asked.operator.key, _if_match(asked))
         )
 
+    @does(Operation("Delete a key.", KeyView, errors=_CHANGES, is_versioned=True, takes_version=True))
     async def _delete_key(self, asked: Asked) -> web.Response:
         return await self._changed(self._registry.delete_key(asked.id, asked.operator.key, _if_match(asked)))
 
+    @does(
+        Operation(
+            "Create a tenant, or replace it.",
+            TenantConfig,
+            body=_TENANT,
+            errors=(*_CHANGES, PreconditionRequired),
+            is_versioned=True,
+            takes_version=True,
+        )
+    )
     async def _put_tenant(self, asked: Asked) -> web.Response:
         body = await _body(asked)
         return await self._changed(
             self._registry.put_tenant(asked.id, body, asked.operator.key, _if_match(asked))
         )
 
+    @does(Operation("Delete a tenant.", TenantConfig, errors=_CHANGES, is_versioned=True, takes_version=True))
     async def _delete_tenant(self, asked: Asked) -> web.Response:
         return await self._changed(
             self._registry.delete_tenant(asked.id, asked.operator.key, _if_match(asked))

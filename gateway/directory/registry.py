@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Generic, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -66,10 +66,13 @@ class MintedView(KeyView, frozen=True):
     """The whole key, which is kept nowhere."""
 
 
-class Page(Struct, frozen=True):
+V = TypeVar("V")
+
+
+class Page(Struct, Generic[V], frozen=True):
     """A part of a list of keys or tenants."""
 
-    data: Sequence[KeyView | TenantConfig]
+    data: Sequence[V]
     fixed: Sequence[str]
     """The ids of those that are declared in the gateway's file, where others are kept in Redis: they can be
     changed in the file alone."""
@@ -95,7 +98,9 @@ class Registry:
 
     # -- reading ----------------------------------------------------------------------------------
 
-    async def page(self, kind: Kind, tenant: str | None, after: str, limit: int) -> Page:
+    async def page(
+        self, kind: Kind, tenant: str | None, after: str, limit: int
+    ) -> Page[KeyView | TenantConfig]:
         """At most `limit` entries behind the place `after`, in the order of `place_of`."""
         found = [*await self._directory.page(kind, tenant, after, limit + 1)]
         own: list[Record] = []

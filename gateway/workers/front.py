@@ -21,6 +21,7 @@ from typing import Final
 from aiohttp import web
 
 from gateway.admin import probe_response
+from gateway.admin_openapi import PATH as DOCUMENT
 from gateway.client.responses import error_response
 from gateway.directory.admin_routes import read_operator_body
 from gateway.hygiene import check, path_of
@@ -97,9 +98,9 @@ class Front:
         try:
             if path == "/metrics":
                 return await self._metrics(request)
-            if _PATH.fullmatch(path) is None or "/.." in path:
+            if path != DOCUMENT and (_PATH.fullmatch(path) is None or "/.." in path):
                 raise RouteNotFound(
-                    f"There are {', '.join([*PROBES, '/metrics'])} and what begins with /admin/v1/."
+                    f"There are {', '.join([*PROBES, '/metrics', DOCUMENT])} and what begins with /admin/v1/."
                 )
             body = await read_operator_body(request)
             headers = {name: request.headers[name] for name in _PASSED if name in request.headers}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import re
 from pathlib import Path
@@ -12,10 +11,6 @@ from typing import Any, Final
 import msgspec
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, given, settings
-from hypothesis.errors import Unsatisfiable
-from schemathesis.core.result import Ok
-from schemathesis.specs.openapi import checks
 
 from gateway import edge, openapi
 from gateway.endpoints import ENDPOINTS
@@ -30,22 +25,11 @@ from shared.openai import (
     TokenizeResponse,
     Usage,
 )
-from tests.gateway.conftest import KEY, PATIENCE_S, House, Open, error_of, until
+from tests.gateway.conftest import KEY, House, Open, error_of, until
+from tests.gateway.described import EXAMPLES, asked_of
 from tests.gateway.fake_engine import HEADERS, Script, Seen, chunk, stream
 
 API: Final = Path(__file__).parents[2] / "shared/API.md"
-EXAMPLES: Final = 20
-"""Requests of each operation, of those that the description allows and of those that it does not, each."""
-CHECKS: Final = [
-    schemathesis.checks.not_a_server_error,
-    checks.status_code_conformance,
-    checks.content_type_conformance,
-    checks.response_headers_conformance,
-    checks.response_schema_conformance,
-    checks.negative_data_rejection,
-    checks.ignored_auth,
-    checks.unsupported_method,
-]
 
 
 @pytest.fixture
@@ -137,38 +121,11 @@ def answer(seen: Seen) -> Script:
     return Script([HEADERS, msgspec.json.encode(value)], 200, "application/json")
 
 
-def ask(url: str, mode: schemathesis.GenerationMode) -> int:
-    """Send requests that schemathesis draws from the description, and check each answer against it. Returns
-    the number of requests."""
-    count, headers = 0, {"Authorization": f"Bearer {KEY}"}
-    for found in schemathesis.openapi.from_dict(described()).get_all_operations():
-        assert isinstance(found, Ok)
-        strategy = found.ok().as_strategy(generation_mode=mode)
-
-        @settings(
-            max_examples=EXAMPLES,
-            derandomize=True,
-            database=None,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        )
-        @given(case=strategy)
-        def check(case: schemathesis.Case[Any]) -> None:
-            nonlocal count
-            count += 1
-            got = case.call(base_url=url, headers=headers, timeout=PATIENCE_S)
-            case.validate_response(got, checks=CHECKS, headers=headers)
-
-        with contextlib.suppress(Unsatisfiable):
-            check()
-    return count
-
-
 @pytest.mark.parametrize("mode", schemathesis.GenerationMode, ids=str)
 async def test_answers_are_as_described(open_house: Open, mode: schemathesis.GenerationMode) -> None:
     house: House = await open_house(model={"aliases": ["*"]})
     house.engine.script = answer
-    asked = await asyncio.to_thread(ask, house.url, mode)
+    asked = await asyncio.to_thread(asked_of, described(), house.url, KEY, mode)
     assert asked > 6 * EXAMPLES
     statuses = {line["status"] for line in house._lines()}
     assert statuses & {400, 404}

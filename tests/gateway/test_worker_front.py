@@ -216,6 +216,8 @@ async def test_a_silent_worker_is_named_and_holds_up_nobody(house: House) -> Non
         assert await answer.json() == {"reloaded": True, "partial": True, "silent_workers": [0]}
     async with house.admin("/admin/v1/keys") as answer:
         assert answer.status == 200, "the other is asked"
+    async with house.admin("/admin/openapi.json") as answer:
+        assert answer.status == 200
     async with house.admin("/metrics") as answer:
         assert answer.headers[fronts.SILENT_HEADER] == "0"
         assert 'penstock_gateway_workers{phase="serving"} 2.0' in await answer.text()
@@ -302,6 +304,8 @@ async def test_a_front_without_workers_says_so(house: House) -> None:
         ("/livez", "GET", 200),
         ("/admin/v1/keys", "GET", 503),
         ("/admin/v1/keys", "POST", 503),
+        ("/admin/openapi.json", "GET", 503),
+        ("/admin/openapi.jsonx", "GET", 404),
         ("/metrics", "GET", 200),
     ):
         async with house.admin(path, method) as answer:
