@@ -102,7 +102,7 @@ def test_imports_keep_to_their_floor(path: Path) -> None:
 GATEWAY_LEVELS = (
     {"accounting_config", "edge_config", "quota_config", "directory_config", "endpoints"},
     {"timeout_config", "discovery_config", "holder_config"},
-    {"config", "secret", "hygiene", "background", "shield", "client", "recorder"},
+    {"config", "secret", "hygiene", "background", "shield", "client", "recorder", "openapi_parts"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
     {
         "accounts",
@@ -115,7 +115,7 @@ GATEWAY_LEVELS = (
         "openapi",
         "hedging",
     },
-    {"discovery", "foreign_loads"},
+    {"discovery", "foreign_loads", "admin_openapi"},
     {"exchange", "directory", "usage_api", "replica_api"},
     {"outbound", "requests_api", "admin", "dispatch"},
     {"pipeline"},  # the only one that knows the order of the stages
