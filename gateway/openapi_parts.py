@@ -23,7 +23,7 @@ Json = dict[str, Any]
 
 
 def info(title: str, description: str) -> Json:
-    """What the document is about."""
+    """The head of a document: its title, and the version that it is of."""
     return {"title": title, "version": _version(), "description": description}
 
 

@@ -57,7 +57,7 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a handler takes and answers."""
+    """The description of a handler: its parameters, its body and its answer."""
 
     summary: str
     answer: object
