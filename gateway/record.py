@@ -245,6 +245,8 @@ def _line(record: RequestRecord, stages: Stages, seconds: float) -> GatewayLine:
         prompt_tokens=record.prompt_tokens if closing is None else closing.prompt_tokens,
         completion_tokens=None if closing is None else closing.completion_tokens,
         cached_tokens=None if closing is None else closing.cached_tokens,
+        host_tokens=None if closing is None else closing.host_tokens,
+        disk_tokens=None if closing is None else closing.disk_tokens,
         causes=_causes(closing, tokenize),
         body_ms=body, validate_ms=validate, tokenize_ms=tokenize,
         service="gateway", key_id=record.key, replica=record.replica, attempts=record.attempts,

@@ -83,6 +83,10 @@ class CompletedLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     core."""
     cached_tokens: WholeNumber | None = None
     """Prompt tokens that were found in the prefix cache. None as `completion_tokens`."""
+    host_tokens: WholeNumber | None = None
+    """The part of `cached_tokens` that came back from host memory. None as `completion_tokens`."""
+    disk_tokens: WholeNumber | None = None
+    """The part that came from disk. None as `completion_tokens`."""
     causes: Annotated[tuple[Cause, ...], Meta(max_length=CAUSES_MAX)] | None = None
     """The causes of the request's waits, as the engine found them. None where there is nothing to tell."""
     body_ms: Milliseconds | None = None

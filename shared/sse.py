@@ -55,6 +55,11 @@ class Closing(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    """Prompt tokens that were found in the prefix cache, in any tier."""
+    host_tokens: int = 0
+    """The part of them that came back from host memory."""
+    disk_tokens: int = 0
+    """The part that came from disk."""
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
     decode_ms: float = 0.0

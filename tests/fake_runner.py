@@ -43,6 +43,7 @@ def runner_info(
     vocab_size: int = 50,
     host_pages: int = 0,
     page_copy_s: float = 0.0,
+    host_tier: bool = False,
 ) -> RunnerInfo:
     return RunnerInfo(
         pages=pages,
@@ -56,6 +57,7 @@ def runner_info(
         page_bytes=8 * page_size,
         host_pages=host_pages,
         page_copy_s=page_copy_s,
+        host_tier=host_tier,
     )
 
 

@@ -79,6 +79,7 @@ class Report:
     swaps_out: int
     swaps_in: int
     hit_tokens: int
+    host_tokens: int
     elapsed_s: float
 
     @property
@@ -117,6 +118,7 @@ class _Simulation:
             vocab_size=config.vocab_size,
             host_pages=config.host_pages,
             page_copy_s=PAGE_COPY_S,
+            host_tier=config.host_tier,
         )
         self._runner = FakeRunner(info, config.scheduler.step_tokens_max)
         self._scheduler = Scheduler(config.scheduler, info, prefers_swap=PREFERENCES[config.swaps])
@@ -153,6 +155,7 @@ class _Simulation:
             swaps_out=stats.swaps_out,
             swaps_in=stats.swaps_in,
             hit_tokens=stats.prefix_hit_tokens,
+            host_tokens=stats.prefix_host_tokens,
             elapsed_s=self._now,
         )
 
@@ -311,7 +314,9 @@ class _Simulation:
         stats = self._scheduler.stats()
         assert (stats.waiting, stats.running, stats.pages_owned) == (0, 0, 0)
         assert stats.pages_free + stats.pages_cached == self._config.pages, "not all pages came back"
-        assert (stats.host_pages_used, stats.host_pages_free) == (0, self._config.host_pages)
+        assert stats.host_pages_used == 0
+        assert stats.host_pages_free + stats.host_pages_kept == self._config.host_pages
+        assert stats.host_pages_kept == 0 or self._config.host_tier
         for life in self._lives.values():
             self._check_life(life)
 

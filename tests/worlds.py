@@ -43,6 +43,8 @@ class SimConfig:
     page_size: int = 4
     host_pages: int = 0
     """Pages in host memory for preempted sequences."""
+    host_tier: bool = False
+    """True if these also keep what the prefix cache evicts."""
     swaps: Swaps = "if cheaper"
     slots: int = 6
     vocab_size: int = 50
@@ -93,6 +95,7 @@ def random_config(seed: int) -> SimConfig:
         slots=slots,
         host_pages=rng.choice([0, 3, 1000]),
         swaps=rng.choice(list(PREFERENCES)),
+        host_tier=seed % 2 == 0,
         vocab_size=rng.choice([10, 50, 1000]),
         prompt_len_max=rng.randint(1, 60),
         max_tokens_max=rng.randint(1, 40),

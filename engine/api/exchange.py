@@ -60,6 +60,10 @@ class Tally:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    host_tokens: int = 0
+    """The part of `cached_tokens` that came back from host memory."""
+    disk_tokens: int = 0
+    """The part that came from disk."""
     timing: Timing = field(default_factory=Timing)
     """The times of the sequence that ended last; `preemptions` is the sum over all."""
 
@@ -239,6 +243,8 @@ class Exchange:
             prompt_tokens=tally.prompt_tokens,
             completion_tokens=tally.completion_tokens,
             cached_tokens=tally.cached_tokens,
+            host_tokens=tally.host_tokens,
+            disk_tokens=tally.disk_tokens,
             queue_ms=_ms(timing.queue_s),
             prefill_ms=_ms(timing.prefill_s),
             decode_ms=_ms(timing.decode_s),
@@ -305,6 +311,8 @@ class Exchange:
                 "prompt_tokens": tally.prompt_tokens,
                 "completion_tokens": tally.completion_tokens,
                 "cached_tokens": tally.cached_tokens,
+                "host_tokens": tally.host_tokens,
+                "disk_tokens": tally.disk_tokens,
                 "preemptions": tally.timing.preemptions,
             }
         if self.causes:

@@ -295,6 +295,8 @@ class Generation:
             prompt_tokens=self._prompt_tokens(),
             completion_tokens=sum(output.completion_tokens for output in self._outputs),
             cached_tokens=sum(output.cached_len for output in self._outputs[:: self._n]),
+            host_tokens=sum(output.host_len for output in self._outputs[:: self._n]),
+            disk_tokens=sum(output.disk_len for output in self._outputs[:: self._n]),
             timing=replace(last, preemptions=sum(timing.preemptions for timing in timings)),
         )
 

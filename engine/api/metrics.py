@@ -165,7 +165,16 @@ def _memory(stats: CoreStats) -> Iterator[Metric]:
     host = GaugeMetricFamily(f"{PREFIX}host_pages", "Pages in host memory.", labels=["state"])
     host.add_metric(["free"], stats.host_pages_free)
     host.add_metric(["used"], stats.host_pages_used)
+    host.add_metric(["kept"], stats.host_pages_kept)
     yield host
+    hits = CounterMetricFamily(
+        f"{PREFIX}prefix_tier_tokens", "Prompt tokens that the prefix cache had, and where.", labels=["tier"]
+    )
+    slower = stats.prefix_host_tokens + stats.prefix_disk_tokens
+    hits.add_metric(["device"], stats.prefix_hit_tokens - slower)
+    hits.add_metric(["host"], stats.prefix_host_tokens)
+    hits.add_metric(["disk"], stats.prefix_disk_tokens)
+    yield hits
     preemptions = CounterMetricFamily(
         f"{PREFIX}preemptions", "Sequences that gave their pages back, and how.", labels=["kind"]
     )

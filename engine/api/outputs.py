@@ -130,7 +130,7 @@ class ChoiceOutput:
         self.finish_reason: FinishReasonName | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.completion_tokens = 0
-        self.cached_len = 0
+        self.cached_len = self.host_len = self.disk_len = 0
         self.first_token_at: float | None = None
         self.submitted_at = submitted_at
         self._queue_s: float | None = None
@@ -191,7 +191,8 @@ class ChoiceOutput:
     # -- from the core ----------------------------------------------------------------------------
 
     def on_started(self, started: Started) -> None:
-        self.cached_len = started.cached_len
+        self.cached_len, self.host_len = started.cached_len, started.host_len
+        self.disk_len = started.disk_len
         self._queue_s = started.queue_s
         self._marks.admitted = self._steps.last
         self._marks.admitted_first = tuple(self._steps.admitted)

@@ -39,7 +39,7 @@ from engine.core.messages import Lack, Move, Moved, RunnerInfo, ServiceClass
 from engine.core.plan_builder import PlanBuilder
 from engine.core.sequence import Sequence, Status
 from engine.core.step import InFlight
-from engine.core.swap import Preference, Prefix, Swapper
+from engine.core.swap import Brought, Preference, Prefix, Swapper
 from engine.core.tenants import TenantHoldings
 from engine.core.victims import by_expendability, choose_stalled, choose_victims, may_yield
 from engine.core.waiting import WaitingQueue
@@ -72,7 +72,9 @@ class Allocator:
         self._preemption_awaits_commit = False
         self._may_yield_from = -math.inf
         self.holdings: Final = TenantHoldings(runner.slots, runner.pages)
-        self.pages: Final = BlockManager(runner.pages, runner.page_size)
+        self._keeps: Final = runner.host_tier and config.prefix_cache
+        """True if host memory keeps what the prefix cache evicts."""
+        self.pages: Final = BlockManager(runner.pages, runner.page_size, tells_evicted=self._keeps)
         gap_target_s = config.gap_targets_s[ServiceClass.DEFAULT]
         self.swapper: Final = Swapper(runner.host_pages, self.pages, gap_target_s, prefers_swap)
         self.running: Final[dict[int, Sequence]] = {}
@@ -113,14 +115,16 @@ class Allocator:
         pages when it is stalled, else that in the prefix cache and in host memory."""
         if sequence.status is Status.STALLED:
             return Prefix(sequence.pages, [], sequence.computed_len)
-        return self.swapper.prefix(sequence, self._match(sequence))
-
-    def _match(self, sequence: Sequence) -> list[int]:
         if not self._config.prefix_cache:
-            return []
+            return self.swapper.prefix(sequence, [])
         pages_len = sequence.reusable_len // self._runner.page_size
-        identities = sequence.chain.extend(sequence.tokens, pages_len)
-        return self.pages.match(identities[:pages_len])
+        identities = sequence.chain.extend(sequence.tokens, pages_len)[:pages_len]
+        found = self.pages.match(identities)
+        if not (self._keeps and self.swapper.host.kept and len(found) < pages_len):
+            return self.swapper.prefix(sequence, found)
+        behind, cost = identities[len(found) :], self._learner.cost
+        kept = self.swapper.kept(len(found), behind, cost, streams=bool(self.running))
+        return self.swapper.prefix(sequence, found, kept)
 
     def fits(self, sequence: Sequence, prefix: Prefix, victims: Collection[Sequence] = ()) -> bool:
         """True if `sequence` could be admitted once `victims` and all stalled sequences are preempted.
@@ -215,30 +219,40 @@ class Allocator:
             self._preempt(victim, builder, now, Move.PREEMPTED_SHARE if yields else Move.PREEMPTED_CLASS)
         return True
 
-    def admit(self, sequence: Sequence, prefix: Prefix, builder: PlanBuilder, now: float) -> None:
-        """Give a slot and pages to a waiting sequence that fits."""
+    def admit(self, sequence: Sequence, prefix: Prefix, builder: PlanBuilder, now: float) -> Brought:
+        """Give a slot and pages to a waiting sequence that fits. Returns what comes out of host memory."""
         self._waiting.admit(sequence)
         if sequence.status is not Status.WAITING:
             self._moved.append(Moved(sequence.handle, Move.READMITTED, sequence.swapped is not None))
         if sequence.status is not Status.STALLED:
             self.pages.acquire(prefix.pages)
+        brought = self.swapper.take(sequence, prefix)  # before others move out, and need room
         fresh = pages_for(len(sequence.tokens), self._runner.page_size) - len(prefix.pages)
         self._reclaim(fresh, builder, now)
-        pages = prefix.pages + self.pages.allocate(fresh)
-        if sequence.swapped is not None:
-            self._bring_in(sequence, prefix, pages)
-            builder.copied_pages = self.swapper.copied_pages
+        pages = prefix.pages + self._allocate(fresh)
+        self._bring_in(sequence, brought, pages, len(prefix.pages))
+        builder.copied_pages = self.swapper.copied_pages
         slot = self._slots_free.pop()
-        sequence.admit(slot, pages, prefix.computed_len, now)
+        sequence.admit(slot, pages, brought.computed_len, now)
         self.running[slot] = sequence
         self.holdings.add(sequence.tenant, slots=1, pages=len(pages))
+        return brought
 
-    def _bring_in(self, sequence: Sequence, prefix: Prefix, pages: list[int]) -> None:
-        """Copy what the sequence has in host memory to its new pages. The plan makes its copies before it
-        computes anything, so the prefix cache may find the full ones at once."""
-        self.swapper.bring_in(sequence, prefix, pages[len(prefix.pages) :])
+    def _allocate(self, count: int) -> list[int]:
+        """Pages for a sequence. Host memory keeps what the prefix cache evicts for them, where that is on."""
+        pages = self.pages.allocate(count)
+        if evicted := self.pages.take_evicted():
+            self.swapper.keep(evicted, self._learner.cost, streams=bool(self.running))
+        return pages
+
+    def _bring_in(self, sequence: Sequence, brought: Brought, pages: list[int], found: int) -> None:
+        """Copy what comes out of host memory to its new pages, which are behind the first `found`. The plan
+        makes its copies before it computes anything, so the prefix cache may find the full ones at once."""
+        if not brought.host_pages:
+            return
+        self.swapper.bring_in(brought, pages[found:])
         if self._config.prefix_cache:
-            for page in range(len(prefix.pages), prefix.computed_len // self._runner.page_size):
+            for page in range(found, brought.computed_len // self._runner.page_size):
                 self.pages.register(pages[page], sequence.chain.identities[page])
 
     # -- growth -----------------------------------------------------------------------------------
@@ -270,10 +284,11 @@ class Allocator:
             if not self.pages.available:
                 self._free_page_for(sequence, builder, now)
             if sequence.slot is not None:
-                page = self.pages.allocate(1)
+                page = self._allocate(1)
                 sequence.pages += page
                 self.holdings.add(sequence.tenant, slots=0, pages=1)
                 builder.grown[sequence.slot] = page
+        builder.copied_pages = self.swapper.copied_pages
 
     def _free_page_for(self, sequence: Sequence, builder: PlanBuilder, now: float) -> None:
         """Preempt others so that a page is available, or `sequence` itself when no other can help."""
@@ -367,6 +382,11 @@ class Allocator:
         own, sequence.pages[index] = sequence.pages[index], page
         self._release_pages(sequence, [own])
         self._replaced.append((sequence, index))
+
+    def forget(self, sequence: Sequence) -> None:
+        """Let no other sequence find the pages of one whose contents are not to be trusted, in any tier."""
+        self.pages.forget(sequence.pages)
+        self.swapper.host.forget(sequence.chain.identities)
 
     def settle(self, landed: InFlight) -> None:
         """Release what a step held back, at its commit."""

@@ -87,7 +87,8 @@ class PageChain:
 class BlockManager:
     """Hands out pages, takes them back, and finds prefixes again. Every call takes O(pages it names)."""
 
-    def __init__(self, pages: int, page_size: int) -> None:
+    def __init__(self, pages: int, page_size: int, *, tells_evicted: bool = False) -> None:
+        """`tells_evicted`: keep note of what is evicted, for `take_evicted`."""
         assert pages >= 1
         assert page_size >= 1
         self.total: Final = pages
@@ -97,6 +98,8 @@ class BlockManager:
         self._refs = [0] * pages
         self._identity: list[PageIdentity | None] = [None] * pages
         self._by_identity: dict[PageIdentity, int] = {}
+        self._tells_evicted = tells_evicted
+        self._evicted: list[tuple[int, PageIdentity]] = []
 
     @property
     def free(self) -> int:
@@ -165,8 +168,18 @@ class BlockManager:
 
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
+        identity = self._identity[page]
+        assert identity is not None
+        if self._tells_evicted:
+            self._evicted.append((page, identity))
         self._forget(page)
         return page
+
+    def take_evicted(self) -> list[tuple[int, PageIdentity]]:
+        """The cached pages that `allocate` took since the last call, and the identities that they had; the
+        oldest first. What they hold is there until the next plan writes to them."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
 
     def register(self, page: int, identity: PageIdentity) -> int:
         """Give a page that is full and computed its identity, so that `match` finds it.

@@ -182,6 +182,8 @@ class RunnerInfo(msgspec.Struct, array_like=True, frozen=True):
     """Size of one page in all layers, in bytes."""
     host_pages: int = 0
     """Pages in host memory for swapped sequences; 0: there is no such memory."""
+    host_tier: bool = False
+    """True if these also keep what the prefix cache evicts."""
     page_copy_s: float = 0.0
     """Time to copy a page there or back, measured while warming up, in seconds; 0.0: not measured."""
     is_async: bool = False
@@ -221,9 +223,13 @@ class Started(msgspec.Struct, array_like=True, frozen=True):
 
     handle: int
     cached_len: int
-    """Prompt tokens served from the prefix cache."""
+    """Prompt tokens served from the prefix cache, in any tier."""
     queue_s: float
     """Time in the queue, in seconds."""
+    host_len: int = 0
+    """The part of `cached_len` that came back from host memory."""
+    disk_len: int = 0
+    """The part that came from disk."""
 
 
 class Finished(msgspec.Struct, array_like=True, frozen=True):
@@ -290,6 +296,12 @@ class CoreStats(msgspec.Struct, array_like=True, frozen=True):
     each running sequence that has its prompt."""
     newest: int = 0
     """The handle of the newest sequence that was added before this reading."""
+    host_pages_kept: int = 0
+    """Pages in host memory with prefixes that the device lost."""
+    prefix_host_tokens: int = 0
+    """Counter: the part of `prefix_hit_tokens` that came back from host memory."""
+    prefix_disk_tokens: int = 0
+    """Counter: the part that came from disk."""
 
 
 class Lack(IntEnum):

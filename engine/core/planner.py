@@ -90,7 +90,11 @@ class Planner:
     prefix_query_tokens: int = 0
     """Prompt tokens of all sequences that were admitted for the first time."""
     prefix_hit_tokens: int = 0
-    """The part of these tokens that the prefix cache had."""
+    """The part of these tokens that the prefix cache had, in any tier."""
+    prefix_host_tokens: int = 0
+    """The part of these that came back from host memory."""
+    prefix_disk_tokens: int = 0
+    """The part that came from disk."""
 
     def fill(self, builder: PlanBuilder, news: News, now: float) -> None:
         """Let decodes grow, and spend the whole budget as far as there is work for it."""
@@ -217,7 +221,7 @@ class Planner:
         `sequence` lacks (rule D)."""
         if sequence.pages or prefix.host_pages or not self.config.prefix_cache:
             return False
-        hits_len = len(prefix.pages)
+        hits_len = len(prefix.pages) + len(prefix.kept)
         if hits_len == sequence.reusable_len // self.runner.page_size:
             return False
         lacking = sequence.chain.identities[hits_len]
@@ -231,14 +235,19 @@ class Planner:
         self, sequence: Sequence, prefix: Prefix, builder: PlanBuilder, news: News, now: float
     ) -> None:
         is_new = sequence.status is Status.WAITING
-        self.allocator.admit(sequence, prefix, builder, now)
+        brought = self.allocator.admit(sequence, prefix, builder, now)
         slot, cached_len = sequence.slot, sequence.computed_len
         assert slot is not None
         if is_new:
             self.prefix_query_tokens += sequence.prompt_len
             self.prefix_hit_tokens += cached_len
             self.tenants.charge(sequence.tenant, sequence.prompt_len - cached_len)
-            news.started.append(Started(sequence.handle, cached_len, sequence.spent_s[LifePhase.QUEUE]))
+            self.prefix_host_tokens += brought.host_len
+            self.prefix_disk_tokens += brought.disk_len
+            queue_s = sequence.spent_s[LifePhase.QUEUE]
+            news.started.append(
+                Started(sequence.handle, cached_len, queue_s, brought.host_len, brought.disk_len)
+            )
         seated = SlotAssignment(slot, sequence.tokens.tolist(), sequence.prompt_len, sequence.sampling)
         builder.seated.append(seated)
         builder.grown[slot] = list(sequence.pages)

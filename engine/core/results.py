@@ -25,6 +25,8 @@ class Results:
     merge: Callable[[Sequence, int, int], None]
     """`merge(sequence, index, page)` replaces the page at this index of the sequence's table by one that
     holds the same."""
+    forget: Callable[[Sequence], None]
+    """`forget(sequence)` lets no other sequence find what its pages hold."""
 
     def take(
         self, flight: InFlight, result: RunResult, news: News, now: float
@@ -71,7 +73,7 @@ class Results:
         self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, news: News, now: float
     ) -> FinishReason | None:
         if token == NUMERIC_FAILURE:
-            self.pages.forget(sequence.pages)  # what broke it may be in them: no other sequence may find them
+            self.forget(sequence)  # what broke it may be in them: no other sequence may find them
             return FinishReason.NUMERIC
         sequence.append(token, now)
         news.handles.append(sequence.handle)

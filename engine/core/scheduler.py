@@ -116,7 +116,8 @@ class Scheduler:
         self._planner = planner(
             config, runner, self._allocator, self._waiting, self._tenants, self._learner, self._in_flight
         )
-        self._results = Results(config, self._allocator.pages, self._tenants, self._allocator.merge)
+        allocator = self._allocator
+        self._results = Results(config, allocator.pages, self._tenants, allocator.merge, allocator.forget)
         self._news = News()
         self._newest = 0  # the handle of the newest sequence that was added
         self._now = 0.0  # of the last plan or commit
@@ -277,7 +278,7 @@ class Scheduler:
     def _launch(self, builder: PlanBuilder, now: float) -> Plan:
         """Make the plan, and count its step as in flight from here on."""
         self._step += 1
-        swapped_out, swapped_in = self._allocator.swapper.take_copies()
+        swapped_out, swapped_in = self._allocator.swapper.take_copies(self._step)
         plan = Plan(
             step=self._step,
             left=self._allocator.take_left(),
@@ -377,6 +378,9 @@ class Scheduler:
             swapped_in_bytes=swapper.pages_in * self._runner.page_bytes,
             host_pages_used=swapper.host.used,
             host_pages_free=swapper.host.free,
+            host_pages_kept=swapper.host.kept,
+            prefix_host_tokens=self._planner.prefix_host_tokens,
+            prefix_disk_tokens=self._planner.prefix_disk_tokens,
             waiting_tokens=self._waiting.newcomer_tokens,
             class_tokens=tuple(class_tokens),
             newest=self._newest,

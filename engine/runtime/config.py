@@ -89,6 +89,9 @@ class RunnerConfig:
     """Host memory that pages of preempted sequences are copied to where that is cheaper than computing them
     again, which it nearly always is, on a CPU too. 0: never. Unset: up to 4GiB, and a quarter of what is
     free. On a GPU it is pinned and taken at the start, on a CPU as it is first used."""
+    kv_host_tier: bool | None = None
+    """Keep prefixes that the KV cache has no room for in the memory of swap_memory, and copy them back where
+    that is cheaper than computing them again. Preempted sequences come first there. Unset: on a GPU."""
     max_num_seqs: Annotated[int, Meta(ge=1, le=SLOTS_MAX)] = 64
     """Sequences that run at once. CUDA graphs go up to 512."""
     max_step_tokens: Annotated[int, Meta(ge=1, le=STEP_TOKENS_MAX)] = 2048

@@ -11,7 +11,8 @@ weight of zero, and zero times NaN is NaN. Two rules keep garbage out:
      sequence's last token, in its last page, are zero and never a previous owner's values.
 
 Host memory (`HostPages`) keeps a page's layers side by side. Whole pages are copied there when their owner
-has to give way, and back before it computes again, so the second rule holds for copies, too.
+has to give way, or when the prefix cache evicts them, and back before anything reads them again, so the
+second rule holds for copies, too.
 On a GPU the memory is pinned and the copies are queued like any other work of the step, in the order
 that the plan gives them; on a CPU both pools are RAM, and a copy is a `memcpy`: still far cheaper than
 computing a page again.
@@ -172,12 +173,20 @@ def page_count(
 
 
 def host_page_count(
-    config: RunnerConfig, geometry: KVGeometry, max_model_len: int, available_bytes: int
+    config: RunnerConfig,
+    geometry: KVGeometry,
+    max_model_len: int,
+    available_bytes: int,
+    *,
+    tier: bool = False,
 ) -> int:
-    """The number of pages of host memory to set aside: never more than the slots could own."""
+    """The number of pages of host memory to set aside: never more than the slots could own, unless they are
+    also a `tier` of the prefix cache."""
     budget = config.swap_memory
     if budget is None:
         budget = min(SWAP_BYTES_DEFAULT, int(available_bytes * SWAP_SHARE_DEFAULT))
+    if tier:
+        return budget // geometry.page_bytes
     useful = config.max_num_seqs * _pages_per_sequence(config, max_model_len)
     return min(budget // geometry.page_bytes, useful)
 

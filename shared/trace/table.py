@@ -100,7 +100,9 @@ def _engine_tokens(line: EngineLine) -> Iterator[str]:
 
 
 def _tokens(line: Line) -> str:
-    cached = "" if line.cached_tokens is None else f" ({line.cached_tokens} cached)"
+    host = f", {line.host_tokens} of them in host memory" if line.host_tokens else ""
+    disk = f", {line.disk_tokens} of them on disk" if line.disk_tokens else ""
+    cached = "" if line.cached_tokens is None else f" ({line.cached_tokens} cached{host}{disk})"
     answer = "" if line.completion_tokens is None else f", answer {_count(line.completion_tokens, 'token')}"
     return f"prompt {_count(line.prompt_tokens or 0, 'token')}{cached}{answer}"
 

@@ -118,6 +118,7 @@ def test_each_figure_is_there_before_anything_happened(serving: tuple[Service, h
         "queue_depth", "class_waiting:priority", "class_waiting:default", "class_waiting:flex",
         "class_waiting_age_seconds:default", "running_sequences", "stalled_sequences", "waiting_tokens",
         "kv_pages:free", "kv_pages:cached", "kv_pages:owned", "host_pages:free", "host_pages:used",
+        "host_pages:kept", "prefix_tier_tokens:device", "prefix_tier_tokens:host", "prefix_tier_tokens:disk",
         "prefix_query_tokens", "prefix_hit_tokens", "preemptions:recompute", "preemptions:swap", "swaps_in",
         "swapped_bytes:out", "swapped_bytes:in", "step_budget_use_count", "step_seconds_count",
         "time_to_first_token_seconds_count", "queue_seconds_count", "requests:ok",

@@ -49,6 +49,7 @@ class Harness:
         discipline: Discipline = RESPONSE_RATIO,
         queue_tokens_max: int = 1 << 30,
         host_pages: int = 0,
+        host_tier: bool = False,
         prefers_swap: Preference = if_cheaper,
         paused_max: int = 256,
         gap_target_s: float = math.inf,
@@ -68,7 +69,7 @@ class Harness:
         info = runner_info(
             pages=pages, page_size=page_size, slots=slots, max_model_len=max_model_len, host_pages=host_pages
         )
-        info = msgspec.structs.replace(info, timed_steps=timed_steps)
+        info = msgspec.structs.replace(info, timed_steps=timed_steps, host_tier=host_tier)
         self.now = 100.0
         self.scheduler = Scheduler(config, info, discipline, prefers_swap=prefers_swap)
         self.runner = FakeRunner(info, step_tokens_max)

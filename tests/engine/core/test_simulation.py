@@ -49,6 +49,20 @@ WORLDS = {
     "swapped whenever it can be": SimConfig(pages=16, host_pages=1000, swaps="always", arrival_gap_s=0.005),
     "swapped if cheaper": SimConfig(pages=16, host_pages=40, arrival_gap_s=0.005, prefixes=1, salts=1),
     "few host pages": SimConfig(pages=16, host_pages=7, swaps="always", classes=3, pause_share=0.6),
+    "a host tier": SimConfig(pages=16, host_pages=100, host_tier=True, swaps="always", prefixes=2, salts=1),
+    "a host tier with little room": SimConfig(
+        pages=14,
+        host_pages=6,
+        host_tier=True,
+        swaps="always",
+        prefixes=2,
+        salts=2,
+        pause_share=0.6,
+        classes=3,
+    ),
+    "a host tier if cheaper": SimConfig(
+        pages=20, host_pages=40, host_tier=True, page_size=8, prefixes=2, requests=30
+    ),
     "swapped without prefix cache": SimConfig(
         pages=20,
         host_pages=40,
@@ -118,6 +132,9 @@ WILD: dict[str, Callable[[list[Report]], bool]] = {
     "readers that never return": lambda reports: sum(r.reasons[FinishReason.STALLED] for r in reports) > 50,
     "all clients leave": is_left_in_flight,
     "classes and tenants": lambda reports: sum(report.yields for report in reports) > 20,
+    "a host tier": lambda reports: sum(report.host_tokens for report in reports) > 400,
+    "a host tier with little room": lambda reports: sum(report.host_tokens for report in reports) > 20,
+    "a host tier if cheaper": lambda reports: sum(report.host_tokens for report in reports) > 100,
     "short queue": lambda reports: all(r.reasons[FinishReason.REJECTED] > 10 for r in reports),
 }
 """Checks that what a world is named for has happened in it; otherwise it would prove nothing."""

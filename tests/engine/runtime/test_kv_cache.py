@@ -59,6 +59,12 @@ def test_host_pages_as_told_and_never_more_than_the_slots_can_own() -> None:
     assert host_pages(None, available=40 * GEOMETRY.page_bytes) == 10
 
 
+def test_a_host_tier_may_have_more_pages_than_the_slots_can_own() -> None:
+    memory = 100 * GEOMETRY.page_bytes
+    config = RunnerConfig("m", page_size=16, max_num_seqs=4, max_step_tokens=64, swap_memory=memory)
+    assert host_page_count(config, GEOMETRY, 100, 0, tier=True) == 100
+
+
 def some_pages(cache: KVCache, host: HostPages) -> list[torch.Tensor]:
     """One layer of each, filled with what tells every page and layer from the others."""
     pools = [*cache.keys, *cache.values, *host.keys, *host.values]

@@ -122,6 +122,8 @@ def test_the_longest_closing_is_a_comment_that_the_scanner_finds() -> None:
         prompt_tokens=2**53,
         completion_tokens=2**53,
         cached_tokens=2**53,
+        host_tokens=2**53,
+        disk_tokens=2**53,
         preemptions=2**53,
         causes=(cause,) * CAUSES_MAX,
         **times,

@@ -73,6 +73,11 @@ def test_a_request_is_shown_in_words_and_stage_by_stage() -> None:
     assert [row[1] for row in rows if row[-2:] == ["ended", "here"]] == ["relay", "decode"]
 
 
+def test_cached_tokens_are_told_by_tier() -> None:
+    text = shown("left", line_of("engine", "left", cached_tokens=96, host_tokens=64, disk_tokens=32))
+    assert "(96 cached, 64 of them in host memory, 32 of them on disk)" in text
+
+
 def test_the_gateways_stages_follow_one_another_until_its_total() -> None:
     text = shown("left", line_of("gateway", "left"))
     rows = [row.split() for row in text[text.index("service") :].splitlines()[1:] if "gateway" in row]

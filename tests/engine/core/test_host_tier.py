@@ -1,0 +1,246 @@
+"""The host tier: pages that the prefix cache evicts go to host memory, and come back by copy.
+
+`test_simulation` has worlds of it, in which the fake runner checks what every page holds.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.core.block_manager import PageIdentity
+from engine.core.cost import StepCost
+from engine.core.host_pool import HostPool
+from engine.core.swap import Restoration
+from tests.engine.core.harness import Harness, greedy
+
+HISTORY = list(range(1, 18))
+"""Four pages, and a token that must be computed."""
+
+
+def always(_: Restoration) -> bool:
+    return True
+
+
+def tiered(**settings: object) -> Harness:
+    """A pool of eight pages with a host tier."""
+    defaults = {"pages": 8, "host_pages": 16, "host_tier": True, "prefers_swap": always}
+    return Harness(**{**defaults, **settings})  # type: ignore[arg-type]
+
+
+def evict(h: Harness, handle: int) -> None:
+    """Compute another prompt that needs the whole pool."""
+    h.add(handle, [40] * 30, greedy(1))
+    h.run()
+
+
+def told(h: Harness, handle: int, salt: bytes = b"") -> tuple[int, int]:
+    """Compute the history once more; the tokens of it that were cached, and those from host memory."""
+    h.add(handle, HISTORY, greedy(2), salt)
+    h.run()
+    return h.started[handle].cached_len, h.started[handle].host_len
+
+
+def identity(number: int) -> PageIdentity:
+    return PageIdentity(number.to_bytes(32, "little"))
+
+
+# -- in the scheduler -----------------------------------------------------------------------------
+
+
+def test_an_evicted_prefix_comes_back_by_copy() -> None:
+    h = tiered()
+    assert told(h, 1) == (0, 0)
+    evict(h, 2)
+    assert told(h, 3) == (16, 16)
+    h.assert_all_as_solo()
+    plan = next(plan for plan in h.plans if plan.swapped_in)
+    assert len(plan.swapped_in) == 4
+    assert (plan.positions, plan.lengths) == ([16], [1]), "nothing of the prefix is computed"
+    stats = h.scheduler.stats()
+    assert (stats.prefix_hit_tokens, stats.prefix_host_tokens, stats.prefix_disk_tokens) == (16, 16, 0)
+    assert (stats.swaps_out, stats.swaps_in) == (0, 0), "no sequence was preempted"
+    assert stats.swapped_in_bytes == 4 * h.runner.info.page_bytes
+    assert told(h, 4) == (16, 0), "it is on the device again"
+
+
+def test_a_part_on_the_device_and_the_rest_in_host_memory() -> None:
+    h = tiered(pages=10)
+    told(h, 1)
+    h.add(2, [40] * 30, greedy(1))  # the tail of the history makes room for it
+    h.run()
+    cached, host = told(h, 3)
+    assert cached == 16
+    assert 0 < host < 16
+    h.assert_all_as_solo()
+
+
+def test_another_salt_finds_nothing() -> None:
+    h = tiered()
+    told(h, 1, b"a tenant")
+    evict(h, 2)
+    assert told(h, 3, b"another") == (0, 0)
+    h.assert_all_as_solo()
+
+
+@pytest.mark.parametrize("settings", [{"host_tier": False}, {"host_pages": 0}, {"prefix_cache": False}])
+def test_without_a_tier_what_is_evicted_is_lost(settings: dict[str, object]) -> None:
+    h = tiered(**settings)
+    told(h, 1)
+    evict(h, 2)
+    assert told(h, 3) == (0, 0)
+    assert not any(plan.swapped_out for plan in h.plans)
+    h.assert_all_as_solo()
+
+
+def test_nothing_is_kept_that_is_cheaper_to_compute() -> None:
+    h = tiered(prefers_swap=lambda one: one.swap_s < one.recompute_s)
+    h.scheduler._learner._cost = StepCost(token_s=0.001, page_s=0.1)
+    h.scheduler._learner.observe = lambda work, seconds: None  # type: ignore[method-assign]
+    told(h, 1)
+    evict(h, 2)
+    assert told(h, 3) == (0, 0)
+
+
+def test_beside_a_stream_the_copies_of_one_step_are_bounded() -> None:
+    """Half of the target is enough for two pages, so two come back, and the others are computed."""
+    h = tiered(pages=12, gap_target_s=0.05)
+    h.scheduler._learner._cost = StepCost(token_s=0.001, page_s=0.01)
+    h.scheduler._learner.observe = lambda work, seconds: None  # type: ignore[method-assign]
+    told(h, 1)
+    h.add(2, [40] * 46, greedy(1))
+    h.run()
+    h.add(3, [45] * 4, greedy(20))
+    h.steps(2)
+    before = len(h.plans)
+    assert told(h, 4) == (8, 8)
+    h.assert_all_as_solo()
+    assert all(len(plan.swapped_in) + len(plan.swapped_out) <= 2 for plan in h.plans[before:])
+
+
+def test_of_pages_that_are_evicted_together_the_head_of_the_prefix_is_kept() -> None:
+    h = tiered(host_pages=2)
+    told(h, 1)
+    evict(h, 2)
+    assert told(h, 3) == (8, 8)
+    h.assert_all_as_solo()
+
+
+def test_a_preempted_sequence_takes_the_room_of_kept_pages() -> None:
+    h = tiered(pages=6, host_pages=4)
+    told(h, 1)
+    h.add(2, [40] * 22, greedy(1))
+    h.run()
+    assert h.scheduler.stats().host_pages_kept == 4
+    h.add(3, [1] * 8, greedy(12))
+    h.add(4, [2] * 8, greedy(12))
+    h.run()
+    assert h.scheduler.stats().swaps_out >= 1
+    h.assert_all_as_solo()
+
+
+def test_pages_of_a_numeric_failure_are_forgotten_in_host_memory_too() -> None:
+    h = tiered(host_pages=16)
+    told(h, 1)
+    evict(h, 2)
+    kept = h.scheduler.stats().host_pages_kept
+    seed = next(s for s in range(0, 10_000, 16) if len(_failing(h, s)) < 2)
+    h.add(3, HISTORY, greedy(8, seed=seed))
+    h.run()
+    h.add(4, HISTORY, greedy(1))
+    h.run()
+    assert h.started[4].cached_len == 0
+    assert kept >= 4
+
+
+def _failing(h: Harness, seed: int) -> list[int]:
+    """The tokens of the history before a numeric failure."""
+    from tests.fake_runner import solo
+
+    return solo(HISTORY, greedy(8, seed=seed), h.runner.info.vocab_size).tokens
+
+
+# -- the pool -------------------------------------------------------------------------------------
+
+
+def test_a_page_that_a_thread_reads_is_neither_dropped_nor_overwritten() -> None:
+    pool = HostPool(2)
+    page = pool.keep(identity(1))
+    assert page is not None
+    pool.lend(page)
+    assert pool.available == 1
+    other = pool.keep(identity(2))
+    assert other not in (None, page)
+    assert pool.keep(identity(3)) == other, "the one that is not lent makes room"
+    assert pool.take(identity(1)) == page
+    pool.plan_made()
+    assert pool.available == 1, "it left, and the thread still reads it"
+    pool.give_back(page)
+    assert pool.available == 2
+    pool.check([])
+
+
+def test_a_thread_gets_no_page_that_a_step_in_flight_copies() -> None:
+    pool = HostPool(1)
+    page = pool.keep(identity(1))
+    pool.plan_made(1, [0])
+    assert pool.lend_empty() is None
+    pool.take(identity(1))
+    pool.plan_made(2, [0])
+    assert pool.landed(1, [0]) == []
+    assert pool.lend_empty() is None
+    pool.landed(2, [])
+    assert pool.lend_empty() == page
+    assert pool.lend_empty() is None
+    assert pool.keep(identity(2)) is None, "there is no room"
+    pool.give_back(0, identity(3))
+    assert pool.is_fetched(identity(3))
+    assert pool.find([identity(3), identity(4)]) == 1
+    pool.forget([identity(3), identity(4)])
+    assert (pool.free, pool.kept, pool.used) == (1, 0, 0)
+
+
+def test_what_a_thread_wrote_in_vain_is_free() -> None:
+    pool = HostPool(2)
+    first, second = pool.lend_empty(), pool.lend_empty()
+    assert first is not None
+    assert second is not None
+    pool.give_back(first, identity(1))
+    pool.give_back(second, identity(1))
+    assert (pool.free, pool.kept) == (1, 1)
+
+
+def test_any_mixture_leaves_each_page_in_one_place() -> None:
+    for seed in range(40):
+        _mix(random.Random(seed))
+
+
+def _mix(rng: random.Random) -> None:
+    pool, held, lent, step = HostPool(rng.randint(1, 8)), list[list[int]](), list[int](), 0
+    for _ in range(120):
+        number = identity(rng.randrange(10))
+        match rng.randrange(8):
+            case 0 if pool.available:
+                held.append(pool.allocate(rng.randint(1, pool.available)))
+            case 1 if held:
+                pages = held.pop(rng.randrange(len(held)))
+                (pool.release if rng.random() < 0.5 else pool.release_after_plan)(pages)
+            case 2:
+                pool.keep(number)
+            case 3:
+                pool.take(number)
+            case 4:
+                step += 1
+                pool.plan_made(step, rng.sample(range(pool.total), rng.randint(0, pool.total)))
+                pool.landed(step - rng.randrange(2), range(pool.total))
+            case 5:
+                page = pool.page_of(number)
+                if page is not None and page not in lent:
+                    pool.lend(page)
+                    lent.append(page)
+            case 6 if (page := pool.lend_empty()) is not None:
+                lent.append(page)
+            case 7 if lent:
+                pool.give_back(lent.pop(), rng.choice([None, number]))
+        pool.check(held)
