@@ -1,0 +1,236 @@
+"""Pages of the KV cache in a directory: one file each, found again after a restart.
+
+    <identity, 64 hex digits>.kv      header, then the page's bytes
+    <identity>.tmp                    a file that is being written
+
+The header has a magic, the format's version, the length, a fingerprint of all that decides what a page holds
+(model, geometry, types, layout), the page's identity, and a SHA-256 of all of this and of the page.
+
+Rules
+
+1. A file is of use only if every field of its header is as expected and its checksum holds. Otherwise it is
+   a miss, and removed: truncated, damaged, of another version, of another model, or under another's name.
+2. A file is written under another name and renamed, so that a reader sees it whole. Nothing is synced: a file
+   that a power failure tore has a wrong checksum.
+3. Files may be deleted at any time by anybody: that is a miss. Nothing is touched whose name is not as above.
+4. The files take `bytes_max` at most: before one is written, those that were read or written longest ago are
+   removed. Over restarts their modification times tell.
+5. The directory is locked while it is open, by its own descriptor, so that deleting what is in it does not
+   unlock it. All names are relative to that descriptor. Its mode is 0700 and the files' is 0600: they hold
+   what users wrote.
+
+Calls may come from several threads. The index is locked, and never during input or output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import stat
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from engine.core.block_manager import PageIdentity
+
+MAGIC: Final = b"PENSTKKV"
+VERSION: Final = 1
+FIELDS: Final = struct.Struct("<8sIIQ32s32s")
+"""Magic, version, zero, length of the page, fingerprint, identity."""
+HEADER_LEN: Final = FIELDS.size + hashlib.sha256().digest_size
+FILES_MAX: Final = 1 << 20
+"""Files that a scan looks at; what is beyond is left alone, and not found."""
+_NAME: Final = re.compile(r"([0-9a-f]{64})\.(kv|tmp)")
+_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class DirectoryInUse(Exception):
+    """Another engine has the directory."""
+
+
+class PageFiles:
+    """The page files of one engine."""
+
+    def __init__(self, path: Path, fingerprint: bytes, page_bytes: int, bytes_max: int) -> None:
+        """Open and lock the directory, which is made when it is not there. Raises DirectoryInUse, or OSError.
+        `scan` finds what it holds."""
+        assert len(fingerprint) == 32
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fchmod(self._directory, 0o700)
+            _lock(self._directory, path)
+        except BaseException:
+            os.close(self._directory)
+            raise
+        self._fingerprint: Final = fingerprint
+        self._page_bytes: Final = page_bytes
+        self.file_len: Final = HEADER_LEN + page_bytes
+        self._files_max: Final = min(bytes_max // self.file_len, FILES_MAX)
+        self._lock: Final = threading.Lock()
+        self._files: OrderedDict[PageIdentity, None] = OrderedDict()  # removed from the front
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def has(self, identity: PageIdentity) -> bool:
+        with self._lock:
+            return identity in self._files
+
+    def close(self) -> None:
+        """Unlock the directory."""
+        os.close(self._directory)
+
+    def scan(self) -> None:
+        """Find the files of earlier runs, and remove those that are of no use here, as far as their headers
+        tell. Raises OSError."""
+        found: list[tuple[int, PageIdentity]] = []
+        with os.scandir(self._directory) as entries:
+            names = [entry.name for _, entry in zip(range(FILES_MAX), entries, strict=False)]
+        for name in names:
+            match = _NAME.fullmatch(name)
+            if match is None:
+                continue
+            identity = PageIdentity(bytes.fromhex(match[1]))
+            written_at = self._written_at(name, identity) if match[2] == "kv" else None
+            if written_at is None:
+                self._unlink(name)
+            else:
+                found.append((written_at, identity))
+        with self._lock:
+            newer, self._files = self._files, OrderedDict()
+            self._files.update(dict.fromkeys(identity for _, identity in sorted(found)))
+            for identity in newer:
+                self._files[identity] = None
+                self._files.move_to_end(identity)
+        self._make_room(0)
+
+    def _written_at(self, name: str, identity: PageIdentity) -> int | None:
+        """The file's modification time, in nanoseconds; None when it is of no use."""
+        try:
+            file = os.open(name, os.O_RDONLY | _FLAGS, dir_fd=self._directory)
+        except OSError:
+            return None
+        with contextlib.closing(os.fdopen(file, "rb", buffering=0)) as opened:
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode) or status.st_size != self.file_len:
+                return None
+            fields = opened.read(FIELDS.size)
+        return status.st_mtime_ns if fields == self._fields(identity) else None
+
+    def _fields(self, identity: PageIdentity) -> bytes:
+        return FIELDS.pack(MAGIC, VERSION, 0, self._page_bytes, self._fingerprint, identity)
+
+    def write(self, identity: PageIdentity, page: memoryview) -> bool:
+        """Write a page. False when there is no room for any. Raises OSError, and leaves nothing behind
+        then."""
+        assert len(page) == self._page_bytes
+        if not self._files_max:
+            return False
+        if self.has(identity):
+            return True
+        self._make_room(1)
+        fields = self._fields(identity)
+        header = fields + _digest(fields, page)
+        name, temporary = f"{identity.hex()}.kv", f"{identity.hex()}.tmp"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _FLAGS
+        try:
+            file = os.open(temporary, flags, 0o600, dir_fd=self._directory)
+            with contextlib.closing(os.fdopen(file, "wb", buffering=0)) as opened:
+                _write_all(opened.fileno(), header)
+                _write_all(opened.fileno(), page)
+            os.rename(temporary, name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
+        except OSError:
+            self._unlink(temporary)
+            raise
+        with self._lock:
+            self._files[identity] = None
+        return True
+
+    def read_into(self, identity: PageIdentity, page: memoryview) -> bool:
+        """Read a page. False when it is not there or of no use; then `page` holds anything. Raises OSError
+        when the directory cannot be read."""
+        assert len(page) == self._page_bytes
+        name = f"{identity.hex()}.kv"
+        try:
+            file = os.open(name, os.O_RDONLY | _FLAGS, dir_fd=self._directory)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ELOOP):  # gone, or a link in its place
+                raise
+            self.forget([identity])
+            return False
+        with contextlib.closing(os.fdopen(file, "rb", buffering=0)) as opened:
+            is_good = self._read_checked(opened.fileno(), identity, page)
+            if is_good:
+                os.utime(file)
+        if not is_good:
+            self.forget([identity])
+            return False
+        with self._lock:
+            if identity in self._files:
+                self._files.move_to_end(identity)
+        return True
+
+    def _read_checked(self, file: int, identity: PageIdentity, page: memoryview) -> bool:
+        if os.fstat(file).st_size != self.file_len:
+            return False
+        header, fields = os.read(file, HEADER_LEN), self._fields(identity)
+        if header[: FIELDS.size] != fields:
+            return False
+        done = 0
+        while done < len(page):
+            count = os.readv(file, [page[done:]])
+            if not count:
+                return False
+            done += count
+        return header[FIELDS.size :] == _digest(fields, page)
+
+    def forget(self, identities: Iterable[PageIdentity]) -> None:
+        """Remove pages that are of no use."""
+        for identity in identities:
+            with self._lock:
+                was_here = identity in self._files
+                self._files.pop(identity, None)
+            if was_here:
+                self._unlink(f"{identity.hex()}.kv")
+
+    def _make_room(self, count: int) -> None:
+        """Remove the oldest files so that there is room for `count` more."""
+        while True:
+            with self._lock:
+                if len(self._files) + count <= self._files_max:
+                    return
+                oldest, _ = self._files.popitem(last=False)
+            self._unlink(f"{oldest.hex()}.kv")
+
+    def _unlink(self, name: str) -> None:
+        with contextlib.suppress(OSError):  # it is gone already, or stays, and is found to be of no use
+            os.unlink(name, dir_fd=self._directory)
+
+
+def _lock(directory: int, path: Path) -> None:
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise DirectoryInUse(
+            f"{path} is in use by another engine: give each a directory of its own"
+        ) from None
+
+
+def _digest(fields: bytes, page: memoryview) -> bytes:
+    digest = hashlib.sha256(fields)
+    digest.update(page)
+    return digest.digest()
+
+
+def _write_all(file: int, data: bytes | memoryview) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(file, left) :]

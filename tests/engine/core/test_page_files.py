@@ -1,0 +1,217 @@
+"""Page files: what is damaged, foreign or gone is a miss, and nothing else is touched."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.core.block_manager import PageIdentity
+from engine.core.page_files import HEADER_LEN, DirectoryInUse, PageFiles
+
+PAGE_BYTES = 64
+MODEL, OTHER_MODEL = b"m" * 32, b"n" * 32
+
+
+def identity(number: int) -> PageIdentity:
+    return PageIdentity(number.to_bytes(32, "big"))
+
+
+def page(number: int) -> memoryview:
+    return memoryview(bytes([number]) * PAGE_BYTES)
+
+
+def opened(path: Path, files: int = 8, model: bytes = MODEL) -> PageFiles:
+    return PageFiles(path, model, PAGE_BYTES, files * (HEADER_LEN + PAGE_BYTES))
+
+
+def read(files: PageFiles, number: int) -> bytes | None:
+    buffer = bytearray(PAGE_BYTES)
+    return bytes(buffer) if files.read_into(identity(number), memoryview(buffer)) else None
+
+
+def name(path: Path, number: int) -> Path:
+    return path / f"{identity(number).hex()}.kv"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "kv" / "pages"
+
+
+@pytest.fixture
+def files(path: Path) -> Iterator[PageFiles]:
+    files = opened(path)
+    yield files
+    files.close()
+
+
+def test_a_page_is_read_as_it_was_written(files: PageFiles, path: Path) -> None:
+    assert not files.has(identity(1))
+    assert read(files, 1) is None
+    assert files.write(identity(1), page(1))
+    assert files.write(identity(1), page(1)), "once more is nothing"
+    assert read(files, 1) == bytes(page(1))
+    assert [each.name for each in path.iterdir()] == [name(path, 1).name]
+    assert name(path, 1).stat().st_mode & 0o777 == 0o600
+    assert path.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_restart_finds_what_was_written_and_removes_what_was_begun(path: Path) -> None:
+    files = opened(path)
+    files.write(identity(1), page(1))
+    files.close()
+    (path / f"{identity(2).hex()}.tmp").write_bytes(b"begun")
+    (path / "notes.txt").write_text("of somebody")
+    (path / "notes.kv").write_text("of somebody")
+    again = opened(path)
+    again.write(identity(3), page(3))  # while it looks
+    again.scan()
+    assert [again.has(identity(n)) for n in (1, 2, 3)] == [True, False, True]
+    assert read(again, 1) == bytes(page(1))
+    assert sorted(each.name for each in path.iterdir()) == sorted(
+        [name(path, 1).name, name(path, 3).name, "notes.txt", "notes.kv"]
+    )
+    again.close()
+
+
+def test_a_second_engine_is_refused_even_when_everything_was_deleted(files: PageFiles, path: Path) -> None:
+    files.write(identity(1), page(1))
+    for each in path.iterdir():
+        each.unlink()
+    with pytest.raises(DirectoryInUse, match="in use by another engine"):
+        opened(path)
+    assert read(files, 1) is None
+    assert not files.has(identity(1))
+    assert files.write(identity(1), page(1)), "it goes on"
+
+
+def test_the_files_that_were_used_longest_ago_make_room(path: Path) -> None:
+    files = opened(path, files=2)
+    files.write(identity(1), page(1))
+    files.write(identity(2), page(2))
+    assert read(files, 1) is not None
+    files.write(identity(3), page(3))
+    assert [files.has(identity(n)) for n in (1, 2, 3)] == [True, False, True]
+    assert len(files) == len(list(path.iterdir())) == 2
+    files.close()
+    os.utime(name(path, 1), ns=(5, 5))
+    smaller = opened(path, files=1)
+    smaller.scan()
+    assert not smaller.has(identity(1))
+    assert read(smaller, 3) == bytes(page(3))
+    smaller.close()
+    none = opened(path, files=0)
+    assert not none.write(identity(1), page(1))
+    none.close()
+
+
+def test_another_models_files_are_removed(path: Path) -> None:
+    files = opened(path)
+    files.write(identity(1), page(1))
+    files.close()
+    other = opened(path, model=OTHER_MODEL)
+    assert read(other, 1) is None
+    other.scan()
+    assert not list(path.iterdir())
+    other.close()
+
+
+def truncate(path: Path) -> None:
+    os.truncate(name(path, 1), HEADER_LEN + PAGE_BYTES - 1)
+
+
+def swap(path: Path) -> None:
+    name(path, 1).write_bytes(name(path, 2).read_bytes())
+
+
+def of_another_version(path: Path) -> None:
+    data = bytearray(name(path, 1).read_bytes())
+    data[8] += 1
+    name(path, 1).write_bytes(data)
+
+
+def replaced_by_a_link(path: Path) -> None:
+    name(path, 1).rename(path / "elsewhere")
+    name(path, 1).symlink_to(path / "elsewhere")
+
+
+@pytest.mark.parametrize("damage", [truncate, swap, of_another_version])
+@pytest.mark.parametrize("is_running", [True, False])
+def test_a_file_that_is_not_as_it_was_is_a_miss_and_removed(
+    path: Path, damage: Callable[[Path], None], is_running: bool
+) -> None:
+    files = opened(path)
+    files.write(identity(1), page(1))
+    files.write(identity(2), page(2))
+    if not is_running:
+        files.close()
+    damage(path)
+    if not is_running:
+        files = opened(path)
+        files.scan()
+    assert read(files, 1) is None
+    assert not files.has(identity(1))
+    assert not name(path, 1).exists()
+    assert read(files, 2) == bytes(page(2))
+    files.close()
+
+
+def test_a_link_is_never_followed(files: PageFiles, path: Path) -> None:
+    files.write(identity(1), page(1))
+    replaced_by_a_link(path)
+    assert read(files, 1) is None
+    assert not files.has(identity(1))
+
+
+@given(at=st.integers(0, HEADER_LEN + PAGE_BYTES - 1), bit=st.integers(0, 7))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_bit_can_be_flipped(files: PageFiles, path: Path, at: int, bit: int) -> None:
+    files.write(identity(1), page(1))
+    data = bytearray(name(path, 1).read_bytes())
+    data[at] ^= 1 << bit
+    name(path, 1).write_bytes(data)
+    assert read(files, 1) is None
+    assert not name(path, 1).exists()
+
+
+def test_a_full_disk_leaves_nothing_behind(
+    files: PageFiles, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: int, data: memoryview) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        files.write(identity(1), page(1))
+    assert not list(path.iterdir())
+    assert not files.has(identity(1))
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_a_miss(
+    files: PageFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.write(identity(1), page(1))
+    monkeypatch.setattr(os, "readv", lambda file, buffers: 0)
+    assert read(files, 1) is None
+
+
+def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        opened(tmp_path / "file" / "kv")
+
+
+def test_a_file_that_may_not_be_read_is_an_error(files: PageFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: object, **__: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    files.write(identity(1), page(1))
+    monkeypatch.setattr(os, "open", denied)
+    with pytest.raises(PermissionError):
+        read(files, 1)
+    assert files._written_at("x", identity(1)) is None
