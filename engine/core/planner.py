@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
 from itertools import islice
@@ -120,7 +120,7 @@ class Planner:
         if not (builder.prefills or self.waiting.unpaused):
             self.credit = Credit()
             return  # the usual step
-        circumstances = self._circumstances(now)
+        circumstances = self._circumstances(now, self.waiting.unpaused)
         budget = self._budget(builder.rows, decodes_s := circumstances.cost.seconds(builder.work))
         builder.open_to_prompts(budget, self.credit, circumstances.cost)
         self._hurry(builder, Rate(decodes_s, budget.seconds, len(builder.rows), builder.tokens_left), now)
@@ -166,7 +166,8 @@ class Planner:
             builder.extra_s = min(fast.prompts_s - rate.prompts_s, left_s)
 
     def first_token_s(self, sequence: Sequence, now: float) -> float:
-        """The estimate of a newcomer's time to first token, by rule 1 of `engine.core.deadlines`."""
+        """The estimate of a newcomer's time to first token, by rule 1 of `engine.core.deadlines`. Its work
+        does not grow with the queue: a flood of requests with deadlines would cost its square otherwise."""
         prefills: list[Sequence] = []
         streams: list[Sequence] = []
         for other in self.allocator.running.values():
@@ -180,7 +181,8 @@ class Planner:
         rivals = [*prefills, *waiting][: deadlines.LOOKED_AT_MAX]
         before: list[int] = []
         if rivals:
-            ranked = self.waiting.rank([*rivals, sequence], self._circumstances(now))
+            circumstances = self._circumstances(now, [*rivals, sequence])
+            ranked = self.waiting.rank([*rivals, sequence], circumstances)
             before = [other.expected_len for other in ranked[: ranked.index(sequence)]]
         position, allowance_s = (
             sequence.prompt_len - sequence.expected_len,
@@ -189,8 +191,8 @@ class Planner:
         fast = deadlines.hurried(rate, error)
         return deadlines.first_token_s(cost, rate, fast, before, position, sequence.expected_len, allowance_s)
 
-    def _circumstances(self, now: float) -> Circumstances:
-        competing = {sequence.tenant for sequence in self.waiting.unpaused}
+    def _circumstances(self, now: float, rivals: Iterable[Sequence]) -> Circumstances:
+        competing = {sequence.tenant for sequence in rivals}
         return Circumstances(now, self.learner.cost, self.tenants.leads(competing))
 
     def _admit_by_rank(self, builder: PlanBuilder, news: News, circumstances: Circumstances) -> None:

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable
 from dataclasses import replace
+from types import FrameType
+from typing import Any
 
 import pytest
 
 from engine.bench.virtual import Engine, Outcome, Request
 from engine.core import deadlines
 from engine.core.cost import StepCost
-from engine.core.deadlines import HURRY_PART, HURRY_S, HURRY_SHARE, Deadlines, HurryCredits, Rate
+from engine.core.deadlines import (
+    HURRY_PART,
+    HURRY_S,
+    HURRY_SHARE,
+    LOOKED_AT_MAX,
+    Deadlines,
+    HurryCredits,
+    Rate,
+)
 from engine.core.messages import FinishReason
 from tests.engine.core.harness import Harness, greedy
 from tests.engine.core.test_long_prompts import CALM_STEPS, RUNNERS, beside_streams, decodes_s
@@ -136,3 +148,65 @@ def test_nothing_is_hurried_where_nothing_streams() -> None:
     assert deadlines.hurried(rate, 0.1) is rate
     estimate_s = deadlines.first_token_s(SLOW, rate, rate, [100], 0, 100, HURRY_S)
     assert estimate_s == pytest.approx(SLOW.chunk_s(0, 100) + deadlines.prefill_s(SLOW, rate, 0, 100))
+
+
+# -- attacks ------------------------------------------------------------------------------------------
+
+
+def lines_of(work: Callable[[], None]) -> int:
+    """The lines of Python that this executes."""
+    lines = 0
+
+    def count(_: FrameType, event: str, __: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    tracer = sys.gettrace()  # that which measures coverage, for instance
+    sys.settrace(count)
+    try:
+        work()
+    finally:
+        sys.settrace(tracer)
+    return lines
+
+
+@pytest.mark.parametrize("first_token_s", [0.001, 1e6])
+def test_an_estimate_costs_no_more_in_a_flood(first_token_s: float) -> None:
+    """One tenant asks thousands of times, with deadlines of a millisecond, or of eleven days: each time costs
+    the same, however many wait."""
+    h = Harness(slots=2, queue_len_max=10_000)
+    for handle in (1, 2):
+        h.add(handle, [1] * 8, greedy(100))
+    h.steps(3)
+    for handle in range(3, 3 + 2 * LOOKED_AT_MAX):
+        h.add(handle, [1] * 8, greedy(2), tenant=f"t{handle % 5}")
+
+    def flood(first: int) -> int:
+        return lines_of(
+            lambda: [
+                h.add(handle, [1] * 8, greedy(2), tenant="thief", first_token_s=first_token_s)
+                for handle in range(first, first + 25)
+            ].clear()
+        )
+
+    little = flood(1000)
+    for handle in range(2000, 5000):
+        h.add(handle, [1] * 8, greedy(2), tenant="thief")
+    much = flood(6000)
+    assert much <= 1.1 * little
+    refused = first_token_s < 1.0
+    assert h.scheduler.stats().waiting == 2 * LOOKED_AT_MAX + 3000 + (0 if refused else 50)
+
+
+def test_those_who_state_short_deadlines_delay_no_other_tenant() -> None:
+    """A thousand requests that want their first tokens within a millisecond are refused as they come, and
+    what they wait behind is untouched; a thousand that can wait for eleven days are served by rank."""
+    at_s = CALM_STEPS * decodes_s(SLOW, 100)
+    victim = Request(at_s, 300, 2, tenant="victim", first_token_s=30.0)
+    (calm, *_), _ = beside_streams(Engine(SLOW), victim)
+    hopeless = [Request(at_s, 50, 2, tenant="thief", first_token_s=0.001) for _ in range(1000)]
+    outcomes, streams = beside_streams(Engine(SLOW), *hopeless, victim)
+    assert {outcome.reason for outcome in outcomes[:-1]} == {FinishReason.TOO_LATE}
+    assert outcomes[-1].first_token_s <= 1.01 * calm.first_token_s
+    assert max(stream.gap_s_max for stream in streams) <= 2.05 * decodes_s(SLOW, 1100)
