@@ -1,4 +1,5 @@
-"""The effect of a long prompt on streams that run: their gaps before it, and while it is read."""
+"""A long prompt beside streams that run: their gaps before it and while it is read, its own first token
+beside them and alone, and what becomes of it when its first token is of use for a limited time only."""
 
 from __future__ import annotations
 
@@ -11,12 +12,16 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Final
 
-from engine.bench.load import Server, finished, random_prompt, request
+from engine.bench.load import BenchFailed, Server, finished, random_prompt, request
 from shared.bench.client import TimedRequest
 from shared.bench.figures import quantile
+from shared.errors import FirstTokenDeadline
+from shared.ids import FIRST_TOKEN_TIMEOUT_HEADER
 
 STREAMS: Final = 8
 PROMPT_LEN: Final = 4000
+SETTLE_S: Final = 1.0
+"""From the end of the streams to the prompt that is alone."""
 OWN_PROMPT_LEN: Final = 50
 """The prompt tokens of each stream that runs."""
 BEFORE_S: Final = 3.0
@@ -24,16 +29,39 @@ BEFORE_S: Final = 3.0
 SETTLE_TOKENS: Final = 8
 """Tokens of every stream that are not counted: until all of them run."""
 POLL_S: Final = 0.01
+DEADLINE_FACTORS: Final = (0.5, 0.8, 1.3)
+"""The deadlines of a long prompt, as multiples of the time that it takes beside streams without one."""
+REFUSED_AT_ONCE_S: Final = 1.0
+"""The time within which a request counts as refused at once: a step, and the way to the engine and back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
     prompt_len: int
+    usual_ms: float
+    """The median of the streams' gaps before the prompt came."""
     before_ms: float
     """p99 of the streams' gaps."""
     during_ms: float
     first_ms: float
     """The long prompt's own first token."""
+    alone_ms: float
+    """The first token of one as long with nothing beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a prompt with a deadline ended."""
+
+    deadline_s: float
+    took_s: float
+    """The time until its first token came, or until it was refused."""
+    is_refused: bool
+
+    @property
+    def limit_s(self) -> float:
+        """The time that it might take: the deadline, or what counts as refused at once."""
+        return REFUSED_AT_ONCE_S if self.is_refused else self.deadline_s
 
 
 async def beside(server: Server, rng: random.Random) -> Beside:
@@ -43,18 +71,58 @@ async def beside(server: Server, rng: random.Random) -> Beside:
     async with _running(server, rng, context_len - OWN_PROMPT_LEN) as streams:
         start = time.perf_counter()
         await asyncio.sleep(BEFORE_S)
-        late = await server.endpoint.connect()
-        try:
-            long = late.begin(request(server, random_prompt(rng, prompt_len), 1))
-            await finished(late)
-        finally:
-            late.close()
+        long = await _prompt(server, rng, prompt_len)
+    await asyncio.sleep(SETTLE_S)
+    alone = await _prompt(server, rng, prompt_len)
+    before_ms = _gaps_ms(streams, start, long.sent_at)
     return Beside(
         prompt_len,
-        quantile(_gaps_ms(streams, start, long.sent_at), 0.99),
+        quantile(before_ms, 0.5),
+        quantile(before_ms, 0.99),
         quantile(_gaps_ms(streams, long.sent_at, long.event_times[0]), 0.99),
         1e3 * (long.event_times[0] - long.sent_at),
+        1e3 * (alone.event_times[0] - alone.sent_at),
     )
+
+
+async def with_deadlines(server: Server, rng: random.Random) -> list[Ending]:
+    """The endings of long prompts beside streams, one after another. The first has no deadline and tells how
+    long one takes. Raises `BenchFailed`."""
+    context_len = await server.context_len()
+    prompt_len = context_len - OWN_PROMPT_LEN
+    endings = []
+    async with _running(server, rng, context_len - OWN_PROMPT_LEN):
+        first = await _prompt(server, rng, prompt_len)
+        usual_s = first.event_times[0] - first.sent_at
+        for factor in DEADLINE_FACTORS:
+            deadline_s = factor * usual_s
+            headers = {FIRST_TOKEN_TIMEOUT_HEADER: str(round(1e3 * deadline_s))}
+            connection = await server.endpoint.connect()
+            try:
+                done = await connection.exchange(request(server, random_prompt(rng, prompt_len), 1, headers))
+            finally:
+                connection.close()
+            endings.append(ending(done, deadline_s))
+    return endings
+
+
+def ending(done: TimedRequest, deadline_s: float) -> Ending:
+    """How this request ended. Raises `BenchFailed` when it failed for another reason than its deadline."""
+    if done.error is None:
+        return Ending(deadline_s, done.event_times[0] - done.sent_at, is_refused=False)
+    if FirstTokenDeadline.code.encode() not in done.last_event + done.body:
+        raise BenchFailed(done.error)
+    return Ending(deadline_s, done.ended_at - done.sent_at, is_refused=True)
+
+
+async def _prompt(server: Server, rng: random.Random, prompt_len: int) -> TimedRequest:
+    """The request of one long prompt, when its first token has come."""
+    connection = await server.endpoint.connect()
+    try:
+        connection.begin(request(server, random_prompt(rng, prompt_len), 1))
+        return await finished(connection)
+    finally:
+        connection.close()
 
 
 @contextlib.asynccontextmanager

@@ -13,7 +13,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -135,7 +135,9 @@ def random_prompt(rng: random.Random, length: int) -> list[int]:
     return [rng.randint(TOKEN_ID_MIN, TOKEN_ID_MAX) for _ in range(length)]
 
 
-def request(server: Server, prompt: list[int], output_len: int) -> bytes:
+def request(
+    server: Server, prompt: list[int], output_len: int, headers: Mapping[str, str] | None = None
+) -> bytes:
     body = {
         "model": server.model,
         "prompt": prompt,
@@ -145,7 +147,7 @@ def request(server: Server, prompt: list[int], output_len: int) -> bytes:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    return server.endpoint.request("/completions", msgspec.json.encode(body))
+    return server.endpoint.request("/completions", msgspec.json.encode(body), headers)
 
 
 async def finished(connection: LoadConnection) -> TimedRequest:

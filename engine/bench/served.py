@@ -5,8 +5,13 @@ measured the same way. With `--against` the same load runs on a second server, p
 (A B A B), because machines are noisy: the ratios are what to compare. Whose turn it is not is stopped, where
 its process is known (`--against-pid`), so that nobody's way to wait costs the other.
 
-Rows: `load` is the streams, `beside` a long prompt that arrives beside eight running streams, `idle` the
-CPU time of an engine with nothing to do, `memory` what all its processes hold after the loads.
+Rows: `load` is the streams, `beside` a long prompt that arrives beside eight running streams, `deadline` the
+longest prompt beside them whose first token is of use for a limited time, `idle` the CPU time of an engine
+with nothing to do, `memory` what all its processes hold after the loads.
+
+Beside streams a prompt has the part of the time that `engine.core.pace` gives it by default: the gap target
+less the usual gap, or half of the time where that is more. So its first token should take as long as alone,
+divided by that part.
 """
 
 from __future__ import annotations
@@ -19,8 +24,8 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from typing import Final
 
+from engine.bench.interference import DEADLINE_FACTORS, Beside, Ending, beside, with_deadlines
 from engine.bench.interference import STREAMS as BESIDE_STREAMS
-from engine.bench.interference import beside
 from engine.bench.load import BenchFailed, Load, Sample, Server, alone, measure, warm_up
 from shared.bench.client import ApiServer
 from shared.bench.figures import Figure, at_least, at_most, figure, quantile
@@ -28,12 +33,17 @@ from shared.bench.services import demo_model, free_port, service
 
 __all__ = ["BenchFailed", "add_arguments", "run"]
 
-ROWS: Final = ("load", "beside", "idle", "memory")
+ROWS: Final = ("load", "beside", "deadline", "idle", "memory")
+USUAL_ROWS: Final = ("load", "beside", "idle", "memory")
 TOKENS_TARGET: Final = at_least(1.5)
 TTFT_TARGET: Final = at_most(0.7)
 BESIDE_TARGET: Final = at_most(1)
+OWN_TARGET: Final = at_most(1.15)
+DEADLINE_TARGET: Final = at_most(1)
 GAP_TARGET_MS: Final = 100.0
 """The default of `--gap-target-ms`: gaps that are no longer are as asked for, whatever they were before."""
+PROMPT_SHARE: Final = 0.5
+"""The default of `--prompt-share`."""
 IDLE_TARGET: Final = at_most(1)
 IDLE_S: Final = 5.0
 SETTLE_S: Final = 1.0
@@ -54,8 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--against-model", metavar="NAME", help="its model's name (default: as --model)")
     parser.add_argument("--against-pid", type=int, nargs="+", default=[], metavar="PID", help="its processes")
     parser.add_argument(
-        "--rows", nargs="+", choices=ROWS, default=ROWS, metavar="ROW", help=f"of {', '.join(ROWS)}"
-    )
+        "--rows", nargs="+", choices=ROWS, default=USUAL_ROWS, metavar="ROW",
+        help=f"of {', '.join(ROWS)} (default: all but deadline)",
+    )  # fmt: skip
     parser.add_argument(
         "--streams", type=int, nargs="+", default=[1, 8, 32], help="concurrent streams, a run each"
     )
@@ -84,6 +95,9 @@ async def run(options: argparse.Namespace) -> list[Figure]:
             figures += await _in_turns(servers, load, options.turns, rng)
         if "beside" in rows:
             figures += await _beside(servers, rng)
+        if "deadline" in rows:
+            with alone(servers[0], servers):
+                figures += deadline_figures(await with_deadlines(servers[0], rng))
         if "idle" in rows:
             figures += await _idle(servers)
         if "memory" in rows:
@@ -128,16 +142,42 @@ async def _beside(servers: Sequence[Server], rng: random.Random) -> list[Figure]
     for server in servers:
         with alone(server, servers):
             seen = await beside(server, rng)
-        name = f"{server.name}{BESIDE_STREAMS} streams"
-        what = f"a prompt of {seen.prompt_len}"
-        over = seen.during_ms / max(2 * seen.before_ms, GAP_TARGET_MS)
-        target = BESIDE_TARGET if server is servers[0] else None
+        figures += beside_figures(server.name, seen, judged=server is servers[0])
+    return figures
+
+
+def beside_figures(server: str, seen: Beside, *, judged: bool) -> list[Figure]:
+    """The figures of a long prompt beside streams; with targets when `judged`."""
+    name, what = f"{server}{BESIDE_STREAMS} streams", f"a prompt of {seen.prompt_len}"
+    over = seen.during_ms / max(2 * seen.before_ms, GAP_TARGET_MS)
+    part = max(PROMPT_SHARE, 1.0 - seen.usual_ms / GAP_TARGET_MS)
+    own = seen.first_ms / (seen.alone_ms / part)
+    return [
+        figure(f"{name}: gap p99 before {what}", seen.before_ms, "ms"),
+        figure(f"{name}: gap p99 during {what}", seen.during_ms, "ms"),
+        figure(f"{name}: gap p99, during / before", seen.during_ms / seen.before_ms, "x"),
+        figure(
+            f"{name}: gap p99 during / twice that before, or the gap target",
+            over,
+            "x",
+            BESIDE_TARGET if judged else None,
+        ),
+        figure(f"{name}: TTFT of {what}", seen.first_ms, "ms"),
+        figure(f"{server}TTFT of {what} alone", seen.alone_ms, "ms"),
+        figure(f"{name}: part of the time that {what} has", part, ""),
+        figure(f"{name}: TTFT of {what} / alone over its part", own, "x", OWN_TARGET if judged else None),
+    ]
+
+
+def deadline_figures(endings: Sequence[Ending]) -> list[Figure]:
+    """The figures of long prompts with deadlines: answered in time or refused at once, nothing in between."""
+    figures = []
+    for factor, ending in zip(DEADLINE_FACTORS, endings, strict=True):
+        name = f"{BESIDE_STREAMS} streams: a prompt with {factor:g} of its time"
         figures += [
-            figure(f"{name}: gap p99 before {what}", seen.before_ms, "ms"),
-            figure(f"{name}: gap p99 during {what}", seen.during_ms, "ms"),
-            figure(f"{name}: gap p99, during / before", seen.during_ms / seen.before_ms, "x"),
-            figure(f"{name}: gap p99 during / twice that before, or the gap target", over, "x", target),
-            figure(f"{name}: TTFT of {what}", seen.first_ms, "ms"),
+            figure(f"{name}, deadline", ending.deadline_s, "s"),
+            figure(f"{name}, {'refused' if ending.is_refused else 'answered'} after", ending.took_s, "s"),
+            figure(f"{name}, the same / its limit", ending.took_s / ending.limit_s, "x", DEADLINE_TARGET),
         ]
     return figures
 

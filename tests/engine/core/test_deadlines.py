@@ -182,18 +182,14 @@ def test_an_estimate_costs_no_more_in_a_flood(first_token_s: float) -> None:
     for handle in range(3, 3 + 2 * LOOKED_AT_MAX):
         h.add(handle, [1] * 8, greedy(2), tenant=f"t{handle % 5}")
 
-    def flood(first: int) -> int:
-        return lines_of(
-            lambda: [
-                h.add(handle, [1] * 8, greedy(2), tenant="thief", first_token_s=first_token_s)
-                for handle in range(first, first + 25)
-            ].clear()
-        )
+    def flood(first: int) -> None:
+        for handle in range(first, first + 25):
+            h.add(handle, [1] * 8, greedy(2), tenant="thief", first_token_s=first_token_s)
 
-    little = flood(1000)
+    little = lines_of(lambda: flood(1000))
     for handle in range(2000, 5000):
         h.add(handle, [1] * 8, greedy(2), tenant="thief")
-    much = flood(6000)
+    much = lines_of(lambda: flood(6000))
     assert much <= 1.1 * little
     refused = first_token_s < 1.0
     assert h.scheduler.stats().waiting == 2 * LOOKED_AT_MAX + 3000 + (0 if refused else 50)

@@ -1,0 +1,73 @@
+"""The judging of a long prompt beside streams, and of one with a deadline."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.bench import served
+from engine.bench.interference import REFUSED_AT_ONCE_S, Beside, Ending, ending
+from engine.bench.load import BenchFailed
+from engine.config import EngineConfig
+from shared.bench.client import ApiServer, TimedRequest
+from shared.bench.figures import Figure
+
+
+def judged(figures: list[Figure]) -> list[bool | None]:
+    return [figure.ok for figure in figures if figure.target is not None]
+
+
+@pytest.mark.parametrize(
+    ("seen", "oks"),
+    [
+        # gaps of 10 ms leave the prompt nine tenths of a gap target of 100 ms
+        (Beside(4000, 10.0, 12.0, 99.0, 1000.0, 900.0), [True, True]),
+        (Beside(4000, 10.0, 12.0, 101.0, 1160.0, 900.0), [False, False]),
+        # with gaps of 80 ms it has half of the time
+        (Beside(4000, 80.0, 85.0, 169.0, 20_000.0, 10_000.0), [True, True]),
+        (Beside(4000, 80.0, 85.0, 171.0, 23_100.0, 10_000.0), [False, False]),
+    ],
+)
+def test_a_prompt_beside_streams_is_judged_by_the_part_of_the_time_that_it_has(
+    seen: Beside, oks: list[bool]
+) -> None:
+    assert judged(served.beside_figures("", seen, judged=True)) == oks
+    assert judged(served.beside_figures("against, ", seen, judged=False)) == []
+
+
+def test_a_prompt_with_a_deadline_is_answered_in_time_or_refused_at_once() -> None:
+    endings = [
+        Ending(10.0, 0.9 * REFUSED_AT_ONCE_S, is_refused=True),
+        Ending(16.0, 10.0, is_refused=True),
+        Ending(26.0, 25.0, is_refused=False),
+    ]
+    figures = served.deadline_figures(endings)
+    assert judged(figures) == [True, False, True]
+    assert [figure.name for figure in figures if "refused" in figure.name] == [
+        "8 streams: a prompt with 0.5 of its time, refused after",
+        "8 streams: a prompt with 0.8 of its time, refused after",
+    ]
+
+
+def test_a_refusal_for_the_deadline_is_told_from_a_failure() -> None:
+    in_time = TimedRequest(5.0, event_times=[7.5], ended_at=8.0)
+    assert ending(in_time, 3.0) == Ending(3.0, 2.5, is_refused=False)
+    told = b'{"error":{"code":"first_token_deadline"}}'
+    for late in (
+        TimedRequest(5.0, ended_at=5.25, body=told, error="HTTP 503"),
+        TimedRequest(5.0, event_times=[5.2], ended_at=5.25, last_event=b"data: " + told, error="no [DONE]"),
+    ):
+        assert ending(late, 3.0) == Ending(3.0, 0.25, is_refused=True)
+    with pytest.raises(BenchFailed, match="connection lost"):
+        ending(TimedRequest(5.0, ended_at=6.0, error="connection lost"), 3.0)
+
+
+def test_a_request_has_the_headers_that_are_asked_for() -> None:
+    request = ApiServer("http://127.0.0.1:1/v1", key="k").request("/completions", b"{}", {"x-a": "1"})
+    head, _, body = request.partition(b"\r\n\r\n")
+    assert body == b"{}"
+    assert {b"x-a: 1", b"authorization: Bearer k"} <= set(head.split(b"\r\n"))
+
+
+def test_the_bench_knows_the_defaults_of_the_engine() -> None:
+    engine = EngineConfig("model")
+    assert (engine.gap_target_ms, engine.prompt_share) == (served.GAP_TARGET_MS, served.PROMPT_SHARE)
