@@ -28,8 +28,9 @@ FLAGS: Final = (
     "-fvisibility=hidden",  # or the first library loaded lends its tables to those of other instruction sets
 )  # fmt: skip
 ISAS: Final[Mapping[str, tuple[str, ...]]] = {
-    "amx_bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
-    "avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16"),
+    "amx_bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"),
+    "avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
+    "avx512_vnni": ("-march=x86-64-v4", "-mavx512vnni"),
     "avx512": ("-march=x86-64-v4",),
     "avx2": ("-march=x86-64-v3",),
     "portable": (),

@@ -16,6 +16,7 @@
 #include <cassert>
 
 #include "attention.h"
+#include "int8.h"
 #include "pool.h"
 #include "sampling.h"
 
@@ -86,7 +87,7 @@ class Decoder final : public Model {
     for (int i = 0; i < threads; ++i) {
       scratch_.emplace_back(heads_);
       products_.emplace_back(ROWS_MAX * PANEL);
-      panels_.emplace_back(shape.quantised ? longest / per_word * PANEL : 0);
+      panels_.emplace_back(shape.quantised && BY_TILES<E> ? longest / per_word * PANEL : 0);
     }
   }
 
@@ -212,6 +213,7 @@ class Decoder final : public Model {
     const int64_t fair = std::max<int64_t>(1, w.panels / (4 * pool_.threads()));
     const int64_t group = std::min(fair, std::max<int64_t>(1, ITEM_BYTES / w.panel_bytes(per_word)));
     const int64_t groups = (w.panels + group - 1) / group;
+    if (in_bytes(w)) quantise(x, tokens, w.words * per_word);
     pool_.each(blocks * groups, [&](int worker, int64_t item) {
       const int64_t block = item % blocks, first = begin_of(block, blocks, tokens);
       const int64_t rows = begin_of(block + 1, blocks, tokens) - first;
@@ -219,14 +221,27 @@ class Decoder final : public Model {
       float* y = products_[worker].get();
       Tiles unit;
       for (int64_t panel = item / blocks * group, i = 0; i < group && panel < w.panels; ++panel, ++i) {
-        const uint32_t* a = reinterpret_cast<const uint32_t*>(x) + first * w.words;
-        multiply_panel<E>(w, panel, a, rows, y, panels_[worker].get(), unit);
+        if (in_bytes(w)) {
+          const uint8_t* quads = w.quantised.get() + panel * w.panel_bytes(per_word);
+          multiply_int8(quants_, first, rows, reinterpret_cast<const uint32_t*>(quads), y);
+        } else {
+          const uint32_t* a = reinterpret_cast<const uint32_t*>(x) + first * w.words;
+          multiply_panel<E>(w, panel, a, rows, y, panels_[worker].get(), unit);
+        }
         for (int64_t row = 0; row < rows; ++row) {
           finish(w, panel * PANEL, y + row * PANEL);
           each(first + row, panel * PANEL, y + row * PANEL);
         }
       }
     });
+  }
+
+  // Multiplied as int8.h does.
+  static bool in_bytes(const Linear& w) { return !BY_TILES<E> && w.quantised; }
+
+  void quantise(const T* x, int64_t tokens, int64_t columns) {
+    quants_.reserve(tokens, columns);
+    each_of(tokens, [&](int64_t token) { quants_.set<E>(token, x + token * columns); });
   }
 
   // Blocks are of one size: a last one of a few rows would read the weights for little. A matrix unit takes so
@@ -251,14 +266,14 @@ class Decoder final : public Model {
   }
 
   template <class Body>
-  void each_token(Body&& body) {
-    pool_.each((tokens_ + 7) / 8, [&](int, int64_t item) {
-      for (int64_t token = item * 8; token < std::min(tokens_, item * 8 + 8); ++token) body(token);
+  void each_of(int64_t count, Body&& body) {
+    pool_.each((count + 7) / 8, [&](int, int64_t item) {
+      for (int64_t i = item * 8; i < std::min(count, item * 8 + 8); ++i) body(i);
     });
   }
 
   void embed() {
-    each_token([&](int64_t token) {
+    each_of(tokens_, [&](int64_t token) {
       const int64_t id = token_ids_[token];
       float* x = x_.get() + token * shape_.hidden;
       if (embedding) {
@@ -277,7 +292,7 @@ class Decoder final : public Model {
 
   void norm(const float* weight, T* out) {
     const int64_t hidden = shape_.hidden;
-    each_token([&](int64_t token) {
+    each_of(tokens_, [&](int64_t token) {
       const float* x = x_.get() + token * hidden;
       const float scale = inverse_rms(x, hidden);
       for (int64_t i = 0; i < hidden; i += LANES)
@@ -334,6 +349,7 @@ class Decoder final : public Model {
   std::vector<Span> written_, attended_spans_;
   Buffer<float> x_, qkv_;
   Buffer<T> normed_, q_, attended_, gated_;
+  Quants quants_;  // what is multiplied with int8
   std::vector<AttentionScratch<E>> scratch_;  // by worker, as the two below
   std::vector<Buffer<float>> products_;
   std::vector<Buffer<uint32_t>> panels_;

@@ -33,8 +33,7 @@ constexpr bool BY_TILES = false;
 template <class E>
 constexpr int ROWS_AT_ONCE = BY_TILES<E> ? 32 : TILE_ROWS;
 
-// Q: b is int8, [word][element of the word][32], and spread to words on the way.
-template <class E, bool Q, int M, int N>
+template <class E, int M, int N>
 void tile(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t words, float* c, int64_t ldc,
           bool add) {
   vf acc[M][N];
@@ -45,12 +44,7 @@ void tile(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_
   for (int64_t k = 0; k < words; ++k) {
     vu column[N];
 #pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) {
-      if constexpr (Q)
-        column[n] = E::expand(reinterpret_cast<const int8_t*>(b) + k * E::PER_WORD * PANEL + n * LANES, PANEL);
-      else
-        column[n] = load<vu>(b + k * ldb + n * LANES);
-    }
+    for (int n = 0; n < N; ++n) column[n] = load<vu>(b + k * ldb + n * LANES);
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
       const vu x = vu{} + a[m * lda + k];
@@ -64,58 +58,51 @@ void tile(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_
     for (int n = 0; n < N; ++n) store(c + m * ldc + n * LANES, acc[m][n]);
 }
 
-using Tile = void (*)(const uint32_t*, int64_t, const uint32_t*, int64_t, int64_t, float*, int64_t, bool);
+template <class E>
+struct WordTiles {
+  using Tile = void (*)(const uint32_t*, int64_t, const uint32_t*, int64_t, int64_t, float*, int64_t, bool);
+  template <int M, int N>
+  static constexpr Tile OF = tile<E, M, N>;
+  static constexpr int ROWS = TILE_ROWS;
+};
 
 constexpr int WIDEST = 8;  // vectors of a tile
-// Rows of a tile that is n vectors wide: its sums fill 2 * TILE_ROWS registers.
-constexpr int tallest(int n) { return n <= 2 ? TILE_ROWS : 2 * TILE_ROWS / n; }
+// Rows of a tile that is n vectors wide: its sums fill 2 * ROWS registers.
+template <class Family>
+constexpr int tallest(int n) {
+  return n <= 2 ? Family::ROWS : 2 * Family::ROWS / n;
+}
 
-template <class E, bool Q, int N, int... M>
-Tile tile_of(int64_t rows, std::integer_sequence<int, M...>) {
-  static constexpr Tile tiles[] = {tile<E, Q, M + 1, N>...};
+template <class Family, int N, int... M>
+typename Family::Tile tile_of(int64_t rows, std::integer_sequence<int, M...>) {
+  static constexpr typename Family::Tile tiles[] = {Family::template OF<M + 1, N>...};
   return tiles[rows - 1];
 }
 
 // The widest tile of so many rows, and how many of the lanes it takes.
-template <class E, bool Q, int N = WIDEST>
-Tile widest(int64_t rows, int64_t lanes, int64_t& width) {
+template <class Family, int N = WIDEST>
+typename Family::Tile widest(int64_t rows, int64_t lanes, int64_t& width) {
   if constexpr (N > 1)
-    if (rows > tallest(N) || lanes < N * LANES) return widest<E, Q, N / 2>(rows, lanes, width);
+    if (rows > tallest<Family>(N) || lanes < N * LANES) return widest<Family, N / 2>(rows, lanes, width);
   width = N * LANES;
-  return tile_of<E, Q, N>(rows, std::make_integer_sequence<int, tallest(N)>());
-}
-
-// int8 to words, [count][PANEL] from word k on.
-template <class E>
-void spread(const int8_t* from, int64_t k, int64_t count, uint32_t* to) {
-  for (int64_t i = 0; i < count; ++i)
-    for (int n = 0; n < PANEL; n += LANES)
-      store(to + i * PANEL + n, E::expand(from + (k + i) * E::PER_WORD * PANEL + n, PANEL));
+  return tile_of<Family, N>(rows, std::make_integer_sequence<int, tallest<Family>(N)>());
 }
 
 // a [rows][lda words], b [words][ldb words] of which `lanes` are used (a multiple of LANES), c [rows][ldc].
 //
 // Few rows are a matter of reading b, which goes best in the order in which it lies: hence wide tiles.
-template <class E, bool Q = false>
+template <class E>
 void gemm(const uint32_t* a, int64_t lda, int64_t rows, const uint32_t* b, int64_t ldb, int64_t lanes,
           int64_t words, float* c, int64_t ldc, bool add, Tiles& unit) {
   if constexpr (BY_TILES<E>) {
-    if constexpr (Q) {
-      const auto spread_words = [from = reinterpret_cast<const int8_t*>(b)](int64_t k, int64_t count, uint32_t* to) {
-        spread<E>(from, k, count, to);
-      };
-      unit.multiply(a, lda, rows, b, ldb, lanes, words, c, ldc, add, spread_words);
-    } else {
-      unit.multiply(a, lda, rows, b, ldb, lanes, words, c, ldc, add);
-    }
+    unit.multiply(a, lda, rows, b, ldb, lanes, words, c, ldc, add);
   } else {
     const int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t m = rows * i / tiles, count = rows * (i + 1) / tiles - m;
       for (int64_t n = 0, width; n < lanes; n += width) {
-        const Tile run = widest<E, Q>(count, lanes - n, width);
-        const uint32_t* column = Q ? reinterpret_cast<const uint32_t*>(reinterpret_cast<const int8_t*>(b) + n) : b + n;
-        run(a + m * lda, lda, column, ldb, words, c + m * ldc + n, ldc, add);
+        const auto run = widest<WordTiles<E>>(count, lanes - n, width);
+        run(a + m * lda, lda, b + n, ldb, words, c + m * ldc + n, ldc, add);
       }
     }
   }
@@ -155,12 +142,12 @@ class Buffer {
   size_t count_ = 0;
 };
 
-// y = x W^T + b. Weights are words of E, or int8 with a scale per output, which are spread to words when
-// they are used: [panel][word][element of the word][32].
+// y = x W^T + b. Weights are words of E, or int8 with a scale per output: quads plus 128 (int8.h), or, for a
+// matrix unit, [panel][word][element of the word][32], which are spread to words when they are used.
 struct Linear {
   int64_t outputs = 0, words = 0, panels = 0;
   Buffer<uint32_t> weights;
-  Buffer<int8_t> quantised;
+  Buffer<uint8_t> quantised;
   Buffer<float> scale, bias;
 
   int64_t panel_bytes(int per_word) const { return words * PANEL * (quantised ? per_word : 4); }
@@ -186,9 +173,14 @@ void pack_panel(Linear& linear, const typename E::T* w, int64_t panel, bool pair
       for (int64_t k = 0; from && k < columns; ++k) peak = std::fmax(peak, std::fabs(E::widen(from[k])));
       linear.scale.get()[place] = peak / 127.0f;
       const float inverse = peak > 0.0f ? 127.0f / peak : 0.0f;
-      int8_t* to = linear.quantised.get() + panel * columns * PANEL + lane;
-      for (int64_t k = 0; k < columns; ++k)
-        to[k * PANEL] = from ? int8_t(std::lrint(E::widen(from[k]) * inverse)) : int8_t(0);
+      uint8_t* to = linear.quantised.get() + panel * columns * PANEL;
+      for (int64_t k = 0; k < columns; ++k) {
+        const int q = from ? int(std::lrint(E::widen(from[k]) * inverse)) : 0;
+        if constexpr (BY_TILES<E>)
+          to[k * PANEL + lane] = uint8_t(q);
+        else
+          to[(k / 4 * PANEL + lane) * 4 + Int8::PLACE[k % 4]] = uint8_t(q + 128);
+      }
     } else {
       uint32_t* to = linear.weights.get() + panel * linear.words * PANEL + lane;
       for (int64_t k = 0; k < linear.words; ++k) {
@@ -199,20 +191,25 @@ void pack_panel(Linear& linear, const typename E::T* w, int64_t panel, bool pair
   }
 }
 
-// c [rows][32] = a [rows][words] times a panel. int8 is spread to words in passing where a tile takes all
-// rows, and into `room` [words][32] where several tiles would do it again.
+// c [rows][32] = a [rows][words] times a panel of words, or of bytes that are spread to words in passing where
+// they meet all rows once, and into `room` [words][32] where they would be spread again.
 template <class E>
 void multiply_panel(const Linear& w, int64_t panel, const uint32_t* a, int64_t rows, float* c, uint32_t* room,
                     Tiles& unit) {
   const uint32_t* words = w.weights.get() + panel * w.words * PANEL;
-  if (w.quantised) {
-    constexpr int per_word = E::PER_WORD;
-    const int8_t* from = w.quantised.get() + panel * w.words * per_word * PANEL;
-    const uint32_t* bytes = reinterpret_cast<const uint32_t*>(from);
-    if (rows <= ROWS_AT_ONCE<E>)
-      return gemm<E, true>(a, w.words, rows, bytes, PANEL, PANEL, w.words, c, PANEL, false, unit);
-    spread<E>(from, 0, w.words, room);
-    words = room;
+  if constexpr (BY_TILES<E>) {
+    const int8_t* from = reinterpret_cast<const int8_t*>(w.quantised.get()) + panel * w.words * E::PER_WORD * PANEL;
+    const auto spread = [from](int64_t k, int64_t count, uint32_t* to) {
+      for (int64_t i = 0; i < count; ++i)
+        for (int n = 0; n < PANEL; n += LANES)
+          store(to + i * PANEL + n, E::expand(from + (k + i) * E::PER_WORD * PANEL + n, PANEL));
+    };
+    if (w.quantised && rows <= ROWS_AT_ONCE<E>)
+      return unit.multiply(a, w.words, rows, nullptr, PANEL, PANEL, w.words, c, PANEL, false, spread);
+    if (w.quantised) {
+      spread(0, w.words, room);
+      words = room;
+    }
   }
   gemm<E>(a, w.words, rows, words, PANEL, PANEL, w.words, c, PANEL, false, unit);
 }

@@ -15,8 +15,9 @@ from engine.runtime.native.build import ISAS, library_path
 
 _AVX512: Final = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
 NEEDED_FLAGS: Final[Mapping[str, frozenset[str]]] = {
-    "amx_bf16": _AVX512 | {"avx512_bf16", "amx_bf16", "amx_tile"},
-    "avx512_bf16": _AVX512 | {"avx512_bf16"},
+    "amx_bf16": _AVX512 | {"avx512_bf16", "avx512_vnni", "amx_bf16", "amx_tile"},
+    "avx512_bf16": _AVX512 | {"avx512_bf16", "avx512_vnni"},
+    "avx512_vnni": _AVX512 | {"avx512_vnni"},
     "avx512": _AVX512,
     "avx2": frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}),
     "portable": frozenset(),

@@ -27,6 +27,8 @@ constexpr int LANES = 4, TILE_ROWS = 4;
 #define PENSTOCK_ISA "amx_bf16"
 #elif defined(__AVX512BF16__)
 #define PENSTOCK_ISA "avx512_bf16"
+#elif defined(__AVX512VNNI__)
+#define PENSTOCK_ISA "avx512_vnni"
 #elif defined(__AVX512F__)
 #define PENSTOCK_ISA "avx512"
 #elif defined(__AVX2__)
@@ -39,6 +41,8 @@ typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+typedef uint16_t vw __attribute__((vector_size(4 * LANES)));
+typedef int16_t vs __attribute__((vector_size(4 * LANES)));
 
 template <class V>
 inline V load(const void* from) {
@@ -108,6 +112,7 @@ inline vf whole(const int8_t* from) {
 struct Fp32 {
   using T = float;
   static constexpr int PER_WORD = 1;
+  static vf widen_lanes(const T* from) { return load<vf>(from); }
   static vf dot(vf sum, vu a, vu b) { return sum + (vf)a * (vf)b; }
   static void narrow(T* to, vf x) { store(to, x); }
   static T narrow(float x) { return x; }
@@ -127,6 +132,7 @@ struct Bf16 {
     return sum + (vf)(a & 0xffff0000u) * (vf)(b & 0xffff0000u);
 #endif
   }
+  static vf widen_lanes(const T* from) { return (vf)(__builtin_convertvector(load<vh>(from), vu) << 16); }
   static void narrow(T* to, vf x) {
 #if defined(__AVX512BF16__)
     const __m256bh half = _mm512_cvtneps_pbh((__m512)x);
@@ -153,6 +159,58 @@ struct Bf16 {
   static vu expand(const int8_t* from, int apart) {
     return ((vu)whole(from) >> 16) | (vu)whole(from + apart);
   }
+};
+
+// Lane by lane, the sum of two products of int16.
+inline vi pairs(vs a, vs b) {
+#if defined(__AVX512BW__)
+  return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+  return (vi)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+  return ((vi)a << 16 >> 16) * ((vi)b << 16 >> 16) + ((vi)a >> 16) * ((vi)b >> 16);
+#endif
+}
+
+// Adds the product of four unsigned bytes, a quad of weights, and four whole numbers, lane by lane (int8.h). Nothing
+// saturates. `PARTS` words hold the activations of a quad, in their order; `PLACE` is where the weights' bytes lie.
+//
+// PENSTOCK_EMULATE_VNNI computes as VNNI does where there is none: for tests.
+struct Int8 {
+#if defined(__AVX512VNNI__) || defined(PENSTOCK_EMULATE_VNNI)
+  using Activation = int8_t;
+  typedef int8_t Activations __attribute__((vector_size(LANES)));
+  static constexpr int PARTS = 1, LEVELS = 127, PLACE[4] = {0, 1, 2, 3};
+
+  static vu part(vu weights, int) { return weights; }
+  static vi dot(vi sum, vu x, vu weights) {
+#if defined(__AVX512VNNI__)
+    return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)x);
+#else
+    const vs even = (vs)x << 8 >> 8, odd = (vs)x >> 8;
+    return sum + pairs(even, (vs)(weights & 0x00ff00ffu)) + pairs(odd, (vs)(weights >> 8 & 0x00ff00ffu));
+#endif
+  }
+#else
+  using Activation = int16_t;
+  typedef int16_t Activations __attribute__((vector_size(2 * LANES)));
+  static constexpr int PARTS = 2, LEVELS = 32767, PLACE[4] = {0, 2, 1, 3};
+
+  // The even bytes of each lane, or the odd ones.
+  static vu part(vu weights, int which) { return which ? (vu)((vw)weights >> 8) : weights & 0x00ff00ffu; }
+  static vi dot(vi sum, vu x, vu weights) {
+    sum += pairs((vs)x, (vs)weights);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    asm("" : "+x"(sum));  // in a register: GCC's own order of products and sums needs more than there are
+#endif
+    return sum;
+  }
+#endif
+
+  // Rows of a tile: beside the sums are two vectors of weights, one of activations and a product.
+  static constexpr int TALLEST = LANES == 8 ? 5 : TILE_ROWS;
 };
 
 }  // namespace penstock
