@@ -29,12 +29,15 @@ from gateway.accounts import AccountsReader
 from gateway.admin_openapi import PATH as DOCUMENT
 from gateway.admin_openapi import document
 from gateway.client.responses import error_response, json_response
+from gateway.console.files import HEADERS
+from gateway.console.gate import Gate
 from gateway.directory.admin_routes import refusal
 from gateway.exchange import LiveRequests
 from gateway.hygiene import check, path_of
 from gateway.identity.caller import Principal
 from gateway.operators import Asked, Handler, Operation, Table, does
 from shared import logs
+from shared.build import version
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.config import ConfigError
 from shared.errors import (
@@ -56,11 +59,15 @@ from shared.telemetry import exposition
 
 RELOAD: Final = "/admin/v1/reload"
 REQUEST: Final = "/admin/v1/requests/{id}"
+OPERATOR: Final = "/admin/v1/console/operator"
+DIGEST_HEADER: Final = "x-penstock-operator-digest"
+"""Names the operator's key in what a supervisor passes on: the browser has shown it a session's cookie."""
 PROBLEMS_LEN_MAX: Final = 8 * 1024
 """Characters of what is wrong with a configuration, in an answer; the log has all of it."""
 
 Open = Callable[[web.BaseRequest], web.Response]
 """Answers anybody. Raises ApiError."""
+_DIGEST: Final = re.compile("[0-9a-f]{64}")
 _ID: Final = "([A-Za-z0-9._-]{1,64})"
 _REPLICA: Final = r"([A-Za-z0-9._~:%\[\]-]{1,512})"
 
@@ -71,6 +78,14 @@ class ReloadResponse(Struct):
     """The answer to a reload that was taken."""
 
     reloaded: bool = True
+
+
+class OperatorView(Struct):
+    """The operator who asks, and what the console shows of the gateway itself."""
+
+    operator: str
+    """The id of the operator's key."""
+    version: str
 
 
 class Admin:
@@ -84,9 +99,13 @@ class Admin:
         live: LiveRequests,
         tables: Iterable[Table],
         clock: Clock = SYSTEM_CLOCK,
+        *,
+        is_worker: bool = False,
     ) -> None:
         """`reload` reads the configuration again, and returns what is wrong with it. `tables` have the
-        operators' requests that others answer."""
+        operators' requests that others answer. `is_worker` is true if a supervisor alone can ask: it keeps
+        the console's sessions then, and names the operator (`DIGEST_HEADER`)."""
+        self._gate = None if is_worker else Gate(self._operator_of, clock)
         self._read_again = reload
         self._health = health
         self._accounts = accounts
@@ -94,7 +113,11 @@ class Admin:
         self._clock = clock
         self._open: Final[dict[str, Open]] = {**dict.fromkeys(PROBES, self._probe), "/metrics": _metrics}
         """The handlers of GET and HEAD, by path."""
-        own: Table = {RELOAD: {"POST": self._reload}, REQUEST: {"DELETE": self._abort}}
+        own: Table = {
+            RELOAD: {"POST": self._reload},
+            REQUEST: {"DELETE": self._abort},
+            OPERATOR: {"GET": self._who},
+        }
         merged: dict[str, dict[str, Handler]] = {}
         for path, methods in (entry for table in (own, *tables) for entry in table.items()):
             merged.setdefault(path, {}).update(methods)
@@ -126,6 +149,7 @@ class Admin:
         if not request.content.is_eof():
             response.force_close()  # nothing more is read of its body
         response.headers[REQUEST_ID_HEADER] = _id_of(request)
+        secure(response)
         return response
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
@@ -135,6 +159,8 @@ class Admin:
             if _method(request) != "GET":
                 raise MethodNotAllowed(f"{path} takes GET.", allow="GET, HEAD")
             return handler(request)
+        if self._gate is not None and (own := await self._gate.answer(request)) is not None:
+            return own
         for pattern, methods in self._patterns:
             if (match := pattern.fullmatch(path)) is not None:
                 operator = self._operator(request)
@@ -147,6 +173,13 @@ class Admin:
     def _operator(self, request: web.BaseRequest) -> Principal:
         """Rule 1. Raises Unauthenticated, PermissionDenied."""
         authorization = request.headers.get("authorization")
+        if authorization is None and (digest := self._digest(request)) is not None:
+            try:
+                return self._accounts.now.operators.of_digest(digest, self._clock.wall())
+            except Unauthenticated:
+                if self._gate is not None:
+                    self._gate.forget(request)
+                raise
         try:
             return self._accounts.now.operators.authenticate(authorization, self._clock.wall())
         except Unauthenticated:
@@ -159,6 +192,22 @@ class Admin:
         if self._document is None:
             self._document = document(self._operators)
         return json_response(HTTPStatus.OK, self._document, {})
+
+    def _digest(self, request: web.BaseRequest) -> bytes | None:
+        """The digest of the key for which the console's session stands; None without one."""
+        if self._gate is not None:
+            return self._gate.digest(request)
+        told = request.headers.get(DIGEST_HEADER, "")
+        return bytes.fromhex(told) if _DIGEST.fullmatch(told) else None
+
+    async def _operator_of(self, key: str) -> str:
+        """Raises Unauthenticated."""
+        return self._accounts.now.operators.authenticate(f"Bearer {key}", self._clock.wall()).key
+
+    @does(Operation("Tell who asks.", OperatorView))
+    async def _who(self, asked: Asked) -> web.Response:
+        view = OperatorView(asked.operator.key, version())
+        return json_response(HTTPStatus.OK, msgspec.json.encode(view), {})
 
     def _probe(self, request: web.BaseRequest) -> web.Response:
         return probe_response(self._health, request, tells_problems=True)
@@ -187,6 +236,13 @@ def _audit(asked: Asked, fields: Mapping[str, object]) -> None:
 
 def _aborted() -> ApiError:
     return RequestAborted("It was aborted by an operator.")
+
+
+def secure(response: web.Response) -> None:
+    """Say to a browser that an answer is data, to be kept by nobody and shown in no frame."""
+    response.headers.setdefault("cache-control", "no-store")
+    for name, value in HEADERS.items():
+        response.headers.setdefault(name, value)
 
 
 def _method(request: web.BaseRequest) -> str:

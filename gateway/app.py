@@ -32,6 +32,8 @@ from gateway.background import Background, Work
 from gateway.billing.lines import Billing
 from gateway.billing.webhook import Webhook, read_webhook_secret
 from gateway.config import GatewayConfig, ModelConfig, timeouts_of
+from gateway.console.chats import Chats
+from gateway.console.engines_api import EnginesApi
 from gateway.directory.admin_routes import DirectoryRoutes
 from gateway.directory.file_directory import FileDirectory
 from gateway.directory.registry import Registry
@@ -44,8 +46,10 @@ from gateway.exchange import LiveRequests
 from gateway.foreign_loads import ForeignLoads
 from gateway.identity.caller import Identity, Revoked
 from gateway.identity.callers import callers_of
+from gateway.identity.guests import Guests, WithGuests
 from gateway.identity.jwks import KeySources
 from gateway.identity.keys import KeyTable
+from gateway.limits_api import LimitsApi
 from gateway.listener import Listening, PublicServer, listen
 from gateway.pipeline import Pipeline
 from gateway.public_tls import PublicTls
@@ -115,7 +119,7 @@ class Gateway:
         self.billing, self._webhook = _billing(_accounting(config, worker), env, clock)
         self.live = LiveRequests(config.limits.live_max)
         self._tls = None if config.listen.tls is None else PublicTls(config.listen.tls, clock)
-        self._key_sources = KeySources(clock)
+        self._key_sources, self._guests = KeySources(clock), Guests()
         self.accounts = AccountsReader(config, path, clock, identity_of or self._identity_of)
         self.accounts.on_revoked = self._end_revoked
         self._follower = _follower(config, self.accounts, env, clock)
@@ -135,6 +139,7 @@ class Gateway:
         known = self.accounts, pipeline, self.live, self.engines, store, health
         self._edge = Edge(config, *known, clock, self._tracing, self._recorder)
         self._clock, self._worker = clock, worker
+        self._chats = Chats(self.accounts, self._guests, clock)
         if worker is not None:
             self.replicas.take_drained(worker.drained)
         self._public: Listening | None = None
@@ -194,6 +199,8 @@ class Gateway:
                 stack, public, address.host, port, send_buffer_len=buffer_len, tls=tls, is_shared=is_shared
             )
             self.port = self._public.port
+            self._chats.serve = public
+            stack.push_async_callback(self._chats.aclose)
             if self._worker is not None:
                 live, admin_ = self.live.__len__, self._admin().handle
                 door = Door(self._health, live, self._refresh, self.replicas, admin_)
@@ -211,11 +218,18 @@ class Gateway:
 
     def _admin(self) -> Admin:
         """The handlers for operators."""
-        directory = DirectoryRoutes(self._registry, self._follow)
-        usage = UsageReports(self._guarded or self.quotas, self.accounts, self._clock)
-        requests = RequestsApi(self.live, self._recorder, self._clock)
-        tables = directory.table, usage.table, ReplicaRoutes(self.replicas).table, requests.table
-        return Admin(self._health, self.accounts, self.reload, self.live, tables, self._clock)
+        quotas, clock = self._guarded or self.quotas, self._clock
+        tables = (
+            DirectoryRoutes(self._registry, self._follow).table,
+            UsageReports(quotas, self.accounts, clock).table,
+            LimitsApi(quotas, self.accounts, self.live).table,
+            ReplicaRoutes(self.replicas).table,
+            RequestsApi(self.live, self._recorder, clock).table,
+            EnginesApi(self.replicas, self._upstream, clock).table,
+            self._chats.table,
+        )
+        is_worker, known = self._worker is not None, (self._health, self.accounts, self.reload, self.live)
+        return Admin(*known, tables, self._clock, is_worker=is_worker)
 
     async def __aexit__(self, *_: object) -> None:
         await self.drain()
@@ -262,7 +276,8 @@ class Gateway:
             await self._follower.refresh()
 
     def _identity_of(self, config: GatewayConfig, keys: KeyTable, tenants: Iterable[TenantId]) -> Identity:
-        return callers_of(config, keys, tenants, self._key_sources, self._revoked)
+        callers = callers_of(config, keys, tenants, self._key_sources, self._revoked)
+        return WithGuests(callers, self._guests)
 
     def _revoked(self) -> Revoked:
         return frozenset() if self._tls is None else self._tls.revoked

@@ -117,8 +117,8 @@ GATEWAY_LEVELS = (
     },
     {"discovery", "foreign_loads", "admin_openapi"},
     {"exchange", "directory", "usage_api", "replica_api"},
-    {"outbound", "requests_api", "admin", "dispatch"},
-    {"pipeline"},  # the only one that knows the order of the stages
+    {"outbound", "requests_api", "limits_api", "console", "dispatch"},
+    {"pipeline", "admin"},  # the only one that knows the order of the stages
     {"edge"},
     {"listener"},
     {"workers"},

@@ -192,15 +192,34 @@ class KeyTable:
         if record is None or not (is_current or is_previous):
             named = f" with id {minted[1]}" if minted else ""
             raise Unauthenticated("Incorrect API key provided.", detail=f"unknown key{named}")
-        key = record.principal.key
-        if record.is_disabled:
-            raise Unauthenticated("This API key has been revoked.", detail=f"key {key} is disabled")
-        if now_s >= record.expires_s:
-            raise Unauthenticated("This API key has expired.", detail=f"key {key} has expired")
-        if not is_current and now_s >= record.previous_until_s:
-            detail = f"the secret of key {key} was replaced"
-            raise Unauthenticated("This API key was replaced by a newer one.", detail=detail)
-        return record.principal
+        return _working(record, now_s, is_current=is_current)
+
+    def of_digest(self, digest: bytes, now_s: float) -> Principal:
+        """The caller whose key, shown before, has this digest. Raises Unauthenticated once it does not work
+        any more."""
+        if (record := self._by_digest.get(digest)) is None:
+            raise Unauthenticated("This API key does not exist any more.", detail="a key that is gone")
+        return _working(record, now_s, is_current=hmac.compare_digest(digest, record.digest))
+
+    def of_id(self, key: KeyId, now_s: float) -> Principal:
+        """The caller of the key with this id, for whoever may act in its name. Raises Unauthenticated where
+        it does not work."""
+        if (record := self._by_id.get(key)) is None:
+            raise Unauthenticated("There is no such API key.", detail="unknown key")
+        return _working(record, now_s, is_current=True)
+
+
+def _working(record: _Record, now_s: float, *, is_current: bool) -> Principal:
+    """The principal of a key that was recognised. Raises Unauthenticated where it does not work."""
+    key = record.principal.key
+    if record.is_disabled:
+        raise Unauthenticated("This API key has been revoked.", detail=f"key {key} is disabled")
+    if now_s >= record.expires_s:
+        raise Unauthenticated("This API key has expired.", detail=f"key {key} has expired")
+    if not is_current and now_s >= record.previous_until_s:
+        detail = f"the secret of key {key} was replaced"
+        raise Unauthenticated("This API key was replaced by a newer one.", detail=detail)
+    return record.principal
 
 
 def _digests(record: _Record) -> tuple[bytes, ...]:

@@ -32,7 +32,9 @@ class Rule(Enum):
     EVERY = "every"
 
 
-_EVERY: Final = re.compile(r"/admin/v1/(reload|requests(/.*)?|replicas(/.*)?)")
+_EVERY: Final = re.compile(r"/admin/v1/(reload|limits|requests(/.*)?|replicas(/.*)?|console/chats/.*)")
+CHATS: Final = "/admin/v1/console/chats"
+"""Where a chat is begun, at one worker, which knows it alone: the others have nothing to read again."""
 USAGE: Final = "/admin/v1/usage"
 ADDED: Final = ("aborted",)
 """The fields that are added up."""
@@ -51,7 +53,7 @@ def rule_of(method: str, path: str, *, shares_usage: bool) -> Rule:
     """The rule of a request. `shares_usage` is true if every worker knows the usage of all."""
     if _EVERY.fullmatch(path) or (path == USAGE and not shares_usage):
         return Rule.EVERY
-    return Rule.ONE if method in ("GET", "HEAD") else Rule.CHANGE
+    return Rule.ONE if method in ("GET", "HEAD") or path == CHATS else Rule.CHANGE
 
 
 def together(answers: Mapping[int, Answer], silent: Sequence[int]) -> Answer:

@@ -18,11 +18,13 @@ from contextlib import suppress
 from http import HTTPStatus
 from typing import Final
 
+import msgspec
 from aiohttp import web
 
-from gateway.admin import probe_response
+from gateway.admin import DIGEST_HEADER, OPERATOR, probe_response, secure
 from gateway.admin_openapi import PATH as DOCUMENT
 from gateway.client.responses import error_response
+from gateway.console.gate import Gate
 from gateway.directory.admin_routes import read_operator_body
 from gateway.hygiene import check, path_of
 from gateway.replica_api import REPLICAS
@@ -32,6 +34,7 @@ from gateway.workers.metrics import registry_of
 from gateway.workers.place import Place
 from gateway.workers.supervisor import Supervisor
 from shared import logs
+from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import (
     ApiError,
     InternalError,
@@ -39,6 +42,7 @@ from shared.errors import (
     NotReady,
     Overloaded,
     RouteNotFound,
+    Unauthenticated,
     forget_frames,
 )
 from shared.ids import REQUEST_ID_HEADER, accept_request_id
@@ -64,10 +68,11 @@ log = logs.get(__name__)
 class Front:
     """The handlers."""
 
-    def __init__(self, supervisor: Supervisor, *, shares_usage: bool) -> None:
+    def __init__(self, supervisor: Supervisor, *, shares_usage: bool, clock: Clock = SYSTEM_CLOCK) -> None:
         """`shares_usage` is true if every worker knows the usage of all."""
         self._supervisor: Final = supervisor
         self._shares_usage: Final = shares_usage
+        self._gate: Final = Gate(self._operator_of, clock)
         self._asking = 0
 
     async def handle(self, request: web.BaseRequest) -> web.Response:
@@ -86,6 +91,7 @@ class Front:
         if not request.content.is_eof():
             response.force_close()
         response.headers[REQUEST_ID_HEADER] = request_id
+        secure(response)
         return response
 
     async def _answer(self, request: web.BaseRequest, request_id: str) -> web.Response:
@@ -98,6 +104,8 @@ class Front:
         try:
             if path == "/metrics":
                 return await self._metrics(request)
+            if (own := await self._gate.answer(request)) is not None:
+                return own
             if path != DOCUMENT and (_PATH.fullmatch(path) is None or "/.." in path):
                 raise RouteNotFound(
                     f"There are {', '.join([*PROBES, '/metrics', DOCUMENT])} and what begins with /admin/v1/."
@@ -105,9 +113,23 @@ class Front:
             body = await read_operator_body(request)
             headers = {name: request.headers[name] for name in _PASSED if name in request.headers}
             headers[REQUEST_ID_HEADER] = request_id
-            return _response(await self._ask(request, path, headers, body))
+            digest = None if "authorization" in headers else self._gate.digest(request)
+            if digest is not None:
+                headers[DIGEST_HEADER] = digest.hex()
+            answer = await self._ask(request, path, headers, body)
+            if digest is not None and answer.status == HTTPStatus.UNAUTHORIZED:
+                self._gate.forget(request)
+            return _response(answer)
         finally:
             self._asking -= 1
+
+    async def _operator_of(self, key: str) -> str:
+        """The operator's id, as a worker knows it. Raises Unauthenticated, NotReady."""
+        places = [place for place in self._supervisor.places if place.client is not None]
+        answer = await self._one(places, ("GET", OPERATOR, {"authorization": f"Bearer {key}"}, b""))
+        if answer.status != HTTPStatus.OK:
+            raise Unauthenticated("This is no operator's key.")
+        return str(msgspec.json.decode(answer.body)["operator"])
 
     async def _metrics(self, request: web.BaseRequest) -> web.Response:
         """The metrics of all; of a worker that does not answer those that it told last."""
