@@ -58,7 +58,7 @@ class TenantLimits(Struct, frozen=True, kw_only=True):
     model_limits: tuple[ModelLimits, ...]
     """Its limits for single models."""
     windows: Windows
-    """What is left of requests and tokens per minute, of the day's and of the month's budget; null where
+    """The rest of requests and tokens per minute, of the day's and of the month's budget; null where
     there is no such limit."""
     live: int
     """Its requests in progress in this process."""

@@ -91,7 +91,7 @@ _ASKED: Final = Body("ChatAsked", ChatAsked, _FIELDS, _REQUIRED)
 
 
 class ChatView(Struct, frozen=True, kw_only=True):
-    """What came of a chat since the page asked last."""
+    """A chat, as far as it came since the page asked last."""
 
     id: str
     """The request's id, by which its record is found."""

@@ -30,7 +30,7 @@ class _Error(Struct):
 
 
 class _Event(Struct):
-    """What is read of an event; of a refusal, too."""
+    """The fields of an event that are read; those of a refusal, too."""
 
     choices: list[_Choice] = []
     error: _Error | None = None
