@@ -235,6 +235,9 @@ REACHED_BY_NAME = {
     "engine/bench/plot.py": {"'matplotlib'": "a package that may be missing"},
     "engine/bench/served.py": {"'engine'": "the bench measures an engine that serves"},
     "engine/runtime/backends.py": {"name": "attention libraries that may be missing: FUNCTIONS names them"},
+    "engine/runtime/device/shipping.py": {
+        "'engine.runtime.device.shipping'": "each card is the work of a process of its own"
+    },
     "engine/runtime/parallel/ranks.py": {"MODULE": "a rank is a process of its own"},
     "gateway/bench/attackers.py": {"'gateway.bench.attackers'": "attackers are a process of their own"},
     "gateway/bench/faults.py": {"'gateway.bench.faulty_engine'": "each engine is a process of its own"},

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
+
+from engine.runtime.device.shipping import MAKES
+from engine.runtime.kernels.shipped import SHIPPED, ShippedCache
 
 ROOT = Path(__file__).parent.parent.parent
 FILES = {name: (ROOT / name / "Dockerfile").read_text() for name in ("gateway", "engine")}
@@ -62,7 +66,7 @@ def test_the_context_is_what_the_images_copy_from() -> None:
         for word, rest in instructions(text):
             if word == "COPY" and "--from" not in rest:
                 for source in rest.split()[:-1]:
-                    top = source.split("/")[0].replace("[e]", "e")
+                    top = source.split("/")[0]
                     assert top in allowed, source
     assert lines[1] == "*"
 
@@ -72,3 +76,14 @@ def test_the_version_is_the_projects() -> None:
     assert version is not None
     for text in FILES.values():
         assert f"ARG VERSION={version[1]}\n" in text
+
+
+def test_shipped_kernels_lie_where_they_are_looked_for() -> None:
+    """Not where a volume would hide them."""
+    text = FILES["engine"]
+    [folder] = re.findall(r"engine\.runtime\.device\.shipping (\S+)", text)
+    prefix = re.findall(r"python3 -m venv (/opt/\S+)", text)[-1]
+    assert folder == f"{prefix}/{SHIPPED.relative_to(sys.prefix)}"
+    assert f"TRITON_CACHE_MANAGER={ShippedCache.__module__}:{ShippedCache.__name__} " in text
+    [cards] = re.findall(r"ARG CARDS=(\S+)", text)
+    assert set(cards.split(",")) == set(MAKES)

@@ -329,7 +329,7 @@ def load_shard(
     design = replace(design, model=model)
     progress(str(design.attention))
     at_start = card.memory()
-    with rehearsed(card, partial(_rehearse, design, Blueprint.of(card), ranks.shard), threads) as compiled:
+    with rehearsed(card, partial(rehearse, design, Blueprint.of(card), ranks.shard), threads) as compiled:
         shard = DeviceShard.load(design, source, card, ranks, at_start)
         if said := design.precision.describe(model, shard.kv_scales):
             progress(said)
@@ -340,7 +340,7 @@ def load_shard(
     return shard
 
 
-def _rehearse(design: Design, blueprint: Blueprint, shard: Shard) -> None:
+def rehearse(design: Design, blueprint: Blueprint, shard: Shard) -> None:
     """Compile the kernels of a start, by a walk through a model with one layer per kind.
 
     Layers differ by their windows, and the first from all others. Attention is rehearsed with the Triton

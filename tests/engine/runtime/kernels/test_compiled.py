@@ -22,14 +22,14 @@ WARNINGS = ("-W", "error", "-W", "ignore::DeprecationWarning:triton.compiler.cod
 Report = dict[str, int]
 
 
-def program(name: str, cache: Path) -> str:
-    """What one of this package's says, compiling everything anew."""
+def program(name: str, cache: Path, *arguments: str) -> str:
+    """What one of this package's says, with `cache` as Triton's."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {
         "TRITON_CACHE_DIR": str(cache),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
-    command = [sys.executable, *WARNINGS, "-m", f"tests.engine.runtime.kernels.{name}"]
+    command = [sys.executable, *WARNINGS, "-m", f"tests.engine.runtime.kernels.{name}", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -134,6 +134,12 @@ def test_dependently_launched_kernels_wait_before_they_touch_anything_but_weight
 
 
 def test_what_is_compiled_ahead_in_threads_is_what_a_launch_looks_for(tmp_path: Path) -> None:
-    """Three kernels: one of two launches is the other's, with more rows."""
-    said = json.loads(program("ahead", tmp_path))
+    """Three kernels: one of two launches is the other's, with more rows. Another process finds them where
+    they are moved to, but for one that is not whole any more."""
+    said = json.loads(program("ahead", tmp_path / "compiled"))
     assert said == {"compiled": {"compile": 3}, "loaded": {"compile": 3}}
+    shipped = (tmp_path / "compiled").rename(tmp_path / "shipped")
+    [machine_code] = shipped.glob("*/silu_mul_kernel.cubin")
+    machine_code.unlink()
+    found = json.loads(program("again", tmp_path / "empty", str(shipped)))
+    assert found == {"compiled": 1, "found": 2}
