@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
+from engine.__main__ import _scheduling
 from engine.config import CoreStart, EngineConfig, build_parser, from_args
+from engine.core.messages import ServiceClass
 from engine.runtime.config import RunnerConfig
+from tests.fake_runner import runner_info
 from tests.shared.test_environment import SERVICE_LINKS
 
 MINIMAL = ["--model", "some/dir"]
@@ -230,3 +234,16 @@ def test_a_model_is_called_after_its_directory_however_that_is_written(
 def test_a_link_to_a_directory_keeps_its_own_name(tmp_path: Path) -> None:
     (tmp_path / "current").symlink_to(tmp_path)
     assert from_args(["--model", str(tmp_path / "current")], {}).name == "current"
+
+
+def test_each_class_has_the_gap_target_of_its_setting_and_flex_may_have_none() -> None:
+    options = ["--gap-target-flex-ms", "inf", "--gap-target-ms", "80", "--gap-target-priority-ms", "40"]
+    config = from_args([*MINIMAL, *options, "--prompt-share", "0.3"], {})
+    stated = (config.gap_target_flex_ms, config.gap_target_ms, config.gap_target_priority_ms)
+    assert stated == (math.inf, 80.0, 40.0)
+    start = CoreStart.decode(CoreStart(config, "ipc://in", "ipc://out", 7).encode())
+    scheduling = _scheduling(start.config, runner_info())
+    targets = {each: scheduling.gap_targets_s[each] for each in ServiceClass}
+    expected = {ServiceClass.FLEX: math.inf, ServiceClass.DEFAULT: 0.08, ServiceClass.PRIORITY: 0.04}
+    assert targets == expected
+    assert scheduling.prompt_share == config.prompt_share == 0.3

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.fair_share import FairShare
+from shared.fair_share import ALPHA, FairShare
 
 
 def greedy(share: FairShare, tenant: str) -> int:
@@ -17,7 +17,7 @@ def greedy(share: FairShare, tenant: str) -> int:
 
 def test_a_lone_tenant_gets_three_quarters() -> None:
     share = FairShare(4096)
-    assert greedy(share, "a") == share.most == 3072
+    assert greedy(share, "a") == share.most == 3072 == 4096 * ALPHA // (1 + ALPHA)
 
 
 @pytest.mark.parametrize("attackers", [1, 2, 3])

@@ -109,6 +109,9 @@ def test_each_class_of_streams_has_its_own_target() -> None:
         _, streams = beside_streams(engine, Request(at_s, PROMPT_LEN, 2), service_class=service_class)
         longest_s = max(stream.gap_s_max for stream in streams)
         assert 0.8 * target_s < longest_s <= 1.01 * target_s
+    priority = Request(0.0, 60, 1000, service_class=ServiceClass.PRIORITY)
+    _, mixed = beside_streams(engine, priority, Request(at_s, PROMPT_LEN, 2), service_class=ServiceClass.FLEX)
+    assert max(stream.gap_s_max for stream in mixed) <= 1.01 * 0.05, "the least target of all that stream"
     _, streams = beside_streams(engine, Request(at_s, 1900, 2), service_class=ServiceClass.FLEX)
     assert max(stream.gap_s_max for stream in streams) > 0.15, "one step computes the whole prompt"
 

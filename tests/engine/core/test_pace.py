@@ -66,6 +66,12 @@ def test_prompts_have_no_less_with_a_larger_target_a_larger_share_or_better_esti
         assert budget_s * (1.0 + error) >= share / (1.0 - share) * decodes_s * (1.0 - 1e-9)
 
 
+def test_what_a_step_takes_without_any_row_is_at_most_a_fifth_where_nothing_decodes() -> None:
+    fixed_s = 0.01
+    alone = pace.prompt_budget(0.001, fixed_s, pace.ALONE_SHARE, 0.0)
+    assert fixed_s / (fixed_s + alone.seconds) == pytest.approx(0.2)
+
+
 def test_debt_is_paid_and_credit_is_bounded() -> None:
     budget = Budget(0.02, 0.05)
     assert pace.time_with_credit_s(budget, Credit(-0.03)) == pytest.approx(-0.01)
@@ -103,4 +109,5 @@ def test_a_runner_that_reads_for_nothing_has_no_least_chunk() -> None:
 def test_a_part_of_the_step_is_reserved_for_the_prefill_that_has_run_for_longest(
     tokens_left: int, time_left_s: float, least_s: float, reserved: tuple[int, float]
 ) -> None:
+    assert pace.RESERVED_PART == 16
     assert pace.reserve(tokens_left, time_left_s, least_s) == pytest.approx(reserved)

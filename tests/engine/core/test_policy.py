@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,6 +41,22 @@ def test_a_higher_class_weighs_four_times_as_much_and_waiting_outweighs_it() -> 
     priority = sequence(3, 10.0, service_class=PRIORITY)
     assert ordered(flex, default, priority) == [3, 2, 1]  # 16 and 4 times 1 + 1 s / 0.1 s, 1 + 2 s / 0.1 s
     assert ordered(sequence(1, 5.0, service_class=FLEX), default, priority) == [3, 1, 2]
+
+
+def test_the_ratio_is_the_weight_times_one_plus_the_wait_in_services() -> None:
+    circumstances = Circumstances(10.0, COST, {})
+    for service_class, weight in policy.WEIGHTS.items():
+        newcomer = sequence(1, 10.0, service_class=service_class)
+        service_s = COST.service_s(newcomer.expected_len)
+        ratio = weight * (1.0 + policy.HEAD_START_S / service_s)
+        assert policy.response_ratio(newcomer, circumstances) == pytest.approx(ratio)
+
+
+def test_a_share_is_halved_by_each_thousand_tokens_beyond_the_free_ones() -> None:
+    assert policy.share(0) == policy.share(policy.SHARE_FREE) == 1.0
+    assert policy.share(policy.SHARE_FREE + policy.SHARE_HALVED_BY) == 0.5
+    assert policy.share(policy.SHARE_FREE + 3 * policy.SHARE_HALVED_BY) == 0.125
+    assert policy.share(1 << 60) > 0.0
 
 
 def test_a_preempted_sequence_ranks_before_newcomers_of_its_class_and_not_of_a_higher_one() -> None:
