@@ -292,7 +292,7 @@ def compose(home: Path) -> None:
         "PODMAN_COMPOSE_WARNING_LOGS": "false",
     }
     command = [
-        str(home / "compose/bin/podman-compose"),
+        str(home / "tools/bin/podman-compose"),
         "-f",
         str(ROOT / "compose.yaml"),
         "--profile",

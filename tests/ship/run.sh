@@ -3,9 +3,11 @@
 #
 #     tests/ship/run.sh            # builds what is not built yet, and checks all
 #     tests/ship/run.sh compose    # the compose part alone
+#     tests/ship/run.sh --check    # seconds: says in a line whether containers run here, and builds nothing
 #
-# It is run by hand, and is no part of the tests: it takes a quarter of an hour, a gigabyte of packages, and the
-# right to make containers. Where containers cannot run it says so and exits with 77.
+# `.ci/run` calls it with --check, and whole where SHIP=whole says so: the whole takes a quarter of an hour on two
+# idle cores and a gigabyte of packages, which is more than all tests together, and a machine of CI may have no
+# network. Where containers cannot run it says so and exits with 77.
 #
 # SHIP_HOME   where images and the base are kept (default: /var/tmp/penstock-ship)
 # BASE        an image to build on; unset, one is made by debootstrap, which stands in for Python's own
@@ -29,6 +31,7 @@ for tool in buildah podman runc debootstrap aardvark-dns; do
     command -v "$tool" >/dev/null || [ -x "/usr/lib/podman/$tool" ] || missing="$missing $tool"
 done
 if [ -n "$missing" ]; then
+    [ "${1:-}" != --check ] || cannot "not installed are$missing (without --check this script installs them)"
     { apt-get update -qq && apt-get install -y -qq --no-install-recommends buildah podman runc netavark \
         aardvark-dns iptables debootstrap >/dev/null; } || cannot "these cannot be installed:$missing"
 fi
@@ -49,6 +52,17 @@ export CONTAINERS_CONF="$home/containers.conf" CONTAINERS_STORAGE_CONF="$home/st
 export BUILDAH_ISOLATION=chroot BUILDAH_FORMAT=docker
 
 image_is_there() { podman image exists "$1"; }
+
+# A container of this machine's own `true` and the libraries that it needs.
+if [ "${1:-}" = --check ]; then
+    own=$(type -P true)
+    files=$({ echo "$own"; ldd "$own" | grep -o '/[^ ]*'; } | sort -u)
+    { tar -chf - $files | podman import -q - localhost/penstock-check &&
+        podman run --rm --network none localhost/penstock-check "$own" &&
+        podman rmi -f localhost/penstock-check; } >"$home/check.log" 2>&1 || cannot "$(tail -1 "$home/check.log")"
+    echo "containers run here: tests/ship/run.sh builds the images, runs them, and brings compose.yaml up"
+    exit 0
+fi
 
 # -- the base, and Debian's packages under the names of images that cannot be fetched
 base="${BASE:-localhost/penstock-base:bookworm}"
@@ -90,8 +104,9 @@ if ! image_is_there "$prometheus"; then
 fi
 
 # -- what they do, told by a program that needs httpx and PyYAML
-python=.venv/bin/python
-[ -x "$python" ] || cannot "there is no .venv: README.md's test command makes it"
-[ -x "$home/compose/bin/podman-compose" ] ||
-    { python3 -m venv "$home/compose" && "$home/compose/bin/pip" install -q 'podman-compose==1.6.0'; }
-exec "$python" -m tests.ship.containers --home "$home" "$@"
+tools="$home/tools"
+[ -x "$tools/bin/podman-compose" ] || {
+    python3 -m venv "$tools" && "$tools/bin/pip" install -q --require-hashes -r gateway/requirements.txt &&
+        "$tools/bin/pip" install -q 'podman-compose==1.6.0'
+} || cannot "packages of PyPI cannot be installed"
+exec env PYTHONPATH=. "$tools/bin/python" -m tests.ship.containers --home "$home" "$@"

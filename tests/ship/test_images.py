@@ -59,6 +59,14 @@ def test_what_runs_has_no_compiler_and_no_installer(name: str) -> None:
     assert all(rest.startswith('test "${VARIANT}" = cpu || ') for rest in installing)
 
 
+def test_kernels_of_every_instruction_set_are_shipped() -> None:
+    """Whatever their number is: what was built is what is installed, and a failure to build ends it."""
+    runs = [rest for word, rest in instructions(FILES["engine"]) if word == "RUN"]
+    assert "python3 engine/runtime/native/build.py" in runs
+    [comparing] = [rest for rest in runs if "site-packages/engine/runtime/native/lib" in rest]
+    assert 'test "$(ls engine/runtime/native/lib)" = ' in comparing
+
+
 def test_the_context_is_what_the_images_copy_from() -> None:
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     allowed = {line[1:] for line in lines if line.startswith("!")}

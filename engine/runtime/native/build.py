@@ -36,7 +36,7 @@ ISAS: Final[Mapping[str, tuple[str, ...]]] = {
     "portable": (),
 }
 """The instruction sets and their compiler flags, best first."""
-COMPILE_TIMEOUT_S: Final = 300.0
+COMPILE_TIMEOUT_S: Final = 1200.0  # a minute each on an idle core; images are built on loaded ones
 
 
 class BuildFailed(Exception):
