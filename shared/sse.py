@@ -151,13 +151,17 @@ class TailScanner:
     def feed(self, chunk: bytes) -> bytes:
         """The bytes that may be forwarded at once: `chunk` itself, less or more than it, or none."""
         data = self._held + chunk if self._held else chunk
-        if data.endswith(_BOUNDARY) and b"\n\n:" not in data and not data.startswith(_MAY_CONTINUE):
-            self._held, forward = b"", data  # nearly every chunk
+        if (  # nearly every chunk; `find` costs half of what `in` does
+            data.endswith(_BOUNDARY)
+            and (data.find(_BOUNDARY) == len(data) - 2 or data.find(b"\n\n:") < 0)
+            and not data.startswith(_MAY_CONTINUE)
+        ):
+            self._held, forward = b"", data
         else:
             end = self._forwarded_end(data)
             self._held, forward = data[end:], data[:end]
-        if forward:
-            self._note(forward)
+        room = len(self._end)
+        self._tail = forward[-room:] if len(forward) >= room else (self._tail + forward)[-room:]
         return forward
 
     def finish(self) -> bytes:
@@ -167,7 +171,7 @@ class TailScanner:
             return b""
         rest, self._held = self._held, b""
         rest = rest[: self._boundary_end(rest)]
-        self._note(rest)
+        self._tail = (self._tail + rest)[-len(self._end) :]
         return rest
 
     @property
@@ -184,10 +188,6 @@ class TailScanner:
     def at_boundary(self) -> bool:
         """True if the forwarded bytes end a whole event, so that another may be appended."""
         return self._tail.endswith(_BOUNDARY)
-
-    def _note(self, forwarded: bytes) -> None:
-        room = len(self._end)
-        self._tail = forwarded[-room:] if len(forwarded) >= room else (self._tail + forwarded)[-room:]
 
     def _forwarded_end(self, data: bytes) -> int:
         """The index in `data` up to which it may be forwarded."""

@@ -104,8 +104,14 @@ class Client:
 
     def write_nowait(self, data: bytes) -> bool:
         """Gives `data`, which is not empty, to the transport, at once. Returns whether there is room for
-        more; where there is none, wait for `drain` first. Raises ClientGone."""
-        return self._put(_CHUNK % (len(data), data) if self._chunked else data)
+        more; where there is none, wait for `drain` first. Raises ClientGone. This is `_put`, which runs once
+        per event, in a frame less."""
+        protocol = self._protocol
+        transport = protocol.transport
+        if transport is None or transport.is_closing():
+            raise ClientGone
+        transport.write(_CHUNK % (len(data), data) if self._chunked else data)
+        return not protocol.writing_paused
 
     async def drain(self) -> None:
         """Wait until the transport has room again. Raises ClientGone; the watch raises SlowClient when the
@@ -142,7 +148,7 @@ class Client:
 
     def _put(self, data: bytes) -> bool:
         """Write to the transport, as aiohttp's `StreamWriter.write` does, without the checks that `begin` has
-        made: this runs once per event."""
+        made."""
         protocol = self._protocol
         transport = protocol.transport
         if transport is None or transport.is_closing():

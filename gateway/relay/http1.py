@@ -41,11 +41,12 @@ from shared.http2.report import Report
 IDLE_S: Final = 15.0
 """The time for which an unused connection is kept, in seconds: below any engine's own limit, or requests
 would be sent into closed sockets."""
-RECEIVE_BUFFER_LEN: Final = 128 * 1024
-"""SO_RCVBUF in bytes. An answer that the client does not read waits there, and the kernel's default grows to
-megabytes."""
+RECEIVE_BUFFER_LEN: Final = 64 * 1024
+"""SO_RCVBUF in bytes, which Linux doubles. An answer that the client does not read waits there, and the
+kernel's default grows to megabytes."""
 READ_BUFFER_LEN: Final = 64 * 1024
-READ_LEN: Final = 64 * 1024
+READ_LEN_MAX: Final = 256 * 1024
+"""The most that an event loop reads at once."""
 PIECE_LEN: Final = 64 * 1024
 """Bytes of a request that are given to the socket at once: copying more would hold up the event loop."""
 INTERIM_MAX: Final = 8
@@ -70,7 +71,6 @@ class Http1Transport:
         self._idle: dict[Origin, dict[_Connection, None]] = {}
         """Connections that may be used again, the one used last behind the others."""
         self._open: set[_Connection] = set()
-        self.buffer: Final = memoryview(bytearray(READ_LEN))
 
     async def exchange(
         self,
@@ -170,8 +170,9 @@ class Http1ResponseStream:
         self._connection.leave()
 
 
-class _Connection(asyncio.BufferedProtocol):
-    """A connection and the answer that is read on it."""
+class _Connection(asyncio.Protocol):
+    """A connection and the answer that is read on it. No `BufferedProtocol`: uvloop reads into a buffer of
+    its own and copies out what came, which costs less than the calls for one of ours."""
 
     def __init__(self, owner: Http1Transport, origin: Origin) -> None:
         self.origin: Final = origin
@@ -304,15 +305,7 @@ class _Connection(asyncio.BufferedProtocol):
                 made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_LEN)
         self._owner.opened(self)
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        """The buffer of all connections: what is read there is copied out at once. Without one, the loop
-        would allocate far more for each read than an event takes."""
-        return self._owner.buffer
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self._receive(bytes(self._owner.buffer[:nbytes]))
-
-    def _receive(self, data: bytes) -> None:
+    def data_received(self, data: bytes) -> None:
         body = self._body
         if body is None:
             self._receive_head(data)
@@ -326,7 +319,8 @@ class _Connection(asyncio.BufferedProtocol):
         except BadAnswer as error:
             self.fail(httpx.RemoteProtocolError(str(error)))
             return
-        self._is_whole = body.is_done
+        if body.is_done:
+            self._is_whole = True
         if piece:
             self._deliver(piece)
         if self._is_whole:
@@ -362,7 +356,7 @@ class _Connection(asyncio.BufferedProtocol):
         if rest and self._is_whole:
             head.body.feed(rest)  # its surplus is noted
         elif rest:
-            self._receive(rest)
+            self.data_received(rest)
         self._wake()
 
     def _deliver(self, piece: bytes) -> None:

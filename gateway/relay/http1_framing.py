@@ -29,10 +29,9 @@ _STATUS: Final = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: [^\0-\x08\x0a
 _NAME: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _FORBIDDEN: Final = re.compile(rb"[\0\r\n]")
 _SIZE: Final = re.compile(rb"([0-9a-fA-F]{1,15})(?:[ \t]*;[^\0-\x08\x0a-\x1f\x7f]*)?")
-_SIZES: Final = {b"%03x" % size: size for size in range(0x100, 0x1000)} | {
-    b"%03X" % size: size for size in range(0x100, 0x1000)
-}
-"""The sizes that three digits tell."""
+_SIZES: Final = {form % size: size for size in range(1, 0x1000) for form in (b"%x", b"%X")}
+"""The sizes that up to three digits tell, as they are mostly written."""
+_SIZE_LEN_MAX: Final = 3
 _LENGTH: Final = re.compile(rb"[0-9]{1,18}")
 
 
@@ -144,12 +143,16 @@ class UntilClosed:
 class Chunked:
     """A body in chunks, each with its size before it, the last of which is empty."""
 
-    __slots__ = ("_in_chunk", "_in_trailer", "_left", "_partial", "_trailer_len", "has_surplus", "is_done")
+    __slots__ = (
+        "_in_chunk", "_in_trailer", "_is_between", "_left", "_partial", "_trailer_len",
+        "has_surplus", "is_done",
+    )  # fmt: skip
     ends_with_connection = False
 
     def __init__(self) -> None:
         self.is_done = self.has_surplus = False
         self._left = 0  # of the chunk's bytes
+        self._is_between = True  # a chunk's size comes next
         self._in_chunk = False  # until the line end behind it
         self._in_trailer = False
         self._trailer_len = 0
@@ -157,22 +160,20 @@ class Chunked:
         """The beginning of a line, or of a line end."""
 
     def feed(self, data: bytes) -> bytes:
-        if self._partial:
+        if self._is_between:
+            end = data.find(_CRLF, 0, _SIZE_LEN_MAX + 2)
+            size = _SIZES.get(data[:end])
+            if size is not None and len(data) == end + size + 4 and data.endswith(_CRLF):
+                return data[end + 2 : -2]  # an event alone in its chunk, as mostly
+        elif self._partial:
             data, self._partial = self._partial + data, b""
-        elif self._is_between and data.find(_CRLF) == 3:  # an event alone in its chunk, as mostly
-            size = _SIZES.get(data[:3])
-            if size is not None and len(data) == size + 7 and data.endswith(_CRLF):
-                return data[5:-2]
-        return self._unframed(data)
-
-    @property
-    def _is_between(self) -> bool:
-        """True if a chunk's size comes next."""
-        return not (self._left or self._in_chunk or self._in_trailer)
+        piece = self._unframed(data)
+        self._is_between = not (self._left or self._in_chunk or self._in_trailer or self._partial)
+        return piece
 
     def _unframed(self, data: bytes) -> bytes:
         pieces: list[bytes] = []
-        at = 0
+        at = self._take_whole(data, pieces) if self._is_between else 0
         while not self.is_done:
             if self._left:
                 piece = data[at : at + self._left]
@@ -195,6 +196,22 @@ class Chunked:
             at = end_at + 2
         self.has_surplus |= at < len(data) and self.is_done
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    @staticmethod
+    def _take_whole(data: bytes, pieces: list[bytes]) -> int:
+        """Take the whole chunks at the beginning of `data`. Returns the index behind them. What is not clear
+        at a glance is left to the caller."""
+        at = 0
+        while True:
+            end = data.find(_CRLF, at, at + _SIZE_LEN_MAX + 2)
+            size = _SIZES.get(data[at:end])
+            if end < 0 or size is None:
+                return at
+            stop = end + 2 + size
+            if data[stop : stop + 2] != _CRLF:
+                return at
+            pieces.append(data[end + 2 : stop])
+            at = stop + 2
 
     def _wait(self, begun: bytes, allowed: bytes) -> None:
         if begun not in (b"", allowed):

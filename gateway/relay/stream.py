@@ -26,7 +26,7 @@ from msgspec import Struct, field
 from gateway.client.answer import Client
 from gateway.client.deadlines import Watch
 from gateway.endpoints import Dialect
-from gateway.relay.foreign import ForeignStream, Source, usage_of
+from gateway.relay.foreign import ForeignScanner, usage_of
 from gateway.relay.upstream import Answer, read_back
 from gateway.timeout_config import TimeoutsConfig
 from shared.errors import InterTokenTimeout, UpstreamLost
@@ -52,8 +52,8 @@ class Progress(Struct, eq=False):
     """The events passed on: about the tokens that the client was sent."""
     body_len: int = 0
     header_closing: Closing | None = None
-    foreign: ForeignStream | None = None
-    """The stream of an engine of another make. None for any other answer."""
+    foreign: ForeignScanner | None = None
+    """The scanner, of a stream of an engine of another make. None for any other answer."""
     foreign_usage: Closing | None = None
     """The usage in a unary answer of an engine of another make. None for any other answer, and without
     one."""
@@ -103,7 +103,6 @@ class Opened(Struct, frozen=True, eq=False):
     """An answer that has begun. Its holder must close it."""
 
     answer: Answer
-    source: Source
     head: bytes
     """The bytes of a stream up to the end of its first event, or beyond. Empty for any other answer."""
 
@@ -125,33 +124,32 @@ async def open_answer(answer: Answer, progress: Progress, dialect: Dialect, *, h
         progress.header_closing = answer.closing
         raise await answer.error()
     if not answer.is_stream:
-        return Opened(answer, answer, b"")
-    source: Source = answer
+        return Opened(answer, b"")
     if _is_foreign(answer):
-        source = progress.foreign = ForeignStream(answer, dialect.done, hides_usage=hides_usage)
-    head = await _first_event(source, progress)
+        progress.scanner = progress.foreign = ForeignScanner(dialect.done, hides_usage=hides_usage)
+    head = await _first_event(answer, progress)
     if head.startswith(dialect.error_head):
-        await _read_to_end(source, progress)
+        await _read_to_end(answer, progress)
         progress.refused = True
         raise read_back(answer.status, head.partition(_BOUNDARY)[0].removeprefix(b"data:"))
-    return Opened(answer, source, head)
+    return Opened(answer, head)
 
 
-async def _first_event(source: Source, progress: Progress) -> bytes:
+async def _first_event(answer: Answer, progress: Progress) -> bytes:
     """All bytes up to the end of the first event, still under the first-token deadline."""
     head = b""
     while _DATA not in head or _BOUNDARY not in head:
-        chunk = await source.read()
+        chunk = await answer.read()
         head += progress.scanner.feed(chunk)
         if not chunk or len(head) > HEAD_LEN_MAX:
             raise UpstreamLost("The engine's answer broke off.", detail="it ended before an event")
     return head
 
 
-async def _read_to_end(source: Source, progress: Progress) -> None:
+async def _read_to_end(answer: Answer, progress: Progress) -> None:
     """Read a failed stream of our engine to its end, where the closing comment says what it cost."""
     room = HEAD_LEN_MAX
-    while progress.foreign is None and room > 0 and (chunk := await source.read()):
+    while progress.foreign is None and room > 0 and (chunk := await answer.read()):
         progress.scanner.feed(chunk)
         room -= len(chunk)
 
@@ -174,11 +172,11 @@ class Relay(Struct, frozen=True, eq=False):
         await self.client.finish()
 
     async def _stream(self, opened: Opened) -> None:
-        scanner, source = self.progress.scanner, opened.source
+        scanner, answer = self.progress.scanner, opened.answer
         self.progress.events += opened.head.count(_BOUNDARY)
-        await self._begin(opened.answer, opened.head, _STREAM_HEADERS)
+        await self._begin(answer, opened.head, _STREAM_HEADERS)
         self._expect_more()
-        while await source.pass_on(self._pass):
+        while await answer.pass_on(self._pass):
             await self.client.drain()
             self._expect_more()
         if rest := scanner.finish():
@@ -190,12 +188,13 @@ class Relay(Struct, frozen=True, eq=False):
     def _pass(self, chunk: bytes) -> bool:
         """Pass a chunk on. Returns whether the client has room for more. A keep-alive comment does not count
         as a token."""
-        if not (data := self.progress.scanner.feed(chunk)):
+        progress = self.progress
+        if not (data := progress.scanner.feed(chunk)):
             return True
-        if _DATA in data:
+        if data.startswith(_DATA) or data.find(_DATA) >= 0:
             self.watch.again()
-        self.progress.events += data.count(_BOUNDARY)
-        self.progress.body_len += len(data)
+        progress.events += data.count(_BOUNDARY)
+        progress.body_len += len(data)
         return self.client.write_nowait(data)
 
     async def _unary(self, answer: Answer) -> None:

@@ -7,7 +7,7 @@ import io
 import json
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 
 from gateway.app import Gateway
 from gateway.config import load
-from gateway.relay.foreign import TAIL_LEN, ForeignStream, usage_of
+from gateway.relay.foreign import KEPT_LEN_MAX, KEPT_MAX, TAIL_LEN, ForeignScanner, usage_of
 from tests.gateway import foreign_app
 from tests.gateway.conftest import KEY, PATIENCE_S, settings, until
 from tests.gateway.foreign_app import MODEL, USAGE, WORDS
@@ -186,22 +186,10 @@ async def test_an_engine_without_http2_is_502_and_the_log_names_the_setting(log:
 # -- the stream by itself -------------------------------------------------------------------------
 
 
-class Chunks:
-    def __init__(self, *chunks: bytes) -> None:
-        self._chunks = list(chunks)
-
-    async def read(self) -> bytes:
-        return self._chunks.pop(0) if self._chunks else b""
-
-    async def pass_on(self, accept: Callable[[bytes], bool]) -> bool:
-        raise AssertionError("a `ForeignStream` has to see every chunk")
-
-
-async def whole(stream: ForeignStream) -> bytes:
-    read = b""
-    while chunk := await stream.read():
-        read += chunk
-    return read
+def whole(scanner: ForeignScanner, data: bytes, size: int) -> bytes:
+    """What the scanner lets through of `data`, which comes in chunks of this size."""
+    forwarded = b"".join(scanner.feed(data[at : at + size]) for at in range(0, len(data), size))
+    return forwarded + scanner.finish()
 
 
 EVENTS = b'data: {"usage": null}\r\n\r\ndata: ' + json.dumps({"usage": USAGE}).encode() + b"\r\n\r\n"
@@ -214,38 +202,44 @@ EMPTY = b'data: {"choices":[],"usage":null}\n\n'
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100, 1000])
-async def test_the_event_with_usage_alone_can_be_hidden(size: int) -> None:
+def test_the_event_with_usage_alone_can_be_hidden(size: int) -> None:
     data = EVENT + EMPTY + EVENT + ALONE + b"data: [DONE]\n\n"
-    chunks = Chunks(*(data[at : at + size] for at in range(0, len(data), size)))
-    stream = ForeignStream(chunks, hides_usage=True)
-    assert await whole(stream) == EVENT + EMPTY + EVENT + b"data: [DONE]\n\n"
-    assert stream.usage is not None
-    assert stream.usage.completion_tokens == USAGE["completion_tokens"]
-
-
-async def test_bytes_without_an_event_boundary_are_not_held_back_for_ever() -> None:
-    data = b"x" * (TAIL_LEN + 100) + EVENT + b"the rest"
-    stream = ForeignStream(Chunks(*(data[at : at + 50] for at in range(0, len(data), 50))), hides_usage=True)
-    assert len(await stream.read()) > TAIL_LEN
-    assert (await whole(stream)).endswith(EVENT[-20:] + b"the rest")
+    scanner = ForeignScanner(hides_usage=True)
+    assert whole(scanner, data, size) == EVENT + EMPTY + EVENT + b"data: [DONE]\n\n"
+    assert scanner.usage is not None
+    assert scanner.usage.completion_tokens == USAGE["completion_tokens"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-async def test_usage_and_line_ends_however_the_bytes_come(size: int) -> None:
+def test_usage_and_line_ends_however_the_bytes_come(size: int) -> None:
     data = EVENTS + DONE
-    stream = ForeignStream(Chunks(*(data[at : at + size] for at in range(0, len(data), size))))
-    assert await whole(stream) == data.replace(b"\r\n", b"\n")
-    assert stream.usage is not None
-    assert stream.usage.completion_tokens == USAGE["completion_tokens"]
+    scanner = ForeignScanner()
+    assert whole(scanner, data, size) == data.replace(b"\r\n", b"\n")
+    assert scanner.usage is not None
+    assert scanner.usage.completion_tokens == USAGE["completion_tokens"]
 
 
 @pytest.mark.parametrize(
-    "data", [b"", EVENTS, b"\r", b"x" * 2 * TAIL_LEN + DONE, b'data: {"usage": 1}\n\n' + DONE]
+    "behind", [b"", b": ping\n\n" * (2 * KEPT_MAX)], ids=["at the end", "before comments"]
 )
-async def test_no_usage_is_made_up(data: bytes) -> None:
-    stream = ForeignStream(Chunks(data))
-    assert await whole(stream) == data.replace(b"\r\n", b"\n")
-    assert stream.usage is None
+@pytest.mark.parametrize("size", [len(EVENT), 10 * KEPT_LEN_MAX, 100_000])
+def test_the_usage_of_a_long_stream_is_found_in_little_that_is_kept(behind: bytes, size: int) -> None:
+    data = EVENT * 1000 + ALONE + behind + b"data: [DONE]\n\n"
+    scanner = ForeignScanner()
+    for at in range(0, len(data), size):
+        scanner.feed(data[at : at + size])
+        assert sum(map(len, scanner._kept)) <= TAIL_LEN + KEPT_MAX * KEPT_LEN_MAX
+    assert scanner.usage is not None
+    assert scanner.usage.completion_tokens == USAGE["completion_tokens"]
+
+
+@pytest.mark.parametrize(
+    "data", [b"", EVENTS, b"\r", b"x" * 2 * TAIL_LEN + b"\n\n" + DONE, b'data: {"usage": 1}\n\n' + DONE]
+)
+def test_no_usage_is_made_up(data: bytes) -> None:
+    scanner = ForeignScanner()
+    assert whole(scanner, data, 1000) == data.replace(b"\r\n", b"\n").removesuffix(b"\r")
+    assert scanner.usage is None
 
 
 @pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": -1}, {"prompt_tokens": "many"}])

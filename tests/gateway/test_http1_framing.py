@@ -305,7 +305,7 @@ async def test_a_reader_that_takes_nothing_stops_the_socket() -> None:
         answer = await get(transport, url)
         connection = answer._connection
         await until(lambda: connection._is_paused)
-        assert connection._buffered <= http1.READ_BUFFER_LEN + http1.READ_LEN
+        assert connection._buffered <= http1.READ_BUFFER_LEN + http1.READ_LEN_MAX
         taken = 0
         async with asyncio.timeout(PATIENCE_S):
             while (data := await answer.read()) is not None:
