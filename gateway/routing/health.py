@@ -11,13 +11,16 @@ Rules:
    engine that resets every stream after a few events would be half good otherwise. The caller's mistakes, a
    full queue and a client that leaves say nothing of the replica.
 2. A replica is ejected after `ROW_MAX` failures in a row, or when more than half of at least `RATE_MIN`
-   requests failed in the last `WINDOW_S` seconds. It is left alone for `EJECTION_MS_MIN`, and for twice as
+   requests failed in the last `WINDOW_S` seconds. Only an answer that came to its end interrupts a row: where
+   streams break, others always begin in between. It is left alone for `EJECTION_MS_MIN`, and for twice as
    long after each further ejection, up to `EJECTION_MS_MAX`, plus up to a quarter by chance: many gateways
    that ejected it at one moment do not return at one moment. A replica that was well for
    `EJECTION_MS_MAX` begins with the shortest time again.
 3. After that time it is on trial: one request decides. One that works ends the ejection, one that fails
    begins the next, also when it breaks after its first event. One that tells nothing in as long as the
-   ejection lasted lets another try.
+   ejection lasted lets another try. Where the failure was a stream that broke after its first event, another
+   first event proves nothing: then the request has to come to its end, or to last as long as the ejection
+   did, before more are sent.
 4. Requests that were sent before an ejection change nothing in it, so that the failures of one moment count
    once, and what still arrives does not end it.
 5. Of a pool at most half is away at a time, though one may always be. Beyond that all are used (`usable`):
@@ -47,8 +50,6 @@ EJECTION_MS_MIN: Final = 5_000
 EJECTION_MS_MAX: Final = 60_000
 JITTER: Final = 0.25
 """The part of an ejection's time that chance adds at most."""
-RECENT_MAX: Final = 16
-"""The last outcomes of which a row is told: beyond them a success is not taken back from the row."""
 SILENT_MIN: Final = 3
 """The streams that wait at a silent replica, at least; on trial one is enough."""
 LATE_MS_MIN: Final = 2_000
@@ -166,7 +167,10 @@ class Health:
     _trial_ms: int = 0
     _decided: Ticket | None = None
     """The request that ended the last ejection."""
-    _recent: deque[_Verdict] = field(default_factory=lambda: deque(maxlen=RECENT_MAX))
+    _breaks: bool = False
+    """True after it was ejected for a stream that broke after its first event."""
+    _row: int = 0
+    """The failures since an answer last came to its end."""
     _window: list[tuple[int, int, int]] = field(default_factory=lambda: [(-1, 0, 0)] * WINDOW_S)
     """The successes and failures of each of the last seconds, each at the second modulo the length."""
     _waiting: dict[Ticket, int] = field(default_factory=dict)
@@ -199,6 +203,8 @@ class Health:
         """Note that a request is placed here."""
         ticket = Ticket(self.ejections)
         if self.phase is not HealthPhase.WELL and self.allows(now_ms):
+            if self._trial is not None and self._trial.success is not None:
+                self._breaks = False  # it goes on since then
             self._trial, self._trial_ms = ticket, now_ms
         return ticket
 
@@ -207,16 +213,28 @@ class Health:
         self._waiting[ticket] = now_ms
 
     def began(self, ticket: Ticket, now_ms: int) -> int | None:
-        """Note that a request worked. Returns for how long the replica was away when that ended it, in
+        """Note that an answer has begun. Returns for how long the replica was away when that ended it, in
         milliseconds."""
         if (since_ms := self._waiting.pop(ticket, None)) is not None:
             self.began_ms, self.took_ms, self.is_silenced = now_ms, now_ms - since_ms, False
         if ticket.epoch != self.ejections or ticket.success is not None:
             return None
-        ticket.success = self._count(_Verdict(now_ms // 1000, is_failure=False))
+        ticket.success = _Verdict(now_ms // 1000, is_failure=False)
+        self._add(ticket.success, 1)
+        return None if self._breaks else self._return(ticket, now_ms)
+
+    def concluded(self, ticket: Ticket, now_ms: int) -> int | None:
+        """Note that an answer came to its end; `note` follows. Returns as `began` does."""
+        if ticket.epoch != self.ejections or ticket.success is None:
+            return None
+        self._row = 0
+        return self._return(ticket, now_ms)
+
+    def _return(self, ticket: Ticket, now_ms: int) -> int | None:
         if self.phase is HealthPhase.WELL:
             return None
         self._to(HealthPhase.WELL)
+        self._breaks = False
         self._trial, self._well_ms, self._decided = None, now_ms, ticket
         return now_ms - self._left_ms
 
@@ -228,16 +246,18 @@ class Health:
             self._trial = None
         if not outcome.is_failure or ticket.epoch != self.ejections:
             return None
-        self._take_back(ticket)
-        self._count(_Verdict(now_ms // 1000, is_failure=True))
+        has_begun = self._take_back(ticket)
+        self._row += 1
+        self._add(_Verdict(now_ms // 1000, is_failure=True), 1)
         match self.phase:
             case HealthPhase.WELL:
-                is_decided = ticket is self._decided
-                reason = Reason.TRIAL if is_decided else self._verdict(now_ms // 1000)
-                return None if reason is None else self.eject(reason, outcome, now_ms)
-            case HealthPhase.TRIAL if is_trial:
-                return self.eject(Reason.TRIAL, outcome, now_ms)
-        return None
+                reason = Reason.TRIAL if ticket is self._decided else self._verdict(now_ms // 1000)
+            case _:
+                reason = Reason.TRIAL if is_trial and self.phase is HealthPhase.TRIAL else None
+        if reason is None:
+            return None
+        self._breaks = has_begun
+        return self.eject(reason, outcome, now_ms)
 
     def eject(self, reason: Reason, outcome: Outcome, now_ms: int) -> Ejection:
         if self.phase is HealthPhase.WELL:
@@ -252,7 +272,7 @@ class Health:
         self.ejections += 1
         self.is_silenced |= reason is Reason.SILENT
         self._trial = None
-        self._recent.clear()
+        self._row = 0
         self._window = [(-1, 0, 0)] * WINDOW_S
         return Ejection(reason, outcome, self._length_ms)
 
@@ -283,17 +303,12 @@ class Health:
 
     # -- counting ---------------------------------------------------------------------------------
 
-    def _count(self, verdict: _Verdict) -> _Verdict:
-        self._recent.append(verdict)
-        self._add(verdict, 1)
-        return verdict
-
-    def _take_back(self, ticket: Ticket) -> None:
-        if (success := ticket.success) is not None:
-            ticket.success = None
+    def _take_back(self, ticket: Ticket) -> bool:
+        """Take back that its answer has begun. Returns whether it had."""
+        success, ticket.success = ticket.success, None
+        if success is not None:
             self._add(success, -1)
-            if success in self._recent:
-                self._recent.remove(success)
+        return success is not None
 
     def _add(self, verdict: _Verdict, by: int) -> None:
         """Add to the window's second, unless that is over."""
@@ -307,8 +322,7 @@ class Health:
 
     def _verdict(self, second: int) -> Reason | None:
         """Rule 2."""
-        last = list(self._recent)[-ROW_MAX:]
-        if len(last) == ROW_MAX and all(verdict.is_failure for verdict in last):
+        if self._row >= ROW_MAX:
             return Reason.ROW
         recent = [(good, bad) for at, good, bad in self._window if at > second - WINDOW_S]
         good, bad = (sum(column) for column in zip(*recent, strict=True))

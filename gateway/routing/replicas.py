@@ -236,11 +236,7 @@ class Replicas:
             placement.first_events.add(now_ms - placement.sent_ms)
             placement.first_events = None
         replica = placement.replica
-        away_ms = replica.health.began(placement.ticket, now_ms)
-        if away_ms is not None:
-            observe_return(replica.id, away_ms)
-            if away_ms >= SLOW_START_MS:
-                replica.view.since_ms = now_ms
+        self._returned(replica, replica.health.began(placement.ticket, now_ms), now_ms)
 
     def look(self, is_mute: Callable[[Replica], bool]) -> None:
         """Find the replicas that are silent, and end the attempts that wait for them. `is_mute` says whether
@@ -269,11 +265,22 @@ class Replicas:
         replica.view.leave()
         assert min(replica.view.sent) >= 0
         assert replica.view.requests >= 0
-        ejection = replica.health.note(placement.ticket, outcome, self._now_ms())
+        now_ms = self._now_ms()
+        if outcome is Outcome.WORKED:
+            self._returned(replica, replica.health.concluded(placement.ticket, now_ms), now_ms)
+        ejection = replica.health.note(placement.ticket, outcome, now_ms)
         if ejection is not None:
             observe_ejection(replica.id, ejection)
         if replica.left_at_s is not None:
             self._settle(replica)
+
+    @staticmethod
+    def _returned(replica: Replica, away_ms: int | None, now_ms: int) -> None:
+        """Begin slowly with a replica that comes back, if it does, after so long."""
+        if away_ms is not None:
+            observe_return(replica.id, away_ms)
+            if away_ms >= SLOW_START_MS:
+                replica.view.since_ms = now_ms
 
     def _now_ms(self) -> int:
         return int(self._clock.monotonic() * 1000)

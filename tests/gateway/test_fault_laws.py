@@ -260,3 +260,30 @@ def test_a_dead_replica_costs_requests_nothing_but_a_second_try() -> None:
             world.at(at_ms, world.arrive)
         world.run()
         assert {request.ends[0] for request in world.requests} == {"whole"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_replica_that_breaks_every_stream_is_sent_one_at_a_time_after_its_ejection(seed: int) -> None:
+    """Others begin while it fails, and the first event of a trial proves nothing."""
+    world = World(seed, 3, faults=("resets",))
+    broken = world.replicas[0]
+    world.faults[broken.id] = "resets"
+    for at_ms in range(0, 60_000, 25):
+        world.at(at_ms, world.arrive)
+    begun_s = world.clock.monotonic()
+    ejected_s = most = 0.0
+
+    def look() -> None:
+        nonlocal ejected_s, most
+        now_s = world.clock.monotonic()
+        if broken.health.ejections and not ejected_s:
+            ejected_s = now_s
+        if ejected_s and now_s > ejected_s + 2.1:  # all that were sent before have ended
+            most = max(most, broken.view.requests)
+
+    for at_ms in range(0, 60_000, 50):
+        world.at(at_ms, look)
+    world.run()
+    assert begun_s < ejected_s < begun_s + 5
+    assert broken.health.ejections >= 3, "it was tried again"
+    assert most == 1

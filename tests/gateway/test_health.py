@@ -17,7 +17,6 @@ from gateway.routing.health import (
     LATE_FACTOR,
     LATE_MS_MIN,
     RATE_MIN,
-    RECENT_MAX,
     ROW_MAX,
     SAMPLES_MIN,
     SILENT_MIN,
@@ -59,8 +58,16 @@ class Replica:
         """A request works and ends. Returns what `Health.began` does."""
         ticket = ticket or self.send()
         away_ms = self.health.began(ticket, self.now_ms)
+        ended_ms = self.health.concluded(ticket, self.now_ms)
+        away_ms = ended_ms if away_ms is None else away_ms
         assert self.health.note(ticket, Outcome.WORKED, self.now_ms) is None
         return away_ms
+
+    def begin(self) -> Ticket:
+        """Send a stream, whose first event comes at once."""
+        ticket = self.send()
+        self.health.began(ticket, self.now_ms)
+        return ticket
 
     def eject(self) -> Ejection:
         ejections = [self.fail() for _ in range(ROW_MAX)]
@@ -133,21 +140,53 @@ def test_failures_that_are_long_past_do_not_count(replica: Replica) -> None:
 
 def test_a_stream_that_breaks_counts_as_a_failure_and_not_as_a_success(replica: Replica) -> None:
     """An engine that resets every stream after three events, while others begin."""
-    running = [replica.send()]
-    for _ in range(RECENT_MAX):
-        replica.health.began(running[-1], replica.now_ms)
-        running.append(replica.send())
-        replica.health.began(running[-1], replica.now_ms)
+    running = [replica.begin() for _ in range(2)]
+    for _ in range(ROW_MAX):
+        assert replica.allows
+        running += [replica.begin(), replica.begin()]
         replica.now_ms += 20
-        if replica.fail(running.pop(0)) is not None:
-            break
+        ejection = replica.fail(running.pop(0))
+    assert ejection is not None
+    assert ejection.reason is Reason.ROW, "what begins in between interrupts no row"
     assert not replica.allows
+
+
+def test_where_streams_broke_a_first_event_does_not_end_the_ejection(replica: Replica) -> None:
+    for _ in range(ROW_MAX):
+        ejection = replica.fail(replica.begin())
+    assert ejection is not None
+    replica.now_ms += ejection.length_ms
+    trial = replica.begin()
+    assert not replica.allows, "no other is sent until it is decided"
+    replica.now_ms += 300
+    again = replica.fail(trial)
+    assert again is not None
+    assert again.reason is Reason.TRIAL
+    replica.now_ms += again.length_ms
+    assert replica.work() is not None, "it came to its end"
+    assert replica.allows
+    assert replica.health.phase is HealthPhase.WELL
+
+
+def test_a_trial_that_goes_on_for_as_long_as_the_ejection_lets_the_next_decide(replica: Replica) -> None:
+    for _ in range(ROW_MAX):
+        ejection = replica.fail(replica.begin())
+    assert ejection is not None
+    replica.now_ms += ejection.length_ms
+    long = replica.begin()
+    replica.now_ms += ejection.length_ms - 1
+    assert not replica.allows
+    replica.now_ms += 1
+    assert replica.allows
+    assert replica.health.began(replica.send(), replica.now_ms) == 2 * ejection.length_ms
+    assert replica.health.phase is HealthPhase.WELL
+    assert replica.fail(long) is None, "one failure is no row"
 
 
 def test_a_success_that_is_long_past_is_taken_back_without_harm(replica: Replica) -> None:
     old = replica.send()
     replica.health.began(old, replica.now_ms)
-    for _ in range(RECENT_MAX):
+    for _ in range(20):
         replica.now_ms += 1_000
         replica.work()
     assert replica.fail(old) is None
