@@ -200,9 +200,9 @@ class Reporter:
         exemplar = self._tracing.exemplar(stages, record.request_id, seconds, failed=failed)
         stages.end(exemplar)
         line = _line(record, stages, seconds)
-        logs.write_line(line, "info")
+        logged = logs.write_line(line, "info")
         if self._recorder.is_on:
-            self._recorder.add(line, stages.entered())
+            self._recorder.add(line, stages.stamps(), logged)
         self._tracing.ended(stages, stages.began_s, seconds, failed=failed, line=lambda: line_of(line))
         model, tenant = record.model or NONE, self._tenant_label(record.tenant)
         REQUESTS.inc(record.endpoint, model, tenant, record.status, record.end_reason.value)

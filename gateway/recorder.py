@@ -5,13 +5,15 @@ Rules:
 1. It is bounded in number and in bytes; the oldest go first. With `records` 0, or without an admin listener,
    nothing is kept.
 2. A record is the completed line, as it was logged, and the visits to the stages. It holds no text of prompts
-   or answers. It is kept as JSON, so that its bytes are known and a request costs some microseconds.
+   or answers. The line is kept as the log's JSON, so that its bytes are known.
+3. Nothing is worked out before somebody asks: a request costs the time to keep what there is already. What
+   was worked out is kept, too, as who asks mostly asks again.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Final
 
@@ -19,6 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from shared.completed_line import GatewayLine
+from shared.telemetry import Stamps
 from shared.trace.axis import Visit, axis
 from shared.trace.record import RequestRecord, RequestSummary
 from shared.trace.sentences import sentence
@@ -28,20 +31,30 @@ BYTES_MAX: Final = 8 * 1024 * 1024
 SUMMARY_LEN: Final = 1024
 """Bytes that a record takes beside its JSON, about."""
 
+STAMP_LEN: Final = 64
+"""Bytes that the visit to a stage takes, about."""
+
 _encode: Final = msgspec.json.Encoder().encode
+_decode: Final = msgspec.json.Decoder(GatewayLine).decode
 
 
-class _Stored(Struct, frozen=True, array_like=True):
-    line: GatewayLine
-    visits: tuple[Visit, ...]
-
-
-_decode: Final = msgspec.json.Decoder(_Stored).decode
-
-
-class _Entry(Struct, frozen=True):
-    summary: RequestSummary
+class _Entry(Struct):
+    request_id: str
+    number: int
     data: bytes
+    """The line as JSON."""
+    stamps: Stamps
+    summary: RequestSummary | None = None
+    """None until somebody asks."""
+
+    @property
+    def bytes_len(self) -> int:
+        return len(self.data) + SUMMARY_LEN + STAMP_LEN * len(self.stamps.names)
+
+    def summarized(self) -> RequestSummary:
+        if self.summary is None:
+            self.summary = summary_of(_decode(self.data), self.number)
+        return self.summary
 
 
 class Recorder:
@@ -62,28 +75,28 @@ class Recorder:
     def is_on(self) -> bool:
         return self._records_max > 0
 
-    def add(self, line: GatewayLine, visits: Sequence[tuple[str, float, float]]) -> None:
-        """Keep a completed request. `visits` are stages with milliseconds: since its headers, and taken."""
+    def add(self, line: GatewayLine, stamps: Stamps, logged: bytes | None = None) -> None:
+        """Keep a completed request. `logged` is the line's JSON, where the log has it already."""
         if not self.is_on:
             return
         self._number = max(self._number + 1, int(line.ts.timestamp() * 1e6))
-        data = _encode((line, visits))
-        self._entries.append(_Entry(summary_of(line, self._number), data))
-        self.bytes_len += len(data) + SUMMARY_LEN
+        entry = _Entry(line.request_id, self._number, _encode(line) if logged is None else logged, stamps)
+        self._entries.append(entry)
+        self.bytes_len += entry.bytes_len
         while len(self._entries) > self._records_max or self.bytes_len > self._bytes_max:
-            self.bytes_len -= len(self._entries.popleft().data) + SUMMARY_LEN
+            self.bytes_len -= self._entries.popleft().bytes_len
 
     def newest_first(self, before: int | None = None) -> Iterator[RequestSummary]:
         """The requests in short; with `before` those older than the one of this number."""
         for entry in reversed(self._entries):
-            if before is None or entry.summary.number < before:
-                yield entry.summary
+            if before is None or entry.number < before:
+                yield entry.summarized()
 
     def find(self, request_id: str, records_max: int) -> list[RequestRecord]:
         """The records of this id, the newest first."""
         found = []
         for entry in reversed(self._entries):
-            if entry.summary.request_id == request_id:
+            if entry.request_id == request_id:
                 found.append(_record(entry))
                 if len(found) == records_max:
                     break
@@ -118,9 +131,8 @@ def summary_of(line: GatewayLine, number: int) -> RequestSummary:
 
 
 def _record(entry: _Entry) -> RequestRecord:
-    stored = _decode(entry.data)
-    causes = tuple(sentence(cause) for cause in stored.line.causes or ())
-    shown = axis(stored.line, (), stored.visits)
-    return RequestRecord(
-        summary=entry.summary, line=stored.line, visits=stored.visits, axis=shown, causes=causes
-    )
+    line = _decode(entry.data)
+    visits = tuple(Visit(*visit) for visit in entry.stamps.visits())
+    causes = tuple(sentence(cause) for cause in line.causes or ())
+    shown = axis(line, (), visits)
+    return RequestRecord(summary=entry.summarized(), line=line, visits=visits, axis=shown, causes=causes)

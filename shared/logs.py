@@ -221,20 +221,21 @@ def audit(event: str, fields: Mapping[str, object]) -> None:
         _writer.msg(render(_writer.service, "info", event, fields))
 
 
-def write_line(line: msgspec.Struct, level: str) -> None:
+def write_line(line: msgspec.Struct, level: str) -> bytes | None:
     """Write a line that is a value of one type, which has its event, service and logger. Its fields need no
-    check but its length. Defaults are left out."""
+    check but its length. Defaults are left out. Returns its JSON, and None where that was not written."""
     if _writer is None or level not in _writer.levels:
-        return
+        return None
     try:
         encoded = msgspec.json.encode(line)
         if len(encoded) <= TEXT_LEN_MAX:  # and so is every text in it
             _writer.msg(encoded.decode())
-            return
+            return encoded
     except (OverflowError, UnicodeEncodeError):
         pass  # a huge number, or a lone surrogate
     fields = {name: value for name, value in msgspec.structs.asdict(line).items() if value is not None}
     _writer.msg(render(_writer.service, level, str(fields.pop("event", "")), fields))
+    return None
 
 
 def render(service: str, level: str, event: str, fields: Mapping[str, object]) -> str:

@@ -158,6 +158,20 @@ def _layout(visits: tuple[str, ...]) -> _Layout:
     return _Layout(names, at, tuple(f"{name}_ms" for name in names), timing)
 
 
+class Stamps(Struct, frozen=True, gc=False):
+    """The visits to stages, and when each began, with the end of the last, in seconds on the clock."""
+
+    names: tuple[str, ...]
+    began_s: tuple[float, ...]
+
+    def visits(self) -> list[tuple[str, float, float]]:
+        """Each visit with milliseconds: since the first began, and taken."""
+        starts_s = [at - self.began_s[0] for at in self.began_s]
+        starts = _milliseconds(starts_s)
+        takes = _milliseconds(list(map(sub, starts_s[1:], starts_s)))
+        return list(zip(self.names, starts, takes, strict=False))
+
+
 class Stages:
     """The stage times of one request in one service, under one span.
 
@@ -269,12 +283,14 @@ class Stages:
     def entered(self, *, is_over: bool = True) -> list[tuple[str, float, float]]:
         """The visits that `enter` began: the stage, and milliseconds since the first began and taken. Unless
         the request `is_over`, the stage that runs is the last of them, until now."""
-        began_s, names = self._began_s, self._over
+        stamps = self.stamps()
         if not is_over:
-            began_s, names = [*began_s, self._monotonic()], [*names, self.now]
-        starts_s = [at - began_s[0] for at in began_s]
-        starts = _milliseconds(starts_s)
-        return list(zip(names, starts, _milliseconds(list(map(sub, starts_s[1:], starts_s))), strict=False))
+            stamps = Stamps((*stamps.names, self.now), (*stamps.began_s, self._monotonic()))
+        return stamps.visits()
+
+    def stamps(self) -> Stamps:
+        """The visits that are over, as they were noted."""
+        return Stamps(tuple(self._over), tuple(self._began_s))
 
     def _taken(self) -> tuple[_Layout, list[float]]:
         """The stages that are over, and the seconds that each took."""

@@ -18,6 +18,7 @@ from shared.causes import Cause
 from shared.completed_line import EVENT, GatewayLine
 from shared.end_reason import EndReason
 from shared.errors import InvalidRequest
+from shared.telemetry import Stamps
 from tests.gateway.conftest import House, Open, until
 from tests.gateway.fake_engine import Script, chunk, closing, refusal, stream
 from tests.gateway.test_admin import OPERATOR, operator_keys
@@ -55,7 +56,7 @@ def line(request_id: str = "r", /, **changes: Any) -> GatewayLine:
 def recorder_of(*lines: GatewayLine, records_max: int = 100, bytes_max: int = 1 << 20) -> Recorder:
     recorder = Recorder(records_max, bytes_max)
     for one in lines:
-        recorder.add(one, [("edge", 0.0, 2.0), ("wait", 2.0, 10.0)])
+        recorder.add(one, Stamps(("edge", "wait"), (7.0, 7.002, 7.012)))
     return recorder
 
 
