@@ -120,7 +120,7 @@ class View(Struct):
     of the request that would wait for them, in thousandths."""
 
     since_ms: int
-    """When the replica was added to the pool."""
+    """When the replica was added to the pool, or was back after a long time away."""
     told: tuple[int, ...] = (0, 0, 0)
     """The waiting prompt tokens by its last report."""
     sequences: int = 0
@@ -144,6 +144,11 @@ class View(Struct):
         self.sequences = report.sequences
         self.fresh_until_ms = now_ms + late_ms
         self._sum()
+
+    def returned(self, away_ms: int, now_ms: int) -> None:
+        """Begin slowly again after an ejection that lasted so long."""
+        if away_ms >= SLOW_START_MS:
+            self.since_ms = now_ms
 
     def enter(self, service_class: int, tokens: int) -> None:
         """Count a request of this class that is sent there, with the prompt tokens that it has to compute."""

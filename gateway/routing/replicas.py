@@ -235,8 +235,9 @@ class Replicas:
         if placement.first_events is not None:
             placement.first_events.add(now_ms - placement.sent_ms)
             placement.first_events = None
-        replica = placement.replica
-        self._returned(replica, replica.health.began(placement.ticket, now_ms), now_ms)
+        if (away_ms := placement.replica.health.began(placement.ticket, now_ms)) is not None:
+            observe_return(placement.replica.id, away_ms)
+            placement.replica.view.returned(away_ms, now_ms)
 
     def look(self, is_mute: Callable[[Replica], bool]) -> None:
         """Find the replicas that are silent, and end the attempts that wait for them. `is_mute` says whether
@@ -266,21 +267,14 @@ class Replicas:
         assert min(replica.view.sent) >= 0
         assert replica.view.requests >= 0
         now_ms = self._now_ms()
-        if outcome is Outcome.WORKED:
-            self._returned(replica, replica.health.concluded(placement.ticket, now_ms), now_ms)
-        ejection = replica.health.note(placement.ticket, outcome, now_ms)
-        if ejection is not None:
+        away_ms = replica.health.concluded(placement.ticket, now_ms) if outcome is Outcome.WORKED else None
+        if away_ms is not None:
+            observe_return(replica.id, away_ms)
+            replica.view.returned(away_ms, now_ms)
+        if (ejection := replica.health.note(placement.ticket, outcome, now_ms)) is not None:
             observe_ejection(replica.id, ejection)
         if replica.left_at_s is not None:
             self._settle(replica)
-
-    @staticmethod
-    def _returned(replica: Replica, away_ms: int | None, now_ms: int) -> None:
-        """Begin slowly with a replica that comes back, if it does, after so long."""
-        if away_ms is not None:
-            observe_return(replica.id, away_ms)
-            if away_ms >= SLOW_START_MS:
-                replica.view.since_ms = now_ms
 
     def _now_ms(self) -> int:
         return int(self._clock.monotonic() * 1000)
