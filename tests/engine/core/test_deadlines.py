@@ -24,7 +24,10 @@ from engine.core.deadlines import (
     Rate,
 )
 from engine.core.messages import FinishReason
+from engine.core.plan_builder import PlanBuilder
+from engine.core.planner import HURRIED_OF
 from tests.engine.core.harness import Harness, greedy
+from tests.engine.core.sequences import sequence
 from tests.engine.core.test_long_prompts import CALM_STEPS, RUNNERS, beside_streams, decodes_s
 
 SLOW = RUNNERS["474M on two cores"]
@@ -206,3 +209,15 @@ def test_those_who_state_short_deadlines_delay_no_other_tenant() -> None:
     assert {outcome.reason for outcome in outcomes[:-1]} == {FinishReason.TOO_LATE}
     assert outcomes[-1].first_token_s <= 1.01 * calm.first_token_s
     assert max(stream.gap_s_max for stream in streams) <= 2.05 * decodes_s(SLOW, 1100)
+
+
+def test_of_the_running_prompts_those_that_have_run_for_longest_may_be_hurried() -> None:
+    planner = Harness().scheduler._planner
+    rate = Rate(0.1, 0.1, 8, 64)
+    for place, is_hurried in ((0, True), (HURRIED_OF - 1, True), (HURRIED_OF, False)):
+        prefills = [sequence(handle, 0.0, prompt_len=600) for handle in range(HURRIED_OF + 2)]
+        prefills[place].first_token_by = 0.5  # which its 600 tokens would miss
+        builder = PlanBuilder(tokens_left=64, prefills=prefills)
+        planner._hurry(builder, rate, 0.0)
+        assert (builder.hurried is prefills[place]) == is_hurried
+        assert (builder.hurried is not None) == is_hurried
