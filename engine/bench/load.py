@@ -169,12 +169,23 @@ def completion_tokens(exchange: TimedRequest) -> int:
 
 
 async def _stream(server: Server, prompts: list[list[int]], output_len: int) -> list[TimedRequest]:
+    """One request after another on a kept connection, or on another where the server keeps none: llama.cpp's
+    closes it after a stream, at times when the next request is on its way."""
     connection = await server.endpoint.connect()
     try:
-        done = []
+        done: list[TimedRequest] = []
         for prompt in prompts:
-            connection.begin(request(server, prompt, output_len))
-            done.append(await finished(connection))
+            message = request(server, prompt, output_len)
+            if not connection.is_open:
+                connection = await server.endpoint.connect()
+            exchange = await connection.exchange(message)
+            if exchange.error is not None and not exchange.status and done:
+                connection.close()
+                connection = await server.endpoint.connect()
+                exchange = await connection.exchange(message)
+            if exchange.error is not None:
+                raise BenchFailed(exchange.error)
+            done.append(exchange)
         return done
     finally:
         connection.close()

@@ -110,6 +110,11 @@ class LoadConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass
 
+    @property
+    def is_open(self) -> bool:
+        """False from when the server has closed it, or this side has."""
+        return self._transport is not None and not self._transport.is_closing()
+
     async def exchange(self, request: bytes, deadline_s: float = EXCHANGE_DEADLINE_S) -> TimedRequest:
         self.begin(request)
         return await self.finished(deadline_s)

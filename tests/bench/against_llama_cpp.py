@@ -1,6 +1,7 @@
 """This engine beside llama.cpp's server: the same weights, the same loads, in turns.
 
     python -m tests.bench.against_llama_cpp --server FILE [--models 0.9M 29M 474M] [--formats bf16 q8_0]
+        [--streams 1 8 32] [--prompts 200 2000] [--limit-s S]
 
 `FILE` is a `llama-server`, built for this processor from the source that PyPI's `llama-cpp-python` brings:
 
@@ -19,8 +20,10 @@ format and the prompts' length. Targets: more tokens per second and a shorter ti
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, get_args
@@ -40,32 +43,40 @@ SLACK_LEN: Final = 64
 """Context beyond prompt and answer, in tokens."""
 STREAMS: Final = (1, 8, 32)
 PROMPTS: Final = (200, 2000)
-ENGINE_OPTIONS: Final = {"bf16": [], "q8_0": ["--weights", "int8"]}
+ENGINE_OPTIONS: Final = {
+    "bf16": ["--dtype", "bfloat16"],
+    "q8_0": ["--dtype", "bfloat16", "--weights", "int8"],
+}
 AHEAD: Final = {"output, ratio": at_least(1), "TTFT p50, ratio": at_most(1)}
 """The targets by the end of a figure's name."""
+
+
+def work_of(name: str, streams: int, prompt_len: int) -> float:
+    """How long a row takes beside others: its prompts' tokens by the millions of weights that each meets."""
+    return float(name.removesuffix("M")) * streams * prompt_len
 
 
 def turns_of(name: str, streams: int, prompt_len: int) -> tuple[int, int]:
     """The turns of each engine, and the requests that each stream makes in a turn: fewer where one takes
     minutes."""
-    is_long = name == "474M" and streams * prompt_len > 8 * 200
-    return (1, 1) if is_long else (3, 2) if streams < 32 else (2, 1)
+    work = work_of(name, streams, prompt_len)
+    if work > work_of("474M", 8, 200):
+        return 1, 1
+    return (3, 2) if work <= work_of("29M", 8, 200) else (2, 1)
 
 
 def measured(options: argparse.Namespace) -> Iterator[Figure]:
-    for name in options.models:
+    begun_at = time.monotonic()
+    rows = itertools.product(options.models, options.streams, options.prompts)
+    for name, streams, prompt_len in sorted(rows, key=lambda row: work_of(*row)):
         model = make_model(options.dir / name, SHAPES[name])
         for form in options.formats:
-            weights = write_gguf(model, form)
-            for prompt_len in options.prompts:
-                for streams in options.streams:
-                    yield from _row(
-                        f"{name} {form}, prompts of {prompt_len}",
-                        model,
-                        weights,
-                        Piece(["load"], streams, *turns_of(name, streams, prompt_len), prompt_len),
-                        options,
-                    )
+            row = f"{name} {form}, prompts of {prompt_len}"
+            if options.limit_s is not None and time.monotonic() - begun_at > options.limit_s:
+                sys.stderr.write(f"not begun: {row}, {streams} streams\n")
+                continue
+            piece = Piece(["load"], streams, *turns_of(name, streams, prompt_len), prompt_len)
+            yield from _row(row, model, write_gguf(model, form), piece, options)
 
 
 def _row(
@@ -93,6 +104,9 @@ def main() -> int:
     parser.add_argument("--formats", nargs="+", choices=get_args(Format), default=list(get_args(Format)))
     parser.add_argument("--streams", nargs="+", type=int, default=list(STREAMS))
     parser.add_argument("--prompts", nargs="+", type=int, default=list(PROMPTS), metavar="TOKENS")
+    parser.add_argument(
+        "--limit-s", type=float, metavar="S", help="begin no row later; the quickest go first"
+    )
     add_arguments(parser, SHAPES)
     options = parser.parse_args()
     return show(measured(options), options)

@@ -39,7 +39,18 @@ def test_the_last_load_of_each_model_is_the_one_whose_memory_is_measured() -> No
 
 def test_long_rows_of_a_large_model_are_measured_less_often() -> None:
     assert against_llama_cpp.turns_of("474M", 32, 2000) == (1, 1)
-    assert against_llama_cpp.turns_of("29M", 8, 2000) == (3, 2)
+    assert against_llama_cpp.turns_of("29M", 8, 2000) == (2, 1)
+    assert against_llama_cpp.turns_of("29M", 8, 200) == (3, 2)
+
+
+def test_no_row_begins_after_the_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    against.add_arguments(parser, SHAPES)
+    options = parser.parse_args(["--models", "0.9M", "--dir", str(tmp_path)])
+    options.streams, options.prompts, options.formats, options.limit_s = [8, 1], [200], ["bf16"], -1.0
+    assert not list(against_llama_cpp.measured(options))
+    said = "not begun: 0.9M bf16, prompts of 200, {} streams\n"
+    assert capsys.readouterr().err == said.format(1) + said.format(8), "the quickest first"
 
 
 def test_figures_are_printed_with_the_models_name_and_kept(
