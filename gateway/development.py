@@ -11,7 +11,7 @@ from typing import Final
 
 from gateway.config import GatewayConfig, KeyConfig, ModelConfig, TenantConfig
 from gateway.directory_config import DirectoryConfig
-from gateway.edge_config import ListenConfig, TlsConfig, is_loopback
+from gateway.edge_config import AdminConfig, ListenConfig, OperatorKeyConfig, TlsConfig, is_loopback
 from gateway.identity.keys import hash_key
 from gateway.quota_config import QuotaLimits, QuotasConfig
 from gateway.timeout_config import TimeoutsConfig
@@ -33,6 +33,10 @@ def _listen(host: str, port: int, tls: tuple[str, str] | None) -> ListenConfig:
     return ListenConfig(host, port, plaintext=not is_loopback(host))
 
 
+def _admin(port: int, key: str) -> AdminConfig:
+    return AdminConfig(port=port, keys=(OperatorKeyConfig(ID, hash_key(key)),))
+
+
 def development_config(
     *,
     port: int,
@@ -46,13 +50,15 @@ def development_config(
     limits: QuotaLimits = UNLIMITED,
     redis: str | None = None,
     drain_s: float = TimeoutsConfig().drain_s,
+    admin: tuple[int, str] | None = None,
 ) -> GatewayConfig:
-    """`tls` are the paths of a certificate chain and of its private key, both PEM. `redis` is the URL of the
-    server that keeps quotas and further keys; None keeps them in memory and in the file. Raises
-    ConfigError."""
+    """`admin` is the port of the admin listener and the key that opens it; None for no such listener. `tls`
+    are the paths of a certificate chain and of its private key, both PEM. `redis` is the URL of the server
+    that keeps quotas and further keys; None keeps them in memory and in the file. Raises ConfigError."""
     names = tuple(name for name in dict.fromkeys(aliases) if name != model)
     return GatewayConfig(
         listen=_listen(host, port, tls),
+        admin=AdminConfig() if admin is None else _admin(*admin),
         timeouts=TimeoutsConfig(drain_s=drain_s),
         models=(ModelConfig(model, (engine_url, *more_engine_urls), aliases=names),),
         tenants=(TenantConfig(ID, limits=limits),),

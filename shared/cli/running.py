@@ -24,6 +24,10 @@ class Running(msgspec.Struct, frozen=True):
     """The path of its certificate, PEM; None for plain HTTP."""
     config: str | None = None
     """The path of its gateway's file. None for one of an older version."""
+    admin_url: str | None = None
+    """The URL of its gateway's admin listener. None for one of an older version, as the next."""
+    admin_key: str | None = None
+    """The key that opens it."""
 
 
 def cache_dir() -> Path:

@@ -235,7 +235,9 @@ def make_plan(options: argparse.Namespace) -> Plan:
     key = options.api_key or development.development_key()
     run_dir = _make_run_dir(options.log_dir, gateway_port)
     config = run_dir / "gateway.toml"
-    engine_urls = [f"http://127.0.0.1:{port}" for port in _free_ports(options.replicas)]
+    admin_port, *engine_ports = _free_ports(1 + options.replicas)
+    engine_urls = [f"http://127.0.0.1:{port}" for port in engine_ports]
+    admin_key = development.development_key()
     gateway_config = development.development_config(
         host=options.host,
         port=gateway_port,
@@ -247,11 +249,13 @@ def make_plan(options: argparse.Namespace) -> Plan:
         tls=tls,
         redis=options.redis,
         drain_s=DRAIN_S,
+        admin=(admin_port, admin_key),
     )
     running.write_private(config, f"# Written by `penstock up`.\n{to_toml(gateway_config)}".encode())
     engine_options = ["--model", model, "--served-model-name", name, "--host", "127.0.0.1"]
     last_options = [*_drain_options(os.environ), *options.more]
-    gateway_drain_s = reach("gateway.config").load(config, os.environ).timeouts.drain_s
+    loaded = reach("gateway.config").load(config, os.environ)
+    admin_url = f"http://{_reachable(loaded.admin.host)}:{loaded.admin.port}"
     scheme, cert = ("http", None) if tls is None else ("https", tls[0])
     base_url = f"{scheme}://{_reachable(options.host, certificate_names)}:{gateway_port}"
     gateway_argv = tuple(command("gateway", ["--config", str(config)]))
@@ -261,10 +265,17 @@ def make_plan(options: argparse.Namespace) -> Plan:
             ServiceSpec("gateway", gateway_argv, run_dir / "gateway.log", base_url, GATEWAY_START_S, cert),
         ),
         running=Running(
-            url=f"{base_url}/v1", key=key, model=name, pid=os.getpid(), cert=cert, config=str(config)
+            url=f"{base_url}/v1",
+            key=key,
+            model=name,
+            pid=os.getpid(),
+            cert=cert,
+            config=str(config),
+            admin_url=admin_url,
+            admin_key=admin_key,
         ),
         run_dir=run_dir,
-        grace_s=max(gateway_drain_s, _engine_drain_s(options.more, os.environ)) + ENDING_S,
+        grace_s=max(loaded.timeouts.drain_s, _engine_drain_s(options.more, os.environ)) + ENDING_S,
         certificate_names=certificate_names,
         aliases=tuple(options.alias),
     )
@@ -436,7 +447,7 @@ Ready after {seconds:.1f} s.
 
   Base URL   {url}
   API key    {key}
-  Model      {model}{also}{_about_engines(plan)}
+  Model      {model}{also}{_about_engines(plan)}{_about_console(plan)}
 
 {_about_certificate(plan)}Stream an answer:
 
@@ -458,6 +469,11 @@ In another terminal: {_penstock()} chat. Ctrl-C here stops {stopped} services.
 def _about_engines(plan: Plan) -> str:
     engines = len(plan.services) - 1
     return "" if engines == 1 else f"\n  Engines    {engines}"
+
+
+def _about_console(plan: Plan) -> str:
+    url, key = plan.running.admin_url, plan.running.admin_key
+    return "" if url is None else f"\n  Console    {url}/console\n  Admin key  {key}"
 
 
 def _about_certificate(plan: Plan) -> str:

@@ -251,6 +251,20 @@ def test_a_plan_without_options_serves_the_demo_model() -> None:
     assert plan.running.model == up.DEMO_NAME
 
 
+def test_a_plan_has_a_console_behind_a_key_of_its_own() -> None:
+    plan = plan_of("--port", "0", "--api-key", "k")
+    ours = plan.running
+    assert ours.admin_url is not None
+    assert ours.admin_key not in (None, "k")
+    file = Path(plan.services[-1].argv[-1])
+    admin = load_gateway_config(file, {}).admin
+    assert ours.admin_url == f"http://127.0.0.1:{admin.port}"
+    assert str(ours.admin_key) not in file.read_text()
+    text = up.announcement(plan, 1.0)
+    assert f"Console    {ours.admin_url}/console" in text
+    assert f"Admin key  {ours.admin_key}" in text
+
+
 def test_options_reach_the_service_that_they_are_for(tmp_path: Path) -> None:
     argv = ("--port", "0", "--model", str(tmp_path), "--api-key", "k", "--log-dir", str(tmp_path / "logs"))
     more = ("--alias", "a", "*", "--alias", "b", "--max-model-len", "128")
@@ -258,7 +272,9 @@ def test_options_reach_the_service_that_they_are_for(tmp_path: Path) -> None:
     engine, gateway = plan.services
     file = tmp_path / "logs" / "gateway.toml"
     url = f"{gateway.url}/v1"
-    assert plan.running == Running(url, "k", tmp_path.name, os.getpid(), config=str(file))
+    ours = plan.running
+    admin = {"admin_url": ours.admin_url, "admin_key": ours.admin_key}
+    assert ours == Running(url, "k", tmp_path.name, os.getpid(), config=str(file), **admin)
     assert plan.aliases == ("a", "*", "b")
     assert engine.argv[-2:] == ("--max-model-len", "128")
     assert engine.log == tmp_path / "logs" / "engine.log"

@@ -1,1 +1,111 @@
-"use strict";
+// The page's frame: log-in, the views by the address's fragment, and what goes wrong.
+
+import { ask, get } from "./api.js";
+import { el, setText, shown } from "./dom.js";
+import { chatView } from "./chat.js";
+import { enginesView } from "./engines.js";
+import { requestView } from "./request.js";
+import { requestsView } from "./requests.js";
+import { tenantsView } from "./tenants.js";
+
+const SESSION = "/admin/v1/console/session";
+const view = document.getElementById("view");
+const notice = document.getElementById("notice");
+const VIEWS = {
+  requests: ["Requests", requestsView],
+  request: ["Request", requestView],
+  engines: ["Engines", enginesView],
+  tenants: ["Tenants", tenantsView],
+  chat: ["Chat", chatView],
+};
+let leave = () => {};
+let isIn = false;
+
+function tell(error) {
+  if (error?.status === 401 && isIn) return logIn("The session has ended. Log in again.");
+  notice.hidden = error === null;
+  setText(notice, error === null ? "" : shown(error.message));
+}
+
+function show(isLoggedIn, operator = "") {
+  isIn = isLoggedIn;
+  document.getElementById("nav").hidden = !isLoggedIn;
+  document.getElementById("who").hidden = !isLoggedIn;
+  setText(document.getElementById("operator"), shown(operator));
+}
+
+function route() {
+  if (!isIn) return;
+  const [name, ...rest] = location.hash.replace(/^#\//, "").split("/");
+  const [title, open] = VIEWS[name] ?? VIEWS.requests;
+  leave();
+  tell(null);
+  document.title = `${title} - Penstock console`;
+  for (const link of document.querySelectorAll("#nav a")) {
+    const isHere = link.textContent === title || (title === "Request" && link.textContent === "Requests");
+    if (isHere) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  view.replaceChildren();
+  let argument = "";
+  try {
+    argument = decodeURIComponent(rest.join("/"));
+  } catch {
+    // An address that cannot be read names nothing.
+  }
+  leave = open(view, tell, argument) ?? (() => {});
+  view.focus({ preventScroll: true });
+}
+
+function logIn(why = "") {
+  leave();
+  leave = () => {};
+  show(false);
+  tell(null);
+  document.title = "Log in - Penstock console";
+  const key = el("input", {
+    id: "key", type: "password", autocomplete: "current-password", required: true, maxlength: 256,
+    "aria-describedby": "login-problem",
+  });
+  const problem = el("p", { id: "login-problem", class: "problem", role: "alert" }, why);
+  const button = el("button", { class: "primary" }, "Log in");
+  async function send(event) {
+    event.preventDefault();
+    button.disabled = true;
+    try {
+      await ask("POST", SESSION, { key: key.value });
+      key.value = "";
+      await start();
+    } catch (error) {
+      setText(problem, shown(error.message));
+      key.select();
+    }
+    button.disabled = false;
+  }
+  view.replaceChildren(
+    el("form", { class: "login card", $submit: send },
+      el("h1", {}, "Log in"),
+      el("p", { class: "hint" }, "With an operator's key of this gateway. It is sent once; a session stands for it."),
+      el("label", { for: "key" }, "Admin key"), key, problem, button));
+  key.focus();
+}
+
+async function start() {
+  try {
+    const { operator } = await get("/admin/v1/console/operator");
+    show(true, operator);
+    route();
+  } catch (error) {
+    logIn(error.status === 401 ? "" : error.message);
+  }
+}
+
+document.getElementById("logout").addEventListener("click", async () => {
+  try {
+    await ask("DELETE", SESSION);
+  } finally {
+    logIn("You are logged out.");
+  }
+});
+window.addEventListener("hashchange", route);
+start();

@@ -6,6 +6,7 @@ import hashlib
 import re
 
 from gateway.console.files import STATIC
+from shared.end_reason import EndReason
 
 VENDOR = STATIC / "vendor"
 ROW = re.compile(r"^\| ([\w.]+) \| ([\d.]+) \|.*\| ([0-9a-f]{64}) \| [\w.]+, ([\w.]+) \|$", re.MULTILINE)
@@ -37,3 +38,9 @@ def test_our_files_have_nothing_inline_and_load_nothing_from_elsewhere() -> None
         text = path.read_text().replace("http://www.w3.org/2000/svg", "")
         found = [word for word in (*UNSAFE, "http:", "https:", 'src="//') if word in text]
         assert not found, (path.name, found)
+
+
+def test_the_filter_has_the_reasons_for_which_requests_end() -> None:
+    text = (STATIC / "requests.js").read_text()
+    names = re.findall(r'"(\w+)"', text[text.index("END_REASONS = [") : text.index("];")])
+    assert names == [str(reason) for reason in EndReason]

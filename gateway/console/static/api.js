@@ -1,0 +1,70 @@
+// The operators' API, asked with the session's cookie, and polling that costs nobody much.
+
+const TIMEOUT_MS = 15000;
+
+export class Refused extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+export async function ask(method, path, body) {
+  const options = { method, cache: "no-store", credentials: "same-origin", redirect: "error" };
+  options.signal = AbortSignal.timeout(TIMEOUT_MS);
+  if (body !== undefined) {
+    options.headers = { "content-type": "application/json" };
+    options.body = JSON.stringify(body);
+  }
+  let answer;
+  try {
+    answer = await fetch(path, options);
+  } catch {
+    throw new Refused(0, "The gateway does not answer.");
+  }
+  let told = null;
+  try {
+    told = await answer.json();
+  } catch {
+    // An answer that is no JSON says no more than its status.
+  }
+  if (!answer.ok) throw new Refused(answer.status, told?.error?.message ?? `It answered ${answer.status}.`);
+  return told;
+}
+
+export const get = (path) => ask("GET", path);
+
+// Calls `work` every `everyMs`, one call at a time. It rests while the page is hidden, and for five times as
+// long as a call took, so that a gateway that is busy is asked less. Returns a function that ends it.
+export function poll(work, everyMs, failed) {
+  let timer = 0;
+  let over = false;
+  let failures = 0;
+  async function round() {
+    timer = 0;
+    if (over || document.hidden) return;
+    const began = performance.now();
+    try {
+      await work();
+      failures = 0;
+      if (!over) failed(null);
+    } catch (error) {
+      failures += 1;
+      if (!over) failed(error);
+    }
+    if (over || document.hidden) return;
+    const took = performance.now() - began;
+    clearTimeout(timer);
+    timer = setTimeout(round, Math.max(everyMs, 5 * took) * Math.min(16, 2 ** failures));
+  }
+  function wake() {
+    if (!document.hidden && timer === 0) timer = setTimeout(round, 0);
+  }
+  document.addEventListener("visibilitychange", wake);
+  timer = setTimeout(round, 0);
+  return () => {
+    over = true;
+    clearTimeout(timer);
+    document.removeEventListener("visibilitychange", wake);
+  };
+}

@@ -1,0 +1,110 @@
+// One request's record as a waterfall: both services' stages on the axis that the gateway worked out, and the
+// causes in its words. Nothing is computed here but where a bar stands.
+
+import { el, shown, svg } from "./dom.js";
+import { duration, exact, plural, whole } from "./format.js";
+
+const TICKS_MAX = 600;
+
+export function waterfall(record, ticks = []) {
+  const { summary, axis, line } = record;
+  const causes = record.causes ?? [];
+  const ends = axis.bars.map((bar) => (bar.from_ms ?? 0) + bar.takes_ms);
+  const wholeMs = Math.max(summary.total_ms ?? 0, ...ends, 0.001);
+  const parts = [facts(summary, line)];
+  if (causes.length > 0) {
+    parts.push(el("section", { class: "why" }, el("h3", {}, "Why it took so long"),
+      el("ul", { class: "causes" }, causes.map((text) => el("li", {}, shown(text))))));
+  }
+  parts.push(el("div", { class: "scroll flat", tabindex: "0", role: "region", "aria-label": "Stages" },
+    stages(axis, wholeMs, summary, ticks)));
+  if (axis.error_ms !== undefined && axis.error_ms !== null) {
+    parts.push(el("p", { class: "hint" }, `The engine's times are placed within ${exact(axis.error_ms)} ms.`));
+  }
+  if (ticks.length > 1) parts.push(gaps(ticks));
+  if (line) parts.push(all(line));
+  return el("div", { class: "waterfall" }, parts);
+}
+
+function stages(axis, wholeMs, summary, ticks) {
+  const rows = axis.bars.map((bar) => {
+    const isLast = bar.service === "gateway" && bar.stage === summary.stage && !summary.is_live;
+    return el("tr", { "data-service": bar.service, "data-stage": bar.stage, class: serviceClass(bar.service) },
+      el("td", {}, shown(bar.service)),
+      el("th", { scope: "row" }, shown(bar.stage), isLast ? el("span", { class: "tag" }, "ended here") : null),
+      el("td", { class: "num from" }, exact(bar.from_ms)),
+      el("td", { class: "num takes" }, exact(bar.takes_ms)),
+      el("td", { class: "lane" }, picture(bar, wholeMs)));
+  });
+  if (ticks.length > 0) {
+    rows.push(el("tr", { class: "tokens" },
+      el("td", {}, "answer"), el("th", { scope: "row" }, "tokens"), el("td", { class: "num" }, exact(ticks[0])),
+      el("td", { class: "num" }, exact(ticks.at(-1) - ticks[0])), el("td", { class: "lane" }, tickPicture(ticks, wholeMs))));
+  }
+  return el("table", { class: "stages" },
+    el("caption", { class: "quiet" }, "The stages of the request in both services, on one time axis"),
+    el("thead", {}, el("tr", {},
+      el("th", { scope: "col" }, "Service"), el("th", { scope: "col" }, "Stage"),
+      el("th", { scope: "col", class: "num" }, "From ms"), el("th", { scope: "col", class: "num" }, "Takes ms"),
+      el("th", { scope: "col", class: "lane" }, el("span", { class: "ends" }, el("span", {}, "0"), el("span", {}, duration(wholeMs)))))),
+    el("tbody", {}, rows));
+}
+
+const serviceClass = (service) => (service === "gateway" ? "gateway" : "engine");
+
+function lane(...children) {
+  return svg("svg", { viewBox: "0 0 1000 16", preserveAspectRatio: "none", "aria-hidden": "true", focusable: "false" }, children);
+}
+
+function picture(bar, wholeMs) {
+  if (bar.from_ms === null || bar.from_ms === undefined) return el("span", { class: "hint" }, "between others");
+  const x = Math.min(998, (bar.from_ms / wholeMs) * 1000);
+  const width = Math.max(2, Math.min(1000 - x, (bar.takes_ms / wholeMs) * 1000));
+  return lane(svg("rect", { x, y: 2, width, height: 12, class: `stage-${/^[a-z]+$/.test(bar.stage) ? bar.stage : "other"}` }));
+}
+
+function tickPicture(ticks, wholeMs) {
+  const step = Math.ceil(ticks.length / TICKS_MAX);
+  const some = ticks.filter((_, at) => at % step === 0);
+  const path = some.map((ms) => `M${((ms / wholeMs) * 1000).toFixed(1)} 2v12`).join("");
+  return lane(svg("path", { d: path, class: "ticks", "vector-effect": "non-scaling-stroke" }));
+}
+
+function gaps(ticks) {
+  const longest = ticks.slice(1).map((ms, at) => [ms - ticks[at], at + 1]).sort((a, b) => b[0] - a[0]).slice(0, 3);
+  const said = longest.map(([ms, at]) => `${duration(ms)} before piece ${whole(at + 1)}`).join(", ");
+  return el("p", { class: "hint" }, `${plural(ticks.length, "piece", "pieces")} of text; the longest gaps: ${said}.`);
+}
+
+function facts(one, line) {
+  const pairs = [
+    ["State", one.is_live ? `live, in ${one.stage}` : `${one.status} ${one.end_reason ?? ""} in ${one.stage}`, "state"],
+    ["Took", one.is_live ? duration(one.total_ms) : `${exact(one.total_ms)} ms`, "total"],
+    ["First byte", one.first_byte_ms === undefined || one.first_byte_ms === null ? "none yet" : `${exact(one.first_byte_ms)} ms`, "first-byte"],
+    ["Tenant", one.tenant ?? "none", "tenant"],
+    ["Key", one.key_id ?? "none", "key"],
+    ["Model", one.model ?? "none", "model"],
+    ["Asked", `${one.method} ${one.endpoint}${one.stream ? ", as a stream" : ""}`, "asked"],
+    ["Engines asked", `${one.attempts ?? 0}${one.replica ? `, last ${one.replica}` : ""}`, "attempts"],
+  ];
+  if (line?.failed_attempts) pairs.push(["Failed before", line.failed_attempts, "failed"]);
+  if (line?.route) pairs.push(["Chosen by", line.route, "route"]);
+  if (one.error_code) pairs.push(["Error", [one.error_code, line?.error_detail].filter(Boolean).join(": "), "error"]);
+  if (line?.quota_meter) pairs.push(["Refused by", `the ${line.quota_scope}'s quota of ${line.quota_meter}`, "quota"]);
+  const cached = line?.cached_tokens ? ` (${whole(line.cached_tokens)} cached)` : "";
+  pairs.push(["Prompt", `${plural(one.prompt_tokens ?? 0, "token", "tokens")}${cached}`, "prompt"]);
+  if (one.completion_tokens !== undefined && one.completion_tokens !== null) {
+    pairs.push(["Answer", plural(one.completion_tokens, "token", "tokens"), "answer"]);
+  }
+  if (line) pairs.push(["Charged", `${whole(line.settled_tokens)} of ${whole(line.reserved_tokens)} reserved`, "charged"]);
+  if (line?.engine_preemptions) pairs.push(["Preempted", plural(line.engine_preemptions, "time", "times"), "preempted"]);
+  return el("dl", { class: "facts" }, pairs.map(([name, text, key]) =>
+    el("div", {}, el("dt", {}, name), el("dd", { "data-fact": key }, shown(text)))));
+}
+
+function all(line) {
+  const rows = Object.entries(line).filter(([, value]) => typeof value !== "object").map(([name, value]) =>
+    el("tr", {}, el("th", { scope: "row" }, shown(name)), el("td", { "data-field": name }, shown(value))));
+  return el("details", {}, el("summary", {}, "The completed line"),
+    el("table", { class: "line" }, el("caption", { class: "quiet" }, "Fields of the completed line"), el("tbody", {}, rows)));
+}
