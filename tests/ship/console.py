@@ -71,15 +71,19 @@ async def up(folder: Path) -> AsyncIterator[Up]:
                 line = await asyncio.to_thread(process.stdout.readline)
                 assert line, printed
                 printed += line
-        told = {
-            name: re.search(rf"{name}\s+(\S+)", printed)
-            for name in ("Base URL", "API key", "Console", "Admin key")
-        }
-        assert all(told.values()), printed
-        yield Up(*(match[1] for match in told.values() if match), folder)
+        names = ("Base URL", "API key", "Console", "Admin key")
+        url, key, console, admin_key = (_told(printed, name) for name in names)
+        yield Up(url, key, console, admin_key, folder)
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(60)
+
+
+def _told(printed: str, name: str) -> str:
+    """The value that `penstock up` prints behind a name."""
+    match = re.search(rf"{name}\s+(\S+)", printed)
+    assert match is not None, printed
+    return match[1]
 
 
 async def log_in(page: Page, here: Up) -> None:
