@@ -42,6 +42,8 @@ class Page:
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._reading = asyncio.create_task(self._read())
+        self._traced: list[dict[str, Any]] = []
+        self._is_traced = asyncio.Event()
         self.complaints: list[str] = []
         """Errors in the page: exceptions, refusals of its policy, dialogs."""
 
@@ -52,6 +54,10 @@ class Page:
                 waiting.set_result(told)
             elif told.get("method") in ("Runtime.exceptionThrown", "Page.javascriptDialogOpening"):
                 self.complaints.append(json.dumps(told["params"])[:500])
+            elif told.get("method") == "Tracing.dataCollected":
+                self._traced += told["params"]["value"]
+            elif told.get("method") == "Tracing.tracingComplete":
+                self._is_traced.set()
             elif told.get("method") == "Log.entryAdded" and told["params"]["entry"]["source"] == "security":
                 self.complaints.append(told["params"]["entry"]["text"])
 
@@ -95,6 +101,28 @@ class Page:
         """Write a screenshot."""
         told = await self.send("Page.captureScreenshot", format="png")
         path.write_bytes(base64.b64decode(told["data"]))
+
+    @asynccontextmanager
+    async def timed(self) -> AsyncIterator[list[float]]:
+        """Measure the tasks of the page's main thread: the processor's time of each, in milliseconds, is in
+        the list after the block. The clock's time would be that of all who share the machine."""
+        self._traced.clear()
+        self._is_traced.clear()
+        await self.send("Tracing.start", categories="toplevel,__metadata", transferMode="ReportEvents")
+        tasks: list[float] = []
+        yield tasks
+        await self.send("Tracing.end")
+        await asyncio.wait_for(self._is_traced.wait(), WAIT_S)
+        main = {
+            (one["pid"], one["tid"])
+            for one in self._traced
+            if one["name"] == "thread_name" and one["args"]["name"] == "CrRendererMain"
+        }
+        tasks += [
+            one["tdur"] / 1e3
+            for one in self._traced
+            if one["name"].endswith("RunTask") and "tdur" in one and (one["pid"], one["tid"]) in main
+        ]
 
     async def aclose(self) -> None:
         self._reading.cancel()

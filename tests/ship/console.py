@@ -32,10 +32,6 @@ WATCHED_S: Final = 10.0
 TASK_MS_MAX: Final = 50.0
 SIZES: Final = {"wide": (1440, 900), "narrow": (390, 844)}
 EVIL: Final = '<img src=x onerror="window.pwned=1"><script>window.pwned=1</script>'
-LONG_TASKS: Final = (
-    "window.tasks = []; new PerformanceObserver(list => { for (const one of list.getEntries())"
-    " window.tasks.push(one.duration); }).observe({ type: 'longtask' }); true"
-)
 
 
 @dataclass(frozen=True)
@@ -182,25 +178,24 @@ async def crowd(here: Up) -> AsyncIterator[None]:
 async def lag(page: Page, here: Up, folder: Path) -> None:
     """The page's longest task, and what its questions cost, while there are many live requests."""
     await page.js("location.hash = '#/requests'")
-    await page.js(LONG_TASKS)
     async with crowd(here):
-        await page.until(
-            f"parseInt(document.querySelector('#count').textContent.replace(',', '')) >= {LIVE * 9 // 10}"
-        )
-        began = time.monotonic()
-        while time.monotonic() - began < WATCHED_S:
-            await page.js("document.querySelector('.scroll').scrollBy(0, 700); true")
-            await asyncio.sleep(0.1)
+        many = LIVE * 9 // 10
+        await page.until(f"parseInt(document.querySelector('#count').textContent.replace(',', '')) >= {many}")
+        async with page.timed() as tasks:
+            began = time.monotonic()
+            while time.monotonic() - began < WATCHED_S:
+                await page.js("document.querySelector('.scroll').scrollBy(0, 700); true")
+                await asyncio.sleep(0.1)
         told = await page.js("document.querySelector('#count').textContent")
         rows = await page.js("document.querySelectorAll('.requests tbody tr').length")
-        tasks = await page.js("window.tasks")
         took_ms, length = await cost(here)
         await page.picture(folder / "requests-live-narrow.png")
-    worst = max(tasks, default=0.0)
-    print(f"lag: {told}; {rows} rows in the page; longest task {worst:.0f} ms ({len(tasks)} above 50 ms)")
+    worst = sorted(tasks)[-3:]
+    print(f"lag: {told}; {rows} rows in the page; of {len(tasks)} tasks the longest took {worst} ms")
     print(f"cost: a page of rows takes {took_ms:.1f} ms of the gateway with the way there, {length:,} bytes")
     assert rows < 120, rows
-    assert worst <= TASK_MS_MAX, tasks
+    assert len(tasks) > 10
+    assert worst[-1] <= TASK_MS_MAX, worst
 
 
 async def cost(here: Up) -> tuple[float, int]:

@@ -3,7 +3,7 @@
 import uPlot from "./vendor/uPlot.esm.js";
 import { get, poll } from "./api.js";
 import { el, setText, shown } from "./dom.js";
-import { whole } from "./format.js";
+import { timeOf, whole } from "./format.js";
 
 const EVERY_MS = 1000;
 const POINTS_MAX = 300;
@@ -70,14 +70,14 @@ function cardOf(id) {
     el("h3", {}, "Queue by class"),
     el("table", { class: "queue" }, el("caption", { class: "quiet" }, "Sequences that wait for a slot, by service class"),
       el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "Class"), el("th", { scope: "col", class: "num" }, "Waiting"))), queue),
-    el("h3", {}, "Tokens/s and running"), box);
+    el("h3", {}, el("span", { class: "swatch" }), "Tokens/s", el("span", { class: "swatch running" }), "Running"), box);
   const card = { element, facts, state, parts, pages, pagesText, queue, box, points: [[], [], []], plot: null };
   card.draw = () => {
     const axis = (more) => ({ stroke: () => colour("--soft"), grid: { stroke: () => colour("--line"), width: 1 }, font: "11px system-ui", ...more });
     card.plot = new uPlot({
       width: Math.max(200, box.clientWidth), height: 150, legend: { show: false }, cursor: { show: false },
       scales: { x: { time: true }, y: { range: (_, __, most) => [0, Math.max(1, most * 1.1)] }, n: { range: (_, __, most) => [0, Math.max(4, most * 1.1)] } },
-      axes: [axis({}), axis({ size: 52 }), axis({ scale: "n", side: 1, size: 36, grid: { show: false } })],
+      axes: [axis({ space: 80, values: (_, seconds) => seconds.map((one) => timeOf(one * 1e3)) }), axis({ size: 52 }), axis({ scale: "n", side: 1, size: 36, grid: { show: false } })],
       series: [{}, { stroke: () => colour("--engine"), width: 2 }, { scale: "n", stroke: () => colour("--gateway"), width: 2, dash: [4, 4] }],
     }, card.points, box);
   };

@@ -35,8 +35,8 @@ export function requestsView(view, tell) {
   const form = filters(() => refresh());
   const count = el("p", { class: "count", id: "count" }, "");
   const body = el("tbody");
-  const before = el("tr", { "aria-hidden": "true" }, el("td", { colspan: COLUMNS.length, class: "pad" }));
-  const after = el("tr", { "aria-hidden": "true" }, el("td", { colspan: COLUMNS.length, class: "pad" }));
+  const before = el("tr", { "aria-hidden": "true" }, el("td", { class: "pad" }));
+  const after = el("tr", { "aria-hidden": "true" }, el("td", { class: "pad" }));
   const table = el("table", { class: "requests", "aria-describedby": "count" },
     el("caption", { class: "quiet" }, "Requests, the newest first: the live ones, then the completed ones"),
     el("thead", {}, el("tr", {}, COLUMNS.map(([title, , kind]) => el("th", { scope: "col", class: kind }, title)))),

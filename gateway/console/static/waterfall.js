@@ -13,7 +13,7 @@ export function waterfall(record, ticks = []) {
   const wholeMs = Math.max(summary.total_ms ?? 0, ...ends, 0.001);
   const parts = [facts(summary, line)];
   if (causes.length > 0) {
-    parts.push(el("section", { class: "why" }, el("h3", {}, "Why it took so long"),
+    parts.push(el("section", { class: "why" }, el("h3", {}, "Why"),
       el("ul", { class: "causes" }, causes.map((text) => el("li", {}, shown(text))))));
   }
   parts.push(el("div", { class: "scroll flat", tabindex: "0", role: "region", "aria-label": "Stages" },
