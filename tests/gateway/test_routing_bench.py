@@ -1,0 +1,107 @@
+"""The world in which rules of choosing a replica are compared: small, and with a known outcome."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from gateway.bench import routing
+from gateway.bench.routing_rules import BLIND, RULES
+from gateway.bench.routing_world import REPORT_MS, Fleet, Result, Traffic, simulate
+from gateway.routing import policy
+from gateway.routing.policy import Choice, Route, View
+from shared.bench.figures import at_least
+from shared.load_report import DEFAULT, LoadReport
+
+SMALL = Traffic(
+    "small", replicas=4, prefixes=4, decode_ms=5, think_ms=500, cache_tokens=200_000, conversations=150
+)
+
+
+def result(rule: str, traffic: Traffic = SMALL) -> Result:
+    return simulate(traffic, RULES[rule](), 2, reports=rule not in BLIND)
+
+
+def test_rules_are_as_good_as_what_they_know() -> None:
+    own, index, blind = result("own"), result("index"), result("round robin")
+    assert index.cached_share >= own.cached_share > 1.2 * blind.cached_share
+    assert own.p99_ms < blind.p99_ms
+    assert own.herd is None
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_a_run_can_be_repeated(rule: str) -> None:
+    traffic = replace(SMALL, conversations=40)
+    assert result(rule, traffic) == result(rule, traffic)
+
+
+def test_a_replica_that_joins_and_a_hot_prefix_are_looked_at() -> None:
+    for change in (replace(SMALL, joins_ms=2_000), replace(SMALL, hot_ms=2_000)):
+        herd = result("own", replace(change, turns=12)).herd
+        assert herd is not None
+        assert 0 < herd < 10
+
+
+def test_what_is_forgotten_is_nowhere_found() -> None:
+    traffic = replace(SMALL, cache_tokens=8_000, conversations=60)
+    assert result("index", traffic).cached_share < result("index").cached_share
+
+
+def test_what_a_worker_knows_is_what_its_views_would_tell() -> None:
+    fleet, random, turns = Fleet(SMALL, 2, 0), Random(1), 0
+    views = [[View(-policy.SLOW_START_MS) for _ in range(4)] for _ in range(2)]
+    for _ in range(400):
+        replica, worker = random.randrange(4), random.randrange(2)
+        if random.random() < 0.3:
+            fleet.free_ms[replica] = fleet.now_ms + random.randrange(3 * REPORT_MS)
+            fleet.report(replica)
+            for one in views:
+                one[replica].report(LoadReport((0, fleet.told[replica], 0)), 0, policy.NEVER_MS)
+                one[replica].count(DEFAULT, one[replica].sent[DEFAULT] // 1000)
+        else:
+            turns += 1
+            choice = Choice(replica, Route.LOAD, random.randrange(1, 5_000))
+            fleet.send(worker, choice)
+            views[worker][replica].enter(DEFAULT, choice.computed_len)
+            views[worker][replica].leave()
+        for at in range(2):
+            assert fleet.loads(at) == policy.loads(views[at], 0)
+    assert turns > 100
+
+
+def test_a_new_replica_is_believed_little_by_little_here_too() -> None:
+    fleet = Fleet(SMALL, 1, 0)
+    fleet.known[0][:] = [4_000] * 4
+    fleet.now_ms = 1_000.0
+    fleet.join()
+    seen = []
+    for age_ms in (0, policy.SLOW_START_MS // 2, policy.SLOW_START_MS):
+        fleet.now_ms = 1_000.0 + age_ms
+        seen.append(fleet.loads(0)[4])
+    assert seen[0] == 4_000
+    assert all(before > after for before, after in pairwise(seen))
+    assert seen[2] == 0
+
+
+def test_figures_name_the_world_the_rule_and_the_target() -> None:
+    judged = [routing.Judged("round robin", at_least(1.1)), routing.Judged("index", is_once=True)]
+    found = routing.figures(replace(SMALL, joins_ms=2_000, turns=12), judged, 2, 2)
+    assert [one.name for one in found] == [
+        "small: cached share",
+        "small: herd",
+        "small: cached share / round robin",
+        "small: p99 to first token / round robin",
+        "small: herd by round robin",
+        "small: cached share / index",
+        "small: p99 to first token / index",
+        "small: herd by index",
+    ]
+    assert found[2].target == ">= 1.1"
+
+
+def test_the_worlds_are_told_apart() -> None:
+    assert len({traffic.name for traffic in routing.JUDGED}) == len(routing.JUDGED)
+    assert {judged.rule for rows in routing.JUDGED.values() for judged in rows} <= set(RULES)
