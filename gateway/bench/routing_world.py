@@ -122,7 +122,7 @@ class Fleet:
         self.known: Final[list[list[int]]] = [[] for _ in range(workers)]
         """For each worker, the tokens that each replica has reported, and that it has sent there since."""
         self.told: Final[list[int]] = []
-        """What each replica reported last."""
+        """The tokens that each replica reported last."""
         self.since_ms: Final[list[int]] = []
         """When each replica was added."""
         for _ in range(traffic.replicas):
