@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gateway.recorder import SUMMARY_LEN, Recorder
-from gateway.requests_api import LIMIT_MAX, Query, parse
+from gateway.recorder import SUMMARY_LEN, Recorder, summary_of
+from gateway.requests_api import AT_ONCE, LIMIT_MAX, Query, RequestsApi, parse
 from gateway.workers.answers import together
 from gateway.workers.channel import Answer
 from shared import cli
@@ -19,6 +19,7 @@ from shared.completed_line import EVENT, GatewayLine
 from shared.end_reason import EndReason
 from shared.errors import InvalidRequest
 from shared.telemetry import Stamps
+from shared.trace.record import RequestSummary
 from tests.gateway.conftest import House, Open, until
 from tests.gateway.fake_engine import Script, chunk, closing, refusal, stream
 from tests.gateway.test_admin import OPERATOR, operator_keys
@@ -280,3 +281,24 @@ def test_the_pages_of_several_workers_are_one_and_what_one_has_is_found() -> Non
     assert json.loads(together(one, ()).body) == {"data": [{"line": {}}]}
     none = {1: answer_of(404, {"error": {}}), 2: answer_of(404, {"error": {}})}
     assert together(none, ()).status == 404
+
+
+async def test_others_have_their_turn_while_a_thousand_live_requests_are_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    live: Any = list(range(LIMIT_MAX))
+    api, turns = RequestsApi(live, recorder_of()), []
+    monkeypatch.setattr(api, "_live_summary", lambda _: api_summary())
+    listing = asyncio.create_task(api._lives(Query()))
+    while not listing.done():
+        turns.append(len(turns))
+        await asyncio.sleep(0)
+    assert len(listing.result()) == LIMIT_MAX
+    assert len(turns) >= LIMIT_MAX // AT_ONCE
+    page = api.page(Query(limit=7), listing.result())
+    assert (len(page.data), page.before) == (7, None)
+
+
+def api_summary() -> RequestSummary:
+    """A live request in short."""
+    return summary_of(line("a"), 0)
