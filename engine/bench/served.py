@@ -7,7 +7,8 @@ its process is known (`--against-pid`), so that nobody's way to wait costs the o
 
 Rows: `load` is the streams, `beside` a long prompt that arrives beside eight running streams, `deadline` the
 longest prompt beside them whose first token is of use for a limited time, `idle` the CPU time of an engine
-with nothing to do, `memory` what all its processes hold after the loads.
+with nothing to do, `memory` what all its processes hold after the loads, `recording` the part of a step that
+its record takes.
 
 Beside streams a prompt has the part of the time that `engine.core.pace` gives it by default: the gap target
 less the usual gap, or half of the time where that is more. So its first token should take as long as alone,
@@ -27,13 +28,14 @@ from typing import Final
 from engine.bench.interference import DEADLINE_FACTORS, Beside, Ending, beside, with_deadlines
 from engine.bench.interference import STREAMS as BESIDE_STREAMS
 from engine.bench.load import BenchFailed, Load, Sample, Server, alone, measure, warm_up
+from engine.bench.recording import recording
 from shared.bench.client import ApiServer
 from shared.bench.figures import Figure, at_least, at_most, figure, quantile
 from shared.bench.services import demo_model, free_port, service
 
 __all__ = ["BenchFailed", "add_arguments", "run"]
 
-ROWS: Final = ("load", "beside", "deadline", "idle", "memory")
+ROWS: Final = ("load", "beside", "deadline", "idle", "memory", "recording")
 USUAL_ROWS: Final = ("load", "beside", "idle", "memory")
 TOKENS_TARGET: Final = at_least(1.5)
 TTFT_TARGET: Final = at_most(0.7)
@@ -102,6 +104,8 @@ async def run(options: argparse.Namespace) -> list[Figure]:
             figures += await _idle(servers)
         if "memory" in rows:
             figures += _memory(servers)
+        if "recording" in rows:
+            figures += await recording(servers[0], rng)
     return figures
 
 

@@ -98,6 +98,7 @@ class Scheduler:
         discipline: Discipline = RESPONSE_RATIO,
         planner: type[Planner] = Planner,
         prefers_swap: Preference = if_cheaper,
+        book: type[StepBook] = StepBook,
     ) -> None:
         config.check_against(runner)
         self._config = config
@@ -111,7 +112,7 @@ class Scheduler:
         self._allocator = Allocator(
             config, runner, self._waiting, self._in_flight, self._learner, prefers_swap
         )
-        self._book = StepBook(self._allocator, self._learner)
+        self._book = book(self._allocator, self._learner)
         self._tenants = TenantCounters()
         self._planner = planner(
             config, runner, self._allocator, self._waiting, self._tenants, self._learner, self._in_flight

@@ -15,6 +15,8 @@ engine alone.
 The row `features` measures quotas in Redis, tokens (JWT) in place of keys, and TLS, each as a gateway of its
 own beside one that has none of them.
 
+The row `recording` measures the records of requests and the export of spans, each beside a gateway without.
+
 With `--before DIR` another version's source is measured against this one instead, in turns.
 
 With `--url` a gateway that runs already is measured from outside: latency and rates, no CPU time.
@@ -27,6 +29,7 @@ import os
 from pathlib import Path
 
 from gateway.bench.features import features
+from gateway.bench.recording import recording
 from gateway.bench.streams import (
     PEERS,
     Load,
@@ -54,7 +57,7 @@ OUTSIDE_TOKENS = 200
 """The tokens of a stream at a gateway that runs elsewhere, before an engine of unknown context length."""
 PAIRS = 15
 BEFORE_TARGET = at_most(1.03)
-ROWS = ("events", "unary", "ttfb", "overload", "many", "stalled", "features")
+ROWS = ("events", "unary", "ttfb", "overload", "many", "stalled", "features", "recording")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,6 +106,8 @@ async def _own(options: argparse.Namespace) -> list[Figure]:
         figures += await stalled(options.interval_ms[0], seconds)
     if "features" in rows:
         figures += await features(Load(options.streams[0], options.interval_ms[0]), seconds)
+    if "recording" in rows:
+        figures += await recording(Load(options.streams[0], options.interval_ms[0]), seconds)
     return figures
 
 

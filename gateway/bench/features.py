@@ -13,11 +13,10 @@ import datetime
 import ipaddress
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import jwt
 import msgspec
@@ -83,7 +82,7 @@ async def features(load: Load, seconds: float) -> list[Figure]:
         subjects = {
             one: await stack.enter_async_context(_gateway(engine, one, secrets, redis)) for one in _ALL
         }
-        requests_us, events_us = await _in_turns(subjects, load, seconds)
+        requests_us, events_us = await in_turns(subjects, load, seconds)
     figures: list[Figure] = []
     for what, cost_us, unit, target in (
         ("unary", requests_us, "us/request", UNARY_TARGET),
@@ -98,22 +97,25 @@ async def features(load: Load, seconds: float) -> list[Figure]:
     return figures
 
 
-_Costs = defaultdict[_Features, list[float]]
+K = TypeVar("K")
+Costs = dict[K, list[float]]
 
 
-async def _in_turns(
-    subjects: dict[_Features, ServerUnderTest], load: Load, seconds: float
-) -> tuple[_Costs, _Costs]:
+async def in_turns(
+    subjects: Mapping[K, ServerUnderTest], load: Load, seconds: float
+) -> tuple[Costs[K], Costs[K]]:
     """The CPU time per request and per event of each subject in each turn, in microseconds."""
-    requests_us, events_us = _Costs(list), _Costs(list)
+    names = list(subjects)
+    requests_us: Costs[K] = {one: [] for one in names}
+    events_us: Costs[K] = {one: [] for one in names}
     unary = {one: Unary(subject) for one, subject in subjects.items()}
     for closed_loop in unary.values():
         await closed_loop.round(counted=False)
     for turn in range(UNARY_TURNS):
-        for one in _ALL if turn % 2 else reversed(_ALL):
+        for one in names if turn % 2 else reversed(names):
             requests_us[one].append(await unary[one].round())
     for turn in range(EVENT_TURNS):
-        for one in _ALL if turn % 2 else reversed(_ALL):
+        for one in names if turn % 2 else reversed(names):
             window = await measured(subjects[one], load.streams, seconds)
             events_us[one].append(window.cpu_us_per_event)
     return requests_us, events_us

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import gzip
 import threading
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -121,6 +122,8 @@ class Collector(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
+        if self.headers.get("content-encoding") == "gzip":
+            body = gzip.decompress(body)
         assert isinstance(self.server, Collector)
         self.server.requests.append(ExportTraceServiceRequest.FromString(body))
         self.send_response(200)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shared.telemetry import Stages
-from shared.tracing import NO_TRACING, TracePolicy, Tracing, has_failed, spans_of
+from shared.tracing import NO_TRACING, STAGE_S_MIN, TracePolicy, Tracing, has_failed, spans_of
 from tests.fakes import VirtualClock
 from tests.span_sink import KeptSpans
 
@@ -58,6 +58,16 @@ def test_a_request_has_a_span_and_each_visit_to_a_stage_one_below_it() -> None:
     assert second.linked_span_id == first.context.span_id
     assert (first.linked_span_id, relay.linked_span_id) == (None, None)
     assert (second.start_ns, second.end_ns) == (1001 * 10**9, 1001_500_000_000)
+
+
+def test_a_visit_that_is_over_at_once_has_no_span() -> None:
+    clock = VirtualClock()
+    stages = stages_of(clock)
+    for stage, seconds in (("auth", STAGE_S_MIN / 2), ("wait", STAGE_S_MIN * 2), ("relay", 1.0)):
+        stages.enter(stage)
+        clock.advance(seconds)
+    stages.enter("settle")
+    assert [span.name for span in spans_of(stages, stages.began_s, 2.5, LINE)[1:]] == ["wait", "relay"]
 
 
 def test_attributes_have_the_names_of_the_conventions() -> None:

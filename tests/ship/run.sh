@@ -109,4 +109,10 @@ tools="$home/tools"
     python3 -m venv "$tools" && "$tools/bin/pip" install -q --require-hashes -r gateway/requirements.txt &&
         "$tools/bin/pip" install -q 'podman-compose==1.6.0'
 } || cannot "packages of PyPI cannot be installed"
+if [ -x .venv/bin/python ]; then  # with the engine, which compose has in its image
+    [ -d "$home/rotel" ] || { python3 -m venv "$home/rotel" && "$home/rotel/bin/pip" install -q 'rotel==0.0.1a15'; }
+    for agent in "$home"/rotel/lib/python3*/site-packages/rotel/rotel-agent; do
+        .venv/bin/python -m tests.ship.rotel "$agent"
+    done
+fi
 exec env PYTHONPATH=. "$tools/bin/python" -m tests.ship.containers --home "$home" "$@"

@@ -30,7 +30,7 @@ async def test_a_sampled_request_is_a_tree_under_the_gateways_span(
         assert (request.context.trace_id, request.parent_span_id) == (TRACE_ID, SPAN_ID)
         assert (request.name, request.state) == (f"chat {MODEL}", "vendor=1")
         assert int(request.attributes["gen_ai.usage.output_tokens"]) > 0
-        assert {"body", "validate", "tokenize"} <= {span.name for span in stages} <= set(ENGINE_STAGES)
+        assert {span.name for span in stages} <= set(ENGINE_STAGES)
         for span in stages:
             assert span.parent_span_id == request.context.span_id
             assert request.start_ns - 1000 <= span.start_ns <= span.end_ns <= request.end_ns + 1000
