@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "gateway": {"gateway", "shared"},
     "engine.api": {"engine.api", "engine.core", "engine", "shared"},
     "engine.bench.gpu": {"engine.bench.gpu", "engine.core", "engine.runtime", "shared"},
-    "engine.bench": {"engine.bench", "engine.core", "shared"},
+    "engine.bench": {"engine.bench", "engine.api", "engine.core", "shared"},
     "engine.core": {"engine.core", "shared"},
     "engine.runtime": {"engine.runtime", "engine.core", "shared"},
     "engine.demo": {"engine.demo"},
