@@ -279,6 +279,14 @@ def single(directory: Path) -> None:
 
 
 SERVICES: Final = ("redis", "prometheus", "engine", "engine-2", "engine-3", "gateway")
+OPERATOR: Final = "sk-ship-operator-only-for-this-run"
+OVERRIDE: Final = f"""
+services:
+  gateway:
+    environment:
+      PENSTOCK_GATEWAY_ADMIN__KEYS: '[{{id = "ship", hash = "{hash_key(OPERATOR)}"}}]'
+"""
+"""An operator for the run: compose.yaml has none."""
 
 
 def compose(home: Path) -> None:
@@ -291,13 +299,10 @@ def compose(home: Path) -> None:
         "ENGINE_CPUS": "1",
         "PODMAN_COMPOSE_WARNING_LOGS": "false",
     }
-    command = [
-        str(home / "tools/bin/podman-compose"),
-        "-f",
-        str(ROOT / "compose.yaml"),
-        "--profile",
-        "replicas",
-    ]
+    override = home / "override.yaml"
+    override.write_text(OVERRIDE)
+    command = [str(home / "tools/bin/podman-compose"), "-f", str(ROOT / "compose.yaml"), "-f", str(override)]
+    command += ["--profile", "replicas"]
 
     def run(*words: str) -> str:
         done = subprocess.run(
@@ -327,6 +332,7 @@ def compose(home: Path) -> None:
         key = json.loads(made.stdout.splitlines()[-1])["key"]
         said(f"compose: {', '.join(SERVICES)} are up; a key was made in Redis")
         asked(one["gateway"], one["prometheus"], key)
+        traced(one["gateway"], [one[name] for name in SERVICES[2:5]], key)
     finally:
         run("down", "-v")
 
@@ -361,6 +367,21 @@ def asked(gateway: Container, prometheus: Container, key: str) -> None:
 
     until(known, "the requests in Prometheus")
     said("compose: Prometheus has scraped them")
+
+
+def traced(gateway: Container, engines: Sequence[Container], key: str) -> None:
+    """A stream is found by its id, by the gateway's operators and in the log of the engine that served it."""
+    url, headers = "http://127.0.0.1:18765/v1/chat/completions", {"authorization": f"Bearer {key}"}
+    with httpx.stream("POST", url, json=BODY, headers=headers, timeout=PATIENCE_S, trust_env=False) as answer:
+        text = "".join(answer.iter_text())
+    request_id = answer.headers["x-request-id"]
+    assert text.count("data: [DONE]") == 1
+    until(lambda: any(completed(engine, request_id) for engine in engines), "the line of an engine")
+    [line] = [line for engine in engines for line in completed(engine, request_id)]
+    told = gateway.exec("env", f"PENSTOCK_ADMIN_KEY={OPERATOR}", "penstock", "trace", request_id, "--json")
+    assert told.returncode == 0, told.stderr
+    assert str(line["trace_id"]) in told.stdout
+    said(f"compose: `penstock trace {request_id}` tells of its stages, with the trace of the engine's line")
 
 
 def main() -> None:
