@@ -7,7 +7,8 @@ after three events, 500s. Then all three are restarted in turn, under load.
 
 *Lost*: ended before its first event. *Silent*: no event within `SILENT_S`. *Cut*: ended later, without its
 last event. *Recovered*: the time from the fault from which on the 99th percentile of the time to the first
-event is what it was before.
+event is what it was before. Without a fault it tells how long this machine takes by itself: where it has
+less CPU time than the load needs, nothing recovers within seconds.
 """
 
 from __future__ import annotations
@@ -215,6 +216,7 @@ def _treats(treatment: Treatment) -> Callable[[Sequence[Machine], Cable], Awaita
 
 
 FAULTS: Final = (
+    Fault("no fault", _treats("none"), is_throughout=True, ejects=False),
     Fault("killed", _kill, retries=26),
     Fault("stopped", _stop, silent=5),
     Fault("cut off", _cut, silent=5),
