@@ -108,8 +108,10 @@ def core(start: CoreStart) -> int:
     """The core process, until it is told to stop or its parent is gone. Returns its exit status."""
     from engine.core.loop import CoreLoop
     from engine.core.messages import CoreFailed
+    from engine.core.page_files import DirectoryInUse
     from engine.core.policy import DISCIPLINES
     from engine.core.transport import CoreTransport, say_once
+    from engine.disk_tier import open_disk_tier
     from shared.lifecycle import die_with_parent
 
     def lost(reason: str) -> None:
@@ -125,6 +127,11 @@ def core(start: CoreStart) -> int:
         runner = _runner(config.runner, transport, lost)
         if runner is None:
             return 1
+        try:
+            disk = open_disk_tier(config.runner, runner)
+        except DirectoryInUse as error:
+            transport.outbox.send(CoreFailed(f"--kv-disk-dir: {error}"))
+            return 1
         if not runner.info.is_async:
             _step_back(_threads() - carriers)
         gc.collect()
@@ -136,6 +143,7 @@ def core(start: CoreStart) -> int:
             _scheduling(config, runner.info),
             discipline=DISCIPLINES[config.discipline],
             overlap=runner.info.is_async if config.overlap is None else config.overlap,
+            disk=disk,
         ).run()
         _say_goodbye(runner)
     return 0

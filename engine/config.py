@@ -144,6 +144,8 @@ class EngineConfig(RunnerConfig):
     def contradictions(self) -> Iterator[str]:
         """The problems that no single setting shows."""
         yield from RunnerConfig.contradictions(self)  # not super(): slots=True makes the class anew
+        if self.kv_disk_dir is not None and not self.prefix_cache:
+            yield "--kv-disk-dir needs the prefix cache, and --no-prefix-cache is given"
         if (self.tls_cert is None) != (self.tls_key is None):
             yield "--tls-cert and --tls-key belong together"
         if self.tls_client_ca is not None and self.tls_cert is None:

@@ -208,6 +208,15 @@ class FakeRunner:
     def _page(self, store: array[int], page: int) -> array[int]:
         return store[page * self.info.page_size : (page + 1) * self.info.page_size]
 
+    def host_page(self, page: int) -> array[int]:
+        """What a page of host memory holds."""
+        return self._page(self._host_store, page)
+
+    def set_host_page(self, page: int, held: array[int]) -> None:
+        size = self.info.page_size
+        self._host_store[page * size : (page + 1) * size] = held
+        self._host_part_full.pop(page, None)
+
     def _swap(self, plan: Plan) -> None:
         """Make the plan's copies in its order. The record of a part-full page is copied with it."""
         size = self.info.page_size

@@ -45,6 +45,8 @@ class SimConfig:
     """Pages in host memory for preempted sequences."""
     host_tier: bool = False
     """True if these also keep what the prefix cache evicts."""
+    disk: bool = False
+    """True if what they keep is also written to a disk."""
     swaps: Swaps = "if cheaper"
     slots: int = 6
     vocab_size: int = 50
@@ -96,6 +98,7 @@ def random_config(seed: int) -> SimConfig:
         host_pages=rng.choice([0, 3, 1000]),
         swaps=rng.choice(list(PREFERENCES)),
         host_tier=seed % 2 == 0,
+        disk=seed % 4 == 0,
         vocab_size=rng.choice([10, 50, 1000]),
         prompt_len_max=rng.randint(1, 60),
         max_tokens_max=rng.randint(1, 40),

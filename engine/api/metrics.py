@@ -175,6 +175,15 @@ def _memory(stats: CoreStats) -> Iterator[Metric]:
     hits.add_metric(["host"], stats.prefix_host_tokens)
     hits.add_metric(["disk"], stats.prefix_disk_tokens)
     yield hits
+    yield _gauge("disk_pages", "Pages of the KV cache on disk.", stats.disk.files)
+    disk = CounterMetricFamily(
+        f"{PREFIX}disk_page_events", "What happened to pages on disk.", labels=["event"]
+    )
+    disk.add_metric(["written"], stats.disk.written)
+    disk.add_metric(["dropped"], stats.disk.dropped)
+    disk.add_metric(["read"], stats.disk.read)
+    disk.add_metric(["missed"], stats.disk.missed)
+    yield disk
     preemptions = CounterMetricFamily(
         f"{PREFIX}preemptions", "Sequences that gave their pages back, and how.", labels=["kind"]
     )

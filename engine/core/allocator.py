@@ -41,6 +41,7 @@ from engine.core.sequence import Sequence, Status
 from engine.core.step import InFlight
 from engine.core.swap import Brought, Preference, Prefix, Swapper
 from engine.core.tenants import TenantHoldings
+from engine.core.tiers import DiskLink, PageDisk
 from engine.core.victims import by_expendability, choose_stalled, choose_victims, may_yield
 from engine.core.waiting import WaitingQueue
 
@@ -56,6 +57,7 @@ class Allocator:
         in_flight: Mapping[int, InFlight],
         learner: CostLearner,
         prefers_swap: Preference,
+        disk: PageDisk | None = None,
     ) -> None:
         """`in_flight` has the steps in flight, by step number; it belongs to the scheduler, which changes
         it."""
@@ -77,6 +79,7 @@ class Allocator:
         self.pages: Final = BlockManager(runner.pages, runner.page_size, tells_evicted=self._keeps)
         gap_target_s = config.gap_targets_s[ServiceClass.DEFAULT]
         self.swapper: Final = Swapper(runner.host_pages, self.pages, gap_target_s, prefers_swap)
+        self.disk: Final = DiskLink(self.swapper.host, disk if self._keeps else None)
         self.running: Final[dict[int, Sequence]] = {}
         """The running sequences by slot, in the order of admission."""
         self.preemptions = 0
@@ -125,6 +128,22 @@ class Allocator:
         behind, cost = identities[len(found) :], self._learner.cost
         kept = self.swapper.kept(len(found), behind, cost, streams=bool(self.running))
         return self.swapper.prefix(sequence, found, kept)
+
+    def fetch(self, sequence: Sequence) -> tuple[int, float]:
+        """Read the pages behind a newcomer's prefix from disk, where that is cheaper. Returns the number of
+        tokens that are coming, for which it waits, and the time that computing them takes."""
+        if not self._keeps:
+            return 0, 0.0
+        size = self._runner.page_size
+        pages_len = sequence.reusable_len // size
+        identities = sequence.chain.extend(sequence.tokens, pages_len)[:pages_len]
+        known = len(self.pages.match(identities))
+        known += self.swapper.host.find(identities[known:])
+        cost = self._learner.cost
+        coming = self.disk.fetch(identities[known:], known * size, size, cost)
+        if coming:
+            sequence.awaits = identities[known + coming - 1]
+        return coming * size, cost.chunk_s(known * size, coming * size)
 
     def fits(self, sequence: Sequence, prefix: Prefix, victims: Collection[Sequence] = ()) -> bool:
         """True if `sequence` could be admitted once `victims` and all stalled sequences are preempted.
@@ -386,10 +405,11 @@ class Allocator:
     def forget(self, sequence: Sequence) -> None:
         """Let no other sequence find the pages of one whose contents are not to be trusted, in any tier."""
         self.pages.forget(sequence.pages)
-        self.swapper.host.forget(sequence.chain.identities)
+        self.disk.forget(sequence.chain.identities)
 
     def settle(self, landed: InFlight) -> None:
         """Release what a step held back, at its commit."""
+        self.disk.landed(landed.plan.step, [host_page for _, host_page in landed.plan.swapped_out])
         for table in landed.tables:
             self.pages.release(table)
         self._slots_free += landed.slots

@@ -38,6 +38,8 @@ from typing import Final
 
 from engine.core.block_manager import PageIdentity
 
+IN_THE_MAKING: Final = 1 << 62
+
 
 class HostPool:
     """The states of the pages of host memory. Every call takes O(pages it names)."""
@@ -53,7 +55,8 @@ class HostPool:
         self._lent: set[int] = set()
         """Pages that a thread reads or writes: kept ones, and the ones that are nobody's otherwise."""
         self._touched: dict[int, int] = {}
-        """Pages that a step in flight copies from or to, with the number of the newest such step."""
+        """Pages that a step in flight copies from or to, with the number of the newest such step, and those
+        that the plan in the making copies to (`IN_THE_MAKING`)."""
 
     @property
     def free(self) -> int:
@@ -80,7 +83,9 @@ class HostPool:
     def allocate(self, count: int) -> list[int]:
         """Take `count` pages, dropping the oldest kept ones when none is free."""
         assert 0 <= count <= self.available
-        return [self._free.pop() if self._free else self._drop_oldest() for _ in range(count)]
+        pages = [self._free.pop() if self._free else self._drop_oldest() for _ in range(count)]
+        self._touched.update(dict.fromkeys(pages, IN_THE_MAKING))
+        return pages
 
     def release(self, pages: Iterable[int]) -> None:
         """Free these pages at once, since no further plan copies from them."""
@@ -135,6 +140,7 @@ class HostPool:
         page = self._free.pop() if self._free else self._drop_oldest()
         self._kept[identity] = page
         self._identity[page] = identity
+        self._touched[page] = IN_THE_MAKING
         return page
 
     def take(self, identity: PageIdentity) -> int | None:
@@ -174,6 +180,10 @@ class HostPool:
         return page
 
     # -- pages in another thread's hands ----------------------------------------------------------
+
+    def may_lend(self, identity: PageIdentity, page: int) -> bool:
+        """True if this page keeps this identity, and neither a thread nor a step in flight has it."""
+        return self._kept.get(identity) == page and page not in self._lent and page not in self._touched
 
     def lend(self, page: int) -> None:
         """Note that a thread reads a kept page (rule 4)."""

@@ -45,6 +45,7 @@ from engine.core.messages import (
 )
 from engine.core.policy import RESPONSE_RATIO, Discipline
 from engine.core.scheduler import Scheduler
+from engine.core.tiers import PageDisk
 from shared.clock import SYSTEM_CLOCK, Clock
 
 LAST_WORDS_LEN_MAX: Final = 500
@@ -95,12 +96,13 @@ class CoreLoop:
         discipline: Discipline = RESPONSE_RATIO,
         *,
         overlap: bool = False,
+        disk: PageDisk | None = None,
     ) -> None:
         self._runner = runner
         self._inbox = inbox
         self._outbox = outbox
         self._clock = clock
-        self._scheduler = Scheduler(config, runner.info, discipline)
+        self._scheduler = Scheduler(config, runner.info, discipline, disk=disk)
         self._overlap = overlap
         self._flying: Launched | None = None
 

@@ -229,7 +229,6 @@ class Started(msgspec.Struct, array_like=True, frozen=True):
     host_len: int = 0
     """The part of `cached_len` that came back from host memory."""
     disk_len: int = 0
-    """The part that came from disk."""
 
 
 class Finished(msgspec.Struct, array_like=True, frozen=True):
@@ -251,6 +250,17 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     """Time from each pause to its resumption, and on until the sequence has a slot again if it stalled."""
     expected_s: float = 0.0
     """The estimate of its time to first token, for one that was refused as too late; 0.0 otherwise."""
+
+
+class DiskCounts(msgspec.Struct, array_like=True, frozen=True):
+    """A reading of the disk tier, in pages: those there, and counters of those that were written, dropped
+    since too many waited, read, and missed, since they were gone or damaged."""
+
+    files: int = 0
+    written: int = 0
+    dropped: int = 0
+    read: int = 0
+    missed: int = 0
 
 
 class CoreStats(msgspec.Struct, array_like=True, frozen=True):
@@ -290,7 +300,7 @@ class CoreStats(msgspec.Struct, array_like=True, frozen=True):
     host_pages_used: int = 0
     host_pages_free: int = 0
     waiting_tokens: int = 0
-    """Prompt tokens of the sequences that wait for their first admission."""
+    """Prompt tokens that wait for their first admission."""
     class_tokens: tuple[int, ...] = ()
     """For each class: the tokens that unpaused sequences lack (`Sequence.lacking_len`), without the one of
     each running sequence that has its prompt."""
@@ -301,7 +311,7 @@ class CoreStats(msgspec.Struct, array_like=True, frozen=True):
     prefix_host_tokens: int = 0
     """Counter: the part of `prefix_hit_tokens` that came back from host memory."""
     prefix_disk_tokens: int = 0
-    """Counter: the part that came from disk."""
+    disk: DiskCounts = DiskCounts()
 
 
 class Lack(IntEnum):

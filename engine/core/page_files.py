@@ -34,7 +34,6 @@ import stat
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -164,14 +163,14 @@ class PageFiles:
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ELOOP):  # gone, or a link in its place
                 raise
-            self.forget([identity])
+            self._forget(identity)
             return False
         with contextlib.closing(os.fdopen(file, "rb", buffering=0)) as opened:
             is_good = self._read_checked(opened.fileno(), identity, page)
             if is_good:
                 os.utime(file)
         if not is_good:
-            self.forget([identity])
+            self._forget(identity)
             return False
         with self._lock:
             if identity in self._files:
@@ -192,14 +191,24 @@ class PageFiles:
             done += count
         return header[FIELDS.size :] == _digest(fields, page)
 
-    def forget(self, identities: Iterable[PageIdentity]) -> None:
-        """Remove pages that are of no use."""
-        for identity in identities:
-            with self._lock:
-                was_here = identity in self._files
-                self._files.pop(identity, None)
-            if was_here:
-                self._unlink(f"{identity.hex()}.kv")
+    def drop(self, identity: PageIdentity) -> bool:
+        """Find a page no more, from now on. Returns whether it was found. Does no input or output."""
+        with self._lock:
+            if identity not in self._files:
+                return False
+            del self._files[identity]
+            return True
+
+    def remove(self, identity: PageIdentity) -> bool:
+        """Remove the file of a page that is not found any more; one that was written again stays."""
+        if self.has(identity):
+            return False
+        self._unlink(f"{identity.hex()}.kv")
+        return True
+
+    def _forget(self, identity: PageIdentity) -> None:
+        if self.drop(identity):
+            self.remove(identity)
 
     def _make_room(self, count: int) -> None:
         """Remove the oldest files so that there is room for `count` more."""

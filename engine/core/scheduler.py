@@ -82,8 +82,11 @@ from engine.core.step import InFlight, News
 from engine.core.steps import StepBook, lack_of
 from engine.core.swap import Preference, if_cheaper
 from engine.core.tenants import TenantCounters, TenantHoldings
+from engine.core.tiers import PageDisk
 from engine.core.waiting import WaitingQueue
 
+FETCH_POLL_S: Final = 0.001
+"""The time between two looks at what comes from disk while there is nothing else to do, in seconds."""
 STEPS_AHEAD_MAX: Final = 1
 """Steps that may be in flight while another is planned: one keeps a device busy, more would add late rows."""
 
@@ -99,6 +102,7 @@ class Scheduler:
         planner: type[Planner] = Planner,
         prefers_swap: Preference = if_cheaper,
         book: type[StepBook] = StepBook,
+        disk: PageDisk | None = None,
     ) -> None:
         config.check_against(runner)
         self._config = config
@@ -110,8 +114,10 @@ class Scheduler:
         self._in_flight: dict[int, InFlight] = {}  # by step number, in order
         self._deadlines = Deadlines()
         self._allocator = Allocator(
-            config, runner, self._waiting, self._in_flight, self._learner, prefers_swap
+            config, runner, self._waiting, self._in_flight, self._learner, prefers_swap, disk
         )
+        self._fetching: dict[int, tuple[Sequence, float]] = {}
+        """Newcomers that wait for pages from disk, and the times at which they stop waiting, by handle."""
         self._book = book(self._allocator, self._learner)
         self._tenants = TenantCounters()
         self._planner = planner(
@@ -130,9 +136,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """True if any sequence is not paused: then the next plan has rows, unless they wait for a step in
-        flight."""
-        return len(self._sequences) > len(self._paused)
+        """True if any sequence is neither paused nor waits for the disk: then the next plan has rows, unless
+        they wait for a step in flight."""
+        idle = len(self._paused)
+        if self._fetching:
+            idle += sum(not sequence.is_paused for sequence, _ in self._fetching.values())
+        return len(self._sequences) > idle
 
     @property
     def unpaused(self) -> list[Sequence]:
@@ -150,11 +159,13 @@ class Scheduler:
 
     def idle_s(self, now: float) -> float:
         """The time until there is something to do without a new message, in seconds: 0.0 while there is work,
-        else until the next stall deadline, infinite when no sequence is paused."""
+        else until the next stall deadline, infinite when no sequence is paused. While one waits for the disk,
+        `FETCH_POLL_S` at most."""
         if self.has_work or self._in_flight:
             return 0.0
         first = next(iter(self._paused.values()), None)
-        return math.inf if first is None else max(0.0, self._deadline(first) - now)
+        idle_s = math.inf if first is None else max(0.0, self._deadline(first) - now)
+        return min(idle_s, FETCH_POLL_S) if self._fetching else idle_s
 
     # -- adding and aborting ----------------------------------------------------------------------
 
@@ -177,6 +188,8 @@ class Scheduler:
             first_token_by=now + message.first_token_s,
         )
         sequence.expected_len -= self._allocator.find_prefix(sequence).computed_len
+        coming_len, compute_s = self._allocator.fetch(sequence)
+        sequence.expected_len -= coming_len
         if message.first_token_s < math.inf:
             expected_s = self._planner.first_token_s(sequence, now)
             if expected_s > message.first_token_s:
@@ -187,6 +200,8 @@ class Scheduler:
         self._wake(now)
         self._sequences[sequence.handle] = sequence
         self._waiting.enter(sequence)
+        if coming_len:
+            self._fetching[sequence.handle] = sequence, now + compute_s
 
     def _refuse(self, handle: int, reason: FinishReason, expected_s: float = 0.0) -> None:
         self._news.finished.append(Finished(handle, reason, 0.0, 0.0, 0.0, 0.0, 0, 0.0, expected_s))
@@ -267,6 +282,7 @@ class Scheduler:
         assert len(self._in_flight) <= STEPS_AHEAD_MAX
         self._now = now
         self._end_overdue(now)
+        self._take_fetched(now)
         self._allocator.stall_paused(now)
         if self._allocator.must_wait():
             return None
@@ -275,6 +291,21 @@ class Scheduler:
         self._planner.fill(builder, self._news, now)
         assert self._in_flight or bool(builder.rows) == self.has_work, "there is work, and the plan has none"
         return self._launch(builder, now) if builder.rows else None
+
+    def _take_fetched(self, now: float) -> None:
+        """Let newcomers go on whose pages came from disk, or did not come in time (`engine.core.tiers`)."""
+        disk = self._allocator.disk
+        disk.take_done()
+        for handle, (sequence, until) in list(self._fetching.items()):
+            assert sequence.awaits is not None
+            is_coming = disk.is_coming(sequence.awaits)
+            if is_coming and now < until:
+                continue
+            if is_coming:
+                disk.is_late()
+            self._wake(now)
+            del self._fetching[handle]
+            sequence.awaits = None
 
     def _launch(self, builder: PlanBuilder, now: float) -> Plan:
         """Make the plan, and count its step as in flight from here on."""
@@ -323,6 +354,7 @@ class Scheduler:
         self._allocator.release(sequence)
         del self._sequences[sequence.handle]
         self._paused.pop(sequence.handle, None)
+        self._fetching.pop(sequence.handle, None)
         sequence.finish(now)
         self._news.finished.append(sequence.finished(reason))
 
@@ -382,6 +414,7 @@ class Scheduler:
             host_pages_kept=swapper.host.kept,
             prefix_host_tokens=self._planner.prefix_host_tokens,
             prefix_disk_tokens=self._planner.prefix_disk_tokens,
+            disk=allocator.disk.counts(),
             waiting_tokens=self._waiting.newcomer_tokens,
             class_tokens=tuple(class_tokens),
             newest=self._newest,
@@ -394,6 +427,8 @@ class Scheduler:
         living = [*self._waiting, *self._allocator.running.values()]
         assert {sequence.handle: sequence for sequence in living} == self._sequences
         assert len(living) == len(self._sequences), "a sequence is in two places"
+        waiting_for_disk = {s.handle for s in living if s.awaits is not None}
+        assert waiting_for_disk == self._fetching.keys()
         assert self._paused == {s.handle: s for s in living if s.is_paused}
         pauses = [self._deadline(sequence) for sequence in self._paused.values()]
         assert pauses == sorted(pauses), "the first that was paused is not the first to end"

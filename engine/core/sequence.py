@@ -50,7 +50,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
-from engine.core.block_manager import PageChain
+from engine.core.block_manager import PageChain, PageIdentity
 from engine.core.messages import Finished, FinishReason, SamplingParams, ServiceClass
 
 
@@ -139,6 +139,8 @@ class Sequence:
     last look-up; while it computes its prompt, those pending at the last plan."""
     paused_at: float | None = None
     """The core's clock at the pause, in seconds; None when it is not paused."""
+    awaits: PageIdentity | None = None
+    """The last of the pages of its prefix that are read from disk, while it waits for them."""
     preemptions: int = 0
     """Preemptions while it ran, yields included. Those while it was stalled are not counted: there is at most
     one for each pause."""

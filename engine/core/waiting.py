@@ -62,12 +62,12 @@ class WaitingQueue:
 
     @property
     def unpaused(self) -> list[Sequence]:
-        """The waiting sequences that are not paused."""
+        """The waiting sequences that are not paused, and do not wait for the disk."""
         return [
             sequence
             for queue in self.queues.values()
             for sequence in queue.values()
-            if sequence.paused_at is None
+            if sequence.paused_at is None and sequence.awaits is None
         ]
 
     def enter(self, sequence: Sequence) -> None:
@@ -137,7 +137,7 @@ class WaitingQueue:
         """The unpaused sequences except those that resume after a stall, which have their pages."""
         for status, queue in self.queues.items():
             if status is not Status.STALLED:
-                yield from (sequence for sequence in queue.values() if not sequence.is_paused)
+                yield from (s for s in queue.values() if not s.is_paused and s.awaits is None)
 
     def by_class(self, now: float) -> tuple[tuple[int, ...], tuple[float, ...], list[int]]:
         """For each class the number of unpaused waiting sequences, the age of the oldest in seconds (0.0

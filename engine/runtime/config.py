@@ -91,7 +91,13 @@ class RunnerConfig:
     free. On a GPU it is pinned and taken at the start, on a CPU as it is first used."""
     kv_host_tier: bool | None = None
     """Keep prefixes that the KV cache has no room for in the memory of swap_memory, and copy them back where
-    that is cheaper than computing them again. Preempted sequences come first there. Unset: on a GPU."""
+    that is cheaper than computing them again. Preempted sequences come first there. Unset: on a GPU, and with
+    kv_disk_dir."""
+    kv_disk_dir: Text | None = None
+    """Directory that also keeps these prefixes, over restarts. It belongs to one engine, and its files may be
+    deleted at any time. What users wrote can be learned from them. Unset: none."""
+    kv_disk_bytes: Annotated[int, Meta(ge=1, le=1 << 60)] = 16 << 30
+    """Size of all files in kv_disk_dir, as 100GiB: those that were used longest ago make room."""
     max_num_seqs: Annotated[int, Meta(ge=1, le=SLOTS_MAX)] = 64
     """Sequences that run at once. CUDA graphs go up to 512."""
     max_step_tokens: Annotated[int, Meta(ge=1, le=STEP_TOKENS_MAX)] = 2048
@@ -109,3 +115,8 @@ class RunnerConfig:
                 f"--max-step-tokens ({self.max_step_tokens}) must be at least --max-num-seqs "
                 f"({self.max_num_seqs}): each running sequence takes one token of every step"
             )
+        if self.kv_disk_dir is not None:
+            if self.tensor_parallel_size > 1:
+                yield "--kv-disk-dir needs --tensor-parallel-size 1"
+            if self.kv_host_tier is False or self.swap_memory == 0:
+                yield "--kv-disk-dir needs the host tier: --kv-host-tier, and a --swap-memory above 0"

@@ -133,6 +133,10 @@ class HostPages:
         for host_page, page in back:
             cache[:, :, page].copy_(host[host_page], non_blocking=True)
 
+    def view(self, host_page: int) -> memoryview:
+        """The bytes of a host page, for other threads (`engine.core.host_pool` says which may)."""
+        return self._pool[host_page].view(-1).view(torch.uint8).numpy().data
+
     def measure(self) -> float:
         """Seconds to copy one page out or back, the least of a few rounds; 0 without host pages. Overwrites
         pages."""

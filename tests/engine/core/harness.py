@@ -176,9 +176,12 @@ class Harness:
 
     def assert_all_as_solo(self) -> None:
         """Assert that each sequence has the tokens of its solo run, and that all pages were released."""
+        self.assert_tokens_as_solo()
+        stats = self.scheduler.stats()
+        assert (stats.pages_owned, stats.host_pages_used) == (0, 0)
+
+    def assert_tokens_as_solo(self) -> None:
         for handle in self.messages:
             alone = self.solo(handle)
             assert (self.tokens[handle], self.reason(handle)) == (alone.tokens, alone.reason)
             assert self.prompt_logprobs[handle] == alone.prompt_logprobs
-        stats = self.scheduler.stats()
-        assert (stats.pages_owned, stats.host_pages_used) == (0, 0)

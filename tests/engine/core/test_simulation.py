@@ -63,6 +63,20 @@ WORLDS = {
     "a host tier if cheaper": SimConfig(
         pages=20, host_pages=40, host_tier=True, page_size=8, prefixes=2, requests=30
     ),
+    "a disk behind a small host tier": SimConfig(
+        pages=16,
+        host_pages=12,
+        host_tier=True,
+        disk=True,
+        swaps="always",
+        prefixes=16,
+        salts=1,
+        requests=90,
+        n_max=1,
+        arrival_gap_s=0.1,
+        abort_share=0.05,
+        pause_share=0.05,
+    ),
     "swapped without prefix cache": SimConfig(
         pages=20,
         host_pages=40,
@@ -135,6 +149,7 @@ WILD: dict[str, Callable[[list[Report]], bool]] = {
     "a host tier": lambda reports: sum(report.host_tokens for report in reports) > 400,
     "a host tier with little room": lambda reports: sum(report.host_tokens for report in reports) > 20,
     "a host tier if cheaper": lambda reports: sum(report.host_tokens for report in reports) > 100,
+    "a disk behind a small host tier": lambda reports: sum(report.disk_tokens for report in reports) > 20,
     "short queue": lambda reports: all(r.reasons[FinishReason.REJECTED] > 10 for r in reports),
 }
 """Checks that what a world is named for has happened in it; otherwise it would prove nothing."""
