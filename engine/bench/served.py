@@ -8,7 +8,7 @@ its process is known (`--against-pid`), so that nobody's way to wait costs the o
 Rows: `load` is the streams, `beside` a long prompt that arrives beside eight running streams, `deadline` the
 longest prompt beside them whose first token is of use for a limited time, `idle` the CPU time of an engine
 with nothing to do, `memory` what all its processes hold after the loads, `recording` the part of a step that
-its record takes.
+its record takes, `tiers` a chat history that was evicted, on engines of its own (`engine.bench.tiers`).
 
 Beside streams a prompt has the part of the time that `engine.core.pace` gives it by default: the gap target
 less the usual gap, or half of the time where that is more. So its first token should take as long as alone,
@@ -29,13 +29,14 @@ from engine.bench.interference import DEADLINE_FACTORS, Beside, Ending, beside, 
 from engine.bench.interference import STREAMS as BESIDE_STREAMS
 from engine.bench.load import BenchFailed, Load, Sample, Server, alone, measure, warm_up
 from engine.bench.recording import recording
+from engine.bench.tiers import tier_figures
 from shared.bench.client import ApiServer
 from shared.bench.figures import Figure, at_least, at_most, figure, quantile
 from shared.bench.services import demo_model, free_port, service
 
 __all__ = ["BenchFailed", "add_arguments", "run"]
 
-ROWS: Final = ("load", "beside", "deadline", "idle", "memory", "recording")
+ROWS: Final = ("load", "beside", "deadline", "idle", "memory", "recording", "tiers")
 USUAL_ROWS: Final = ("load", "beside", "idle", "memory")
 TOKENS_TARGET: Final = at_least(1.5)
 TTFT_TARGET: Final = at_most(0.7)
@@ -67,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--against-pid", type=int, nargs="+", default=[], metavar="PID", help="its processes")
     parser.add_argument(
         "--rows", nargs="+", choices=ROWS, default=USUAL_ROWS, metavar="ROW",
-        help=f"of {', '.join(ROWS)} (default: all but deadline)",
+        help=f"of {', '.join(ROWS)} (default: all but deadline, recording and tiers)",
     )  # fmt: skip
     parser.add_argument(
         "--streams", type=int, nargs="+", default=[1, 8, 32], help="concurrent streams, a run each"
@@ -89,6 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 async def run(options: argparse.Namespace) -> list[Figure]:
     rng, rows = random.Random(options.seed), set(options.rows)
     figures: list[Figure] = []
+    if "tiers" in rows:
+        if options.url is not None:
+            raise BenchFailed("the row tiers starts engines of its own, and --url is given")
+        figures += await tier_figures(options.model or demo_model(), rng, options.engine_options)
+    if rows == {"tiers"}:
+        return figures
     async with _servers(options) as servers:
         for server in servers:
             await warm_up(server, options.prompt_tokens)

@@ -46,8 +46,11 @@ class Engine:
         pages: int | None = None,
         host_pages: int = 0,
         prefers_swap: Preference = lambda _: True,
+        *,
+        host_tier: bool = False,
     ) -> None:
         self.runner = self._load(path, pages, host_pages)
+        self.runner.info = msgspec.structs.replace(self.runner.info, host_tier=host_tier)
         self.scheduler = Scheduler(
             SchedulerConfig(step_tokens_max=STEP_TOKENS_MAX), self.runner.info, prefers_swap=prefers_swap
         )
@@ -178,6 +181,20 @@ def test_tokens_equal_transformers_when_swapped(model: Model, prompts: Prompts, 
     assert min(stats.swaps_out, stats.swaps_in) > 0
     assert (stats.swaps_out == stats.preemptions) == (host_pages == 40)
     for handle, prompt in enumerate(prompts):
+        assert_greedy(oracle, prompt, engine.tokens[handle], engine.logprobs[handle])
+
+
+def test_tokens_equal_transformers_when_prefixes_come_back_from_host_memory(
+    model: Model, prompts: Prompts
+) -> None:
+    path, oracle = model
+    engine = Engine(path, pages=24, host_pages=78, host_tier=True)
+    engine.run(dict(enumerate(prompts)), greedy())
+    before = engine.scheduler.stats().prefix_host_tokens
+    again = {handle + 100: prompt for handle, prompt in enumerate(prompts)}
+    engine.run(again, greedy())
+    assert engine.scheduler.stats().prefix_host_tokens > before
+    for handle, prompt in again.items():
         assert_greedy(oracle, prompt, engine.tokens[handle], engine.logprobs[handle])
 
 

@@ -1,0 +1,89 @@
+"""The settings of the disk tier, the fingerprint of its files, and a directory that cannot be used."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.config import EngineConfig
+from engine.core.page_files import DirectoryInUse, PageFiles
+from engine.disk_tier import fingerprint_of, open_disk_tier
+from engine.runtime.host.runner import HostRunner
+from shared.config import ConfigError
+from tests.fake_runner import runner_info
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 1"),
+        ({"kv_host_tier": False}, "--kv-host-tier"),
+        ({"swap_memory": 0}, "--swap-memory"),
+        ({"prefix_cache": False}, "the prefix cache"),
+    ],
+)
+def test_what_a_disk_tier_needs_is_told(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as failed:
+        EngineConfig("m", kv_disk_dir="/kv", **settings)
+    assert told in failed.value.problems[0]
+    EngineConfig("m", **settings)
+
+
+def runner(*, host_tier: bool = True) -> HostRunner:
+    """A runner with host pages of eight bytes, and no network."""
+    info = msgspec.structs.replace(runner_info(host_pages=4), host_tier=host_tier)
+    pages = [memoryview(bytearray(8)) for _ in range(4)]
+    rest: Any = None
+    return HostRunner(info, rest, rest, SimpleNamespace(view=pages.__getitem__), rest)  # type: ignore[arg-type]
+
+
+def model_in(path: Path) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").write_bytes(bytes(100))
+    return path
+
+
+def test_the_tier_is_opened_and_its_directory_belongs_to_one_engine(tmp_path: Path) -> None:
+    model = model_in(tmp_path / "m")
+    config = EngineConfig(str(model), kv_disk_dir=str(tmp_path / "kv"))
+    assert open_disk_tier(EngineConfig(str(model)), runner()) is None
+    assert open_disk_tier(config, runner(host_tier=False)) is None
+    disk = open_disk_tier(config, runner())
+    assert disk is not None
+    with pytest.raises(DirectoryInUse):
+        open_disk_tier(config, runner())
+
+
+def test_a_directory_that_cannot_be_used_is_no_tier_and_no_failure(tmp_path: Path) -> None:
+    model = model_in(tmp_path / "m")
+    (tmp_path / "file").write_text("")
+    config = EngineConfig(str(model), kv_disk_dir=str(tmp_path / "file" / "kv"))
+    assert open_disk_tier(config, runner()) is None
+
+
+def test_the_fingerprint_tells_models_and_types_apart(tmp_path: Path) -> None:
+    model = model_in(tmp_path / "m")
+    config, one = EngineConfig(str(model)), runner()
+    first = fingerprint_of(config, one)
+    assert first == fingerprint_of(EngineConfig(str(model), port=1), one)
+    assert first != fingerprint_of(EngineConfig(str(model), weights="int8"), one)
+    other = runner()
+    other.info = msgspec.structs.replace(other.info, dtype="bfloat16")
+    assert first != fingerprint_of(config, other)
+    weights = model / "model.safetensors"
+    times = weights.stat().st_mtime_ns
+    weights.write_bytes(bytes(99) + b"x")
+    os.utime(weights, ns=(times, times))
+    assert first != fingerprint_of(config, one)
+
+
+def test_a_page_files_lock_ends_with_its_owner(tmp_path: Path) -> None:
+    files = PageFiles(tmp_path, bytes(32), 8, 1000)
+    files.close()
+    PageFiles(tmp_path, bytes(32), 8, 1000).close()
