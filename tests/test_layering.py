@@ -235,6 +235,7 @@ REACHED_BY_NAME = {
     "engine/bench/plot.py": {"'matplotlib'": "a package that may be missing"},
     "engine/bench/served.py": {"'engine'": "the bench measures an engine that serves"},
     "gateway/bench/recording.py": {"'opentelemetry.sdk'": "a package that may be missing"},
+    "engine/bench/tiers.py": {"'engine'": "the bench measures an engine that serves"},
     "engine/runtime/backends.py": {"name": "attention libraries that may be missing: FUNCTIONS names them"},
     "engine/runtime/device/shipping.py": {
         "'engine.runtime.device.shipping'": "each card is the work of a process of its own"
