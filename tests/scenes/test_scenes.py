@@ -200,3 +200,16 @@ def test_a_client_that_leaves(model_dir: Path, stage_left: str) -> None:
         "stalled": r"stalled [789](\.\d)? s: this client did not read",
     }
     says(causes(told, "left"), expected[stage_left])
+
+
+def test_a_client_that_leaves_while_its_text_is_tokenized(model_dir: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        left = await stage.ask("left", prompt="many words " * 2000, max_tokens=2)
+        await stage.wait(1.0)
+        await left.leave()
+
+    told = play(scene, Setting(pool=SlowPool, pages=4000), model_dir)
+    gateway = told.line("left", "gateway")
+    assert (gateway.status, gateway.end_reason, gateway.stage) == (499, "client_cancel", "tokenize")
+    says(told.trace("left"), r"tokenize +\d+\.\d+ +\d+\.\d+ .*ended here")
+    says(told.trace("left"), r"no engine was asked")
