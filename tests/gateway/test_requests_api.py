@@ -287,7 +287,8 @@ async def test_others_have_their_turn_while_a_thousand_live_requests_are_listed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     live: Any = list(range(LIMIT_MAX))
-    api, turns = RequestsApi(live, recorder_of()), []
+    api = RequestsApi(live, recorder_of())
+    turns: list[int] = []
     monkeypatch.setattr(api, "_live_summary", lambda _: api_summary())
     listing = asyncio.create_task(api._lives(Query()))
     while not listing.done():
