@@ -29,7 +29,8 @@ their estimates (`engine.core.cost`). Good estimates earn longer chunks.
 - A chunk spends at most the share `REREAD_SHARE` of its time on reading the context before it. Where `P` is
   too short for that, it is kept as *credit*, and the chunk is computed once budget and credit suffice. No
   step is made longer by credit than `tau`, or twice its decodes. Only a chunk of one token may, where reading
-  its context alone takes longer than that; then it is computed as rarely as its share of the time says.
+  its context alone takes longer than that, or than the reserve leaves of it; then it is computed as rarely as
+  its share of the time says. (Else two prompts far into their contexts would wait for each other for ever.)
 - What a step overspends, as for copies of pages, is debt: prompts pay it in the steps after it.
 
 Hence the law: **no step takes longer than max(tau, 2 D)**, or max(tau, D / (1 - phi)) where the operator sets

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from engine.core import pace
 from engine.core.cost import StepCost, Work
 from engine.core.messages import SlotAssignment
 from engine.core.pace import Budget, Credit
 from engine.core.sequence import Sequence
+
+WANTED_MARGIN: Final = 1.001
+"""More than a chunk of one token takes is waited for, since the cost is learned anew meanwhile."""
 
 
 def chunk_len(pending_len: int, tokens_left: int) -> int:
@@ -59,7 +63,8 @@ class PlanBuilder:
     longest_s: float = pace.STEP_S_MAX
     """The longest time for prompts to which credit extends a step."""
     wanted_s: float = 0.0
-    """The time of a chunk of one token that was left out because even that takes longer than `longest_s`."""
+    """The time of a chunk of one token that was left out because even that takes longer than `longest_s`, or
+    than the reserve leaves of it: then with the time of one token of the first prefill."""
     is_cut: bool = False
     """True if a chunk was made shorter or left out for want of time."""
     has_streams: bool = False
@@ -190,7 +195,9 @@ class PlanBuilder:
             single_s = self.cost.chunk_s(position, 1)
             if single_s <= self.time_left_s:
                 return 1
-            self.wanted_s = max(self.wanted_s, single_s)
+            if self.reserved_tokens:  # the reserve is not to stand in its way for ever
+                single_s += self.cost.chunk_s(self.prefills[0].planned_len, 1)
+            self.wanted_s = max(self.wanted_s, WANTED_MARGIN * single_s)
         self.is_cut = True
         self.is_saving = not self.has_chunk
         return 0
