@@ -31,7 +31,7 @@ MANY: Final = replace(CHAT, name="long prefixes", prefixes=400, prefix_tokens=(2
 _QUICK: Final = replace(CHAT, decode_ms=5, think_ms=1_000, cache_tokens=200_000)
 """The same with quicker turns, so that fewer conversations fill as large a part of the caches."""
 FLEET: Final = replace(_QUICK, name="256 replicas", replicas=256, prefixes=16, conversations=16_000)
-_SMALLER: Final = replace(_QUICK, replicas=64, conversations=4_000)
+_SMALLER: Final = replace(_QUICK, replicas=64, prefixes=16, conversations=4_000)
 JOIN: Final = replace(_SMALLER, name="one joins 64", joins_ms=18_000)
 HOT: Final = replace(_SMALLER, name="a hot prefix appears", hot_ms=18_000, utilization=0.7)
 _ONE_TURN: Final = Traffic("", turns=1, conversations=10_000)
