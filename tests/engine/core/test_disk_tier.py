@@ -259,3 +259,23 @@ def test_the_threads_find_what_is_there_and_serve(tmp_path: Path) -> None:
     assert all(each.is_good for each in done)
     assert one.pages[5] == one.pages[1]
     assert one.disk.has(identity(2))
+
+
+def test_a_disk_whose_queues_are_full_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    h, disk = on_disk()
+    link, host = h.scheduler._allocator.disk, h.scheduler._allocator.swapper.host
+    disk.files[identity(9)] = h.runner.host_page(0)
+    monkeypatch.setattr("tests.fake_disk.QUEUE_MAX", 0)
+    assert link.fetch([identity(9)], 0, 4, StepCost(page_s=0.0)) == 0
+    page = host.keep(identity(1))
+    assert page is not None
+    host.plan_made(1, [page])
+    link.landed(1, [page])
+    assert (disk.jobs, host.used) == ([], 0)
+    link._due.append((identity(2), page))
+    link.take_done()
+    assert not link._due, "it is kept no more, so it is not written"
+    monkeypatch.setattr("engine.core.tiers.DUE_MAX", 0)
+    host.plan_made(2, [page])
+    link.landed(2, [page])
+    assert link.counts().dropped == 1
