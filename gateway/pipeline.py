@@ -396,6 +396,7 @@ class Pipeline:
             exchange.timeouts,
             exchange.progress,
             first_byte,
+            exchange.clock.monotonic,
         )
         await relay.run(dispatched.opened)
 

@@ -16,6 +16,7 @@ from gateway.recorder import Recorder
 from gateway.relay.stream import Progress
 from gateway.routing.policy import Route
 from gateway.routing.replicas import Replica
+from gateway.ticks import Ticks
 from shared import logs
 from shared.causes import Cause, CauseCode, most_telling
 from shared.completed_line import EVENT, GATEWAY_STAGES, GatewayLine
@@ -74,6 +75,8 @@ class RequestRecord(Struct, eq=False):
     reserved: int = 0
     settled: int = 0
     events: int = 0
+    ticks: Ticks | None = None
+    """When they were passed on. None until the answer is over, and without any."""
     body_len: int = 0
     closing: Closing | None = None
     first_byte_s: float | None = None
@@ -100,6 +103,7 @@ class RequestRecord(Struct, eq=False):
     def set_progress(self, progress: Progress) -> None:
         """Copy from `progress` how far the answer came."""
         self.events, self.body_len, self.closing = progress.events, progress.body_len, progress.closing
+        self.ticks = progress.ticks
         if progress.broken and self.end_reason is EndReason.OK:
             self.end_reason = _reason_of(self.closing)
 
@@ -202,7 +206,7 @@ class Reporter:
         line = _line(record, stages, seconds)
         logged = logs.write_line(line, "info")
         if self._recorder.is_on:
-            self._recorder.add(line, stages.stamps(), logged)
+            self._recorder.add(line, stages.stamps(), logged, record.ticks)
         self._tracing.ended(stages, stages.began_s, seconds, failed=failed, line=lambda: line_of(line))
         model, tenant = record.model or NONE, self._tenant_label(record.tenant)
         REQUESTS.inc(record.endpoint, model, tenant, record.status, record.end_reason.value)

@@ -4,8 +4,8 @@ Rules:
 
 1. It is bounded in number and in bytes; the oldest go first. With `records` 0, or without an admin listener,
    nothing is kept.
-2. A record is the completed line, as it was logged, and the visits to the stages. It holds no text of prompts
-   or answers. The line is kept as the log's JSON, so that its bytes are known.
+2. A record is the completed line, as it was logged, the visits to the stages, and the ticks of its events. It
+   holds no text of prompts or answers. The line is kept as the log's JSON, so that its bytes are known.
 3. Nothing is worked out before somebody asks: a request costs the time to keep what there is already. What
    was worked out is kept, too, as who asks mostly asks again.
 """
@@ -20,10 +20,11 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
+from gateway.ticks import TICK_LEN, Ticks
 from shared.completed_line import GatewayLine
 from shared.telemetry import Stamps
 from shared.trace.axis import Visit, axis
-from shared.trace.record import RequestRecord, RequestSummary
+from shared.trace.record import RequestRecord, RequestSummary, Tick
 from shared.trace.sentences import sentence
 
 BYTES_MAX: Final = 8 * 1024 * 1024
@@ -33,6 +34,9 @@ SUMMARY_LEN: Final = 1024
 
 STAMP_LEN: Final = 64
 """Bytes that the visit to a stage takes, about."""
+
+TICKS_LEN: Final = 300
+"""Bytes that the ticks of a request take beside `TICK_LEN` for each, about."""
 
 _encode: Final = msgspec.json.Encoder().encode
 _decode: Final = msgspec.json.Decoder(GatewayLine).decode
@@ -44,12 +48,15 @@ class _Entry(Struct):
     data: bytes
     """The line as JSON."""
     stamps: Stamps
+    ticks: Ticks | None
+    """None where no event was passed on."""
     summary: RequestSummary | None = None
     """None until somebody asks."""
 
     @property
     def bytes_len(self) -> int:
-        return len(self.data) + SUMMARY_LEN + STAMP_LEN * len(self.stamps.names)
+        ticks_len = 0 if self.ticks is None else TICKS_LEN + TICK_LEN * len(self.ticks)
+        return len(self.data) + SUMMARY_LEN + STAMP_LEN * len(self.stamps.names) + ticks_len
 
     def summarized(self) -> RequestSummary:
         if self.summary is None:
@@ -75,12 +82,16 @@ class Recorder:
     def is_on(self) -> bool:
         return self._records_max > 0
 
-    def add(self, line: GatewayLine, stamps: Stamps, logged: bytes | None = None) -> None:
-        """Keep a completed request. `logged` is the line's JSON, where the log has it already."""
+    def add(
+        self, line: GatewayLine, stamps: Stamps, logged: bytes | None = None, ticks: Ticks | None = None
+    ) -> None:
+        """Keep a completed request. `logged` is the line's JSON, where the log has it already; `ticks` are
+        on the clock of the stamps."""
         if not self.is_on:
             return
         self._number = max(self._number + 1, int(line.ts.timestamp() * 1e6))
-        entry = _Entry(line.request_id, self._number, _encode(line) if logged is None else logged, stamps)
+        data = _encode(line) if logged is None else logged
+        entry = _Entry(line.request_id, self._number, data, stamps, ticks)
         self._entries.append(entry)
         self.bytes_len += entry.bytes_len
         while len(self._entries) > self._records_max or self.bytes_len > self._bytes_max:
@@ -135,4 +146,16 @@ def _record(entry: _Entry) -> RequestRecord:
     visits = tuple(Visit(*visit) for visit in entry.stamps.visits())
     causes = tuple(sentence(cause) for cause in line.causes or ())
     shown = axis(line, (), visits)
-    return RequestRecord(summary=entry.summarized(), line=line, visits=visits, axis=shown, causes=causes)
+    return RequestRecord(
+        summary=entry.summarized(),
+        line=line,
+        visits=visits,
+        axis=shown,
+        causes=causes,
+        ticks=ticks_of(entry.ticks, entry.stamps.began_s[0]),
+    )
+
+
+def ticks_of(ticks: Ticks | None, began_s: float) -> tuple[Tick, ...]:
+    """The ticks of a request whose headers came at this time on the clock."""
+    return () if ticks is None else tuple(Tick(at_ms, events) for at_ms, events in ticks.since(began_s))

@@ -31,7 +31,7 @@ from msgspec import Struct
 from gateway.client.responses import json_response
 from gateway.exchange import Exchange, LiveRequests
 from gateway.operators import Asked, Operation, Parameter, Table, does
-from gateway.recorder import Recorder
+from gateway.recorder import Recorder, ticks_of
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.end_reason import EndReason
 from shared.errors import InvalidRequest, NotFound
@@ -207,7 +207,10 @@ class RequestsApi:
     def _live_record(self, exchange: Exchange) -> RequestRecord:
         visits = tuple(Visit(*visit) for visit in exchange.stages.entered(is_over=False))
         bars = tuple(Bar("gateway", visit.stage, visit.takes_ms, visit.from_ms) for visit in visits)
-        return RequestRecord(summary=self._live_summary(exchange), visits=visits, axis=Axis(bars))
+        ticks = ticks_of(exchange.progress.ticks, exchange.stages.began_s)
+        return RequestRecord(
+            summary=self._live_summary(exchange), visits=visits, axis=Axis(bars), ticks=ticks
+        )
 
 
 def _json(answer: RequestPage | RequestRecords) -> web.Response:

@@ -101,7 +101,7 @@ def test_imports_keep_to_their_floor(path: Path) -> None:
 
 GATEWAY_LEVELS = (
     {"accounting_config", "edge_config", "quota_config", "directory_config", "endpoints"},
-    {"timeout_config", "discovery_config", "holder_config"},
+    {"timeout_config", "discovery_config", "holder_config", "ticks"},
     {"config", "secret", "hygiene", "background", "shield", "client", "recorder", "openapi_parts"},
     {"identity", "admission", "routing", "relay"},  # the stages: none knows another
     {

@@ -28,7 +28,9 @@ from gateway.client.deadlines import Watch
 from gateway.endpoints import Dialect
 from gateway.relay.foreign import ForeignScanner, usage_of
 from gateway.relay.upstream import Answer, read_back
+from gateway.ticks import Ticks
 from gateway.timeout_config import TimeoutsConfig
+from shared.clock import SYSTEM_CLOCK
 from shared.errors import InterTokenTimeout, UpstreamLost
 from shared.http2.report import Report
 from shared.ids import TOKENIZER_HEADER
@@ -50,6 +52,10 @@ class Progress(Struct, eq=False):
     scanner: TailScanner = field(default_factory=TailScanner)
     events: int = 0
     """The events passed on: about the tokens that the client was sent."""
+    ticks: Ticks | None = None
+    """When they were passed on. None before the first."""
+    tick_due: int = 1
+    """The number of events at which the next tick is due."""
     body_len: int = 0
     header_closing: Closing | None = None
     foreign: ForeignScanner | None = None
@@ -72,6 +78,13 @@ class Progress(Struct, eq=False):
     def anew(self, done: bytes, *, lost: bool = False) -> Progress:
         """The progress at another replica. `lost`: the one before was sent the request, and broke off."""
         return Progress(TailScanner(done), lost=self.lost or lost)
+
+    def note(self, now_s: float) -> None:
+        """Note that its events, `tick_due` of them or more, were passed on by now."""
+        if self.ticks is None:
+            self.ticks = Ticks()
+        self.ticks.note(self.events, now_s)
+        self.tick_due = self.ticks.due
 
     @property
     def closing(self) -> Closing | None:
@@ -164,6 +177,8 @@ class Relay(Struct, frozen=True, eq=False):
     first_byte: Callable[[], Mapping[str, str]]
     """A function that is called when the first byte is there. It returns the headers that the gateway
     adds."""
+    monotonic: Callable[[], float] = SYSTEM_CLOCK.monotonic
+    """The clock of the request's stages, in seconds."""
 
     async def run(self, opened: Opened) -> None:
         """Pass the answer on. Raises UpstreamFailed or ClientGone."""
@@ -194,6 +209,8 @@ class Relay(Struct, frozen=True, eq=False):
         if data.startswith(_DATA) or data.find(_DATA) >= 0:
             self.watch.again()
         progress.events += data.count(_BOUNDARY)
+        if progress.events >= progress.tick_due:
+            progress.note(self.monotonic())
         progress.body_len += len(data)
         return self.client.write_nowait(data)
 
@@ -227,6 +244,8 @@ class Relay(Struct, frozen=True, eq=False):
     async def _begin(self, answer: Answer, body: bytes, headers: Mapping[str, str] = _NO_HEADERS) -> None:
         content_type = answer.headers.get("content-type", "application/json")
         headers = {"content-type": content_type, **headers, **self.first_byte()}
+        if self.progress.events:
+            self.progress.note(self.monotonic())
         self.progress.body_len += len(body)
         await self.client.begin(answer.status, headers, body, whole=answer.finished)
 

@@ -52,6 +52,15 @@ class RequestPage(Struct, frozen=True):
     """Ask again with this `before` for older ones. None: there are none."""
 
 
+class Tick(Struct, frozen=True, array_like=True):
+    """A moment at which events of a stream were passed on to the client."""
+
+    at_ms: float
+    """Milliseconds from the request's headers."""
+    events: int
+    """The events that were passed on by then."""
+
+
 class RequestRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """All that a gateway knows of one request."""
 
@@ -64,6 +73,8 @@ class RequestRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The stages of both services."""
     causes: tuple[str, ...] = ()
     """The causes of its waits, in words."""
+    ticks: tuple[Tick, ...] = ()
+    """The times at which a stream's events were passed on, evenly thinned out for a long one."""
 
 
 class RequestRecords(Struct, frozen=True):

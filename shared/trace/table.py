@@ -17,7 +17,7 @@ from shared.completed_line import EngineLine, GatewayLine, Line
 from shared.end_reason import MEANINGS
 from shared.trace.axis import Axis, Bar, axis, named
 from shared.trace.join import Trace
-from shared.trace.record import RequestRecord, RequestSummary
+from shared.trace.record import RequestRecord, RequestSummary, Tick
 from shared.trace.sentences import duration, sentence
 
 SHOWN_LEN_MAX: Final = 300
@@ -145,17 +145,34 @@ def _stages(trace: Trace) -> Iterator[str]:
     yield from waterfall(shown, ends)
 
 
-def waterfall(shown: Axis, ends: Mapping[str, str]) -> Iterator[str]:
-    """The axis as rows with bars. `ends` has the stage in which the request ended, by service."""
+def waterfall(shown: Axis, ends: Mapping[str, str], ticks: Sequence[Tick] = ()) -> Iterator[str]:
+    """The axis as rows with bars. `ends` has the stage in which the request ended, by service. The `ticks`
+    are a row of marks under the last visit to the stage in which the gateway passes events on."""
     yield f"  {'service':<9}{'stage':<12}{'from ms':>12}{'takes ms':>12}"
     whole_ms = max((bar.from_ms + bar.takes_ms for bar in shown.bars if bar.from_ms is not None), default=0.0)
-    for bar in shown.bars:
+    under = max((at for at, bar in enumerate(shown.bars) if _is_relay(bar)), default=len(shown.bars) - 1)
+    for number, bar in enumerate(shown.bars):
         at = "" if bar.from_ms is None else f"{bar.from_ms:.3f}"
         mark = "   ended here" if ends.get(bar.service) == bar.stage else ""
         row = f"  {bar.service:<9}{bar.stage:<12}{at:>12}{bar.takes_ms:>12.3f}  {_bar(bar, whole_ms)}{mark}"
         yield printable(row.rstrip())
+        if ticks and number == under:
+            yield _ticks(ticks, whole_ms)
     if shown.error_ms is not None:
         yield f"  the engine's times are placed within {shown.error_ms:.3f} ms"
+
+
+def _is_relay(bar: Bar) -> bool:
+    return (bar.service, bar.stage) == ("gateway", "relay")
+
+
+def _ticks(ticks: Sequence[Tick], whole_ms: float) -> str:
+    """The row of the moments at which events were passed on."""
+    first_ms, last_ms = ticks[0].at_ms, ticks[-1].at_ms
+    scale = BAR_WIDTH / max(whole_ms, last_ms, 0.001)
+    marked = {min(BAR_WIDTH - 1, int(tick.at_ms * scale)) for tick in ticks}
+    marks = "".join("|" if at in marked else " " for at in range(BAR_WIDTH)).rstrip()
+    return printable(f"  {'':<9}{'events':<12}{first_ms:>12.3f}{last_ms - first_ms:>12.3f}  {marks}")
 
 
 def _bar(bar: Bar, whole_ms: float) -> str:
@@ -183,7 +200,7 @@ def record_text(record: RequestRecord) -> Iterator[str]:
         )
     yield ""
     ends = {"gateway": one.stage} if not one.is_live else {}
-    yield from waterfall(record.axis, ends)
+    yield from waterfall(record.axis, ends, record.ticks)
 
 
 def summary_row(one: RequestSummary, causes: Sequence[Cause] = ()) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from gateway.recorder import SUMMARY_LEN, Recorder, summary_of
+from gateway.recorder import SUMMARY_LEN, TICKS_LEN, Recorder, summary_of
 from gateway.requests_api import AT_ONCE, LIMIT_MAX, Query, RequestsApi, parse
+from gateway.ticks import TICK_LEN, Ticks
 from gateway.workers.answers import together
 from gateway.workers.channel import Answer
 from shared import cli
@@ -19,7 +20,7 @@ from shared.completed_line import EVENT, GatewayLine
 from shared.end_reason import EndReason
 from shared.errors import InvalidRequest
 from shared.telemetry import Stamps
-from shared.trace.record import RequestSummary
+from shared.trace.record import RequestSummary, Tick
 from tests.gateway.conftest import House, Open, until
 from tests.gateway.fake_engine import Script, chunk, closing, refusal, stream
 from tests.gateway.test_admin import OPERATOR, operator_keys
@@ -96,6 +97,20 @@ def test_a_record_has_its_visits_its_axis_and_its_causes_in_words() -> None:
     assert [tuple(bar.stage for bar in record.axis.bars)] == [("edge", "wait")]
     assert record.line is not None
     assert record.line.first_byte_ms == 9.0
+
+
+def test_a_record_has_its_ticks_from_its_headers_on_and_their_bytes_count() -> None:
+    ticks = Ticks()
+    ticks.note(2, 7.0025)
+    ticks.note(3, 7.0115)
+    stamps = Stamps(("edge", "relay"), (7.0, 7.002, 7.012))
+    recorder = Recorder(9)
+    recorder.add(line("a"), stamps)
+    without_len = recorder.bytes_len
+    recorder.add(line("b"), stamps, None, ticks)
+    assert recorder.bytes_len == 2 * without_len + TICKS_LEN + 2 * TICK_LEN
+    assert [record.ticks for record in recorder.find("a", 9)] == [()]
+    assert [record.ticks for record in recorder.find("b", 9)] == [((Tick(2.5, 2), Tick(11.5, 3)))]
 
 
 # -- the question ---------------------------------------------------------------------------------
@@ -188,6 +203,7 @@ async def test_a_request_is_seen_while_it_lives_and_when_it_is_done(house: House
         [live] = (await ask(house, "/mine"))["data"]
         assert live["summary"]["events"] >= 1
         assert live["axis"]["bars"][-1]["stage"] == "relay"
+        assert [tick[1] for tick in live["ticks"]] == [live["summary"]["events"]]
         assert (await ask(house, "?state=done"))["data"] == []
         gate.set()
         await answer.read()
@@ -197,6 +213,13 @@ async def test_a_request_is_seen_while_it_lives_and_when_it_is_done(house: House
     assert (done["status"], done["end_reason"], done["completion_tokens"]) == (200, "ok", 3)
     [record] = (await ask(house, "/mine"))["data"]
     assert record["line"] == {**(await house.line()), "ts": record["line"]["ts"]}
+    assert "ticks" not in record["line"]
+    times, events = zip(*record["ticks"], strict=True)
+    assert sorted(set(events)) == list(events)
+    assert (events[0], events[-1]) == (live["ticks"][0][1], record["line"]["events"])
+    relay = next(visit for visit in record["visits"] if visit[0] == "relay")
+    assert relay[1] - 0.01 <= times[0] <= times[-1] <= relay[1] + relay[2] + 0.01
+    assert sorted(times) == list(times)
     stages = [visit[0] for visit in record["visits"]]
     assert stages[0] == "edge"
     assert stages[-2:] == ["relay", "settle"]
@@ -249,6 +272,7 @@ async def test_the_command_asks_a_running_gateway(
     assert (code, told) == (0, "")
     assert "request mine" in text
     assert "gateway  200 ok in relay" in text
+    assert "           events " in text
     assert "the engine's times are placed within" in text
     code, text, _ = await trace("mine", "--json")
     assert json.loads(text)["summary"]["request_id"] == "mine"

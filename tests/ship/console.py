@@ -119,6 +119,7 @@ async def compare(page: Page, here: Up, request_id: str) -> None:
         "[...document.querySelectorAll('.stages tbody tr[data-stage]')].map(row => [row.dataset.service,"
         " row.dataset.stage, Number(row.querySelector('.takes').textContent)])"
     )
+    assert await page.js("document.querySelectorAll('.tokens .ticks').length") == 1
     total = await page.js("parseFloat(document.querySelector('[data-fact=total]').textContent)")
     gateway, engine = here.line("gateway", request_id), here.line("engine", request_id)
     assert total == gateway["total_ms"], (total, gateway["total_ms"])

@@ -114,5 +114,10 @@ if [ -x .venv/bin/python ]; then  # with the engine, which compose has in its im
     for agent in "$home"/rotel/lib/python3*/site-packages/rotel/rotel-agent; do
         .venv/bin/python -m tests.ship.rotel "$agent"
     done
+    if .venv/bin/python -c 'from tests.ship.browser import chromium; chromium()' 2>"$home/chromium.log"; then
+        .venv/bin/python -m tests.ship.console "$home/console"  # the pictures are to be looked at
+    else
+        echo "the console was not shown in a browser: $(tail -1 "$home/chromium.log")" >&2
+    fi
 fi
 exec env PYTHONPATH=. "$tools/bin/python" -m tests.ship.containers --home "$home" "$@"

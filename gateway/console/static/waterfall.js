@@ -1,13 +1,16 @@
 // One request's record as a waterfall: both services' stages on the axis that the gateway worked out, and the
-// causes in its words. Nothing is computed here but where a bar stands.
+// causes in its words. Nothing is computed here but where a bar stands. A tick is the time of one moment at which
+// events were passed on, and their number by then: the record has a few, the console's own chats one for each piece.
 
 import { el, shown, svg } from "./dom.js";
 import { duration, exact, plural, whole } from "./format.js";
 
 const TICKS_MAX = 600;
 
-export function waterfall(record, ticks = []) {
+export function waterfall(record, pieces = []) {
   const { summary, axis, line } = record;
+  const isOwn = pieces.length > 0;
+  const ticks = isOwn ? pieces.map((ms, at) => [ms, at + 1]) : record.ticks ?? [];
   const causes = record.causes ?? [];
   const ends = axis.bars.map((bar) => (bar.from_ms ?? 0) + bar.takes_ms);
   const wholeMs = Math.max(summary.total_ms ?? 0, ...ends, 0.001);
@@ -17,16 +20,16 @@ export function waterfall(record, ticks = []) {
       el("ul", { class: "causes" }, causes.map((text) => el("li", {}, shown(text))))));
   }
   parts.push(el("div", { class: "scroll flat", tabindex: "0", role: "region", "aria-label": "Stages" },
-    stages(axis, wholeMs, summary, ticks)));
+    stages(axis, wholeMs, summary, ticks, isOwn)));
   if (axis.error_ms !== undefined && axis.error_ms !== null) {
     parts.push(el("p", { class: "hint" }, `The engine's times are placed within ${exact(axis.error_ms)} ms.`));
   }
-  if (ticks.length > 1) parts.push(gaps(ticks));
+  if (ticks.length > 1) parts.push(gaps(ticks, isOwn));
   if (line) parts.push(all(line));
   return el("div", { class: "waterfall" }, parts);
 }
 
-function stages(axis, wholeMs, summary, ticks) {
+function stages(axis, wholeMs, summary, ticks, isOwn) {
   const rows = axis.bars.map((bar) => {
     const isLast = bar.service === "gateway" && bar.stage === summary.stage && !summary.is_live;
     return el("tr", { "data-service": bar.service, "data-stage": bar.stage, class: serviceClass(bar.service) },
@@ -38,8 +41,8 @@ function stages(axis, wholeMs, summary, ticks) {
   });
   if (ticks.length > 0) {
     rows.push(el("tr", { class: "tokens" },
-      el("td", {}, "answer"), el("th", { scope: "row" }, "tokens"), el("td", { class: "num" }, exact(ticks[0])),
-      el("td", { class: "num" }, exact(ticks.at(-1) - ticks[0])), el("td", { class: "lane" }, tickPicture(ticks, wholeMs))));
+      el("td", {}, "answer"), el("th", { scope: "row" }, isOwn ? "tokens" : "events"), el("td", { class: "num" }, exact(ticks[0][0])),
+      el("td", { class: "num" }, exact(ticks.at(-1)[0] - ticks[0][0])), el("td", { class: "lane" }, tickPicture(ticks, wholeMs))));
   }
   return el("table", { class: "stages" },
     el("caption", { class: "quiet" }, "The stages of the request in both services, on one time axis"),
@@ -66,14 +69,19 @@ function picture(bar, wholeMs) {
 function tickPicture(ticks, wholeMs) {
   const step = Math.ceil(ticks.length / TICKS_MAX);
   const some = ticks.filter((_, at) => at % step === 0);
-  const path = some.map((ms) => `M${((ms / wholeMs) * 1000).toFixed(1)} 2v12`).join("");
+  const path = some.map(([ms]) => `M${((ms / wholeMs) * 1000).toFixed(1)} 2v12`).join("");
   return lane(svg("path", { d: path, class: "ticks", "vector-effect": "non-scaling-stroke" }));
 }
 
-function gaps(ticks) {
-  const longest = ticks.slice(1).map((ms, at) => [ms - ticks[at], at + 1]).sort((a, b) => b[0] - a[0]).slice(0, 3);
-  const said = longest.map(([ms, at]) => `${duration(ms)} before piece ${whole(at + 1)}`).join(", ");
-  return el("p", { class: "hint" }, `${plural(ticks.length, "piece", "pieces")} of text; the longest gaps: ${said}.`);
+// A gap between two ticks of a long answer has several events in it.
+function gaps(ticks, isOwn) {
+  const longest = ticks.slice(1).map(([ms, events], at) => [ms - ticks[at][0], ticks[at][1] + 1, events])
+    .sort((a, b) => b[0] - a[0]).slice(0, 3);
+  const [one, more] = isOwn ? ["piece", "pieces"] : ["event", "events"];
+  const said = longest.map(([ms, from, to]) =>
+    `${duration(ms)} ${from === to ? `before ${one} ${whole(to)}` : `over ${more} ${whole(from)} to ${whole(to)}`}`).join(", ");
+  const count = isOwn ? `${plural(ticks.length, one, more)} of text` : `${plural(ticks.at(-1)[1], one, more)} up to the last mark`;
+  return el("p", { class: "hint" }, `${count}; the longest gaps: ${said}.`);
 }
 
 function facts(one, line) {
