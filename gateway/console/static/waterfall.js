@@ -73,13 +73,13 @@ function tickPicture(ticks, wholeMs) {
   return lane(svg("path", { d: path, class: "ticks", "vector-effect": "non-scaling-stroke" }));
 }
 
-// A gap between two ticks of a long answer has several events in it.
+// A gap may be for several events: those of one read, or, of a long answer, all between two ticks.
 function gaps(ticks, isOwn) {
   const longest = ticks.slice(1).map(([ms, events], at) => [ms - ticks[at][0], ticks[at][1] + 1, events])
     .sort((a, b) => b[0] - a[0]).slice(0, 3);
   const [one, more] = isOwn ? ["piece", "pieces"] : ["event", "events"];
   const said = longest.map(([ms, from, to]) =>
-    `${duration(ms)} ${from === to ? `before ${one} ${whole(to)}` : `over ${more} ${whole(from)} to ${whole(to)}`}`).join(", ");
+    `${duration(ms)} ${from === to ? `before ${one} ${whole(to)}` : `for ${more} ${whole(from)} to ${whole(to)}`}`).join(", ");
   const count = isOwn ? `${plural(ticks.length, one, more)} of text` : `${plural(ticks.at(-1)[1], one, more)} up to the last mark`;
   return el("p", { class: "hint" }, `${count}; the longest gaps: ${said}.`);
 }
