@@ -248,6 +248,10 @@ REACHED_BY_NAME = {
         "'engine'": "the bench attacks both services",
         "'gateway'": "the bench attacks both services",
     },
+    "gateway/bench/routing_live.py": {
+        "'engine'": "the bench measures engines that serve",
+        "'gateway.bench.routing_live'": "each rule is tried in a gateway of its own",
+    },
     "gateway/bench/subjects.py": {
         "'gateway'": "the bench measures a gateway that serves",
         "'gateway.bench.bare'": "the least that aiohttp needs to relay",

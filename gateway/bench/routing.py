@@ -7,6 +7,8 @@ decides; rules that have no target beside a large fleet run with the first seed 
 Where a replica joins, or half of all conversations come to have a new prefix, the *herd* is looked for: the
 longest queue of the replica that has joined, or of the worst one, in the 15 s after that, by the median of
 all replicas' longest queues.
+
+With `--live`, rules are compared on real engines instead (`gateway.bench.routing_live`).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Final
 
+from gateway.bench.routing_live import run_live
 from gateway.bench.routing_rules import BLIND, RULES
 from gateway.bench.routing_world import Result, Traffic, simulate
 from shared.bench.figures import Figure, Target, at_least, at_most, figure
@@ -75,11 +78,15 @@ JUDGED: Final[dict[Traffic, tuple[Judged, ...]]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each rule, whose mean is taken")
     parser.add_argument("--workers", type=int, default=16, help="gateway processes, which do not talk")
+    parser.add_argument("--live", action="store_true", help="three CPU engines, in place of virtual time")
+    parser.add_argument("--limit-s", type=float, default=120.0, help="with --live: no round is begun later")
 
 
 async def run(options: argparse.Namespace) -> list[Figure]:
     if options.seeds < 1 or options.workers < 1:
         raise BenchFailed("--seeds and --workers must be at least 1")
+    if options.live:
+        return await run_live(options.limit_s)
     return [
         one
         for traffic, judged in JUDGED.items()

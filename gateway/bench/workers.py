@@ -7,6 +7,9 @@ machine, so that on two cores the throughput says how well workers share what is
 run mean anything. CPU time is that of all processes of a gateway, its supervisor included. Each worker has
 a connection of its own to each engine, so that fewer events come with a read than in one process. Quotas are
 off: several workers count them in Redis, which `penstock bench quota` measures.
+
+A gateway's row goes to standard error as each round of it ends. No round is begun after `--limit-s`; what was
+left out is said.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import asyncio
 import contextlib
 import dataclasses
 import statistics
+import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -28,13 +33,15 @@ from gateway.development import development_config, development_key
 from gateway.edge_config import AdminConfig
 from shared.bench.client import ApiServer
 from shared.bench.cpu import cpu_s, descendants
-from shared.bench.figures import Figure, figure
+from shared.bench.figures import Figure, at_most, figure, unmeasured
 from shared.bench.services import free_port, get
 from shared.bench.streams import BenchFailed, Measurement
 
 __all__ = ["BenchFailed", "add_arguments", "run"]
 
 ENGINES: Final = 2
+EVENT_TARGET: Final = at_most(1.1)
+"""CPU time per event, by that of one process."""
 START_S: Final = 60.0
 POLL_S: Final = 0.1
 
@@ -45,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--interval-ms", type=float, default=3.0, help="time between two events of a stream")
     parser.add_argument("--seconds", type=float, default=3.0, help="length of each measurement")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each gateway, in turns")
+    parser.add_argument("--limit-s", type=float, default=120.0, help="no measurement is begun later")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +90,7 @@ class Row:
 
 
 async def run(options: argparse.Namespace) -> list[Figure]:
+    until_s = time.perf_counter() + options.limit_s
     async with contextlib.AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(paced_engine(options.interval_ms)) for _ in range(ENGINES)]
         counts = [1, *(count for count in options.workers if count != 1)]
@@ -89,11 +98,29 @@ async def run(options: argparse.Namespace) -> list[Figure]:
         rows = {count: Row([], [], Unary(group)) for count, group in groups.items()}
         for row in rows.values():
             await row.unary.round(counted=False)  # to warm up
-        for _ in range(options.rounds):
+        left_out = list[str]()
+        for number in range(1, options.rounds + 1):
             for count, row in rows.items():
+                if time.perf_counter() >= until_s:
+                    left_out.append(f"{_name(count)}, round {number}")
+                    continue
                 row.streams.append(await measured(groups[count], options.streams, options.seconds))
                 row.unary_us.append(await row.unary.round())
+                _say(count, row)
+    if left_out:
+        sys.stderr.write(f"left out, as --limit-s {options.limit_s:g} was over: {'; '.join(left_out)}\n")
     return [one for count, row in rows.items() for one in _figures(count, row, rows[1])]
+
+
+def _name(workers: int) -> str:
+    return f"{workers} worker{'s' if workers > 1 else ''}"
+
+
+def _say(workers: int, row: Row) -> None:
+    """Tell of the last measurement."""
+    last = row.streams[-1]
+    costs = f"{last.cpu_us_per_event:.1f} us/event, {row.unary_us[-1]:.0f} us/request"
+    sys.stderr.write(f"{_name(workers)}, round {len(row.streams)}: {last.rate:.0f} events/s, {costs}\n")
 
 
 @contextlib.asynccontextmanager
@@ -127,7 +154,9 @@ async def _all_serve(admin: str, workers: int) -> None:
 
 
 def _figures(workers: int, row: Row, one: Row) -> list[Figure]:
-    name = f"{workers} worker{'s' if workers > 1 else ''}"
+    name = _name(workers)
+    if not row.streams:
+        return [unmeasured(f"{name} / 1: CPU per event", "x", EVENT_TARGET)]
     figures = [
         figure(f"{name}: forwarded", row.events_per_s, "events/s"),
         figure(f"{name}: CPU per event", row.event_us, "us/event"),
@@ -137,7 +166,7 @@ def _figures(workers: int, row: Row, one: Row) -> list[Figure]:
     if row is not one:
         figures += [
             figure(f"{name} / 1: forwarded", row.events_per_s / one.events_per_s, "x"),
-            figure(f"{name} / 1: CPU per event", row.event_us / one.event_us, "x"),
+            figure(f"{name} / 1: CPU per event", row.event_us / one.event_us, "x", EVENT_TARGET),
             figure(f"{name} / 1: unary", row.requests_per_s / one.requests_per_s, "x"),
             figure(f"{name} / 1: CPU per request", row.request_us / one.request_us, "x"),
         ]

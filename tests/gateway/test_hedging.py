@@ -12,7 +12,7 @@ from gateway.hedging import failure_of, race, succeeded
 from gateway.routing.health import SAMPLES_MAX
 from gateway.routing.retries import RetryBudget
 from shared.errors import UpstreamLost
-from tests.gateway.conftest import House, Open, until
+from tests.gateway.conftest import OTHER_KEY, House, Open, until
 from tests.gateway.fake_engine import CUT, HEADERS, FakeEngine, Script, byte_bundle, chunk, closing, stream
 from tests.gateway.test_disconnect import RawClient, body
 
@@ -132,6 +132,31 @@ async def test_the_second_answers_where_the_first_is_slow(open_house: Open, othe
     assert "failed_attempts" not in line
     await lead.seen[0].cancelled.wait()
     assert not second.seen[0].cancelled.is_set()
+    await house.at_rest()
+
+
+async def test_a_loser_ends_alone_and_another_tenants_stream_beside_it_is_whole(
+    open_house: Open, other: FakeEngine
+) -> None:
+    house, one, another = await hedging(open_house, other)
+    go_on, begin, victim = asyncio.Event(), asyncio.Event(), {"authorization": f"Bearer {OTHER_KEY}"}
+    one.script = another.script = stream(chunk("a"), go_on, chunk("b"), end=closing(10, 2))
+    async with house.chat(stream=True, headers=victim) as beside:
+        assert await beside.content.readuntil(b"\n\n") == chunk("a")
+        seen, other_seen = len(one.seen), len(another.seen)
+        one.script = stream(begin, chunk("c"), end=closing(10, 1))
+        another.script = Script([HEADERS, asyncio.Event()])
+        async with asyncio.TaskGroup() as tasks:
+            asked = tasks.create_task(house.chat(stream=True).__aenter__())
+            await until(lambda: len(one.seen) > seen and len(another.seen) > other_seen)
+            begin.set()
+        assert (await asked.result().read()).startswith(chunk("c"))
+        await another.seen[other_seen].cancelled.wait()
+        go_on.set()
+        assert (await beside.content.read()).startswith(chunk("b"))
+    _, hedged, whole = await house.lines(3)
+    assert (hedged["tenant"], hedged["attempts"], hedged["settled_tokens"]) == ("acme", 2, 11)
+    assert (whole["tenant"], whole["end_reason"], whole["settled_tokens"]) == ("other", "ok", 12)
     await house.at_rest()
 
 

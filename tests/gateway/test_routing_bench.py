@@ -8,11 +8,13 @@ from random import Random
 
 import pytest
 
-from gateway.bench import routing
+from gateway.bench import routing, routing_live
+from gateway.bench.routing_live import Seen, figures_of
 from gateway.bench.routing_rules import BLIND, RULES
 from gateway.bench.routing_world import REPORT_MS, Fleet, Result, Traffic, simulate
 from gateway.routing import policy
-from gateway.routing.policy import Choice, Route, View
+from gateway.routing.policy import NOWHERE, Choice, Route, View
+from gateway.routing.table import Table
 from shared.bench.figures import at_least
 from shared.load_report import DEFAULT, LoadReport
 
@@ -105,3 +107,29 @@ def test_figures_name_the_world_the_rule_and_the_target() -> None:
 def test_the_worlds_are_told_apart() -> None:
     assert len({traffic.name for traffic in routing.JUDGED}) == len(routing.JUDGED)
     assert {judged.rule for rows in routing.JUDGED.values() for judged in rows} <= set(RULES)
+
+
+# -- live -----------------------------------------------------------------------------------------
+
+
+def test_the_live_rules_choose_only_what_is_usable() -> None:
+    table = Table(["a", "b", "c"])
+    for name, expected in (("round robin", [0, 2, 0, 2]), ("least load", [2, 2, 2, 2])):
+        rule = routing_live.RULES[name]()
+        chosen = [rule(table, [5, 0, 3], NOWHERE, None, [True, False, True]) for _ in range(4)]
+        assert [one.replica for one in chosen if one is not None] == expected
+        assert rule(table, [5, 0, 3], NOWHERE, None, [False] * 3) is None
+
+
+def test_the_live_targets_come_from_a_perfect_placement() -> None:
+    shares = {"own": 60, "round robin": 45, "least load": 30}
+    conversations = {rule: Seen(100, cached, 66, [2.0]) for rule, cached in shares.items()}
+    singles = {rule: Seen(100, 0, 0, [1.0]) for rule in shares}
+    found = {one.name: one for one in figures_of(conversations, singles)}
+    assert found["live conversations: cached share / perfect"].ok
+    over = found["live conversations: cached share / round robin"]
+    assert (over.target, over.ok) == (">= 1.222", True)
+    shares = {"own": 60, "round robin": 0, "least load": 0}
+    nothing = {rule: Seen(100, cached, 66, [2.0]) for rule, cached in shares.items()}
+    over = {one.name: one for one in figures_of(nothing, singles)}[over.name]
+    assert (over.target, over.ok) == (">= 1.6", True)

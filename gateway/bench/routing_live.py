@@ -1,0 +1,331 @@
+"""`penstock bench routing --live`: rules of choosing a replica, on three CPU engines behind real gateways.
+
+One gateway for each rule stands before the same engines, and they are measured in turns of one run. Prompts
+of a turn are like those of another in length and in what they share, and differ in their words, so that no
+turn finds what another has cached. Two kinds of traffic, each in a closed loop:
+
+*conversations*   some turns each, and few system prompts between them
+*singles*         prompts of very different lengths that share nothing
+
+Cached tokens are the engines' own, from `usage`. A *perfect placement* computes no token twice: what a turn's
+prompt repeats of the turn before, and a system prompt that was asked before, would all be cached. No rule can
+do better, so the targets of our share come from it.
+
+    python -m gateway.bench.routing_live --rule "least load" --config FILE
+
+runs a gateway with another rule than the product's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import random
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Unpack
+
+import msgspec
+
+from gateway.__main__ import main as gateway_main
+from gateway.bench.unary import checked
+from gateway.development import development_config, development_key
+from gateway.routing import policy, replicas
+from gateway.routing.policy import Affinity, Choice, Route
+from gateway.routing.table import Table
+from shared.bench.client import ApiServer, TimedRequest
+from shared.bench.figures import Figure, at_least, at_most, figure, quantile
+from shared.bench.services import demo_model, free_port, service
+from shared.bench.streams import BenchFailed
+from shared.config import to_toml
+from shared.openai import ChatChunk, Usage
+
+MODEL: Final = "demo"
+ENGINES: Final = 3
+OWN: Final = "own"
+OTHERS: Final = ("round robin", "least load")
+WITHIN: Final = 1.2
+"""The bound of what a perfect placement may be better, as in virtual time."""
+SHARE_MIN: Final = 1.6
+"""The target over round robin, where a perfect placement allows so much."""
+KV_CACHE: Final = 16 << 20
+"""Bytes of one engine's cache: it holds its part of the conversations, and not all of them."""
+PAGE: Final = 16
+"""Tokens of a page of it. What is cached is whole pages."""
+CALLERS: Final = 8
+PREFIXES: Final = 3
+CONVERSATIONS: Final = 16
+TURNS: Final = 5
+SYSTEM_WORDS: Final = 200
+QUESTION_WORDS: Final = (20, 60)
+ANSWER_TOKENS: Final = 8
+SINGLES: Final = 24
+SINGLE_WORDS: Final = (20, 400)
+WORDS: Final = ("river", "stone", "water", "from", "green", "light", "which", "round", "table", "under")
+"""Each is one token of the built-in model."""
+ROUNDS_MAX: Final = 4
+REQUEST_S: Final = 60.0
+
+Asked = tuple[Table, Sequence[int], Affinity, int | None, Sequence[bool]]
+"""The arguments of `policy.choose`."""
+Rule = Callable[[Unpack[Asked]], Choice | None]
+
+
+@dataclass(slots=True)
+class Seen:
+    """The requests of one rule, of one kind of traffic."""
+
+    prompt: int = 0
+    cached: int = 0
+    perfect: int = 0
+    """The tokens that a perfect placement would have cached, or some more."""
+    first_ms: list[float] = field(default_factory=list)
+
+    @property
+    def share(self) -> float:
+        return self.cached / self.prompt
+
+    @property
+    def perfect_share(self) -> float:
+        return self.perfect / self.prompt
+
+    @property
+    def p99_ms(self) -> float:
+        return quantile(self.first_ms, 0.99)
+
+    def add(self, done: TimedRequest, perfect: int) -> None:
+        usage = _usage_of(done)
+        self.prompt += usage.prompt_tokens
+        self.cached += usage.prompt_tokens_details.cached_tokens
+        self.perfect += min(perfect, usage.prompt_tokens - 1) // PAGE * PAGE
+        self.first_ms.append(1e3 * (done.event_times[0] - done.sent_at))
+
+
+class _WithUsage(msgspec.Struct):
+    usage: Usage | None = None
+
+
+# -- the rules --------------------------------------------------------------------------------------------
+
+
+def blind(pick: Callable[[Sequence[int], Sequence[int]], int]) -> Rule:
+    """A rule that does not look at what a prompt shares. `pick` chooses of the indices that are usable, by
+    all loads."""
+
+    def choose(*args: *Asked) -> Choice | None:
+        _, loads, affinity, _, usable = args
+        able = [i for i, is_usable in enumerate(usable) if is_usable]
+        return Choice(pick(able, loads), Route.LOAD, affinity.prompt_len) if able else None
+
+    return choose
+
+
+def round_robin() -> Rule:
+    turns = itertools.count()
+    return blind(lambda able, _: able[next(turns) % len(able)])
+
+
+def least_load() -> Rule:
+    draw = random.Random(0)
+    return blind(lambda able, loads: min(able, key=lambda i: (loads[i], draw.random())))
+
+
+RULES: Final[dict[str, Callable[[], Rule]]] = {
+    OWN: lambda: policy.choose,
+    "round robin": round_robin,
+    "least load": least_load,
+}
+
+
+# -- the services -----------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def _engine() -> AsyncIterator[str]:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    argv = [sys.executable, "-m", "engine", "serve", "--model", demo_model(), "--port", str(port)]
+    argv += ["--served-model-name", MODEL, "--threads", "1", "--dtype", "float32", "--swap-memory", "0"]
+    async with service(
+        [*argv, "--kv-cache-memory", str(KV_CACHE), "--page-size", str(PAGE)], f"{url}/readyz"
+    ):
+        yield url
+
+
+@contextlib.asynccontextmanager
+async def _gateway(rule: str, engines: Sequence[str]) -> AsyncIterator[ApiServer]:
+    """A gateway with this rule, before all engines."""
+    port, key = free_port(), development_key()
+    first, *more = engines
+    config = development_config(port=port, key=key, model=MODEL, engine_url=first, more_engine_urls=more)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "gateway.toml"
+        path.write_text(to_toml(config))
+        argv = [sys.executable, "-m", "gateway.bench.routing_live", "--rule", rule, "--config", str(path)]
+        async with service(argv, f"http://127.0.0.1:{port}/readyz"):
+            yield ApiServer(f"http://127.0.0.1:{port}/v1", key)
+
+
+# -- the traffic ------------------------------------------------------------------------------------------
+
+
+class Callers:
+    """The callers of one gateway, and what they saw."""
+
+    def __init__(self, server: ApiServer, rule: str) -> None:
+        self.server, self.rule = server, rule
+        self.conversations, self.singles = Seen(), Seen()
+
+    async def round(self, number: int) -> None:
+        """One turn. Those of the same number differ between rules in a few words alone."""
+        draw, name = random.Random(number), f"{self.rule} {number}"
+        systems = [_words(draw, SYSTEM_WORDS, f"{name} system {i}") for i in range(PREFIXES)]
+        asked: set[str] = set()
+        seeds = [draw.randrange(1 << 30) for _ in range(CONVERSATIONS)]
+        await _at_once(self._conversation(systems, asked, random.Random(seed)) for seed in seeds)
+        prompts = [_words(draw, draw.randint(*SINGLE_WORDS), f"{i} single {name}") for i in range(SINGLES)]
+        await _at_once(self._single(prompt) for prompt in prompts)
+
+    async def warm_up(self) -> None:
+        """A short question at each engine, more or less."""
+        await _at_once(self._single(f"{i} {self.rule}") for i in range(2 * ENGINES))
+
+    async def _conversation(self, systems: Sequence[str], asked: set[str], draw: random.Random) -> None:
+        system = draw.choice(systems)
+        messages, perfect = [{"role": "system", "content": system}], 0
+        for turn in range(TURNS):
+            question_len = draw.randint(*QUESTION_WORDS)
+            question = _words(draw, question_len, "Now")
+            messages.append({"role": "user", "content": question})
+            done = await self._ask(messages)
+            if not turn and system in asked:
+                perfect = _usage_of(done).prompt_tokens - question_len
+            asked.add(system)
+            self.conversations.add(done, perfect)
+            usage = _usage_of(done)
+            perfect = usage.prompt_tokens + usage.completion_tokens
+            messages.append({"role": "assistant", "content": _text_of(done)})
+
+    async def _single(self, prompt: str) -> None:
+        self.singles.add(await self._ask([{"role": "user", "content": prompt}]), 0)
+
+    async def _ask(self, messages: Sequence[dict[str, str]]) -> TimedRequest:
+        body = {
+            "model": MODEL,
+            "messages": messages,
+            "max_tokens": ANSWER_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        connection = await self.server.connect()
+        try:
+            connection.begin(
+                self.server.request("/chat/completions", msgspec.json.encode(body)), keeps_events=True
+            )
+            return checked(await connection.finished(REQUEST_S))
+        finally:
+            connection.close()
+
+
+async def _at_once(requests: Iterable[Coroutine[None, None, None]]) -> None:
+    """Run all, at most `CALLERS` at a time."""
+    room = asyncio.Semaphore(CALLERS)
+
+    async def one(request: Coroutine[None, None, None]) -> None:
+        async with room:
+            await request
+
+    await asyncio.gather(*map(one, requests))
+
+
+def _words(draw: random.Random, count: int, name: str) -> str:
+    return f"{name} {' '.join(draw.choices(WORDS, k=count))}"
+
+
+def _usage_of(done: TimedRequest) -> Usage:
+    """What the answer says of its tokens. Raises BenchFailed."""
+    if not done.event_times:
+        raise BenchFailed(f"an answer of {done.status} without events: {done.body[:200]!r}")
+    usage = msgspec.json.decode(done.last_event.removeprefix(b"data: "), type=_WithUsage).usage
+    if usage is None:
+        raise BenchFailed("a stream without its usage")
+    return usage
+
+
+def _text_of(done: TimedRequest) -> str:
+    chunks = [msgspec.json.decode(one.removeprefix(b"data: "), type=ChatChunk) for one in done.events or ()]
+    return "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+
+
+# -- the bench --------------------------------------------------------------------------------------------
+
+
+async def run_live(limit_s: float) -> list[Figure]:
+    """Figures of as many rounds as end in time, and of one at least."""
+    until_s = time.perf_counter() + limit_s
+    async with contextlib.AsyncExitStack() as stack:
+        engines = await asyncio.gather(*(stack.enter_async_context(_engine()) for _ in range(ENGINES)))
+        servers = await asyncio.gather(
+            *(stack.enter_async_context(_gateway(rule, engines)) for rule in RULES)
+        )
+        all_callers = {rule: Callers(server, rule) for rule, server in zip(RULES, servers, strict=True)}
+        for callers in all_callers.values():
+            await Callers(callers.server, f"{callers.rule} warm-up").warm_up()
+        took_s = 0.0
+        for number in range(ROUNDS_MAX):
+            began_s = time.perf_counter()
+            if number and began_s + took_s > until_s:
+                sys.stderr.write(f"stopped after {number} rounds of {ROUNDS_MAX}: --limit-s {limit_s:g}\n")
+                break
+            for callers in all_callers.values():
+                await callers.round(number)
+            took_s = time.perf_counter() - began_s
+    return figures_of(
+        {rule: callers.conversations for rule, callers in all_callers.items()},
+        {rule: callers.singles for rule, callers in all_callers.items()},
+    )
+
+
+def figures_of(conversations: Mapping[str, Seen], singles: Mapping[str, Seen]) -> list[Figure]:
+    """Ours beside the others."""
+    own, name = conversations[OWN], "live conversations"
+    found = [
+        figure(f"{name}: cached share / perfect", own.share / own.perfect_share, "x", at_least(1 / WITHIN)),
+        *(figure(f"{name}: cached share, {rule}", one.share, "of 1") for rule, one in conversations.items()),
+        figure(f"{name}: cached share, perfect", own.perfect_share, "of 1"),
+    ]
+    robin = conversations["round robin"]
+    most = own.perfect_share / robin.share if robin.share else float("inf")
+    found.append(figure(f"{name}: perfect / round robin, which bounds ours", most, "x"))
+    for rule in OTHERS:
+        other = conversations[rule]
+        share = own.share / other.share if other.share else float("inf")
+        target = at_least(round(min(SHARE_MIN, most / WITHIN), 3)) if other is robin else None
+        found.append(figure(f"{name}: cached share / {rule}", share, "x", target))
+        p99 = own.p99_ms / other.p99_ms
+        found.append(figure(f"{name}: p99 to first token / {rule}", p99, "x", at_most(1.0)))
+    for rule in OTHERS:
+        p99 = singles[OWN].p99_ms / singles[rule].p99_ms
+        found.append(figure(f"live singles: p99 to first token / {rule}", p99, "x", at_most(WITHIN)))
+    return found
+
+
+def main() -> int:
+    """Run a gateway with one of the rules."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rule", choices=sorted(RULES), required=True)
+    options, rest = parser.parse_known_args()
+    vars(replicas)["choose"] = RULES[options.rule]()
+    return gateway_main(rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
