@@ -193,8 +193,10 @@ class Callers:
         await _at_once(self._single(prompt) for prompt in prompts)
 
     async def warm_up(self) -> None:
-        """A short question at each engine, more or less."""
-        await _at_once(self._single(f"{i} {self.rule}") for i in range(2 * ENGINES))
+        """Send long prompts, so that each engine has had some."""
+        draw = random.Random(0)
+        prompts = [_words(draw, SINGLE_WORDS[1], f"{i} warm {self.rule}") for i in range(2 * ENGINES)]
+        await _at_once(self._single(prompt) for prompt in prompts)
 
     async def _conversation(self, systems: Sequence[str], asked: set[str], draw: random.Random) -> None:
         system = draw.choice(systems)
@@ -251,7 +253,7 @@ def _words(draw: random.Random, count: int, name: str) -> str:
 
 
 def _usage_of(done: TimedRequest) -> Usage:
-    """What the answer says of its tokens. Raises BenchFailed."""
+    """Read what the answer says of its tokens. Raises BenchFailed."""
     if not done.event_times:
         raise BenchFailed(f"an answer of {done.status} without events: {done.body[:200]!r}")
     usage = msgspec.json.decode(done.last_event.removeprefix(b"data: "), type=_WithUsage).usage
@@ -285,8 +287,9 @@ async def run_live(limit_s: float) -> list[Figure]:
             if number and began_s + took_s > until_s:
                 sys.stderr.write(f"stopped after {number} rounds of {ROUNDS_MAX}: --limit-s {limit_s:g}\n")
                 break
-            for callers in all_callers.values():
-                await callers.round(number)
+            first = number % len(RULES)  # each rule is the first at times
+            for rule in (*list(RULES)[first:], *list(RULES)[:first]):
+                await all_callers[rule].round(number)
             took_s = time.perf_counter() - began_s
     return figures_of(
         {rule: callers.conversations for rule, callers in all_callers.items()},
