@@ -41,10 +41,10 @@ class LineCheck:
                 self._check(fields, level)
             write(event, fields, level)
 
-        def checked_write_line(line: Struct, level: str) -> None:
+        def checked_write_line(line: Struct, level: str) -> bytes | None:
             if getattr(line, "event", None) == EVENT:
                 self._check(msgspec.json.decode(msgspec.json.encode(line)), level)
-            write_line(line, level)
+            return write_line(line, level)
 
         logs.write = checked_write
         logs.write_line = checked_write_line

@@ -392,4 +392,5 @@ def _too_late(expected_s: float) -> FirstTokenDeadline:
         f"The first token is expected in {expected_s:.1f} s, which is later than it is of use. "
         "Please try again later, or with a shorter prompt.",
         retry_after_s=retry_after_s,
+        detail=f"expected in {expected_s:.1f} s",
     )

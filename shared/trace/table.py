@@ -53,6 +53,15 @@ def _heading_and_words(trace: Trace, number: str = "") -> Iterator[str]:
 # -- words ----------------------------------------------------------------------------------------
 
 
+_ROUTES: Final = {
+    "retry": "the one before it had failed",
+    "hedge": "as well, for the one before it was slow to begin",
+    "panic": "all engines had failed lately",
+    "fallback": "of another model, for none of its own could answer",
+}
+"""The reasons for the choice of an engine that are worth telling."""
+
+
 def _words(trace: Trace) -> Iterator[str]:
     line: Line = trace.gateway or trace.engines[0]
     model = f"model {line.model}" if line.model else "no model"
@@ -81,7 +90,8 @@ def _gateway(line: GatewayLine) -> Iterator[str]:
     first = "" if line.first_byte_ms is None else f"the first byte came after {line.first_byte_ms:.3f} ms; "
     engines = "no engine was asked" if not line.attempts else f"asked {_count(line.attempts, 'engine')}"
     replica = f", last {line.replica}" if line.replica else ""
-    yield _row("", f"{first}{engines}{replica}")
+    why = f": {_ROUTES[line.route]}" if line.route in _ROUTES else ""
+    yield _row("", f"{first}{engines}{replica}{why}")
     if line.failed_attempts:
         yield _row("", f"failed before: {line.failed_attempts}")
     if line.quota_meter is not None:

@@ -63,7 +63,8 @@ class SceneCore(InProcessCore):
                 return
             self._send()
             if launched is not None:
-                await asyncio.sleep(step_s(launched.plan))
+                hangs_s, self.hangs_s = self.hangs_s, 0.0
+                await asyncio.sleep(step_s(launched.plan) + hangs_s)
                 self._loop._land(launched)
             self._loop._emit()
             self._send()
@@ -100,6 +101,9 @@ class Setting:
     engines: int = 1
     tenant: dict[str, Any] = field(default_factory=dict)
     """Settings of the tenant `acme`."""
+    tiers: dict[str, Any] = field(default_factory=dict)
+    timeouts: dict[str, float] = field(default_factory=dict)
+    """Settings of `timeouts` that differ from the stage's."""
     pool: type[LoopPool] = LoopPool
 
     def gateway(self, urls: list[str]) -> dict[str, Any]:
@@ -109,7 +113,8 @@ class Setting:
             "models": [{"name": MODEL, "replicas": urls}],
             "tenants": tenants,
             "keys": [{"id": t["id"], "hash": hash_key(t["id"]), "tenant": t["id"]} for t in tenants],
-            "timeouts": {"total_s": 200.0, "first_token_s": 100.0, "slow_client_s": 100.0},
+            "timeouts": {"total_s": 200.0, "first_token_s": 100.0, "slow_client_s": 100.0, **self.timeouts},
+            "tiers": self.tiers,
             "limits": {"write_buffer_len": 1024},
         }
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from gateway.routing.health import SAMPLES_MIN
+from shared.completed_line import GatewayLine
 from shared.trace.sentences import sentence
 from tests.engine.api.tiny import write_model_dir
 from tests.histories.world import until
@@ -23,6 +25,12 @@ def causes(told: Told, request_id: str) -> str:
     engine, gateway = told.line(request_id, "engine"), told.line(request_id, "gateway")
     assert engine.causes == gateway.causes
     return "\n".join(sentence(cause) for cause in engine.causes or ())
+
+
+def gateway_line(told: Told, request_id: str) -> GatewayLine:
+    line = told.line(request_id, "gateway")
+    assert isinstance(line, GatewayLine)
+    return line
 
 
 def says(text: str, pattern: str) -> None:
@@ -127,12 +135,63 @@ def test_a_replica_that_dies_before_the_first_byte(model_dir: Path) -> None:
     line = told.line("asked", "gateway")
     assert (line.status, line.end_reason) == (200, "ok")
     trace = told.trace("asked")
-    says(trace, r"asked 2 engines")
+    says(trace, r"asked 2 engines, last .*: the one before it had failed$")
     says(trace, r"failed before")
 
 
 async def until_any_runs(stage: Stage) -> None:
     await until(lambda: any(core.scheduler._allocator.running for core in stage.cores))
+
+
+def test_a_slow_replica_beside_which_another_is_asked(model_dir: Path) -> None:
+    """The replica that is asked first hangs, and begins long after most others did."""
+
+    async def scene(stage: Stage) -> None:
+        for number in range(2 * SAMPLES_MIN):
+            await (await stage.ask(f"before-{number}", max_tokens=1)).until_over()
+        for core in stage.cores:
+            core.hangs_s = 1.5
+        asked = await stage.ask("asked", max_tokens=3)
+        await until_any_runs(stage)
+        next(core for core in stage.cores if not core.scheduler._allocator.running).hangs_s = 0.0
+        await asked.until_over()
+
+    setting = Setting(engines=2, tiers={"priority": {"hedge": True}})
+    told = play(scene, setting, model_dir)
+    line = gateway_line(told, "asked")
+    assert (line.status, line.end_reason, line.route, line.attempts) == (200, "ok", "hedge", 2)
+    assert line.settled_tokens == 8 + 3, "the loser is not charged"
+    says(told.trace("asked"), r"asked 2 engines, last .*: as well, for the one before it was slow to begin$")
+
+
+def test_a_first_token_that_would_come_too_late(model_dir: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        for number in range(20):
+            await (await stage.ask(f"before-{number}", prompt_len=100 + 10 * number)).until_over()
+        late = await stage.ask("late", prompt_len=1500)
+        await late.until_over()
+
+    told = play(scene, Setting(pages=1000, timeouts={"first_token_s": 1.0}), model_dir)
+    line = gateway_line(told, "late")
+    assert (line.status, line.error_code) == (503, "first_token_deadline")
+    assert line.total_ms < 100.0, "it is refused at once"
+    trace = told.trace("late")
+    says(trace, r"gateway  503 refused")
+    says(trace, r"error first_token_deadline: expected in 1\.\d s$")
+
+
+def test_a_queue_in_which_the_time_runs_out(model_dir: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        other = await stage.ask("other", max_tokens=900, tenant="other")
+        await stage.until_running(1)
+        waits = await stage.ask("waits")
+        await waits.until_over()
+        await other.leave()
+
+    told = play(scene, Setting(slots=1, tenant={"queue_timeout_s": 2.0}), model_dir)
+    says(causes(told, "waits"), r"^queued 2 s: no slot \(1 sequence runs\)")
+    trace = told.trace("waits")
+    says(trace, r"error queue_timeout")
 
 
 def test_a_quota_that_refuses(model_dir: Path) -> None:
