@@ -111,7 +111,11 @@ async def read_to_the_end(answer: aiohttp.ClientResponse) -> bytes | None:
         return None
 
 
-async def test_a_killed_worker_takes_its_own_streams_alone_and_is_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "reason"), [(signal.SIGKILL, "killed"), (signal.SIGSTOP, "hung")])
+async def test_a_killed_worker_takes_its_own_streams_alone_and_is_replaced(
+    tmp_path: Path, number: signal.Signals, reason: str
+) -> None:
+    """One that hangs is killed, and its streams end as those of one that died: not in silence."""
     go_on = asyncio.Event()
     async with FakeEngine(bundle=byte_bundle()) as engine:
         engine.script = stream(chunk("a"), go_on, chunk("b"))
@@ -125,10 +129,10 @@ async def test_a_killed_worker_takes_its_own_streams_alone_and_is_replaced(tmp_p
                 assert await answer.content.readuntil(b"\n\n") == chunk("a")
             assert (await gateway.numbers())["penstock_gateway_requests_in_flight"] == STREAMS
             first = gateway.logged("worker.started")[0]
-            os.kill(first["pid"], signal.SIGKILL)
+            os.kill(first["pid"], number)
             await gateway.until_logged("worker.serving", 3)
             [death] = gateway.logged("worker.died")
-            assert (death["worker"], death["reason"]) == (first["worker"], "killed")
+            assert (death["worker"], death["reason"]) == (first["worker"], reason)
             go_on.set()
             ends = await asyncio.gather(*map(read_to_the_end, answers))
             lost = ends.count(None)
