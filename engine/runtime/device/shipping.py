@@ -23,13 +23,11 @@ from typing import Any, Final, cast
 
 import msgspec
 import torch
-from triton import knobs
-from triton.runtime import driver
 
 from engine.runtime.config import RunnerConfig, Weights
 from engine.runtime.device.load import Design, rehearse
 from engine.runtime.device.rehearsal import META, Blueprint
-from engine.runtime.kernels.absent_card import AbsentCard
+from engine.runtime.kernels.absent_card import compile_as_for, keep_compiled_in
 from engine.runtime.kernels.launching import compiling_in
 from engine.runtime.models.config import ModelConfig, parse_model_config
 from engine.runtime.parallel.shard import WHOLE
@@ -122,9 +120,8 @@ def compile_for(make: Make, model: ModelConfig, weights: Weights, threads: int) 
 
 def compile_all(make: Make, models: Sequence[str], threads: int) -> Count:
     """Compile each model's kernels for one card. Takes this process' driver for good."""
-    driver.set_active(AbsentCard(make.capability))
     count = Count()
-    knobs.compilation.listener = count.listen
+    compile_as_for(make.capability, count.listen)
     for name in models:
         model = parse_model_config(msgspec.json.encode(MODELS[name]))
         for weights in _kinds_of_weights(make):
@@ -158,8 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if unknown := [name for name in names if name not in cast(dict[str, object], known)]:
             parser.error(f"unknown: {', '.join(unknown)}; known are {', '.join(known)}")
     if len(cards) == 1:
-        knobs.cache.dir = str(options.folder)
-        knobs.compilation.store_binary_only = True
+        keep_compiled_in(options.folder)
         return _said(cards[0], models, options.threads)
     for card in cards:
         command = [sys.executable, "-m", "engine.runtime.device.shipping", str(options.folder)]

@@ -29,15 +29,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         return compiling(lambda kernel, grid, args, named: found.add(specialized(kernel, args, named)))
 
     monkeypatch.setattr(shipping, "compiling_in", recording)
-    monkeypatch.setattr(f"{shipping.__name__}.driver.set_active", lambda card: None)
-    monkeypatch.setattr(
-        shipping, "knobs", msgspec.defstruct("Knobs", ["compilation", "cache"])(Slot(), Slot())
-    )
+    monkeypatch.setattr(shipping, "compile_as_for", lambda capability, listener: None)
+    monkeypatch.setattr(shipping, "keep_compiled_in", lambda folder: None)
     return found
-
-
-class Slot:
-    """Takes any setting."""
 
 
 def test_models_share_nearly_all(seen: Seen, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
