@@ -11,32 +11,41 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import msgspec
 
 from engine.core.disk import DiskThreads
-from engine.core.messages import Runner
+from engine.core.messages import Runner, RunnerInfo
 from engine.core.page_files import PageFiles
 from shared import logs
 
 if TYPE_CHECKING:
     from engine.runtime.config import RunnerConfig
+    from engine.runtime.kv_cache import HostPages
 
 SAMPLE_LEN: Final = 1 << 20
 """Bytes at either end of a file of weights that are in the fingerprint."""
 log = logs.get(__name__)
 
 
+@runtime_checkable
+class Hosted(Protocol):
+    """A runner that is one process, with its pages of host memory. Naming the runners' own classes would
+    import those of every device, and Triton with them, which a CPU's installation has not."""
+
+    info: RunnerInfo
+
+    @property
+    def host(self) -> HostPages: ...
+
+
 def open_disk_tier(config: RunnerConfig, runner: Runner) -> DiskThreads | None:
     """The disk tier that `config` asks for; None without one, and when the directory cannot be used, which is
     logged. Raises DirectoryInUse."""
-    from engine.runtime.device.runner import DeviceRunner
-    from engine.runtime.host.runner import HostRunner
-
     if config.kv_disk_dir is None or not runner.info.host_tier:
         return None
-    assert isinstance(runner, HostRunner | DeviceRunner), "ranks are refused with the settings"
+    assert isinstance(runner, Hosted), "ranks are refused with the settings"
     page_bytes = len(runner.host.view(0))
     try:
         fingerprint = fingerprint_of(config, runner)

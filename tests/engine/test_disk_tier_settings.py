@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,3 +89,15 @@ def test_a_page_files_lock_ends_with_its_owner(tmp_path: Path) -> None:
     files = PageFiles(tmp_path, bytes(32), 8, 1000)
     files.close()
     PageFiles(tmp_path, bytes(32), 8, 1000).close()
+
+
+def test_without_a_directory_no_compiler_is_imported() -> None:
+    """An installation for CPUs has no Triton."""
+    code = """
+import sys
+sys.modules["triton"] = None
+from types import SimpleNamespace
+from engine.disk_tier import open_disk_tier
+assert open_disk_tier(SimpleNamespace(kv_disk_dir=None), SimpleNamespace()) is None
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
