@@ -9,6 +9,9 @@ Rules:
    strings, lists, dicts of those) are written out: anything else is named by its type, so that a
    request object handed to a log call by mistake shows nothing.
 3. Exceptions are structured tracebacks without local variables.
+4. Processes that share a stream, such as a gateway's workers, take turns by a lock on it, so that their lines
+   do not run into each other, however long they are. One that stands still with the lock delays the others'
+   lines for `LOCK_S`. From then on each line is written by itself, which a pipe keeps whole up to 4 KiB.
 
 `request_id` and its like are bound once per request with `structlog.contextvars` and merged into
 every line of that context.
@@ -17,11 +20,14 @@ every line of that context.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import logging
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from enum import Enum
 from functools import lru_cache
@@ -49,6 +55,9 @@ FRAMES_MAX: Final = 30
 REST_S: Final = 0.05
 """The rest of the writer after each write, in seconds: the last lines that a killed process may lose. A first
 line after silence goes out at once."""
+LOCK_S: Final = 1.0
+"""The most that a writer waits for its turn at a shared stream, in seconds."""
+LOCK_RETRY_S: Final = 0.01
 FLUSH_S: Final = 2.0
 """The time that the end of the process waits for the writer, in seconds."""
 
@@ -111,16 +120,47 @@ class _Writer:
 
     def _write(self, lines: Sequence[str]) -> None:
         try:
-            for text in _atomic(lines) if self._is_shared else ["".join([f"{line}\n" for line in lines])]:
-                self._stream.write(text)
-                self._stream.flush()
+            with self._turn() as is_alone:
+                for text in ["".join([f"{line}\n" for line in lines])] if is_alone else _atomic(lines):
+                    self._stream.write(text)
+                    self._stream.flush()
         except (OSError, ValueError):
             self._dropped += len(lines)  # the stream is closed or broken
 
+    @contextmanager
+    def _turn(self) -> Iterator[bool]:
+        """Keep other processes from writing to the stream. Gives True if none can write now."""
+        if not self._is_shared:
+            yield True
+            return
+        is_alone = _lock(self._stream)
+        try:
+            yield is_alone
+        finally:
+            if is_alone:
+                fcntl.lockf(self._stream, fcntl.LOCK_UN)
+
+
+def _lock(stream: TextIO) -> bool:
+    """Lock a file or pipe against other processes that lock it, within `LOCK_S`. The lock is a process's own,
+    though all have inherited one open file, and ends with it. Returns whether it was had."""
+    until_s = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # EACCES or EAGAIN: another has it
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(LOCK_RETRY_S)
+        except OSError:  # this kind of file has no locks
+            return False
+        else:
+            return True
+
 
 def _atomic(lines: Iterable[str]) -> Iterator[str]:
-    """The texts in which lines are written so that a pipe takes each as a whole: those of several processes
-    do not run into each other. A line that is longer than a pipe allows for is written by itself."""
+    """The texts in which lines are written so that a pipe takes each as a whole without a lock. A line that is
+    longer than a pipe allows for is written by itself, and may be torn."""
     text, text_len = "", 0
     for line in lines:
         line_len = len(line.encode(errors="replace")) + 1

@@ -3,13 +3,17 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
+import subprocess
 import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from datetime import datetime, timedelta
+from pathlib import Path
 from select import PIPE_BUF
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import pytest
@@ -233,8 +237,8 @@ def test_a_typed_line_that_json_or_the_bound_refuses_is_written_with_what_fits(
     assert len(str(written["detail"])) < 10_000
 
 
-def test_lines_of_several_processes_do_not_run_into_each_other() -> None:
-    """A pipe takes `PIPE_BUF` bytes as a whole."""
+def test_without_a_lock_a_pipe_takes_each_text_as_a_whole() -> None:
+    """It does so with `PIPE_BUF` bytes. This stream is none that can be locked."""
     written: list[str] = []
 
     class Pipe(io.StringIO):
@@ -250,3 +254,43 @@ def test_lines_of_several_processes_do_not_run_into_each_other() -> None:
     assert "".join(written) == "".join(f"{line}\n" for line in told)
     assert all(text.endswith("\n") for text in written)
     assert [text for text in written if len(text.encode()) > PIPE_BUF] == ["x" * (PIPE_BUF + 1) + "\n"]
+
+
+_WRITES: Final = """
+import sys
+from shared import logs
+for _ in range(20):  # a writer each, so that many writes contend
+    writer = logs._Writer(sys.stderr, "test", "info", is_shared=True)
+    for _ in range(5):
+        writer.msg(sys.argv[1] * 50_000)
+    writer.close()
+"""
+
+
+def test_lines_of_several_processes_do_not_run_into_each_other() -> None:
+    """They are much longer than what a pipe takes as a whole. All processes have inherited one open file."""
+    reading, writing = os.pipe()
+    processes = [subprocess.Popen([sys.executable, "-c", _WRITES, name], stderr=writing) for name in "abc"]
+    os.close(writing)
+    with open(reading) as stream:
+        told = Counter(stream)
+    assert [process.wait(60) for process in processes] == [0, 0, 0]
+    assert told == {name * 50_000 + "\n": 100 for name in "abc"}
+
+
+def test_a_process_that_stands_still_with_the_lock_does_not_stop_the_lines_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "LOCK_S", 0.02)
+    path = tmp_path / "log"
+    with path.open("w") as stream:
+        hold = "import fcntl, sys; fcntl.lockf(1, fcntl.LOCK_EX); print('ready', file=sys.stderr); input()"
+        holder = subprocess.Popen(
+            [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=stream, stderr=subprocess.PIPE
+        )
+        assert holder.stderr is not None and holder.stderr.readline() == b"ready\n"
+        writer = logs._Writer(stream, "test", "info", is_shared=True)
+        writer.msg("a line")
+        writer.close()
+        assert path.read_text() == "a line\n"
+        holder.communicate(b"\n", timeout=60)
