@@ -159,8 +159,8 @@ def _lock(stream: TextIO) -> bool:
 
 
 def _atomic(lines: Iterable[str]) -> Iterator[str]:
-    """The texts in which lines are written so that a pipe takes each as a whole without a lock. A line that is
-    longer than a pipe allows for is written by itself, and may be torn."""
+    """The texts in which lines are written so that a pipe takes each as a whole without a lock. A line that
+    is longer than a pipe allows for is written by itself, and may be torn."""
     text, text_len = "", 0
     for line in lines:
         line_len = len(line.encode(errors="replace")) + 1

@@ -133,6 +133,8 @@ class Network:
         self._listeners: dict[int, ProtocolFactory] = {}
         self._links: dict[Transport, int] = {}
         """The port to which each connection's client end is connected."""
+        self.silent: set[int] = set()
+        """Ports that no answer comes from: who connects to one waits."""
 
     def listen(self, sock: socket.socket, factory: ProtocolFactory) -> Listener:
         listener = Listener(self, sock)
@@ -145,6 +147,8 @@ class Network:
     async def connect(self, port: int, factory: ProtocolFactory) -> tuple[Transport, asyncio.BaseProtocol]:
         latency_s = self._rng.choice(LATENCIES_S)
         await asyncio.sleep(2 * latency_s)
+        if port in self.silent:
+            await self._loop.create_future()
         if (accept := self._listeners.get(port)) is None:
             raise ConnectionRefusedError(f"no listener on port {port}")
         read_len = self._rng.choice(READ_LENS)

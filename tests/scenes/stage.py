@@ -25,8 +25,12 @@ from engine.api.server import Engine
 from engine.config import EngineConfig
 from engine.core.config import SchedulerConfig
 from engine.core.messages import Plan
+from gateway.accounts import by_keys
+from gateway.admission.memory_store import MemoryStore
 from gateway.app import Gateway
 from gateway.config import load
+from gateway.identity.caller import Caller as Claims
+from gateway.identity.caller import Identity, Principal
 from gateway.identity.keys import hash_key
 from shared import logs
 from shared.completed_line import EngineLine, GatewayLine, Line
@@ -88,6 +92,40 @@ class SlowPool(LoopPool):
         asyncio.get_running_loop().call_later(2.0, work)
 
 
+SLOW_CALL_S: Final = 2.0
+
+
+class SlowStore:
+    """Quotas in memory, behind a network on which some calls take `SLOW_CALL_S`."""
+
+    is_well = True
+
+    def __init__(self, slow: frozenset[str]) -> None:
+        self._store = MemoryStore()
+        self._slow = slow
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            await asyncio.sleep(SLOW_CALL_S if name in self._slow else 0.0)
+            return await getattr(self._store, name)(*args, **kwargs)
+
+        return call
+
+    async def post(self, *_: Any) -> None:
+        """What is posted is not looked at here."""
+
+
+class SlowIdentity:
+    """Callers who are found after `SLOW_CALL_S`."""
+
+    def __init__(self, found: Identity) -> None:
+        self._found = found
+
+    async def identify(self, caller: Claims, now_s: float) -> Principal:
+        await asyncio.sleep(SLOW_CALL_S)
+        return await self._found.identify(caller, now_s)
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What the services of a scene have."""
@@ -105,6 +143,8 @@ class Setting:
     timeouts: dict[str, float] = field(default_factory=dict)
     """Settings of `timeouts` that differ from the stage's."""
     pool: type[LoopPool] = LoopPool
+    slow: frozenset[str] = frozenset()
+    """What takes `SLOW_CALL_S`: `identify`, or a call of the quota store."""
 
     def gateway(self, urls: list[str]) -> dict[str, Any]:
         tenants = [{"id": "acme", **self.tenant}, {"id": "other"}]
@@ -117,6 +157,15 @@ class Setting:
             "tiers": self.tiers,
             "limits": {"write_buffer_len": 1024},
         }
+
+    def replaced(self) -> dict[str, Any]:
+        """The gateway's parts that are slow."""
+        parts: dict[str, Any] = {}
+        if "identify" in self.slow:
+            parts["identity_of"] = lambda *given: SlowIdentity(by_keys(*given))
+        if self.slow - {"identify"}:
+            parts["quotas"] = SlowStore(self.slow)
+        return parts
 
 
 @dataclass(slots=True)
@@ -157,7 +206,9 @@ class Stage:
                 self.engines.append(engine)
             urls = [f"http://127.0.0.1:{engine.port}" for engine in self.engines]
             config = load(self._setting.gateway(urls), {})
-            gateway = await stack.enter_async_context(Gateway(config, env={}, clock=self._clock))
+            gateway = await stack.enter_async_context(
+                Gateway(config, env={}, clock=self._clock, **self._setting.replaced())
+            )
             await until(lambda: gateway.engines.of(config.models[0]).profile is not None)
             self.port = gateway.port
             await scene(self)
@@ -232,6 +283,12 @@ class Stage:
 
     async def until_running(self, number: int, engine: int = 0) -> None:
         await until(lambda: len(self.cores[engine].scheduler._allocator.running) == number)
+
+    def part(self, engine: int) -> None:
+        """Cut an engine off: its connections break, and new ones are neither taken nor refused."""
+        port = self.engines[engine].port
+        self._loop.network.silent.add(port)
+        self._loop.network.cut(port)
 
     def kill(self, engine: int) -> None:
         """End an engine as a dead machine does."""

@@ -272,3 +272,36 @@ def test_a_client_that_leaves_while_its_text_is_tokenized(model_dir: Path) -> No
     assert (gateway.status, gateway.end_reason, gateway.stage) == (499, "client_cancel", "tokenize")
     says(told.trace("left"), r"tokenize +\d+\.\d+ +\d+\.\d+ .*ended here")
     says(told.trace("left"), r"no engine was asked")
+
+
+@pytest.mark.parametrize(
+    ("stage_left", "slow"),
+    [("auth", "identify"), ("seat", "enter"), ("quota", "reserve"), ("connect", ""), ("settle", "settle")],
+)
+def test_a_client_that_leaves_while_the_gateway_waits_for_another_service(
+    model_dir: Path, stage_left: str, slow: str
+) -> None:
+    """`validate`, `tenant` and `route` wait for nobody, so that nobody can leave in them. `body`, `tokenize`,
+    and `wait` and `relay`, in which the engine has the request, are in the scenes before this."""
+
+    async def scene(stage: Stage) -> None:
+        if stage_left == "connect":
+            stage.part(0)
+        left = await stage.ask("left", max_tokens=2)
+        await stage.wait(1.5)
+        await left.leave()
+
+    limits = {"requests_per_min": 100, "tokens_per_min": 10_000}
+    setting = Setting(slow=frozenset({slow} - {""}), tenant={"limits": limits})
+    told = play(scene, setting, model_dir)
+    gateway = gateway_line(told, "left")
+    trace = told.trace("left")
+    if stage_left == "settle":  # the client had its whole answer before it left, and is charged for it
+        assert (gateway.status, gateway.end_reason, gateway.stage) == (200, "ok", "relay")
+        assert gateway.settled_tokens == 10
+        says(trace, r"^  gateway  settle +\d+\.\d{3} +2000\.\d{3} +=+$")
+        return
+    assert (gateway.status, gateway.end_reason, gateway.stage) == (499, "client_cancel", stage_left)
+    assert gateway.settled_tokens == 0
+    says(trace, rf"^  gateway  {stage_left} +\d+\.\d{{3}} +[12]\d{{3}}\.\d{{3}} .*ended here$")
+    says(trace, "no engine was asked" if stage_left != "connect" else "asked 1 engine")

@@ -288,7 +288,8 @@ def test_a_process_that_stands_still_with_the_lock_does_not_stop_the_lines_of_ot
         holder = subprocess.Popen(
             [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=stream, stderr=subprocess.PIPE
         )
-        assert holder.stderr is not None and holder.stderr.readline() == b"ready\n"
+        assert holder.stderr is not None
+        assert holder.stderr.readline() == b"ready\n"
         writer = logs._Writer(stream, "test", "info", is_shared=True)
         writer.msg("a line")
         writer.close()
