@@ -21,11 +21,11 @@ from msgspec import Struct
 
 from shared.arguments import Parser, checked
 from shared.cli import terminal
+from shared.cli.admin import KEY_VARIABLE
 from shared.cli.running import read_running
 from shared.cli.service import missing_extra, reach
 from shared.ids import is_request_id
 
-OPERATOR_VARIABLE: Final = "PENSTOCK_ADMIN_KEY"
 """The variable with the operator's key, for --admin-url."""
 ANSWER_S: Final = 30.0
 PAGE: Final = "200"
@@ -88,7 +88,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         "--admin-url",
         metavar="URL",
         type=checked(_url_problem),
-        help=f"a running gateway's admin listener; the operator's key is in ${OPERATOR_VARIABLE}",
+        help=f"a running gateway's admin listener; the operator's key is in ${KEY_VARIABLE}",
     )
     where.add_argument("--json", action="store_true", help="answer in JSON, one key per line")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
@@ -211,7 +211,7 @@ def _fields(options: argparse.Namespace) -> dict[str, Any]:
 def _gateway(options: argparse.Namespace) -> Gateway:
     """Raises KeysFailed when it is not clear which gateway is meant."""
     if options.admin_url is not None:
-        return _Remote(options.admin_url, os.environ.get(OPERATOR_VARIABLE) or None)
+        return _Remote(options.admin_url, os.environ.get(KEY_VARIABLE) or None)
     running = read_running()
     if options.config is None and (running is None or running.config is None):
         raise KeysFailed("no `penstock up` runs here: name the gateway by --config or --admin-url")
@@ -240,7 +240,7 @@ class _Remote:
 
     def __init__(self, url: str, key: str | None) -> None:
         if key is None:
-            raise KeysFailed(f"${OPERATOR_VARIABLE} must hold an operator's key")
+            raise KeysFailed(f"${KEY_VARIABLE} must hold an operator's key")
         self._url: Final = f"{url.rstrip('/')}/admin/v1/keys"
         self._headers: Final = {"authorization": f"Bearer {key}"}
 

@@ -13,7 +13,7 @@ KEY_VARIABLE: Final = "PENSTOCK_API_KEY"
 
 
 class Running(msgspec.Struct, frozen=True):
-    """A running `penstock up`, as `penstock chat` and `penstock keys` need to know it."""
+    """A running `penstock up`, as the other commands need to know it."""
 
     url: str
     """The OpenAI base URL, with `/v1`."""

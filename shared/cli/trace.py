@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import BinaryIO, Final, TypeVar
+from typing import BinaryIO, Final
 
-import httpx
 import msgspec
 
 from shared.arguments import Parser, checked
-from shared.cli import terminal
-from shared.cli.usage import DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE
+from shared.cli import admin, terminal
 from shared.completed_line import GatewayLine, Line
 from shared.ids import is_request_id
-from shared.openai import ErrorEnvelope
 from shared.trace.join import join
 from shared.trace.reading import LINES_MAX, DamagedLine, Reading, SlowestReading, Tail, parse
 from shared.trace.record import RequestPage, RequestRecords
@@ -29,13 +25,6 @@ from shared.trace.table import line_row, printable, record_text, summary_row, ta
 STDIN: Final = "-"
 SLOWEST_MAX: Final = 1000
 POLL_S: Final = 0.5
-TIMEOUT_S: Final = 30.0
-
-T = TypeVar("T")
-
-
-class TraceFailed(Exception):
-    """The gateway refused, or could not be reached. The message is for the user."""
 
 
 def _id_problem(text: str) -> str | None:
@@ -54,7 +43,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         help="show what became of a request, from a running gateway or from both services' logs",
         description="Show what became of a request: how it ended in gateway and engine, the time of every "
         "stage, and what it waited for. Requests that share the id are shown one after the other. Without "
-        f"--logs a running gateway is asked, with an operator's key in ${KEY_VARIABLE}.",
+        f"--logs a running gateway is asked, with an operator's key in ${admin.KEY_VARIABLE}.",
     )
     parser.add_argument(
         "request_id",
@@ -74,12 +63,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.add_argument("--follow", action="store_true", help="show each request as it ends, in a row")
     parser.add_argument("--json", action="store_true", help="one JSON object per request")
-    parser.add_argument(
-        "--admin-url",
-        default=os.environ.get(URL_VARIABLE) or DEFAULT_URL,
-        metavar="URL",
-        help=f"the gateway's [admin] listener (default: ${URL_VARIABLE}, or {DEFAULT_URL})",
-    )
+    admin.add_option(parser)
     parser.set_defaults(run=run)
 
 
@@ -95,8 +79,9 @@ def run(options: argparse.Namespace) -> int:
         if options.follow:
             return _follow(options)
         return _from_logs(options) if options.logs else _from_gateway(options)
-    except TraceFailed as error:
-        _tell(terminal.harmless(str(error)))
+    except admin.AdminFailed as error:
+        hint = "; or give its logs with --logs" if isinstance(error, admin.Unreached) else ""
+        _tell(terminal.harmless(f"{error}{hint}"))
         return 1
 
 
@@ -153,42 +138,18 @@ def _problems(reading: Reading | SlowestReading, logs: list[str]) -> list[str]:
 
 def _from_gateway(options: argparse.Namespace) -> int:
     if options.slowest is not None:
-        page = _ask(options.admin_url, "", RequestPage, {"limit": str(SLOWEST_MAX)})
+        page = admin.ask(options.admin_url, "/requests", RequestPage, {"limit": str(SLOWEST_MAX)})
         slowest = sorted(page.data, key=lambda one: -one.total_ms)[: int(options.slowest)]
         for one in slowest:
             print(json.dumps(msgspec.to_builtins(one)) if options.json else summary_row(one))
         return 0 if slowest else 1
-    records = _ask(options.admin_url, f"/{options.request_id}", RequestRecords, {}).data
+    records = admin.ask(options.admin_url, f"/requests/{options.request_id}", RequestRecords, {}).data
     for number, record in enumerate(records):
         if options.json:
             print(json.dumps(msgspec.to_builtins(record)))
             continue
         print("\n".join([*([""] if number else []), *record_text(record)]))
     return 0
-
-
-def _ask(url: str, path: str, kind: type[T], parameters: dict[str, str]) -> T:
-    """Ask a gateway. Raises TraceFailed."""
-    key = os.environ.get(KEY_VARIABLE, "")
-    try:
-        answer = httpx.get(
-            f"{url.rstrip('/')}/admin/v1/requests{path}",
-            params=parameters,
-            headers={"authorization": f"Bearer {key}"} if key else {},
-            timeout=TIMEOUT_S,
-            trust_env=False,  # no proxy is to see an operator's key
-        )
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        hint = "; or give its logs with --logs"
-        raise TraceFailed(f"{url} does not answer: {error or type(error).__name__}{hint}") from None
-    try:
-        if answer.status_code == httpx.codes.OK:
-            return msgspec.json.decode(answer.content, type=kind)
-        problem = msgspec.json.decode(answer.content, type=ErrorEnvelope).error.message
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise TraceFailed(f"{url} is no admin listener of a gateway ({answer.status_code})") from None
-    hint = f"; put an operator's key into ${KEY_VARIABLE}" if answer.status_code == 401 else ""
-    raise TraceFailed(f"{problem} ({answer.status_code}){hint}")
 
 
 # -- following ------------------------------------------------------------------------------------
@@ -232,11 +193,11 @@ def _completed(text: bytes) -> Line | None:
         return None
 
 
-def _gateway_rows(url: str) -> Iterator[str | None]:
+def _gateway_rows(url: str | None) -> Iterator[str | None]:
     """A row for each request that ends at the gateway; None where there is nothing new."""
     last = None
     while True:
-        page = _ask(url, "", RequestPage, {"state": "done", "limit": str(SLOWEST_MAX)})
+        page = admin.ask(url, "/requests", RequestPage, {"state": "done", "limit": str(SLOWEST_MAX)})
         for one in reversed(page.data):
             if last is not None and one.number > last:
                 yield summary_row(one)

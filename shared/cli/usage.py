@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import argparse
 import csv
-import os
 import sys
 from collections.abc import Iterable
 from typing import Final
 
-import httpx
 import msgspec
 from msgspec import UNSET
 
 from shared.arguments import Parser, checked
-from shared.cli import terminal
+from shared.cli import admin, terminal
 from shared.cli.terminal import harmless
-from shared.openai import ErrorEnvelope
 from shared.usage_report import DIMENSIONS, UsageEntry, UsageReport
 
-DEFAULT_URL: Final = "http://127.0.0.1:9090"
-KEY_VARIABLE: Final = "PENSTOCK_ADMIN_KEY"
-URL_VARIABLE: Final = "PENSTOCK_ADMIN_URL"
-TIMEOUT_S: Final = 60.0
 FORMATS: Final = ("table", "json", "csv")
 _SUMS: Final = tuple(name for name in UsageEntry.__struct_fields__ if name not in DIMENSIONS)
-
-
-class UsageFailed(Exception):
-    """The gateway refused, or could not be reached. The message is for the user."""
 
 
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -37,7 +26,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         "usage",
         help="show what callers used, by tenant, key, model and day",
         description="Show the requests and tokens that callers were charged, from the admin API of a gateway "
-        f"([admin] in its configuration). An operator's key must be in ${KEY_VARIABLE}.",
+        f"([admin] in its configuration). An operator's key must be in ${admin.KEY_VARIABLE}.",
     )
     parser.add_argument(
         "--by",
@@ -52,12 +41,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     for name in ("tenant", "key", "model"):
         parser.add_argument(f"--{name}", type=checked(terminal.text_problem), help=f"only of this {name}")
     parser.add_argument("--format", choices=FORMATS, default="table", help="(default: table)")
-    parser.add_argument(
-        "--admin-url",
-        default=os.environ.get(URL_VARIABLE) or DEFAULT_URL,
-        metavar="URL",
-        help=f"the gateway's [admin] listener (default: ${URL_VARIABLE}, or {DEFAULT_URL})",
-    )
+    admin.add_option(parser)
     parser.set_defaults(run=run)
 
 
@@ -73,8 +57,9 @@ def run(options: argparse.Namespace) -> int:
         "model": options.model,
     }
     try:
-        report = fetch(options.admin_url, os.environ.get(KEY_VARIABLE, ""), asked)
-    except UsageFailed as error:
+        parameters = {name: value for name, value in asked.items() if value is not None}
+        report = admin.ask(options.admin_url, "/usage", UsageReport, parameters)
+    except admin.AdminFailed as error:
         sys.stderr.write(f"penstock usage: {harmless(str(error))}\n")
         return 1
     match options.format:
@@ -85,29 +70,6 @@ def run(options: argparse.Namespace) -> int:
         case _:
             print("\n".join(table(report)))
     return 0
-
-
-def fetch(url: str, key: str, asked: dict[str, str | None]) -> UsageReport:
-    """Ask a gateway. Raises UsageFailed."""
-    parameters = {name: value for name, value in asked.items() if value is not None}
-    try:
-        answer = httpx.get(
-            f"{url.rstrip('/')}/admin/v1/usage",
-            params=parameters,
-            headers={"authorization": f"Bearer {key}"} if key else {},
-            timeout=TIMEOUT_S,
-            trust_env=False,  # no proxy is to see an operator's key
-        )
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise UsageFailed(f"{url} does not answer: {error or type(error).__name__}") from None
-    try:
-        if answer.status_code == httpx.codes.OK:
-            return msgspec.json.decode(answer.content, type=UsageReport)
-        problem = msgspec.json.decode(answer.content, type=ErrorEnvelope).error.message
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise UsageFailed(f"{url} is no admin listener of a gateway ({answer.status_code})") from None
-    hint = f"; put an operator's key into ${KEY_VARIABLE}" if answer.status_code == 401 else ""
-    raise UsageFailed(f"{problem} ({answer.status_code}){hint}")
 
 
 def table(report: UsageReport) -> Iterable[str]:

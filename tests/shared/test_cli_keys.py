@@ -21,7 +21,7 @@ from gateway.development import development_config
 from gateway.identity.keys import KeyTable
 from shared import cli
 from shared.cli import running
-from shared.cli.keys import OPERATOR_VARIABLE
+from shared.cli.admin import KEY_VARIABLE
 from shared.cli.running import Running, write_running
 from shared.config import to_toml
 from tests.gateway.conftest import KEY
@@ -70,7 +70,7 @@ async def test_a_key_is_created_listed_rotated_and_revoked(
     world: tuple[World, list[str]], capsys: Out, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     house, where = world
-    monkeypatch.setenv(OPERATOR_VARIABLE, OPERATOR)
+    monkeypatch.setenv(KEY_VARIABLE, OPERATOR)
     options = ["--model", "tiny", "--label", "of a test", "--limit", "requests_per_min=60", "--env", "test"]
     assert await keys("create", *where, "--tenant", "acme", *options) == 0
     made, told = capsys.readouterr()
@@ -105,7 +105,7 @@ async def test_a_mistake_is_told_whole_and_changes_nothing(
     world: tuple[World, list[str]], capsys: Out, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     house, where = world
-    monkeypatch.setenv(OPERATOR_VARIABLE, OPERATOR)
+    monkeypatch.setenv(KEY_VARIABLE, OPERATOR)
     before = house.path.read_bytes()
     assert await keys("create", *where, "--tenant", "acme", "--model", "ghost", "--limit", "tokens=1") == 1
     told = capsys.readouterr().err
@@ -198,11 +198,11 @@ def test_a_wrong_command_line_is_told_so(words: list[str], problem: str, capsys:
 
 
 def test_a_gateway_that_cannot_be_asked_is_named(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(OPERATOR_VARIABLE, raising=False)
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
     url = ["--admin-url", "http://127.0.0.1:1"]
     assert cli.main(["keys", "list", *url]) == 1
-    assert OPERATOR_VARIABLE in capsys.readouterr().err
-    monkeypatch.setenv(OPERATOR_VARIABLE, "x")
+    assert KEY_VARIABLE in capsys.readouterr().err
+    monkeypatch.setenv(KEY_VARIABLE, "x")
     assert cli.main(["keys", "list", *url]) == 1
     assert "http://127.0.0.1:1/admin/v1/keys cannot be asked" in capsys.readouterr().err
     assert cli.main(["keys", "list", "--config", "/nowhere/gateway.toml"]) == 1
