@@ -120,6 +120,11 @@ demo
 {{- $ranks := mul (max 1 (int $engine.gpus)) (int $engine.nodes) -}}
 {{- if gt (int $ranks) 1 }}{{ $_ := set $own "tensor_parallel_size" (int $ranks) }}{{ end -}}
 {{- if gt (int $engine.gpus) 0 }}{{ $_ := set $own "device" "cuda" }}{{ end -}}
+{{- if ne $engine.kvDisk.volume "none" -}}
+  {{- /* A directory of its own within: the volume's belongs to root, and the engine closes it to all others. */ -}}
+  {{- $_ := set $own "kv_disk_dir" "/var/lib/penstock/kv/pages" -}}
+  {{- $_ := set $own "kv_disk_bytes" (div (mul (int64 $engine.kvDisk.sizeGiB) 1073741824 9) 10) -}}
+{{- end -}}
 {{- if include "penstock.hasHopTls" .root -}}
   {{- $_ := set $own "tls_cert" "/etc/penstock-hop/tls.crt" -}}
   {{- $_ := set $own "tls_key" "/etc/penstock-hop/tls.key" -}}

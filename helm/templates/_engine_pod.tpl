@@ -140,6 +140,10 @@ spec:
         {{- end }}
       resources:
         {{- $resources := deepCopy $engine.resources }}
+        {{- if eq $engine.kvDisk.volume "emptyDir" }}
+        {{- $room := dict "ephemeral-storage" (printf "%dGi" (int $engine.kvDisk.sizeGiB)) }}
+        {{- $_ := set $resources "requests" (merge (default (dict) $resources.requests) $room) }}
+        {{- end }}
         {{- if gt (int $engine.gpus) 0 }}
         {{- $_ := set $resources "limits" (merge (dict $engine.gpuResource (toString $engine.gpus)) (default (dict) $resources.limits)) }}
         {{- end }}
@@ -158,6 +162,10 @@ spec:
         - name: models
           mountPath: /models
           readOnly: true
+        {{- end }}
+        {{- if ne $engine.kvDisk.volume "none" }}
+        - name: kv
+          mountPath: /var/lib/penstock/kv
         {{- end }}
         {{- if gt $ranks 1 }}
         - name: shm
@@ -203,6 +211,11 @@ spec:
       emptyDir:
         sizeLimit: {{ .cache.size }}
     {{- end }}
+    {{- end }}
+    {{- if eq $engine.kvDisk.volume "emptyDir" }}
+    - name: kv
+      emptyDir:
+        sizeLimit: {{ $engine.kvDisk.sizeGiB }}Gi
     {{- end }}
     {{- if gt $ranks 1 }}
     - name: shm

@@ -117,6 +117,7 @@ annotations:
 {{- if and $engine.pdb.enabled (eq (toString $engine.pdb.maxUnavailable) "0") -}}
   {{- fail (printf "%s: pdb.maxUnavailable of 0 would block every eviction: a node could not be drained" $name) -}}
 {{- end -}}
+{{- include "penstock.checkKvDisk" . -}}
 {{- $auto := $engine.autoscaling -}}
 {{- if and (ne $auto.mode "none") (gt (int $auto.min) (int $auto.max)) -}}
   {{- fail (printf "%s: autoscaling.min is above autoscaling.max" $name) -}}
@@ -129,6 +130,30 @@ annotations:
 {{- end -}}
 {{- if and $engine.inferencePool.enabled (not $engine.inferencePool.picker) -}}
   {{- fail (printf "%s: inferencePool needs picker, the Service of an endpoint picker" $name) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What the engine would refuse at its start, and what could never find a file again. */}}
+{{- define "penstock.checkKvDisk" -}}
+{{- $engine := .engine -}}
+{{- $name := printf "models[%s]: kvDisk" $engine.name -}}
+{{- if ne $engine.kvDisk.volume "none" -}}
+  {{- if gt (int (mul (max 1 (int $engine.gpus)) (int $engine.nodes))) 1 -}}
+    {{- fail (printf "%s needs a model on one GPU: with several, volume has to be none" $name) -}}
+  {{- end -}}
+  {{- $settings := $engine.settings -}}
+  {{- $isOff := or (eq (toString $settings.kv_host_tier) "false") (eq (toString $settings.prefix_cache) "false") -}}
+  {{- if or $isOff (regexMatch "^0([A-Za-z]|$)" (toString $settings.swap_memory)) -}}
+    {{- fail (printf "%s needs the tiers above it: kv_host_tier, prefix_cache and swap_memory in settings" $name) -}}
+  {{- end -}}
+{{- end -}}
+{{- if eq $engine.kvDisk.volume "claim" -}}
+  {{- if $engine.isGroup -}}
+    {{- fail (printf "%s.volume: claim needs workload: StatefulSet, whose pods keep their names" $name) -}}
+  {{- end -}}
+  {{- if dig "hub" "cache" "size" "" $engine.source -}}
+    {{- fail (printf "%s.volume: claim needs source.hub.cache.claim: weights that are downloaded again count as others" $name) -}}
+  {{- end -}}
 {{- end -}}
 {{- end -}}
 

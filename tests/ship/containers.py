@@ -259,6 +259,20 @@ async def flooded() -> None:
         said(f"an engine with 1 GiB and one processor, asked by 600 at once: {counts}; alive, and answers")
 
 
+def on_disk() -> None:
+    """An engine uses a directory within a volume whose own directory is root's, as volumes' are."""
+    volume, pages = "/var/lib/penstock/kv", "/var/lib/penstock/kv/pages"
+    options: tuple[str, ...] = ("--memory", "3g", "--cpus", "2", "--tmpfs", f"{volume}:size=64m,mode=1777")
+    options += ("--tmpfs", "/var/cache/penstock:size=16m,mode=1777")
+    settings = ("--model", "demo", "--probe-port", "8002", "--kv-disk-dir", pages, "--kv-disk-bytes", "48MiB")
+    with container("ship-disk", ENGINE, options, *settings) as engine:
+        until(engine.is_ready, "the engine with a disk ready")
+        until(lambda: any(line["event"] == "core.disk_tier_found" for line in engine.lines()), "its disk")
+        assert not [line for line in engine.lines() if line["event"] == "core.disk_tier_off"]
+        assert engine.exec("stat", "-c", "%u %a", pages).stdout.strip() == "10001 700"
+        said(f"an engine keeps pages in {pages}, which is its own alone")
+
+
 def single(directory: Path) -> None:
     """Both images by themselves."""
     podman("network", "rm", "-f", NETWORK, check=False)
@@ -274,6 +288,7 @@ def single(directory: Path) -> None:
             url = f"http://{gateway.address}:8000/v1/chat/completions"
             asyncio.run(stopped_while_streaming(engine, url))
         asyncio.run(flooded())
+        on_disk()
     finally:
         podman("network", "rm", "-f", NETWORK, check=False)
 

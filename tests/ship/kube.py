@@ -124,6 +124,7 @@ def _as_1_20(manifest: Manifest) -> Manifest:
     text = json.dumps(manifest)
     changed: Manifest = json.loads(text)
     template = changed["spec"].get("template", {}) if "spec" in changed else {}
+    changed.get("spec", {}).pop("persistentVolumeClaimRetentionPolicy", None)
     for container in template.get("spec", {}).get("containers", []):
         if "sleep" in container.get("lifecycle", {}).get("preStop", {}):
             container["lifecycle"]["preStop"] = {"exec": {"command": ["sleep", "10"]}}
@@ -165,6 +166,8 @@ def _of_1_20(preset: str) -> list[str]:
             ]
         if model.get("workload") == "LeaderWorkerSet":
             off += [f"models[{index}].workload=StatefulSet", f"models[{index}].nodes=1"]
+        if model.get("kvDisk", {}).get("volume") == "claim":  # whose end 1.20 cannot be told
+            off.append(f"models[{index}].kvDisk.volume=emptyDir")
         if "image" in model.get("source", {}):
             sources += ["--set-json", f'models[{index}].source={{"demo":true}}']
     return ["--set", f"{WITHOUT},{','.join(off)}", *sources]

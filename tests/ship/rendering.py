@@ -93,6 +93,14 @@ def pod_templates(found: tuple[Manifest, ...]) -> Iterator[tuple[str, Manifest]]
                 yield f"{name} worker", inner["workerTemplate"]
 
 
+def claim_templates(found: tuple[Manifest, ...], name: str) -> list[Manifest]:
+    """The claims that each replica of a workload has, by the name that `pod_templates` tells."""
+    kind, _, workload = name.partition("/")
+    [manifest] = [one for one in of_kind(found, kind) if one["metadata"]["name"] == workload.split()[0]]
+    claims: list[Manifest] = manifest["spec"].get("volumeClaimTemplates", [])
+    return claims
+
+
 def containers(pod: Manifest) -> list[Manifest]:
     """All containers of a pod's template."""
     spec = pod["spec"]

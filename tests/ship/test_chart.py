@@ -87,6 +87,10 @@ def test_a_preset_renders_as_it_is_kept(preset: str) -> None:
         "models[0].name=a,models[0].source.demo=true,models[0].source.claim.name=x",
         "gateway.replicas=0",
         "engine.gpus=-1",
+        "engine.kvDisk.size=64Gi",
+        "engine.kvDisk.volume=hostPath",
+        "engine.kvDisk.sizeGiB=0",
+        "engine.settings.kv_disk_dir=/tmp/x",
     ],
 )
 def test_a_misspelt_or_wrong_value_is_refused(misspelt: str) -> None:
@@ -114,6 +118,18 @@ def test_a_misspelt_or_wrong_value_is_refused(misspelt: str) -> None:
         ("gateway.tls.mode=secret", "gateway.tls.mode secret needs gateway.tls.secret"),
         ("gateway.tls.mode=certManager", "gateway.tls.mode certManager needs gateway.tls.dnsNames"),
         ("gateway.httpRoute.enabled=true", "gateway.httpRoute needs parentRefs"),
+        ("engine.kvDisk.volume=emptyDir,engine.gpus=2", "models[demo]: kvDisk needs a model on one GPU"),
+        (
+            "engine.kvDisk.volume=emptyDir,engine.settings.swap_memory=0MiB",
+            "models[demo]: kvDisk needs the tiers above it: kv_host_tier, prefix_cache and swap_memory",
+        ),
+        ("engine.kvDisk.volume=claim,engine.settings.prefix_cache=false", "kvDisk needs the tiers above it"),
+        ("engine.kvDisk.volume=claim,engine.workload=LeaderWorkerSet", "claim needs workload: StatefulSet"),
+        (
+            "models[0].name=a,models[0].kvDisk.volume=claim,models[0].source.hub.cache.size=8Gi,"
+            f"models[0].source.hub.repo=a/b,models[0].source.hub.revision={'0' * 40}",
+            "models[a]: kvDisk.volume: claim needs source.hub.cache.claim",
+        ),
     ],
 )
 def test_values_that_do_not_go_together_are_refused(values: str, says: str) -> None:

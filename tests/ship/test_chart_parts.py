@@ -16,7 +16,16 @@ from engine.api.metrics import CoreReading, EngineMetrics
 from engine.config import EngineConfig, from_args
 from gateway.config import ENV_PREFIX, GatewayConfig
 from shared import config
-from tests.ship.rendering import NAMESPACE, PRESETS, Manifest, containers, of_kind, pod_templates, render
+from tests.ship.rendering import (
+    NAMESPACE,
+    PRESETS,
+    Manifest,
+    claim_templates,
+    containers,
+    of_kind,
+    pod_templates,
+    render,
+)
 
 ALL = ("", *PRESETS)
 EXISTING = {"penstock-keys", "penstock-redis", "penstock-test-key"}
@@ -216,7 +225,8 @@ def test_what_is_referred_to_exists(preset: str) -> None:
             spec.get("serviceAccountName", ""),
         ) in names or "serviceAccountName" not in spec
         mounts = {mount["name"] for c in containers(pod) for mount in c.get("volumeMounts", [])}
-        assert mounts == {volume["name"] for volume in spec["volumes"]}, where
+        of_replicas = {claim["metadata"]["name"] for claim in claim_templates(found, where)}
+        assert mounts == {volume["name"] for volume in spec["volumes"]} | of_replicas, where
         for volume in spec["volumes"]:
             if "configMap" in volume:
                 assert ("ConfigMap", volume["configMap"]["name"]) in names, where

@@ -58,6 +58,7 @@ MODEL_OWNED: Final = ("name", "replicas", "discovery", "upstream_model")
 ENGINE_OWNED: Final = (
     *("model", "revision", "host", "port", "probe_port", "served_model_name"),
     *("tls_cert", "tls_key", "tls_client_ca", "tensor_parallel_size", "startup_timeout_s"),
+    *("kv_disk_dir", "kv_disk_bytes"),
 )
 """Settings of engine.toml that the chart writes."""
 
@@ -277,6 +278,7 @@ def engine_properties() -> dict[str, Schema]:
         "settings": engine_settings(),
         "source": source(),
         "sharedMemory": text("Size of /dev/shm where a pod has several GPUs."),
+        "kvDisk": kv_disk(),
         "autoscaling": autoscaling(),
         "pdb": pdb(),
         "rollout": table(
@@ -295,6 +297,20 @@ def engine_properties() -> dict[str, Schema]:
         "runtimeClassName": text("Runtime class."),
         **placement(),
     }
+
+
+def kv_disk() -> Schema:
+    """The disk tier of an engine's prefix cache."""
+    return table(
+        "Disk for prefixes that the engine's memory has no room for.",
+        volume=choice(
+            "emptyDir: the node's, until the pod is replaced. claim: one of each replica's own, which is "
+            "kept with its name, and deleted with it.",
+            *("none", "emptyDir", "claim"),
+        ),
+        sizeGiB=whole(1, "Its size. Nine tenths of it are used.", 1 << 20),
+        storageClass=text("Storage class of the claims. Empty: the cluster's default."),
+    )
 
 
 def autoscaling() -> Schema:
