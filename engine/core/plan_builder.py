@@ -52,6 +52,8 @@ class PlanBuilder:
     """Part of the tokens that is set aside for the first prefill, and not in `tokens_left`."""
     reserved_s: float = 0.0
     """Part of the time that is set aside for the first prefill, and not in `time_left_s`."""
+    reserved_most_s: float = 0.0
+    """The reserve of a step that credit made as long as it can; 0.0 once the reserve is free again."""
     slots: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
@@ -126,7 +128,11 @@ class PlanBuilder:
         if self.prefills and not self.is_cut:
             first = self.prefills[0]
             least_s = cost.chunk_s(first.planned_len, 1)
-            tokens, self.reserved_s = pace.reserve(self.tokens_left, self.time_left_s, least_s)
+            self.reserved_most_s = pace.reserve(self.tokens_left, self.longest_s, least_s)[1]
+            open_s = min(
+                self.time_left_s, self.longest_s
+            )  # the reserve does not grow with what is waited for
+            tokens, self.reserved_s = pace.reserve(self.tokens_left, open_s, least_s)
             self.reserved_tokens = min(tokens, first.pending_len)
             self.tokens_left -= self.reserved_tokens
             self.time_left_s -= self.reserved_s
@@ -188,7 +194,9 @@ class PlanBuilder:
         least = min(pending_len, pace.chunk_len_min(self.cost, position))
         if within >= least:
             return within
-        least = min(least, max(1, self.cost.tokens_within(self.longest_s, position)))
+        # No step gives it more than this, however long it waits.
+        reach_s = self.longest_s - self.reserved_most_s
+        least = min(least, max(1, self.cost.tokens_within(reach_s, position)))
         if within >= least:
             return within
         if least == 1:
@@ -196,7 +204,8 @@ class PlanBuilder:
             if single_s <= self.time_left_s:
                 return 1
             if self.reserved_tokens:  # the reserve is not to stand in its way for ever
-                single_s += self.cost.chunk_s(self.prefills[0].planned_len, 1)
+                first_s = self.cost.chunk_s(self.prefills[0].planned_len, 1)
+                single_s += max(first_s, self.reserved_most_s)
             self.wanted_s = max(self.wanted_s, WANTED_MARGIN * single_s)
         self.is_cut = True
         self.is_saving = not self.has_chunk
@@ -208,6 +217,7 @@ class PlanBuilder:
             return False
         self.tokens_left, self.reserved_tokens = self.tokens_left + self.reserved_tokens, 0
         self.time_left_s, self.reserved_s = self.time_left_s + self.reserved_s, 0.0
+        self.reserved_most_s = 0.0
         return True
 
     def charge_copies(self) -> None:
