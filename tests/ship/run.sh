@@ -3,6 +3,7 @@
 #
 #     tests/ship/run.sh            # builds what is not built yet, and checks all
 #     tests/ship/run.sh compose    # the compose part alone
+#     tests/ship/run.sh --cuda     # the engine's image for CUDA alone: 4 GB of packages, and 30 GB of disk meanwhile
 #     tests/ship/run.sh --check    # seconds: says in a line whether containers run here, and builds nothing
 #
 # `.ci/run` calls it with --check, and whole where SHIP=whole says so: the whole takes a quarter of an hour on two
@@ -12,9 +13,10 @@
 # SHIP_HOME   where images and the base are kept (default: /var/tmp/penstock-ship)
 # BASE        an image to build on; unset, one is made by debootstrap, which stands in for Python's own
 # PIP_FIND_LINKS   a folder with torch's wheel for CPUs, where PyTorch's index cannot be reached
+# CARDS       with --cuda: the cards whose kernels are compiled, with commas between (default: the Dockerfile's)
 #
-# Not shown here: the published base image, CUDA's variant, and the images of Grafana and Jaeger, which cannot be
-# fetched without a registry. Redis and Prometheus are Debian's, under the names that compose.yaml has.
+# Not shown here: the published base image, a GPU, and the images of Grafana and Jaeger, which cannot be fetched
+# without a registry. Redis and Prometheus are Debian's, under the names that compose.yaml has.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -64,11 +66,15 @@ if [ "${1:-}" = --check ]; then
     exit 0
 fi
 
-# -- the base, and Debian's packages under the names of images that cannot be fetched
-base="${BASE:-localhost/penstock-base:bookworm}"
+# -- the base, and Debian's packages under the names of images that cannot be fetched. Like Python's own image it has
+# Python's headers, which Triton compiles with.
+base="${BASE:-localhost/penstock-base:bookworm-headers}"
 if ! image_is_there "$base"; then
-    [ -d "$home/root" ] || debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates \
-        bookworm "$home/root" >"$home/debootstrap.log"
+    [ -f "$home/root/usr/include/python3.11/Python.h" ] || {
+        rm -rf "$home/root"
+        debootstrap --variant=minbase --include=python3,python3-venv,libpython3-dev,ca-certificates \
+            bookworm "$home/root" >"$home/debootstrap.log"
+    }
     tar -C "$home/root" --exclude='./proc/*' --exclude='./sys/*' --exclude='./dev/*' -c . |
         podman import -q - "$base" || cannot "an image cannot be imported"
 fi
@@ -83,6 +89,19 @@ build() {
         --build-arg REVISION="$(git rev-parse HEAD 2>/dev/null || echo unknown)" "$@" -t "$name" . \
         >"$home/build.log" 2>&1 || { tail -20 "$home/build.log" >&2; exit 1; }
 }
+own_tools() {
+    [ -x "$home/tools/bin/podman-compose" ] && return
+    python3 -m venv "$home/tools" && "$home/tools/bin/pip" install -q --require-hashes -r gateway/requirements.txt &&
+        "$home/tools/bin/pip" install -q 'podman-compose==1.6.0'
+}
+if [ "${1:-}" = --cuda ]; then
+    own_tools || cannot "packages of PyPI cannot be installed"
+    cards="${CARDS:-$(sed -n 's/^ARG CARDS=//p' engine/Dockerfile)}"
+    SECONDS=0
+    build localhost/penstock-engine:cuda engine/Dockerfile --build-arg VARIANT=cuda --build-arg CARDS="$cards"
+    echo "  built, or found, in $SECONDS s"
+    exec env PYTHONPATH=. "$home/tools/bin/python" -m tests.ship.cuda "$base" "$cards"
+fi
 build localhost/penstock-gateway:dev gateway/Dockerfile
 if [ -n "$find_links" ]; then
     build localhost/penstock-engine:dev engine/Dockerfile --build-arg PIP_FIND_LINKS="$find_links" \
@@ -90,8 +109,8 @@ if [ -n "$find_links" ]; then
 else
     build localhost/penstock-engine:dev engine/Dockerfile
 fi
-redis=$(grep -o 'docker.io/library/redis:[^ ]*' compose.yaml)
-prometheus=$(grep -o 'docker.io/prom/prometheus:[^ ]*' compose.yaml)
+redis=$(grep -o 'docker.io/library/redis:[^ }]*' compose.yaml)
+prometheus=$(grep -o 'docker.io/prom/prometheus:[^ }]*' compose.yaml)
 if ! image_is_there "$redis"; then
     printf 'FROM %s\nRUN apt-get update -qq && apt-get install -qq -y --no-install-recommends redis-server \\\n && mkdir -p /data && chown 999:999 /data\nVOLUME /data\nWORKDIR /data\n' \
         "$base" >"$home/Dockerfile.redis"
@@ -104,11 +123,7 @@ if ! image_is_there "$prometheus"; then
 fi
 
 # -- what they do, told by a program that needs httpx and PyYAML
-tools="$home/tools"
-[ -x "$tools/bin/podman-compose" ] || {
-    python3 -m venv "$tools" && "$tools/bin/pip" install -q --require-hashes -r gateway/requirements.txt &&
-        "$tools/bin/pip" install -q 'podman-compose==1.6.0'
-} || cannot "packages of PyPI cannot be installed"
+own_tools || cannot "packages of PyPI cannot be installed"
 if [ -x .venv/bin/python ]; then  # with the engine, which compose has in its image
     [ -d "$home/rotel" ] || { python3 -m venv "$home/rotel" && "$home/rotel/bin/pip" install -q 'rotel==0.0.1a15'; }
     for agent in "$home"/rotel/lib/python3*/site-packages/rotel/rotel-agent; do
@@ -120,4 +135,4 @@ if [ -x .venv/bin/python ]; then  # with the engine, which compose has in its im
         echo "the console was not shown in a browser: $(tail -1 "$home/chromium.log")" >&2
     fi
 fi
-exec env PYTHONPATH=. "$tools/bin/python" -m tests.ship.containers --home "$home" "$@"
+exec env PYTHONPATH=. "$home/tools/bin/python" -m tests.ship.containers --home "$home" "$@"

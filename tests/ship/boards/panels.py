@@ -97,6 +97,7 @@ def grafana(dashboard: Dashboard) -> str:
         "refresh": "10s",
         "time": {"from": "now-1h", "to": "now"},
         "timezone": "utc",
+        "annotations": {"list": []},
         "templating": {"list": [_datasource(), *map(_variable, dashboard.variables)]},
         "panels": panels,
     }
@@ -113,7 +114,6 @@ def _variable(variable: Variable) -> dict[str, Any]:
         "name": variable.name,
         "type": "query",
         "datasource": DATASOURCE,
-        "definition": query,
         "query": {"query": query, "refId": "A"},
         "refresh": 2,
         "sort": 1,
