@@ -1,6 +1,6 @@
 """Causes of a sequence's waits: pure functions from the records of steps.
 
-A sequence keeps a few records (`SequenceMarks`): of the step before it came, before it was admitted, and of
+A sequence keeps a few marks (`SequenceMarks`): of the step before it came, before it was admitted, and of
 its first token. What the steps between two of them did is the difference of their sums. So a token costs
 nothing, and the end of a sequence some microseconds, however long it was.
 
@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from msgspec import Struct
 
-from engine.api.steps import GAPS_MAX, NO_STEP, StepRing
+from engine.api.steps import BEGINNING, GAPS_MAX, StepMark, StepRing
 from engine.core.messages import Lack, Move, ServiceClass, StepRecord
 from shared.causes import COUNT_MAX, Cause, CauseCode
 
@@ -63,9 +63,9 @@ class SequenceMarks(Struct, eq=False):
 
     service_class: ServiceClass
     prompt_len: int
-    arrived: StepRecord = NO_STEP
-    admitted: StepRecord | None = None
-    first_token: StepRecord | None = None
+    arrived: StepMark = BEGINNING
+    admitted: StepMark | None = None
+    first_token: StepMark | None = None
     admitted_before: tuple[int, ...] = (0, 0, 0)
     """Sequences that had been admitted when it came, for each class, FLEX first."""
     admitted_first: tuple[int, ...] | None = None
@@ -94,11 +94,11 @@ class Spent(NamedTuple):
 def causes_of(marks: SequenceMarks, spent: Spent, ring: StepRing, *, shared: bool = False) -> Iterator[Cause]:
     """The causes of a sequence's waits, in the order of its life. `shared` says that its request has other
     sequences."""
-    admitted = marks.admitted or ring.last
+    admitted = marks.admitted or ring.mark()
     if spent.queue_s * 1e3 >= WAIT_MS_MIN:
         yield wait_cause(marks, admitted, spent.queue_s, ring, shared=shared)
     if marks.admitted is not None and spent.prefill_s * 1e3 >= WAIT_MS_MIN:
-        yield prefill_cause(marks, marks.first_token or ring.last, spent, ring, shared=shared)
+        yield prefill_cause(marks, marks.first_token or ring.mark(), spent, ring, shared=shared)
     if marks.first_token is not None:
         for step in gaps(marks.first_token.number, spent, marks.interruptions, ring):
             yield gap_cause(step, shared=shared)
@@ -114,7 +114,7 @@ def causes_of(marks: SequenceMarks, spent: Spent, ring: StepRing, *, shared: boo
 
 
 def wait_cause(
-    marks: SequenceMarks, admitted: StepRecord, seconds: float, ring: StepRing, *, shared: bool
+    marks: SequenceMarks, admitted: StepMark, seconds: float, ring: StepRing, *, shared: bool
 ) -> Cause:
     """The cause of the time before the first admission."""
     before, after = marks.arrived.sums, admitted.sums
@@ -124,7 +124,7 @@ def wait_cause(
     taken = [late - early for early, late in zip(marks.admitted_before, first, strict=True)]
     higher = sum(taken[marks.service_class + 1 :])
     steps = ring.between(marks.arrived.number, admitted.number)
-    seen = next((step for step in steps if step.lack is lack), admitted)
+    seen = next((step for step in steps if step.lack is lack), admitted.step)
     return Cause(
         code=_WAITS[lack],
         ms=_ms(seconds),
@@ -140,7 +140,7 @@ def wait_cause(
 
 
 def prefill_cause(
-    marks: SequenceMarks, first_token: StepRecord, spent: Spent, ring: StepRing, *, shared: bool
+    marks: SequenceMarks, first_token: StepMark, spent: Spent, ring: StepRing, *, shared: bool
 ) -> Cause:
     """The cause of the time from the admission to the first token."""
     assert marks.admitted is not None

@@ -122,7 +122,7 @@ class ChoiceOutput:
         self._unsent_text_len = 0
         self._steps: Final = StepRing() if steps is None else steps
         self._marks: Final = SequenceMarks(
-            service_class, prompt_len, self._steps.last, admitted_before=tuple(self._steps.admitted)
+            service_class, prompt_len, self._steps.mark(), admitted_before=tuple(self._steps.admitted)
         )
         self._halts: Final = Halts(self._steps)
         self._preempted_in_prefill_s = 0.0
@@ -194,7 +194,7 @@ class ChoiceOutput:
         self.cached_len, self.host_len = started.cached_len, started.host_len
         self.disk_len = started.disk_len
         self._queue_s = started.queue_s
-        self._marks.admitted = self._steps.last
+        self._marks.admitted = self._steps.mark()
         self._marks.admitted_first = tuple(self._steps.admitted)
         self._steps.admitted[self._marks.service_class] += 1
 
@@ -215,7 +215,7 @@ class ChoiceOutput:
         assert self.finish_reason is None
         if self.first_token_at is None:
             self.first_token_at = now
-            self._marks.first_token = self._steps.last
+            self._marks.first_token = self._steps.mark()
             self._preempted_in_prefill_s = self._halts.preempted_s(now)
         if self._halts:
             for one in self._halts.take_over(now, is_last=False):

@@ -91,7 +91,7 @@ class EngineState:
         """The report by which gateways choose among engines."""
         flex, default, priority = self.core.waiting_tokens
         is_over = self.lifecycle.phase in (Phase.DRAINING, Phase.STOPPED)
-        computed = self.core.steps.last.sums.prompt_tokens
+        computed = self.core.steps.sums.prompt_tokens
         return LoadReport((flex, default, priority), self.core.live, is_over, computed)
 
     def loaded_model(self) -> ServedModel:

@@ -40,7 +40,7 @@ class NoBook(StepBook):
     def wake(self, now: float) -> None:
         pass
 
-    def commit(self, flight: InFlight, step_s: float, now: float) -> None:
+    def commit(self, flight: InFlight, step_s: float, expected_s: float, now: float) -> None:
         pass
 
 

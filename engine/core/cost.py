@@ -215,11 +215,6 @@ class CostLearner:
             self._solve(self._slowdown)
         return self._cost
 
-    def forecast_s(self, work: Work) -> float:
-        """The time that a step with this work takes by the cost that was solved for last, in seconds; 0.0
-        before the first observation."""
-        return self._cost.seconds(work) if self._has_learned else 0.0
-
     @property
     def error(self) -> float:
         """The share by which a step with prompts may take longer than its estimate (see above)."""
@@ -234,12 +229,13 @@ class CostLearner:
             return 1.0
         return min(max(self._slowdowns / self._slowdowns_weight, 1.0 / SLOWDOWN_MAX), SLOWDOWN_MAX)
 
-    def observe(self, work: Work, seconds: float) -> None:
-        """Learn from a step that did `work` in `seconds`."""
+    def observe(self, work: Work, seconds: float) -> float:
+        """Learn from a step that did `work` in `seconds`. Returns the time that was expected for it, by the
+        cost that was solved for last; 0.0 before the first observation."""
+        forecast_s = expected_s = self._cost.seconds(work) if self._has_learned else 0.0
         if seconds <= 0.0:
-            return  # a clock too coarse to tell
+            return forecast_s  # a clock too coarse to tell
         if self._has_learned:
-            expected_s = self._cost.seconds(work)
             if seconds > OUTLIER * expected_s:
                 expected_s = self.cost.seconds(work)
                 seconds = min(seconds, OUTLIER * expected_s) or seconds
@@ -253,6 +249,7 @@ class CostLearner:
         self._unsolved += 1
         if self._unsolved == UNSOLVED_MAX:
             self._solve(self._slowdown)
+        return forecast_s
 
     def _solve(self, slowdown: float) -> None:
         self._unsolved = 0

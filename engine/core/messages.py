@@ -348,24 +348,7 @@ class Moved(msgspec.Struct, array_like=True, frozen=True):
     """True if its pages are copied to host memory, or back."""
 
 
-class StepSums(msgspec.Struct, array_like=True, frozen=True):
-    """Sums over all steps since the start. The difference of two readings tells what the steps between them
-    did together."""
-
-    seconds: float = 0.0
-    """Time from the plans of the steps to their commits."""
-    host_s: float = 0.0
-    """Time between steps for which there was work."""
-    prompts: int = 0
-    """Rows that computed a part of a prompt."""
-    prompt_tokens: int = 0
-    decodes: int = 0
-    """Rows that computed the token of a sequence that decodes."""
-    lacking_s: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
-    """Time in which sequences waited, for each `Lack`."""
-
-
-class StepRecord(msgspec.Struct, array_like=True, frozen=True):
+class StepRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The record of one step, of a constant size. It names no sequence and no tenant."""
 
     number: int
@@ -388,8 +371,6 @@ class StepRecord(msgspec.Struct, array_like=True, frozen=True):
     """Sequences that held pages after the step."""
     held_percent: int
     """The part of all pages that they held."""
-    sums: StepSums
-    """Sums up to this step, itself included."""
 
 
 class StepOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):

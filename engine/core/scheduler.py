@@ -118,7 +118,7 @@ class Scheduler:
         )
         self._fetching: dict[int, tuple[Sequence, float]] = {}
         """Newcomers that wait for pages from disk, and the times at which they stop waiting, by handle."""
-        self._book = book(self._allocator, self._learner)
+        self._book = book(self._allocator)
         self._tenants = TenantCounters()
         self._planner = planner(
             config, runner, self._allocator, self._waiting, self._tenants, self._learner, self._in_flight
@@ -341,8 +341,8 @@ class Scheduler:
         self._step_s = now - max(flight.planned_at, self._committed_at)
         self._step_tokens = sum(plan.lengths)
         self._committed, self._committed_at, self._now = plan.step, now, now
-        self._book.commit(flight, self._step_s, now)
-        self._learner.observe(flight.work, self._step_s)
+        expected_s = self._learner.observe(flight.work, self._step_s)
+        self._book.commit(flight, self._step_s, expected_s, now)
         self._news.is_due = True
         for sequence, reason in self._results.take(flight, result, self._news, now):
             self._finish(sequence, reason, now)

@@ -1,11 +1,11 @@
 """The record of each step: what it computed, what it took, and what those that waited for it lacked.
 
 A record has counts and times alone, so that it may be told to whoever had a sequence in the step or waited
-for it. Each also has sums over all steps before it: whoever keeps the record of two steps knows what all
-between them did together, however many these were.
+for it. The core makes one at every commit, and sends it along with the step's tokens. It is kept, added up
+and searched by the API process (`engine.api.steps`), when a request asks.
 
-The core makes one at every commit, and sends it along with the step's tokens. It is kept, and searched, by
-the API process (`engine.api.steps`).
+A record is made in every step and read for few of them, so it has what the step knows already: nothing is
+added up, and the classes of the decodes are counted anew only when others decode.
 """
 
 from __future__ import annotations
@@ -13,59 +13,59 @@ from __future__ import annotations
 from typing import Final
 
 from engine.core.allocator import Allocator
-from engine.core.cost import CostLearner
-from engine.core.messages import Lack, ServiceClass, StepRecord, StepSums
+from engine.core.messages import Lack, ServiceClass, StepRecord
 from engine.core.step import InFlight
 
 CLASSES: Final = tuple(ServiceClass)
+NO_DECODES: Final = (0,) * len(CLASSES)
 
 
 class StepBook:
     """Makes the records of steps, in the order of their commits."""
 
-    def __init__(self, allocator: Allocator, learner: CostLearner) -> None:
+    def __init__(self, allocator: Allocator) -> None:
         self._allocator: Final = allocator
-        self._learner: Final = learner
         self._ended_at = 0.0
         """The last commit, or the moment after it at which there was work again."""
-        self._sums = StepSums()
+        self._slots: list[int] = []
+        """The slots of the last step whose decodes were counted; empty where some of them did not decode."""
+        self._decodes = NO_DECODES
+        """The decodes of that step by class."""
         self._record: StepRecord | None = None
 
     def wake(self, now: float) -> None:
         """Note that there is work again after a time without any."""
         self._ended_at = now
 
-    def commit(self, flight: InFlight, step_s: float, now: float) -> None:
-        """Make the record of a step that is committed now and took `step_s`."""
-        work, allocator, before = flight.work, self._allocator, self._sums
+    def commit(self, flight: InFlight, step_s: float, expected_s: float, now: float) -> None:
+        """Make the record of a step that is committed now and took `step_s`, where `expected_s` was expected
+        before it was made."""
+        work, plan, allocator = flight.work, flight.plan, self._allocator
         interval_s, self._ended_at = max(now - self._ended_at, step_s), now
-        prompts = len(flight.rows) - work.decode_rows
-        classes = [row.service_class for row in flight.rows[: work.decode_rows]]
-        lacking_s = list(before.lacking_s)
-        lacking_s[flight.lack] += interval_s
-        self._sums = StepSums(
-            before.seconds + step_s,
-            before.host_s + interval_s - step_s,
-            before.prompts + prompts,
-            before.prompt_tokens + work.prompt_tokens,
-            before.decodes + work.decode_rows,
-            tuple(lacking_s),
-        )
+        if plan.seated or plan.left or plan.slots != self._slots or work.prompt_tokens:
+            self._count_decodes(flight)
         pages = allocator.pages
         self._record = StepRecord(
-            flight.plan.step,
+            plan.step,
             interval_s,
             step_s,
-            self._learner.forecast_s(work),
-            prompts,
+            expected_s,
+            len(plan.slots) - work.decode_rows,
             work.prompt_tokens,
-            tuple([classes.count(each) for each in CLASSES]),
+            self._decodes,
             work.copied_pages,
             flight.lack,
             allocator.holders,
             100 * pages.owned // pages.total,
-            self._sums,
         )
+
+    def _count_decodes(self, flight: InFlight) -> None:
+        """Count the classes of the rows that decode. A slot has the same sequence until it is left and seated
+        again, so steps with the same slots have the same counts."""
+        classes = [row.service_class for row in flight.rows[: flight.work.decode_rows]]
+        flex, default, priority = [classes.count(each) for each in CLASSES]
+        self._slots = [] if flight.work.prompt_tokens else flight.plan.slots
+        self._decodes = (flex, default, priority)
 
     def take(self) -> StepRecord | None:
         """The record of the step that was committed since the last call. None when none was."""

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from msgspec.structs import replace
 
 from engine.api.causes import INTERRUPTIONS_MAX, Interruption, SequenceMarks, Spent, causes_of
 from engine.api.halts import Halts
-from engine.api.steps import GAPS_MAX, LONG_MAX, NEWEST, NO_STEP, STEPS_MAX, StepRing
-from engine.core.messages import Lack, Move, ServiceClass, StepRecord, StepSums
+from engine.api.steps import (
+    BEGINNING,
+    GAPS_MAX,
+    LONG_MAX,
+    NEWEST,
+    NO_STEP,
+    STEPS_MAX,
+    UNREAD_MAX,
+    StepMark,
+    StepRing,
+)
+from engine.core.messages import Lack, Move, ServiceClass, StepRecord
 from shared.causes import Cause, CauseCode
 from shared.trace.sentences import sentence
 
@@ -32,28 +44,17 @@ class Steps:
         decodes: int = 1,
         copied_pages: int = 0,
         lack: Lack = Lack.NOTHING,
-    ) -> StepRecord:
-        before = self.ring.last.sums
-        lacking_s = list(before.lacking_s)
-        lacking_s[lack] += interval_s
+    ) -> StepMark:
         step_s = interval_s if step_s is None else step_s
-        sums = StepSums(
-            before.seconds + step_s,
-            before.host_s + interval_s - step_s,
-            before.prompts + prompts,
-            before.prompt_tokens + prompt_tokens,
-            before.decodes + decodes,
-            tuple(lacking_s),
-        )
         step = StepRecord(
             *(self.ring.last.number + 1, interval_s, step_s, expected_s, prompts, prompt_tokens),
-            *((0, decodes, 0), copied_pages, lack, 37, 98, sums),
+            *((0, decodes, 0), copied_pages, lack, 37, 98),
         )
         self.ring.push(step)
-        return step
+        return self.ring.mark()
 
     def decoding(
-        self, spent: Spent, *interruptions: Interruption, since: StepRecord = NO_STEP
+        self, spent: Spent, *interruptions: Interruption, since: StepMark = BEGINNING
     ) -> list[Cause]:
         """The causes of a sequence that has decoded since then."""
         marks = SequenceMarks(DEFAULT, 10, since, since, since, interruptions=interruptions)
@@ -85,7 +86,7 @@ def test_a_wait_is_put_down_to_what_was_lacking_for_longest(lack: Lack, says: st
     steps.add(0.4, lack=lack, prompt_tokens=1000)
     steps.add(0.3, lack=Lack.SLOTS if lack is not Lack.SLOTS else Lack.PAGES)
     marks = SequenceMarks(
-        DEFAULT, 10, arrived, steps.ring.last, admitted_before=(5, 0, 1), admitted_first=(5, 0, 4)
+        DEFAULT, 10, arrived, steps.ring.mark(), admitted_before=(5, 0, 1), admitted_first=(5, 0, 4)
     )
     steps.add(0.9, lack=Lack.PAGES)
     [wait] = causes_of(marks, spent(queue_s=1.8), steps.ring)
@@ -111,7 +112,7 @@ def test_a_prefill_tells_what_was_computed_beside_it() -> None:
     admitted = steps.add()
     steps.add(0.2, prompts=3, prompt_tokens=900, decodes=20)
     first = steps.add(0.2, prompts=2, prompt_tokens=600, decodes=20)
-    marks = SequenceMarks(DEFAULT, 500, NO_STEP, admitted, first)
+    marks = SequenceMarks(DEFAULT, 500, BEGINNING, admitted, first)
     [prefill] = causes_of(marks, Spent(0.0, 0.4, 0.0, 100, 1), steps.ring)
     assert sentence(prefill) == (
         "prefill of 400 ms: 400 prompt tokens of its own (100 more were cached) in 2 steps, "
@@ -154,7 +155,7 @@ def test_the_longest_gaps_of_a_sequence_that_is_older_than_the_ring() -> None:
         steps.add({5: 0.5, 700: 0.9, 2000: 0.7, 2500: 0.3}.get(step, 0.01))
     found = steps.decoding(spent(decode_s=40.0, tokens=3 * STEPS_MAX), since=began)
     assert [cause.ms for cause in found] == [900.0, 700.0, 500.0]
-    late = steps.decoding(spent(decode_s=10.0, tokens=900), since=replace(NO_STEP, number=2300))
+    late = steps.decoding(spent(decode_s=10.0, tokens=900), since=StepMark(replace(NO_STEP, number=2300)))
     assert [cause.ms for cause in late] == [300.0]
 
 
@@ -218,3 +219,32 @@ def test_halts_do_not_overlap() -> None:
     halts.pause(11.0)
     [last] = halts.take_over(12.0, is_last=True)
     assert (last.code, last.seconds) == (CauseCode.STALLED, 1.0)
+
+
+def test_long_steps_are_the_same_however_often_one_asks() -> None:
+    """The search in one pass finds what a look at every pair of steps finds."""
+    rng = random.Random(1)
+    often, seldom, all_steps = Steps(), Steps(), []
+    for number in range(1, 1500):
+        decodes, interval_s = rng.choice([0, 1, 1, 5]), rng.choice([0.01, rng.random()])
+        often.add(interval_s, decodes=decodes)
+        seldom.add(interval_s, decodes=decodes)
+        if decodes:
+            all_steps.append((interval_s, number))
+        if not number % 50:
+            since = rng.randrange(number)
+            found = [step.interval_s for step in often.ring.longest_since(since)[:GAPS_MAX]]
+            assert found == sorted([s for s, n in all_steps if n > since], reverse=True)[:GAPS_MAX]
+    assert often.ring.longest_since(0) == seldom.ring.longest_since(0)
+
+
+def test_sums_are_the_same_however_often_one_asks() -> None:
+    rng = random.Random(2)
+    often, seldom = Steps(), StepRing()
+    for _ in range(3 * UNREAD_MAX // 2):
+        step = often.add(
+            1.0, prompt_tokens=rng.randrange(9), decodes=rng.randrange(9), lack=rng.choice([*Lack])
+        )
+        seldom.push(step.step)
+    assert seldom.sums == often.ring.sums
+    assert sum(seldom.sums.lacking_s) == 3 * UNREAD_MAX // 2

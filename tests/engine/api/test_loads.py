@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from engine.api.steps import NO_STEP
-from engine.core.messages import ServiceClass, StepOutput, StepRecord, StepSums
+from engine.core.messages import ServiceClass, StepOutput, StepRecord
 from shared.http2.client import Http2Transport
 from shared.http2.report import Report
 from shared.load_report import DEFAULT, FLEX, LOAD_HEADER, PRIORITY, LoadReport, encode_load, parse_load
@@ -131,7 +131,7 @@ async def test_what_the_core_has_counted_is_not_counted_again(serve: Serve) -> N
 
 async def test_the_report_says_how_much_was_computed(serve: Serve) -> None:
     async with serve() as served:
-        step = msgspec.structs.replace(NO_STEP, number=1, sums=StepSums(prompts=2, prompt_tokens=600))
+        step = msgspec.structs.replace(NO_STEP, number=1, prompts=2, prompt_tokens=600)
         counted(served.core, (0, 0, 0), 0, step)
         await until(lambda: served.engine.state.load() == LoadReport(computed=600))
 

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.api.metrics import CoreReading, EngineMetrics
 from engine.api.vllm_metrics import VllmNames, one_two_five
-from engine.core.messages import CoreStats, Lack, RunnerInfo, StepOutput, StepRecord, StepSums
+from engine.core.messages import CoreStats, Lack, RunnerInfo, StepOutput, StepRecord
 from tests.engine.api.conftest import MODEL, Serve, Served, until
 
 DASHBOARD: Final = (
@@ -169,7 +169,7 @@ STATS: Final = CoreStats(
 
 
 def step(number: int, decodes: tuple[int, ...]) -> StepOutput:
-    record = StepRecord(number, 0.06, 0.02, 0.0, 1, 128, decodes, 0, Lack.NOTHING, 3, 30, StepSums())
+    record = StepRecord(number, 0.06, 0.02, 0.0, 1, 128, decodes, 0, Lack.NOTHING, 3, 30)
     return StepOutput(number, [], [], [], [], [], [], STATS, record=record)
 
 

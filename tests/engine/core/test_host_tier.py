@@ -97,7 +97,7 @@ def test_without_a_tier_what_is_evicted_is_lost(settings: dict[str, object]) -> 
 def test_nothing_is_kept_that_is_cheaper_to_compute() -> None:
     h = tiered(prefers_swap=lambda one: one.swap_s < one.recompute_s)
     h.scheduler._learner._cost = StepCost(token_s=0.001, page_s=0.1)
-    h.scheduler._learner.observe = lambda work, seconds: None  # type: ignore[method-assign]
+    h.scheduler._learner.observe = lambda work, seconds: 0.0  # type: ignore[method-assign]
     told(h, 1)
     evict(h, 2)
     assert told(h, 3) == (0, 0)
@@ -107,7 +107,7 @@ def test_beside_a_stream_the_copies_of_one_step_are_bounded() -> None:
     """Half of the target is enough for two pages, so two come back, and the others are computed."""
     h = tiered(pages=12, gap_target_s=0.05)
     h.scheduler._learner._cost = StepCost(token_s=0.001, page_s=0.01)
-    h.scheduler._learner.observe = lambda work, seconds: None  # type: ignore[method-assign]
+    h.scheduler._learner.observe = lambda work, seconds: 0.0  # type: ignore[method-assign]
     told(h, 1)
     h.add(2, [40] * 46, greedy(1))
     h.run()

@@ -236,7 +236,7 @@ def test_copies_take_their_time_from_the_prompts_of_the_step() -> None:
     """Copies that take longer than the gap target leave one token of the budget."""
     h = pressed(gap_target_s=0.1)
     h.scheduler._learner._cost = StepCost(token_s=0.001, row_s=0.0, pair_s=0.0, fixed_s=0.0, page_s=0.1)
-    h.scheduler._learner.observe = lambda work, seconds: None  # type: ignore[method-assign]
+    h.scheduler._learner.observe = lambda work, seconds: 0.0  # type: ignore[method-assign]
     h.add(3, [3] * 12, greedy(2))
     h.run()
     h.assert_all_as_solo()
