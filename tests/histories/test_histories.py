@@ -1,4 +1,7 @@
-"""The tokens charged are those computed, in whatever way a request ends: 10,000 random histories.
+"""The tokens charged are those computed, in whatever way a request ends: random histories.
+
+Every run draws 2,500 of them, a batch that meets every end which `MET` lists; `DRAWN=whole` draws 10,000
+(`tests.effort`), two minutes more.
 
 A world that breaks a law is replayed, with all that was logged of the request, by
 
@@ -13,17 +16,18 @@ from typing import Final
 
 import pytest
 
+from tests.effort import drawn
 from tests.engine.api.tiny import write_model_dir
 from tests.histories.draw import End, Trouble, draw_setting
 from tests.histories.laws import check
 from tests.histories.world import Remains, run_world
 
-BATCHES: Final = 4
+BATCHES: Final = drawn(1, whole=4)
 WORLDS: Final = 25
 """Worlds of a batch."""
 REQUESTS: Final = 100
 """Requests of a world."""
-assert BATCHES * WORLDS * REQUESTS >= 10_000
+assert drawn(2_500, whole=10_000) <= BATCHES * WORLDS * REQUESTS
 
 MET: Final = {
     "cost: learnt": 1_000,

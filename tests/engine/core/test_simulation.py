@@ -1,4 +1,9 @@
-"""Thousands of random sequences. `tests.simulator` lists what is asserted after every step."""
+"""Thousands of random sequences. `tests.simulator` lists what is asserted after every step.
+
+Every run has every named world with two seeds, and 400 random worlds, half of them overlapped: a batch of
+100 has met all that `LEAST` lists, so a law that only 2,000 worlds would find broken is a rare one. Those,
+and four seeds of every named world, take three minutes more: `DRAWN=whole` (`tests.effort`).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,7 @@ import pytest
 
 from engine.core.config import SchedulerConfig
 from engine.core.messages import FinishReason
+from tests.effort import drawn
 from tests.overlapped import OverlappedSimulation, simulate_overlapped
 from tests.simulator import Report, simulate
 from tests.worlds import SimConfig, random_config
@@ -88,16 +94,19 @@ WORLDS = {
     ),
     "one prompt, many children": SimConfig(prefixes=1, n_max=8, requests=25, salts=1),
 }
-SEEDS = 4
-SEEDS_OVERLAPPED = 3
+SEEDS = drawn(2, whole=4)
+SEEDS_WILD = 4
+"""Of the worlds in `WILD`: what they are named for takes some luck."""
+SEEDS_OVERLAPPED = drawn(2, whole=3)
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_laws_hold_in_every_world(world: str) -> None:
     """The laws hold with plain and with overlapped steps, and both give a sequence the same tokens, up to the
     shorter of the two outputs: an abort or a deadline may find it at another token."""
-    plain = [simulate(seed, WORLDS[world]) for seed in range(SEEDS)]
-    assert sum(len(report.lives) for report in plain) >= 150
+    seeds = SEEDS_WILD if world in WILD else SEEDS
+    plain = [simulate(seed, WORLDS[world]) for seed in range(seeds)]
+    assert sum(len(report.lives) for report in plain) >= 50 * seeds
     if world in WILD:
         assert WILD[world](plain), "what the world is named for did not happen: it would prove nothing"
     for seed in range(SEEDS_OVERLAPPED):
@@ -155,7 +164,7 @@ WILD: dict[str, Callable[[list[Report]], bool]] = {
 """Checks that what a world is named for has happened in it; otherwise it would prove nothing."""
 
 
-RANDOM_WORLDS = 2000
+RANDOM_WORLDS = drawn(400, whole=2000)
 BATCH = 100
 LEAST = {
     "worlds with hits": 20,

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.once import once
+
 ROOT = Path(__file__).parents[4]
 SHARED_BYTES_MAX = 227 << 10
 """Of one multiprocessor."""
@@ -37,7 +39,8 @@ def program(name: str, cache: Path, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
-    said = program("compiled", tmp_path_factory.mktemp("triton"))
+    """A minute's work, which the processes of a run share."""
+    said = once(tmp_path_factory, "compiled", lambda: program("compiled", tmp_path_factory.mktemp("triton")))
     lines = [json.loads(line) for line in said.splitlines()]
     return {line.pop("name"): line for line in lines}
 
