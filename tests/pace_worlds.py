@@ -9,7 +9,9 @@ arrive beside them. The scheduler is the real one, in virtual time. The laws:
   read than that;
 - prompts that wait beside decodes get their share of the time: over the steps in which they wait, at least
   0.85 of it, apart from what one chunk takes. A step owes them no more than it gave where it has as many
-  tokens as a step may have, or where one token more would make it longer than the first law allows;
+  tokens as a step may have, or where one token more would make it longer than the rule allows, which leaves
+  room for the error of the estimate (a second token may take far more than the first one, which counts as a
+  decode: world 924);
 - every request is answered in full.
 """
 
@@ -189,15 +191,19 @@ class _Running:
         step_s = world.cost.seconds(Work.of(plan.positions, plan.lengths))
         decodes_s = world.cost.seconds(self._decodes(plan))
         target_s = min(world.gap_targets_s[sequence.service_class] for sequence in streams)
-        most_s = max(target_s, 2.0 * decodes_s, decodes_s / (1.0 - world.prompt_share))
+        by_share_s = max(2.0 * decodes_s, decodes_s / (1.0 - world.prompt_share))
+        most_s = max(target_s, by_share_s)
         if step_s > decodes_s:
             self._seen.mixed += 1
             self._seen.longest_chunk_s = max(self._seen.longest_chunk_s, step_s - decodes_s)
             excess = self._excess_s(plan)
             assert step_s <= 1.02 * most_s + excess, f"{step_s} s, and not {most_s} s"
-        return Checked(waits, self._is_full(plan, most_s))
+        error = self._scheduler._learner.error
+        room_s = max(target_s / (1.0 + error), decodes_s + (by_share_s - decodes_s) / (1.0 + error))
+        return Checked(waits, self._is_full(plan, room_s))
 
-    def _is_full(self, plan: Plan, most_s: float) -> bool:
+    def _is_full(self, plan: Plan, room_s: float) -> bool:
+        """True if no prompt gets one token more into a step of at most `room_s`."""
         if sum(plan.lengths) >= self._world.step_tokens_max:
             return True
         chunks = {id(sequence) for sequence in self._scheduler._in_flight[plan.step].prefills}
@@ -206,7 +212,7 @@ class _Running:
             if id(sequence) in chunks and sequence.pending_len:
                 lengths = [*plan.lengths[:i], plan.lengths[i] + 1, *plan.lengths[i + 1 :]]
                 longer_s.append(self._world.cost.seconds(Work.of(plan.positions, lengths)))
-        return bool(longer_s) and min(longer_s) > most_s
+        return bool(longer_s) and min(longer_s) > room_s
 
     def _excess_s(self, plan: Plan) -> float:
         """The time of the chunks that have a single token, or of the one that the eldest has in any case."""

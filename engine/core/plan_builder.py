@@ -64,6 +64,8 @@ class PlanBuilder:
     """Copied pages whose time has been taken off `time_left_s`."""
     longest_s: float = pace.STEP_S_MAX
     """The longest time for prompts to which credit extends a step."""
+    taken_s: float = 0.0
+    """The part of it that chunks of this plan take."""
     wanted_s: float = 0.0
     """The time of a chunk of one token that was left out because even that takes longer than `longest_s`, or
     than the reserve leaves of it: then with the time of one token of the first prefill."""
@@ -171,7 +173,9 @@ class PlanBuilder:
             assert length <= self.tokens_left
             self.has_chunk = True
             self.tokens_left -= length
-            self.time_left_s -= self.cost.chunk_s(position, length)
+            chunk_s = self.cost.chunk_s(position, length)
+            self.time_left_s -= chunk_s
+            self.taken_s += chunk_s
             self.rows.append(sequence)
             self.slots.append(sequence.slot)
             self.positions.append(position)
@@ -186,11 +190,14 @@ class PlanBuilder:
         self.time_left_s -= unused_s
         self.longest_s -= extra_s
         self.hurried_s += extra_s - unused_s
+        self.taken_s -= extra_s - unused_s
 
     def _within(self, pending_len: int, position: int) -> int:
         """The tokens from `position` on for which there is time; 0 when it does not suffice for a chunk that
         is worth reading its context."""
-        within = self.cost.tokens_within(min(self.time_left_s, self.longest_s), position)
+        # What a single token waited for beyond the longest time is not for chunks of others.
+        within_s = min(self.time_left_s, self.longest_s - self.taken_s)
+        within = self.cost.tokens_within(within_s, position)
         least = min(pending_len, pace.chunk_len_min(self.cost, position))
         if within >= least:
             return within
@@ -235,6 +242,8 @@ class PlanBuilder:
             return
         row = self.slots.index(slot)
         self.tokens_left += self.lengths[row]
-        self.time_left_s += self.cost.chunk_s(self.positions[row], self.lengths[row])
+        chunk_s = self.cost.chunk_s(self.positions[row], self.lengths[row])
+        self.time_left_s += chunk_s
+        self.taken_s = max(0.0, self.taken_s - chunk_s)
         for column in (self.rows, self.slots, self.positions, self.lengths, self.samples):
             del column[row]
